@@ -1,0 +1,40 @@
+"""Dynamic micro-batches in Megatron: planning with all ranks, forward passes, train steps.
+
+Importing this package imports torch and megatron.core.
+"""
+
+from mcore_batching.megatron.arguments import (
+    DynamicBatchArgumentError,
+    add_dynamic_batch_arguments,
+)
+from mcore_batching.megatron.attention import PackedAttention
+from mcore_batching.megatron.data_iterator import DataIterator, get_data_iterator
+from mcore_batching.megatron.errors import (
+    CollationFailedError,
+    CollectiveError,
+    PlanMismatchError,
+    PlanningFailedError,
+)
+from mcore_batching.megatron.forward_only import forward_only
+from mcore_batching.megatron.log_probs import response_entropy, response_log_probs
+from mcore_batching.megatron.specs import packed_layer_spec, use_packed_attention
+from mcore_batching.megatron.train_step import TrainStepResult, train_step
+
+__all__ = [
+    "CollationFailedError",
+    "CollectiveError",
+    "DataIterator",
+    "DynamicBatchArgumentError",
+    "PackedAttention",
+    "PlanMismatchError",
+    "PlanningFailedError",
+    "TrainStepResult",
+    "add_dynamic_batch_arguments",
+    "forward_only",
+    "get_data_iterator",
+    "packed_layer_spec",
+    "response_entropy",
+    "response_log_probs",
+    "train_step",
+    "use_packed_attention",
+]

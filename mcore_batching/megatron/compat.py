@@ -1,0 +1,155 @@
+"""Everything that differs between Megatron-LM versions, and nothing else.
+
+The rest of the package calls these functions and never asks for a version. Seen running on
+megatron-core 0.16.1 and 0.19.2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+try:
+    import transformer_engine  # noqa: F401
+
+    HAVE_TRANSFORMER_ENGINE = True
+except ImportError:
+    HAVE_TRANSFORMER_ENGINE = False
+
+
+def attention_groups(pg_collection: Any) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Tensor- and context-parallel groups for a core attention.
+
+    0.16 may give a core attention no collection at all, later versions always do.
+    """
+    tp_group = getattr(pg_collection, "tp", None)
+    cp_group = getattr(pg_collection, "cp", None)
+    return (
+        parallel_state.get_tensor_model_parallel_group() if tp_group is None else tp_group,
+        parallel_state.get_context_parallel_group() if cp_group is None else cp_group,
+    )
+
+
+def packed_seq_params(
+    cu_seqlens: Tensor, max_seqlen: int, host_cu_seqlens: Sequence[int]
+) -> PackedSeqParams:
+    """Megatron's THD parameters for a row of padded sequences.
+
+    As stock Megatron does, the offsets of the *padded* sequences are given as the real ones
+    (Transformer Engine's context-parallel attention wants it so): trailing padding attends to its
+    own sequence, which causal masking hides from every real token.
+
+    Args:
+        cu_seqlens: int32 ``[sequences + 1]`` offsets in the full row, before context-parallel
+            slicing.
+        max_seqlen: longest padded sequence, in tokens.
+        host_cu_seqlens: the same offsets as Python ints, for attentions that need them on the
+            host.
+    """
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_kv=max_seqlen,
+    )
+    params.host_cu_seqlens = tuple(host_cu_seqlens)
+    return params
+
+
+def local_gpt_layer_spec(config: Any) -> ModuleSpec:
+    """Megatron's own layer spec without Transformer Engine, for this model's shape."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    options = {
+        "num_experts": config.num_moe_experts,
+        "moe_grouped_gemm": config.moe_grouped_gemm,
+        "qk_layernorm": config.qk_layernorm,
+        "multi_latent_attention": config.multi_latent_attention,
+        "normalization": config.normalization,
+    }
+    known = inspect.signature(get_gpt_layer_local_spec).parameters
+    return get_gpt_layer_local_spec(**{k: v for k, v in options.items() if k in known})
+
+
+def replace_final_norm(norm: Any) -> None:
+    """Make transformer blocks built from a single layer spec use ``norm`` after the last layer."""
+    transformer_block.LayerNormImpl = norm
+
+
+def packed_submodules(submodules: Any, core_attention: type, norm: Any) -> Any:
+    """A layer's submodules with another core attention and, if given, other norms."""
+    attention = submodules.self_attention
+    changes: dict[str, Any] = {
+        "self_attention": dataclasses.replace(
+            attention,
+            submodules=dataclasses.replace(attention.submodules, core_attention=core_attention),
+        )
+    }
+    if norm is not None:
+        changes |= {"input_layernorm": norm, "pre_mlp_layernorm": norm}
+    return dataclasses.replace(submodules, **changes)
+
+
+def mend_expert_bias_mask() -> None:
+    """Let a padding mask leave padding out of the token counts behind the expert bias.
+
+    The router multiplies a ``[tokens, experts]`` map with a ``[tokens]`` mask, which does not
+    broadcast (0.16.1 to 0.19.2); the mask needs a second axis.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    original = TopKRouter._apply_expert_bias
+    if getattr(original, "mended", False):
+        return
+
+    def with_second_axis(router: Any, routing_map: Tensor, padding_mask: Any = None) -> Any:
+        if padding_mask is not None and padding_mask.dim() == routing_map.dim() - 1:
+            padding_mask = padding_mask.unsqueeze(-1)
+        return original(router, routing_map, padding_mask=padding_mask)
+
+    with_second_axis.mended = True  # type: ignore[attr-defined]
+    TopKRouter._apply_expert_bias = with_second_axis
+
+
+def patch_for_cpu() -> None:
+    """Replace the megatron-core functions that insist on CUDA tensors or Transformer Engine.
+
+    Called by the CPU stand-in alone.
+    """
+    from megatron.core.datasets import utils as dataset_utils
+    from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def get_rng_state(*args: Any, **kwargs: Any) -> Tensor:
+        del args, kwargs
+        return torch.get_rng_state()
+
+    def set_rng_state(new_state: Tensor, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+        torch.set_rng_state(new_state)
+
+    def maybe_move_tensor_to_cpu(
+        tensor: Any, as_numpy: bool = False, record_stream: bool = False
+    ) -> Any:
+        del record_stream
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    # The module's own setter is deferred until CUDA is initialised, which never comes.
+    megatron_random._get_cuda_rng_state = get_rng_state
+    megatron_random._set_cuda_rng_state = set_rng_state
+    token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 without Transformer Engine
+        moe_utils.te_general_gemm = None
+    # The wheels ship the compiled helper, but not the Makefile that would build it.
+    dataset_utils.compile_helpers = lambda: None

@@ -1,0 +1,170 @@
+"""The micro-batches of this rank, step by step, and their collation.
+
+A `RolloutSchedule` joins one rank's rollout data with its share of the plan. Its iterators, one a
+virtual pipeline stage, walk through the same micro-batches; `prepare` collates a whole optimizer
+step before the pipeline starts, so that whatever is wrong with the data shows while every rank
+can still be told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mcore_batching.batch import (
+    PackedMicroBatch,
+    Schema,
+    StepTotals,
+    make_placeholder,
+    pack,
+    step_totals,
+)
+from mcore_batching.megatron.errors import CollationFailedError, PlanMismatchError
+from mcore_batching.megatron.rendezvous import Note, Rendezvous, require_equal
+from mcore_batching.planning import (
+    Layout,
+    PlannerConfig,
+    row_multiple_tokens,
+    sample_multiple_tokens,
+)
+
+MicroBatches = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutSchedule:
+    """One rank's rollout data and the micro-batches made of it.
+
+    Attributes:
+        rollout_data: field name to one value a sample of this rank.
+        schema: the kind of every field.
+        template: values of one sample, from whichever rank has any: what a placeholder looks like.
+        steps: for every optimizer step, its micro-batches: tuples of local sample indices, ``()``
+            for a placeholder. All ranks have the same number of micro-batches in a step.
+        layout: the job's layout.
+        config: the planner's settings.
+        context_parallel_rank: which slice of every row this rank holds.
+        pad_token_id: token that fills padding and placeholders.
+        rendezvous: where ranks compare notes.
+    """
+
+    rollout_data: dict[str, list[Any]]
+    schema: Schema
+    template: dict[str, list[Any]]
+    steps: tuple[MicroBatches, ...]
+    layout: Layout
+    config: PlannerConfig
+    context_parallel_rank: int
+    pad_token_id: int
+    rendezvous: Rendezvous
+
+    @property
+    def num_samples(self) -> int:
+        """Samples on this rank, over all steps."""
+        return len(self.rollout_data["total_lengths"])
+
+    @property
+    def num_microbatches(self) -> list[int]:
+        """Micro-batches of every step."""
+        return [len(step) for step in self.steps]
+
+    def prepare(self, step: int) -> PreparedStep:
+        """Collate all micro-batches of a step, and hear from every rank that it could, too.
+
+        A collective over all ranks.
+
+        Raises:
+            CollationFailedError: on every rank, if collating failed on any.
+            PlanMismatchError: on every rank, if they are not about to run the same step.
+        """
+
+        def collate() -> list[PackedMicroBatch]:
+            return [self._collate(indices) for indices in self.steps[step]]
+
+        def says(rows: list[PackedMicroBatch]) -> dict[str, Any]:
+            return {
+                "compared": {"step": step, "number of micro-batches": len(rows)},
+                "totals": step_totals(rows),
+            }
+
+        rows, notes = self.rendezvous.guard(CollationFailedError, collate, says)
+        require_equal(notes, lambda note: note.value["compared"])
+        return PreparedStep(step=step, rows=rows, totals=_sum_over_replicas(notes))
+
+    def samples(self, indices: Sequence[int], keys: Sequence[str]) -> dict[str, list[Any]]:
+        """The values of some samples, or of one fabricated sample where ``indices`` is empty."""
+        if not indices:
+            return make_placeholder(
+                self.schema, keys, self.template, pad_token_id=self.pad_token_id
+            )
+        return {key: [self.rollout_data[key][i] for i in indices] for key in keys}
+
+    def _collate(self, indices: tuple[int, ...]) -> PackedMicroBatch:
+        return pack(
+            self.samples(indices, list(self.template)),
+            schema=self.schema,
+            sample_alignment_tokens=sample_multiple_tokens(self.layout, self.config),
+            row_alignment_tokens=row_multiple_tokens(self.layout, self.config),
+            context_parallel_size=self.layout.context_parallel,
+            context_parallel_rank=self.context_parallel_rank,
+            pad_token_id=self.pad_token_id,
+            sample_indices=indices,
+            is_placeholder=not indices,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedStep:
+    """The collated micro-batches of a step, and what the step's denominators add up to.
+
+    Attributes:
+        step: which optimizer step.
+        rows: packed micro-batches of this rank, in slot order, on the host.
+        totals: over all samples of the step on all ranks.
+    """
+
+    step: int
+    rows: list[PackedMicroBatch]
+    totals: StepTotals
+
+    def iterators(self, count: int) -> list[Iterator[PackedMicroBatch]]:
+        """One iterator a virtual pipeline stage over the rows, moved to the device as drawn.
+
+        Each stage draws every row; the copy on the device is made once and dropped when the last
+        stage has drawn it.
+        """
+        on_device: dict[int, tuple[PackedMicroBatch, int]] = {}
+
+        def draw() -> Iterator[PackedMicroBatch]:
+            for slot, row in enumerate(self.rows):
+                moved, drawn = on_device.pop(slot, (None, 0))
+                if moved is None:
+                    moved = row.to(torch.device(torch.cuda.current_device()), non_blocking=True)
+                if drawn + 1 < count:
+                    on_device[slot] = (moved, drawn + 1)
+                yield moved
+
+        return [draw() for _ in range(count)]
+
+
+def _sum_over_replicas(notes: Sequence[Note]) -> StepTotals:
+    """Totals over the job from every rank's own, each sample counted once.
+
+    Raises:
+        PlanMismatchError: ranks of one replica hold different samples.
+    """
+    totals = StepTotals()
+    spoken: dict[int, tuple[int, StepTotals]] = {}
+    for rank, note in enumerate(notes):
+        mine = note.value["totals"]
+        first, said = spoken.setdefault(note.data_parallel_rank, (rank, mine))
+        if said != mine:
+            raise PlanMismatchError(
+                {rank: f"its samples add up to {mine}, on rank {first} they are {said}"}
+            )
+        if note.speaks_for_replica:
+            totals = totals + mine
+    return totals

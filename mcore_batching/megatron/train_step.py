@@ -1,0 +1,180 @@
+"""`train_step`: one optimizer step over a step's micro-batches, exact whatever the packing.
+
+The loss function returns shares (see `mcore_batching.batch.loss`): what it returns for all
+micro-batches of all ranks adds up to the step's loss. Megatron's schedules and its data-parallel
+wrapper divide losses in ways of their own; `train_step` multiplies by exactly what they divide by:
+
+- with ``calculate_per_token_loss`` gradients are summed and then divided by the tokens of the
+  step, counted as the micro-batches report them;
+- without it each micro-batch is divided by their number, and ranks are averaged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from mcore_batching.batch import PackedMicroBatch, StepTotals, owned_num_tokens
+from mcore_batching.megatron.data_iterator import DataIterator
+from mcore_batching.megatron.forward import run_chunk
+from mcore_batching.megatron.schedule import PreparedStep
+from mcore_batching.megatron.topology import is_last_stage
+
+LossFunction = Callable[[Tensor, PackedMicroBatch, StepTotals], tuple[Tensor, Mapping[str, Tensor]]]
+"""``(logits, micro_batch, totals) -> (share of the loss, name to share of a metric)``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainStepResult:
+    """What one optimizer step did.
+
+    Attributes:
+        metrics: name to the mean over the step, ``loss`` among them; on ranks of the last
+            pipeline stage, empty elsewhere.
+        grad_norm: norm of all gradients before clipping; None where the optimizer gives none.
+        update_successful: False if the optimizer skipped the step (overflow in mixed precision).
+        totals: what the samples of the step add up to, over all ranks.
+        num_microbatches: forward passes of this rank, placeholders included.
+    """
+
+    metrics: dict[str, float]
+    grad_norm: float | None
+    update_successful: bool
+    totals: StepTotals
+    num_microbatches: int
+
+
+def train_step(
+    loss_function: LossFunction,
+    args: Any,
+    model: list[Any],
+    data_iterator: Sequence[DataIterator],
+    num_microbatches: Sequence[int],
+    optimizer: Any,
+    opt_param_scheduler: Any = None,
+    *,
+    step: int = 0,
+) -> TrainStepResult:
+    """Forward, backward and one update over the micro-batches of one optimizer step.
+
+    A collective over all ranks.
+
+    Args:
+        loss_function: called on the last stage with the logits
+            ``[1, local tokens, local vocabulary]``, the micro-batch and the step's totals; returns
+            this micro-batch's share of the loss and shares of metrics, with the same names for
+            every micro-batch, placeholders included.
+        args: Megatron's arguments.
+        model: this rank's model chunks in Megatron's data-parallel wrapper.
+        data_iterator: from `get_data_iterator`.
+        num_microbatches: from `get_data_iterator`.
+        optimizer: Megatron's optimizer.
+        opt_param_scheduler: Megatron's scheduler, advanced by the samples of the step; None: none.
+        step: which of the schedule's steps.
+
+    Raises:
+        CollationFailedError: on every rank, if any could not collate.
+    """
+    prepared = data_iterator[0].schedule.prepare(step)
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    metrics = _forward_backward(
+        loss_function, args, model, prepared, num_microbatches[step]
+    )
+    update_successful, grad_norm, _ = optimizer.step()
+    if update_successful and opt_param_scheduler is not None:
+        opt_param_scheduler.step(increment=prepared.totals.num_samples)
+    return TrainStepResult(
+        metrics=metrics,
+        grad_norm=None if grad_norm is None else float(grad_norm),
+        update_successful=bool(update_successful),
+        totals=prepared.totals,
+        num_microbatches=num_microbatches[step],
+    )
+
+
+def _forward_backward(
+    loss_function: LossFunction,
+    args: Any,
+    model: list[Any],
+    prepared: PreparedStep,
+    num_microbatches: int,
+) -> dict[str, float]:
+    """Gradients of the step in the model's buffers; the metrics."""
+    config = get_model_config(model[0])
+    _connect(model, config)
+    totals = prepared.totals
+    tokens = max(totals.num_tokens, 1)
+    per_token = bool(config.calculate_per_token_loss)
+    undo = tokens if per_token else num_microbatches * _num_averaged_replicas()
+
+    def forward_step(
+        rows: Iterator[PackedMicroBatch], chunk: Any, *unused: Any
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]:
+        del unused
+        row = next(rows)
+
+        def loss(output: Tensor) -> tuple[Any, ...]:
+            share, metrics = loss_function(output, row, totals)
+            reported = {"loss": share, **metrics}
+            reported = {name: value.detach().clone() for name, value in reported.items()}
+            # An empty sum: hangs the loss on the graph without 0 · inf, so that every gradient
+            # hook fires even if the share is a constant.
+            attached = (share + output.reshape(-1)[:0].sum().to(share.dtype)) * undo
+            if per_token:
+                count = torch.tensor(owned_num_tokens(row), dtype=torch.int, device=output.device)
+                return attached, count, reported
+            return attached, reported
+
+        return run_chunk(chunk, row), loss
+
+    rows = prepared.iterators(len(model))
+    collected = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=rows if len(rows) > 1 else rows[0],
+        model=model if len(model) > 1 else model[0],
+        num_microbatches=num_microbatches,
+        seq_length=getattr(args, "seq_length", 1),  # not read: lengths vary
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    return _sum_metrics(collected) if is_last_stage() else {}
+
+
+def _connect(model: list[Any], config: Any) -> None:
+    """Set the hooks that ``megatron.training`` sets, where nobody has."""
+    if config.finalize_model_grads_func is None:
+        config.finalize_model_grads_func = finalize_model_grads
+    ddp_config = getattr(model[0], "ddp_config", None)
+    if config.no_sync_func is None and getattr(ddp_config, "overlap_grad_reduce", False):
+        no_sync = [chunk.no_sync for chunk in model]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+
+def _num_averaged_replicas() -> int:
+    """Data-parallel ranks over which gradients are averaged without per-token loss.
+
+    The wrapper averages over context-parallel ranks, too, which the schedule has already undone.
+    """
+    size: int = parallel_state.get_data_parallel_world_size()
+    return size
+
+
+def _sum_metrics(collected: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    """Shares of all micro-batches, added up over them and over the ranks of the stage."""
+    names = list(collected[0])
+    sums = torch.stack(
+        [torch.stack([each[name].double() for each in collected]).sum() for name in names]
+    )
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    torch.distributed.all_reduce(sums, group=group)
+    return dict(zip(names, sums.tolist(), strict=True))

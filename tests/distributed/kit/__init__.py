@@ -1,0 +1,1 @@
+"""What the distributed tests are made of: launching, the reference, models, samples."""

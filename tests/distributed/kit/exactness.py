@@ -1,0 +1,117 @@
+"""Jobs that compare a layout with the reference."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+
+from kit.model import adam, local_part, named_parameters, sharded_model
+from kit.objective import packed_objective
+from kit.samples import CAP_TOKENS, make_samples, share, take
+from mcore_batching.batch import PackedMicroBatch
+from mcore_batching.megatron import (
+    forward_only,
+    get_data_iterator,
+    response_log_probs,
+    train_step,
+)
+from mcore_batching.megatron.topology import is_last_stage
+from mcore_batching.planning import Layout
+
+
+def arguments(layout: Layout, **changes: Any) -> SimpleNamespace:
+    """Megatron's arguments, as far as the engine reads them."""
+    cap = CAP_TOKENS // layout.context_parallel
+    return SimpleNamespace(
+        **{"max_tokens_per_gpu": cap, "global_batch_size": None, "seq_length": 1} | changes
+    )
+
+
+def log_probs_of(
+    logits: torch.Tensor, *, micro_batch: PackedMicroBatch
+) -> dict[str, list[torch.Tensor]]:
+    """What the tests give to `forward_only`."""
+    return {"log_probs": response_log_probs(logits, micro_batch)}
+
+
+def difference(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    """Largest difference, relative to the largest entry of the reference."""
+    if not reference.numel():
+        return 0.0
+    scale = float(reference.abs().max()) or 1.0
+    return float((ours - reference).abs().max()) / scale
+
+
+def compare(
+    layout: dict[str, Any],
+    kind: str,
+    reference: str,
+    spread: str = "uneven",
+    per_token_loss: bool = True,
+    distributed_optimizer: bool = False,
+    overlap: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Differences to the reference on this rank.
+
+    Returns:
+        ``log_probs``, ``gradients``, ``weights`` (largest relative differences), ``metrics``,
+        ``grad_norm``, and the plan's ``counts``, ``placeholders`` and ``oversize`` micro-batches.
+    """
+    shape = Layout(**layout)
+    expected = torch.load(reference, weights_only=True)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=distributed_optimizer,
+        overlap_grad_reduce=overlap,
+    )
+    model = sharded_model(
+        shape, kind, expected["weights"], ddp, calculate_per_token_loss=per_token_loss, **settings
+    )
+    optimizer = adam(model, distributed_optimizer)
+    samples = make_samples()
+    replica = parallel_state.get_data_parallel_rank()
+    mine = share(samples, spread, replica, shape.data_parallel)
+    args = arguments(shape)
+    iterators, counts = get_data_iterator(args, model, take(samples, mine))
+    outputs = forward_only(log_probs_of, args, model, iterators, counts, store_prefix="old_")
+    report: dict[str, Any] = {"last_stage": is_last_stage(), "log_probs": 0.0}
+    if is_last_stage():
+        assert [len(v) for v in outputs["old_log_probs"]] == [
+            samples["response_lengths"][i] for i in mine
+        ]
+        report["log_probs"] = max(
+            (
+                difference(ours.cpu(), expected["log_probs"][i])
+                for ours, i in zip(outputs["old_log_probs"], mine, strict=True)
+            ),
+            default=0.0,
+        )
+    else:
+        assert outputs == {}
+    result = train_step(packed_objective, args, model, iterators, counts, optimizer)
+    report |= {"metrics": result.metrics, "grad_norm": result.grad_norm, "gradients": {}}
+    for name, parameter in named_parameters(model):
+        whole = expected["gradients"][name]
+        if not distributed_optimizer:  # else a rank holds the reduced gradient of its part alone
+            clip = min(1.0, 1.0 / (expected["grad_norm"] + 1e-6))
+            part = local_part(name, whole * clip, parameter)
+            report["gradients"][name] = difference(parameter.main_grad, part)
+    report["gradients"] = max(report["gradients"].values(), default=0.0)
+    report["weights"] = max(
+        difference(parameter.detach(), local_part(name, expected["updated"][name], parameter))
+        for name, parameter in named_parameters(model)
+    )
+    (step,) = iterators[0].schedule.steps
+    longest = max((samples["total_lengths"][i] for i in mine), default=0)
+    report |= {
+        "counts": counts,
+        "placeholders": sum(not indices for indices in step),
+        "last_is_real": bool(step[-1]) or not mine,
+        "oversize": longest > CAP_TOKENS,
+    }
+    return report

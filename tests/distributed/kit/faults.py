@@ -1,0 +1,301 @@
+"""Jobs in which something goes wrong on one rank, and jobs for the faults of other systems."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.utils import get_model_config
+
+from kit.exactness import arguments, log_probs_of
+from kit.model import adam, named_parameters, sharded_model
+from kit.objective import packed_objective
+from kit.samples import make_samples, share, take
+from mcore_batching.megatron import forward_only, get_data_iterator, train_step
+from mcore_batching.megatron.topology import is_last_stage
+from mcore_batching.planning import Layout
+
+
+def small_model(layout: dict[str, Any], reference: str, **settings: Any) -> list[Any]:
+    """The test model in Megatron's data-parallel wrapper."""
+    weights = torch.load(reference, weights_only=True)["weights"]
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    return sharded_model(Layout(**layout), settings.pop("kind", "dense"), weights, ddp, **settings)
+
+
+def my_samples(layout: dict[str, Any], spread: str = "uneven") -> dict[str, list[Any]]:
+    """The samples of this rank's replica."""
+    samples = make_samples()
+    ranks = layout.get("data_parallel", 1)
+    mine = share(samples, spread, parallel_state.get_data_parallel_rank(), ranks)
+    return take(samples, mine)
+
+
+def one_rank_fails(layout: dict[str, Any], reference: str, what: str) -> dict[str, Any]:
+    """Something is wrong on the last rank alone; what every rank raises, and how soon."""
+    model = small_model(layout, reference)
+    args = arguments(Layout(**layout))
+    data = my_samples(layout)
+    at_fault = dist.get_rank() == dist.get_world_size() - 1
+    if at_fault and what == "undeclared field":
+        data["my_scores"] = [torch.zeros(3, 2) for _ in data["tokens"]]
+    if at_fault and what == "more fields":
+        data["teacher_log_probs"] = data["ref_log_probs"]
+    if at_fault and what == "other settings":
+        args.max_tokens_per_gpu += 8
+    if at_fault and what == "other lengths":
+        data["tokens"] = [torch.cat((t, t[-1:])) for t in data["tokens"]]
+        data["total_lengths"] = [length + 1 for length in data["total_lengths"]]
+    if at_fault and what == "missing field":
+        del data["total_lengths"]
+    if what == "oversize sample refused":
+        args.dynamic_batch_on_oversize = "error"
+    begun = time.monotonic()
+    try:
+        iterators, counts = get_data_iterator(args, model, data)
+        if at_fault and what == "data changed before collating":
+            data["tokens"][0] = data["tokens"][0][:0]
+        forward_only(log_probs_of, args, model, iterators, counts)
+    except Exception as error:
+        return {
+            "type": type(error).__name__,
+            "message": str(error),
+            "cause": type(error.__cause__).__name__,
+            "seconds": time.monotonic() - begun,
+        }
+    return {"type": None}
+
+
+def extra_placeholders(
+    layout: dict[str, Any], reference: str, count: int, kind: str, per_token_loss: bool
+) -> dict[str, Any]:
+    """Gradients of a step, and of the same step with more placeholders at its start."""
+    model = small_model(layout, reference, kind=kind, calculate_per_token_loss=per_token_loss)
+    args = arguments(Layout(**layout))
+    iterators, counts = get_data_iterator(args, model, my_samples(layout))
+    plain = _gradients(args, model, iterators, counts)
+    schedule = iterators[0].schedule
+    more = dataclasses.replace(schedule, steps=(((),) * count + schedule.steps[0],))
+    for iterator in iterators:
+        iterator.schedule = more
+    padded = _gradients(args, model, iterators, [counts[0] + count])
+    differences = {
+        name: float((padded[name] - gradient).abs().max() / (gradient.abs().max() + 1e-30))
+        for name, gradient in plain.items()
+        if name != "metrics"
+    }
+    return {
+        "bit_equal": all(torch.equal(padded[name], plain[name]) for name in differences),
+        "largest_difference": max(differences.values()),
+        "nonzero": any(bool(plain[name].any()) for name in differences),
+        "metrics": [plain["metrics"], padded["metrics"]],
+        "placeholders": sum(not indices for indices in more.steps[0]),
+    }
+
+
+def _gradients(args: Any, model: list[Any], iterators: Any, counts: list[int]) -> dict[str, Any]:
+    """Reduced gradients of a step that updates nothing."""
+    before = {name: p.detach().clone() for name, p in named_parameters(model)}
+    optimizer = adam(model, distributed=False)
+    result = train_step(packed_objective, args, model, iterators, counts, optimizer)
+    gradients = {name: p.main_grad.clone() for name, p in named_parameters(model)}
+    with torch.no_grad():
+        for name, parameter in named_parameters(model):
+            parameter.copy_(before[name])
+    return {"metrics": result.metrics, **gradients}
+
+
+def no_samples_anywhere(layout: dict[str, Any], reference: str) -> dict[str, Any]:
+    """A batch without a single sample goes through every collective and changes nothing."""
+    model = small_model(layout, reference)
+    args = arguments(Layout(**layout))
+    data = take(make_samples(), [])
+    before = {name: p.detach().clone() for name, p in named_parameters(model)}
+    iterators, counts = get_data_iterator(args, model, data)
+    outputs = forward_only(log_probs_of, args, model, iterators, counts)
+    optimizer = adam(model, distributed=False)
+    result = train_step(packed_objective, args, model, iterators, counts, optimizer)
+    return {
+        "last_stage": is_last_stage(),
+        "counts": counts,
+        "outputs": {key: len(values) for key, values in outputs.items()},
+        "metrics": result.metrics,
+        "unchanged": all(torch.equal(p, before[name]) for name, p in named_parameters(model)),
+    }
+
+
+def data_on_some_ranks(layout: dict[str, Any], reference: str) -> dict[str, Any]:
+    """Only the first rank of each replica holds the data; the outputs of the last stage."""
+    model = small_model(layout, reference)
+    args = arguments(Layout(**layout))
+    data = my_samples(layout)
+    first = (
+        parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
+    )
+    outputs = []
+    for given in (data, data if first else None):
+        iterators, counts = get_data_iterator(args, model, given)
+        outputs.append(forward_only(log_probs_of, args, model, iterators, counts))
+    everywhere, some = outputs
+    return {
+        "equal": all(
+            torch.equal(a, b)
+            for a, b in zip(everywhere.get("log_probs", []), some.get("log_probs", []), strict=True)
+        ),
+        "count": len(some.get("log_probs", [])),
+        "last_stage": is_last_stage(),
+    }
+
+
+def nobody_has_data(layout: dict[str, Any], reference: str) -> dict[str, Any]:
+    """No rank of the last replica passes data."""
+    model = small_model(layout, reference)
+    replica = parallel_state.get_data_parallel_rank()
+    data = my_samples(layout) if replica == 0 else None
+    try:
+        get_data_iterator(arguments(Layout(**layout)), model, data)
+    except Exception as error:
+        return {"type": type(error).__name__, "message": str(error)}
+    return {"type": None}
+
+
+def several_steps(
+    layout: dict[str, Any], reference: str, sizes: list[int], batch: int
+) -> dict[str, Any]:
+    """How samples fall into optimizer steps when rank ``r`` holds ``sizes[r]`` of them."""
+    model = small_model(layout, reference)
+    replica = parallel_state.get_data_parallel_rank()
+    count = len(make_samples()["tokens"])
+    data = take(make_samples(), [i % count for i in range(sizes[replica])])
+    args = arguments(Layout(**layout), global_batch_size=batch)
+    iterators, counts = get_data_iterator(args, model, data)
+    optimizer = adam(model, distributed=False)
+    trained = [
+        train_step(
+            packed_objective, args, model, iterators, counts, optimizer, step=step
+        ).totals.num_samples
+        for step in range(len(counts))
+    ]
+    outputs = forward_only(log_probs_of, args, model, iterators, counts)
+    return {
+        "steps": [
+            sorted(i for micro_batch in step for i in micro_batch)
+            for step in iterators[0].schedule.steps
+        ],
+        "trained": trained,
+        "outputs": len(outputs.get("log_probs", [])),
+        "last_stage": is_last_stage(),
+    }
+
+
+def wrong_number_of_outputs(layout: dict[str, Any], reference: str) -> str:
+    """A function for `forward_only` that forgets one sample."""
+    model = small_model(layout, reference)
+    args = arguments(Layout(**layout))
+    iterators, counts = get_data_iterator(args, model, my_samples(layout))
+
+    def forgets(logits: torch.Tensor, *, micro_batch: Any) -> dict[str, list[torch.Tensor]]:
+        return {"log_probs": log_probs_of(logits, micro_batch=micro_batch)["log_probs"][1:]}
+
+    try:
+        forward_only(forgets, args, model, iterators, counts)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def slime_style(layout: dict[str, Any], reference: str) -> dict[str, Any]:
+    """A function with slime's keywords, which returns a pair; and `get_next`."""
+    model = small_model(layout, reference)
+    args = arguments(Layout(**layout))
+    data = my_samples(layout, "empty")
+    iterators, counts = get_data_iterator(args, model, data)
+    seen = []
+
+    def f(
+        logits: torch.Tensor,
+        *,
+        args: Any,
+        unconcat_tokens: list[torch.Tensor],
+        total_lengths: list[int],
+        response_lengths: list[int],
+        with_entropy: bool = False,
+        **unused: Any,
+    ) -> tuple[torch.Tensor, dict[str, list[torch.Tensor]]]:
+        assert args is not None
+        assert not with_entropy
+        seen.append([len(tokens) for tokens in unconcat_tokens] == list(total_lengths))
+        del unused
+        sums = [logits.new_full((n,), float(t)) for n, t in zip(response_lengths, total_lengths, strict=True)]
+        return torch.empty(0), {"lengths": sums}
+
+    outputs = forward_only(f, args, model, iterators, counts)
+    drawn = [iterators[0].get_next(["tokens", "rewards", "values"]) for _ in range(sum(counts))]
+    return {
+        "seen": seen,
+        "outputs": [[float(x) for x in v.unique()] for v in outputs.get("lengths", [])],
+        "expected": [
+            [float(total)] if response else []
+            for total, response in zip(data["total_lengths"], data["response_lengths"], strict=True)
+        ],
+        "last_stage": is_last_stage(),
+        "none_fields": all(each["values"] is None for each in drawn),
+        "sizes": [len(each["tokens"]) for each in drawn],
+        "indices": iterators[0].micro_batch_indices,
+    }
+
+
+def expert_bias_counts(layout: dict[str, Any], reference: str) -> dict[str, Any]:
+    """Tokens that the router counts towards the expert bias: real ones alone."""
+    settings = {
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_dtype": "fp32",
+    }
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    weights = torch.load(reference, weights_only=True)["weights"]
+    model = sharded_model(Layout(**layout), "moe", weights, ddp, **settings)
+    args = arguments(Layout(**layout), dynamic_batch_pad_each_to=16)
+    data = my_samples(layout, "empty")
+    counted: list[torch.Tensor] = []
+
+    def record(model_chunks: Any, *unused: Any, **also_unused: Any) -> None:
+        del unused, also_unused
+        for chunk in model_chunks:
+            for name, buffer in chunk.named_buffers():
+                if name.endswith("local_tokens_per_expert"):
+                    counted.append(buffer.clone())
+
+    get_model_config(model[0]).finalize_model_grads_func = record
+    iterators, counts = get_data_iterator(args, model, data)
+    train_step(packed_objective, args, model, iterators, counts, adam(model, distributed=False))
+    return {
+        "counted": [int(each.sum()) for each in counted],
+        "real": sum(data["total_lengths"]) * 2,
+    }
+
+
+def hangs() -> None:
+    """The last rank never comes to the barrier that the others wait in."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(3600)
+    dist.barrier()
+
+
+def dies() -> None:
+    """The last rank raises while the others wait for it."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise ValueError("on purpose")
+    dist.barrier()
+
+
+def returns_rank() -> int:
+    """This rank."""
+    return dist.get_rank()

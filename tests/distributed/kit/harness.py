@@ -1,0 +1,141 @@
+"""Launches jobs under torchrun, once for many, and brings back what every rank returned.
+
+A job is a function of some module, a layout and parameters. All selected jobs that need the same
+number of processes share one launch, since starting processes costs more than most jobs. A job
+that crashes or hangs ends its launch; the jobs after it get a new one.
+
+A hang fails with the stacks of all ranks: each rank dumps its own after the job's time is up, then
+exits; the launch as a whole has a hard limit, after which its process group is killed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+JOB_SECONDS = 90.0
+START_SECONDS = 120.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Something for every rank to do.
+
+    Attributes:
+        name: names the result.
+        function: ``module:function``, called as ``function(**parameters)``.
+        nproc: processes.
+        layout: arguments of `Layout`; None: Megatron's groups are not set up.
+        parameters: keyword arguments, JSON values.
+        seconds: time after which the job counts as hanging.
+    """
+
+    name: str
+    function: str
+    nproc: int
+    layout: dict[str, Any] | None = None
+    parameters: dict[str, Any] = dataclasses.field(default_factory=dict)
+    seconds: float = JOB_SECONDS
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class JobFailedError(AssertionError):
+    """A job raised, hung or died; the message holds what every rank left behind."""
+
+
+def run_jobs(jobs: list[Job], scratch: Path) -> dict[str, list[Any] | JobFailedError]:
+    """Run jobs that need the same number of processes.
+
+    Args:
+        jobs: what to run, in this order.
+        scratch: folder for results.
+
+    Returns:
+        for each job's name what its ranks returned, in the order of ranks, or the failure.
+    """
+    outcomes: dict[str, list[Any] | JobFailedError] = {}
+    waiting = list(jobs)
+    while waiting:
+        launch = scratch / f"launch{len(outcomes)}"
+        launch.mkdir(parents=True)
+        log = _launch(waiting, launch)
+        for job in waiting:
+            outcome = _outcome(job, launch, log)
+            if outcome is None:
+                break
+            outcomes[job.name] = outcome
+        waiting = [job for job in waiting if job.name not in outcomes]
+    return outcomes
+
+
+def environment(nproc: int) -> dict[str, str]:
+    """Variables of the worker processes; the CPU stand-in where there are too few GPUs."""
+    variables = dict(os.environ)
+    variables["OMP_NUM_THREADS"] = "1"
+    variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    paths = [str(REPOSITORY), str(REPOSITORY / "tests" / "distributed")]
+    variables["PYTHONPATH"] = os.pathsep.join([*paths, variables.get("PYTHONPATH", "")])
+    if torch.cuda.device_count() < nproc:
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+        variables["MCORE_BATCHING_CPU"] = "1"
+    return variables
+
+
+def _launch(jobs: list[Job], folder: Path) -> str:
+    (folder / "jobs.json").write_text(json.dumps([dataclasses.asdict(job) for job in jobs]))
+    nproc = jobs[0].nproc
+    command = [
+        sys.executable,
+        *("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"),
+        *("-m", "kit.worker", str(folder)),
+    ]
+    limit = START_SECONDS + sum(job.seconds for job in jobs)
+    log = folder / "log.txt"
+    with log.open("w") as sink:
+        process = subprocess.Popen(
+            command,
+            env=environment(nproc),
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            sink.write(f"\nkilled after {limit:.0f} s\n")
+    return log.read_text()
+
+
+def _outcome(job: Job, folder: Path, log: str) -> list[Any] | JobFailedError | None:
+    """What became of a job; None if the launch ended before it began."""
+    started = [folder / f"{job.name}.rank{rank}.started" for rank in range(job.nproc)]
+    results = [folder / f"{job.name}.rank{rank}.json" for rank in range(job.nproc)]
+    if all(path.exists() for path in results):
+        read = [json.loads(path.read_text()) for path in results]
+        if all("error" not in result for result in read):
+            return [result["value"] for result in read]
+    elif not any(path.exists() for path in started) and any(folder.glob("*.started")):
+        return None
+    texts = [f"job {job.name} failed on {job.nproc} processes"]
+    for rank, path in enumerate(results):
+        if path.exists():
+            result = json.loads(path.read_text())
+            texts.append(f"rank {rank}: {result.get('error', 'finished')}")
+        stacks = folder / f"stacks.rank{rank}.txt"
+        if stacks.exists() and stacks.read_text():
+            texts.append(f"stacks of rank {rank}:\n{stacks.read_text()}")
+    texts.append(f"end of the log:\n{log[-3000:]}")
+    return JobFailedError("\n".join(texts))

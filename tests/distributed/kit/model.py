@@ -1,0 +1,124 @@
+"""The small model of the tests, and its weights cut for every layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from kit.samples import VOCABULARY
+from mcore_batching.megatron.bootstrap import build_model, build_optimizer, pipeline_config
+from mcore_batching.planning import Layout
+
+MAX_SEQUENCE_LENGTH = 256
+# A large epsilon keeps Adam's first step smooth: with a small one it is a sign function, which
+# turns rounding of gradients near zero into differences of twice the learning rate.
+ADAM = {"lr": 1e-2, "adam_eps": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.95}
+CLIP_GRAD = 1.0
+
+
+def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
+    """``"dense"`` or ``"moe"`` (4 experts, top 2), grouped-query attention, float32."""
+    options: dict[str, Any] = {
+        "num_layers": 4,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 64,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "persist_layer_norm": False,
+        "apply_rope_fusion": False,
+        "pipeline_dtype": torch.float32,
+        "params_dtype": torch.float32,
+        "deallocate_pipeline_outputs": True,
+        "calculate_per_token_loss": True,
+    }
+    if kind == "moe":
+        options |= {
+            "num_moe_experts": 4,
+            "moe_router_topk": 2,
+            "moe_router_load_balancing_type": "none",
+            "moe_grouped_gemm": False,
+        }
+    return TransformerConfig(**options | settings)
+
+
+def sharded_model(
+    layout: Layout,
+    kind: str,
+    weights: dict[str, Tensor],
+    ddp: DistributedDataParallelConfig,
+    **settings: Any,
+) -> list[Any]:
+    """This rank's chunks, holding its part of ``weights``."""
+    config = transformer_config(kind, **pipeline_config(layout), **settings)
+    model = build_model(
+        config, vocab_size=VOCABULARY, max_sequence_length=MAX_SEQUENCE_LENGTH, ddp=ddp
+    )
+    with torch.no_grad():
+        for name, parameter in named_parameters(model):
+            parameter.copy_(local_part(name, weights[name], parameter))
+    return model
+
+
+def adam(model: list[Any], distributed: bool) -> Any:
+    """Megatron's Adam."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        weight_decay=0.0,
+        clip_grad=CLIP_GRAD,
+        use_distributed_optimizer=distributed,
+        **ADAM,
+    )
+    return build_optimizer(model, config)
+
+
+def named_parameters(model: list[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters of this rank under the names they have in the whole, unsharded model."""
+    for chunk in model:
+        bare = chunk.module if hasattr(chunk, "module") else chunk
+        numbers = [layer.layer_number - 1 for layer in bare.decoder.layers]
+        for name, parameter in bare.named_parameters():
+            whole = re.sub(
+                r"^decoder\.layers\.(\d+)",
+                lambda match: f"decoder.layers.{numbers[int(match[1])]}",
+                name,
+            )
+            yield re.sub(r"local_experts\.(\d+)", _global_expert, whole), parameter
+
+
+def _global_expert(match: re.Match[str]) -> str:
+    local = 4 // parallel_state.get_expert_model_parallel_world_size()
+    first = parallel_state.get_expert_model_parallel_rank() * local
+    return f"local_experts.{first + int(match[1])}"
+
+
+def local_part(name: str, whole: Tensor, parameter: torch.nn.Parameter) -> Tensor:
+    """The part of a whole weight (or gradient) that this tensor-parallel rank holds."""
+    whole = whole.to(parameter.device)
+    if whole.shape == parameter.shape:
+        return whole
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    dim = parameter.partition_dim
+    if "linear_fc1" in name:  # gate and up halves are each split
+        gate, up = whole.chunk(2, dim=dim)
+        return torch.cat((gate.chunk(size, dim)[rank], up.chunk(size, dim)[rank]), dim)
+    return whole.chunk(size, dim)[rank]

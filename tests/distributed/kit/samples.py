@@ -1,0 +1,73 @@
+"""The samples of the exactness tests, and how they lie on data-parallel ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+VOCABULARY = 64
+CAP_TOKENS = 48
+
+# (total length, response length): responses of 0 tokens, of one, of the whole sample; a sample of
+# a single token; one longer than the cap even with context parallelism over 4 ranks.
+SHAPES = [
+    (17, 9),
+    (5, 0),
+    (33, 33),
+    (1, 0),
+    (1, 1),
+    (8, 1),
+    (200, 150),
+    (12, 7),
+    (3, 2),
+    (27, 20),
+    (9, 4),
+    (16, 15),
+    (40, 12),
+]
+
+
+def make_samples() -> dict[str, list[Any]]:
+    """The same samples on every rank, as rollout data."""
+    generator = torch.Generator(device="cpu").manual_seed(20)
+
+    def uniform(length: int) -> torch.Tensor:
+        return torch.rand(length, generator=generator, device="cpu")
+
+    totals = [total for total, _ in SHAPES]
+    responses = [response for _, response in SHAPES]
+    return {
+        "tokens": [
+            torch.randint(VOCABULARY, (total,), generator=generator, device="cpu")
+            for total in totals
+        ],
+        "total_lengths": totals,
+        "response_lengths": responses,
+        "loss_masks": [(uniform(response) > 0.2).int() for response in responses],
+        "rewards": [float(i % 3) for i in range(len(SHAPES))],
+        "advantages": [uniform(response) - 0.5 for response in responses],
+        "rollout_log_probs": [-4.0 - uniform(response) for response in responses],
+        "ref_log_probs": [-4.0 - uniform(response) for response in responses],
+    }
+
+
+def share(samples: dict[str, list[Any]], spread: str, rank: int, ranks: int) -> list[int]:
+    """Indices of the samples that data-parallel rank ``rank`` holds.
+
+    ``"uneven"``: all but a few on rank 0, the rest one each. ``"empty"``: the last rank has none.
+    """
+    count = len(samples["total_lengths"])
+    if ranks == 1:
+        return list(range(count))
+    populated = ranks if spread == "uneven" else ranks - 1
+    if rank >= populated:
+        return []
+    if rank == 0:
+        return list(range(count - (populated - 1)))
+    return [count - populated + rank]
+
+
+def take(samples: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+    """The samples at ``indices``."""
+    return {key: [values[i] for i in indices] for key, values in samples.items()}

@@ -1,0 +1,67 @@
+"""What torchrun starts: does the jobs of a folder one after the other and writes the results."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import sys
+import threading
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+warnings.filterwarnings("ignore")
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from mcore_batching.megatron.bootstrap import initialize_model_parallel, initialize_process_group
+from mcore_batching.planning import Layout
+
+SECONDS_FOR_ALL_STACKS = 5.0
+
+
+def main() -> None:
+    """Run every job; the first that raises ends the process."""
+    folder = Path(sys.argv[1])
+    rank = int(os.environ["RANK"])
+    stacks = (folder / f"stacks.rank{rank}.txt").open("w")
+    initialize_process_group(timeout_seconds=60.0)
+    for job in json.loads((folder / "jobs.json").read_text()):
+        (folder / f"{job['name']}.rank{rank}.started").touch()
+        faulthandler.dump_traceback_later(job["seconds"], file=stacks)
+        # Every rank dumps before the first exits: torchrun stops the others as soon as one does.
+        last = threading.Timer(job["seconds"] + SECONDS_FOR_ALL_STACKS, os._exit, (17,))
+        last.daemon = True
+        last.start()
+        result: dict[str, Any]
+        try:
+            result = {"value": _do(job)}
+        except Exception:
+            result = {"error": traceback.format_exc()}
+        (folder / f"{job['name']}.rank{rank}.json").write_text(json.dumps(result))
+        if "error" in result:
+            os._exit(1)  # the others may be waiting for this rank: nothing can be taken down
+        last.cancel()
+        faulthandler.cancel_dump_traceback_later()
+    dist.destroy_process_group()
+
+
+def _do(job: dict[str, Any]) -> Any:
+    module, function = job["function"].split(":")
+    torch.manual_seed(0)
+    if job["layout"] is not None:
+        initialize_model_parallel(Layout(**job["layout"]))
+    try:
+        return getattr(importlib.import_module(module), function)(**job["parameters"])
+    finally:
+        if job["layout"] is not None:
+            parallel_state.destroy_model_parallel()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Every layout against the unpacked single-process reference.
+
+Differences are relative to the largest entry of the tensor. float32 has a unit roundoff of 6e-8;
+a value here is a sum of up to some hundred products in an order that depends on the layout, so
+results of right programs differ by some 1e-7 to 1e-6. A token of a neighbour let in, a placeholder
+counted, a sample forgotten or doubled changes them by 1e-3 and more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kit.harness import Job
+
+LOG_PROBS = 2e-6
+GRADIENTS = 2e-5  # deepest sums: over all tokens of the batch, through four layers
+WEIGHTS = 2e-6
+METRICS = 2e-6
+
+LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "one": (1, "dense", {}),
+    "dp2": (2, "dense", {"data_parallel": 2}),
+    "tp2": (2, "dense", {"tensor_parallel": 2}),
+    "tp2-sp": (2, "dense", {"tensor_parallel": 2, "sequence_parallel": True}),
+    "cp2": (2, "dense", {"context_parallel": 2}),
+    "dp2-ep2": (2, "moe", {"data_parallel": 2, "expert_parallel": 2}),
+    "cp2-ep2": (2, "moe", {"context_parallel": 2, "expert_parallel": 2}),
+    "dp4": (4, "dense", {"data_parallel": 4}),
+    "pp4": (4, "dense", {"pipeline_parallel": 4}),
+    "cp4": (4, "dense", {"context_parallel": 4}),
+    "dp2-pp2": (4, "dense", {"data_parallel": 2, "pipeline_parallel": 2}),
+    "dp2-pp2-vpp2": (
+        4,
+        "dense",
+        {"data_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2},
+    ),
+    "cp2-tp2-sp": (
+        4,
+        "dense",
+        {"context_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True},
+    ),
+    "dp2-cp2-pp2": (
+        8,
+        "dense",
+        {"data_parallel": 2, "context_parallel": 2, "pipeline_parallel": 2},
+    ),
+}
+
+
+def jobs() -> list[Job]:
+    """Every layout, with uneven and empty ranks, both ways of dividing the loss, and optimizers."""
+    made = []
+    for layout_name, (nproc, kind, layout) in LAYOUTS.items():
+        spreads = ["uneven", "empty"] if layout.get("data_parallel", 1) > 1 else ["uneven"]
+        variants = {
+            "": {},
+            "-mean-over-micro-batches": {"per_token_loss": False},
+            "-distributed-optimizer": {"distributed_optimizer": True},
+        }
+        for spread in spreads:
+            for variant, parameters in variants.items():
+                parameters = parameters | {
+                    "layout": layout,
+                    "kind": kind,
+                    "reference": kind,
+                    "spread": spread,
+                }
+                made.append(
+                    Job(
+                        f"{layout_name}-{spread}{variant}",
+                        "kit.exactness:compare",
+                        nproc,
+                        layout,
+                        parameters,
+                    )
+                )
+    return made
+
+
+@pytest.mark.parametrize("job", jobs(), ids=str)
+def test_equals_reference(job: Job, ranks: list[dict[str, Any]], references: dict[str, str]) -> None:
+    """Loss, log-probs in origin order, gradients and updated weights, with real uneven ranks."""
+    expected = torch.load(references[job.parameters["kind"]], weights_only=True)
+    assert len({tuple(rank["counts"]) for rank in ranks}) == 1
+    assert all(rank["last_is_real"] for rank in ranks)
+    assert any(rank["oversize"] for rank in ranks)
+    if job.layout and job.layout.get("data_parallel", 1) > 1:
+        assert any(rank["placeholders"] for rank in ranks)
+    assert max(rank["log_probs"] for rank in ranks) < LOG_PROBS
+    assert max(rank["gradients"] for rank in ranks) < GRADIENTS
+    assert max(rank["weights"] for rank in ranks) < WEIGHTS
+    reporting = [rank for rank in ranks if rank["last_stage"]]
+    for rank in reporting:
+        assert rank["metrics"].keys() == expected["metrics"].keys()
+        for name, value in expected["metrics"].items():
+            assert rank["metrics"][name] == pytest.approx(value, rel=METRICS), name
+    for rank in ranks:
+        assert rank["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRADIENTS)

@@ -1,0 +1,239 @@
+"""What goes wrong on one rank is a named error on all, within seconds; and slime's known faults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kit.harness import Job
+
+DP2_PP2 = {"data_parallel": 2, "pipeline_parallel": 2}
+SECONDS = 10.0  # an error that came by a collective's timeout takes 60
+
+
+def job(name: str, function: str, layout: dict[str, Any], nproc: int, **parameters: Any) -> Job:
+    kind = parameters.pop("reference", "dense")
+    parameters = {"layout": layout, "reference": kind, **parameters}
+    return Job(name, f"kit.faults:{function}", nproc, layout, parameters)
+
+
+@pytest.mark.parametrize(
+    ("job", "error", "cause", "text"),
+    [
+        (
+            job("fail-undeclared", "one_rank_fails", DP2_PP2, 4, what="undeclared field"),
+            "PlanningFailedError",
+            "SchemaError",
+            "my_scores",
+        ),
+        (
+            job("fail-missing", "one_rank_fails", DP2_PP2, 4, what="missing field"),
+            "PlanningFailedError",
+            "KeyError",
+            "total_lengths",
+        ),
+        (
+            job("fail-collating", "one_rank_fails", DP2_PP2, 4, what="data changed before collating"),
+            "CollationFailedError",
+            "SchemaError",
+            "tokens",
+        ),
+        (
+            job("fail-fields", "one_rank_fails", DP2_PP2, 4, what="more fields"),
+            "PlanMismatchError",
+            "NoneType",
+            "teacher_log_probs",
+        ),
+        (
+            job("fail-settings", "one_rank_fails", DP2_PP2, 4, what="other settings"),
+            "PlanMismatchError",
+            "NoneType",
+            "max_tokens_per_gpu is 56, on rank 0 it is 48",
+        ),
+        (
+            job("fail-plan", "one_rank_fails", DP2_PP2, 4, what="other lengths"),
+            "PlanMismatchError",
+            "NoneType",
+            "plan (sha256)",
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Job) else "",
+)
+def test_error_on_one_rank_is_raised_on_all(
+    job: Job, ranks: list[dict[str, Any]], error: str, cause: str, text: str
+) -> None:
+    assert [rank["type"] for rank in ranks] == [error] * 4
+    assert len({rank["message"] for rank in ranks}) == 1
+    assert "rank 3" in ranks[0]["message"]
+    assert text in ranks[0]["message"]
+    assert [rank["cause"] for rank in ranks] == ["NoneType"] * 3 + [cause]
+    assert max(rank["seconds"] for rank in ranks) < SECONDS
+
+
+@pytest.mark.parametrize(
+    "job",
+    [job("fail-oversize", "one_rank_fails", DP2_PP2, 4, what="oversize sample refused")],
+    ids=str,
+)
+def test_refused_oversize_sample_is_named_everywhere(job: Job, ranks: list[dict[str, Any]]) -> None:
+    assert [rank["type"] for rank in ranks] == ["PlanningFailedError"] * 4
+    assert "200" in ranks[0]["message"]
+    # Both ranks of the replica that holds the sample, and nobody else.
+    assert sum(rank["cause"] == "OversizeSampleError" for rank in ranks) == 2
+
+
+PLACEHOLDERS = {
+    "dp2-pp2": (4, "dense", DP2_PP2),
+    "cp2-tp2-sp": (
+        4,
+        "dense",
+        {"context_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True},
+    ),
+    "dp2-ep2": (2, "moe", {"data_parallel": 2, "expert_parallel": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        job(
+            f"placeholders-{name}{'' if per_token else '-mean-over-micro-batches'}",
+            "extra_placeholders",
+            layout,
+            nproc,
+            reference=kind,
+            kind=kind,
+            count=10,
+            per_token_loss=per_token,
+        )
+        for name, (nproc, kind, layout) in PLACEHOLDERS.items()
+        for per_token in (True, False)
+    ],
+    ids=str,
+)
+def test_placeholders_contribute_exactly_zero(job: Job, ranks: list[dict[str, Any]]) -> None:
+    """slime counts each placeholder as one token. Here ten more on every rank change no bit.
+
+    Gradients are accumulated micro-batch after micro-batch, then summed over ranks: the order is
+    the same with and without placeholders, which come first. Where Megatron divides by the number
+    of micro-batches, that number differs and what undoes it rounds.
+    """
+    for rank in ranks:
+        assert rank["nonzero"]
+        assert rank["placeholders"] >= 10
+        if job.parameters["per_token_loss"]:
+            assert rank["bit_equal"], rank["largest_difference"]
+            assert rank["metrics"][0] == rank["metrics"][1]
+        else:
+            assert rank["largest_difference"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        job("empty-dp2-pp2", "no_samples_anywhere", DP2_PP2, 4),
+        job(
+            "empty-vpp",
+            "no_samples_anywhere",
+            {"data_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2},
+            4,
+        ),
+        job("empty-cp2", "no_samples_anywhere", {"context_parallel": 2}, 2),
+    ],
+    ids=str,
+)
+def test_batch_without_samples_changes_nothing(job: Job, ranks: list[dict[str, Any]]) -> None:
+    """slime crashed in torch.cat of nothing, and later raises for fewer samples than ranks × group."""
+    legal = 2 if job.layout and "virtual_pipeline" in job.layout else 1
+    for rank in ranks:
+        assert rank["counts"] == [legal]
+        assert rank["unchanged"]
+        if rank["last_stage"]:
+            assert rank["outputs"] == {"log_probs": 0}
+            assert rank["metrics"] == {"loss": 0.0, "policy": 0.0, "kl": 0.0}
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        job("some-dp2-pp2", "data_on_some_ranks", DP2_PP2, 4),
+        job("some-pp4", "data_on_some_ranks", {"pipeline_parallel": 4}, 4),
+        job("some-tp2", "data_on_some_ranks", {"tensor_parallel": 2}, 2),
+        job("some-cp2", "data_on_some_ranks", {"context_parallel": 2}, 2),
+    ],
+    ids=str,
+)
+def test_data_reaches_the_ranks_that_lack_it(job: Job, ranks: list[dict[str, Any]]) -> None:
+    assert all(rank["equal"] for rank in ranks)
+    assert sum(rank["count"] for rank in ranks if rank["last_stage"]) > 0
+
+
+@pytest.mark.parametrize("job", [job("nobody", "nobody_has_data", DP2_PP2, 4)], ids=str)
+def test_replica_without_data_is_named(job: Job, ranks: list[dict[str, Any]]) -> None:
+    assert [rank["type"] for rank in ranks] == ["PlanMismatchError"] * 4
+    assert "data-parallel rank 1" in ranks[0]["message"]
+    assert "pass it on at least one" in ranks[0]["message"]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        job("steps-equal", "several_steps", {"data_parallel": 2}, 2, sizes=[6, 6], batch=4),
+        job("steps-short", "several_steps", {"data_parallel": 2}, 2, sizes=[5, 5], batch=4),
+        job("steps-uneven", "several_steps", {"data_parallel": 2}, 2, sizes=[9, 1], batch=5),
+        job("steps-none", "several_steps", {"data_parallel": 2}, 2, sizes=[9, 0], batch=4),
+    ],
+    ids=str,
+)
+def test_steps_depend_on_the_batch_alone(job: Job, ranks: list[dict[str, Any]]) -> None:
+    """⌈samples / global_batch_size⌉ optimizer steps, every sample in exactly one of them."""
+    sizes, batch = job.parameters["sizes"], job.parameters["batch"]
+    number = -(-sum(sizes) // batch)
+    for rank, size in zip(ranks, sizes, strict=True):
+        assert len(rank["steps"]) == number
+        assert [i for step in rank["steps"] for i in step] == list(range(size))
+        assert sum(rank["trained"]) == sum(sizes)
+        assert rank["outputs"] == size
+    if sizes[0] == sizes[1]:
+        assert ranks[0]["trained"][:-1] == [batch] * (number - 1)
+        assert ranks[0]["steps"] == ranks[1]["steps"]
+
+
+@pytest.mark.parametrize(
+    "job", [job("forgets", "wrong_number_of_outputs", {"data_parallel": 2}, 2)], ids=str
+)
+def test_missing_output_is_an_error(job: Job, ranks: list[str]) -> None:
+    """slime reorders with strict=False and [None] * n: a lost output became a None."""
+    for text in ranks:
+        assert text.startswith("OrderError")
+        assert "'log_probs'" in text
+
+
+@pytest.mark.parametrize("job", [job("slime-style", "slime_style", DP2_PP2, 4)], ids=str)
+def test_functions_written_for_slime_run(job: Job, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert all(rank["seen"])
+        assert rank["none_fields"]
+        assert rank["sizes"] == [max(1, len(indices)) for indices in rank["indices"]]
+        if rank["last_stage"]:
+            assert rank["outputs"] == rank["expected"]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        job(
+            "expert-bias",
+            "expert_bias_counts",
+            {"data_parallel": 2, "expert_parallel": 2},
+            2,
+            reference="moe",
+        )
+    ],
+    ids=str,
+)
+def test_router_counts_real_tokens_alone(job: Job, ranks: list[dict[str, Any]]) -> None:
+    """The mask has a broadcast bug upstream; padding and placeholders must not move the bias."""
+    assert ranks[1]["real"] == 0
+    for rank in ranks:
+        assert rank["counted"] == [rank["real"]] * 4
