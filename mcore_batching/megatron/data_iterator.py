@@ -215,6 +215,7 @@ def get_data_iterator(
         context_parallel_rank=parallel_state.get_context_parallel_rank(),
         pad_token_id=getattr(args, "pad_token_id", None) or 0,
         rendezvous=rendezvous,
+        plan_digest=_digest([[note.value["replica"] for note in notes], counts]),
     )
     return [DataIterator(schedule) for _ in range(layout.virtual_pipeline)], counts
 
@@ -325,9 +326,10 @@ class _Batch:
         if self.steps is not None:
             return [list(step) for step in self.steps]
         mine, total = len(self.total_lengths), sum(num_samples.values())
-        size = self.global_batch_size or total
+        size = self.global_batch_size or max(total, 1)
         # The first k samples of the whole batch are the first k/total of every rank's.
-        ends = [mine * min(end, total) // total for end in range(size, total + size, size)] or [0]
+        ends = [mine * min(end, total) // total for end in range(size, total + size, size) if total]
+        ends = ends or [0]  # a step of placeholders alone
         starts = [0, *ends[:-1]]
         return [list(range(start, end)) for start, end in zip(starts, ends, strict=True)]
 

@@ -62,8 +62,9 @@ def forward_only(
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
 
     def forward_step(
-        rows: Iterator[PackedMicroBatch], chunk: Any
+        rows: Iterator[PackedMicroBatch], chunk: Any, *unused: Any
     ) -> tuple[Tensor, Callable[..., Any]]:
+        del unused
         row = next(rows)
 
         def collect(output: Tensor, non_loss_data: bool = True) -> dict[str, list[Tensor]]:

@@ -49,6 +49,7 @@ class RolloutSchedule:
         context_parallel_rank: which slice of every row this rank holds.
         pad_token_id: token that fills padding and placeholders.
         rendezvous: where ranks compare notes.
+        plan_digest: of the plans of all data-parallel ranks together; the same on every rank.
     """
 
     rollout_data: dict[str, list[Any]]
@@ -60,6 +61,7 @@ class RolloutSchedule:
     context_parallel_rank: int
     pad_token_id: int
     rendezvous: Rendezvous
+    plan_digest: str
 
     @property
     def num_samples(self) -> int:
@@ -86,7 +88,11 @@ class RolloutSchedule:
 
         def says(rows: list[PackedMicroBatch]) -> dict[str, Any]:
             return {
-                "compared": {"step": step, "number of micro-batches": len(rows)},
+                "compared": {
+                    "plan (sha256)": self.plan_digest,
+                    "step": step,
+                    "number of micro-batches": len(rows),
+                },
                 "totals": step_totals(rows),
             }
 

@@ -46,7 +46,7 @@ def make_samples() -> dict[str, list[Any]]:
         "response_lengths": responses,
         "loss_masks": [(uniform(response) > 0.2).int() for response in responses],
         "rewards": [float(i % 3) for i in range(len(SHAPES))],
-        "advantages": [uniform(response) - 0.5 for response in responses],
+        "advantages": [uniform(response) - 0.2 for response in responses],
         "rollout_log_probs": [-4.0 - uniform(response) for response in responses],
         "ref_log_probs": [-4.0 - uniform(response) for response in responses],
     }

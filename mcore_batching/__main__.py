@@ -1,0 +1,8 @@
+"""`python -m mcore_batching` is the `mcore-batching` command."""
+
+import sys
+
+from mcore_batching.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

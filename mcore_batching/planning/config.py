@@ -1,0 +1,74 @@
+"""The planner's options.
+
+Guarantees: a `PlannerConfig` that exists holds values in range; whether it leaves room for a token
+also depends on the layout and is checked by `padding.row_capacity_tokens`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from mcore_batching.planning.checks import at_least
+from mcore_batching.planning.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mcore_batching.planning.layout import Layout
+
+Packing = Literal["auto", "first-fit", "first-fit-decreasing"]
+Balance = Literal["auto", "cost", "tokens", "none"]
+Fill = Literal["split", "placeholder"]
+OnOversize = Literal["own-bin", "error"]
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "packing": get_args(Packing),
+    "balance": get_args(Balance),
+    "fill": get_args(Fill),
+    "on_oversize": get_args(OnOversize),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannerConfig:
+    """Options of the planner.
+
+    Raises:
+        ConfigError: a number below 1 or an unknown choice.
+    """
+
+    max_tokens_per_gpu: int
+    """Most padded tokens one GPU holds of a micro-batch. The cap of a micro-batch is this times the
+    context-parallel size."""
+    packing: Packing = "auto"
+    """How samples are packed. "auto" packs both ways and keeps the one with fewer micro-batches."""
+    balance: Balance = "auto"
+    """What is evened out over ranks and slots: the cost model's "cost", padded "tokens", or "none",
+    which deals micro-batches out in the order in which they were packed. "auto" is "cost"."""
+    fill: Fill = "split"
+    """How a rank with too few micro-batches reaches the common count: "split" splits the costliest
+    ones and fabricates placeholders only once all hold a single sample; "placeholder" never
+    splits."""
+    on_oversize: OnOversize = "own-bin"
+    """A sample over the cap runs alone in its micro-batch ("own-bin") or is refused ("error")."""
+    pad_each_to: int | None = None
+    """Each sample's padded length is also a multiple of this, in tokens."""
+    pad_total_to: int | None = None
+    """Each micro-batch's padded length is also a multiple of this, in tokens."""
+
+    def __post_init__(self) -> None:
+        """Check ranges and choices."""
+        for name in ("max_tokens_per_gpu", "pad_each_to", "pad_total_to"):
+            value = getattr(self, name)
+            if value is not None or name == "max_tokens_per_gpu":
+                object.__setattr__(self, name, at_least(name, value, 1, ConfigError))
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}; "
+                    f"set {name} to one of these"
+                )
+
+    def cap_tokens(self, layout: Layout) -> int:
+        """The most padded tokens that a micro-batch may hold over its context-parallel ranks."""
+        return self.max_tokens_per_gpu * layout.context_parallel

@@ -1,0 +1,154 @@
+"""Checking a plan against the invariants.
+
+Guarantees: a plan that passes covers its samples exactly once, keeps every micro-batch to the cap,
+gives every rank the same legal number of micro-batches, and has a placeholder beside a micro-batch
+that could be split only if it was made with `fill="placeholder"`. Whoever made the plan, the checks
+are the same, and none of them calls the planner.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from mcore_batching.planning.checks import check_lengths
+from mcore_batching.planning.errors import InvariantError
+from mcore_batching.planning.weights import row_tokens
+
+if TYPE_CHECKING:
+    from mcore_batching.planning.plan import Plan, StepPlan
+
+
+def validate_plan(plan: Plan, lengths: Sequence[int]) -> None:
+    """See `Plan.validate`."""
+    lengths = check_lengths(lengths)
+    if len(lengths) != plan.num_samples:
+        raise InvariantError(
+            "exact cover",
+            f"the plan is for {plan.num_samples} samples, but {len(lengths)} lengths were given; "
+            "pass the lengths that it was made from",
+        )
+    found = [sample for step in plan.steps for sample in _placed(step)]
+    _check_cover(found, range(plan.num_samples), "in the plan")
+    for index, step in enumerate(plan.steps):
+        _validate_step(step, lengths, index)
+
+
+def validate_step(step: StepPlan, lengths: Sequence[int]) -> None:
+    """See `StepPlan.validate`."""
+    _validate_step(step, check_lengths(lengths), None)
+
+
+def _validate_step(step: StepPlan, lengths: Sequence[int], index: int | None) -> None:
+    beyond = [sample for sample in step.sample_indices if sample >= len(lengths)]
+    if beyond:
+        raise InvariantError(
+            "exact cover",
+            f"the step covers samples {_listed(beyond)}, but only {len(lengths)} lengths were "
+            "given; pass the lengths of the whole batch",
+            indices=tuple(beyond),
+            step=index,
+        )
+    _check_cover(_placed(step), step.sample_indices, "in the step", index)
+    _check_equal_count(step, index)
+    _check_cap(step, lengths, index)
+    if step.config.fill == "split":
+        _check_split_before_placeholder(step, index)
+
+
+def _placed(step: StepPlan) -> list[int]:
+    return [sample for rank in step.micro_batches for samples in rank for sample in samples]
+
+
+def _check_cover(
+    found: Sequence[int], expected: Sequence[int], where: str, step: int | None = None
+) -> None:
+    counts = Counter(found)
+    wanted = set(expected)
+    doubled = sorted(sample for sample, count in counts.items() if count > 1)
+    missing = sorted(wanted - counts.keys())
+    extra = sorted(counts.keys() - wanted)
+    for samples, fault in (
+        (doubled, "more than once"),
+        (missing, "not at all"),
+        (extra, "though they are not part of it"),
+    ):
+        if samples:
+            raise InvariantError(
+                "exact cover",
+                f"samples {_listed(samples)} are {where} {fault}",
+                indices=tuple(samples),
+                step=step,
+            )
+
+
+def _check_equal_count(step: StepPlan, index: int | None) -> None:
+    layout = step.layout
+    if len(step.micro_batches) != layout.data_parallel:
+        raise InvariantError(
+            "equal count",
+            f"the layout has {layout.data_parallel} data-parallel ranks, "
+            f"the plan {len(step.micro_batches)}",
+            step=index,
+        )
+    for rank, micro_batches in enumerate(step.micro_batches):
+        if len(micro_batches) != step.num_microbatches:
+            raise InvariantError(
+                "equal count",
+                f"every rank must have {step.num_microbatches} micro-batches, "
+                f"this one has {len(micro_batches)}",
+                indices=tuple(sample for samples in micro_batches for sample in samples),
+                step=index,
+                rank=rank,
+            )
+    if not layout.is_legal_num_microbatches(step.num_microbatches):
+        raise InvariantError(
+            "equal count",
+            f"{step.num_microbatches} micro-batches a rank cannot be run with pipeline_parallel="
+            f"{layout.pipeline_parallel}, virtual_pipeline={layout.virtual_pipeline}, "
+            f"microbatch_group_size={layout.group_size}; the next count that can is "
+            f"{layout.round_up_num_microbatches(step.num_microbatches)}",
+            step=index,
+        )
+
+
+def _check_cap(step: StepPlan, lengths: Sequence[int], index: int | None) -> None:
+    cap = step.config.cap_tokens(step.layout)
+    for rank, micro_batches in enumerate(step.micro_batches):
+        for slot, samples in enumerate(micro_batches):
+            tokens = row_tokens(samples, lengths, step.layout, step.config)
+            if tokens <= cap or (len(samples) == 1 and step.config.on_oversize == "own-bin"):
+                continue
+            raise InvariantError(
+                "cap",
+                f"samples {_listed(samples)} take {tokens} padded tokens, the cap is {cap}",
+                indices=samples,
+                step=index,
+                rank=rank,
+                slot=slot,
+            )
+
+
+def _check_split_before_placeholder(step: StepPlan, index: int | None) -> None:
+    for rank, micro_batches in enumerate(step.micro_batches):
+        if () not in micro_batches:
+            continue
+        for slot, samples in enumerate(micro_batches):
+            if len(samples) > 1:
+                raise InvariantError(
+                    "split before placeholder",
+                    f"slot {micro_batches.index(())} is a placeholder, but samples "
+                    f"{_listed(samples)} share a micro-batch that could have been split",
+                    indices=samples,
+                    step=index,
+                    rank=rank,
+                    slot=slot,
+                )
+
+
+def _listed(samples: Iterable[int], limit: int = 10) -> str:
+    """Sample indices for a message, cut short."""
+    samples = list(samples)
+    shown = ", ".join(map(str, samples[:limit]))
+    return shown if len(samples) <= limit else f"{shown} and {len(samples) - limit} more"

@@ -1,0 +1,156 @@
+"""Flags through Megatron's parser, and every refused combination by its message."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mcore_batching.megatron.arguments import (
+    DynamicBatchArgumentError,
+    add_dynamic_batch_arguments,
+    check_model_config,
+    planner_config,
+)
+from mcore_batching.planning import Layout, PlannerConfig
+
+FLAGS = {
+    "--use-dynamic-batch-size",
+    "--max-tokens-per-gpu",
+    "--dynamic-batch-packing",
+    "--dynamic-batch-balance",
+    "--dynamic-batch-fill",
+    "--dynamic-batch-on-oversize",
+    "--dynamic-batch-pad-each-to",
+    "--dynamic-batch-pad-total-to",
+    "--dynamic-batch-rendezvous-timeout-seconds",
+}
+
+
+def parse(*words: str) -> argparse.Namespace:
+    return add_dynamic_batch_arguments(argparse.ArgumentParser()).parse_args(words)
+
+
+def test_flags_are_frozen() -> None:
+    parser = add_dynamic_batch_arguments(argparse.ArgumentParser(add_help=False))
+    assert set(parser._option_string_actions) == FLAGS
+
+
+def test_flags_that_a_framework_has_are_left_alone() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--max-tokens-per-gpu", type=int, default=7)
+    assert add_dynamic_batch_arguments(parser).parse_args([]).max_tokens_per_gpu == 7
+
+
+def test_planner_config_from_flags() -> None:
+    args = parse(
+        *("--max-tokens-per-gpu", "100", "--dynamic-batch-fill", "placeholder"),
+        *("--dynamic-batch-on-oversize", "error", "--dynamic-batch-pad-total-to", "20"),
+    )
+    assert planner_config(args) == PlannerConfig(
+        max_tokens_per_gpu=100, fill="placeholder", on_oversize="error", pad_total_to=20
+    )
+    assert planner_config(parse("--max-tokens-per-gpu", "9")) == PlannerConfig(max_tokens_per_gpu=9)
+    bare = SimpleNamespace(max_tokens_per_gpu=9)  # a framework's own arguments
+    assert planner_config(bare) == PlannerConfig(max_tokens_per_gpu=9)
+
+
+def test_missing_cap_says_what_to_set() -> None:
+    with pytest.raises(DynamicBatchArgumentError, match="set --max-tokens-per-gpu"):
+        planner_config(parse("--use-dynamic-batch-size"))
+
+
+def config(**changes: Any) -> TransformerConfig:
+    """A configuration that is accepted, with fields set as Megatron's validation leaves them."""
+    made = TransformerConfig(num_layers=4, hidden_size=16, num_attention_heads=2)
+    made.overlap_p2p_comm, made.batch_p2p_comm = False, True
+    for name, value in changes.items():
+        assert hasattr(made, name), f"this megatron-core has no {name}"
+        setattr(made, name, value)
+    return made
+
+
+EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"}
+VIRTUAL = Layout(pipeline_parallel=2, virtual_pipeline=2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "expected"),
+    [
+        (VIRTUAL, {}, "drop --no-overlap-p2p-communication"),
+        (VIRTUAL, {"overlap_p2p_comm": True}, "batch_p2p_comm=False"),
+        (Layout(pipeline_parallel=2), {"overlap_p2p_comm": True}, "1F1B schedule does not overlap"),
+        (Layout(), {"cuda_graph_impl": "local"}, "set --cuda-graph-impl none"),
+        (Layout(), {"enable_cuda_graph": True}, "set --cuda-graph-impl none"),
+        (
+            Layout(),
+            {**EXPERTS, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01},
+            "set --calculate-per-token-loss",
+        ),
+        (
+            Layout(),
+            {
+                **EXPERTS,
+                "moe_router_load_balancing_type": ["none", "seq_aux_loss"],
+                "moe_aux_loss_coeff": [0.0, 0.01],
+            },
+            "set --calculate-per-token-loss",
+        ),
+        (Layout(), {**EXPERTS, "moe_z_loss_coeff": 0.01}, "set --calculate-per-token-loss"),
+        (Layout(), {"mtp_num_layers": 1}, "multi-token-prediction loss"),
+        (
+            Layout(),
+            {"num_moe_experts": 4, "moe_token_dispatcher_type": "allgather"},
+            "set --moe-token-dispatcher-type alltoall",
+        ),
+        (
+            Layout(),
+            {**EXPERTS, "moe_expert_capacity_factor": 1.0},
+            "unset --moe-expert-capacity-factor",
+        ),
+        (
+            Layout(context_parallel=2, tensor_parallel=2, sequence_parallel=True),
+            {"fp8": "hybrid"},
+            "set --dynamic-batch-pad-total-to 64",
+        ),
+        (
+            Layout(),
+            {"overlap_moe_expert_parallel_comm": True},
+            "unset --overlap-moe-expert-parallel-comm",
+        ),
+    ],
+)
+def test_refused_combination_says_what_to_set(
+    layout: Layout, changes: dict[str, Any], expected: str
+) -> None:
+    planner = PlannerConfig(max_tokens_per_gpu=128)
+    with pytest.raises(DynamicBatchArgumentError) as caught:
+        check_model_config(config(**changes), layout, planner)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        (Layout(), {}),
+        (Layout(pipeline_parallel=4), {}),
+        (VIRTUAL, {"overlap_p2p_comm": True, "batch_p2p_comm": False}),
+        (Layout(), EXPERTS),  # a load-balancing loss with coefficient 0
+        (
+            Layout(),
+            {**EXPERTS, "moe_aux_loss_coeff": 0.01, "calculate_per_token_loss": True},
+        ),
+    ],
+)
+def test_sound_combination_is_accepted(layout: Layout, changes: dict[str, Any]) -> None:
+    check_model_config(config(**changes), layout, PlannerConfig(max_tokens_per_gpu=128))
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    broken = config(**EXPERTS, moe_expert_capacity_factor=1.0, cuda_graph_impl="local")
+    with pytest.raises(DynamicBatchArgumentError) as caught:
+        check_model_config(broken, VIRTUAL, PlannerConfig(max_tokens_per_gpu=128))
+    assert str(caught.value).count("\n  - ") == 3

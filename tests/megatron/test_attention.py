@@ -1,0 +1,109 @@
+"""Guarantees of `PackedAttention`, on the arithmetic that does not need several processes."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mcore_batching.megatron import attention
+from mcore_batching.megatron.attention import (
+    PackedAttention,
+    attention_runs,
+    host_cu_seqlens,
+    zigzag_restore_index,
+)
+
+SCALE = 0.3
+
+
+def offsets(lengths: list[int]) -> list[int]:
+    return [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+
+
+def one_sequence(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Causal attention of one whole sequence, written down with a dense softmax."""
+    length, heads, _ = query.shape
+    key = key.repeat_interleave(heads // key.shape[1], dim=1)
+    value = value.repeat_interleave(heads // value.shape[1], dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * SCALE
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(future, -math.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+def local_positions(lengths: list[int], size: int, rank: int) -> torch.Tensor:
+    """Where the tokens of a rank stand in the whole row, by the rule of two zigzag chunks."""
+    parts = []
+    for start, length in zip(offsets(lengths), lengths, strict=False):
+        chunk = length // (2 * size)
+        for place in (rank, 2 * size - 1 - rank):
+            parts.append(torch.arange(start + place * chunk, start + (place + 1) * chunk))
+    return torch.cat(parts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([1, 2, 4]),
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    st.sampled_from([(4, 4), (4, 2), (4, 1)]),
+)
+def test_packed_row_gives_what_its_sequences_give_alone(
+    size: int, units: list[int], heads: tuple[int, int]
+) -> None:
+    unit = 2 * size if size > 1 else 1
+    lengths = [count * unit for count in units]
+    total = sum(lengths)
+    generator = torch.Generator().manual_seed(total)
+    query = torch.randn(total, heads[0], 8, generator=generator, dtype=torch.float64)
+    key, value = torch.randn(2, total, heads[1], 8, generator=generator, dtype=torch.float64)
+    alone = torch.cat(
+        [
+            one_sequence(*(x[start : start + length] for x in (query, key, value)))
+            for start, length in zip(offsets(lengths), lengths, strict=False)
+        ]
+    )
+    for rank in range(size):
+        mine = local_positions(lengths, size, rank) if size > 1 else torch.arange(total)
+        runs = attention_runs(offsets(lengths), size, rank)
+        packed = attention._run_by_run(query[mine], key, value, runs, SCALE, 0.0)
+        torch.testing.assert_close(packed, alone[mine], rtol=1e-12, atol=1e-12)
+
+
+@given(st.sampled_from([2, 4]), st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_gathered_tokens_are_put_back_in_order(size: int, units: list[int]) -> None:
+    lengths = [count * 2 * size for count in units]
+    gathered = torch.cat([local_positions(lengths, size, rank) for rank in range(size)])
+    index = zigzag_restore_index(offsets(lengths), size)
+    assert gathered[index].tolist() == list(range(sum(lengths)))
+
+
+def test_offsets_are_read_back_where_a_row_carries_none_on_the_host() -> None:
+    given_by_others = SimpleNamespace(
+        cu_seqlens_q=torch.tensor([0, 3]), cu_seqlens_q_padded=torch.tensor([0, 4])
+    )
+    assert host_cu_seqlens(given_by_others) == [0, 4]
+    given_by_others.cu_seqlens_q_padded = None
+    assert host_cu_seqlens(given_by_others) == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"window_size": (128, 0)}, "window_size"),
+        ({"softmax_type": "learnable"}, "softmax_type='learnable'"),
+        ({"apply_query_key_layer_scaling": True}, "apply_query_key_layer_scaling"),
+    ],
+)
+def test_what_only_transformer_engine_has_is_refused(change: dict[str, object], named: str) -> None:
+    config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
+    for name, value in change.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match="install Transformer Engine") as caught:
+        PackedAttention(config, 1, None, "self")
+    assert named in str(caught.value)

@@ -1,0 +1,151 @@
+"""Random planning problems, and a checker of plans that shares no code with the planner."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from mcore_batching.planning import Layout, PlannerConfig, StepPlan
+
+
+@dataclass(frozen=True)
+class Case:
+    """One planning problem; `owners` is None for the global scope."""
+
+    lengths: list[int]
+    layout: Layout
+    config: PlannerConfig
+    owners: list[int] | None
+
+
+def sample_multiple(layout: Layout, config: PlannerConfig) -> int:
+    alignment = 1
+    if layout.context_parallel > 1:
+        alignment *= 2 * layout.context_parallel
+    if layout.sequence_parallel:
+        alignment *= layout.tensor_parallel
+    return math.lcm(alignment, config.pad_each_to or 1)
+
+
+def row_multiple(layout: Layout, config: PlannerConfig) -> int:
+    alignment = 1
+    if layout.context_parallel > 1:
+        alignment *= 2 * layout.context_parallel
+    if layout.sequence_parallel:
+        alignment *= layout.tensor_parallel
+    return math.lcm(alignment, config.pad_total_to or 1)
+
+
+def row_tokens(samples: Sequence[int], lengths: Sequence[int], step: StepPlan) -> int:
+    """Padded tokens of a micro-batch, by counting up."""
+    each = sample_multiple(step.layout, step.config)
+    total = 0
+    for sample in samples:
+        padded = each
+        while padded < lengths[sample]:
+            padded += each
+        total += padded
+    row = row_multiple(step.layout, step.config)
+    return math.ceil(total / row) * row
+
+
+def megatron_runs(count: int, layout: Layout) -> bool:
+    """The conditions of Megatron's schedules on the number of micro-batches."""
+    if layout.virtual_pipeline == 1:
+        return count >= 1
+    stages = layout.pipeline_parallel
+    group = layout.microbatch_group_size or stages
+    return stages <= group <= count and (count % group == 0 or count % group >= stages)
+
+
+def least_count(wanted: int, layout: Layout) -> int:
+    count = max(1, wanted)
+    while not megatron_runs(count, layout):
+        count += 1
+    return count
+
+
+def broken_invariants(step: StepPlan, lengths: Sequence[int]) -> set[str]:
+    """Names of the invariants that a step over all of `lengths` breaks."""
+    broken = set()
+    placed = sorted(s for rank in step.micro_batches for samples in rank for s in samples)
+    if placed != list(range(len(lengths))):
+        broken.add("exact cover")
+    cap = step.config.max_tokens_per_gpu * step.layout.context_parallel
+    for rank in step.micro_batches:
+        for samples in rank:
+            allowed = step.config.on_oversize == "own-bin" and len(samples) == 1
+            if row_tokens(samples, lengths, step) > cap and not allowed:
+                broken.add("cap")
+        if (
+            step.config.fill == "split"
+            and any(len(samples) == 0 for samples in rank)
+            and any(len(samples) > 1 for samples in rank)
+        ):
+            broken.add("split before placeholder")
+    counts = {len(rank) for rank in step.micro_batches}
+    if (
+        len(step.micro_batches) != step.layout.data_parallel
+        or counts != {step.num_microbatches}
+        or not megatron_runs(step.num_microbatches, step.layout)
+    ):
+        broken.add("equal count")
+    return broken
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    stages = draw(st.integers(1, 4))
+    chunks = draw(st.integers(1, 3)) if stages > 1 else 1
+    group = draw(st.none() | st.integers(stages, 2 * stages + 3))
+    return Layout(
+        data_parallel=draw(st.integers(1, 6)),
+        pipeline_parallel=stages,
+        virtual_pipeline=chunks,
+        context_parallel=draw(st.sampled_from([1, 1, 2, 3, 4])),
+        tensor_parallel=draw(st.sampled_from([1, 2, 3])),
+        expert_parallel=draw(st.sampled_from([1, 1, 2])),
+        sequence_parallel=draw(st.booleans()),
+        microbatch_group_size=group,
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn, fill: tuple[str, ...] = ("split", "split", "placeholder")) -> Case:
+    layout = draw(layouts())
+    options = {
+        "packing": draw(st.sampled_from(["auto", "first-fit", "first-fit-decreasing"])),
+        "balance": draw(st.sampled_from(["auto", "cost", "tokens", "none"])),
+        "fill": draw(st.sampled_from(fill)),
+        "pad_each_to": draw(st.sampled_from([None, None, 3, 8])),
+        "pad_total_to": draw(st.sampled_from([None, None, 5, 16])),
+    }
+    probe = PlannerConfig(max_tokens_per_gpu=1, **options)
+    unit = sample_multiple(layout, probe)
+    smallest_row = math.ceil(unit / row_multiple(layout, probe)) * row_multiple(layout, probe)
+    least = math.ceil(smallest_row / layout.context_parallel)
+    config = PlannerConfig(
+        max_tokens_per_gpu=least + draw(st.sampled_from([0, 1, 7, 20, 64, 200])), **options
+    )
+    cap = config.max_tokens_per_gpu * layout.context_parallel
+    lengths = draw(
+        st.lists(
+            st.integers(0, cap)
+            | st.integers(0, max(1, cap // 5))
+            | st.sampled_from([0, 1, cap, cap + 1, 3 * cap]),
+            max_size=30,
+        )
+    )
+    owners = None
+    if draw(st.booleans()):
+        owners = draw(
+            st.lists(
+                st.integers(0, layout.data_parallel - 1),
+                min_size=len(lengths),
+                max_size=len(lengths),
+            )
+        )
+    return Case(lengths, layout, config, owners)

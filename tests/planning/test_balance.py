@@ -1,0 +1,99 @@
+"""Assignment over ranks and slots."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from mcore_batching.planning import (
+    CostModel,
+    Layout,
+    PlannerConfig,
+    StepPlan,
+    plan_step,
+    step_statistics,
+)
+
+PROPORTIONAL = CostModel(quadratic=0, per_micro_batch=0)
+
+
+def log_normal(count: int, seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [max(1, min(16384, int(generator.lognormvariate(7.6, 1)))) for _ in range(count)]
+
+
+def loads(step: StepPlan, lengths: list[int]) -> list[int]:
+    return sorted(sum(lengths[s] for slot in rank for s in slot) for rank in step.micro_batches)
+
+
+def test_ranks_are_evened_out_by_cost() -> None:
+    lengths = [30, 29, 28, 27, 26, 25, 24, 23]
+    step = plan_step(
+        lengths, Layout(data_parallel=2), PlannerConfig(max_tokens_per_gpu=40), PROPORTIONAL
+    )
+    assert loads(step, lengths) == [106, 106]
+    dealt = plan_step(
+        lengths,
+        Layout(data_parallel=2),
+        PlannerConfig(max_tokens_per_gpu=40, balance="none"),
+        PROPORTIONAL,
+    )
+    assert dealt.micro_batches == (((0,), (2,), (4,), (6,)), ((1,), (3,), (5,), (7,)))
+    assert loads(dealt, lengths) == [104, 108]
+
+
+def test_cost_and_tokens_balance_differently() -> None:
+    """Eight samples alone in their micro-batches: squares and tokens want other partners."""
+    lengths = [100, 90, 80, 70, 65, 60, 55, 51]
+    squares = CostModel(linear=0, quadratic=1, per_micro_batch=0)
+    balances: dict[str, tuple[float, float]] = {}
+    for balance in ("cost", "tokens"):
+        config = PlannerConfig(max_tokens_per_gpu=100, balance=balance)  # type: ignore[arg-type]
+        step = plan_step(lengths, Layout(data_parallel=2), config, squares)
+        in_squares = step_statistics(step, lengths).rank_balance
+        in_tokens = step_statistics(step, lengths, PROPORTIONAL).rank_balance
+        balances[balance] = (in_squares, in_tokens)
+    assert balances["cost"][0] < balances["tokens"][0]
+    assert balances["tokens"][1] < balances["cost"][1]
+
+
+def test_a_very_long_sample_gets_light_company() -> None:
+    lengths = [1000, 150, 140, 130, 120, 110, 100, 90]
+    step = plan_step(
+        lengths, Layout(data_parallel=2), PlannerConfig(max_tokens_per_gpu=160), PROPORTIONAL
+    )
+    rank = next(rank for rank in step.micro_batches if any(0 in slot for slot in rank))
+    assert sorted(s for slot in rank for s in slot) == [0, 5, 6, 7]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_experts_even_out_slots_and_others_ranks(seed: int) -> None:
+    lengths = log_normal(256, seed)
+    config = PlannerConfig(max_tokens_per_gpu=16384)
+    dense = plan_step(lengths, Layout(data_parallel=4), config)
+    experts = plan_step(lengths, Layout(data_parallel=4, expert_parallel=4), config)
+    of_dense, of_experts = step_statistics(dense, lengths), step_statistics(experts, lengths)
+    assert of_experts.slot_balance <= of_dense.slot_balance
+    assert of_dense.rank_balance <= of_experts.rank_balance
+
+
+def test_experts_and_dense_models_are_planned_differently() -> None:
+    lengths = [1000, 150, 140, 130, 120, 110, 100, 90]
+    config = PlannerConfig(max_tokens_per_gpu=160)
+    dense = plan_step(lengths, Layout(data_parallel=2), config, PROPORTIONAL)
+    experts = plan_step(lengths, Layout(data_parallel=2, expert_parallel=2), config, PROPORTIONAL)
+    of_dense = step_statistics(dense, lengths)
+    of_experts = step_statistics(experts, lengths)
+    assert of_dense.rank_balance < of_experts.rank_balance
+    assert of_experts.slot_balance < of_dense.slot_balance
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_global_plans_are_nearly_even_on_log_normal_lengths(seed: int) -> None:
+    """512 samples on 8 ranks: the heaviest rank within 5 % of the mean."""
+    lengths = log_normal(512, seed)
+    config = PlannerConfig(max_tokens_per_gpu=16384)
+    even = step_statistics(plan_step(lengths, Layout(data_parallel=8), config), lengths)
+    assert even.rank_balance < 1.05
+    assert even.slot_balance < 1.15

@@ -1,0 +1,186 @@
+"""`Layout`, `PlannerConfig` and `CostModel`: values, rules and the texts of their refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_cases import layouts, least_count, megatron_runs
+
+from mcore_batching.planning import (
+    ConfigError,
+    CostModel,
+    Layout,
+    LayoutError,
+    PlannerConfig,
+    plan_step,
+)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "alignment"),
+    [
+        ({}, 1),
+        ({"context_parallel": 2}, 4),
+        ({"context_parallel": 3}, 6),
+        ({"tensor_parallel": 4}, 1),
+        ({"tensor_parallel": 4, "sequence_parallel": True}, 4),
+        ({"sequence_parallel": True}, 1),
+        ({"context_parallel": 2, "tensor_parallel": 4}, 4),
+        ({"context_parallel": 2, "tensor_parallel": 4, "sequence_parallel": True}, 16),
+        ({"context_parallel": 2, "sequence_parallel": True}, 4),
+        ({"data_parallel": 8, "pipeline_parallel": 4, "expert_parallel": 2}, 1),
+    ],
+)
+def test_sample_alignment(sizes: dict[str, Any], alignment: int) -> None:
+    assert Layout(**sizes).sample_alignment_tokens == alignment
+
+
+@settings(max_examples=1000, deadline=None)
+@given(layouts(), st.integers(0, 60))
+def test_count_is_legal_for_megatron_and_the_least_not_below(layout: Layout, count: int) -> None:
+    rounded = layout.round_up_num_microbatches(count)
+    assert rounded == least_count(count, layout)
+    assert layout.is_legal_num_microbatches(count) == megatron_runs(count, layout)
+
+
+def test_group_size_defaults_to_the_stages() -> None:
+    assert Layout(pipeline_parallel=4).group_size == 4
+    assert Layout(pipeline_parallel=4, microbatch_group_size=6).group_size == 6
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"data_parallel": 0}, "data_parallel must be 1 or more, got 0; increase data_parallel"),
+        (
+            {"pipeline_parallel": 2.0},
+            "pipeline_parallel must be an integer, got 2.0 (float); "
+            "set pipeline_parallel to an integer of 1 or more",
+        ),
+        (
+            {"context_parallel": True},
+            "context_parallel must be an integer, got True (bool); "
+            "set context_parallel to an integer of 1 or more",
+        ),
+        ({"sequence_parallel": 1}, "sequence_parallel must be True or False, got 1"),
+        (
+            {"microbatch_group_size": 0},
+            "microbatch_group_size must be 1 or more, got 0; increase microbatch_group_size",
+        ),
+        (
+            {"virtual_pipeline": 2},
+            "virtual_pipeline=2 needs more than one pipeline stage, got pipeline_parallel=1; "
+            "set pipeline_parallel to 2 or more, or virtual_pipeline to 1",
+        ),
+        (
+            {"virtual_pipeline": 2, "pipeline_parallel": 4, "microbatch_group_size": 3},
+            "microbatch_group_size must be at least pipeline_parallel=4 when virtual_pipeline > 1, "
+            "got 3; set microbatch_group_size to 4 or more, or to None",
+        ),
+    ],
+)
+def test_layout_refuses(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        Layout(**sizes)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, True])
+def test_a_count_that_is_none_is_refused(count: Any) -> None:
+    with pytest.raises(LayoutError, match="num_microbatches must be"):
+        Layout().round_up_num_microbatches(count)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"max_tokens_per_gpu": 0},
+            "max_tokens_per_gpu must be 1 or more, got 0; increase max_tokens_per_gpu",
+        ),
+        (
+            {"max_tokens_per_gpu": None},
+            "max_tokens_per_gpu must be an integer, got None (NoneType); "
+            "set max_tokens_per_gpu to an integer of 1 or more",
+        ),
+        ({"pad_each_to": 0}, "pad_each_to must be 1 or more, got 0; increase pad_each_to"),
+        ({"pad_total_to": -8}, "pad_total_to must be 1 or more, got -8; increase pad_total_to"),
+        (
+            {"packing": "best-fit"},
+            "packing must be one of 'auto', 'first-fit', 'first-fit-decreasing', got 'best-fit'; "
+            "set packing to one of these",
+        ),
+        (
+            {"balance": None},
+            "balance must be one of 'auto', 'cost', 'tokens', 'none', got None; "
+            "set balance to one of these",
+        ),
+        (
+            {"fill": "pad"},
+            "fill must be one of 'split', 'placeholder', got 'pad'; set fill to one of these",
+        ),
+        (
+            {"on_oversize": "drop"},
+            "on_oversize must be one of 'own-bin', 'error', got 'drop'; "
+            "set on_oversize to one of these",
+        ),
+    ],
+)
+def test_config_refuses(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PlannerConfig(**{"max_tokens_per_gpu": 10, **options})
+    assert str(caught.value) == message
+
+
+def test_cap_counts_all_context_parallel_ranks() -> None:
+    assert PlannerConfig(max_tokens_per_gpu=10).cap_tokens(Layout(context_parallel=4)) == 40
+
+
+def test_numbers_that_convert_to_int_are_stored_as_int() -> None:
+    numpy = pytest.importorskip("numpy", reason="NumPy integers need NumPy")
+    layout = Layout(data_parallel=numpy.int64(2))
+    config = PlannerConfig(max_tokens_per_gpu=numpy.int32(10))
+    assert type(layout.data_parallel) is type(config.max_tokens_per_gpu) is int
+    lengths = numpy.array([6, 4, 3, 9, 2, 14])
+    assert plan_step(lengths, layout, config) == plan_step(lengths.tolist(), layout, config)
+
+
+@pytest.mark.parametrize(
+    "value", [Layout(data_parallel=2), PlannerConfig(max_tokens_per_gpu=3), CostModel(linear=2)]
+)
+def test_options_are_frozen_hashable_and_picklable(value: Any) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(value, dataclasses.fields(value)[0].name, 5)
+    assert pickle.loads(pickle.dumps(value)) == value
+    assert hash(pickle.loads(pickle.dumps(value))) == hash(value)
+
+
+def test_cost_of_samples_and_micro_batches() -> None:
+    model = CostModel()
+    assert model.sample(0) == 0
+    assert model.sample(24576) == 2 * 24576
+    assert model.micro_batch([]) == 256
+    assert model.micro_batch([24576, 12288]) == 256 + 2 * 24576 + 12288 * 1.5
+    assert model.backward_ratio == 2
+    assert CostModel(linear=2, quadratic=3, per_micro_batch=5).micro_batch([1, 10]) == 330
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("linear", -1.0, "linear must be finite and 0 or more, got -1.0; set linear accordingly"),
+        ("quadratic", float("nan"), "quadratic must be finite and 0 or more, got nan"),
+        ("per_micro_batch", float("inf"), "per_micro_batch must be finite and 0 or more, got inf"),
+        ("backward_ratio", "2", "backward_ratio must be a number, got '2'"),
+        ("linear", True, "linear must be a number, got True"),
+    ],
+)
+def test_cost_model_refuses(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        CostModel(**{name: value})
+    assert message in str(caught.value)

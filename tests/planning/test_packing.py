@@ -1,0 +1,127 @@
+"""First-fit and first-fit-decreasing: bin for bin the linear scan; the lower bound is one."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_batching.planning import (
+    ItemTooLargeError,
+    LengthError,
+    bin_lower_bound,
+    first_fit,
+    first_fit_decreasing,
+)
+
+
+def scan(sizes: list[int], capacity: int, order: list[int]) -> list[list[int]]:
+    bins: list[list[int]] = []
+    free: list[int] = []
+    for item in order:
+        for index, room in enumerate(free):
+            if room >= sizes[item]:
+                bins[index].append(item)
+                free[index] -= sizes[item]
+                break
+        else:
+            bins.append([item])
+            free.append(capacity - sizes[item])
+    return bins
+
+
+capacities = st.sampled_from([1, 7, 20, 100, 1000])
+problems = capacities.flatmap(
+    lambda capacity: st.tuples(
+        st.lists(
+            st.integers(0, capacity)
+            | st.integers(0, max(1, capacity // 10))
+            | st.integers(capacity // 3, capacity // 2),
+            max_size=120,
+        ),
+        st.just(capacity),
+    )
+)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(problems)
+def test_first_fit_is_bin_for_bin_the_scan(problem: tuple[list[int], int]) -> None:
+    sizes, capacity = problem
+    assert first_fit(sizes, capacity) == scan(sizes, capacity, list(range(len(sizes))))
+
+
+@settings(max_examples=1500, deadline=None)
+@given(problems)
+def test_first_fit_decreasing_is_bin_for_bin_the_scan(problem: tuple[list[int], int]) -> None:
+    sizes, capacity = problem
+    order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
+    assert first_fit_decreasing(sizes, capacity) == scan(sizes, capacity, order)
+
+
+def test_first_fit_over_more_bins_than_any_small_tree_holds() -> None:
+    sizes = [(37 * index) % 60 + 1 for index in range(3000)]
+    assert first_fit(sizes, 64) == scan(sizes, 64, list(range(3000)))
+
+
+def test_decreasing_may_need_more_bins() -> None:
+    sizes = [4, 7, 9, 10, 6, 4]
+    assert first_fit(sizes, 20) == [[0, 1, 2], [3, 4, 5]]
+    assert first_fit_decreasing(sizes, 20) == [[3, 2], [1, 4, 0], [5]]
+
+
+def test_no_items_make_no_bins() -> None:
+    assert first_fit([], 5) == first_fit_decreasing([], 5) == []
+    assert bin_lower_bound([], 5) == 0
+
+
+@pytest.mark.parametrize("pack", [first_fit, first_fit_decreasing, bin_lower_bound])
+def test_an_item_beyond_the_capacity_is_named(pack: object) -> None:
+    with pytest.raises(ItemTooLargeError) as caught:
+        pack([3, 9, 10], 8)  # type: ignore[operator]
+    assert str(caught.value) == (
+        "item 1 has size 9, more than a bin's capacity of 8; "
+        "set capacity to 9 or more, or leave the item out"
+    )
+    assert (caught.value.index, caught.value.size, caught.value.capacity) == (1, 9, 8)
+
+
+@pytest.mark.parametrize("pack", [first_fit, first_fit_decreasing])
+def test_a_negative_size_is_named(pack: object) -> None:
+    with pytest.raises(LengthError, match="the size of item 2 must be 0 or more, got -1"):
+        pack([3, 0, -1], 8)  # type: ignore[operator]
+
+
+def fewest_bins(sizes: list[int], capacity: int) -> int:
+    for count in range(len(sizes) + 1):
+        for places in itertools.product(range(count), repeat=len(sizes)):
+            room = [capacity] * count
+            for size, place in zip(sizes, places, strict=True):
+                room[place] -= size
+            if min(room, default=0) >= 0:
+                return count
+    raise AssertionError("one bin an item always does")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 12), max_size=5), st.sampled_from([12, 13, 20]))
+def test_lower_bound_is_one(sizes: list[int], capacity: int) -> None:
+    assert bin_lower_bound(sizes, capacity) <= fewest_bins(sizes, capacity)
+
+
+@settings(max_examples=500, deadline=None)
+@given(problems)
+def test_lower_bound_is_at_least_the_tokens_bound(problem: tuple[list[int], int]) -> None:
+    sizes, capacity = problem
+    over_half = sum(2 * size > capacity for size in sizes)
+    bound = bin_lower_bound(sizes, capacity)
+    assert max(over_half, -(-sum(sizes) // capacity)) <= bound <= len(first_fit(sizes, capacity))
+
+
+def test_lower_bound_sees_that_large_items_leave_no_room_for_middling_ones() -> None:
+    """37 tokens fill 4 bins of 10, but no 5 fits beside a 7 or 6: 3 bins and 2 for the 5s."""
+    sizes = [7, 7, 6, 5, 5, 5, 2]
+    assert -(-sum(sizes) // 10) == 4
+    assert bin_lower_bound(sizes, 10) == 5

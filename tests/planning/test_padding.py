@@ -1,0 +1,80 @@
+"""Padded sizes, the row capacity, and the refusal of a cap that holds nothing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_cases import Case, cases, row_multiple, sample_multiple
+
+from mcore_batching.planning import (
+    ConfigError,
+    Layout,
+    PlannerConfig,
+    padded_row_tokens,
+    padded_sample_tokens,
+    placeholder_tokens,
+    plan_step,
+    row_capacity_tokens,
+    row_multiple_tokens,
+    sample_multiple_tokens,
+)
+
+
+def test_the_worked_example() -> None:
+    layout = Layout(context_parallel=2)
+    config = PlannerConfig(max_tokens_per_gpu=100, pad_total_to=16)
+
+    def row(*lengths: int) -> int:
+        padded = sum(padded_sample_tokens(length, layout, config) for length in lengths)
+        return padded_row_tokens(padded, layout, config)
+
+    assert [padded_sample_tokens(length, layout, config) for length in (3, 5, 0)] == [4, 8, 4]
+    assert (row(3, 5, 0), row(4, 5, 0), row(5, 5, 0)) == (16, 16, 32)
+
+
+@settings(max_examples=500, deadline=None)
+@given(cases(), st.integers(0, 500))
+def test_padded_sizes_are_the_least_multiples(case: Case, length: int) -> None:
+    layout, config = case.layout, case.config
+    each, row = sample_multiple(layout, config), row_multiple(layout, config)
+    assert sample_multiple_tokens(layout, config) == each
+    assert row_multiple_tokens(layout, config) == row
+    padded = padded_sample_tokens(length, layout, config)
+    assert padded % each == 0
+    assert padded - each < max(length, 1) <= padded
+    total = padded_row_tokens(padded, layout, config)
+    assert total % row == 0
+    assert total - row < padded <= total
+    assert placeholder_tokens(layout, config) == -(-each // row) * row
+
+
+@settings(max_examples=500, deadline=None)
+@given(cases(), st.integers(0, 2000))
+def test_row_capacity_admits_exactly_the_rows_under_the_cap(case: Case, tokens: int) -> None:
+    layout, config = case.layout, case.config
+    cap = config.max_tokens_per_gpu * layout.context_parallel
+    fits = padded_row_tokens(tokens, layout, config) <= cap
+    assert fits == (tokens <= row_capacity_tokens(layout, config))
+
+
+def test_a_cap_that_holds_no_placeholder_is_refused() -> None:
+    layout = Layout(context_parallel=2, tensor_parallel=2, sequence_parallel=True)
+    config = PlannerConfig(max_tokens_per_gpu=7, pad_total_to=16)
+    message = (
+        "the smallest micro-batch takes 16 tokens once padded (context_parallel=2, "
+        "tensor_parallel=2, sequence_parallel=True, pad_each_to=None, pad_total_to=16), but the "
+        "cap is 14; set max_tokens_per_gpu to 8 or more, or lower pad_each_to and pad_total_to"
+    )
+    for lengths in ([], [1, 2]):
+        with pytest.raises(ConfigError) as caught:
+            plan_step(lengths, layout, config)
+        assert str(caught.value) == message
+    enough = PlannerConfig(max_tokens_per_gpu=8, pad_total_to=16)
+    plan_step([1, 2], layout, enough).validate([1, 2])
+
+
+def test_a_sample_of_no_tokens_occupies_one_unit() -> None:
+    """Eleven empty samples of one padded token each do not fit one micro-batch of ten."""
+    step = plan_step([0] * 11, Layout(), PlannerConfig(max_tokens_per_gpu=10))
+    assert step.num_microbatches == 2

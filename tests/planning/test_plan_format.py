@@ -1,0 +1,250 @@
+"""Plans are frozen data with a stable digest, a JSON form with its inverse, and a readable text."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import pickle
+from typing import Any
+
+import pytest
+
+from mcore_batching.planning import (
+    CostModel,
+    Layout,
+    LengthError,
+    Plan,
+    PlanFormatError,
+    PlannerConfig,
+    StepPlan,
+    plan_batch,
+    plan_step,
+)
+
+LENGTHS = [6, 4, 3, 9, 2, 14]
+STEP = StepPlan(
+    micro_batches=(((0, 1), (3,)), ((2, 4), (5,))),
+    num_microbatches=2,
+    sample_indices=(0, 1, 2, 3, 4, 5),
+    layout=Layout(data_parallel=2),
+    config=PlannerConfig(max_tokens_per_gpu=10),
+)
+PLAN = Plan(steps=(STEP,), num_samples=6)
+
+
+def test_json_is_the_documented_format() -> None:
+    document = json.loads(STEP.to_json())
+    assert document == {
+        "format": "mcore-batching/plan",
+        "version": 1,
+        "layout": {
+            "data_parallel": 2,
+            "pipeline_parallel": 1,
+            "virtual_pipeline": 1,
+            "context_parallel": 1,
+            "tensor_parallel": 1,
+            "expert_parallel": 1,
+            "sequence_parallel": False,
+            "microbatch_group_size": None,
+        },
+        "config": {
+            "max_tokens_per_gpu": 10,
+            "packing": "auto",
+            "balance": "auto",
+            "fill": "split",
+            "on_oversize": "own-bin",
+            "pad_each_to": None,
+            "pad_total_to": None,
+        },
+        "scope": "global",
+        "num_samples": 6,
+        "digest": STEP.digest(),
+        "steps": [{"num_microbatches": 2, "ranks": [[[0, 1], [3]], [[2, 4], [5]]]}],
+    }
+    assert PLAN.to_json() == STEP.to_json()
+
+
+def test_json_and_back() -> None:
+    assert StepPlan.from_json(STEP.to_json()) == STEP
+    assert Plan.from_json(PLAN.to_json()) == PLAN
+    plan = plan_batch(LENGTHS, Layout(data_parallel=2), STEP.config, samples_per_step=4)
+    assert Plan.from_json(plan.to_json()) == plan
+    for step in plan.steps:
+        assert StepPlan.from_json(step.to_json()) == step
+        assert pickle.loads(pickle.dumps(step)) == step
+    local = plan_step(LENGTHS, Layout(data_parallel=2), STEP.config, owners=[0, 0, 1, 1, 1, 1])
+    assert StepPlan.from_json(local.to_json()).scope == local.scope == "local"
+
+
+def test_digest_is_sha256_of_the_canonical_document() -> None:
+    """Pinned, because ranks on other platforms and Python versions must get the same."""
+    pinned = "26a8244ebcda641777ce1ddfc9aa2faefac927c45951c2882fb7d682ad01ffd0"
+    assert STEP.digest() == PLAN.digest() == pinned
+    document = json.loads(STEP.to_json())
+    del document["digest"]
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    assert STEP.digest() == hashlib.sha256(canonical.encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"micro_batches": (((0, 1), (3,)), ((2,), (4, 5)))},
+        {"micro_batches": (((3,), (0, 1)), ((2, 4), (5,)))},
+        {"layout": Layout(data_parallel=2, tensor_parallel=2)},
+        {"config": PlannerConfig(max_tokens_per_gpu=11)},
+        {"scope": "local"},
+        {"num_microbatches": 3},
+        {"sample_indices": (0, 1, 2, 3, 4, 6)},
+    ],
+)
+def test_digest_and_equality_see_every_field(changes: dict[str, Any]) -> None:
+    changed = dataclasses.replace(STEP, **changes)
+    assert changed != STEP
+    assert changed.digest() != STEP.digest()
+
+
+def test_the_cost_model_is_no_part_of_the_identity() -> None:
+    other = dataclasses.replace(STEP, cost_model=CostModel(linear=7))
+    assert other == STEP
+    assert other.digest() == STEP.digest()
+
+
+def test_a_plan_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        STEP.num_microbatches = 3  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PLAN.steps = ()  # type: ignore[misc]
+    assert hash(STEP) == hash(StepPlan.from_json(STEP.to_json()))
+
+
+def edited(**changes: Any) -> str:
+    return json.dumps({**json.loads(PLAN.to_json()), **changes})
+
+
+STEP_DOCUMENT = json.loads(PLAN.to_json())["steps"][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense", "expected a plan in JSON"),
+        ("[" * 100_000, "expected a plan in JSON"),
+        ("1" * 5000, "expected a plan in JSON"),
+        ("[]", "expected a JSON object, got list"),
+        ("{}", 'expected "format": "mcore-batching/plan", got None'),
+        (edited(format="other/plan"), "got 'other/plan'"),
+        (edited(version=2), 'expected plan "version" 1, got 2'),
+        (edited(version=True), 'expected plan "version" 1, got True'),
+        (edited(layout=[]), '"layout" must be a JSON object'),
+        (edited(layout={"data_parallel": 0}), '"layout" is not valid: data_parallel must be 1'),
+        (edited(layout={"dp": 2}), 'unknown keys in "layout": dp; expected context_parallel'),
+        (edited(config={}), '"config" is not valid'),
+        (edited(scope="galactic"), '"scope" must be "global" or "local", got'),
+        (edited(num_samples=-1), '"num_samples" must be an integer of 0 or more, got -1'),
+        (edited(num_samples=6.0), '"num_samples" must be an integer of 0 or more, got 6.0'),
+        (edited(digest=5), '"digest" must be a string, got 5'),
+        (edited(steps=[]), '"steps" must hold at least one step'),
+        (edited(steps={}), '"steps" must be a JSON array'),
+        (edited(steps=[3]), "step 0 must be a JSON object, got 3"),
+        (edited(steps=[{"num_microbatches": 2}]), '"ranks" must be a JSON array, got None'),
+        (
+            edited(steps=[{**STEP_DOCUMENT, "num_microbatches": "2"}]),
+            "\"num_microbatches\" of step 0 must be an integer of 0 or more, got '2'",
+        ),
+        (edited(steps=[{**STEP_DOCUMENT, "ranks": [0]}]), "step 0, rank 0 must be a JSON array"),
+        (edited(steps=[{**STEP_DOCUMENT, "ranks": [[0]]}]), "rank 0, slot 0 must be a JSON array"),
+        (
+            edited(steps=[{**STEP_DOCUMENT, "ranks": [[[0, True]]]}]),
+            "a sample index at step 0, rank 0, slot 0 must be an integer of 0 or more, got True",
+        ),
+        (edited(num_samples=7), "it was changed after it was written"),
+        (edited(digest=None), 'the plan carries no "digest"'),
+    ],
+)
+def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
+    for kind in (Plan, StepPlan):
+        with pytest.raises(PlanFormatError) as caught:
+            kind.from_json(text)
+        assert message in str(caught.value)
+
+
+def test_the_digest_check_can_be_left_out() -> None:
+    assert Plan.from_json(edited(num_samples=7), verify_digest=False).num_samples == 7
+    assert Plan.from_json(edited(digest=None), verify_digest=False) == PLAN
+
+
+def test_several_steps_are_no_step_and_one_of_several_is_no_batch() -> None:
+    plan = plan_batch(LENGTHS, Layout(data_parallel=2), STEP.config, samples_per_step=4)
+    with pytest.raises(PlanFormatError, match="expected a plan of one step, got 2; read it with"):
+        StepPlan.from_json(plan.to_json())
+    with pytest.raises(PlanFormatError, match=r"one step out of a batch; read it with StepPlan"):
+        Plan.from_json(plan.steps[1].to_json())
+
+
+def test_steps_of_a_plan_belong_together() -> None:
+    with pytest.raises(LengthError, match="a plan needs at least one step, got none"):
+        Plan(steps=(), num_samples=0)
+    other = dataclasses.replace(STEP, scope="local")
+    with pytest.raises(LengthError, match="step 1 differs from step 0"):
+        Plan(steps=(STEP, other), num_samples=6)
+
+
+def test_str_shows_every_micro_batch_of_a_small_plan() -> None:
+    assert str(STEP) == (
+        "StepPlan: 6 samples on 2 data-parallel ranks, 2 micro-batches a rank, global scope, "
+        f"digest {STEP.digest()[:12]}\n"
+        "  rank 0: [0 1] [3]\n"
+        "  rank 1: [2 4] [5]"
+    )
+    assert str(PLAN) == (
+        "Plan: 6 samples in 1 step on 2 data-parallel ranks, global scope, "
+        f"digest {PLAN.digest()[:12]}\n"
+        "  step 0: 6 samples, 2 micro-batches a rank, 0 placeholders"
+    )
+
+
+def test_str_of_a_large_plan_is_short() -> None:
+    lengths = [1] * 20_000
+    step = plan_step(lengths, Layout(data_parallel=64), PlannerConfig(max_tokens_per_gpu=10))
+    assert len(str(step)) < 20_000
+    assert "… 48 more ranks" in str(step)
+    plan = plan_batch(lengths, Layout(), STEP.config, samples_per_step=100)
+    assert len(str(plan)) < 5000
+    assert "… 184 more steps" in str(plan)
+
+
+def test_explain_says_where_the_count_comes_from() -> None:
+    text = STEP.explain(LENGTHS)
+    assert text == (
+        "6 samples on 2 data-parallel ranks: 2 micro-batches a rank\n"
+        "  count: packing under the cap of 10 tokens takes 4 micro-batches "
+        "(no packing takes fewer than 4), 2 a rank\n"
+        "  filled by: 4 micro-batches with samples, 0 placeholders\n"
+        "  slowest rank: 1, with 1.000 x the mean work; over slots the costliest micro-batches add "
+        "up to 1.009 x the mean\n"
+        "  costliest micro-batch: rank 1 slot 1, 1 sample, 50.8% of the slowest rank's work\n"
+        "  longest sample: 5, 14 tokens, on rank 1\n"
+        "  oversize, each alone in its micro-batch: 1 sample over 10 tokens: 5"
+    )
+
+
+def test_explain_of_rounding_scopes_and_foreign_plans() -> None:
+    layout = Layout(data_parallel=2, pipeline_parallel=2, virtual_pipeline=2)
+    config = PlannerConfig(max_tokens_per_gpu=10)
+    lengths = [10] * 5
+    text = plan_step(lengths, layout, config).explain(lengths)
+    assert "takes 5 micro-batches" in text
+    assert "3 a rank; the interleaved schedule with groups of 2 over 2 stages makes it 4" in text
+    assert "5 micro-batches with samples, 3 placeholders" in text
+    text = plan_step(lengths, layout, config, owners=[1, 1, 1, 0, 1]).explain(lengths)
+    assert "rank 1 packs its own 4 samples into 4 micro-batches (no packing takes fewer" in text
+    assert "the one with the fewest packs 1" in text
+    assert "no samples: one micro-batch a rank is the least" in plan_step(
+        [], layout, config
+    ).explain([])
+    foreign = dataclasses.replace(
+        STEP, micro_batches=(((0,), (1,), (3,)), ((2,), (4,), (5,))), num_microbatches=3
+    )
+    assert "2 a rank; this plan has 3" in foreign.explain(LENGTHS)

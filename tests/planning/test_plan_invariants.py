@@ -1,0 +1,287 @@
+"""Each invariant of a plan over random lengths, layouts, policies and both scopes.
+
+The seventh invariant, order, concerns outputs and is tested with `restore_order`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from planning_cases import (
+    Case,
+    broken_invariants,
+    cases,
+    least_count,
+    megatron_runs,
+    row_tokens,
+)
+
+from mcore_batching.planning import (
+    Layout,
+    OversizeSampleError,
+    PlannerConfig,
+    StepPlan,
+    pack_shard,
+    plan_batch,
+    plan_step,
+)
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+many = settings(max_examples=700, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+EMPTY = Case([], Layout(data_parallel=3), PlannerConfig(max_tokens_per_gpu=8), None)
+EMPTY_LOCAL = Case([], Layout(data_parallel=3), PlannerConfig(max_tokens_per_gpu=8), [])
+FEWER_THAN_RANKS_TIMES_GROUP = Case(
+    [5, 1],
+    Layout(data_parallel=4, pipeline_parallel=4, virtual_pipeline=2, microbatch_group_size=6),
+    PlannerConfig(max_tokens_per_gpu=8),
+    None,
+)
+ONE_RANK_HAS_NONE = Case(
+    [5, 1, 8, 30],
+    Layout(data_parallel=3, pipeline_parallel=2, virtual_pipeline=2),
+    PlannerConfig(max_tokens_per_gpu=8),
+    [0, 0, 0, 2],
+)
+
+
+def planned(case: Case) -> StepPlan:
+    return plan_step(case.lengths, case.layout, case.config, owners=case.owners)
+
+
+@many
+@given(cases())
+@example(EMPTY)
+@example(ONE_RANK_HAS_NONE)
+def test_exact_cover(case: Case) -> None:
+    step = planned(case)
+    seen: dict[int, int] = {}
+    for rank, micro_batches in enumerate(step.micro_batches):
+        for samples in micro_batches:
+            assert list(samples) == sorted(samples)
+            for sample in samples:
+                assert sample not in seen
+                seen[sample] = rank
+    assert sorted(seen) == list(range(len(case.lengths)))
+    if case.owners is not None:
+        assert [seen[sample] for sample in range(len(case.lengths))] == case.owners
+
+
+@many
+@given(cases())
+def test_cap(case: Case) -> None:
+    step = planned(case)
+    cap = case.config.max_tokens_per_gpu * case.layout.context_parallel
+    for micro_batches in step.micro_batches:
+        for samples in micro_batches:
+            tokens = row_tokens(samples, case.lengths, step)
+            assert tokens <= cap or len(samples) == 1
+
+
+@many
+@given(cases())
+@example(FEWER_THAN_RANKS_TIMES_GROUP)
+@example(ONE_RANK_HAS_NONE)
+def test_equal_count(case: Case) -> None:
+    step = planned(case)
+    assert len(step.micro_batches) == case.layout.data_parallel
+    assert {len(rank) for rank in step.micro_batches} == {step.num_microbatches}
+    assert megatron_runs(step.num_microbatches, case.layout)
+    if case.owners is None:
+        num_bins = len(pack_shard(case.lengths, case.layout, case.config))
+        needed = -(-num_bins // case.layout.data_parallel)
+    else:
+        shards = [
+            [length for length, o in zip(case.lengths, case.owners, strict=True) if o == rank]
+            for rank in range(case.layout.data_parallel)
+        ]
+        needed = max(len(pack_shard(shard, case.layout, case.config)) for shard in shards)
+    assert step.num_microbatches == least_count(needed, case.layout)
+
+
+@many
+@given(cases())
+@example(EMPTY)
+@example(EMPTY_LOCAL)
+@example(FEWER_THAN_RANKS_TIMES_GROUP)
+def test_feasible_for_any_input(case: Case) -> None:
+    step = planned(case)
+    assert broken_invariants(step, case.lengths) == set()
+    step.validate(case.lengths)
+    assert StepPlan.from_json(step.to_json()) == step
+    assert str(len(case.lengths)) in step.explain(case.lengths)
+    assert step.digest()[:12] in str(step)
+
+
+@many
+@given(cases(fill=("split",)))
+@example(FEWER_THAN_RANKS_TIMES_GROUP)
+@example(ONE_RANK_HAS_NONE)
+def test_split_before_placeholder(case: Case) -> None:
+    for micro_batches in planned(case).micro_batches:
+        if () in micro_batches:
+            assert max(map(len, micro_batches)) <= 1
+            real = [samples for samples in micro_batches if samples]
+            assert not real or micro_batches[-1] == real[-1]
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases(fill=("placeholder",)))
+def test_placeholder_fill_never_splits(case: Case) -> None:
+    step = planned(case)
+    if case.owners is None:
+        packed = pack_shard(case.lengths, case.layout, case.config)
+        real = [s for rank in step.micro_batches for s in rank if s]
+        assert sorted(real) == sorted(map(tuple, packed))
+    for micro_batches in step.micro_batches:
+        assert micro_batches[-1] or not any(micro_batches)
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_steps_of_a_batch_are_the_plans_of_their_samples(case: Case) -> None:
+    plan = plan_batch(
+        case.lengths, case.layout, case.config, samples_per_step=4, owners=case.owners
+    )
+    plan.validate(case.lengths)
+    assert type(plan).from_json(plan.to_json()) == plan
+    assert len(plan.steps) == max(1, -(-len(case.lengths) // 4))
+    for index, step in enumerate(plan.steps):
+        first = 4 * index
+        lengths = case.lengths[first : first + 4]
+        owners = None if case.owners is None else case.owners[first : first + 4]
+        alone = plan_step(lengths, case.layout, case.config, owners=owners)
+        shifted = tuple(
+            tuple(tuple(sample + first for sample in samples) for samples in rank)
+            for rank in alone.micro_batches
+        )
+        assert step.micro_batches == shifted
+        assert step.sample_indices == tuple(range(first, first + len(lengths)))
+        step.validate(case.lengths)
+        assert StepPlan.from_json(step.to_json()) == step
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_oversize_is_refused_or_alone(case: Case) -> None:
+    strict = PlannerConfig(
+        max_tokens_per_gpu=case.config.max_tokens_per_gpu,
+        on_oversize="error",
+        pad_each_to=case.config.pad_each_to,
+        pad_total_to=case.config.pad_total_to,
+    )
+    step = planned(case)
+    cap = case.config.max_tokens_per_gpu * case.layout.context_parallel
+    oversize = [
+        sample
+        for sample in range(len(case.lengths))
+        if row_tokens([sample], case.lengths, step) > cap
+    ]
+    for samples in (samples for rank in step.micro_batches for samples in rank):
+        assert len(samples) == 1 or not set(samples) & set(oversize)
+    if not oversize:
+        plan_step(case.lengths, case.layout, strict, owners=case.owners).validate(case.lengths)
+        return
+    with pytest.raises(OversizeSampleError) as caught:
+        plan_step(case.lengths, case.layout, strict, owners=case.owners)
+    error = caught.value
+    assert error.index in oversize
+    assert case.lengths[error.index] == max(case.lengths)
+    enough = PlannerConfig(
+        max_tokens_per_gpu=error.needed_max_tokens_per_gpu,
+        on_oversize="error",
+        pad_each_to=case.config.pad_each_to,
+        pad_total_to=case.config.pad_total_to,
+    )
+    plan_step(case.lengths, case.layout, enough, owners=case.owners).validate(case.lengths)
+
+
+DIGESTS = """
+import random
+from mcore_batching.planning import CostModel, Layout, PlannerConfig, plan_batch
+
+generator = random.Random(7)
+lengths = [generator.randrange(2 ** generator.randrange(1, 15)) for _ in range(300)]
+owners = [generator.randrange(4) for _ in lengths]
+for layout in (
+    Layout(data_parallel=4),
+    Layout(data_parallel=4, pipeline_parallel=2, virtual_pipeline=2, context_parallel=2),
+    Layout(data_parallel=4, expert_parallel=4, tensor_parallel=2, sequence_parallel=True),
+):
+    for balance in ("cost", "tokens", "none"):
+        config = PlannerConfig(max_tokens_per_gpu=8192, balance=balance)
+        model = CostModel(linear=0.1, quadratic=1 / 7000.1, per_micro_batch=0.3)
+        for who in (None, owners):
+            plan = plan_batch(lengths, layout, config, model, samples_per_step=128, owners=who)
+            print(plan.digest())
+"""
+
+
+def digests(python: str, hash_seed: str) -> list[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONHASHSEED": hash_seed}
+    run = subprocess.run(
+        [python, "-c", DIGESTS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return run.stdout.split()
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_deterministic(case: Case) -> None:
+    class Integer:
+        """What is no int but converts to one, as NumPy's and Torch's integers do."""
+
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+        def __index__(self) -> int:
+            return self.value
+
+    again = plan_step(
+        tuple(Integer(length) for length in case.lengths),  # type: ignore[misc]
+        case.layout,
+        case.config,
+        owners=case.owners,
+    )
+    assert again == planned(case)
+    assert again.digest() == planned(case).digest()
+
+
+def runs(python: str) -> bool:
+    """Whether there is such an interpreter; a version manager's shim may stand for none."""
+    if shutil.which(python) is None:
+        return False
+    return subprocess.run([python, "-c", ""], capture_output=True, timeout=60).returncode == 0
+
+
+def test_deterministic_over_hash_seeds_and_python_versions() -> None:
+    expected = digests(sys.executable, "0")
+    assert len(set(expected)) == len(expected) == 18
+    assert digests(sys.executable, "4242") == expected
+    for python in ("python3.11", "python3.12", "python3.13", "python3.14"):
+        if runs(python):
+            assert digests(python, "1") == expected, python
+    # The same everywhere means the same as here. A planner that plans better changes this value.
+    combined = hashlib.sha256("".join(expected).encode()).hexdigest()
+    assert combined == "c895a656f237084ad6693787feedfaaade3aec7a1bc6c8cb3ffb456cdc089305"
+
+
+def test_sums_do_not_depend_on_the_python_version() -> None:
+    """0.1 ten times is 0.9999999999999999 term by term, and 1.0 with 3.12's compensated `sum`."""
+    from mcore_batching.planning import CostModel
+
+    model = CostModel(linear=0.1, quadratic=0, per_micro_batch=0)
+    assert model.micro_batch([1] * 10) == 0.9999999999999999

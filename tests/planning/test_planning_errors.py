@@ -1,0 +1,140 @@
+"""Errors of the planner: their texts, their attributes, and that they travel between processes."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from mcore_batching.planning import (
+    ConfigError,
+    InvariantError,
+    ItemTooLargeError,
+    Layout,
+    LayoutError,
+    LengthError,
+    OversizeSampleError,
+    PlanFormatError,
+    PlannerConfig,
+    PlanningError,
+    plan_batch,
+    plan_step,
+)
+from mcore_batching.planning.lengths_file import LengthsFileError
+
+CONFIG = PlannerConfig(max_tokens_per_gpu=10)
+ERRORS = [
+    LayoutError("set pipeline_parallel"),
+    ConfigError("set max_tokens_per_gpu"),
+    LengthError("sample 3", index=3),
+    ItemTooLargeError(index=1, size=9, capacity=8),
+    OversizeSampleError(
+        index=4, length=9, padded_length=12, cap=8, needed_max_tokens_per_gpu=6, num_oversize=2
+    ),
+    InvariantError("cap", "too much", indices=(3, 4), step=1, rank=2, slot=0),
+    PlanFormatError("version"),
+    LengthsFileError("file:3"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_errors_are_value_errors_and_survive_pickling(error: PlanningError) -> None:
+    assert isinstance(error, PlanningError)
+    assert isinstance(error, ValueError)
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)
+
+
+def test_invariant_error_names_the_place() -> None:
+    error = ERRORS[5]
+    assert str(error) == "invariant 'cap' is broken at step 1, rank 2, slot 0: too much"
+    assert vars(error) == {
+        "invariant": "cap",
+        "detail": "too much",
+        "indices": (3, 4),
+        "step": 1,
+        "rank": 2,
+        "slot": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message", "index"),
+    [
+        (
+            [3, -1],
+            "the length of sample 1 must be between 0 and 1099511627776 tokens, got -1; "
+            "correct entry 1 of lengths",
+            1,
+        ),
+        (
+            [3, 4, 2**40 + 1],
+            "the length of sample 2 must be between 0 and 1099511627776 tokens, "
+            "got 1099511627777; correct entry 2 of lengths",
+            2,
+        ),
+        (
+            [2.0],
+            "the length of sample 0 must be an integer number of tokens, got 2.0 (float); "
+            "pass lengths as integers",
+            0,
+        ),
+        (
+            [1, True],
+            "the length of sample 1 must be an integer number of tokens, got True (bool); "
+            "pass lengths as integers",
+            1,
+        ),
+        (
+            [1, 2, "3"],
+            "the length of sample 2 must be an integer number of tokens, got '3' (str); "
+            "pass lengths as integers",
+            2,
+        ),
+    ],
+)
+def test_lengths_that_are_none_are_named(lengths: list[Any], message: str, index: int) -> None:
+    with pytest.raises(LengthError) as caught:
+        plan_step(lengths, Layout(), CONFIG)
+    assert str(caught.value) == message
+    assert caught.value.index == index
+
+
+@pytest.mark.parametrize(
+    ("owners", "message"),
+    [
+        ([0], "owners must name one rank for each of the 2 samples, got 1 entries"),
+        ([0, 2], "the owner of sample 1 must be a data-parallel rank from 0 to 1, got 2"),
+        ([-1, 0], "the owner of sample 0 must be a data-parallel rank from 0 to 1, got -1"),
+        ([0, 0.5], "the owner of sample 1 must be a data-parallel rank from 0 to 1, got 0.5"),
+    ],
+)
+def test_owners_that_are_none_are_named(owners: list[Any], message: str) -> None:
+    with pytest.raises(LengthError) as caught:
+        plan_step([3, 4], Layout(data_parallel=2), CONFIG, owners=owners)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [0, -3, 2.0, True])
+def test_samples_per_step_is_checked(value: Any) -> None:
+    with pytest.raises(LengthError, match="samples_per_step must be"):
+        plan_batch([3, 4], Layout(), CONFIG, samples_per_step=value)
+
+
+def test_an_oversize_sample_is_named_by_its_index_in_the_batch() -> None:
+    strict = PlannerConfig(max_tokens_per_gpu=10, on_oversize="error", pad_total_to=3)
+    layout = Layout(data_parallel=2, context_parallel=2)
+    lengths = [3, 21, 1, 2, 25, 7]
+    for options in ({}, {"samples_per_step": 3}, {"owners": [0, 0, 1, 1, 1, 0]}):
+        with pytest.raises(OversizeSampleError) as caught:
+            plan_batch(lengths, layout, strict, **options)  # type: ignore[arg-type]
+        error = caught.value
+        assert str(error) == (
+            "sample 4 has 25 tokens, 28 after padding, but a micro-batch may hold at most 20 "
+            "(and 1 more samples); set --max-tokens-per-gpu >= 18, or --on-oversize own-bin to run "
+            "such samples alone"
+        )
+        assert (error.index, error.length, error.padded_length, error.cap) == (4, 25, 28, 20)

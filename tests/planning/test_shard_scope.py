@@ -1,0 +1,140 @@
+"""Local scope: ranks that see only their own shard reach the plan that sees all of them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from planning_cases import Case, cases
+
+from mcore_batching.planning import (
+    CostModel,
+    Layout,
+    LengthError,
+    PlannerConfig,
+    fill_shard,
+    pack_shard,
+    plan_step,
+)
+
+
+@settings(max_examples=700, deadline=None)
+@given(cases())
+def test_ranks_on_their_own_reach_the_plan_of_all(case: Case) -> None:
+    owners = case.owners
+    if owners is None:
+        owners = [index % case.layout.data_parallel for index in range(len(case.lengths))]
+    ranks = range(case.layout.data_parallel)
+    shards = [[i for i, owner in enumerate(owners) if owner == rank] for rank in ranks]
+    lengths = [[case.lengths[i] for i in shard] for shard in shards]
+    packed = [pack_shard(of_rank, case.layout, case.config) for of_rank in lengths]
+    count = case.layout.round_up_num_microbatches(max(map(len, packed)))
+    step = plan_step(case.lengths, case.layout, case.config, owners=owners)
+    assert step.scope == "local"
+    for rank in ranks:
+        filled = fill_shard(packed[rank], lengths[rank], count, case.layout, case.config)
+        renamed = tuple(tuple(shards[rank][i] for i in samples) for samples in filled)
+        assert step.micro_batches[rank] == renamed
+
+
+CONFIG = PlannerConfig(max_tokens_per_gpu=10)
+
+
+def test_packing_takes_the_rule_that_needs_fewer_and_decreasing_on_a_tie() -> None:
+    worse_decreasing = [4, 7, 9, 10, 6, 4]
+    layout = Layout(context_parallel=1)
+
+    def packed(lengths: list[int], cap: int, packing: str) -> list[list[int]]:
+        config = PlannerConfig(max_tokens_per_gpu=cap, packing=packing)  # type: ignore[arg-type]
+        return pack_shard(lengths, layout, config)
+
+    assert packed(worse_decreasing, 20, "auto") == [[0, 1, 2], [3, 4, 5]]
+    assert packed(worse_decreasing, 20, "first-fit") == [[0, 1, 2], [3, 4, 5]]
+    assert packed(worse_decreasing, 20, "first-fit-decreasing") == [[2, 3], [0, 1, 4], [5]]
+    worse_in_order = [3, 3, 7, 7]
+    assert packed(worse_in_order, 10, "first-fit") == [[0, 1], [2], [3]]
+    assert packed(worse_in_order, 10, "auto") == [[0, 2], [1, 3]]
+    same_count = [2, 5, 8, 5]
+    assert packed(same_count, 10, "first-fit") == [[0, 1], [2], [3]]
+    assert packed(same_count, 10, "auto") == [[0, 2], [1, 3]]
+    tie = [1, 6, 3, 6, 4]
+    assert packed(tie, 10, "first-fit") == [[0, 1, 2], [3, 4]]
+    assert packed(tie, 10, "first-fit-decreasing") == packed(tie, 10, "auto") == [[1, 4], [0, 2, 3]]
+
+
+def test_oversize_samples_come_last_and_alone() -> None:
+    assert pack_shard([12, 4, 30, 6, 10], Layout(), CONFIG) == [[4], [1, 3], [0], [2]]
+
+
+def test_the_costliest_is_split_into_even_halves_first() -> None:
+    lengths = [5, 4, 3, 3, 3, 1]
+    layout = Layout()
+    config = PlannerConfig(max_tokens_per_gpu=100)
+    bins = [[0, 1, 2, 3, 4], [5]]
+    assert fill_shard(bins, lengths, 2, layout, config) == ((0, 1, 2, 3, 4), (5,))
+    # 5, 4, 3, 3, 3 dealt to the lighter side: 5+3 against 4+3+3. Then 4 against 3+3.
+    assert fill_shard(bins, lengths, 3, layout, config) == ((1, 2, 4), (0, 3), (5,))
+    assert fill_shard(bins, lengths, 4, layout, config) == ((0, 3), (2, 4), (1,), (5,))
+    assert fill_shard(bins, lengths, 8, layout, config) == (
+        (0,),
+        (1,),
+        (2,),
+        (3,),
+        (4,),
+        (),
+        (),
+        (5,),
+    )
+
+
+def test_halves_are_even_in_cost_and_not_in_tokens() -> None:
+    """Under a steep quadratic term one 8 outweighs everything else."""
+    lengths = [8, 4, 4, 4, 4]
+    steep = CostModel(linear=0, quadratic=1)
+    by_cost = PlannerConfig(max_tokens_per_gpu=100)
+    by_tokens = PlannerConfig(max_tokens_per_gpu=100, balance="tokens")
+    bins = [[0, 1, 2, 3, 4]]
+    assert fill_shard(bins, lengths, 2, Layout(), by_cost, steep) == ((0,), (1, 2, 3, 4))
+    assert fill_shard(bins, lengths, 2, Layout(), by_tokens, steep) == ((0, 3), (1, 2, 4))
+
+
+def test_samples_of_no_tokens_are_split_too() -> None:
+    filled = fill_shard([[0, 1, 2, 3]], [0, 0, 0, 0], 4, Layout(), CONFIG)
+    assert sorted(filled) == [(0,), (1,), (2,), (3,)]
+
+
+def test_order_is_by_descending_cost_with_placeholders_before_the_last_real_one() -> None:
+    lengths = [2, 9, 4]
+    bins = [[0], [1], [2]]
+    assert fill_shard(bins, lengths, 5, Layout(), CONFIG) == ((1,), (2,), (), (), (0,))
+    none = PlannerConfig(max_tokens_per_gpu=10, balance="none")
+    assert fill_shard(bins, lengths, 5, Layout(), none) == ((0,), (1,), (), (), (2,))
+    assert fill_shard([], [], 3, Layout(), CONFIG) == ((), (), ())
+    assert fill_shard([[0]], [3], 3, Layout(), CONFIG) == ((), (), (0,))
+
+
+def test_placeholder_fill_leaves_micro_batches_whole() -> None:
+    config = PlannerConfig(max_tokens_per_gpu=10, fill="placeholder")
+    assert fill_shard([[0, 1, 2]], [1, 1, 1], 3, Layout(), config) == ((), (), (0, 1, 2))
+
+
+def test_more_micro_batches_than_the_count_is_refused() -> None:
+    with pytest.raises(LengthError) as caught:
+        fill_shard([[0], [1]], [9, 9], 1, Layout(), CONFIG)
+    assert str(caught.value) == (
+        "num_microbatches must be at least the 2 micro-batches this shard packs into, got 1; "
+        "set num_microbatches to the maximum over all ranks"
+    )
+
+
+def test_splitting_many_samples_stays_fast() -> None:
+    """20 000 samples of one micro-batch are split down to single ones within a test."""
+    lengths = [1 + index % 7 for index in range(20_000)]
+    config = PlannerConfig(max_tokens_per_gpu=10**6)
+    layout = Layout(data_parallel=2, pipeline_parallel=2, virtual_pipeline=2)
+    bins = pack_shard(lengths, layout, config)
+    filled = fill_shard(bins, lengths, 20_000, layout, config)
+    assert all(len(samples) == 1 for samples in filled)
+    weights = [lengths[sample] for (sample,) in filled]
+    assert all(before >= after for before, after in pairwise(weights))

@@ -1,0 +1,69 @@
+"""Statistics of a step, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_batching.planning import (
+    CostModel,
+    Layout,
+    PlannerConfig,
+    StepPlan,
+    plan_step,
+    step_statistics,
+)
+
+PROPORTIONAL = CostModel(quadratic=0, per_micro_batch=0)
+
+
+def test_by_hand() -> None:
+    lengths = [6, 3, 9, 22]
+    step = StepPlan(
+        micro_batches=(((3,), (), (0, 1)), ((2,), (), ())),
+        num_microbatches=3,
+        sample_indices=(0, 1, 2, 3),
+        layout=Layout(data_parallel=2),
+        config=PlannerConfig(max_tokens_per_gpu=16, pad_each_to=4, fill="placeholder"),
+        cost_model=PROPORTIONAL,
+    )
+    statistics = step_statistics(step, lengths)
+    assert statistics.num_samples == 4
+    assert statistics.num_microbatches == 3
+    assert statistics.num_placeholders == 3
+    assert statistics.num_oversize == 1
+    assert statistics.real_tokens == 40
+    assert statistics.padded_tokens == 24 + 8 + 4 + 12
+    assert statistics.offered_tokens == 6 * 16
+    assert statistics.fill == 40 / 96
+    assert statistics.padding == 8 / 48
+    assert statistics.heaviest_rank_cost == 31
+    assert statistics.mean_rank_cost == 20
+    assert statistics.rank_balance == 31 / 20
+    assert statistics.slot_maxima_cost == 22 + 0 + 9
+    assert statistics.slot_balance == 31 / 20
+    doubled = statistics + statistics
+    assert (doubled.num_samples, doubled.real_tokens, doubled.fill) == (8, 80, 40 / 96)
+    assert step_statistics(step, lengths, CostModel(quadratic=0)).mean_rank_cost == 20 + 3 * 256
+
+
+def test_a_step_without_samples_has_all_ratios() -> None:
+    step = plan_step([], Layout(data_parallel=2), PlannerConfig(max_tokens_per_gpu=8), PROPORTIONAL)
+    statistics = step_statistics(step, [])
+    assert (statistics.fill, statistics.padding) == (0, 0)
+    assert (statistics.rank_balance, statistics.slot_balance) == (1, 1)
+    assert statistics.num_placeholders == 2
+
+
+def test_slots_are_compared_across_ranks() -> None:
+    lengths = [10, 1, 1, 10]
+    step = StepPlan(
+        micro_batches=(((0,), (1,)), ((2,), (3,))),
+        num_microbatches=2,
+        sample_indices=(0, 1, 2, 3),
+        layout=Layout(data_parallel=2),
+        config=PlannerConfig(max_tokens_per_gpu=10),
+        cost_model=PROPORTIONAL,
+    )
+    statistics = step_statistics(step, lengths)
+    assert statistics.rank_balance == 1
+    assert statistics.slot_balance == pytest.approx(20 / 11)
