@@ -94,9 +94,10 @@ def plan_heading(plan: Plan) -> str:
         if size > 1 or name == "DP"
     ]
     sequence = " with sequence parallel" if layout.sequence_parallel else ""
-    steps = len(plan.steps)
+    samples, steps = plan.num_samples, len(plan.steps)
     return (
-        f"{plan.num_samples} samples in {steps} step{'s' if steps != 1 else ''}, "
+        f"{samples} sample{'s' if samples != 1 else ''} in {steps} "
+        f"step{'s' if steps != 1 else ''}, "
         f"{' x '.join(sizes)}{sequence}, cap {config.cap_tokens(layout)} tokens"
     )
 

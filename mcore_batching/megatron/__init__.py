@@ -3,15 +3,13 @@
 Importing this package imports torch and megatron.core.
 """
 
-from mcore_batching.megatron.arguments import (
-    DynamicBatchArgumentError,
-    add_dynamic_batch_arguments,
-)
+from mcore_batching.megatron.arguments import add_dynamic_batch_arguments
 from mcore_batching.megatron.attention import PackedAttention
 from mcore_batching.megatron.data_iterator import DataIterator, get_data_iterator
 from mcore_batching.megatron.errors import (
     CollationFailedError,
     CollectiveError,
+    DynamicBatchArgumentError,
     PlanMismatchError,
     PlanningFailedError,
 )

@@ -12,19 +12,11 @@ Guarantees
   memory of ring attention; Transformer Engine's attention is the one to use at scale.
 - On CPU `scaled_dot_product_attention` runs once per run of queries; on CUDA PyTorch's
   variable-length attention runs once per row where it exists (half precision, no dropout).
-
-The work is described by `runs`: a run is a contiguous stretch of local queries together with the
-stretch of gathered keys that it may see. Attention within a run is causal with the last query
-aligned to the last key (the convention of FlashAttention 2.1 and later). Without context
-parallelism a sequence is one run; with it, a rank's two zigzag chunks of a sequence are two runs.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,67 +28,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from mcore_batching.megatron import compat
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """Queries ``[query_start, query_end)`` of this rank see keys ``[key_start, key_end)``.
-
-    Keys are numbered in the row in which every sequence stands whole and in order.
-    """
-
-    query_start: int
-    query_end: int
-    key_start: int
-    key_end: int
-
-
-def attention_runs(
-    cu_seqlens: Sequence[int], context_parallel_size: int, context_parallel_rank: int
-) -> list[Run]:
-    """The runs of one rank for a row of padded sequences.
-
-    Args:
-        cu_seqlens: ``[sequences + 1]`` token offsets of the padded sequences in the full row; each
-            length divides by ``2 * context_parallel_size`` (by nothing where that is 1).
-        context_parallel_size: ranks that share the row.
-        context_parallel_rank: this rank.
-
-    Returns:
-        one run a sequence without context parallelism, two with it, in the order of the queries.
-    """
-    runs: list[Run] = []
-    query = 0
-    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
-        if end == start:
-            continue
-        if context_parallel_size == 1:
-            runs.append(Run(start, end, start, end))
-            continue
-        chunk = divide(end - start, 2 * context_parallel_size)
-        for place in (context_parallel_rank, 2 * context_parallel_size - 1 - context_parallel_rank):
-            runs.append(Run(query, query + chunk, start, start + (place + 1) * chunk))
-            query += chunk
-    return runs
-
-
-def zigzag_restore_index(cu_seqlens: Sequence[int], context_parallel_size: int) -> Tensor:
-    """Where each token of the full row lies in the concatenation of all ranks' local rows.
-
-    Returns:
-        int64 ``[tokens of the full row]``: ``full = gathered[index]``.
-    """
-    local_tokens = cu_seqlens[-1] // context_parallel_size
-    parts: list[Tensor] = []
-    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
-        chunk = (end - start) // (2 * context_parallel_size)
-        local_start = start // context_parallel_size
-        for place in range(2 * context_parallel_size):
-            mirrored = 2 * context_parallel_size - 1 - place
-            rank, second = (place, 0) if place < context_parallel_size else (mirrored, 1)
-            first = rank * local_tokens + local_start + second * chunk
-            parts.append(torch.arange(first, first + chunk))
-    return torch.cat(parts)
+from mcore_batching.megatron.attention_runs import (
+    Run,
+    attend_by_variable_length_kernel,
+    attend_run_by_run,
+    attention_runs,
+    has_variable_length_kernel,
+    zigzag_restore_index,
+)
 
 
 class _GatherTokens(torch.autograd.Function):
@@ -118,7 +57,7 @@ class _GatherTokens(torch.autograd.Function):
         return grad[first : first + ctx.local_tokens], None
 
 
-class PackedAttention(MegatronModule):
+class PackedAttention(MegatronModule):  # type: ignore[misc]
     """Drop-in for ``DotProductAttention`` in a layer spec, for packed (THD) and plain rows.
 
     Takes the constructor arguments that Megatron's attention layers give to a core attention.
@@ -150,9 +89,7 @@ class PackedAttention(MegatronModule):
         self.hidden_size_per_partition = divide(projection, tp_group.size())
         head_size = divide(projection, config.num_attention_heads)
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(head_size)
-        self.dropout = (
-            config.attention_dropout if attention_dropout is None else attention_dropout
-        )
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
     def forward(
         self,
@@ -188,20 +125,32 @@ class PackedAttention(MegatronModule):
         dropout = self.dropout if self.training else 0.0
         if packed_seq_params is None:
             return self._plain(query, key, value, dropout)
-        cu_seqlens = host_cu_seqlens(packed_seq_params)
-        cp_size = self.cp_group.size()
-        if cp_size > 1:
-            index = zigzag_restore_index(cu_seqlens, cp_size).to(key.device)
+        runs, restore = self._geometry(packed_seq_params, key.device)
+        if restore is not None:
             # One collective for both: keys and values side by side on the last axis.
-            both = _GatherTokens.apply(torch.cat((key, value), dim=-1), self.cp_group)
-            both = both.index_select(0, index)
+            both = _GatherTokens.apply(  # type: ignore[no-untyped-call]
+                torch.cat((key, value), dim=-1), self.cp_group
+            )
+            both = both.index_select(0, restore)
             key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
-        runs = attention_runs(cu_seqlens, cp_size, self.cp_group.rank())
-        if _has_variable_length_kernel(query) and dropout == 0.0:
-            out = _by_variable_length_kernel(query, key, value, runs, self.softmax_scale)
+        if has_variable_length_kernel(query) and dropout == 0.0:
+            out = attend_by_variable_length_kernel(query, key, value, runs, self.softmax_scale)
         else:
-            out = _run_by_run(query, key, value, runs, self.softmax_scale, dropout)
+            out = attend_run_by_run(query, key, value, runs, self.softmax_scale, dropout)
         return out.reshape(out.shape[0], -1)
+
+    def _geometry(
+        self, packed_seq_params: Any, device: torch.device
+    ) -> tuple[list[Run], Tensor | None]:
+        """The row's runs, and the order of gathered keys; kept for the other layers."""
+        geometry = getattr(packed_seq_params, "attention_geometry", None)
+        if geometry is None:
+            cu_seqlens = host_cu_seqlens(packed_seq_params)
+            size, rank = self.cp_group.size(), self.cp_group.rank()
+            runs = attention_runs(cu_seqlens, size, rank)
+            restore = zigzag_restore_index(cu_seqlens, size).to(device) if size > 1 else None
+            geometry = packed_seq_params.attention_geometry = (runs, restore)
+        return geometry
 
     def _plain(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
         if self.cp_group.size() > 1:
@@ -249,89 +198,3 @@ def _refuse_unsupported(config: TransformerConfig) -> None:
             f"PackedAttention does not support {', '.join(asked)}: install Transformer Engine and "
             "set --transformer-impl transformer_engine, or turn it off"
         )
-
-
-def _run_by_run(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    runs: Sequence[Run],
-    scale: float,
-    dropout: float,
-) -> Tensor:
-    """``[tokens, heads, dim]`` attention by one `scaled_dot_product_attention` a run."""
-    outs = []
-    for run in runs:
-        q = query[run.query_start : run.query_end].transpose(0, 1)[None]
-        k = key[run.key_start : run.key_end].transpose(0, 1)[None]
-        v = value[run.key_start : run.key_end].transpose(0, 1)[None]
-        num_queries, num_keys = q.shape[2], k.shape[2]
-        mask = None
-        if num_queries != num_keys:
-            # `is_causal` aligns the first query to the first key; here the last ones align.
-            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device)
-            mask = mask.tril(num_keys - num_queries)
-        out = scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            dropout_p=dropout,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        outs.append(out[0].transpose(0, 1))
-    return torch.cat(outs)
-
-
-@functools.cache
-def _variable_length_kernel() -> Any:
-    """PyTorch's variable-length attention, or None where this build has none that fits."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    import inspect
-
-    parameters = inspect.signature(varlen_attn).parameters
-    return varlen_attn if {"scale", "window_size", "enable_gqa"} <= set(parameters) else None
-
-
-def _has_variable_length_kernel(query: Tensor) -> bool:
-    return (
-        query.is_cuda
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and _variable_length_kernel() is not None
-    )
-
-
-def _by_variable_length_kernel(
-    query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Run], scale: float
-) -> Tensor:
-    """``[tokens, heads, dim]`` attention of all runs by one kernel."""
-    query_lengths = [run.query_end - run.query_start for run in runs]
-    key_lengths = [run.key_end - run.key_start for run in runs]
-    if any(run.key_end - run.key_start != run.query_end - run.query_start for run in runs):
-        # The runs of a context-parallel rank share keys, the kernel wants each run's own.
-        index = torch.cat([torch.arange(run.key_start, run.key_end) for run in runs])
-        index = index.to(key.device, non_blocking=True)
-        key, value = key.index_select(0, index), value.index_select(0, index)
-
-    def offsets(lengths: Sequence[int]) -> Tensor:
-        starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return starts.to(query.device, non_blocking=True)
-
-    out: Tensor = _variable_length_kernel()(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        offsets(query_lengths),
-        offsets(key_lengths),
-        max(query_lengths),
-        max(key_lengths),
-        scale=scale,
-        window_size=(-1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return out

@@ -47,9 +47,7 @@ def initialize_model_parallel(layout: Layout, seed: int = 1234) -> None:
     Raises:
         ValueError: the number of processes is not what ``layout`` needs.
     """
-    model_parallel = (
-        layout.tensor_parallel * layout.pipeline_parallel * layout.context_parallel
-    )
+    model_parallel = layout.tensor_parallel * layout.pipeline_parallel * layout.context_parallel
     needed = layout.data_parallel * model_parallel
     if needed != dist.get_world_size():
         raise ValueError(

@@ -69,7 +69,7 @@ def enable(*, force: bool = False) -> None:
     _patch_torch_cuda()
     compat.patch_for_cpu()
     _mode = _CudaMeansCpu()
-    _mode.__enter__()
+    _mode.__enter__()  # type: ignore[no-untyped-call]
 
 
 class _CudaMeansCpu(TorchFunctionMode):

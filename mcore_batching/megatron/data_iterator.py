@@ -13,27 +13,23 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core import parallel_state
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.utils import get_model_config
 
-from mcore_batching.batch import DEFAULT_SCHEMA, Schema, make_placeholder
-from mcore_batching.megatron import compat
-from mcore_batching.megatron.arguments import (
-    DynamicBatchArgumentError,
-    check_model_config,
-    planner_config,
-)
+from mcore_batching.batch import DEFAULT_SCHEMA, Schema
+from mcore_batching.megatron.arguments import planner_config
 from mcore_batching.megatron.errors import PlanningFailedError
+from mcore_batching.megatron.refusals import prepare_model
 from mcore_batching.megatron.rendezvous import (
     DEFAULT_TIMEOUT_SECONDS,
+    Rendezvous,
     get_rendezvous,
     require_equal,
     require_equal_within_replicas,
 )
+from mcore_batching.megatron.rollout_batch import RolloutBatch
 from mcore_batching.megatron.schedule import MicroBatches, RolloutSchedule
 from mcore_batching.megatron.topology import current_layout
 from mcore_batching.planning import (
@@ -46,8 +42,6 @@ from mcore_batching.planning import (
 
 _Packed = list[tuple[list[int], list[list[int]]]]
 """For every step, its local sample indices and the bins they were packed into."""
-
-REQUIRED_FIELDS = ("tokens", "total_lengths", "response_lengths")
 
 
 class DataIterator:
@@ -146,40 +140,11 @@ def get_data_iterator(
     )
     cost_model = cost_model or CostModel()
 
-    def take_stock() -> tuple[PlannerConfig, _Batch | None]:
-        config = planner_config(args)
-        prepare_model(model, layout, config)
-        return config, _Batch.read(rollout_data, args, schema, steps)
-
-    def says_stock(stock: tuple[PlannerConfig, _Batch | None]) -> dict[str, Any]:
-        config, batch = stock
-        return {
-            "settings": dataclasses.asdict(config) | dataclasses.asdict(cost_model),
-            "batch": batch.summary() if batch is not None else None,
-        }
-
-    (config, batch), notes = rendezvous.guard(PlanningFailedError, take_stock, says_stock)
-    require_equal(notes, lambda note: note.value["settings"])
-    batch = rendezvous.share_within_replica(
-        batch, [note.value["batch"] is not None for note in notes]
+    config, batch, num_samples = _take_stock(
+        args, model, rollout_data, layout, rendezvous, schema, steps, cost_model
     )
-    assert batch is not None  # share_within_replica raises where nobody has it
-    summaries = {
-        note.data_parallel_rank: note.value["batch"]
-        for note in notes
-        if note.value["batch"] is not None
-    }
-    populated = [
-        rank
-        for rank, note in enumerate(notes)
-        if note.value["batch"] is not None and note.value["batch"]["num_samples"]
-    ]
-    if populated and any(not summary["num_samples"] for summary in summaries.values()):
-        # Ranks without samples learn from one with samples what a sample looks like.
-        batch = batch.with_fields_of(rendezvous.share(batch.fields(), populated[0]))
-    num_samples = {rank: summary["num_samples"] for rank, summary in summaries.items()}
 
-    def pack_all() -> tuple[_Batch, _Packed]:
+    def pack_all() -> tuple[RolloutBatch, _Packed]:
         final = batch if batch.template else batch.resolved()
         packed = []
         for indices in final.steps_of(num_samples):
@@ -187,7 +152,7 @@ def get_data_iterator(
             packed.append((indices, pack_shard(lengths, layout, config)))
         return final, packed
 
-    def says_packed(result: tuple[_Batch, _Packed]) -> dict[str, Any]:
+    def says_packed(result: tuple[RolloutBatch, _Packed]) -> dict[str, Any]:
         final, packed = result
         return {
             "counts": [len(bins) for _, bins in packed],
@@ -220,132 +185,55 @@ def get_data_iterator(
     return [DataIterator(schedule) for _ in range(layout.virtual_pipeline)], counts
 
 
-def prepare_model(model: list[Any], layout: Layout, config: PlannerConfig) -> None:
-    """Check that the model can run packed rows of varying length, and let its schedule do so.
+def _take_stock(
+    args: Any,
+    model: list[Any],
+    rollout_data: dict[str, list[Any]] | None,
+    layout: Layout,
+    rendezvous: Rendezvous,
+    schema: Schema,
+    steps: Sequence[Sequence[int]] | None,
+    cost_model: CostModel,
+) -> tuple[PlannerConfig, RolloutBatch, dict[int, int]]:
+    """Settings that all ranks share, this replica's data, and every replica's number of samples."""
 
-    Sets ``variable_seq_lengths`` on the model's configuration: ``megatron.training`` forces it
-    off, and with pipeline stages the schedule would otherwise wait for rows of ``seq_length``.
+    def take_stock() -> tuple[PlannerConfig, RolloutBatch | None]:
+        config = planner_config(args)
+        prepare_model(model, layout, config)
+        return config, RolloutBatch.read(rollout_data, args, schema, steps)
 
-    Raises:
-        DynamicBatchArgumentError: naming what to change.
-    """
-    model_config = get_model_config(model[0])
-    check_model_config(model_config, layout, config)
-    for chunk in model:
-        for name, module in chunk.named_modules():
-            if type(module) is DotProductAttention:
-                raise DynamicBatchArgumentError(
-                    f"{name} is Megatron's local DotProductAttention, which cannot keep packed "
-                    "samples apart: build the model with "
-                    "mcore_batching.megatron.packed_layer_spec(config), or with Transformer "
-                    "Engine's layer spec"
-                )
-    if getattr(model_config, "moe_router_enable_expert_bias", False):
-        compat.mend_expert_bias_mask()
-    model_config.variable_seq_lengths = True
-
-
-@dataclasses.dataclass(frozen=True)
-class _Batch:
-    """The rollout data of one replica, read and checked.
-
-    Attributes:
-        data: field name to one value a sample.
-        schema: the kind of every field.
-        template: one fabricated sample, empty if this rank has no samples to copy it from.
-        total_lengths: tokens of every sample.
-        global_batch_size: samples of a step over all ranks, None for all.
-        steps: the caller's own local sample indices of every step, if given.
-    """
-
-    data: dict[str, list[Any]]
-    schema: Schema
-    template: dict[str, list[Any]]
-    total_lengths: list[int]
-    global_batch_size: int | None
-    steps: Sequence[Sequence[int]] | None
-
-    @classmethod
-    def read(
-        cls,
-        rollout_data: dict[str, list[Any]] | None,
-        args: Any,
-        schema: Schema,
-        steps: Sequence[Sequence[int]] | None,
-    ) -> _Batch | None:
-        if rollout_data is None:
-            return None
-        global_batch_size = rollout_data.get(
-            "dynamic_global_batch_size", getattr(args, "global_batch_size", None)
-        )
-        data = {
-            key: value
-            for key, value in rollout_data.items()
-            if value is not None and key != "dynamic_global_batch_size"
+    def says_stock(stock: tuple[PlannerConfig, RolloutBatch | None]) -> dict[str, Any]:
+        config, batch = stock
+        return {
+            "settings": dataclasses.asdict(config) | dataclasses.asdict(cost_model),
+            "batch": batch.summary() if batch is not None else None,
         }
-        missing = [key for key in REQUIRED_FIELDS if key not in data]
-        if missing:
-            raise KeyError(
-                f"rollout_data lacks {', '.join(missing)}; it needs {', '.join(REQUIRED_FIELDS)}, "
-                "one value a sample (empty lists on a rank without samples)"
-            )
-        lengths = [int(length) for length in data["total_lengths"]]
-        if steps is not None:
-            _require_cover(steps, len(lengths))
-        batch = cls(data, schema, {}, lengths, global_batch_size, steps)
-        return batch.resolved() if lengths else batch
 
-    def resolved(self) -> _Batch:
-        """Itself with the kind of every field known, its values checked, and a template."""
-        schema = self.schema.resolve(self.data)
-        schema.validate(self.data)
-        template = make_placeholder(schema, list(self.data), self.data)
-        return dataclasses.replace(self, schema=schema, template=template)
-
-    def summary(self) -> dict[str, Any]:
-        return {"num_samples": len(self.total_lengths)}
-
-    def fields(self) -> tuple[Schema, dict[str, list[Any]]]:
-        return self.schema, self.template
-
-    def with_fields_of(self, fields: tuple[Schema, dict[str, list[Any]]]) -> _Batch:
-        """Itself if it has samples, else with the fields of a rank that has."""
-        if self.total_lengths:
-            return self
-        schema, template = fields
-        return dataclasses.replace(
-            self, schema=schema, template=template, data={key: [] for key in template}
-        )
-
-    def steps_of(self, num_samples: dict[int, int]) -> list[list[int]]:
-        """Local sample indices of every step.
-
-        Args:
-            num_samples: of every data-parallel rank.
-        """
-        if self.steps is not None:
-            return [list(step) for step in self.steps]
-        mine, total = len(self.total_lengths), sum(num_samples.values())
-        size = self.global_batch_size or max(total, 1)
-        # The first k samples of the whole batch are the first k/total of every rank's.
-        ends = [mine * min(end, total) // total for end in range(size, total + size, size) if total]
-        ends = ends or [0]  # a step of placeholders alone
-        starts = [0, *ends[:-1]]
-        return [list(range(start, end)) for start, end in zip(starts, ends, strict=True)]
-
-
-def _require_cover(steps: Iterable[Iterable[int]], num_samples: int) -> None:
-    given = sorted(index for step in steps for index in step)
-    if given != list(range(num_samples)):
-        raise ValueError(
-            f"steps must hold each of this rank's {num_samples} samples exactly once, got indices "
-            f"{given}"
-        )
+    (config, given), notes = rendezvous.guard(PlanningFailedError, take_stock, says_stock)
+    require_equal(notes, lambda note: note.value["settings"])
+    batch: RolloutBatch = rendezvous.share_within_replica(
+        given, [note.value["batch"] is not None for note in notes]
+    )
+    summaries = {
+        note.data_parallel_rank: note.value["batch"]
+        for note in notes
+        if note.value["batch"] is not None
+    }
+    populated = [
+        rank
+        for rank, note in enumerate(notes)
+        if note.value["batch"] is not None and note.value["batch"]["num_samples"]
+    ]
+    if populated and any(not summary["num_samples"] for summary in summaries.values()):
+        # Ranks without samples learn from one with samples what a sample looks like.
+        batch = batch.with_fields_of(rendezvous.share(batch.fields(), populated[0]))
+    num_samples = {rank: summary["num_samples"] for rank, summary in summaries.items()}
+    return config, batch, num_samples
 
 
 def _to_local(
     indices: list[int],
-    batch: _Batch,
+    batch: RolloutBatch,
     bins: list[list[int]],
     count: int,
     layout: Layout,

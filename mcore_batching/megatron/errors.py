@@ -1,4 +1,4 @@
-"""Errors that every rank raises together.
+"""Errors: wrong settings, and those that every rank raises together.
 
 An exception on one rank of a pipeline leaves the others waiting in a collective. The engine
 therefore finds out about it before the pipeline starts, and raises the same named error on every
@@ -8,6 +8,13 @@ rank; the rank on which it happened chains its own exception to it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+
+class DynamicBatchArgumentError(ValueError):
+    """Flags, or model settings, with which dynamic micro-batches would hang or train wrongly.
+
+    The message lists every problem found, each with what to set instead.
+    """
 
 
 class CollectiveError(RuntimeError):

@@ -54,7 +54,8 @@ def _padding_mask(chunk: Any, row: PackedMicroBatch) -> Tensor:
         return mask
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
-    return mask.chunk(size, dim=1)[rank].contiguous()
+    own: Tensor = mask.chunk(size, dim=1)[rank].contiguous()
+    return own
 
 
 def _multimodal_inputs(row: PackedMicroBatch) -> dict[str, Tensor]:

@@ -80,7 +80,10 @@ class Rendezvous:
         return self.rank == self._ranks_of[self.data_parallel_rank][0]
 
     def guard(
-        self, failure: type[CollectiveError], work: Callable[[], Result], says: Callable[[Result], Any]
+        self,
+        failure: type[CollectiveError],
+        work: Callable[[], Result],
+        says: Callable[[Result], Any],
     ) -> tuple[Result, list[Note]]:
         """Do ``work`` on every rank, then tell every rank how it went.
 
@@ -104,9 +107,7 @@ class Rendezvous:
         except Exception as exception:
             cause = exception
             error = f"{type(exception).__name__}: {exception}"
-        notes = self._gather(
-            Note(self.data_parallel_rank, self.speaks_for_replica, value, error)
-        )
+        notes = self._gather(Note(self.data_parallel_rank, self.speaks_for_replica, value, error))
         failures = {rank: note.error for rank, note in enumerate(notes) if note.error is not None}
         if failures:
             raise failure(failures) from cause

@@ -78,5 +78,5 @@ class SequenceParallelNorm:
             )
         module = norms[config.normalization](hidden_size, eps=eps)
         for parameter in module.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = config.sequence_parallel
         return module

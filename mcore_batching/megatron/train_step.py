@@ -87,9 +87,7 @@ def train_step(
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    metrics = _forward_backward(
-        loss_function, args, model, prepared, num_microbatches[step]
-    )
+    metrics = _forward_backward(loss_function, args, model, prepared, num_microbatches[step])
     update_successful, grad_norm, _ = optimizer.step()
     if update_successful and opt_param_scheduler is not None:
         opt_param_scheduler.step(increment=prepared.totals.num_samples)

@@ -61,7 +61,7 @@ def place(
         return tuple(
             order_slots(bins[rank::ranks], num_microbatches, None) for rank in range(ranks)
         )
-    # Every rank runs `num_microbatches`: only what a micro-batch weighs beyond an empty one differs.
+    # Every rank runs as many: only what a micro-batch weighs beyond an empty one differs.
     empty = weight(())
     weights = [weight(samples) - empty for samples in bins]
     # The first candidate wins ties.

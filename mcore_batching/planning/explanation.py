@@ -46,7 +46,8 @@ def _count(step: StepPlan, lengths: Sequence[int]) -> str:
         bound = _lower_bound(step, lengths, step.sample_indices)
         reason = (
             f"packing under the cap of {step.config.cap_tokens(step.layout)} tokens takes "
-            f"{_some(num_bins, 'micro-batch')} (no packing takes fewer than {bound}), {needed} a rank"
+            f"{_some(num_bins, 'micro-batch')} (no packing takes fewer than {bound}), "
+            f"{needed} a rank"
         )
     else:
         shards = [

@@ -80,7 +80,9 @@ def jobs() -> list[Job]:
 
 
 @pytest.mark.parametrize("job", jobs(), ids=str)
-def test_equals_reference(job: Job, ranks: list[dict[str, Any]], references: dict[str, str]) -> None:
+def test_equals_reference(
+    job: Job, ranks: list[dict[str, Any]], references: dict[str, str]
+) -> None:
     """Loss, log-probs in origin order, gradients and updated weights, with real uneven ranks."""
     expected = torch.load(references[job.parameters["kind"]], weights_only=True)
     assert len({tuple(rank["counts"]) for rank in ranks}) == 1

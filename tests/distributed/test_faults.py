@@ -33,7 +33,9 @@ def job(name: str, function: str, layout: dict[str, Any], nproc: int, **paramete
             "total_lengths",
         ),
         (
-            job("fail-collating", "one_rank_fails", DP2_PP2, 4, what="data changed before collating"),
+            job(
+                "fail-collating", "one_rank_fails", DP2_PP2, 4, what="data changed before collating"
+            ),
             "CollationFailedError",
             "SchemaError",
             "tokens",
@@ -143,7 +145,7 @@ def test_placeholders_contribute_exactly_zero(job: Job, ranks: list[dict[str, An
     ids=str,
 )
 def test_batch_without_samples_changes_nothing(job: Job, ranks: list[dict[str, Any]]) -> None:
-    """slime crashed in torch.cat of nothing, and later raises for fewer samples than ranks × group."""
+    """slime crashed in torch.cat of nothing; later it raises for samples < ranks × group."""
     legal = 2 if job.layout and "virtual_pipeline" in job.layout else 1
     for rank in ranks:
         assert rank["counts"] == [legal]

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mcore_batching.megatron import attention
+from mcore_batching.megatron.attention_runs import (
+    attend_by_variable_length_kernel,
+    attend_run_by_run,
+    attention_runs,
+    has_variable_length_kernel,
+    variable_length_kernel,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +28,7 @@ TOLERANCE = 2**-7
 def test_variable_length_kernel_equals_run_by_run(
     context_parallel_size: int, key_heads: int
 ) -> None:
-    if attention._variable_length_kernel() is None:
+    if variable_length_kernel() is None:
         pytest.skip("this PyTorch has no variable-length attention with grouped queries")
     unit = 2 * context_parallel_size
     lengths = [unit * count for count in (1, 40, 7, 128)]
@@ -30,18 +36,20 @@ def test_variable_length_kernel_equals_run_by_run(
     torch.manual_seed(0)
     options = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
     for rank in range(context_parallel_size):
-        runs = attention.attention_runs(offsets, context_parallel_size, rank)
+        runs = attention_runs(offsets, context_parallel_size, rank)
         tokens = sum(run.query_end - run.query_start for run in runs)
         query = torch.randn(tokens, 8, 64, **options)
         key, value = (torch.randn(offsets[-1], key_heads, 64, **options) for _ in range(2))
-        assert attention._has_variable_length_kernel(query)
+        assert has_variable_length_kernel(query)
         results = []
         for compute in (
-            lambda q, k, v, r=runs: attention._by_variable_length_kernel(q, k, v, r, 0.125),
-            lambda q, k, v, r=runs: attention._run_by_run(q, k, v, r, 0.125, 0.0),
+            lambda q, k, v, r=runs: attend_by_variable_length_kernel(q, k, v, r, 0.125),
+            lambda q, k, v, r=runs: attend_run_by_run(q, k, v, r, 0.125, 0.0),
         ):
             out = compute(query, key, value)
-            results.append((out, *torch.autograd.grad(out.float().square().sum(), (query, key, value))))
+            results.append(
+                (out, *torch.autograd.grad(out.float().square().sum(), (query, key, value)))
+            )
         for kernel, plain in zip(*results, strict=True):
             scale = float(plain.detach().float().abs().max())
             assert float((kernel - plain).detach().float().abs().max()) <= TOLERANCE * scale

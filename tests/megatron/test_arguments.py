@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_batching.megatron.arguments import (
-    DynamicBatchArgumentError,
-    add_dynamic_batch_arguments,
-    check_model_config,
-    planner_config,
-)
+from mcore_batching.megatron.arguments import add_dynamic_batch_arguments, planner_config
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.refusals import check_model_config
 from mcore_batching.planning import Layout, PlannerConfig
 
 FLAGS = {

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_batching.megatron import attention
-from mcore_batching.megatron.attention import (
-    PackedAttention,
+from mcore_batching.megatron.attention import PackedAttention, host_cu_seqlens
+from mcore_batching.megatron.attention_runs import (
+    attend_run_by_run,
     attention_runs,
-    host_cu_seqlens,
     zigzag_restore_index,
 )
 
@@ -71,7 +70,7 @@ def test_packed_row_gives_what_its_sequences_give_alone(
     for rank in range(size):
         mine = local_positions(lengths, size, rank) if size > 1 else torch.arange(total)
         runs = attention_runs(offsets(lengths), size, rank)
-        packed = attention._run_by_run(query[mine], key, value, runs, SCALE, 0.0)
+        packed = attend_run_by_run(query[mine], key, value, runs, SCALE, 0.0)
         torch.testing.assert_close(packed, alone[mine], rtol=1e-12, atol=1e-12)
 
 

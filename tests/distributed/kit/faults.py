@@ -233,7 +233,10 @@ def slime_style(layout: dict[str, Any], reference: str) -> dict[str, Any]:
         assert not with_entropy
         seen.append([len(tokens) for tokens in unconcat_tokens] == list(total_lengths))
         del unused
-        sums = [logits.new_full((n,), float(t)) for n, t in zip(response_lengths, total_lengths, strict=True)]
+        sums = [
+            logits.new_full((n,), float(t))
+            for n, t in zip(response_lengths, total_lengths, strict=True)
+        ]
         return torch.empty(0), {"lengths": sums}
 
     outputs = forward_only(f, args, model, iterators, counts)

@@ -83,6 +83,7 @@ def environment(nproc: int) -> dict[str, str]:
     """Variables of the worker processes; the CPU stand-in where there are too few GPUs."""
     variables = dict(os.environ)
     variables["OMP_NUM_THREADS"] = "1"
+    variables["PYTHONWARNINGS"] = "ignore"  # megatron-core warns of every optional package
     variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     paths = [str(REPOSITORY), str(REPOSITORY / "tests" / "distributed")]
     variables["PYTHONPATH"] = os.pathsep.join([*paths, variables.get("PYTHONPATH", "")])

@@ -96,11 +96,8 @@ def named_parameters(model: list[Any]) -> Iterator[tuple[str, torch.nn.Parameter
         bare = chunk.module if hasattr(chunk, "module") else chunk
         numbers = [layer.layer_number - 1 for layer in bare.decoder.layers]
         for name, parameter in bare.named_parameters():
-            whole = re.sub(
-                r"^decoder\.layers\.(\d+)",
-                lambda match: f"decoder.layers.{numbers[int(match[1])]}",
-                name,
-            )
+            local = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
+            whole = f"decoder.layers.{numbers[int(local[1])]}.{local[2]}" if local else name
             yield re.sub(r"local_experts\.(\d+)", _global_expert, whole), parameter
 
 

@@ -8,9 +8,6 @@ KIND OUT``; writes weights, log-probs, loss, gradients and the weights after one
 from __future__ import annotations
 
 import sys
-import warnings
-
-warnings.filterwarnings("ignore")
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

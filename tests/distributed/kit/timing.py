@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from typing import Any
@@ -70,7 +71,5 @@ def step_share(
         train_step(packed_objective, args, model, iterators, counts, optimizer)
         times.append(time.perf_counter())
         names = ("plan", "collate", "forward_only", "train_step")
-        timed.append(
-            dict(zip(names, (b - a for a, b in zip(times, times[1:], strict=False)), strict=True))
-        )
+        timed.append(dict(zip(names, (b - a for a, b in itertools.pairwise(times)), strict=True)))
     return timed[1:]  # the first repeat warms up

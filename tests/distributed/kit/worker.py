@@ -9,11 +9,8 @@ import os
 import sys
 import threading
 import traceback
-import warnings
 from pathlib import Path
 from typing import Any
-
-warnings.filterwarnings("ignore")
 
 import torch
 import torch.distributed as dist

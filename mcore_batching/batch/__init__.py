@@ -1,0 +1,60 @@
+"""Samples as fields with declared kinds, packed into rows, and their outputs back in order.
+
+Needs torch and the standard library; never imports megatron.
+"""
+
+from mcore_batching.batch.collate import pack
+from mcore_batching.batch.context_parallel import gather_response, owned_response_mask
+from mcore_batching.batch.default_schema import DEFAULT_SCHEMA
+from mcore_batching.batch.errors import BatchError, OrderError, SchemaError
+from mcore_batching.batch.fields import Field, Kind
+from mcore_batching.batch.loss import (
+    StepTotals,
+    owned_num_tokens,
+    response_loss_masks,
+    sample_mean,
+    step_totals,
+    token_mean,
+)
+from mcore_batching.batch.order import apply_order, restore_order
+from mcore_batching.batch.packed import PackedMicroBatch
+from mcore_batching.batch.placeholder import check_filled, make_placeholder
+from mcore_batching.batch.schema import Schema
+from mcore_batching.batch.zigzag import (
+    merge_packed,
+    packed_positions,
+    slice_packed,
+    zigzag_merge,
+    zigzag_positions,
+    zigzag_slice,
+)
+
+__all__ = [
+    "DEFAULT_SCHEMA",
+    "BatchError",
+    "Field",
+    "Kind",
+    "OrderError",
+    "PackedMicroBatch",
+    "Schema",
+    "SchemaError",
+    "StepTotals",
+    "apply_order",
+    "check_filled",
+    "gather_response",
+    "make_placeholder",
+    "merge_packed",
+    "owned_num_tokens",
+    "owned_response_mask",
+    "pack",
+    "packed_positions",
+    "response_loss_masks",
+    "restore_order",
+    "sample_mean",
+    "slice_packed",
+    "step_totals",
+    "token_mean",
+    "zigzag_merge",
+    "zigzag_positions",
+    "zigzag_slice",
+]

@@ -1,0 +1,162 @@
+"""Whether the values of a batch are what the declarations of its fields say.
+
+Guarantees: the first value that is not raises a `SchemaError` naming field, sample, what was
+expected and what was found; nothing else raises, whatever the values are. Runs in production: the
+cost is a few attribute reads a value.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mcore_batching.batch.errors import SchemaError
+from mcore_batching.batch.fields import Field, Kind, declaration_line
+from mcore_batching.batch.values import count_of, describe, is_integral, shape_of
+
+_ROWS_OF = {
+    Kind.TOKENS: "tokens",
+    Kind.PER_TOKEN: "rows, one a token",
+    Kind.PER_RESPONSE_TOKEN: "rows, one a response token",
+    Kind.POSITION_IDS: "positions, one a token",
+    Kind.ROUTED_EXPERTS: "rows, one a token",
+}
+_NUM_DIMENSIONS = {
+    Kind.TOKENS: (1, "[tokens]"),
+    Kind.ROUTED_EXPERTS: (3, "[rows, layers, top_k]"),
+}
+_INTEGRAL = (Kind.TOKENS, Kind.POSITION_IDS, Kind.ROUTED_EXPERTS)
+
+
+def check_batch(schema: Mapping[str, Field], batch: Mapping[str, Any]) -> None:
+    """Check every field of a batch.
+
+    Raises:
+        SchemaError: a required field is absent, lengths are not lengths, a field is not declared,
+            or a value is not what its kind says.
+    """
+    for field in schema.values():
+        if field.required and batch.get(field.name) is None:
+            raise SchemaError(
+                field.name,
+                expected="one value a sample, since the schema requires the field",
+                found="no such field in the batch" if field.name not in batch else "None",
+            )
+    total_lengths, response_lengths = read_lengths(batch)
+    for name, values in batch.items():
+        if values is None:
+            continue
+        if name not in schema:
+            raise SchemaError(
+                name,
+                expected="a declared field",
+                found="no declaration",
+                declaration=declaration_line(name, Kind.PER_RESPONSE_TOKEN),
+                advice="let schema = schema.resolve(batch) infer it, or declare it with its Kind, "
+                "for example",
+            )
+        check_values(schema[name], values, total_lengths, response_lengths)
+
+
+def read_lengths(batch: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """Total and response length of every sample, in tokens.
+
+    Raises:
+        SchemaError: one of the fields is absent, they differ in number, an entry is no integer, or
+            a response is longer than its sample.
+    """
+    read: dict[str, list[int]] = {}
+    for name in ("total_lengths", "response_lengths"):
+        values = batch.get(name)
+        if values is None or count_of(values) is None:
+            raise SchemaError(name, expected="a list of one length a sample", found=repr(values))
+        read[name] = [_read_length(name, index, value) for index, value in enumerate(values)]
+    total_lengths, response_lengths = read["total_lengths"], read["response_lengths"]
+    if len(response_lengths) != len(total_lengths):
+        raise SchemaError(
+            "response_lengths",
+            expected=f"{len(total_lengths)} values, as many as total_lengths",
+            found=f"{len(response_lengths)}",
+        )
+    for index, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
+        if response > total:
+            raise SchemaError(
+                "response_lengths",
+                sample_index=index,
+                expected=f"at most the sample's total length, {total}",
+                found=str(response),
+            )
+    return total_lengths, response_lengths
+
+
+def _read_length(name: str, index: int, value: Any) -> int:
+    try:
+        length = operator.index(value)
+    except TypeError:
+        length = -1
+    if length < 0 or isinstance(value, bool):
+        raise SchemaError(
+            name,
+            sample_index=index,
+            expected="a length in tokens, an integer of 0 or more",
+            found=describe(value),
+        )
+    return length
+
+
+def check_values(
+    field: Field, values: Any, total_lengths: Sequence[int], response_lengths: Sequence[int]
+) -> None:
+    """Check that a field holds one value a sample, each what the field's kind says.
+
+    Raises:
+        SchemaError: it does not.
+    """
+    count = count_of(values)
+    if count != len(total_lengths):
+        raise SchemaError(
+            field.name,
+            expected=f"a list of {len(total_lengths)} values, one a sample",
+            found=describe(values) if count is None else f"{count} values",
+        )
+    for index, value in enumerate(values):
+        wrong = _fault(field, value, total_lengths[index], response_lengths[index])
+        if wrong is not None:
+            raise SchemaError(
+                field.name,
+                sample_index=index,
+                expected=wrong,
+                found=describe(value),
+                declaration=field.declaration,
+                advice="correct the values, or declare the field otherwise than by",
+            )
+
+
+def _fault(field: Field, value: Any, total_length: int, response_length: int) -> str | None:
+    """What was expected of a value, None if the value is that."""
+    kind = field.kind
+    if kind is Kind.METADATA:
+        return None
+    if kind is Kind.MULTIMODAL:
+        fits = value is None or isinstance(value, Mapping)
+        return None if fits else "a dict of model inputs, or None"
+    shape = shape_of(value)
+    if kind is Kind.PER_SAMPLE:
+        return None if shape is not None else "a number or a tensor"
+    rows = field.num_rows(total_length, response_length)
+    expected = f"{rows} {_ROWS_OF[kind]}"
+    if not shape:
+        return expected
+    if kind is Kind.POSITION_IDS:
+        if len(shape) > 2 or shape[-1] != rows:
+            return f"{expected}, as [tokens] or [axes, tokens]"
+    elif shape[0] != rows:
+        return expected
+    dimensions, layout = _NUM_DIMENSIONS.get(kind, (len(shape), ""))
+    # An empty list has lost its trailing dimensions.
+    if len(shape) != dimensions and not (rows == 0 and isinstance(value, list | tuple)):
+        return f"{expected}, as {layout}"
+    if kind in _INTEGRAL and not is_integral(value):
+        return f"{expected}, of an integer type"
+    return None

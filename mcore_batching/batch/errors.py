@@ -1,0 +1,74 @@
+"""Errors about the fields of a batch and the order of its outputs.
+
+Guarantees: each is a `ValueError`; its message says what was expected, what came, and what to write
+instead; it survives pickling with its message and attributes, so that a rank can send it to others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class BatchError(ValueError):
+    """Base of the errors that `mcore_batching.batch` raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Rebuild from message and attributes: subclasses' constructors take other arguments."""
+        return _rebuild, (type(self), self.args, dict(self.__dict__))
+
+
+class SchemaError(BatchError):
+    """A field that does not hold what its kind says, or whose kind is not known.
+
+    Attributes: `key` of the field; `sample_index`, the entry concerned, or None if the whole field
+    is; `expected` and `found` in words; `declaration`, the line of code that declares the field
+    (or the lines, one for each reading that is left), empty if no declaration would help.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        *,
+        expected: str,
+        found: str,
+        sample_index: int | None = None,
+        declaration: str = "",
+        advice: str = "declare the field by what it holds",
+    ) -> None:
+        """Compose the message from the parts; `advice` introduces the declaration."""
+        where = "" if sample_index is None else f", sample {sample_index}"
+        fix = f"; {advice}: {declaration}" if declaration else ""
+        super().__init__(f"field {key!r}{where}: expected {expected}, found {found}{fix}")
+        self.key = key
+        self.sample_index = sample_index
+        self.expected = expected
+        self.found = found
+        self.declaration = declaration
+
+
+class OrderError(BatchError):
+    """Outputs that cannot be put back into the order of the samples.
+
+    Attributes: `missing`, sample indices without an output; `doubled`, indices with more than one;
+    `extra`, indices that no sample has. Each a tuple, empty where that is not the fault.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: tuple[int, ...] = (),
+        doubled: tuple[int, ...] = (),
+        extra: tuple[int, ...] = (),
+    ) -> None:
+        """Take the message as it is."""
+        super().__init__(message)
+        self.missing = missing
+        self.doubled = doubled
+        self.extra = extra
+
+
+def _rebuild(cls: type[BatchError], args: tuple[object, ...], state: dict[str, Any]) -> BatchError:
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(state)
+    return error

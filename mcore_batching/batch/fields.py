@@ -1,0 +1,113 @@
+"""The declaration of one field: what a sample's value of it is, and how long.
+
+Guarantees: a `Field` that exists can be met by some batch; `Field.declaration` is the line of code
+that makes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from mcore_batching.batch.errors import SchemaError
+
+
+class Kind(enum.Enum):
+    """What one sample's value of a field is.
+
+    Lengths are in tokens: T is the sample's total length, R its response length.
+    """
+
+    TOKENS = "tokens"
+    """``[T]`` integers. The field ``tokens`` and no other."""
+    PER_TOKEN = "per token"
+    """``[T + length_offset, ...]``."""
+    PER_RESPONSE_TOKEN = "per response token"
+    """``[R + length_offset, ...]``."""
+    PER_SAMPLE = "per sample"
+    """A number, or a tensor of any one shape."""
+    POSITION_IDS = "position ids"
+    """``[T]`` integers, or ``[axes, T]`` for multimodal rotary embeddings."""
+    ROUTED_EXPERTS = "routed experts"
+    """``[T + length_offset, layers, top_k]`` integers: the experts that each token went to."""
+    MULTIMODAL = "multimodal inputs"
+    """A dict of model inputs, or None. Present but empty in a fabricated sample."""
+    METADATA = "metadata"
+    """Anything, carried along as it is. None in a fabricated sample, so it suits identifiers."""
+
+
+_WITH_ROWS = (Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.ROUTED_EXPERTS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """The declaration of one field.
+
+    Attributes:
+        name: the field's key in a batch.
+        kind: what one sample's value is.
+        length_offset: rows beyond the kind's own length, negative for fewer; for the kinds per
+            token, per response token and routed experts.
+        required: every batch has the field.
+
+    Raises:
+        SchemaError: an offset on a kind without rows, or kind TOKENS on another field.
+    """
+
+    name: str
+    kind: Kind
+    _: dataclasses.KW_ONLY
+    length_offset: int = 0
+    required: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse declarations that no batch could meet."""
+        if not isinstance(self.kind, Kind):
+            raise SchemaError(
+                self.name,
+                expected=f"a kind, one of {', '.join(f'Kind.{kind.name}' for kind in Kind)}",
+                found=repr(self.kind),
+            )
+        if self.length_offset and self.kind not in _WITH_ROWS:
+            raise SchemaError(
+                self.name,
+                expected="length_offset 0, since values of this kind have no rows to count",
+                found=f"length_offset={self.length_offset} with Kind.{self.kind.name}",
+                declaration=declaration_line(self.name, Kind.PER_TOKEN, self.length_offset),
+            )
+        fixed = _STRUCTURAL.get(self.name)
+        if (self.kind is Kind.TOKENS or fixed is not None) and self.kind is not fixed:
+            raise SchemaError(
+                self.name,
+                expected="Kind.TOKENS on the field 'tokens' alone, Kind.PER_SAMPLE on "
+                "'total_lengths' and 'response_lengths'",
+                found=f"Kind.{self.kind.name}",
+            )
+
+    def num_rows(self, total_length: int, response_length: int) -> int | None:
+        """How many rows the value of a sample of these lengths has; None for a kind without."""
+        if self.kind is Kind.PER_RESPONSE_TOKEN:
+            natural = response_length
+        elif self.kind in (Kind.METADATA, Kind.MULTIMODAL, Kind.PER_SAMPLE):
+            return None
+        else:
+            natural = total_length
+        return max(0, natural + self.length_offset)
+
+    @property
+    def declaration(self) -> str:
+        """The line of code that declares this field."""
+        return declaration_line(self.name, self.kind, self.length_offset)
+
+
+_STRUCTURAL = {
+    "tokens": Kind.TOKENS,
+    "total_lengths": Kind.PER_SAMPLE,
+    "response_lengths": Kind.PER_SAMPLE,
+}
+
+
+def declaration_line(name: str, kind: Kind, length_offset: int = 0) -> str:
+    """The line of code that declares a field."""
+    offset = f", length_offset={length_offset}" if length_offset else ""
+    return f'schema = schema.declare("{name}", Kind.{kind.name}{offset})'

@@ -1,0 +1,124 @@
+"""Where the tokens of packed samples lie in a row.
+
+    samples of 3 and 2 tokens, each padded to a multiple of 2, the row to a multiple of 8
+    offsets  0 4 6 8      the last segment is the row's own padding
+
+Guarantees: a sample without tokens takes one alignment unit, since attention kernels break on
+empty segments; every offset divides by twice the context-parallel size; what is laid out is cut as
+`mcore_batching.batch.zigzag` cuts it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from mcore_batching.batch.zigzag import slice_packed
+
+
+def padded_offsets(
+    total_lengths: Sequence[int], sample_alignment_tokens: int, row_alignment_tokens: int
+) -> tuple[int, ...]:
+    """Offsets of the padded samples in a row, one more segment if the row is padded itself.
+
+    Args:
+        total_lengths: tokens of each sample.
+        sample_alignment_tokens: each sample is padded to a multiple of this.
+        row_alignment_tokens: then the row is padded to a multiple of this.
+    """
+    offsets = [0]
+    for length in total_lengths:
+        padded = -(-max(length, 1) // sample_alignment_tokens) * sample_alignment_tokens
+        offsets.append(offsets[-1] + padded)
+    end = -(-offsets[-1] // row_alignment_tokens) * row_alignment_tokens
+    return (*offsets, end) if end > offsets[-1] else tuple(offsets)
+
+
+def require_alignment(
+    sample_alignment_tokens: int, row_alignment_tokens: int, context_parallel_size: int
+) -> None:
+    """Check that every segment of a row can be cut over context-parallel ranks.
+
+    Raises:
+        ValueError: an alignment is not positive, or leaves segments that cannot be cut.
+    """
+    for name, value in (
+        ("sample_alignment_tokens", sample_alignment_tokens),
+        ("row_alignment_tokens", row_alignment_tokens),
+        ("context_parallel_size", context_parallel_size),
+    ):
+        if value < 1:
+            raise ValueError(f"{name} must be 1 or more, got {value}")
+    if context_parallel_size == 1:
+        return
+    multiple = 2 * context_parallel_size
+    if sample_alignment_tokens % multiple:
+        raise ValueError(
+            f"sample_alignment_tokens must be a multiple of {multiple} (2 * context_parallel_size),"
+            f" got {sample_alignment_tokens}; set it to a common multiple of {multiple} and "
+            "whatever else samples are padded to"
+        )
+    if row_alignment_tokens % multiple and sample_alignment_tokens % row_alignment_tokens:
+        raise ValueError(
+            f"row_alignment_tokens must be a multiple of {multiple} (2 * context_parallel_size), or"
+            f" divide sample_alignment_tokens ({sample_alignment_tokens}), got "
+            f"{row_alignment_tokens}; the row's own padding could not be cut otherwise"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A full row, before it is cut.
+
+    Attributes:
+        total_lengths: tokens of each sample.
+        offsets: ``[segments + 1]``; each sample lies at the start of its segment.
+    """
+
+    total_lengths: Sequence[int]
+    offsets: Sequence[int]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the full row, padding included."""
+        return self.offsets[-1]
+
+    def lay_out(
+        self,
+        pieces: Sequence[Tensor],
+        pad_value: float,
+        *,
+        shifts: Sequence[int] | None = None,
+        padding: Tensor | None = None,
+    ) -> Tensor:
+        """Each sample's piece at its place in the row.
+
+        Args:
+            pieces: ``[rows, ...]`` for each sample, no longer than the sample.
+            pad_value: between the pieces.
+            shifts: tokens by which each piece lies behind the start of its sample.
+            padding: ``[tokens of the row, ...]`` to be seen between the pieces instead.
+
+        Returns:
+            ``[tokens of the row, ...]`` of the pieces' type, device and trailing shape.
+        """
+        # A piece without rows may have lost its trailing shape, being made of an empty list.
+        like = next((piece for piece in pieces if piece.shape[0]), pieces[0])
+        if padding is not None:
+            full = padding.contiguous().clone()
+        else:
+            full = like.new_full((self.num_tokens, *like.shape[1:]), pad_value)
+        for i, piece in enumerate(pieces):
+            if not piece.shape[0]:
+                continue
+            start = self.offsets[i] + (shifts[i] if shifts is not None else 0)
+            full[start : start + piece.shape[0]] = piece
+        return full
+
+    def local(
+        self, full: Tensor, context_parallel_size: int, context_parallel_rank: int, dim: int = 0
+    ) -> Tensor:
+        """The part of a full row that a context-parallel rank holds."""
+        return slice_packed(full, self.offsets, context_parallel_size, context_parallel_rank, dim)

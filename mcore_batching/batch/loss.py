@@ -1,0 +1,180 @@
+"""Shares of a step's loss that add up exactly, whatever shares a micro-batch with what.
+
+A share is one micro-batch's part of a mean over the whole step: its numerator over the *step's*
+denominator. Shares of all micro-batches on all ranks add up to the mean, so means with different
+denominators can be added, and nothing is ever averaged over micro-batches.
+
+    loss = token_mean(policy_loss, row, totals) + 0.01 * sample_mean(kl, row, totals)
+
+Guarantees
+- A placeholder's share is exactly 0, and it counts 0 in every denominator; so does a padding
+  sample (field ``is_padding``).
+- Under context parallelism each rank counts the response tokens that it predicts itself, so the
+  shares of the group add up to the sample's.
+- A response token without a predecessor (the response is the whole sample) is never predicted and
+  counts nowhere.
+- Shares stay attached to the graph, even where they are 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from mcore_batching.batch.context_parallel import owned_response_mask
+from mcore_batching.batch.packed import PackedMicroBatch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTotals:
+    """What the samples of an optimizer step add up to.
+
+    Attributes:
+        num_samples: real samples, with or without trainable tokens.
+        num_trained_samples: samples with a loss mask that is not all zero.
+        num_tokens: predicted response tokens whose loss mask is not zero.
+        token_weight: sum of the loss masks of the predicted response tokens.
+    """
+
+    num_samples: int = 0
+    num_trained_samples: int = 0
+    num_tokens: int = 0
+    token_weight: float = 0.0
+
+    def __add__(self, other: StepTotals) -> StepTotals:
+        return StepTotals(
+            **{
+                field.name: getattr(self, field.name) + getattr(other, field.name)
+                for field in dataclasses.fields(self)
+            }
+        )
+
+
+def response_loss_masks(row: PackedMicroBatch) -> list[Tensor]:
+    """Loss weight of every response token, 0 where nothing predicts it.
+
+    Returns:
+        float32 ``[response_length]`` for each sample; all of them 0 for a padding sample. The
+        same on all context-parallel ranks.
+    """
+    given = row.fields.get("loss_masks")
+    padding = row.fields.get("is_padding")
+    masks = []
+    for i, (total, response) in enumerate(
+        zip(row.total_lengths, row.response_lengths, strict=True)
+    ):
+        mask = torch.ones(response) if given is None else torch.as_tensor(given[i])
+        mask = mask.to(device=row.tokens.device, dtype=torch.float32, copy=True)
+        if response == total:
+            mask[:1] = 0.0
+        if row.is_placeholder or (padding is not None and bool(padding[i])):
+            mask.zero_()
+        masks.append(mask)
+    return masks
+
+
+def step_totals(rows: Iterable[PackedMicroBatch]) -> StepTotals:
+    """What this rank's micro-batches of a step add up to, each sample counted once.
+
+    The same on all ranks of a replica, context-parallel ones included.
+    """
+    totals = StepTotals()
+    for row in rows:
+        if row.is_placeholder:
+            continue
+        padding = row.fields.get("is_padding")
+        masks = response_loss_masks(row)
+        real = [padding is None or not bool(padding[i]) for i in range(len(masks))]
+        totals += StepTotals(
+            num_samples=sum(real),
+            num_trained_samples=sum(int(bool(mask.any())) for mask in masks),
+            num_tokens=sum(int(mask.count_nonzero()) for mask in masks),
+            token_weight=sum(float(mask.double().sum()) for mask in masks),
+        )
+    return totals
+
+
+def token_mean(per_token: Sequence[Tensor], row: PackedMicroBatch, totals: StepTotals) -> Tensor:
+    """Share of the mean over all trainable tokens of the step.
+
+    Args:
+        per_token: ``[response_length]`` for each sample of the row, whole responses on every
+            context-parallel rank.
+        row: the micro-batch.
+        totals: of the whole step, over all ranks.
+
+    Returns:
+        scalar; the shares of all micro-batches and ranks add up to
+        ``sum(mask * value) / sum(mask)``, to 0 if the step has no trainable token.
+
+    Raises:
+        ValueError: a value's length is not its sample's response length.
+    """
+    return _weighted_sum(per_token, row, response_loss_masks(row)) / (totals.token_weight or 1.0)
+
+
+def sample_mean(
+    per_token: Sequence[Tensor],
+    row: PackedMicroBatch,
+    totals: StepTotals,
+    *,
+    over_trained_samples: bool = False,
+) -> Tensor:
+    """Share of the mean over samples of each sample's own mean over its trainable tokens.
+
+    A sample without trainable tokens contributes 0. It counts in the denominator, as it does
+    where frameworks divide by the batch size, unless ``over_trained_samples`` is set.
+
+    Args:
+        per_token: as for `token_mean`.
+        row: the micro-batch.
+        totals: of the whole step, over all ranks.
+        over_trained_samples: divide by the samples that have a trainable token.
+
+    Returns:
+        scalar; the shares add up to the mean.
+
+    Raises:
+        ValueError: a value's length is not its sample's response length.
+    """
+    # A sample whose mask is all zero divides 0 by 1, not by 0.
+    weights = [mask / (mask.sum() + (mask.sum() == 0)) for mask in response_loss_masks(row)]
+    count = totals.num_trained_samples if over_trained_samples else totals.num_samples
+    return _weighted_sum(per_token, row, weights) / (count or 1)
+
+
+def owned_num_tokens(row: PackedMicroBatch) -> int:
+    """Trainable tokens that this context-parallel rank predicts.
+
+    Adds up over all micro-batches and ranks to ``StepTotals.num_tokens``.
+    """
+    return sum(
+        int((mask.bool() & owned).sum())
+        for mask, owned in zip(response_loss_masks(row), owned_response_mask(row), strict=True)
+    )
+
+
+def _weighted_sum(
+    per_token: Sequence[Tensor], row: PackedMicroBatch, weights: Sequence[Tensor]
+) -> Tensor:
+    if len(per_token) != len(weights):
+        raise ValueError(
+            f"expected values of {len(weights)} samples, got {len(per_token)}: give one tensor "
+            "for each sample of the micro-batch, a placeholder's included"
+        )
+    parts = []
+    for i, (value, weight, owned) in enumerate(
+        zip(per_token, weights, owned_response_mask(row), strict=True)
+    ):
+        if value.shape != weight.shape:
+            raise ValueError(
+                f"sample {i} of the micro-batch: expected values of shape {list(weight.shape)} "
+                f"(its response length), got {list(value.shape)}"
+            )
+        # Not multiplied by a zero mask: 0 · inf would turn a masked token into NaN.
+        keep = owned & (weight != 0)
+        parts.append((value[keep].float() * weight[keep]).sum())
+    return torch.stack(parts).sum()

@@ -1,0 +1,85 @@
+"""Outputs in the order their samples came in, and back.
+
+    plan order    ["c", "a", "b"]      sample_indices [2, 0, 1]
+    origin order  ["a", "b", "c"]
+
+Guarantees
+- `restore_order` and `apply_order` are each other's inverse.
+- Every sample has exactly one output: nothing is lost, doubled, cut off or filled with None. Where
+  that cannot be, both raise and name the indices.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TypeVar
+
+from mcore_batching.batch.errors import OrderError
+
+T = TypeVar("T")
+
+_SHOWN = 10  # indices of each fault that a message lists
+
+
+def restore_order(values: Sequence[T], sample_indices: Sequence[int], num_samples: int) -> list[T]:
+    """Values in plan order, put into origin order.
+
+    Args:
+        values: one output a sample, in the order in which the samples were run.
+        sample_indices: origin index of each of them.
+        num_samples: how many samples there are; the indices are 0 to ``num_samples - 1``.
+
+    Returns:
+        ``num_samples`` values: ``result[sample_indices[k]] is values[k]``.
+
+    Raises:
+        OrderError: not one index a value, or the indices are not 0 to ``num_samples - 1``, each
+            exactly once.
+    """
+    _require_permutation(values, sample_indices, num_samples)
+    place = {index: k for k, index in enumerate(sample_indices)}
+    return [values[place[index]] for index in range(num_samples)]
+
+
+def apply_order(values: Sequence[T], sample_indices: Sequence[int]) -> list[T]:
+    """Values in origin order, put into plan order.
+
+    Args:
+        values: one a sample, in origin order.
+        sample_indices: origin index of each sample in plan order.
+
+    Returns:
+        ``result[k] is values[sample_indices[k]]``.
+
+    Raises:
+        OrderError: the indices are not 0 to ``len(values) - 1``, each exactly once.
+    """
+    _require_permutation(values, sample_indices, len(values))
+    return [values[index] for index in sample_indices]
+
+
+def _require_permutation(
+    values: Sequence[object], sample_indices: Sequence[int], num_samples: int
+) -> None:
+    counts = Counter(sample_indices)
+    missing = tuple(index for index in range(num_samples) if index not in counts)
+    doubled = tuple(sorted(index for index, count in counts.items() if count > 1))
+    extra = tuple(sorted(index for index in counts if not 0 <= index < num_samples))
+    if len(values) == len(sample_indices) and not (missing or doubled or extra):
+        return
+    faults = [
+        f"{name} {', '.join(map(str, indices[:_SHOWN]))}"
+        + (f" and {len(indices) - _SHOWN} more" if len(indices) > _SHOWN else "")
+        for name, indices in (("missing", missing), ("doubled", doubled), ("extra", extra))
+        if indices
+    ]
+    raise OrderError(
+        f"expected one value for each of {num_samples} samples, indices 0 to {num_samples - 1} "
+        f"once each; got {len(values)} values and {len(sample_indices)} sample_indices"
+        + (f" ({'; '.join(faults)})" if faults else "")
+        + "; pass one output for each real sample, none for placeholders",
+        missing=missing,
+        doubled=doubled,
+        extra=extra,
+    )

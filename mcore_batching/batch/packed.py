@@ -1,0 +1,175 @@
+"""A micro-batch as one packed row: what `pack` makes and the model, the loss and the order need.
+
+Two samples of 3 and 2 tokens (responses 2 and 1), each padded to a multiple of 2, the row to 8:
+
+    tokens             a b c . | d e | . .      . is padding
+    labels             b c . . | e . | . .      next token within the sample
+    position_ids       0 1 2 0 | 0 1 | 0 0
+    loss_mask          1 1 0 0 | 1 0 | 0 0      where a response token is predicted
+    cu_seqlens_padded  0 4 6 8                  the row's own padding is the last segment
+
+Under context parallelism the row is cut as in `mcore_batching.batch.zigzag`; the offsets are those
+of the full row on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_batching.batch.fields import Kind
+from mcore_batching.batch.layout import Row
+from mcore_batching.batch.schema import Schema
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class PackedMicroBatch:
+    """One context-parallel rank's slice of a packed row.
+
+    S samples, a full row of T tokens, of which the rank holds ``T_local = T / cp``.
+
+    Attributes:
+        tokens: int64 ``[1, T_local]``.
+        labels: int64 ``[1, T_local]``, the next token within the sample, the padding token where
+            there is none.
+        position_ids: int64 ``[1, T_local]``, from 0 in each sample and 0 in padding, or what the
+            batch's position ids field says; ``[axes, 1, T_local]`` if that has several axes.
+        loss_mask: float32 ``[1, T_local]``: the mask of the response token that is predicted at
+            this position, 0 elsewhere, in placeholders and in samples that are padding.
+        padding_mask: bool ``[1, T_local]``, True for padding.
+        cu_seqlens_padded: int32 ``[segments + 1]``, offsets of the padded samples in the full row;
+            the row's own padding, where there is any, is one more segment.
+        host_cu_seqlens_padded: the same offsets as Python ints.
+        cu_seqlens: int32 ``[S + 1]``, offsets of the samples without padding.
+        max_seqlen: tokens of the longest padded segment.
+        total_lengths: tokens of each sample.
+        response_lengths: tokens of each sample's response.
+        sample_indices: origin index of each sample, ``()`` in a placeholder.
+        is_placeholder: whether the row's one sample is fabricated.
+        fields: every field that the samples had, one value a sample, as given.
+        schema: the kinds of the fields.
+        context_parallel_size: ranks that share the row.
+        context_parallel_rank: this rank among them.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    loss_mask: Tensor
+    padding_mask: Tensor
+    cu_seqlens_padded: Tensor
+    host_cu_seqlens_padded: tuple[int, ...]
+    cu_seqlens: Tensor
+    max_seqlen: int
+    total_lengths: list[int]
+    response_lengths: list[int]
+    sample_indices: tuple[int, ...]
+    is_placeholder: bool
+    fields: Mapping[str, list[Any]]
+    schema: Schema
+    context_parallel_size: int
+    context_parallel_rank: int
+
+    @property
+    def num_samples(self) -> int:
+        """Real samples: 0 for a placeholder."""
+        return 0 if self.is_placeholder else len(self.total_lengths)
+
+    @property
+    def seqlens(self) -> list[int]:
+        """Real tokens of each sample, padding not counted."""
+        return list(self.total_lengths)
+
+    def __getitem__(self, key: str) -> list[Any]:
+        """One value a sample of a field, as given.
+
+        Raises:
+            KeyError: the samples had no such field; names those that they had.
+        """
+        if key not in self.fields:
+            raise KeyError(f"no field {key!r} in this micro-batch; it has {sorted(self.fields)}")
+        return self.fields[key]
+
+    def packed(self, key: str, pad_value: float = 0) -> Tensor:
+        """A field with rows per token, packed, padded and cut like `tokens`.
+
+        Routed experts are padded with experts that differ from slot to slot and go round over
+        those that the row has seen, whatever ``pad_value``.
+
+        Args:
+            key: a field of kind PER_TOKEN or ROUTED_EXPERTS (or TOKENS).
+            pad_value: fills padding, and tokens without a row (negative ``length_offset``).
+
+        Returns:
+            ``[1, T_local, ...]`` on the tokens' device.
+
+        Raises:
+            KeyError: the samples had no such field.
+            ValueError: the field is of another kind, has more rows than tokens, or its trailing
+                shapes differ between samples.
+        """
+        values, field = self[key], self.schema[key]
+        if field.kind not in (Kind.TOKENS, Kind.PER_TOKEN, Kind.ROUTED_EXPERTS):
+            raise ValueError(
+                f"field {key!r} is declared as Kind.{field.kind.name}, and only fields with rows "
+                "per token can be packed: read its per-sample values from "
+                f"micro_batch[{key!r}], or declare it as Kind.PER_TOKEN if that is what it holds"
+            )
+        rows = [torch.as_tensor(value, device=self.tokens.device) for value in values]
+        trailing = {tuple(row.shape[1:]) for row in rows if row.shape[0]}
+        if len(trailing) > 1 or field.length_offset > 0:
+            raise ValueError(
+                f"field {key!r} cannot be packed: expected rows of one shape, at most one a token; "
+                f"found shapes {[list(row.shape) for row in rows]} for samples of "
+                f"{self.total_lengths} tokens; read its values from micro_batch[{key!r}]"
+            )
+        row = Row(self.total_lengths, self.host_cu_seqlens_padded)
+        padding: Tensor | None = None
+        if field.kind is Kind.ROUTED_EXPERTS:
+            padding = _spread_experts(rows, row.num_tokens)
+        full = row.lay_out(rows, pad_value, padding=padding)
+        return row.local(full, self.context_parallel_size, self.context_parallel_rank)[None]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedMicroBatch:
+        """A copy with every tensor on a device, those in `fields` included.
+
+        Args:
+            device: where to.
+            non_blocking: do not wait for copies from pinned memory.
+        """
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device=device, non_blocking=non_blocking)
+
+        moved = {
+            field.name: _map_tensors(getattr(self, field.name), move)
+            for field in dataclasses.fields(self)
+            if field.name != "schema"
+        }
+        return dataclasses.replace(self, **moved)
+
+
+def _spread_experts(rows: list[Tensor], num_tokens: int) -> Tensor:
+    """``[tokens, layers, top_k]`` experts for padding, all slots of a token different."""
+    layers, top_k = next((row.shape[1:] for row in rows if row.dim() == 3), (0, 0))
+    seen = max((int(row.max()) + 1 for row in rows if row.numel()), default=0)
+    # At least top_k consecutive numbers modulo this are all different.
+    num_experts = max(seen, top_k, 1)
+    slots = torch.arange(num_tokens * top_k, device=rows[0].device).remainder(num_experts)
+    return slots.to(rows[0].dtype).view(num_tokens, 1, top_k).expand(num_tokens, layers, top_k)
+
+
+def _map_tensors(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return move(value)
+    if isinstance(value, Mapping):
+        return {key: _map_tensors(item, move) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        if value and isinstance(value[0], int | float):
+            return value
+        return type(value)(_map_tensors(item, move) for item in value)
+    return value

@@ -1,0 +1,76 @@
+"""Shapes of per-sample values, whether they are tensors, NumPy arrays, numbers or nested lists.
+
+Guarantees: NumPy is never imported, so it need not be installed; no value is copied or converted;
+only the first element of a list is looked at, so the cost does not depend on its length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def shape_of(value: Any) -> tuple[int, ...] | None:
+    """Shape of a numeric value: ``()`` for a number, ``(len, …)`` for a list; None if not numeric.
+
+    An empty list has shape ``(0,)``; a list's trailing shape is that of its first element.
+    """
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    if is_array(value):
+        return tuple(value.shape) if value.dtype.kind in "biufc" else None
+    if isinstance(value, bool | int | float):
+        return ()
+    if isinstance(value, list | tuple):
+        if not value:
+            return (0,)
+        first = shape_of(value[0])
+        return None if first is None else (len(value), *first)
+    return None
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is a NumPy array or scalar."""
+    return hasattr(getattr(value, "dtype", None), "kind") and hasattr(value, "shape")
+
+
+def is_integral(value: Any) -> bool:
+    """Whether its elements are integers; True where there are no elements to tell by."""
+    if isinstance(value, Tensor):
+        return not value.numel() or not (
+            value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool
+        )
+    if is_array(value):
+        return not value.size or value.dtype.kind in "iu"
+    if isinstance(value, list | tuple):
+        return not value or is_integral(value[0])
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def describe(value: Any) -> str:
+    """A value in the words of an error message: its type and shape, or the value if small."""
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    shape = shape_of(value)
+    if isinstance(value, Tensor) or is_array(value):
+        return f"a {type(value).__name__} of shape {list(value.shape)} and type {value.dtype}"
+    if shape is not None:
+        return f"a {type(value).__name__} of shape {list(shape)}"
+    return f"{type(value).__name__} {_short(value)}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def count_of(values: Any) -> int | None:
+    """How many per-sample values a field holds; None if it is no list of values at all."""
+    if isinstance(values, str | bytes | Mapping):
+        return None
+    if isinstance(values, Tensor) or is_array(values):
+        return int(values.shape[0]) if len(values.shape) else None
+    return len(values) if isinstance(values, Sequence) else None

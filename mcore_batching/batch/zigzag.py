@@ -1,0 +1,195 @@
+"""The slices of a row that context-parallel ranks hold, and the row back from them.
+
+A sequence is cut into 2·cp equal chunks; rank r holds chunks r and 2·cp−1−r, so that causal
+attention costs every rank the same. With cp = 2 and 8 tokens:
+
+    zigzag_slice([0 1 2 3 4 5 6 7], 2, rank 0)  ->  [0 1 6 7]
+    zigzag_slice([0 1 2 3 4 5 6 7], 2, rank 1)  ->  [2 3 4 5]
+    zigzag_merge([[0 1 6 7], [2 3 4 5]])        ->  [0 1 2 3 4 5 6 7]
+
+In a packed row each segment is cut by itself (`slice_packed`, `merge_packed`).
+
+Guarantees: slicing and merging are each other's inverse; every token is on exactly one rank; one
+rank holds the row as it is, of any length; a length that does not divide is refused, never cut.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def zigzag_positions(length: int, context_parallel_size: int, rank: int) -> Tensor:
+    """Positions within a sequence of the tokens that a rank holds.
+
+    Args:
+        length: tokens of the sequence, a multiple of ``2 * context_parallel_size`` (any where
+            that size is 1).
+        context_parallel_size: ranks that share the sequence.
+        rank: this rank among them.
+
+    Returns:
+        int64 ``[length / context_parallel_size]`` on the host, ascending.
+
+    Raises:
+        ValueError: the length does not divide, or there is no such rank.
+    """
+    return packed_positions((0, length), context_parallel_size, rank)
+
+
+def zigzag_slice(x: Tensor, context_parallel_size: int, rank: int, dim: int = 0) -> Tensor:
+    """The tokens of one sequence that a rank holds.
+
+    Args:
+        x: ``[..., length, ...]`` with the tokens on dimension ``dim``.
+        context_parallel_size: ranks that share the sequence.
+        rank: this rank among them.
+        dim: the dimension of tokens.
+
+    Returns:
+        ``[..., length / context_parallel_size, ...]``; ``x`` itself where that size is 1.
+
+    Raises:
+        ValueError: the length does not divide, or there is no such rank.
+    """
+    return slice_packed(x, (0, x.shape[dim]), context_parallel_size, rank, dim)
+
+
+def zigzag_merge(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """The sequence whose slices the ranks hold. Inverse of `zigzag_slice`.
+
+    Args:
+        parts: rank 0's slice, rank 1's, …
+        dim: the dimension of tokens.
+
+    Raises:
+        ValueError: there are no parts, or they are not slices of one sequence.
+    """
+    return merge_packed(parts, (0, sum(part.shape[dim] for part in parts)), dim)
+
+
+def packed_positions(
+    cu_seqlens_padded: Sequence[int], context_parallel_size: int, rank: int
+) -> Tensor:
+    """Positions within a packed row of the tokens that a rank holds.
+
+    Args:
+        cu_seqlens_padded: ``[segments + 1]`` offsets of the segments in the full row.
+        context_parallel_size: ranks that share the row.
+        rank: this rank among them.
+
+    Returns:
+        int64 ``[row tokens / context_parallel_size]`` on the host, ascending.
+
+    Raises:
+        ValueError: a segment's length does not divide, or there is no such rank.
+    """
+    if not 0 <= rank < context_parallel_size:
+        raise ValueError(
+            f"expected a rank from 0 to {context_parallel_size - 1}, since context_parallel_size "
+            f"is {context_parallel_size}; got {rank}"
+        )
+    if context_parallel_size == 1:
+        return torch.arange(cu_seqlens_padded[-1], device="cpu")
+    num_chunks = 2 * context_parallel_size
+    pieces = [torch.zeros(0, dtype=torch.int64, device="cpu")]
+    for start, end in itertools.pairwise(cu_seqlens_padded):
+        chunk, rest = divmod(end - start, num_chunks)
+        if rest:
+            raise ValueError(
+                f"a sequence of {end - start} tokens cannot be cut into {num_chunks} equal chunks "
+                f"(2 * context_parallel_size); pad it to a multiple of {num_chunks}, "
+                f"for example {(chunk + 1) * num_chunks}"
+            )
+        for place in (rank, num_chunks - 1 - rank):
+            first = start + place * chunk
+            pieces.append(torch.arange(first, first + chunk, device="cpu"))
+    return torch.cat(pieces)
+
+
+def slice_packed(
+    x: Tensor,
+    cu_seqlens_padded: Sequence[int],
+    context_parallel_size: int,
+    rank: int,
+    dim: int = 0,
+) -> Tensor:
+    """The tokens of a packed row that a rank holds, each segment cut by itself.
+
+    Args:
+        x: ``[..., row tokens, ...]`` with the tokens on dimension ``dim``.
+        cu_seqlens_padded: ``[segments + 1]`` offsets of the segments in the full row.
+        context_parallel_size: ranks that share the row.
+        rank: this rank among them.
+        dim: the dimension of tokens.
+
+    Returns:
+        ``[..., row tokens / context_parallel_size, ...]``; ``x`` itself where that size is 1.
+
+    Raises:
+        ValueError: the offsets are not the row's, a segment does not divide, or no such rank.
+    """
+    _require_row(x.shape[dim], cu_seqlens_padded)
+    positions = packed_positions(cu_seqlens_padded, context_parallel_size, rank)
+    return x if context_parallel_size == 1 else x.index_select(dim, positions.to(x.device))
+
+
+def merge_packed(parts: Sequence[Tensor], cu_seqlens_padded: Sequence[int], dim: int = 0) -> Tensor:
+    """The packed row whose slices the ranks hold. Inverse of `slice_packed`.
+
+    Args:
+        parts: rank 0's slice, rank 1's, …
+        cu_seqlens_padded: ``[segments + 1]`` offsets of the segments in the full row.
+        dim: the dimension of tokens.
+
+    Raises:
+        ValueError: there are no parts, or they are not slices of one row with these offsets.
+    """
+    if not parts:
+        raise ValueError("expected the slice of every context-parallel rank, got no parts")
+    sizes = [part.shape[dim] for part in parts]
+    _require_row(sum(sizes), cu_seqlens_padded)
+    if len(set(sizes)) > 1:
+        raise ValueError(f"expected slices of one length, got slices of {sizes} tokens")
+    places = torch.cat(
+        [packed_positions(cu_seqlens_padded, len(parts), rank) for rank in range(len(parts))]
+    )
+    return torch.cat(list(parts), dim).index_select(dim, places.argsort().to(parts[0].device))
+
+
+def locate(
+    positions: Tensor, cu_seqlens_padded: Sequence[int], context_parallel_size: int
+) -> tuple[Tensor, Tensor]:
+    """On which rank, and where there, tokens of a packed row are.
+
+    Args:
+        positions: int64 ``[n]`` on the host, positions in the full row.
+        cu_seqlens_padded: ``[segments + 1]`` offsets of the segments in the full row.
+        context_parallel_size: ranks that share the row.
+
+    Returns:
+        int64 ``[n]`` ranks and ``[n]`` positions in those ranks' slices:
+        ``packed_positions(...)[local] == positions`` on each rank.
+    """
+    if context_parallel_size == 1:
+        return torch.zeros_like(positions), positions
+    offsets = torch.tensor(cu_seqlens_padded, device="cpu")
+    segment = torch.searchsorted(offsets[1:], positions, right=True)
+    start = offsets[segment]
+    chunk = (offsets[segment + 1] - start) // (2 * context_parallel_size)
+    place = (positions - start) // chunk
+    rank = torch.minimum(place, 2 * context_parallel_size - 1 - place)
+    in_second = (place >= context_parallel_size).long()
+    local = start // context_parallel_size + in_second * chunk + (positions - start) % chunk
+    return rank, local
+
+
+def _require_row(num_tokens: int, cu_seqlens_padded: Sequence[int]) -> None:
+    if num_tokens != cu_seqlens_padded[-1]:
+        raise ValueError(
+            f"expected a row of {cu_seqlens_padded[-1]} tokens, the last entry of "
+            f"cu_seqlens_padded, got {num_tokens}"
+        )

@@ -1,0 +1,162 @@
+"""What a packed row's attention consists of, and the kernels that compute it.
+
+The work is described by `Run`: a contiguous stretch of local queries together with the stretch of
+gathered keys that it may see. Attention within a run is causal with the last query aligned to the
+last key (the convention of FlashAttention 2.1 and later). Without context parallelism a sequence
+is one run; with it, a rank's two zigzag chunks of a sequence are two runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.utils import divide
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from mcore_batching.batch import packed_positions
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Queries ``[query_start, query_end)`` of this rank see keys ``[key_start, key_end)``.
+
+    Keys are numbered in the row in which every sequence stands whole and in order.
+    """
+
+    query_start: int
+    query_end: int
+    key_start: int
+    key_end: int
+
+
+def attention_runs(
+    cu_seqlens: Sequence[int], context_parallel_size: int, context_parallel_rank: int
+) -> list[Run]:
+    """The runs of one rank for a row of padded sequences.
+
+    Args:
+        cu_seqlens: ``[sequences + 1]`` token offsets of the padded sequences in the full row; each
+            length divides by ``2 * context_parallel_size`` (by nothing where that is 1).
+        context_parallel_size: ranks that share the row.
+        context_parallel_rank: this rank.
+
+    Returns:
+        one run a sequence without context parallelism, two with it, in the order of the queries.
+    """
+    runs: list[Run] = []
+    query = 0
+    for start, end in itertools.pairwise(cu_seqlens):
+        if end == start:
+            continue
+        if context_parallel_size == 1:
+            runs.append(Run(start, end, start, end))
+            continue
+        chunk = divide(end - start, 2 * context_parallel_size)
+        for place in (context_parallel_rank, 2 * context_parallel_size - 1 - context_parallel_rank):
+            runs.append(Run(query, query + chunk, start, start + (place + 1) * chunk))
+            query += chunk
+    return runs
+
+
+def zigzag_restore_index(cu_seqlens: Sequence[int], context_parallel_size: int) -> Tensor:
+    """Where each token of the full row lies in the concatenation of all ranks' local rows.
+
+    Returns:
+        int64 ``[tokens of the full row]``: ``full = gathered[index]``.
+    """
+    ranks = range(context_parallel_size)
+    held = [packed_positions(cu_seqlens, context_parallel_size, rank) for rank in ranks]
+    return torch.cat(held).argsort()
+
+
+def attend_run_by_run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    runs: Sequence[Run],
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    """``[tokens, heads, dim]`` attention by one `scaled_dot_product_attention` a run."""
+    outs = []
+    for run in runs:
+        q = query[run.query_start : run.query_end].transpose(0, 1)[None]
+        k = key[run.key_start : run.key_end].transpose(0, 1)[None]
+        v = value[run.key_start : run.key_end].transpose(0, 1)[None]
+        num_queries, num_keys = q.shape[2], k.shape[2]
+        mask = None
+        if num_queries != num_keys:
+            # `is_causal` aligns the first query to the first key; here the last ones align.
+            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device)
+            mask = mask.tril(num_keys - num_queries)
+        out = scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            dropout_p=dropout,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+@functools.cache
+def variable_length_kernel() -> Any:
+    """PyTorch's variable-length attention, or None where this build has none that fits."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+
+    parameters = inspect.signature(varlen_attn).parameters
+    return varlen_attn if {"scale", "window_size", "enable_gqa"} <= set(parameters) else None
+
+
+def has_variable_length_kernel(query: Tensor) -> bool:
+    """Whether the variable-length kernel can take these queries: half precision on CUDA."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and variable_length_kernel() is not None
+    )
+
+
+def attend_by_variable_length_kernel(
+    query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Run], scale: float
+) -> Tensor:
+    """``[tokens, heads, dim]`` attention of all runs by one kernel."""
+    query_lengths = [run.query_end - run.query_start for run in runs]
+    key_lengths = [run.key_end - run.key_start for run in runs]
+    if any(run.key_end - run.key_start != run.query_end - run.query_start for run in runs):
+        # The runs of a context-parallel rank share keys, the kernel wants each run's own.
+        index = torch.cat([torch.arange(run.key_start, run.key_end) for run in runs])
+        index = index.to(key.device, non_blocking=True)
+        key, value = key.index_select(0, index), value.index_select(0, index)
+
+    def offsets(lengths: Sequence[int]) -> Tensor:
+        starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return starts.to(query.device, non_blocking=True)
+
+    out: Tensor = variable_length_kernel()(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        offsets(query_lengths),
+        offsets(key_lengths),
+        max(query_lengths),
+        max(key_lengths),
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out

@@ -1,0 +1,118 @@
+"""One replica's rollout data: read, checked, and cut into optimizer steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mcore_batching.batch import Schema, make_placeholder
+
+REQUIRED_FIELDS = ("tokens", "total_lengths", "response_lengths")
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutBatch:
+    """The rollout data of one replica, read and checked.
+
+    Attributes:
+        data: field name to one value a sample.
+        schema: the kind of every field.
+        template: one fabricated sample, empty if this rank has no samples to copy it from.
+        total_lengths: tokens of every sample.
+        global_batch_size: samples of a step over all ranks, None for all.
+        steps: the caller's own local sample indices of every step, if given.
+    """
+
+    data: dict[str, list[Any]]
+    schema: Schema
+    template: dict[str, list[Any]]
+    total_lengths: list[int]
+    global_batch_size: int | None
+    steps: Sequence[Sequence[int]] | None
+
+    @classmethod
+    def read(
+        cls,
+        rollout_data: dict[str, list[Any]] | None,
+        args: Any,
+        schema: Schema,
+        steps: Sequence[Sequence[int]] | None,
+    ) -> RolloutBatch | None:
+        """Read what the caller gave; None if this rank was given nothing.
+
+        Raises:
+            KeyError: a required field is missing.
+            ValueError: ``steps`` do not hold every sample once.
+            SchemaError: a field's kind is unknown, or a value does not fit it.
+        """
+        if rollout_data is None:
+            return None
+        global_batch_size: Any = rollout_data.get(
+            "dynamic_global_batch_size", getattr(args, "global_batch_size", None)
+        )
+        data = {
+            key: value
+            for key, value in rollout_data.items()
+            if value is not None and key != "dynamic_global_batch_size"
+        }
+        missing = [key for key in REQUIRED_FIELDS if key not in data]
+        if missing:
+            raise KeyError(
+                f"rollout_data lacks {', '.join(missing)}; it needs {', '.join(REQUIRED_FIELDS)}, "
+                "one value a sample (empty lists on a rank without samples)"
+            )
+        lengths = [int(length) for length in data["total_lengths"]]
+        if steps is not None:
+            _require_cover(steps, len(lengths))
+        batch = cls(data, schema, {}, lengths, global_batch_size, steps)
+        return batch.resolved() if lengths else batch
+
+    def resolved(self) -> RolloutBatch:
+        """Itself with the kind of every field known, its values checked, and a template."""
+        schema = self.schema.resolve(self.data)
+        schema.validate(self.data)
+        template = make_placeholder(schema, list(self.data), self.data)
+        return dataclasses.replace(self, schema=schema, template=template)
+
+    def summary(self) -> dict[str, Any]:
+        """What other ranks need to know of it."""
+        return {"num_samples": len(self.total_lengths)}
+
+    def fields(self) -> tuple[Schema, dict[str, list[Any]]]:
+        """What a rank without samples takes from one with samples."""
+        return self.schema, self.template
+
+    def with_fields_of(self, fields: tuple[Schema, dict[str, list[Any]]]) -> RolloutBatch:
+        """Itself if it has samples, else with the fields of a rank that has."""
+        if self.total_lengths:
+            return self
+        schema, template = fields
+        return dataclasses.replace(
+            self, schema=schema, template=template, data={key: [] for key in template}
+        )
+
+    def steps_of(self, num_samples: Mapping[int, int]) -> list[list[int]]:
+        """Local sample indices of every step.
+
+        Args:
+            num_samples: of every data-parallel rank.
+        """
+        if self.steps is not None:
+            return [list(step) for step in self.steps]
+        mine, total = len(self.total_lengths), sum(num_samples.values())
+        size = self.global_batch_size or max(total, 1)
+        # The first k samples of the whole batch are the first k/total of every rank's.
+        ends = [mine * min(end, total) // total for end in range(size, total + size, size) if total]
+        ends = ends or [0]  # a step of placeholders alone
+        starts = [0, *ends[:-1]]
+        return [list(range(start, end)) for start, end in zip(starts, ends, strict=True)]
+
+
+def _require_cover(steps: Iterable[Iterable[int]], num_samples: int) -> None:
+    given = sorted(index for step in steps for index in step)
+    if given != list(range(num_samples)):
+        raise ValueError(
+            f"steps must hold each of this rank's {num_samples} samples exactly once, got indices "
+            f"{given}"
+        )

@@ -1,0 +1,303 @@
+"""The command, in-process and as a real process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcore_batching.cli import main
+from mcore_batching.planning import Plan
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+
+
+def command(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mcore_batching", *arguments],
+        input=stdin,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.fixture
+def lengths_file(tmp_path: Path) -> str:
+    path = tmp_path / "lengths.txt"
+    path.write_text("6\n4\n3\n9\n2\n14\n")
+    return str(path)
+
+
+def test_plan_and_check_as_processes(tmp_path: Path, lengths_file: str) -> None:
+    out = str(tmp_path / "plan.json")
+    made = command("plan", lengths_file, "--max-tokens-per-gpu", "10", "--dp", "2", "--out", out)
+    assert (made.returncode, made.stderr) == (0, "")
+    plan = Plan.from_json(Path(out).read_text())
+    lines = made.stdout.splitlines()
+    assert lines[0] == "6 samples in 1 step, DP2, cap 10 tokens"
+    assert lines[1].split("  ")[-3:] == ["oversize", "rank balance", "slot balance"]
+    assert lines[3].split() == ["0", "6", "2", "95.0%", "0.0%", "0", "1", "1.000", "1.008"]
+    assert lines[5].split()[0] == "total"
+    assert any(line.startswith("token fill    tokens of samples / (cap x") for line in lines)
+    assert any("packing under the cap of 10 tokens takes 4 micro-batches" in s for s in lines)
+    assert lines[-2:] == [f"digest {plan.digest()}", f"wrote {out}"]
+
+    checked = command("check", out, lengths_file)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert checked.stdout == (
+        f"{out}: 6 samples in 1 step, DP2, cap 10 tokens: exact cover, cap, equal count, "
+        "split before placeholder hold; digest matches\n"
+    )
+
+
+def test_every_option_reaches_the_plan(tmp_path: Path, lengths_file: str) -> None:
+    out = tmp_path / "plan.json"
+    arguments = (
+        "--max-tokens-per-gpu 16 --dp 2 --pp 3 --vpp 2 --cp 2 --tp 4 --ep 2 --sequence-parallel "
+        "--microbatch-group-size 5 --samples-per-step 4 --on-oversize error --fill placeholder "
+        f"--packing first-fit --balance none --out {out}"
+    )
+    assert main(["plan", lengths_file, *arguments.split()]) == 0
+    plan = Plan.from_json(out.read_text())
+    document = json.loads(out.read_text())
+    assert document["layout"] == {
+        "data_parallel": 2,
+        "pipeline_parallel": 3,
+        "virtual_pipeline": 2,
+        "context_parallel": 2,
+        "tensor_parallel": 4,
+        "expert_parallel": 2,
+        "sequence_parallel": True,
+        "microbatch_group_size": 5,
+    }
+    assert document["config"] == {
+        "max_tokens_per_gpu": 16,
+        "packing": "first-fit",
+        "balance": "none",
+        "fill": "placeholder",
+        "on_oversize": "error",
+        "pad_each_to": None,
+        "pad_total_to": None,
+    }
+    assert [step.num_samples for step in plan.steps] == [4, 2]
+    assert plan.steps[0].num_microbatches == 5
+
+
+def test_standard_input_csv_and_json_lines(
+    tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = Path(lengths_file).read_text().split()
+    csv_file, json_file = tmp_path / "a.csv", tmp_path / "a.jsonl"
+    csv_file.write_text("id,n\n" + "".join(f"x,{length}\n" for length in lengths))
+    json_file.write_text("".join(f'{{"n": {length}}}\n' for length in lengths))
+    piped = command("plan", "-", "--max-tokens-per-gpu", "10", stdin="\n".join(lengths))
+    assert piped.returncode == 0
+    for path, column in ((lengths_file, []), (csv_file, ["n"]), (json_file, ["n"])):
+        flags = ["--column", *column] if column else []
+        assert main(["plan", str(path), *flags, "--max-tokens-per-gpu", "10"]) == 0
+        assert capsys.readouterr().out == piped.stdout
+
+
+def test_no_lengths_make_one_step_of_placeholders() -> None:
+    made = command("plan", "-", "--max-tokens-per-gpu", "10", "--dp", "3")
+    assert made.returncode == 0
+    assert "0 samples in 1 step, DP3, cap 10 tokens" in made.stdout
+    assert "0 micro-batches with samples, 3 placeholders" in made.stdout
+
+
+def test_many_steps_are_summarised() -> None:
+    made = command(
+        *("plan", "-", "--max-tokens-per-gpu", "10", "--samples-per-step", "2"),
+        stdin="\n".join(["3"] * 5000),
+    )
+    assert made.returncode == 0
+    assert len(made.stdout.splitlines()) < 40
+    assert "(2484 steps)" in made.stdout
+    assert "5000 samples in 2500 steps" in made.stdout
+
+
+def plan_document(tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]) -> dict:
+    out = tmp_path / "plan.json"
+    arguments = ["--max-tokens-per-gpu", "10", "--dp", "2", "--out", str(out)]
+    assert main(["plan", lengths_file, *arguments]) == 0
+    capsys.readouterr()
+    return json.loads(out.read_text())
+
+
+BREAKS = {
+    "exact cover": [[[0, 1], [3]], [[2, 4], [0, 5]]],
+    "cap": [[[0, 3], [1]], [[2, 4], [5]]],
+    "equal count": [[[0, 1], [3], []], [[2, 4], [5]]],
+    "split before placeholder": [[[0, 1], [], [3]], [[2], [4], [5]]],
+}
+
+
+@pytest.mark.parametrize("invariant", BREAKS)
+def test_check_names_the_broken_invariant(
+    tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str], invariant: str
+) -> None:
+    document = plan_document(tmp_path, lengths_file, capsys)
+    ranks = BREAKS[invariant]
+    document["steps"] = [{"num_microbatches": len(ranks[1]), "ranks": ranks}]
+    broken = tmp_path / "broken.json"
+    broken.write_text(json.dumps(document))
+    checked = command("check", str(broken), lengths_file)
+    assert checked.returncode == 1
+    assert checked.stdout == ""
+    assert checked.stderr.count("\n") == 1
+    assert f"{broken}: invariant '{invariant}' is broken" in checked.stderr
+    assert main(["check", str(broken), lengths_file]) == 1
+
+
+def test_check_finds_a_changed_plan_that_keeps_the_invariants(
+    tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = plan_document(tmp_path, lengths_file, capsys)
+    document["steps"][0]["ranks"].reverse()
+    changed = tmp_path / "changed.json"
+    changed.write_text(json.dumps(document))
+    assert main(["check", str(changed), lengths_file]) == 1
+    assert "the invariants hold, but the digest is" in capsys.readouterr().err
+    del document["digest"]
+    changed.write_text(json.dumps(document))
+    assert main(["check", str(changed), lengths_file]) == 0
+    assert capsys.readouterr().out.endswith("hold; no digest recorded\n")
+
+
+def test_check_against_other_lengths(
+    tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan_document(tmp_path, lengths_file, capsys)
+    fewer = tmp_path / "fewer.txt"
+    fewer.write_text("6\n4\n3\n")
+    assert main(["check", str(tmp_path / "plan.json"), str(fewer)]) == 1
+    assert "invariant 'exact cover' is broken: the plan is for 6 samples" in capsys.readouterr().err
+    longer = tmp_path / "longer.txt"
+    longer.write_text("6\n40\n3\n9\n2\n14\n")
+    assert main(["check", str(tmp_path / "plan.json"), str(longer)]) == 1
+    assert "invariant 'cap' is broken at step 0, rank" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "message"),
+    [
+        (["--max-tokens-per-gpu", "10"], "3\nx\n", "<stdin>:2: expected a length in tokens"),
+        (["--max-tokens-per-gpu", "0"], "3\n", "--max-tokens-per-gpu must be 1 or more, got 0"),
+        (["--max-tokens-per-gpu", "9", "--dp", "0"], "3\n", "--dp must be 1 or more, got 0"),
+        (
+            ["--max-tokens-per-gpu", "9", "--vpp", "2"],
+            "3\n",
+            "--vpp=2 needs more than one pipeline stage, got --pp=1; set --pp to 2 or more",
+        ),
+        (
+            [
+                "--max-tokens-per-gpu",
+                "9",
+                "--pp",
+                "4",
+                "--vpp",
+                "2",
+                "--microbatch-group-size",
+                "2",
+            ],
+            "3\n",
+            "--microbatch-group-size must be at least --pp=4 when --vpp > 1, got 2",
+        ),
+        (
+            ["--max-tokens-per-gpu", "9", "--samples-per-step", "0"],
+            "3\n",
+            "--samples-per-step must be 1 or more, got 0",
+        ),
+        (
+            ["--max-tokens-per-gpu", "1", "--cp", "2"],
+            "3\n",
+            "set --max-tokens-per-gpu to 2 or more",
+        ),
+        (
+            ["--max-tokens-per-gpu", "10", "--on-oversize", "error"],
+            "3\n17\n",
+            "sample 1 has 17 tokens, 17 after padding, but a micro-batch may hold at most 10; "
+            "set --max-tokens-per-gpu >= 17, or --on-oversize own-bin to run such samples alone",
+        ),
+        (
+            ["--max-tokens-per-gpu", "10", "--out", "/no/such/folder/plan.json"],
+            "3\n",
+            "cannot write /no/such/folder/plan.json",
+        ),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], stdin: str, message: str) -> None:
+    failed = command("plan", "-", *arguments, stdin=stdin)
+    assert failed.returncode == 2
+    assert failed.stdout == ""
+    assert failed.stderr.count("\n") == 1
+    assert failed.stderr.startswith("mcore-batching: ")
+    assert message in failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read"),
+        ("{}", 'expected "format": "mcore-batching/plan", got None'),
+        ("nonsense", "expected a plan in JSON"),
+    ],
+)
+def test_check_of_what_is_no_plan(
+    tmp_path: Path,
+    lengths_file: str,
+    capsys: pytest.CaptureFixture[str],
+    content: str | None,
+    message: str,
+) -> None:
+    path = tmp_path / "plan.json"
+    if content is not None:
+        path.write_text(content)
+    assert main(["check", str(path), lengths_file]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["plan"],
+        ["plan", "-"],
+        ["plan", "-", "--max-tokens-per-gpu", "many"],
+        ["plan", "-", "--max-tokens", "10"],
+        ["plan", "-", "--max-tokens-per-gpu", "10", "--fill", "pad"],
+        ["check", "plan.json"],
+    ],
+)
+def test_bad_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: mcore-batching" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback(lengths_file: str) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "w") as broken:
+        failed = subprocess.run(
+            [
+                *(sys.executable, "-m", "mcore_batching", "plan", lengths_file),
+                *("--max-tokens-per-gpu", "10"),
+            ],
+            env=ENVIRONMENT,
+            stdout=broken,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert (failed.returncode, failed.stderr) == (141, "")

@@ -1,0 +1,103 @@
+"""Reading lengths: every accepted form, and every refusal with its file and line."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from mcore_batching.planning.lengths_file import LengthsFileError, read_lengths
+
+
+def written(tmp_path: Path, name: str, text: str) -> str:
+    path = tmp_path / name
+    path.write_bytes(text.encode("utf-8"))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "column", "lengths"),
+    [
+        ("a.txt", "3\n0\n17\n", None, [3, 0, 17]),
+        ("a", " 3 \r\n\r\n+5\n\n", None, [3, 5]),
+        ("a.txt", "\ufeff3\n4", None, [3, 4]),
+        ("a.txt", "", None, []),
+        ("a.csv", "id,tokens\na,3\nb,17\n", "tokens", [3, 17]),
+        ("a.csv", 'id,tokens\n"two\nlines",3\nb,17\n', "tokens", [3, 17]),
+        ("a.csv", "tokens\n3\n17\n", None, [3, 17]),
+        ("a.CSV", "\ufefftokens\n3\n", "tokens", [3]),
+        ("a.jsonl", '{"n": 3, "x": "y"}\n\n{"n": "17"}\n', "n", [3, 17]),
+        ("a.json", '{"n": 3}\n', "n", [3]),
+        ("a.ndjson", '{"n": 3}\n', "n", [3]),
+    ],
+)
+def test_what_is_read(
+    tmp_path: Path, name: str, text: str, column: str | None, lengths: list[int]
+) -> None:
+    assert read_lengths(written(tmp_path, name, text), column) == lengths
+
+
+def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("3\n\n4\n"))
+    assert read_lengths("-") == [3, 4]
+    monkeypatch.setattr("sys.stdin", io.StringIO("3\nfour\n"))
+    with pytest.raises(LengthsFileError, match="<stdin>:2: expected a length in tokens"):
+        read_lengths("-")
+    with pytest.raises(LengthsFileError, match=r"--column is for \.csv and .jsonl files"):
+        read_lengths("-", "n")
+
+
+BAD = "expected a length in tokens, an integer from 0 to 1099511627776, got"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "column", "message"),
+    [
+        ("a.txt", "3\n\n-4\n", None, f"{{path}}:3: {BAD} '-4'"),
+        ("a.txt", "3\n4.0\n", None, f"{{path}}:2: {BAD} '4.0'"),
+        ("a.txt", "٣\n", None, f"{{path}}:1: {BAD} '٣'"),
+        ("a.txt", "9" * 5000, None, f"{{path}}:1: {BAD} '999"),
+        ("a.txt", "1099511627777", None, f"{{path}}:1: {BAD} '1099511627777'"),
+        ("a.txt", "3\n", "n", "--column is for .csv and .jsonl files, but {path} is read as text"),
+        (
+            "a.csv",
+            "a,b\n1,2\n",
+            None,
+            "{path}: --column is not set; set --column to one of 'a', 'b'",
+        ),
+        ("a.csv", "a,b\n1,2\n", "c", "{path}: there is no column 'c'; set --column to one of 'a'"),
+        ("a.csv", "", "c", "{path}: there is no column 'c'; set --column to one of none"),
+        ("a.csv", "a,b\n1,2\n1,x\n", "b", f"{{path}}:3: {BAD} 'x'"),
+        ("a.csv", "a,b\n1,2\n1\n", "b", f"{{path}}:3: {BAD} None"),
+        ("a.jsonl", '{"n": 3}\n{"n": 3.0}\n', "n", f"{{path}}:2: {BAD} 3.0"),
+        ("a.jsonl", '{"n": true}\n', "n", f"{{path}}:1: {BAD} True"),
+        ("a.jsonl", '{"n": [1, 2]}\n', "n", f"{{path}}:1: {BAD} [1, 2]"),
+        ("a.jsonl", '{"n": 3}\n{"m": 3}\n', "n", "{path}:2: there is no key 'n'; set --column to"),
+        (
+            "a.jsonl",
+            '{"n": 3}\n',
+            None,
+            "{path}:1: --column is not set; set --column to one of 'n'",
+        ),
+        ("a.jsonl", '{"n": 3}\n{"n"\n', "n", "{path}:2: not a line of JSON"),
+        ("a.jsonl", "3\n", "n", "{path}:1: expected a JSON object, got '3'; write lengths that"),
+    ],
+)
+def test_what_is_refused(
+    tmp_path: Path, name: str, text: str, column: str | None, message: str
+) -> None:
+    path = written(tmp_path, name, text)
+    with pytest.raises(LengthsFileError) as caught:
+        read_lengths(path, column)
+    assert message.format(path=path) in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(LengthsFileError, match=r"cannot read .*missing\.txt: .*No such file"):
+        read_lengths(str(tmp_path / "missing.txt"))
+    with pytest.raises(LengthsFileError, match="cannot read"):
+        read_lengths(str(tmp_path))
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(LengthsFileError, match="cannot read"):
+        read_lengths(str(tmp_path / "binary.txt"))
