@@ -18,6 +18,7 @@ import platform
 import random
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -65,20 +66,23 @@ def trl_packers(sizes: list[int]) -> dict[str, Packer | None]:
     def search() -> int:
         spaces = _SegmentTree(CAP)
         spaces.add(CAP)
-        bins_with_space: list[int] = [0] * (CAP + 1)
-        num_bins = 0
-        for size in sorted(sizes, reverse=True):
+        with_space: defaultdict[int, list[list[int]]] = defaultdict(list)
+        bins: list[list[int]] = []
+        for item in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+            size = sizes[item]
             space = spaces.search(size)
             if space == CAP:
-                num_bins += 1
+                chosen: list[int] = []
+                bins.append(chosen)
             else:
-                bins_with_space[space] -= 1
-                if not bins_with_space[space]:
+                chosen = with_space[space].pop()
+                if not with_space[space]:
                     spaces.remove(space)
+            chosen.append(item)
             if space > size:
-                bins_with_space[space - size] += 1
+                with_space[space - size].append(chosen)
                 spaces.add(space - size)
-        return num_bins
+        return len(bins)
 
     offsets = [0]
     for size in sizes:

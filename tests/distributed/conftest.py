@@ -13,11 +13,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from kit.harness import REPOSITORY, Job, JobFailedError, environment, run_jobs
 
+KINDS = ("dense", "moe", "learned")
+
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Model kind to the file with its reference results."""
-    return {kind: str(reference_file(kind, tmp_path_factory)) for kind in ("dense", "moe")}
+    return {kind: str(reference_file(kind, tmp_path_factory)) for kind in KINDS}
 
 
 def reference_file(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:

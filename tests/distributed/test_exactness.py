@@ -30,6 +30,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "dp4": (4, "dense", {"data_parallel": 4}),
     "pp4": (4, "dense", {"pipeline_parallel": 4}),
     "cp4": (4, "dense", {"context_parallel": 4}),
+    "dp2-cp2": (4, "dense", {"data_parallel": 2, "context_parallel": 2}),
     "dp2-pp2": (4, "dense", {"data_parallel": 2, "pipeline_parallel": 2}),
     "dp2-pp2-vpp2": (
         4,
@@ -47,6 +48,39 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
         {"data_parallel": 2, "context_parallel": 2, "pipeline_parallel": 2},
     ),
 }
+
+
+SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
+    # The last micro-batch starts the reduction: a placeholder there has to touch every parameter.
+    "dp2-pp2-overlapped-reduction": ("dp2-pp2", {"overlap": True, "spread": "empty"}),
+    "dp2-pp2-vpp2-overlapped-reduction": ("dp2-pp2-vpp2", {"overlap": True, "spread": "empty"}),
+    "dp4-overlapped-reduction-distributed-optimizer": (
+        "dp4",
+        {"overlap": True, "distributed_optimizer": True},
+    ),
+    "cp2-tp2-sp-padded": (
+        "cp2-tp2-sp",
+        {"planner": {"dynamic_batch_pad_each_to": 12, "dynamic_batch_pad_total_to": 16}},
+    ),
+    "dp2-ep2-padded": ("dp2-ep2", {"planner": {"dynamic_batch_pad_total_to": 16}}),
+    "dp2-pp2-first-fit-as-it-falls": (
+        "dp2-pp2",
+        {"planner": {"dynamic_batch_packing": "first-fit", "dynamic_batch_fill": "placeholder"}},
+    ),
+    "dp2-cp2-learned-positions": ("dp2-cp2", {"kind": "learned"}),
+}
+"""Settings beside the matrix: name to layout and what differs."""
+
+
+def special_jobs() -> list[Job]:
+    """The settings beside the matrix."""
+    made = []
+    for name, (layout_name, changes) in SPECIAL.items():
+        nproc, kind, layout = LAYOUTS[layout_name]
+        parameters = {"layout": layout, "kind": kind, **changes}
+        parameters["reference"] = parameters["kind"]
+        made.append(Job(name, "kit.exactness:compare", nproc, layout, parameters))
+    return made
 
 
 def jobs() -> list[Job]:
@@ -79,7 +113,7 @@ def jobs() -> list[Job]:
     return made
 
 
-@pytest.mark.parametrize("job", jobs(), ids=str)
+@pytest.mark.parametrize("job", [*jobs(), *special_jobs()], ids=str)
 def test_equals_reference(
     job: Job, ranks: list[dict[str, Any]], references: dict[str, str]
 ) -> None:

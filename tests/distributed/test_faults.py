@@ -239,3 +239,23 @@ def test_router_counts_real_tokens_alone(job: Job, ranks: list[dict[str, Any]]) 
     assert ranks[1]["real"] == 0
     for rank in ranks:
         assert rank["counted"] == [rank["real"]] * 4
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        job(
+            "expert-bias-later-stage",
+            "expert_bias_counts",
+            {"pipeline_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True},
+            4,
+            reference="moe",
+        )
+    ],
+    ids=str,
+)
+def test_every_stage_masks_its_own_tokens(job: Job, ranks: list[dict[str, Any]]) -> None:
+    """Only the first stage scatters the mask over tensor-parallel ranks by itself."""
+    for first, second in (ranks[:2], ranks[2:]):
+        both = [a + b for a, b in zip(first["counted"], second["counted"], strict=True)]
+        assert both == [first["real"]] * 2

@@ -54,7 +54,7 @@ def compare(
     per_token_loss: bool = True,
     distributed_optimizer: bool = False,
     overlap: bool = False,
-    **settings: Any,
+    planner: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Differences to the reference on this rank.
 
@@ -70,13 +70,13 @@ def compare(
         overlap_grad_reduce=overlap,
     )
     model = sharded_model(
-        shape, kind, expected["weights"], ddp, calculate_per_token_loss=per_token_loss, **settings
+        shape, kind, expected["weights"], ddp, calculate_per_token_loss=per_token_loss
     )
     optimizer = adam(model, distributed_optimizer)
     samples = make_samples()
     replica = parallel_state.get_data_parallel_rank()
     mine = share(samples, spread, replica, shape.data_parallel)
-    args = arguments(shape)
+    args = arguments(shape, **(planner or {}))
     iterators, counts = get_data_iterator(args, model, take(samples, mine))
     outputs = forward_only(log_probs_of, args, model, iterators, counts, store_prefix="old_")
     report: dict[str, Any] = {"last_stage": is_last_stage(), "log_probs": 0.0}

@@ -25,7 +25,10 @@ CLIP_GRAD = 1.0
 
 
 def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
-    """``"dense"`` or ``"moe"`` (4 experts, top 2), grouped-query attention, float32."""
+    """A small float32 model with grouped-query attention.
+
+    ``"dense"``; ``"moe"``: 4 experts, top 2; ``"learned"``: dense with learned positions.
+    """
     options: dict[str, Any] = {
         "num_layers": 4,
         "hidden_size": 32,
@@ -60,6 +63,11 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
     return TransformerConfig(**options | settings)
 
 
+def gpt_options(kind: str) -> dict[str, Any]:
+    """Arguments of `GPTModel` for a model kind."""
+    return {"position_embedding_type": "learned_absolute" if kind == "learned" else "rope"}
+
+
 def sharded_model(
     layout: Layout,
     kind: str,
@@ -70,7 +78,11 @@ def sharded_model(
     """This rank's chunks, holding its part of ``weights``."""
     config = transformer_config(kind, **pipeline_config(layout), **settings)
     model = build_model(
-        config, vocab_size=VOCABULARY, max_sequence_length=MAX_SEQUENCE_LENGTH, ddp=ddp
+        config,
+        vocab_size=VOCABULARY,
+        max_sequence_length=MAX_SEQUENCE_LENGTH,
+        ddp=ddp,
+        **gpt_options(kind),
     )
     with torch.no_grad():
         for name, parameter in named_parameters(model):

@@ -12,7 +12,14 @@ import sys
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-from kit.model import ADAM, CLIP_GRAD, MAX_SEQUENCE_LENGTH, named_parameters, transformer_config
+from kit.model import (
+    ADAM,
+    CLIP_GRAD,
+    MAX_SEQUENCE_LENGTH,
+    gpt_options,
+    named_parameters,
+    transformer_config,
+)
 from kit.objective import plain_objective
 from kit.samples import VOCABULARY, make_samples
 from mcore_batching.megatron.bootstrap import (
@@ -35,6 +42,7 @@ def main(kind: str, out: str) -> None:
         vocab_size=VOCABULARY,
         max_sequence_length=MAX_SEQUENCE_LENGTH,
         wrap=False,
+        **gpt_options(kind),
         spec=lambda config: get_gpt_layer_local_spec(
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=False,

@@ -1,0 +1,163 @@
+"""Guarantees of the loss shares."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_batching.batch import (
+    DEFAULT_SCHEMA,
+    PackedMicroBatch,
+    StepTotals,
+    make_placeholder,
+    owned_num_tokens,
+    owned_response_mask,
+    pack,
+    sample_mean,
+    step_totals,
+    token_mean,
+)
+
+
+def make_samples(shapes: list[tuple[int, int]], seed: int) -> dict[str, list[Any]]:
+    """Samples of (total, response) tokens; masks with holes, some samples padding."""
+    generator = random.Random(seed)
+    return {
+        "tokens": [torch.arange(total) for total, _ in shapes],
+        "total_lengths": [total for total, _ in shapes],
+        "response_lengths": [response for _, response in shapes],
+        "loss_masks": [
+            torch.tensor([float(generator.random() < 0.7) for _ in range(response)])
+            for _, response in shapes
+        ],
+        "is_padding": [generator.random() < 0.2 for _ in shapes],
+    }
+
+
+def make_row(
+    samples: dict[str, list[Any]], indices: tuple[int, ...], size: int = 1, rank: int = 0
+) -> PackedMicroBatch:
+    if indices:
+        chosen = {key: [values[i] for i in indices] for key, values in samples.items()}
+    else:
+        chosen = make_placeholder(DEFAULT_SCHEMA, list(samples), samples)
+    return pack(
+        chosen,
+        schema=DEFAULT_SCHEMA,
+        sample_indices=indices,
+        sample_alignment_tokens=2 * size if size > 1 else 1,
+        context_parallel_size=size,
+        context_parallel_rank=rank,
+        is_placeholder=not indices,
+    )
+
+
+def plain_means(samples: dict[str, list[Any]], values: list[torch.Tensor]) -> dict[str, float]:
+    """The means, written down sample by sample."""
+    weighted, weight, means, trained = 0.0, 0.0, [], 0
+    for i, value in enumerate(values):
+        if samples["is_padding"][i]:
+            continue
+        mask = samples["loss_masks"][i].clone()
+        if samples["total_lengths"][i] == samples["response_lengths"][i]:
+            mask[:1] = 0
+        total, count = float((value * mask).sum()), float(mask.sum())
+        weighted, weight = weighted + total, weight + count
+        means.append(total / count if count else 0.0)
+        trained += count > 0
+    return {
+        "token": weighted / weight if weight else 0.0,
+        "sample": sum(means) / len(means) if means else 0.0,
+        "trained": sum(means) / trained if trained else 0.0,
+    }
+
+
+SHAPES = st.lists(
+    st.integers(1, 12).flatmap(lambda total: st.tuples(st.just(total), st.integers(0, total))),
+    max_size=7,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(SHAPES, st.sampled_from([1, 2, 4]), st.integers(0, 3), st.integers(0, 999))
+def test_shares_add_up_to_the_mean_whatever_the_packing(
+    shapes: list[tuple[int, int]], size: int, placeholders: int, seed: int
+) -> None:
+    samples = make_samples(shapes, seed)
+    generator = random.Random(seed)
+    values = [torch.tensor([generator.gauss(0, 1) for _ in range(n)]) for _, n in shapes]
+    order = list(range(len(shapes)))
+    generator.shuffle(order)
+    cut = generator.randint(0, len(order))
+    packing = [tuple(part) for part in (order[:cut], order[cut:]) if part] + [()] * placeholders
+    totals = step_totals(make_row(samples, indices) for indices in packing)
+    sums = {"token": 0.0, "sample": 0.0, "trained": 0.0}
+    tokens = 0
+    for rank in range(size):
+        for indices in packing:
+            row = make_row(samples, indices, size, rank)
+            mine = [values[i] for i in indices] or [torch.zeros(0)]
+            sums["token"] += float(token_mean(mine, row, totals))
+            sums["sample"] += float(sample_mean(mine, row, totals))
+            sums["trained"] += float(sample_mean(mine, row, totals, over_trained_samples=True))
+            tokens += owned_num_tokens(row)
+    assert sums == pytest.approx(plain_means(samples, values), abs=1e-5)
+    assert tokens == totals.num_tokens
+    assert totals.num_samples == samples["is_padding"].count(False)
+
+
+def test_placeholder_counts_nothing_and_stays_on_the_graph() -> None:
+    samples = make_samples([(4, 2)], seed=1)
+    placeholder = make_row(samples, ())
+    assert step_totals([placeholder]) == StepTotals()
+    assert owned_num_tokens(placeholder) == 0
+    logits = torch.ones(3, requires_grad=True)
+    totals = StepTotals(num_samples=3, num_trained_samples=2, num_tokens=5, token_weight=5.0)
+    for mean in (token_mean, sample_mean):
+        share = mean([logits[:0]], placeholder, totals)
+        assert share.item() == 0.0
+        (gradient,) = torch.autograd.grad(share, logits)
+        assert gradient.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_masked_token_that_is_not_finite_does_no_harm() -> None:
+    samples = make_samples([(4, 3)], seed=1) | {"is_padding": [False]}
+    samples["loss_masks"] = [torch.tensor([1.0, 0.0, 1.0])]
+    row = make_row(samples, (0,))
+    value = torch.tensor([1.0, float("inf"), 3.0], requires_grad=True)
+    share = token_mean([value], row, step_totals([row]))
+    assert share.item() == 2.0
+    (gradient,) = torch.autograd.grad(share, value)
+    assert gradient.tolist() == [0.5, 0.0, 0.5]
+
+
+def test_step_without_trainable_tokens_is_zero_not_nan() -> None:
+    samples = make_samples([(4, 0), (1, 1)], seed=1) | {"is_padding": [False, False]}
+    row = make_row(samples, (0, 1))
+    totals = step_totals([row])
+    assert (totals.num_samples, totals.num_trained_samples, totals.num_tokens) == (2, 0, 0)
+    values = [torch.zeros(0), torch.ones(1)]
+    assert token_mean(values, row, totals).item() == 0.0
+    assert sample_mean(values, row, totals).item() == 0.0
+    assert sample_mean(values, row, totals, over_trained_samples=True).item() == 0.0
+
+
+def test_value_of_the_wrong_length_is_named() -> None:
+    samples = make_samples([(4, 2), (5, 3)], seed=1)
+    row = make_row(samples, (0, 1))
+    with pytest.raises(ValueError, match=r"sample 1 .*expected values of shape \[3\].*got \[5\]"):
+        token_mean([torch.zeros(2), torch.zeros(5)], row, StepTotals())
+    with pytest.raises(ValueError, match="expected values of 2 samples, got 1"):
+        token_mean([torch.zeros(2)], row, StepTotals())
+
+
+def test_each_response_token_is_owned_once() -> None:
+    samples = make_samples([(9, 9), (16, 3)], seed=1)
+    owners = [owned_response_mask(make_row(samples, (0, 1), 4, rank)) for rank in range(4)]
+    counts = [torch.stack([mine[i].int() for mine in owners]).sum(0).tolist() for i in range(2)]
+    assert counts == [[0] + [1] * 8, [1] * 3]
