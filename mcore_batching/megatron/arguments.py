@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
@@ -84,12 +85,22 @@ def add_dynamic_batch_arguments(parser: argparse.ArgumentParser) -> argparse.Arg
     return parser
 
 
+def uses_dynamic_batch_size(args: Any) -> bool:
+    """Whether micro-batches are packed under a cap: yes, unless the flag is there and off."""
+    return bool(getattr(args, "use_dynamic_batch_size", True))
+
+
 def planner_config(args: Any) -> PlannerConfig:
     """The planner's settings from Megatron's arguments.
+
+    Without ``--use-dynamic-batch-size`` there is no cap, and ranks with fewer micro-batches are
+    filled up with placeholders.
 
     Raises:
         DynamicBatchArgumentError: ``--max-tokens-per-gpu`` is missing.
     """
+    if not uses_dynamic_batch_size(args):
+        return PlannerConfig(max_tokens_per_gpu=sys.maxsize, fill="placeholder", balance="none")
     if getattr(args, "max_tokens_per_gpu", None) is None:
         raise DynamicBatchArgumentError(
             "--use-dynamic-batch-size needs a cap: set --max-tokens-per-gpu to the most tokens "

@@ -29,11 +29,19 @@ from mcore_batching.planning import Layout
 def initialize_process_group(timeout_seconds: float = 600.0) -> None:
     """Join torchrun's process group: NCCL on GPUs, gloo on the CPU stand-in.
 
-    Under ``MCORE_BATCHING_CPU=1``, or where there is no CUDA, the stand-in is turned on first.
+    Under ``MCORE_BATCHING_CPU=1`` the stand-in is turned on first.
+
+    Raises:
+        RuntimeError: there is no CUDA device and nobody asked for the stand-in, or the reverse.
     """
-    if cpu.is_requested() or not torch.cuda.is_available():
+    if cpu.is_requested():
         cpu.enable()
     if not cpu.is_enabled():
+        if not torch.cuda.is_available():
+            raise RuntimeError(
+                "no CUDA device: set MCORE_BATCHING_CPU=1 to run Megatron on the CPU with gloo, or "
+                "check the driver and CUDA_VISIBLE_DEVICES"
+            )
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(
         "gloo" if cpu.is_enabled() else "nccl",

@@ -19,7 +19,7 @@ from typing import Any
 from megatron.core import parallel_state
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Schema
-from mcore_batching.megatron.arguments import planner_config
+from mcore_batching.megatron.arguments import planner_config, uses_dynamic_batch_size
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.refusals import prepare_model
 from mcore_batching.megatron.rendezvous import (
@@ -31,7 +31,7 @@ from mcore_batching.megatron.rendezvous import (
 )
 from mcore_batching.megatron.rollout_batch import RolloutBatch
 from mcore_batching.megatron.schedule import MicroBatches, RolloutSchedule
-from mcore_batching.megatron.topology import current_layout
+from mcore_batching.megatron.topology import current_layout, model_chunks
 from mcore_batching.planning import (
     CostModel,
     Layout,
@@ -110,7 +110,8 @@ def get_data_iterator(
 
     Args:
         args: Megatron's arguments: ``max_tokens_per_gpu``, ``global_batch_size`` and the
-            ``dynamic_batch_*`` options.
+            ``dynamic_batch_*`` options. Where ``use_dynamic_batch_size`` is there and False,
+            micro-batches hold ``micro_batch_size`` samples each, however long.
         model: this rank's model chunks.
         rollout_data: field name to one value a sample, for the samples of this data-parallel
             rank; ``tokens``, ``total_lengths`` and ``response_lengths`` are required. The ranks of
@@ -134,6 +135,7 @@ def get_data_iterator(
             `OversizeSampleError`, …).
         PlanMismatchError: on every rank, if they disagree on settings, fields or plan.
     """
+    model = model_chunks(model)
     layout = current_layout(model)
     rendezvous = get_rendezvous(
         getattr(args, "dynamic_batch_rendezvous_timeout_seconds", DEFAULT_TIMEOUT_SECONDS)
@@ -149,7 +151,7 @@ def get_data_iterator(
         packed = []
         for indices in final.steps_of(num_samples):
             lengths = [final.total_lengths[i] for i in indices]
-            packed.append((indices, pack_shard(lengths, layout, config)))
+            packed.append((indices, _bins(lengths, args, layout, config)))
         return final, packed
 
     def says_packed(result: tuple[RolloutBatch, _Packed]) -> dict[str, Any]:
@@ -229,6 +231,17 @@ def _take_stock(
         batch = batch.with_fields_of(rendezvous.share(batch.fields(), populated[0]))
     num_samples = {rank: summary["num_samples"] for rank, summary in summaries.items()}
     return config, batch, num_samples
+
+
+def _bins(lengths: list[int], args: Any, layout: Layout, config: PlannerConfig) -> list[list[int]]:
+    """One step's samples of this rank in bins: packed, or ``micro_batch_size`` to each."""
+    if uses_dynamic_batch_size(args):
+        return pack_shard(lengths, layout, config)
+    size = args.micro_batch_size
+    return [
+        list(range(first, min(first + size, len(lengths))))
+        for first in range(0, len(lengths), size)
+    ]
 
 
 def _to_local(

@@ -20,7 +20,7 @@ from torch import Tensor
 from mcore_batching.batch import OrderError, PackedMicroBatch, restore_order
 from mcore_batching.megatron.data_iterator import DataIterator
 from mcore_batching.megatron.forward import run_chunk
-from mcore_batching.megatron.topology import is_last_stage
+from mcore_batching.megatron.topology import is_last_stage, model_chunks
 
 
 @torch.no_grad()
@@ -56,6 +56,7 @@ def forward_only(
         CollationFailedError: on every rank, if any could not collate.
         OrderError: ``f`` returned the wrong number of outputs.
     """
+    model = model_chunks(model)
     schedule = data_iterator[0].schedule
     config = get_model_config(model[0])
     takes = inspect.signature(f).parameters

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -154,9 +156,15 @@ class Rendezvous:
 
     @staticmethod
     def _broadcast(value: Any, source: int, group: dist.ProcessGroup | None) -> Any:
-        box = [value]
+        # Serialised by torch, so that tensors arrive on the host: pickle would put a CUDA tensor on
+        # the device that it had on the source.
+        box: list[Any] = [None]
+        if dist.get_rank() == source:
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            box = [buffer.getvalue()]
         dist.broadcast_object_list(box, src=source, group=group)
-        return box[0]
+        return torch.load(io.BytesIO(box[0]), map_location="cpu", weights_only=False)
 
 
 def require_equal(notes: Sequence[Note], what: Callable[[Note], Mapping[str, Any]]) -> None:

@@ -14,7 +14,7 @@ import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_batching.megatron import compat
+from mcore_batching.megatron import compat, cpu
 from mcore_batching.megatron.attention import PackedAttention
 
 
@@ -22,9 +22,10 @@ def packed_layer_spec(config: TransformerConfig) -> ModuleSpec:
     """A GPT layer spec for packed rows, dense or mixture of experts.
 
     With Transformer Engine installed this is Megatron's Transformer Engine spec, untouched.
-    Without it, Megatron's local spec as changed by `use_packed_attention`.
+    Without it, and on the CPU stand-in, Megatron's local spec as changed by
+    `use_packed_attention`.
     """
-    if compat.HAVE_TRANSFORMER_ENGINE:
+    if compat.HAVE_TRANSFORMER_ENGINE and not cpu.is_enabled():
         from megatron.core.models.gpt.gpt_layer_specs import (
             get_gpt_layer_with_transformer_engine_spec,
         )

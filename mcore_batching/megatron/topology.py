@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core import parallel_state
@@ -28,6 +29,11 @@ def current_layout(model: list[Any]) -> Layout:
         sequence_parallel=bool(config.sequence_parallel),
         microbatch_group_size=config.microbatch_group_size_per_vp_stage if virtual > 1 else None,
     )
+
+
+def model_chunks(model: Any) -> list[Any]:
+    """The model as a list of chunks: a module alone counts as one."""
+    return list(model) if isinstance(model, Sequence) else [model]
 
 
 def is_last_stage() -> bool:

@@ -26,7 +26,7 @@ from mcore_batching.batch import PackedMicroBatch, StepTotals, owned_num_tokens
 from mcore_batching.megatron.data_iterator import DataIterator
 from mcore_batching.megatron.forward import run_chunk
 from mcore_batching.megatron.schedule import PreparedStep
-from mcore_batching.megatron.topology import is_last_stage
+from mcore_batching.megatron.topology import is_last_stage, model_chunks
 
 LossFunction = Callable[[Tensor, PackedMicroBatch, StepTotals], tuple[Tensor, Mapping[str, Tensor]]]
 """``(logits, micro_batch, totals) -> (share of the loss, name to share of a metric)``."""
@@ -83,6 +83,7 @@ def train_step(
     Raises:
         CollationFailedError: on every rank, if any could not collate.
     """
+    model = model_chunks(model)
     prepared = data_iterator[0].schedule.prepare(step)
     for chunk in model:
         chunk.zero_grad_buffer()

@@ -68,6 +68,17 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
         {"planner": {"dynamic_batch_packing": "first-fit", "dynamic_batch_fill": "placeholder"}},
     ),
     "dp2-cp2-learned-positions": ("dp2-cp2", {"kind": "learned"}),
+    # Without the flag: two samples a micro-batch, however long.
+    "dp2-pp2-fixed-size": (
+        "dp2-pp2",
+        {
+            "planner": {
+                "use_dynamic_batch_size": False,
+                "max_tokens_per_gpu": None,
+                "micro_batch_size": 2,
+            }
+        },
+    ),
 }
 """Settings beside the matrix: name to layout and what differs."""
 
@@ -87,15 +98,17 @@ def jobs() -> list[Job]:
     """Every layout, with uneven and empty ranks, both ways of dividing the loss, and optimizers."""
     made = []
     for layout_name, (nproc, kind, layout) in LAYOUTS.items():
-        spreads = ["uneven", "empty"] if layout.get("data_parallel", 1) > 1 else ["uneven"]
+        spreads = ["fewer", "uneven", "empty"] if layout.get("data_parallel", 1) > 1 else ["uneven"]
         variants = {
             "": {},
             "-mean-over-micro-batches": {"per_token_loss": False},
             "-distributed-optimizer": {"distributed_optimizer": True},
         }
         for spread in spreads:
-            for variant, parameters in variants.items():
-                parameters = parameters | {
+            for variant, changes in variants.items():
+                if spread == "fewer" and changes:
+                    continue
+                parameters = changes | {
                     "layout": layout,
                     "kind": kind,
                     "reference": kind,
@@ -121,8 +134,8 @@ def test_equals_reference(
     expected = torch.load(references[job.parameters["kind"]], weights_only=True)
     assert len({tuple(rank["counts"]) for rank in ranks}) == 1
     assert all(rank["last_is_real"] for rank in ranks)
-    assert any(rank["oversize"] for rank in ranks)
-    if job.layout and job.layout.get("data_parallel", 1) > 1:
+    assert any(rank["oversize"] for rank in ranks)  # the cap holds 48 tokens, one sample has 200
+    if job.parameters.get("spread", "uneven") != "fewer" and job.layout.get("data_parallel", 1) > 1:
         assert any(rank["placeholders"] for rank in ranks)
     assert max(rank["log_probs"] for rank in ranks) < LOG_PROBS
     assert max(rank["gradients"] for rank in ranks) < GRADIENTS

@@ -70,3 +70,18 @@ def test_cuda_tensors_are_cpu_tensors() -> None:
         "assert torch.equal(a, torch.rand(2))\n"
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_bootstrap_needs_the_stand_in_to_be_asked_for() -> None:
+    done = run(
+        "import os, torch\n"
+        "os.environ.pop('MCORE_BATCHING_CPU', None)\n"
+        "torch.cuda.is_available = lambda: False\n"
+        "from mcore_batching.megatron.bootstrap import initialize_process_group\n"
+        "try:\n"
+        "    initialize_process_group()\n"
+        "except RuntimeError as error:\n"
+        "    print(error)\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no CUDA device: set MCORE_BATCHING_CPU=1" in done.stdout

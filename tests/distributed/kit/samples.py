@@ -55,17 +55,20 @@ def make_samples() -> dict[str, list[Any]]:
 def share(samples: dict[str, list[Any]], spread: str, rank: int, ranks: int) -> list[int]:
     """Indices of the samples that data-parallel rank ``rank`` holds.
 
-    ``"uneven"``: all but a few on rank 0, the rest one each. ``"empty"``: the last rank has none.
+    ``"uneven"``: all but a few on rank 0, the rest one each. ``"fewer"``: three on each of the
+    others. ``"empty"``: the last rank has none.
     """
     count = len(samples["total_lengths"])
     if ranks == 1:
         return list(range(count))
-    populated = ranks if spread == "uneven" else ranks - 1
+    populated = ranks - 1 if spread == "empty" else ranks
+    each = 3 if spread == "fewer" else 1
+    first = count - each * (populated - 1)
     if rank >= populated:
         return []
     if rank == 0:
-        return list(range(count - (populated - 1)))
-    return [count - populated + rank]
+        return list(range(first))
+    return list(range(first + each * (rank - 1), first + each * rank))
 
 
 def take(samples: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:

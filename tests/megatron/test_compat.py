@@ -1,0 +1,22 @@
+"""What every version of Megatron is given."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from mcore_batching.megatron import compat
+
+
+def test_packed_sequence_parameters_are_what_transformer_engine_expects() -> None:
+    """THD, int32 offsets of the padded sequences for queries and keys, lengths as ints."""
+    offsets = torch.tensor([0, 4, 12], dtype=torch.int32)
+    params = compat.packed_seq_params(offsets, 8, [0, 4, 12])
+    assert params.qkv_format == "thd"
+    assert params.cu_seqlens_q.dtype == params.cu_seqlens_kv.dtype == torch.int32
+    assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 4, 12]
+    assert (params.max_seqlen_q, params.max_seqlen_kv) == (8, 8)
+    # Transformer Engine's wrapper passes on every declared field but those it knows to drop: what
+    # this package adds must not be one.
+    assert "host_cu_seqlens" not in {field.name for field in dataclasses.fields(params)}
