@@ -5,7 +5,7 @@ Importing this package imports torch and megatron.core.
 
 from mcore_batching.megatron.arguments import add_dynamic_batch_arguments
 from mcore_batching.megatron.attention import PackedAttention
-from mcore_batching.megatron.data_iterator import DataIterator, get_data_iterator
+from mcore_batching.megatron.data_iterator import DataIterator, add_fields, get_data_iterator
 from mcore_batching.megatron.errors import (
     CollationFailedError,
     CollectiveError,
@@ -28,6 +28,7 @@ __all__ = [
     "PlanningFailedError",
     "TrainStepResult",
     "add_dynamic_batch_arguments",
+    "add_fields",
     "forward_only",
     "get_data_iterator",
     "packed_layer_spec",

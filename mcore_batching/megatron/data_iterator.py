@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core import parallel_state
@@ -158,7 +158,11 @@ def get_data_iterator(
         final, packed = result
         return {
             "counts": [len(bins) for _, bins in packed],
-            "everywhere": {"number of steps": len(packed), "field names": sorted(final.template)},
+            "everywhere": {
+                "number of steps": len(packed),
+                "field names": sorted(final.template),
+                "field kinds": [final.schema[name].kind.name for name in sorted(final.template)],
+            },
             "replica": {"samples and plan (sha256)": _digest([final.total_lengths, packed])},
         }
 
@@ -185,6 +189,28 @@ def get_data_iterator(
         plan_digest=_digest([[note.value["replica"] for note in notes], counts]),
     )
     return [DataIterator(schedule) for _ in range(layout.virtual_pipeline)], counts
+
+
+def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Sequence[Any]]) -> None:
+    """Give the samples further fields: what `forward_only` returned, advantages made of it.
+
+    A collective over all ranks, so that a field that does not fit is an error on each. Ranks may
+    add different fields, or none (``{}``): log-probs are made on the last pipeline stage and needed
+    nowhere else. A field that is there already is replaced.
+
+    Args:
+        data_iterator: from `get_data_iterator`; the plan stays as it is.
+        fields: field name to one value a sample of this rank, in the order of the rollout data.
+
+    Raises:
+        PlanningFailedError: on every rank, if a field does not fit on any (a `SchemaError`).
+    """
+    schedule = data_iterator[0].schedule
+    extended, _ = schedule.rendezvous.guard(
+        PlanningFailedError, lambda: schedule.with_fields(fields), lambda _: None
+    )
+    for iterator in data_iterator:
+        iterator.schedule = extended
 
 
 def _take_stock(

@@ -9,7 +9,7 @@ can still be told.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,6 +99,19 @@ class RolloutSchedule:
         rows, notes = self.rendezvous.guard(CollationFailedError, collate, says)
         require_equal(notes, lambda note: note.value["compared"])
         return PreparedStep(step=step, rows=rows, totals=_sum_over_replicas(notes))
+
+    def with_fields(self, fields: Mapping[str, Sequence[Any]]) -> RolloutSchedule:
+        """Itself with further fields, or with other values of those it has.
+
+        Raises:
+            SchemaError: a field's kind is unknown, or its values do not fit the samples.
+        """
+        data = self.rollout_data | {name: list(values) for name, values in fields.items()}
+        schema = self.schema.resolve(data)
+        schema.validate(data)
+        examples = {name: values or self.template.get(name) for name, values in data.items()}
+        template = make_placeholder(schema, list(data), examples)
+        return dataclasses.replace(self, rollout_data=data, schema=schema, template=template)
 
     def samples(self, indices: Sequence[int], keys: Sequence[str]) -> dict[str, list[Any]]:
         """The values of some samples, or of one fabricated sample where ``indices`` is empty."""

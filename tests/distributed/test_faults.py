@@ -259,3 +259,36 @@ def test_every_stage_masks_its_own_tokens(job: Job, ranks: list[dict[str, Any]])
     for first, second in (ranks[:2], ranks[2:]):
         both = [a + b for a, b in zip(first["counted"], second["counted"], strict=True)]
         assert both == [first["real"]] * 2
+
+
+FIELDS = {"spread": "empty", "fault": ""}
+
+
+@pytest.mark.parametrize("job", [job("fields", "adds_fields", DP2_PP2, 4, **FIELDS)], ids=str)
+def test_outputs_become_fields(job: Job, ranks: list[dict[str, Any]]) -> None:
+    """Before an update the ratio of new to old probabilities is 1, also where a rank is empty."""
+    for rank in ranks:
+        if rank["last_stage"]:
+            assert rank["metrics"]["loss"] == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("job", "text"),
+    [
+        (
+            job("fields-short", "adds_fields", DP2_PP2, 4, spread="uneven", fault="wrong length"),
+            "log_probs",
+        ),
+        (
+            job("fields-undeclared", "adds_fields", DP2_PP2, 4, spread="empty", fault="undeclared"),
+            "mine",
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Job) else "",
+)
+def test_field_that_does_not_fit_is_an_error_on_all(
+    job: Job, ranks: list[dict[str, Any]], text: str
+) -> None:
+    assert [rank["type"] for rank in ranks] == ["PlanningFailedError"] * 4
+    assert "rank 3: SchemaError" in ranks[0]["message"]
+    assert text in ranks[0]["message"]

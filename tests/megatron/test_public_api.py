@@ -17,6 +17,7 @@ NAMES = {
     "PlanningFailedError",
     "TrainStepResult",
     "add_dynamic_batch_arguments",
+    "add_fields",
     "forward_only",
     "get_data_iterator",
     "packed_layer_spec",

@@ -16,7 +16,14 @@ from kit.exactness import arguments, log_probs_of
 from kit.model import adam, named_parameters, sharded_model
 from kit.objective import packed_objective
 from kit.samples import make_samples, share, take
-from mcore_batching.megatron import forward_only, get_data_iterator, train_step
+from mcore_batching.batch import token_mean
+from mcore_batching.megatron import (
+    add_fields,
+    forward_only,
+    get_data_iterator,
+    response_log_probs,
+    train_step,
+)
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import Layout
 
@@ -283,6 +290,32 @@ def expert_bias_counts(layout: dict[str, Any], reference: str) -> dict[str, Any]
         "counted": [int(each.sum()) for each in counted],
         "real": sum(data["total_lengths"]) * 2,
     }
+
+
+def adds_fields(layout: dict[str, Any], reference: str, spread: str, fault: str) -> dict[str, Any]:
+    """Log-probs of the last stage become a field of the samples, and the loss reads them."""
+    model = small_model(layout, reference)
+    args = arguments(Layout(**layout))
+    iterators, counts = get_data_iterator(args, model, my_samples(layout, spread))
+    outputs = forward_only(log_probs_of, args, model, iterators, counts)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        if fault == "wrong length":
+            outputs["log_probs"][0] = outputs["log_probs"][0][:-1]
+        if fault == "undeclared":
+            outputs["mine"] = outputs["log_probs"]
+
+    def ratio(logits: torch.Tensor, row: Any, totals: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        log_probs = response_log_probs(logits, row)
+        pairs = zip(log_probs, row["log_probs"], strict=True)
+        share = token_mean([(new - old).exp() for new, old in pairs], row, totals)
+        return share, {}
+
+    try:
+        add_fields(iterators, outputs)
+    except Exception as error:
+        return {"type": type(error).__name__, "message": str(error)}
+    result = train_step(ratio, args, model, iterators, counts, adam(model, distributed=False))
+    return {"last_stage": is_last_stage(), "metrics": result.metrics}
 
 
 def hangs() -> None:
