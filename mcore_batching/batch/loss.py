@@ -70,7 +70,7 @@ def response_loss_masks(row: PackedMicroBatch) -> list[Tensor]:
         mask = mask.to(device=row.tokens.device, dtype=torch.float32, copy=True)
         if response == total:
             mask[:1] = 0.0
-        if row.is_placeholder or (padding is not None and bool(padding[i])):
+        if padding is not None and bool(padding[i]):
             mask.zero_()
         masks.append(mask)
     return masks

@@ -6,9 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from mcore_batching.planning import Layout, PlannerConfig, StepPlan
+
+
+def examples(count: int) -> settings:
+    """`count` random cases, however slow the machine is at the moment."""
+    return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @dataclass(frozen=True)

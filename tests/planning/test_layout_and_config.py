@@ -7,9 +7,9 @@ import pickle
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import layouts, least_count, megatron_runs
+from planning_cases import examples, layouts, least_count, megatron_runs
 
 from mcore_batching.planning import (
     ConfigError,
@@ -40,7 +40,7 @@ def test_sample_alignment(sizes: dict[str, Any], alignment: int) -> None:
     assert Layout(**sizes).sample_alignment_tokens == alignment
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(1000)
 @given(layouts(), st.integers(0, 60))
 def test_count_is_legal_for_megatron_and_the_least_not_below(layout: Layout, count: int) -> None:
     rounded = layout.round_up_num_microbatches(count)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from planning_cases import examples
 
 from mcore_batching.planning import (
     ItemTooLargeError,
@@ -46,14 +47,14 @@ problems = capacities.flatmap(
 )
 
 
-@settings(max_examples=1500, deadline=None)
+@examples(1500)
 @given(problems)
 def test_first_fit_is_bin_for_bin_the_scan(problem: tuple[list[int], int]) -> None:
     sizes, capacity = problem
     assert first_fit(sizes, capacity) == scan(sizes, capacity, list(range(len(sizes))))
 
 
-@settings(max_examples=1500, deadline=None)
+@examples(1500)
 @given(problems)
 def test_first_fit_decreasing_is_bin_for_bin_the_scan(problem: tuple[list[int], int]) -> None:
     sizes, capacity = problem
@@ -105,13 +106,13 @@ def fewest_bins(sizes: list[int], capacity: int) -> int:
     raise AssertionError("one bin an item always does")
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.lists(st.integers(0, 12), max_size=5), st.sampled_from([12, 13, 20]))
 def test_lower_bound_is_one(sizes: list[int], capacity: int) -> None:
     assert bin_lower_bound(sizes, capacity) <= fewest_bins(sizes, capacity)
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(problems)
 def test_lower_bound_is_at_least_the_tokens_bound(problem: tuple[list[int], int]) -> None:
     sizes, capacity = problem

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import Case, cases, row_multiple, sample_multiple
+from planning_cases import Case, cases, examples, row_multiple, sample_multiple
 
 from mcore_batching.planning import (
     ConfigError,
@@ -33,7 +33,7 @@ def test_the_worked_example() -> None:
     assert (row(3, 5, 0), row(4, 5, 0), row(5, 5, 0)) == (16, 16, 32)
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(cases(), st.integers(0, 500))
 def test_padded_sizes_are_the_least_multiples(case: Case, length: int) -> None:
     layout, config = case.layout, case.config
@@ -49,7 +49,7 @@ def test_padded_sizes_are_the_least_multiples(case: Case, length: int) -> None:
     assert placeholder_tokens(layout, config) == -(-each // row) * row
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(cases(), st.integers(0, 2000))
 def test_row_capacity_admits_exactly_the_rows_under_the_cap(case: Case, tokens: int) -> None:
     layout, config = case.layout, case.config

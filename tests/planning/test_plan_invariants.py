@@ -13,11 +13,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from planning_cases import (
     Case,
     broken_invariants,
     cases,
+    examples,
     least_count,
     megatron_runs,
     row_tokens,
@@ -35,7 +36,7 @@ from mcore_batching.planning import (
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-many = settings(max_examples=700, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+many = examples(700)
 
 EMPTY = Case([], Layout(data_parallel=3), PlannerConfig(max_tokens_per_gpu=8), None)
 EMPTY_LOCAL = Case([], Layout(data_parallel=3), PlannerConfig(max_tokens_per_gpu=8), [])
@@ -133,7 +134,7 @@ def test_split_before_placeholder(case: Case) -> None:
             assert not real or micro_batches[-1] == real[-1]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(cases(fill=("placeholder",)))
 def test_placeholder_fill_never_splits(case: Case) -> None:
     step = planned(case)
@@ -145,7 +146,7 @@ def test_placeholder_fill_never_splits(case: Case) -> None:
         assert micro_batches[-1] or not any(micro_batches)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(cases())
 def test_steps_of_a_batch_are_the_plans_of_their_samples(case: Case) -> None:
     plan = plan_batch(
@@ -169,7 +170,7 @@ def test_steps_of_a_batch_are_the_plans_of_their_samples(case: Case) -> None:
         assert StepPlan.from_json(step.to_json()) == step
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(cases())
 def test_oversize_is_refused_or_alone(case: Case) -> None:
     strict = PlannerConfig(
@@ -238,7 +239,7 @@ def digests(python: str, hash_seed: str) -> list[str]:
     return run.stdout.split()
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(cases())
 def test_deterministic(case: Case) -> None:
     class Integer:

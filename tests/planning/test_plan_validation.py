@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
-from planning_cases import Case, broken_invariants, cases
+from planning_cases import Case, broken_invariants, cases, examples
 
 from mcore_batching.planning import (
     InvariantError,
@@ -159,7 +159,7 @@ def test_a_plan_covers_its_batch_over_all_steps() -> None:
     assert "for 4 samples, but 3 lengths were given" in str(error)
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(1000)
 @given(cases(), st.randoms(use_true_random=False))
 def test_validate_agrees_with_the_independent_checker_on_corrupted_plans(
     case: Case, random: object

@@ -1,0 +1,153 @@
+# Sourced by quickstart.sh, tests/run.sh and .ci/run: finds a Python, makes an environment with the
+# pinned versions of torch and megatron-core, installs this package into it.
+#
+# An environment counts as complete once its stamp is written; one whose making was interrupted is
+# made anew. A directory that none of these scripts made is never touched.
+
+mcb_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+mcb_fail() {
+    printf '%s: %s\n' "$(basename "$0")" "$*" >&2
+    exit 1
+}
+
+# "3.12" for an interpreter that runs; nothing otherwise.
+mcb_version_of() {
+    "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
+}
+
+# The pins for a Python version; fails for one that no pinned megatron-core supports.
+mcb_constraints_of() {
+    case $1 in
+        3.11) echo "$mcb_root/examples/constraints-py311.txt" ;;
+        3.12 | 3.13) echo "$mcb_root/examples/constraints-py312.txt" ;;
+        *) return 1 ;;
+    esac
+}
+
+# An interpreter of one version ("3.12"): on the path, or installed with pyenv.
+mcb_python_of_version() {
+    local candidate
+    candidate=$(command -v "python$1") || candidate=
+    if [ -n "$candidate" ] && [ "$(mcb_version_of "$candidate")" = "$1" ]; then
+        echo "$candidate"
+        return 0
+    fi
+    command -v pyenv >/dev/null || return 1
+    for candidate in "$(pyenv root)/versions/$1".*/bin/python; do
+        if [ "$(mcb_version_of "$candidate")" = "$1" ]; then
+            echo "$candidate"
+            return 0
+        fi
+    done
+    return 1
+}
+
+# $MCORE_BATCHING_PYTHON, or the best interpreter there is: versions that are tested first, what is
+# on the path before what pyenv keeps aside.
+mcb_find_python() {
+    local name version python
+    if [ -n "${MCORE_BATCHING_PYTHON:-}" ]; then
+        version=$(mcb_version_of "$MCORE_BATCHING_PYTHON") ||
+            mcb_fail "MCORE_BATCHING_PYTHON=$MCORE_BATCHING_PYTHON does not run"
+        mcb_constraints_of "$version" >/dev/null ||
+            mcb_fail "MCORE_BATCHING_PYTHON=$MCORE_BATCHING_PYTHON is Python $version; megatron-core" \
+                "has wheels for 3.11, 3.12 and 3.13: name one of these"
+        command -v "$MCORE_BATCHING_PYTHON"
+        return 0
+    fi
+    for name in python3.12 python3.11 python3.13 python3 python; do
+        if version=$(mcb_version_of "$name") && mcb_constraints_of "$version" >/dev/null; then
+            command -v "$name"
+            return 0
+        fi
+    done
+    for version in 3.12 3.11 3.13; do
+        if python=$(mcb_python_of_version "$version"); then
+            echo "$python"
+            return 0
+        fi
+    done
+    mcb_fail "found no Python 3.11, 3.12 or 3.13 (looked for python3.12, python3.11, python3.13," \
+        "python3, python, and in pyenv): install one, or name it in MCORE_BATCHING_PYTHON"
+}
+
+# What an environment's packages depend on: pins, declared dependencies, Python version.
+mcb_environment_key() { # PYTHON
+    local constraints
+    constraints=$(mcb_constraints_of "$(mcb_version_of "$1")") || return 1
+    "$1" - "$mcb_root/pyproject.toml" "$constraints" <<'PYTHON'
+import hashlib, json, pathlib, sys, tomllib
+
+project = tomllib.loads(pathlib.Path(sys.argv[1]).read_text())
+declared = {
+    "build": project["build-system"],
+    "dependencies": project["project"].get("dependencies"),
+    "extras": project["project"].get("optional-dependencies"),
+    "scripts": project["project"].get("scripts"),
+    "pins": pathlib.Path(sys.argv[2]).read_text(),
+    "python": sys.version,
+}
+print(hashlib.sha256(json.dumps(declared, sort_keys=True).encode()).hexdigest()[:12])
+PYTHON
+}
+
+# Make DIRECTORY an environment that has this package with EXTRAS ("megatron,plot"), if it is not
+# one already. Afterwards DIRECTORY/bin/python runs it.
+mcb_ensure_environment() { # DIRECTORY EXTRAS
+    local directory=$1 extras=$2 python key stamp unfinished has_key has_root has_extras extra missing
+    stamp=$directory/mcore_batching.complete
+    unfinished=$directory/mcore_batching.unfinished
+    if [ -f "$stamp" ] && [ -z "${MCORE_BATCHING_PYTHON:-}" ]; then
+        python=$directory/bin/python
+    else
+        python=$(mcb_find_python) || exit 1
+    fi
+    key=$(mcb_environment_key "$python") || mcb_fail "$python is no usable Python"
+
+    if [ -f "$stamp" ]; then
+        { read -r has_key; read -r has_root; read -r has_extras; } <"$stamp"
+        missing=
+        for extra in ${extras//,/ }; do
+            case ",$has_extras," in *",$extra,"*) ;; *) missing=$extra ;; esac
+        done
+        [ "$has_key$has_root$missing" = "$key$mcb_root" ] && return 0
+        extras=$extras,$has_extras
+        if [ "$has_key" != "$key" ]; then
+            python=$(mcb_find_python) || exit 1
+            rm -rf "$directory"
+        fi
+    elif [ -f "$unfinished" ]; then
+        echo "$directory was left unfinished; making it anew"
+        rm -rf "$directory"
+    elif [ -e "$directory" ]; then
+        mcb_fail "$directory exists and is not an environment that these scripts made: remove it," \
+            "or name another directory in MCORE_BATCHING_VENV"
+    fi
+
+    if [ ! -d "$directory" ]; then
+        echo "making $directory with $("$python" --version) ($python)"
+        mkdir -p "$directory"
+        touch "$unfinished"
+        "$python" -m venv "$directory" ||
+            mcb_fail "$python cannot make environments (on Debian and Ubuntu: install python3-venv)"
+    fi
+    touch "$unfinished"
+    rm -f "$stamp"
+    mcb_install "$directory/bin/python" "$extras" ||
+        mcb_fail "installing into $directory failed (see above); run again once the cause is gone"
+    printf '%s\n' "$key" "$mcb_root" "$extras" >"$stamp"
+    rm -f "$unfinished"
+}
+
+mcb_install() { # PYTHON EXTRAS
+    local python=$1 extras=$2 quiet=--quiet constraints
+    constraints=$(mcb_constraints_of "$(mcb_version_of "$python")") || return 1
+    [ -t 1 ] && quiet=--progress-bar=on
+    echo "installing mcore_batching[$extras] and $(grep -v '^#' "$constraints" | paste -sd' ' -)" \
+        "(torch is large: minutes, the first time)"
+    # The build needs no environment of its own, so that a later run needs no network.
+    "$python" -m pip install "$quiet" --disable-pip-version-check 'setuptools>=77' &&
+        "$python" -m pip install "$quiet" --disable-pip-version-check --no-build-isolation \
+            --constraint "$constraints" --editable "$mcb_root[$extras]"
+}

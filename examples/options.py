@@ -1,0 +1,88 @@
+"""The flags of ``grpo.py``, and the layout they ask for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from byte_tokens import PADDING
+
+from mcore_batching.megatron import add_dynamic_batch_arguments
+from mcore_batching.planning import Layout
+
+BUNDLED_ROLLOUTS = Path(__file__).parent / "data" / "arithmetic_rollouts.jsonl"
+NOT_SETTINGS = ("out", "baseline", "compare")
+"""Options in which two runs may differ and still be compared."""
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What two comparable runs have in common, as JSON values."""
+    return {
+        key: str(value.resolve()) if isinstance(value, Path) else value
+        for key, value in sorted(vars(options).items())
+        if key not in NOT_SETTINGS
+    }
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags of the job, those of the engine among them."""
+    parser = argparse.ArgumentParser(
+        description="GRPO on recorded rollouts with dynamic micro-batches."
+    )
+    add_dynamic_batch_arguments(parser)
+    parser.set_defaults(use_dynamic_batch_size=True, max_tokens_per_gpu=2048)
+    layout = parser.add_argument_group("layout")
+    layout.add_argument("--dp", type=int, help="data parallel (default: what the others leave)")
+    layout.add_argument("--pp", type=int, default=2, help="pipeline stages")
+    layout.add_argument("--vpp", type=int, default=1, help="model chunks a stage")
+    layout.add_argument("--tp", type=int, default=1, help="tensor parallel")
+    layout.add_argument("--cp", type=int, default=1, help="context parallel")
+    layout.add_argument("--sequence-parallel", action="store_true")
+    job = parser.add_argument_group("job")
+    job.add_argument("--rollouts", type=Path, default=BUNDLED_ROLLOUTS, metavar="FILE")
+    job.add_argument("--iterations", type=int, default=6)
+    job.add_argument("--prompts-per-iteration", type=int, default=32)
+    job.add_argument("--global-batch-size", type=int, default=64, help="samples a step")
+    job.add_argument("--num-layers", type=int, default=4)
+    job.add_argument("--hidden-size", type=int, default=128)
+    job.add_argument("--lr", type=float, default=3e-4)
+    job.add_argument("--clip", type=float, default=0.2)
+    job.add_argument("--kl-coefficient", type=float, default=0.05)
+    job.add_argument("--seed", type=int, default=1234)
+    job.add_argument("--out", type=Path, default=Path("runs/grpo"), metavar="DIR")
+    runs = job.add_mutually_exclusive_group()
+    runs.add_argument("--baseline", action="store_true", help="one sample a micro-batch")
+    runs.add_argument("--compare", action="store_true", help="both, and a comparison")
+    options = parser.parse_args(arguments)
+    for name in ("iterations", "prompts_per_iteration", "global_batch_size"):
+        if getattr(options, name) < 1:
+            parser.error(
+                f"--{name.replace('_', '-')} must be 1 or more, got {getattr(options, name)}"
+            )
+    if options.num_layers % (options.pp * options.vpp):
+        parser.error(
+            f"--num-layers {options.num_layers} cannot be cut into {options.pp * options.vpp} "
+            f"equal model chunks (--pp {options.pp} × --vpp {options.vpp}): set --num-layers to a "
+            f"multiple of {options.pp * options.vpp}"
+        )
+    options.pad_token_id = PADDING
+    return options
+
+
+def layout_of(options: argparse.Namespace, num_processes: int) -> Layout:
+    """The layout that the flags ask for.
+
+    Raises:
+        ValueError: the processes cannot be laid out so.
+    """
+    model_parallel = options.pp * options.tp * options.cp
+    return Layout(
+        data_parallel=options.dp or max(num_processes // model_parallel, 1),
+        pipeline_parallel=options.pp,
+        virtual_pipeline=options.vpp,
+        context_parallel=options.cp,
+        tensor_parallel=options.tp,
+        sequence_parallel=options.sequence_parallel,
+    )

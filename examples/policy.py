@@ -1,0 +1,100 @@
+"""A small Megatron `GPTModel` as policy, its frozen copy as reference, and the optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from byte_tokens import VOCABULARY
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mcore_batching.megatron.bootstrap import build_model, build_optimizer, pipeline_config
+from mcore_batching.planning import Layout
+
+ATTENTION_HEADS = 4
+KEY_VALUE_HEADS = 4
+
+
+def build_policy_and_reference(
+    layout: Layout,
+    *,
+    num_layers: int,
+    hidden_size: int,
+    max_sequence_length: int,
+    seed: int,
+) -> tuple[list[Any], list[Any]]:
+    """This rank's chunks of the policy, ready to train, and of its frozen copy.
+
+    Args:
+        layout: of the job.
+        num_layers: over all pipeline stages.
+        hidden_size: of the residual stream.
+        max_sequence_length: longest sample, in tokens.
+        seed: of the initial weights; the same seed and layout give the same weights.
+
+    Returns:
+        policy, wrapped in Megatron's DDP; reference, bare.
+    """
+    # Stages draw different weights, tensor-parallel ranks their parts of the same.
+    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(stage_seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
+    shape: dict[str, Any] = {"vocab_size": VOCABULARY, "max_sequence_length": max_sequence_length}
+    policy = build_model(
+        _transformer_config(layout, num_layers, hidden_size),
+        ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+        **shape,
+    )
+    reference = build_model(
+        _transformer_config(layout, num_layers, hidden_size), wrap=False, **shape
+    )
+    for chunk, source in zip(reference, policy, strict=True):
+        chunk.load_state_dict(source.module.state_dict())
+        chunk.requires_grad_(False)
+    return policy, reference
+
+
+def build_adam(policy: list[Any], learning_rate: float) -> Any:
+    """Megatron's Adam over the policy, gradients clipped to norm 1."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=learning_rate,
+        weight_decay=0.0,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        # With Adam's usual 1e-8 the first updates are signs of gradients, and the rounding of a
+        # gradient near zero becomes a difference of twice the learning rate.
+        adam_eps=1e-5,
+        clip_grad=1.0,
+    )
+    return build_optimizer(policy, config)
+
+
+def _transformer_config(layout: Layout, num_layers: int, hidden_size: int) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        ffn_hidden_size=4 * hidden_size,
+        num_attention_heads=ATTENTION_HEADS,
+        num_query_groups=KEY_VALUE_HEADS,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        # Kernels that come with Apex or Transformer Engine.
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        # Gradients are divided by the tokens of the step, not averaged over micro-batches.
+        calculate_per_token_loss=True,
+        **pipeline_config(layout),
+    )

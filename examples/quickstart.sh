@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# From a bare machine to a GRPO run with dynamic micro-batches, beside the same run without them.
+#
+#     bash examples/quickstart.sh [--short] [--nproc N] [flags of grpo.py]
+#
+# Makes .venv (or $MCORE_BATCHING_VENV), installs this package with what the job needs, and runs
+# examples/grpo.py --compare on 4 processes, 2 data-parallel ranks of 2 pipeline stages: on GPUs if
+# there are enough, on the CPU otherwise. --dp, --pp, --vpp, --tp and --cp change the layout, and
+# with it the number of processes; --rollouts FILE takes other rollouts; --short runs for seconds.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source-path=SCRIPTDIR
+. "$here/environment.sh"
+
+nproc= dp=2 pp=2 tp=1 cp=1
+given=()
+chosen=(--compare)
+length=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        --nproc | --dp | --pp | --tp | --cp)
+            [ $# -gt 1 ] || mcb_fail "$1 needs a number after it"
+            set -- "$1=$2" "${@:3}"
+            continue
+            ;;
+        --*=*)
+            name=${1%%=*} value=${1#*=}
+            case $name in
+                --nproc | --dp | --pp | --tp | --cp)
+                    [[ $value =~ ^[1-9][0-9]*$ ]] ||
+                        mcb_fail "$name must be a whole number of 1 or more, got '$value'"
+                    printf -v "${name#--}" %s "$value"
+                    ;;
+            esac
+            [ "$name" = --nproc ] || given+=("$1")
+            ;;
+        --short) length=(--iterations 2 --prompts-per-iteration 16 --global-batch-size 32) ;;
+        --baseline | --compare) chosen=("$1") ;;
+        -h | --help) sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p;}' "$0" && exit 0 ;;
+        *) given+=("$1") ;;
+    esac
+    shift
+done
+: "${nproc:=$((dp * pp * tp * cp))}"
+
+environment=${MCORE_BATCHING_VENV:-$mcb_root/.venv}
+mcb_ensure_environment "$environment" megatron,plot
+python=$environment/bin/python
+
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+if [ "$gpus" -lt "$nproc" ]; then
+    echo "$nproc processes on the CPU ($gpus GPUs here)"
+    export CUDA_VISIBLE_DEVICES='' MCORE_BATCHING_CPU=1
+else
+    echo "$nproc processes on $gpus GPUs"
+    unset MCORE_BATCHING_CPU
+fi
+# One thread a process: there are more processes than cores on most machines this runs on.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUDA_DEVICE_MAX_CONNECTIONS=1
+# megatron-core warns of every optional package that is absent.
+export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
+export PYTHONPATH="$mcb_root${PYTHONPATH:+:$PYTHONPATH}"
+"$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" "$here/grpo.py" \
+    --out "$mcb_root/runs/quickstart" "${chosen[@]}" \
+    ${length[@]+"${length[@]}"} ${given[@]+"${given[@]}"}

@@ -1,0 +1,107 @@
+"""Random batches, and a packer in plain Python lists that shares no code with the package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+PAD = 999
+
+
+def make_samples(shapes: list[tuple[int, int]], seed: int = 0) -> dict[str, list[Any]]:
+    """Samples of (total length, response length), with masks and a field per token."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(high: int, length: int) -> torch.Tensor:
+        return torch.randint(1, high, (length,), generator=generator)
+
+    return {
+        "tokens": [draw(900, total) for total, _ in shapes],
+        "total_lengths": [total for total, _ in shapes],
+        "response_lengths": [response for _, response in shapes],
+        "loss_masks": [draw(4, response) - 1 for _, response in shapes],
+        "advantages": [
+            torch.rand(response, generator=generator, dtype=torch.float64) for _, response in shapes
+        ],
+    }
+
+
+@dataclass
+class PlainRow:
+    """One full row, token by token."""
+
+    tokens: list[int]
+    labels: list[int]
+    position_ids: list[int]
+    loss_mask: list[float]
+    padding_mask: list[bool]
+    offsets: list[int]
+
+
+def plain_row(samples: dict[str, list[Any]], sample_multiple: int, row_multiple: int) -> PlainRow:
+    """The row that `pack` should make without context parallelism."""
+    row = PlainRow([], [], [], [], [], [0])
+
+    def pad() -> None:
+        row.tokens.append(PAD)
+        row.labels.append(PAD)
+        row.position_ids.append(0)
+        row.loss_mask.append(0.0)
+        row.padding_mask.append(True)
+
+    for i, tokens in enumerate(samples["tokens"]):
+        ids = tokens.tolist()
+        prompt = len(ids) - samples["response_lengths"][i]
+        for position, token in enumerate(ids):
+            successor = position + 1
+            row.tokens.append(token)
+            row.labels.append(ids[successor] if successor < len(ids) else PAD)
+            row.position_ids.append(position)
+            trained = successor >= prompt and successor < len(ids)
+            row.loss_mask.append(
+                float(samples["loss_masks"][i][successor - prompt]) if trained else 0.0
+            )
+            row.padding_mask.append(False)
+        if not ids:
+            pad()
+        while len(row.tokens) % sample_multiple:
+            pad()
+        row.offsets.append(len(row.tokens))
+    while len(row.tokens) % row_multiple:
+        pad()
+    if row.offsets[-1] < len(row.tokens):
+        row.offsets.append(len(row.tokens))
+    return row
+
+
+@st.composite
+def sample_shapes(draw: st.DrawFn, max_samples: int = 6) -> list[tuple[int, int]]:
+    """(total length, response length) of some samples, empty ones and whole responses included."""
+    totals = draw(st.lists(st.integers(0, 30), min_size=1, max_size=max_samples))
+    return [
+        (
+            total,
+            draw(
+                st.one_of(st.just(0), st.just(min(1, total)), st.just(total), st.integers(0, total))
+            ),
+        )
+        for total in totals
+    ]
+
+
+def boundary_lengths(context_parallel_size: int) -> list[int]:
+    """Lengths around which slicing goes wrong."""
+    chunks = 2 * context_parallel_size
+    return [0, 1, chunks - 1, chunks, chunks + 1, 5 * chunks + 3]
+
+
+def boundary_shapes(context_parallel_size: int) -> list[tuple[int, int]]:
+    """Those lengths with responses of no token, of one, of all but one and of the whole sample."""
+    return [
+        (total, response)
+        for total in boundary_lengths(context_parallel_size)
+        for response in sorted({0, min(1, total), max(total - 1, 0), total})
+    ]

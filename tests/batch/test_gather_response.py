@@ -1,0 +1,182 @@
+"""The guarantees of `gather_response`: in one process, and in two and four with gloo."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as multiprocessing
+from batch_cases import make_samples, sample_shapes
+from gather_worker import (
+    CASES,
+    LOSSES,
+    TRAILING,
+    full_stream,
+    gather_all,
+    plain_responses,
+    row_of,
+)
+from hypothesis import given, settings
+
+from mcore_batching.batch import (
+    DEFAULT_SCHEMA,
+    gather_response,
+    merge_packed,
+    owned_response_mask,
+    pack,
+    response_loss_masks,
+)
+
+SECONDS = 120  # a rank that waits for another gives up after 60
+
+# Sums of the same float64 terms in another order.
+ROUNDING = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def single(shapes: list[tuple[int, int]]) -> Any:
+    samples = make_samples(shapes)
+    return pack(samples, schema=DEFAULT_SCHEMA, sample_indices=range(len(shapes)))
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["cp 2", "cp 4"])
+def reports(request: pytest.FixtureRequest, tmp_path_factory: Any) -> list[dict[Any, Any]]:
+    """What each rank of a group of processes reports."""
+    folder: Path = tmp_path_factory.mktemp("gather")
+    context = multiprocessing.spawn(
+        gather_all,
+        args=(request.param, str(folder / "store"), str(folder / "results")),
+        nprocs=request.param,
+        join=False,
+    )
+    deadline = time.monotonic() + SECONDS
+    try:
+        while not context.join(timeout=1.0):
+            assert time.monotonic() < deadline, f"not done after {SECONDS} seconds"
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+    return [torch.load(folder / f"results.{rank}") for rank in range(request.param)]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("trailing", TRAILING, ids=str)
+def test_every_rank_has_the_values_of_the_unsliced_row(
+    reports: list[dict[Any, Any]], case: str, trailing: tuple[int, ...]
+) -> None:
+    row = row_of(case, len(reports), 0)
+    expected = plain_responses(full_stream(row.host_cu_seqlens_padded[-1], trailing), row)
+    assert [len(value) for value in expected] == row.response_lengths
+    for report in reports:
+        values = report[case, trailing, "coupled"]["values"]
+        # Exact: each is the value of one rank plus zeros.
+        assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("trailing", TRAILING, ids=str)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_gradient_is_that_of_the_unsliced_row(
+    reports: list[dict[Any, Any]], case: str, trailing: tuple[int, ...], loss: str
+) -> None:
+    size = len(reports)
+    rows = [row_of(case, size, rank) for rank in range(size)]
+    offsets = rows[0].host_cu_seqlens_padded
+    stream = full_stream(offsets[-1], trailing).requires_grad_()
+    values = plain_responses(stream, rows[0])
+    total = sum(
+        LOSSES[loss](values, owned_response_mask(row), rank) for rank, row in enumerate(rows)
+    )
+    total.backward()
+    assert stream.grad is not None
+    assert bool(stream.grad.any()) == (case in ("mixed", "boundaries"))
+    merged = merge_packed([report[case, trailing, loss]["gradient"] for report in reports], offsets)
+    torch.testing.assert_close(merged, stream.grad, **ROUNDING)
+
+
+def test_one_collective_a_micro_batch_and_none_without_response_tokens(
+    reports: list[dict[Any, Any]],
+) -> None:
+    for report in reports:
+        for (case, _, _), result in report.items():
+            assert result["collectives"] == ((1, 2) if case in ("mixed", "boundaries") else (0, 0))
+
+
+@settings(max_examples=200, deadline=None)
+@given(sample_shapes())
+def test_without_context_parallelism(shapes: list[tuple[int, int]]) -> None:
+    row = single(shapes)
+    stream = full_stream(row.tokens.shape[1], ()).requires_grad_()
+    values = gather_response(stream, row)
+    expected = plain_responses(stream, row)
+    assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
+    owned = owned_response_mask(row)
+    for loss in LOSSES.values():
+        ours, plain = (
+            torch.autograd.grad(loss(each, owned, 0), stream, retain_graph=True)[0]
+            for each in (values, [stream[:0].sum() + each for each in expected])
+        )
+        torch.testing.assert_close(ours, plain, **ROUNDING)
+
+
+@settings(max_examples=200, deadline=None)
+@given(sample_shapes())
+def test_labels_and_masks_lie_where_responses_are_gathered_from(
+    shapes: list[tuple[int, int]],
+) -> None:
+    row = single(shapes)
+    labels = gather_response(row.labels[0], row)
+    masks = gather_response(row.loss_mask[0], row)
+    for i, (total, response) in enumerate(shapes):
+        skipped = 1 if total == response else 0
+        expected = row["tokens"][i][total - response :]
+        assert torch.equal(labels[i][skipped:], expected[skipped:])
+        assert torch.equal(masks[i], response_loss_masks(row)[i])
+
+
+def test_a_token_without_predecessor_has_value_zero_and_no_gradient() -> None:
+    row = single([(3, 3)])
+    stream = torch.tensor([5.0, 6.0, 7.0], requires_grad=True)
+    (values,) = gather_response(stream, row)
+    assert values.tolist() == [0, 5, 6]
+    (values * torch.tensor([1.0, 10.0, 100.0])).sum().backward()
+    assert stream.grad is not None
+    assert stream.grad.tolist() == [10, 100, 0]
+    assert owned_response_mask(row)[0].tolist() == [False, True, True]
+
+
+def test_an_empty_response_hangs_on_the_graph() -> None:
+    row = single([(4, 0), (1, 0)])
+    stream = torch.rand(5, requires_grad=True)
+    values = gather_response(stream, row)
+    assert [value.shape for value in values] == [(0,), (0,)]
+    torch.cat(values).sum().backward()
+    assert stream.grad is not None
+    assert stream.grad.tolist() == [0] * 5
+
+
+def test_a_nan_in_padding_or_prompt_stays_there() -> None:
+    row = single([(4, 2), (2, 1)])
+    stream = torch.full((6,), torch.nan)
+    stream[1], stream[2], stream[4] = 1.0, 2.0, 3.0
+    assert [value.tolist() for value in gather_response(stream, row)] == [[1, 2], [3]]
+
+
+def test_the_type_is_kept() -> None:
+    (value,) = gather_response(torch.rand(4).bfloat16(), single([(4, 2)]))
+    assert value.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 4), ()], ids=str)
+def test_a_stream_of_another_length_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"shape \[4, ...\], one value a token .* got \["):
+        gather_response(torch.rand(shape), single([(4, 2)]))
+
+
+def test_a_sliced_row_without_its_group_is_refused() -> None:
+    row = row_of("mixed", 2, 0)
+    with pytest.raises(ValueError, match=r"a group of 2 ranks, .* got no group; pass the context-"):
+        gather_response(torch.rand(row.tokens.shape[1]), row)

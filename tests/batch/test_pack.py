@@ -1,0 +1,365 @@
+"""The guarantees of `pack` and of the row that it makes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from batch_cases import PAD, boundary_shapes, make_samples, plain_row, sample_shapes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_batching.batch import (
+    DEFAULT_SCHEMA,
+    Kind,
+    PackedMicroBatch,
+    SchemaError,
+    make_placeholder,
+    merge_packed,
+    owned_response_mask,
+    pack,
+)
+
+STREAMS = ("tokens", "labels", "position_ids", "loss_mask", "padding_mask")
+
+
+def pack_on_all_ranks(samples: dict, size: int = 1, **settings: object) -> list[PackedMicroBatch]:
+    given = {
+        "schema": DEFAULT_SCHEMA,
+        "sample_indices": range(len(samples["tokens"])),
+        "sample_alignment_tokens": 2 * size if size > 1 else 1,
+        "context_parallel_size": size,
+        "pad_token_id": PAD,
+    } | settings
+    return [pack(samples, context_parallel_rank=rank, **given) for rank in range(size)]
+
+
+def merged(rows: list[PackedMicroBatch], name: str) -> list:
+    parts = [getattr(row, name) for row in rows]
+    return merge_packed(parts, rows[0].host_cu_seqlens_padded, -1)[0].tolist()
+
+
+def require_equals_plain_row(samples: dict, size: int, align: int, row_align: int) -> None:
+    rows = pack_on_all_ranks(
+        samples, size, sample_alignment_tokens=align, row_alignment_tokens=row_align
+    )
+    plain = plain_row(samples, align, row_align)
+    for name in STREAMS:
+        assert merged(rows, name) == getattr(plain, name), name
+    for row in rows:
+        assert row.cu_seqlens_padded.tolist() == plain.offsets
+        assert list(row.host_cu_seqlens_padded) == plain.offsets
+        assert row.max_seqlen == max(np.diff(plain.offsets))
+        assert row.cu_seqlens.tolist() == [0, *np.cumsum(samples["total_lengths"])]
+        assert row.seqlens == row.total_lengths == samples["total_lengths"]
+        assert row.response_lengths == samples["response_lengths"]
+        if size > 1:
+            assert all(offset % (2 * size) == 0 for offset in plain.offsets)
+
+
+def test_the_worked_example_of_the_module() -> None:
+    samples = {
+        "tokens": [torch.tensor([1, 2, 3]), torch.tensor([4, 5])],
+        "total_lengths": [3, 2],
+        "response_lengths": [2, 1],
+    }
+    (row,) = pack_on_all_ranks(samples, sample_alignment_tokens=2, row_alignment_tokens=8)
+    assert row.tokens.tolist() == [[1, 2, 3, PAD, 4, 5, PAD, PAD]]
+    assert row.labels.tolist() == [[2, 3, PAD, PAD, 5, PAD, PAD, PAD]]
+    assert row.position_ids.tolist() == [[0, 1, 2, 0, 0, 1, 0, 0]]
+    assert row.loss_mask.tolist() == [[1, 1, 0, 0, 1, 0, 0, 0]]
+    assert row.padding_mask.int().tolist() == [[0, 0, 0, 1, 0, 0, 1, 1]]
+    assert row.cu_seqlens_padded.tolist() == [0, 4, 6, 8]
+    assert row.cu_seqlens.tolist() == [0, 3, 5]
+    assert (row.max_seqlen, row.num_samples, row.sample_indices) == (4, 2, (0, 1))
+
+
+def test_types() -> None:
+    (row,) = pack_on_all_ranks(make_samples([(5, 2)]))
+    assert row.tokens.dtype == row.labels.dtype == row.position_ids.dtype == torch.int64
+    assert row.loss_mask.dtype == torch.float32
+    assert row.padding_mask.dtype == torch.bool
+    assert row.cu_seqlens.dtype == row.cu_seqlens_padded.dtype == torch.int32
+    assert row.tokens.shape == row.loss_mask.shape == (1, 5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("row_factor", [1, 5])
+def test_boundary_lengths(size: int, row_factor: int) -> None:
+    align = 2 * size if size > 1 else 1
+    shapes = boundary_shapes(size)
+    require_equals_plain_row(make_samples(shapes), size, align, align * row_factor)
+    for shape in shapes:
+        require_equals_plain_row(make_samples([shape]), size, align, align * row_factor)
+
+
+@settings(max_examples=200, deadline=None)
+@given(sample_shapes(), st.sampled_from([1, 2, 4]), st.integers(1, 4), st.integers(1, 40))
+def test_any_batch(
+    shapes: list[tuple[int, int]], size: int, sample_factor: int, pad_total_to: int
+) -> None:
+    align = (2 * size if size > 1 else 1) * sample_factor
+    require_equals_plain_row(make_samples(shapes), size, align, math.lcm(align, pad_total_to))
+
+
+def test_a_response_without_prompt_does_not_wrap_around() -> None:
+    """slime pads the mask by ``prompt_length - 1``: at -1 it loses the wrong token."""
+    samples = make_samples([(3, 3), (2, 1)])
+    samples["loss_masks"] = [torch.tensor([5, 6, 7]), torch.tensor([8])]
+    (row,) = pack_on_all_ranks(samples)
+    assert row.loss_mask.tolist() == [[6, 7, 0, 8, 0]]
+
+
+def test_no_samples_are_refused_with_what_to_do() -> None:
+    """slime crashes here with ``torch.cat(): expected a non-empty list of Tensors``."""
+    samples = {"tokens": [], "total_lengths": [], "response_lengths": [], "loss_masks": []}
+    with pytest.raises(ValueError, match=r"at least one sample, got none: pack make_placeholder"):
+        pack_on_all_ranks(samples)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_placeholder_trains_nothing(size: int) -> None:
+    samples = make_samples([(5, 3)]) | {"rewards": [1.5], "position_ids": [torch.arange(5)]}
+    placeholder = make_placeholder(DEFAULT_SCHEMA, samples, samples, pad_token_id=7)
+    rows = pack_on_all_ranks(placeholder, size, sample_indices=(), is_placeholder=True)
+    for row in rows:
+        assert (row.num_samples, row.sample_indices, row.is_placeholder) == (0, (), True)
+        assert (row.total_lengths, row.response_lengths) == ([1], [0])
+        assert row.loss_mask.sum() == 0
+        assert all(value is not None for values in row.fields.values() for value in values)
+    assert merged(rows, "tokens") == [7] + [PAD] * (2 * size - 1 if size > 1 else 0)
+    assert merged(rows, "padding_mask") == [False] + [True] * (2 * size - 1 if size > 1 else 0)
+
+
+def test_whatever_a_placeholder_or_padding_sample_holds_its_mask_is_zero() -> None:
+    samples = make_samples([(4, 3), (6, 2)])
+    samples["loss_masks"] = [torch.ones(3), torch.ones(2)]
+    (row,) = pack_on_all_ranks(samples | {"is_padding": [True, False]})
+    assert row.loss_mask.tolist() == [[0, 0, 0, 0, 0, 0, 0, 1, 1, 0]]
+    (row,) = pack_on_all_ranks(samples, sample_indices=(), is_placeholder=True)
+    assert row.loss_mask.sum() == 0
+
+
+def test_without_loss_masks_the_whole_response_is_trained() -> None:
+    samples = make_samples([(4, 2), (3, 3)])
+    del samples["loss_masks"]
+    (row,) = pack_on_all_ranks(samples)
+    assert row.loss_mask.tolist() == [[0, 1, 1, 0, 1, 1, 0]]
+
+
+def test_fields_are_the_values_given() -> None:
+    samples = make_samples([(4, 2), (3, 3)]) | {"uids": ["a", "b"], "values": None}
+    (row,) = pack_on_all_ranks(samples)
+    for key in ("tokens", "loss_masks", "advantages", "uids"):
+        assert all(a is b for a, b in zip(row[key], samples[key], strict=True))
+    with pytest.raises(KeyError, match=r"no field 'values' in this micro-batch; it has \['adv"):
+        row["values"]
+
+
+def test_lists_arrays_and_tensors_make_the_same_row() -> None:
+    tensors = make_samples([(5, 2), (0, 0), (3, 3)])
+    lists = {
+        key: [v.tolist() if isinstance(v, torch.Tensor) else v for v in values]
+        for key, values in tensors.items()
+    }
+    arrays = {
+        key: [v.numpy() if isinstance(v, torch.Tensor) else v for v in values]
+        for key, values in tensors.items()
+    }
+    whole = tensors | {"total_lengths": torch.tensor([5, 0, 3])}
+    rows = [pack_on_all_ranks(each)[0] for each in (tensors, lists, arrays, whole)]
+    for row in rows[1:]:
+        for name in STREAMS:
+            assert torch.equal(getattr(row, name), getattr(rows[0], name)), name
+        assert row.total_lengths == [5, 0, 3]
+        assert all(type(length) is int for length in row.total_lengths)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_position_ids_of_the_batch_are_used(size: int) -> None:
+    samples = make_samples([(5, 2), (0, 0), (3, 1)])
+    samples["position_ids"] = [torch.arange(n) + 10 for n in (5, 0, 3)]
+    rows = pack_on_all_ranks(samples, size)
+    expected = {
+        1: [10, 11, 12, 13, 14, 0, 10, 11, 12],
+        2: [10, 11, 12, 13, 14, 0, 0, 0, 0, 0, 0, 0, 10, 11, 12, 0],
+    }
+    assert merged(rows, "position_ids") == expected[size]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("as_lists", [False, True])
+def test_position_ids_of_several_axes(size: int, as_lists: bool) -> None:
+    totals = [0, 5, 0, 3]
+    samples = make_samples([(total, 0) for total in totals])
+    ids = [torch.arange(3 * total).view(3, total) + 1 for total in totals]
+    samples["position_ids"] = [each.tolist() for each in ids] if as_lists else ids
+    rows = pack_on_all_ranks(samples, size)
+    starts = rows[0].host_cu_seqlens_padded
+    full = merge_packed([row.position_ids for row in rows], starts, -1)
+    assert full.shape == (3, 1, starts[-1])
+    for start, total, each in zip(starts, totals, ids, strict=False):
+        assert torch.equal(full[:, 0, start : start + total], each)
+    assert full.sum() == sum(each.sum() for each in ids)
+
+
+def test_lists_of_rows_are_packed_even_behind_a_sample_without_tokens() -> None:
+    samples = make_samples([(0, 0), (2, 1)]) | {"features": [[], [[1.0, 2.0], [3.0, 4.0]]]}
+    schema = DEFAULT_SCHEMA.declare("features", Kind.PER_TOKEN)
+    (row,) = pack_on_all_ranks(samples, schema=schema)
+    assert row.packed("features").tolist() == [[[0, 0], [1, 2], [3, 4]]]
+
+
+def test_position_ids_must_agree() -> None:
+    samples = make_samples([(4, 2), (4, 2)])
+    samples["position_ids"] = [torch.arange(4), torch.zeros(3, 4, dtype=torch.int64)]
+    with pytest.raises(SchemaError, match="same number of axes for every sample"):
+        pack_on_all_ranks(samples)
+    schema = DEFAULT_SCHEMA.declare("mrope", Kind.POSITION_IDS)
+    samples["position_ids"] = samples["mrope"] = [torch.arange(4)] * 2
+    with pytest.raises(SchemaError, match=r"one field of kind POSITION_IDS .* position_ids, mrope"):
+        pack_on_all_ranks(samples, schema=schema)
+
+
+def test_a_mask_of_two_dimensions_is_refused() -> None:
+    samples = make_samples([(4, 2)]) | {"loss_masks": [torch.ones(2, 3)]}
+    with pytest.raises(SchemaError, match=r"'loss_masks', sample 0: expected shape \[2\]"):
+        pack_on_all_ranks(samples)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("trailing", [(), (3,), (2, 2)])
+def test_packed_fields_lie_like_the_tokens(size: int, trailing: tuple[int, ...]) -> None:
+    shapes = [(5, 2), (0, 0), (9, 9), (1, 0)]
+    samples = make_samples(shapes)
+    samples["features"] = [torch.rand(total, *trailing) for total, _ in shapes]
+    schema = DEFAULT_SCHEMA.declare("features", Kind.PER_TOKEN)
+    rows = pack_on_all_ranks(samples, size, schema=schema)
+    offsets = rows[0].host_cu_seqlens_padded
+    parts = [row.packed("features", pad_value=-1.0)[0] for row in rows]
+    assert parts[0].shape == (rows[0].tokens.shape[1], *trailing)
+    full = merge_packed(parts, offsets)
+    for i, value in enumerate(samples["features"]):
+        assert torch.equal(full[offsets[i] : offsets[i] + len(value)], value)
+        assert bool((full[offsets[i] + len(value) : offsets[i + 1]] == -1).all())
+    assert torch.equal(
+        torch.cat([row.packed("tokens", PAD) for row in rows]),
+        torch.cat([row.tokens for row in rows]),
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_routed_experts_are_padded_with_different_experts(size: int) -> None:
+    """All-zero rows would send every slot of every padding token to expert 0."""
+    samples = make_samples([(5, 2), (1, 0), (3, 1)])
+    samples["rollout_routed_experts"] = [
+        torch.tensor([[[7, 3], [2, 5]]], dtype=torch.int16).expand(total - 1, 2, 2)
+        for total in samples["total_lengths"]
+    ]
+    rows = pack_on_all_ranks(samples, size, row_alignment_tokens=24)
+    offsets = rows[0].host_cu_seqlens_padded
+    parts = [row.packed("rollout_routed_experts")[0] for row in rows]
+    full = merge_packed(parts, offsets)
+    assert full.shape == (24, 2, 2)
+    assert full.dtype == torch.int16
+    assert bool((full[..., 0] != full[..., 1]).all())
+    assert bool((full >= 0).all())
+    assert int(full.max()) == 7
+    for i, value in enumerate(samples["rollout_routed_experts"]):
+        assert torch.equal(full[offsets[i] : offsets[i] + len(value)], value)
+    used = full[offsets[3] :].unique()
+    assert len(used) == 8, "padding goes round over the experts, not to two of them"
+
+
+def test_routed_experts_of_placeholders_alone_are_padded_too() -> None:
+    samples = make_samples([(5, 2)])
+    samples["rollout_routed_experts"] = [torch.arange(24).view(4, 2, 3) % 8]
+    placeholder = make_placeholder(DEFAULT_SCHEMA, samples, samples)
+    (row,) = pack_on_all_ranks(
+        placeholder, sample_indices=(), is_placeholder=True, row_alignment_tokens=4
+    )
+    experts = row.packed("rollout_routed_experts")
+    assert experts.shape == (1, 4, 2, 3)
+    assert all(len(set(slots)) == 3 for token in experts[0].tolist() for slots in token)
+
+
+def test_what_cannot_be_packed_is_refused() -> None:
+    samples = make_samples([(4, 2), (3, 1)])
+    samples["ragged"] = [torch.rand(4, 2), torch.rand(3, 5)]
+    schema = DEFAULT_SCHEMA.declare("ragged", Kind.PER_TOKEN)
+    (row,) = pack_on_all_ranks(samples, schema=schema)
+    with pytest.raises(ValueError, match=r"'ragged' cannot be packed.*\[\[4, 2\], \[3, 5\]\]"):
+        row.packed("ragged")
+    with pytest.raises(ValueError, match=r"declared as Kind.PER_RESPONSE_TOKEN.*Kind.PER_TOKEN"):
+        row.packed("advantages")
+
+
+def test_to_moves_every_tensor_and_leaves_the_rest() -> None:
+    samples = make_samples([(4, 2)]) | {
+        "uids": ["a"],
+        "multimodal_train_inputs": [{"pixels": torch.rand(2, 2)}],
+        "rollout_log_probs": [[0.5, 0.25]],
+    }
+    (row,) = pack_on_all_ranks(samples)
+    moved = row.to("meta")
+    for name in (*STREAMS, "cu_seqlens", "cu_seqlens_padded"):
+        assert getattr(moved, name).device.type == "meta", name
+        assert getattr(row, name).device.type == "cpu"
+    assert moved["tokens"][0].device.type == "meta"
+    assert moved["multimodal_train_inputs"][0]["pixels"].device.type == "meta"
+    assert moved["rollout_log_probs"] == [[0.5, 0.25]]
+    assert moved["uids"] == ["a"]
+    assert moved.sample_indices == (0,)
+    assert moved.host_cu_seqlens_padded == (0, 4)
+    assert moved.schema is row.schema
+
+
+def test_sample_indices_must_be_one_a_real_sample() -> None:
+    samples = make_samples([(4, 2), (3, 1)])
+    with pytest.raises(ValueError, match=r"expected 2 sample_indices for 2 samples .* got 3"):
+        pack_on_all_ranks(samples, sample_indices=(0, 1, 2))
+    with pytest.raises(ValueError, match=r"expected 0 sample_indices .* got 1"):
+        pack_on_all_ranks(make_samples([(1, 0)]), sample_indices=(0,), is_placeholder=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"sample_alignment_tokens": 6}, "sample_alignment_tokens must be a multiple of 4"),
+        ({"row_alignment_tokens": 6}, "row_alignment_tokens must be a multiple of 4"),
+        ({"row_alignment_tokens": 0}, "row_alignment_tokens must be 1 or more, got 0"),
+    ],
+    ids=["sample", "row", "zero"],
+)
+def test_alignments_that_cannot_be_cut_are_refused(changes: dict[str, int], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        pack_on_all_ranks(make_samples([(4, 2)]), 2, **changes)
+
+
+def test_a_row_alignment_that_adds_nothing_is_accepted() -> None:
+    rows = pack_on_all_ranks(make_samples([(5, 2)]), 2, row_alignment_tokens=2)
+    assert rows[0].host_cu_seqlens_padded == (0, 8)
+
+
+def test_wrong_values_are_refused_before_anything_is_packed() -> None:
+    samples = make_samples([(4, 2), (3, 1)])
+    samples["advantages"][1] = torch.rand(2)
+    with pytest.raises(SchemaError, match="'advantages', sample 1: expected 1 rows"):
+        pack_on_all_ranks(samples)
+    with pytest.raises(SchemaError, match="'mine': expected a declared field"):
+        pack_on_all_ranks(make_samples([(4, 2)]) | {"mine": [1]})
+
+
+@settings(max_examples=100, deadline=None)
+@given(sample_shapes(), st.sampled_from([1, 2, 4]))
+def test_each_predicted_response_token_is_owned_once(
+    shapes: list[tuple[int, int]], size: int
+) -> None:
+    rows = pack_on_all_ranks(make_samples(shapes), size)
+    for i, (total, response) in enumerate(shapes):
+        owners = sum(owned_response_mask(row)[i].int() for row in rows)
+        assert owners.tolist() == [
+            0 if j == 0 and response == total else 1 for j in range(response)
+        ]

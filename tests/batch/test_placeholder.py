@@ -1,0 +1,245 @@
+"""The guarantees of `make_placeholder` and of the check after filling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from batch_cases import make_samples
+
+from mcore_batching.batch import (
+    DEFAULT_SCHEMA,
+    Kind,
+    SchemaError,
+    check_filled,
+    make_placeholder,
+    pack,
+)
+from mcore_batching.batch import placeholder as placeholder_module
+
+SCHEMA = DEFAULT_SCHEMA.declare("hidden", Kind.PER_TOKEN).declare(
+    "scores", Kind.PER_RESPONSE_TOKEN, length_offset=1
+)
+
+EXAMPLES: dict[str, Any] = {
+    "tokens": torch.tensor([3, 4, 5], dtype=torch.int32),
+    "total_lengths": 3,
+    "response_lengths": 2,
+    "max_seq_lens": 12,
+    "hidden": torch.ones(3, 4, 5, dtype=torch.float16),
+    "loss_masks": torch.ones(2, dtype=torch.int32),
+    "advantages": np.ones((2, 3), dtype=np.float64),
+    "scores": np.full((3, 2), np.nan, dtype=np.float32),
+    "rewards": 1.5,
+    "truncated": True,
+    "raw_reward": torch.tensor([1.0, float("nan")]),
+    "round_number": np.int16(3),
+    "position_ids": torch.ones(3, 3, dtype=torch.int32),
+    "rollout_routed_experts": torch.ones(2, 6, 4, dtype=torch.int16),
+    "multimodal_train_inputs": {"pixels": torch.rand(2)},
+    "uids": "question 7",
+}
+
+
+def shape_and_type(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return type(value), tuple(value.shape), value.dtype
+    return type(value), value
+
+
+EXPECTED: dict[str, Any] = {
+    "tokens": torch.tensor([9], dtype=torch.int32),
+    "total_lengths": 1,
+    "response_lengths": 0,
+    "max_seq_lens": 1,
+    "hidden": torch.zeros(1, 4, 5, dtype=torch.float16),
+    "loss_masks": torch.zeros(0, dtype=torch.int32),
+    "advantages": np.zeros((0, 3), dtype=np.float64),
+    "scores": np.zeros((1, 2), dtype=np.float32),
+    "rewards": 0.0,
+    "truncated": False,
+    "raw_reward": torch.zeros(2),
+    "round_number": np.int16(0),
+    "position_ids": torch.zeros(3, 1, dtype=torch.int32),
+    "rollout_routed_experts": torch.zeros(0, 6, 4, dtype=torch.int16),
+    "multimodal_train_inputs": {},
+    "uids": None,
+}
+
+DEFAULTS: dict[str, Any] = EXPECTED | {
+    "tokens": torch.tensor([9]),
+    "hidden": torch.zeros(1),
+    "loss_masks": torch.zeros(0),
+    "advantages": torch.zeros(0),
+    "scores": torch.zeros(1),
+    "rewards": 0,
+    "truncated": 0,
+    "raw_reward": 0,
+    "round_number": 0,
+    "position_ids": torch.zeros(1, dtype=torch.int64),
+    "rollout_routed_experts": torch.zeros((0, 0, 0), dtype=torch.int64),
+}
+
+
+def require_same(got: Any, expected: Any) -> None:
+    assert shape_and_type(got) == shape_and_type(expected)
+    if isinstance(expected, torch.Tensor | np.ndarray):
+        assert got.tolist() == expected.tolist()
+
+
+def test_the_examples_hold_every_kind() -> None:
+    assert {SCHEMA[key].kind for key in EXAMPLES} == set(Kind)
+
+
+@pytest.mark.parametrize("key", EXAMPLES)
+def test_a_value_is_like_the_examples(key: str) -> None:
+    batch = {name: [value] for name, value in EXAMPLES.items()}
+    require_same(make_placeholder(SCHEMA, [key], batch, pad_token_id=9)[key][0], EXPECTED[key])
+
+
+@pytest.mark.parametrize("key", EXAMPLES)
+@pytest.mark.parametrize("batch", [None, {}, "empty lists", "None"], ids=str)
+def test_a_rank_without_samples_has_the_default(key: str, batch: Any) -> None:
+    if isinstance(batch, str):
+        batch = {name: [] if batch == "empty lists" else None for name in EXAMPLES}
+    made = make_placeholder(SCHEMA, EXAMPLES, batch, pad_token_id=9)
+    assert set(made) == set(EXAMPLES)
+    require_same(made[key][0], DEFAULTS[key])
+
+
+@pytest.mark.parametrize("key", EXAMPLES)
+def test_a_placeholder_can_be_the_example_of_another(key: str) -> None:
+    batch = {name: [value] for name, value in EXAMPLES.items()}
+    once = make_placeholder(SCHEMA, EXAMPLES, batch, pad_token_id=9)
+    twice = make_placeholder(SCHEMA, EXAMPLES, once, pad_token_id=9)
+    require_same(twice[key][0], once[key][0])
+
+
+@pytest.mark.parametrize(
+    ("key", "example", "expected"),
+    [
+        ("tokens", [1, 2, 3], [9]),
+        ("tokens", np.array([1, 2], dtype=np.int32), np.array([9], dtype=np.int32)),
+        ("hidden", [[1.5, 2.5]] * 3, [[0.0, 0.0]]),
+        ("loss_masks", [1, 1], []),
+        ("scores", [0, 3, 4], [0]),
+        ("position_ids", [0, 1, 2], [0]),
+        ("position_ids", [[1, 2, 3], [4, 5, 6]], [[0], [0]]),
+        ("position_ids", np.ones((2, 3), np.int16), np.zeros((2, 1), np.int16)),
+        ("position_ids", torch.arange(3), torch.tensor([0])),
+        ("rewards", np.float32(2.5), np.float32(0)),
+        ("rewards", [1.5, 2], [0.0, 0]),
+    ],
+    ids=str,
+)
+def test_lists_arrays_and_other_shapes(key: str, example: Any, expected: Any) -> None:
+    require_same(
+        make_placeholder(SCHEMA, [key], {key: [example]}, pad_token_id=9)[key][0], expected
+    )
+
+
+def test_the_first_value_that_is_there_is_the_example() -> None:
+    batch = {"raw_reward": [None, torch.zeros(4)]}
+    assert make_placeholder(SCHEMA, ["raw_reward"], batch)["raw_reward"][0].shape == (4,)
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        torch.zeros(3, 2, 4, dtype=torch.int16),
+        np.zeros((3, 2, 4), dtype=np.int16),
+        np.zeros((3, 2, 4)).astype(int).tolist(),
+    ],
+    ids=["tensor", "array", "list"],
+)
+def test_experts_differ_from_slot_to_slot(example: Any) -> None:
+    """verl fills with zeros, which sends every slot of the token to expert 0."""
+    schema = SCHEMA.declare("experts", Kind.ROUTED_EXPERTS)
+    (value,) = make_placeholder(schema, ["experts"], {"experts": [example]})["experts"]
+    assert type(value) is type(example)
+    assert getattr(value, "dtype", None) == getattr(example, "dtype", None)
+    assert torch.as_tensor(value).tolist() == [[[0, 1, 2, 3]] * 2]
+
+
+def test_values_are_fabricated_without_gradients() -> None:
+    batch = {"hidden": [torch.rand(3, 2, requires_grad=True)]}
+    assert not make_placeholder(SCHEMA, ["hidden"], batch)["hidden"][0].requires_grad
+
+
+def test_a_field_of_the_users_own_is_filled_like_any_other() -> None:
+    schema = SCHEMA.declare("entropies", Kind.PER_RESPONSE_TOKEN).declare("level", Kind.PER_SAMPLE)
+    samples = make_samples([(4, 2)]) | {
+        "entropies": [torch.rand(2, dtype=torch.float64)],
+        "level": [3],
+    }
+    made = make_placeholder(schema, samples, samples)
+    assert made["entropies"][0].shape == (0,)
+    assert made["entropies"][0].dtype == torch.float64
+    assert made["level"] == [0]
+    row = pack(made, schema=schema, sample_indices=(), is_placeholder=True)
+    assert row["level"] == [0]
+
+
+def test_a_field_nobody_declared_fails_at_the_check_after_filling() -> None:
+    """A key added to the batch but not to the schema: here, and not in some ``torch.cat`` later."""
+    with pytest.raises(SchemaError) as caught:
+        make_placeholder(SCHEMA, ["tokens", "new_field"], make_samples([(4, 2)]))
+    assert str(caught.value) == (
+        "field 'new_field': expected a declared field, since fabricated samples need to know its "
+        "kind, found no declaration; declare it with its Kind, for example: "
+        'schema = schema.declare("new_field", Kind.PER_RESPONSE_TOKEN)'
+    )
+
+
+@pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name)
+def test_a_kind_without_a_rule_fails_at_the_check_after_filling(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(placeholder_module._FILL, kind)
+    key = next(key for key in EXAMPLES if SCHEMA[key].kind is kind)
+    with pytest.raises(SchemaError) as caught:
+        make_placeholder(SCHEMA, EXAMPLES, None)
+    assert caught.value.key == key
+    assert f"found none: Kind.{kind.name} has no rule for fabricated samples" in str(caught.value)
+    assert f'schema = schema.declare("{key}", Kind.{kind.name}' in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ([], "expected a list of 1 values, one a sample, found 0 values"),
+        ([torch.zeros(0), torch.zeros(0)], "found 2 values"),
+        (
+            [torch.zeros(1)],
+            r"sample 0: expected 0 rows, one a response token, found a Tensor of .*1",
+        ),
+        ([None], "sample 0: expected 0 rows, one a response token, found None"),
+    ],
+    ids=["none", "two", "a row too many", "None"],
+)
+def test_a_rule_that_fills_wrongly_fails_at_the_check_after_filling(
+    wrong: list[Any], text: str
+) -> None:
+    with pytest.raises(SchemaError, match=text):
+        check_filled(
+            {"log_probs": wrong},
+            schema=SCHEMA,
+            keys=["log_probs"],
+            total_lengths=[1],
+            response_lengths=[0],
+        )
+
+
+def test_the_check_serves_fabricated_samples_of_any_length() -> None:
+    filled = {
+        "tokens": [torch.tensor([1, 2])] * 3,
+        "loss_masks": [torch.zeros(1)] * 3,
+        "rollout_routed_experts": [torch.tensor([[[4, 1, 0]]])] * 3,
+    }
+    lengths = {"total_lengths": [2] * 3, "response_lengths": [1] * 3}
+    check_filled(filled, schema=SCHEMA, keys=filled, **lengths)
+    filled["rollout_routed_experts"][1] = torch.tensor([[[4, 1, 4]]])
+    with pytest.raises(SchemaError, match=r"sample 1: expected a different expert .*\[4, 1, 4\]"):
+        check_filled(filled, schema=SCHEMA, keys=filled, **lengths)

@@ -1,0 +1,246 @@
+"""The guarantees of `Schema`: declarations, and the errors of batches that break them."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from batch_cases import make_samples
+
+from mcore_batching.batch import DEFAULT_SCHEMA, Field, Kind, Schema, SchemaError
+
+SLIME_FIELDS = {
+    Kind.TOKENS: {"tokens"},
+    Kind.PER_RESPONSE_TOKEN: {
+        "loss_masks",
+        "log_probs",
+        "ref_log_probs",
+        "rollout_log_probs",
+        "teacher_log_probs",
+        "values",
+        "advantages",
+        "returns",
+    },
+    Kind.PER_SAMPLE: {"total_lengths", "response_lengths", "rewards", "truncated", "max_seq_lens"},
+    Kind.METADATA: {"sample_indices"},
+    Kind.MULTIMODAL: {"multimodal_train_inputs"},
+    Kind.ROUTED_EXPERTS: {"rollout_routed_experts"},
+}
+
+
+def batch_of(key: str, values: Any) -> dict[str, Any]:
+    """Two samples, (5, 2) and (3, 3), with one more field."""
+    return make_samples([(5, 2), (3, 3)]) | {key: values}
+
+
+@pytest.mark.parametrize("kind", SLIME_FIELDS, ids=lambda kind: kind.name)
+def test_the_default_schema_declares_the_rollout_fields(kind: Kind) -> None:
+    assert {name for name, f in DEFAULT_SCHEMA.items() if f.kind is kind} >= SLIME_FIELDS[kind]
+
+
+def test_only_tokens_and_lengths_are_required() -> None:
+    required = {name for name, field in DEFAULT_SCHEMA.items() if field.required}
+    assert required == {"tokens", "total_lengths", "response_lengths"}
+
+
+def test_a_schema_never_changes() -> None:
+    extended = DEFAULT_SCHEMA.declare("mine", Kind.PER_TOKEN, length_offset=-1, required=True)
+    assert "mine" not in DEFAULT_SCHEMA
+    assert extended["mine"] == Field("mine", Kind.PER_TOKEN, length_offset=-1, required=True)
+    assert len(extended) == len(DEFAULT_SCHEMA) + 1
+    with pytest.raises(AttributeError):
+        extended.fields = ()
+    with pytest.raises(AttributeError):
+        extended["mine"].kind = Kind.METADATA
+
+
+def test_declaring_again_replaces() -> None:
+    schema = DEFAULT_SCHEMA.declare("rewards", Kind.METADATA)
+    assert schema["rewards"].kind is Kind.METADATA
+    assert len(schema) == len(DEFAULT_SCHEMA)
+
+
+def test_a_schema_survives_pickling() -> None:
+    again = pickle.loads(pickle.dumps(DEFAULT_SCHEMA.declare("mine", Kind.PER_TOKEN)))
+    assert again == DEFAULT_SCHEMA.declare("mine", Kind.PER_TOKEN)
+    assert again["mine"].kind is Kind.PER_TOKEN
+
+
+@pytest.mark.parametrize(
+    ("declare", "text"),
+    [
+        (lambda: Field("x", Kind.PER_SAMPLE, length_offset=1), "expected length_offset 0"),
+        (lambda: Field("x", Kind.TOKENS), "Kind.TOKENS on the field 'tokens' alone"),
+        (lambda: Field("tokens", Kind.PER_TOKEN), "found Kind.PER_TOKEN"),
+        (lambda: Field("total_lengths", Kind.METADATA), "Kind.PER_SAMPLE on 'total_lengths'"),
+        (lambda: Field("x", "per token"), "one of Kind.TOKENS, Kind.PER_TOKEN"),
+        (
+            lambda: Schema((Field("x", Kind.PER_TOKEN), Field("x", Kind.METADATA))),
+            "expected one declaration, found Kind.PER_TOKEN and Kind.METADATA",
+        ),
+    ],
+    ids=["offset", "second tokens", "other tokens", "other lengths", "no kind", "twice"],
+)
+def test_declarations_that_no_batch_could_meet_are_refused(declare: Any, text: str) -> None:
+    with pytest.raises(SchemaError, match=text):
+        declare()
+
+
+@pytest.mark.parametrize(
+    ("kind", "offset", "values"),
+    [
+        (Kind.PER_TOKEN, 0, [torch.rand(5), torch.rand(3)]),
+        (Kind.PER_TOKEN, 0, [[0.0] * 5, np.zeros((3, 2))]),
+        (Kind.PER_TOKEN, -4, [[1], []]),
+        (Kind.PER_RESPONSE_TOKEN, 0, [torch.rand(2, 7), torch.rand(3, 7)]),
+        (Kind.PER_RESPONSE_TOKEN, 1, [[0, 1, 2], [0, 1, 2, 3]]),
+        (Kind.PER_SAMPLE, 0, [1, 2.5]),
+        (Kind.PER_SAMPLE, 0, torch.rand(2)),
+        (Kind.PER_SAMPLE, 0, np.zeros(2)),
+        (Kind.PER_SAMPLE, 0, (torch.rand(4), True)),
+        (Kind.POSITION_IDS, 0, [torch.arange(5), list(range(3))]),
+        (Kind.POSITION_IDS, 0, [torch.zeros(3, 5).long(), torch.zeros(3, 3).long()]),
+        (Kind.ROUTED_EXPERTS, -1, [torch.zeros(4, 2, 2).int(), np.zeros((2, 2, 2), np.int16)]),
+        (Kind.MULTIMODAL, 0, [{"pixels": torch.rand(2)}, None]),
+        (Kind.METADATA, 0, [object(), None]),
+        (Kind.PER_TOKEN, 0, None),
+    ],
+    ids=str,
+)
+def test_batches_that_keep_to_the_schema_pass(kind: Kind, offset: int, values: Any) -> None:
+    schema = DEFAULT_SCHEMA.declare("x", kind, length_offset=offset)
+    schema.validate(batch_of("x", values))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "sample", "expected", "found"),
+    [
+        (
+            Kind.PER_TOKEN,
+            [torch.rand(5), torch.rand(4)],
+            1,
+            "3 rows, one a token",
+            "a Tensor of shape [4] and type torch.float32",
+        ),
+        (
+            Kind.PER_RESPONSE_TOKEN,
+            [[1, 2, 3, 4, 5], [1, 2, 3]],
+            0,
+            "2 rows, one a response token",
+            "a list of shape [5]",
+        ),
+        (
+            Kind.PER_RESPONSE_TOKEN,
+            [None, [1, 2, 3]],
+            0,
+            "2 rows, one a response token",
+            "None",
+        ),
+        (Kind.PER_TOKEN, [1.5, [1, 2, 3]], 0, "5 rows, one a token", "1.5"),
+        (Kind.PER_SAMPLE, [1, "one"], 1, "a number or a tensor", "str 'one'"),
+        (Kind.PER_SAMPLE, [1, None], 1, "a number or a tensor", "None"),
+        (
+            Kind.POSITION_IDS,
+            [torch.arange(5), torch.arange(9).view(3, 3, 1)],
+            1,
+            "3 positions, one a token, as [tokens] or [axes, tokens]",
+            "a Tensor of shape [3, 3, 1] and type torch.int64",
+        ),
+        (
+            Kind.POSITION_IDS,
+            [torch.rand(5), torch.arange(3)],
+            0,
+            "5 positions, one a token, of an integer type",
+            "a Tensor of shape [5] and type torch.float32",
+        ),
+        (
+            Kind.ROUTED_EXPERTS,
+            [torch.zeros(5, 2).int(), torch.zeros(3, 2, 2).int()],
+            0,
+            "5 rows, one a token, as [rows, layers, top_k]",
+            "a Tensor of shape [5, 2] and type torch.int32",
+        ),
+        (Kind.MULTIMODAL, [{}, [1]], 1, "a dict of model inputs, or None", "a list of shape [1]"),
+        (Kind.PER_TOKEN, [[1]], None, "a list of 2 values, one a sample", "1 values"),
+        (Kind.PER_SAMPLE, 3, None, "a list of 2 values, one a sample", "3"),
+        (Kind.METADATA, "ab", None, "a list of 2 values, one a sample", "str 'ab'"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Kind) else "",
+)
+def test_errors_name_key_sample_expected_and_found(
+    kind: Kind, values: Any, sample: int | None, expected: str, found: str
+) -> None:
+    schema = DEFAULT_SCHEMA.declare("scores", kind)
+    with pytest.raises(SchemaError) as caught:
+        schema.validate(batch_of("scores", values))
+    error = caught.value
+    where = "" if sample is None else f", sample {sample}"
+    assert (error.key, error.sample_index) == ("scores", sample)
+    assert (error.expected, error.found) == (expected, found)
+    assert str(error).startswith(f"field 'scores'{where}: expected {expected}, found {found}")
+    if sample is not None:
+        line = f'schema = schema.declare("scores", Kind.{kind.name})'
+        assert error.declaration == line
+        assert str(error).endswith(
+            f"; correct the values, or declare the field otherwise than by: {line}"
+        )
+
+
+def test_tokens_must_be_integers_of_the_total_length() -> None:
+    batch = make_samples([(5, 2), (3, 3)])
+    batch["tokens"][1] = batch["tokens"][1][:2]
+    with pytest.raises(SchemaError, match=r"'tokens', sample 1: expected 3 tokens, found a Tensor"):
+        DEFAULT_SCHEMA.validate(batch)
+    batch["tokens"][1] = torch.rand(3)
+    with pytest.raises(SchemaError, match="3 tokens, of an integer type"):
+        DEFAULT_SCHEMA.validate(batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "text"),
+    [
+        ("total_lengths", [5, 3.0], "'total_lengths', sample 1: expected a length .* found 3.0"),
+        ("total_lengths", [5, -1], "sample 1: expected a length in tokens.* found -1"),
+        ("response_lengths", [6, 0], "sample 0: expected at most the .* total length, 5, found 6"),
+        ("response_lengths", [2], "expected 2 values, as many as total_lengths, found 1"),
+        ("total_lengths", 5, "'total_lengths': expected a list of one length a sample, found 5"),
+    ],
+    ids=["float", "negative", "response", "number", "no list"],
+)
+def test_lengths_must_be_lengths(name: str, values: Any, text: str) -> None:
+    with pytest.raises(SchemaError, match=text):
+        DEFAULT_SCHEMA.validate(make_samples([(5, 2), (3, 3)]) | {name: values})
+
+
+@pytest.mark.parametrize("absent", [True, False], ids=["absent", "None"])
+def test_a_required_field_must_be_there(absent: bool) -> None:
+    schema = DEFAULT_SCHEMA.declare("mine", Kind.PER_SAMPLE, required=True)
+    batch = make_samples([(5, 2)]) | ({} if absent else {"mine": None})
+    with pytest.raises(SchemaError, match="'mine': expected one value a sample, since the schema"):
+        schema.validate(batch)
+
+
+def test_an_undeclared_field_is_an_error_with_the_line_that_declares_it() -> None:
+    with pytest.raises(SchemaError) as caught:
+        DEFAULT_SCHEMA.validate(batch_of("mine", [1, 2]))
+    assert str(caught.value) == (
+        "field 'mine': expected a declared field, found no declaration; let schema = "
+        "schema.resolve(batch) infer it, or declare it with its Kind, for example: "
+        'schema = schema.declare("mine", Kind.PER_RESPONSE_TOKEN)'
+    )
+
+
+def test_a_batch_without_samples_passes() -> None:
+    DEFAULT_SCHEMA.validate({key: [] for key in DEFAULT_SCHEMA})
+
+
+def test_errors_survive_pickling() -> None:
+    with pytest.raises(SchemaError) as caught:
+        DEFAULT_SCHEMA.validate(batch_of("rewards", ["a", "b"]))
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert type(again) is SchemaError
+    assert str(again) == str(caught.value)
+    assert vars(again) == vars(caught.value)

@@ -1,0 +1,131 @@
+"""The guarantees of `mcore_batching.batch.zigzag`."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from batch_cases import boundary_lengths
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_batching.batch import (
+    merge_packed,
+    packed_positions,
+    slice_packed,
+    zigzag_merge,
+    zigzag_positions,
+    zigzag_slice,
+)
+from mcore_batching.batch.zigzag import locate
+
+SIZES = (1, 2, 4)
+
+
+def padded(length: int, size: int) -> int:
+    multiple = 2 * size if size > 1 else 1
+    return -(-length // multiple) * multiple
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> tuple[int, list[int]]:
+    """A context-parallel size and the offsets of segments that divide, empty ones included."""
+    size = draw(st.sampled_from(SIZES))
+    lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=6))
+    return size, [0, *accumulate(padded(length, size) for length in lengths)]
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"), [(0, [0, 1, 6, 7]), (1, [2, 3, 4, 5])], ids=["rank 0", "rank 1"]
+)
+def test_a_rank_holds_chunk_r_and_its_mirror_image(rank: int, expected: list[int]) -> None:
+    assert zigzag_slice(torch.arange(8), 2, rank).tolist() == expected
+    assert zigzag_positions(8, 2, rank).tolist() == expected
+
+
+def test_each_segment_is_cut_by_itself() -> None:
+    held = [packed_positions((0, 4, 12), 2, rank).tolist() for rank in (0, 1)]
+    assert held == [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_merge_undoes_slice_at_boundary_lengths(size: int, dim: int) -> None:
+    for length in boundary_lengths(size):
+        x = torch.rand(padded(length, size), 3).movedim(0, dim)
+        parts = [zigzag_slice(x, size, rank, dim) for rank in range(size)]
+        assert all(part.shape[dim] * size == x.shape[dim] for part in parts)
+        assert torch.equal(zigzag_merge(parts, dim), x)
+
+
+@settings(max_examples=300, deadline=None)
+@given(rows())
+def test_merge_undoes_slice_for_any_segments(row: tuple[int, list[int]]) -> None:
+    size, offsets = row
+    x = torch.rand(2, offsets[-1])
+    parts = [slice_packed(x, offsets, size, rank, 1) for rank in range(size)]
+    assert torch.equal(merge_packed(parts, offsets, 1), x)
+
+
+@settings(max_examples=300, deadline=None)
+@given(rows())
+def test_every_token_is_on_exactly_one_rank(row: tuple[int, list[int]]) -> None:
+    size, offsets = row
+    held = torch.cat([packed_positions(offsets, size, rank) for rank in range(size)])
+    assert held.sort().values.tolist() == list(range(offsets[-1]))
+
+
+@settings(max_examples=300, deadline=None)
+@given(rows())
+def test_locate_finds_what_a_rank_holds(row: tuple[int, list[int]]) -> None:
+    size, offsets = row
+    for rank in range(size):
+        held = packed_positions(offsets, size, rank)
+        ranks, local = locate(held, offsets, size)
+        assert ranks.tolist() == [rank] * len(held)
+        assert local.tolist() == list(range(len(held)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows())
+def test_causal_attention_costs_every_rank_the_same(row: tuple[int, list[int]]) -> None:
+    size, offsets = row
+    starts = torch.tensor(offsets)
+
+    def cost(rank: int) -> int:
+        held = packed_positions(offsets, size, rank)
+        segment = torch.searchsorted(starts[1:], held, right=True)
+        return int((held - starts[segment] + 1).sum())
+
+    assert len({cost(rank) for rank in range(size)}) == 1
+
+
+def test_one_rank_holds_the_row_as_it_is_of_any_length() -> None:
+    x = torch.rand(7)
+    assert zigzag_slice(x, 1, 0) is x
+    assert torch.equal(zigzag_merge([x]), x)
+
+
+def test_a_length_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"6 tokens cannot be cut into 4 equal .* multiple of 4, for example 8"
+    ):
+        zigzag_slice(torch.rand(6), 2, 0)
+    with pytest.raises(ValueError, match="5 tokens cannot be cut into 8 equal"):
+        slice_packed(torch.rand(13), (0, 8, 13), 4, 0)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_does_not_exist_is_refused(rank: int) -> None:
+    with pytest.raises(ValueError, match=f"a rank from 0 to 1, .*got {rank}"):
+        zigzag_positions(8, 2, rank)
+
+
+def test_what_is_no_row_or_no_slices_of_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a row of 8 tokens, .* got 12"):
+        slice_packed(torch.rand(12), (0, 8), 2, 0)
+    with pytest.raises(ValueError, match="got no parts"):
+        zigzag_merge([])
+    with pytest.raises(ValueError, match=r"slices of one length, got slices of \[6, 2\]"):
+        zigzag_merge([torch.rand(6), torch.rand(2)])

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Installs what is needed and runs lint, types and all tests.
+#
+#     bash tests/run.sh [arguments of pytest]
+#
+# MCORE_BATCHING_VENV names the environment (default: .venv), MCORE_BATCHING_PYTHON the interpreter
+# it is made with.
+set -uo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source-path=SCRIPTDIR/../examples
+. "$here/../examples/environment.sh"
+
+environment=${MCORE_BATCHING_VENV:-$mcb_root/.venv}
+mcb_ensure_environment "$environment" megatron,dev
+python=$environment/bin/python
+export PYTHONPATH="$mcb_root${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+cd "$mcb_root" || exit 1
+
+failed=()
+check() { # NAME COMMAND...
+    local name=$1
+    shift
+    echo "== $name"
+    "$@" || failed+=("$name")
+}
+check 'ruff check' "$python" -m ruff check
+check 'ruff format' "$python" -m ruff format --check
+check 'mypy' "$python" -m mypy
+check 'mypy examples' env MYPYPATH="$mcb_root/examples" \
+    "$python" -m mypy examples/grpo.py examples/arithmetic_game.py
+check 'pytest' "$python" -m pytest "$@"
+
+if [ ${#failed[@]} -gt 0 ]; then
+    echo "failed: $(printf '%s, ' "${failed[@]}" | sed 's/, $//')" >&2
+    exit 1
+fi
