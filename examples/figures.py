@@ -94,6 +94,8 @@ def _draw_span(axes: Axes, span: Span, row: int, whole: float, lettered: bool, c
             ha="center",
             va="center",
             fontsize=8,
+            # Readable over the hatching of a placeholder.
+            bbox=None if span.tokens else {"facecolor": "white", "edgecolor": "none", "pad": 1.5},
         )
 
 
