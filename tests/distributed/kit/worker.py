@@ -53,11 +53,18 @@ def _do(job: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     if job["layout"] is not None:
         initialize_model_parallel(Layout(**job["layout"]))
-    try:
-        return getattr(importlib.import_module(module), function)(**job["parameters"])
-    finally:
-        if job["layout"] is not None:
-            parallel_state.destroy_model_parallel()
+    value = getattr(importlib.import_module(module), function)(**job["parameters"])
+    if job["layout"] is not None:
+        parallel_state.destroy_model_parallel()
+        _close_groups()
+    return value
+
+
+def _close_groups() -> None:
+    """Take down the groups of a finished job, which Megatron forgets but leaves open."""
+    world = dist.distributed_c10d._world
+    for group in [group for group in world.pg_map if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
 
 
 if __name__ == "__main__":
