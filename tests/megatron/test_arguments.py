@@ -44,15 +44,23 @@ def test_flags_that_a_framework_has_are_left_alone() -> None:
 
 def test_planner_config_from_flags() -> None:
     args = parse(
-        *("--max-tokens-per-gpu", "100", "--dynamic-batch-fill", "placeholder"),
+        *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "100"),
+        *("--dynamic-batch-fill", "placeholder"),
         *("--dynamic-batch-on-oversize", "error", "--dynamic-batch-pad-total-to", "20"),
     )
     assert planner_config(args) == PlannerConfig(
         max_tokens_per_gpu=100, fill="placeholder", on_oversize="error", pad_total_to=20
     )
-    assert planner_config(parse("--max-tokens-per-gpu", "9")) == PlannerConfig(max_tokens_per_gpu=9)
+    args = parse("--use-dynamic-batch-size", "--max-tokens-per-gpu", "9")
+    assert planner_config(args) == PlannerConfig(max_tokens_per_gpu=9)
     bare = SimpleNamespace(max_tokens_per_gpu=9)  # a framework's own arguments
     assert planner_config(bare) == PlannerConfig(max_tokens_per_gpu=9)
+
+
+def test_without_the_flag_there_is_no_cap() -> None:
+    config = planner_config(parse("--max-tokens-per-gpu", "9"))
+    assert config.max_tokens_per_gpu > 10**12
+    assert config.fill == "placeholder"
 
 
 def test_missing_cap_says_what_to_set() -> None:
