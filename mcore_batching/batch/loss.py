@@ -174,7 +174,8 @@ def _weighted_sum(
                 f"sample {i} of the micro-batch: expected values of shape {list(weight.shape)} "
                 f"(its response length), got {list(value.shape)}"
             )
-        # Not multiplied by a zero mask: 0 · inf would turn a masked token into NaN.
+        # Not multiplied by a zero mask alone: 0 · inf would turn a masked token into NaN. Not
+        # indexed by it either: the host would wait for the device.
         keep = owned & (weight != 0)
-        parts.append((value[keep].float() * weight[keep]).sum())
+        parts.append((torch.where(keep, value.float(), 0.0) * weight).sum())
     return torch.stack(parts).sum()

@@ -10,11 +10,13 @@ from mcore_batching.megatron.errors import (
     CollationFailedError,
     CollectiveError,
     DynamicBatchArgumentError,
+    ForwardFailedError,
     PlanMismatchError,
     PlanningFailedError,
 )
 from mcore_batching.megatron.forward_only import forward_only
 from mcore_batching.megatron.log_probs import response_entropy, response_log_probs
+from mcore_batching.megatron.refusals import check_settings
 from mcore_batching.megatron.specs import packed_layer_spec, use_packed_attention
 from mcore_batching.megatron.train_step import TrainStepResult, train_step
 
@@ -23,12 +25,14 @@ __all__ = [
     "CollectiveError",
     "DataIterator",
     "DynamicBatchArgumentError",
+    "ForwardFailedError",
     "PackedAttention",
     "PlanMismatchError",
     "PlanningFailedError",
     "TrainStepResult",
     "add_dynamic_batch_arguments",
     "add_fields",
+    "check_settings",
     "forward_only",
     "get_data_iterator",
     "packed_layer_spec",

@@ -100,7 +100,13 @@ def planner_config(args: Any) -> PlannerConfig:
         DynamicBatchArgumentError: ``--max-tokens-per-gpu`` is missing.
     """
     if not uses_dynamic_batch_size(args):
-        return PlannerConfig(max_tokens_per_gpu=sys.maxsize, fill="placeholder", balance="none")
+        return PlannerConfig(
+            max_tokens_per_gpu=sys.maxsize,
+            fill="placeholder",
+            balance="none",
+            pad_each_to=getattr(args, "dynamic_batch_pad_each_to", None),
+            pad_total_to=getattr(args, "dynamic_batch_pad_total_to", None),
+        )
     if getattr(args, "max_tokens_per_gpu", None) is None:
         raise DynamicBatchArgumentError(
             "--use-dynamic-batch-size needs a cap: set --max-tokens-per-gpu to the most tokens "

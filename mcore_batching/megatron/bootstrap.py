@@ -19,6 +19,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_batching.megatron import cpu
@@ -111,6 +112,8 @@ def build_model(
 ) -> list[Any]:
     """This rank's `GPTModel` chunks, each wrapped in Megatron's data-parallel wrapper.
 
+    In half precision Megatron's `Float16Module` comes in between.
+
     Args:
         config: the model's shape and parallelism.
         vocab_size: padded vocabulary, in entries.
@@ -144,6 +147,8 @@ def build_model(
         )
         chunk.model_type = ModelType.encoder_or_decoder
         chunks.append(chunk if cpu.is_enabled() else chunk.cuda(torch.cuda.current_device()))
+    if config.fp16 or config.bf16:
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
     for chunk in chunks:
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

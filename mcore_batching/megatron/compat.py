@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
 try:
@@ -90,36 +91,49 @@ def replace_final_norm(norm: Any) -> None:
 def packed_submodules(submodules: Any, core_attention: type, norm: Any) -> Any:
     """A layer's submodules with another core attention and, if given, other norms."""
     attention = submodules.self_attention
-    changes: dict[str, Any] = {
-        "self_attention": dataclasses.replace(
-            attention,
-            submodules=dataclasses.replace(attention.submodules, core_attention=core_attention),
-        )
-    }
+    inner: dict[str, Any] = {"core_attention": core_attention}
+    changes: dict[str, Any] = {}
     if norm is not None:
+        inner |= {
+            name: norm
+            for name in ("q_layernorm", "k_layernorm", "kv_layernorm")
+            if getattr(attention.submodules, name, None) is WrappedTorchNorm
+        }
         changes |= {"input_layernorm": norm, "pre_mlp_layernorm": norm}
+    changes["self_attention"] = dataclasses.replace(
+        attention, submodules=dataclasses.replace(attention.submodules, **inner)
+    )
     return dataclasses.replace(submodules, **changes)
 
 
-def mend_expert_bias_mask() -> None:
-    """Let a padding mask leave padding out of the token counts behind the expert bias.
+def mend_router_masks() -> None:
+    """Let routers leave padding out, also where a row is padding throughout.
 
-    The router multiplies a ``[tokens, experts]`` map with a ``[tokens]`` mask, which does not
-    broadcast (0.16.1 to 0.19.2); the mask needs a second axis.
+    Two faults of 0.16.1 to 0.19.2: the count behind the expert bias multiplies a
+    ``[tokens, experts]`` map with a ``[tokens]`` mask, which does not broadcast; the load-balancing
+    loss divides by the square of the number of real tokens, which is 0 in a placeholder (its
+    numerator is, too: the result is meant to be 0, and was NaN).
     """
-    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe import router
 
-    original = TopKRouter._apply_expert_bias
-    if getattr(original, "mended", False):
+    if getattr(router, "masks_are_mended", False):
         return
+    apply_expert_bias = router.TopKRouter._apply_expert_bias
+    load_balancing_loss = router.switch_load_balancing_loss_func
 
-    def with_second_axis(router: Any, routing_map: Tensor, padding_mask: Any = None) -> Any:
+    def with_second_axis(self: Any, routing_map: Tensor, padding_mask: Any = None) -> Any:
         if padding_mask is not None and padding_mask.dim() == routing_map.dim() - 1:
             padding_mask = padding_mask.unsqueeze(-1)
-        return original(router, routing_map, padding_mask=padding_mask)
+        return apply_expert_bias(self, routing_map, padding_mask=padding_mask)
 
-    with_second_axis.mended = True  # type: ignore[attr-defined]
-    TopKRouter._apply_expert_bias = with_second_axis
+    def of_at_least_one_token(*args: Any, total_num_tokens: Any, **kwargs: Any) -> Any:
+        if torch.is_tensor(total_num_tokens):
+            total_num_tokens = total_num_tokens.clamp(min=1)
+        return load_balancing_loss(*args, total_num_tokens=total_num_tokens, **kwargs)
+
+    router.TopKRouter._apply_expert_bias = with_second_axis
+    router.switch_load_balancing_loss_func = of_at_least_one_token
+    router.masks_are_mended = True
 
 
 def patch_for_cpu() -> None:

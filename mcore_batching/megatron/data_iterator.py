@@ -135,15 +135,13 @@ def get_data_iterator(
             `OversizeSampleError`, …).
         PlanMismatchError: on every rank, if they disagree on settings, fields or plan.
     """
-    model = model_chunks(model)
-    layout = current_layout(model)
     rendezvous = get_rendezvous(
         getattr(args, "dynamic_batch_rendezvous_timeout_seconds", DEFAULT_TIMEOUT_SECONDS)
     )
     cost_model = cost_model or CostModel()
 
-    config, batch, num_samples = _take_stock(
-        args, model, rollout_data, layout, rendezvous, schema, steps, cost_model
+    layout, config, batch, num_samples = _take_stock(
+        args, model, rollout_data, rendezvous, schema, steps, cost_model
     )
 
     def pack_all() -> tuple[RolloutBatch, _Packed]:
@@ -163,30 +161,37 @@ def get_data_iterator(
                 "field names": sorted(final.template),
                 "field kinds": [final.schema[name].kind.name for name in sorted(final.template)],
             },
-            "replica": {"samples and plan (sha256)": _digest([final.total_lengths, packed])},
         }
 
     (batch, packed), notes = rendezvous.guard(PlanningFailedError, pack_all, says_packed)
     require_equal(notes, lambda note: note.value["everywhere"])
-    require_equal_within_replicas(notes, lambda note: note.value["replica"])
     counts = [
         layout.round_up_num_microbatches(max(1, *(note.value["counts"][step] for note in notes)))
         for step in range(len(packed))
     ]
+
+    def fill_all() -> tuple[MicroBatches, ...]:
+        return tuple(
+            _to_local(indices, batch, bins, count, layout, config, cost_model)
+            for (indices, bins), count in zip(packed, counts, strict=True)
+        )
+
+    def says_filled(filled: tuple[MicroBatches, ...]) -> dict[str, Any]:
+        return {"samples and plan (sha256)": _digest([batch.total_lengths, filled])}
+
+    filled, notes = rendezvous.guard(PlanningFailedError, fill_all, says_filled)
+    require_equal_within_replicas(notes, lambda note: note.value)
     schedule = RolloutSchedule(
         rollout_data=batch.data,
         schema=batch.schema,
         template=batch.template,
-        steps=tuple(
-            _to_local(indices, batch, bins, count, layout, config, cost_model)
-            for (indices, bins), count in zip(packed, counts, strict=True)
-        ),
+        steps=filled,
         layout=layout,
         config=config,
         context_parallel_rank=parallel_state.get_context_parallel_rank(),
         pad_token_id=getattr(args, "pad_token_id", None) or 0,
         rendezvous=rendezvous,
-        plan_digest=_digest([[note.value["replica"] for note in notes], counts]),
+        plan_digest=_digest([note.value for note in notes]),
     )
     return [DataIterator(schedule) for _ in range(layout.virtual_pipeline)], counts
 
@@ -206,8 +211,14 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
         PlanningFailedError: on every rank, if a field does not fit on any (a `SchemaError`).
     """
     schedule = data_iterator[0].schedule
-    extended, _ = schedule.rendezvous.guard(
-        PlanningFailedError, lambda: schedule.with_fields(fields), lambda _: None
+    rendezvous = schedule.rendezvous
+    # What one rank's samples leave open (it may have none), another's may tell.
+    own, notes = rendezvous.guard(
+        PlanningFailedError, lambda: schedule.kinds_of(fields), lambda kinds: kinds
+    )
+    told = {name: field for note in notes for name, field in note.value.items()} | own
+    extended, _ = rendezvous.guard(
+        PlanningFailedError, lambda: schedule.with_fields(fields, told), lambda _: None
     )
     for iterator in data_iterator:
         iterator.schedule = extended
@@ -215,29 +226,30 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
 
 def _take_stock(
     args: Any,
-    model: list[Any],
+    model: Any,
     rollout_data: dict[str, list[Any]] | None,
-    layout: Layout,
     rendezvous: Rendezvous,
     schema: Schema,
     steps: Sequence[Sequence[int]] | None,
     cost_model: CostModel,
-) -> tuple[PlannerConfig, RolloutBatch, dict[int, int]]:
+) -> tuple[Layout, PlannerConfig, RolloutBatch, dict[int, int]]:
     """Settings that all ranks share, this replica's data, and every replica's number of samples."""
 
-    def take_stock() -> tuple[PlannerConfig, RolloutBatch | None]:
-        config = planner_config(args)
-        prepare_model(model, layout, config)
-        return config, RolloutBatch.read(rollout_data, args, schema, steps)
+    def take_stock() -> tuple[Layout, PlannerConfig, RolloutBatch | None]:
+        chunks = model_chunks(model)
+        layout, config = current_layout(chunks), planner_config(args)
+        prepare_model(chunks, layout, config)
+        return layout, config, RolloutBatch.read(rollout_data, args, schema, steps)
 
-    def says_stock(stock: tuple[PlannerConfig, RolloutBatch | None]) -> dict[str, Any]:
-        config, batch = stock
+    def says_stock(stock: tuple[Layout, PlannerConfig, RolloutBatch | None]) -> dict[str, Any]:
+        layout, config, batch = stock
+        settings = (layout, config, cost_model)
         return {
-            "settings": dataclasses.asdict(config) | dataclasses.asdict(cost_model),
+            "settings": {k: v for each in settings for k, v in dataclasses.asdict(each).items()},
             "batch": batch.summary() if batch is not None else None,
         }
 
-    (config, given), notes = rendezvous.guard(PlanningFailedError, take_stock, says_stock)
+    (layout, config, given), notes = rendezvous.guard(PlanningFailedError, take_stock, says_stock)
     require_equal(notes, lambda note: note.value["settings"])
     batch: RolloutBatch = rendezvous.share_within_replica(
         given, [note.value["batch"] is not None for note in notes]
@@ -256,7 +268,7 @@ def _take_stock(
         # Ranks without samples learn from one with samples what a sample looks like.
         batch = batch.with_fields_of(rendezvous.share(batch.fields(), populated[0]))
     num_samples = {rank: summary["num_samples"] for rank, summary in summaries.items()}
-    return config, batch, num_samples
+    return layout, config, batch, num_samples
 
 
 def _bins(lengths: list[int], args: Any, layout: Layout, config: PlannerConfig) -> list[list[int]]:

@@ -47,6 +47,15 @@ class CollationFailedError(CollectiveError):
     headline = "collating the micro-batches failed; no rank started the pipeline"
 
 
+class ForwardFailedError(CollectiveError):
+    """A loss function, or a function given to ``forward_only``, raised on some rank.
+
+    Raised once the pipeline has run dry: the micro-batch counts as 0, no update is made.
+    """
+
+    headline = "a function of the model's output failed; no parameter was updated"
+
+
 class PlanMismatchError(CollectiveError):
     """Ranks that must agree on settings, plan, counts or field names do not."""
 

@@ -1,4 +1,4 @@
-"""One micro-batch through one model chunk."""
+"""One micro-batch through one model chunk, and what went wrong with its output."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.megatron import compat
+from mcore_batching.megatron.errors import ForwardFailedError
+from mcore_batching.megatron.rendezvous import Rendezvous
 
 
 def run_chunk(chunk: Any, row: PackedMicroBatch) -> Tensor:
@@ -40,6 +42,26 @@ def run_chunk(chunk: Any, row: PackedMicroBatch) -> Tensor:
         arguments["padding_mask"] = _padding_mask(chunk, row)
     output: Tensor = chunk(**arguments, **_multimodal_inputs(row))
     return output
+
+
+def raise_together(rendezvous: Rendezvous, failed: list[Exception]) -> None:
+    """Raise on every rank if a function of the model's output raised on any.
+
+    A collective over all ranks, after the pipeline has run dry.
+
+    Args:
+        rendezvous: where ranks compare notes.
+        failed: this rank's exceptions, in the order of micro-batches.
+
+    Raises:
+        ForwardFailedError: if any rank has an exception.
+    """
+
+    def first_failure() -> None:
+        if failed:
+            raise failed[0]
+
+    rendezvous.guard(ForwardFailedError, first_failure, lambda _: None)
 
 
 def _padding_mask(chunk: Any, row: PackedMicroBatch) -> Tensor:

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from mcore_batching.batch import OrderError, PackedMicroBatch, restore_order
 from mcore_batching.megatron.data_iterator import DataIterator
-from mcore_batching.megatron.forward import run_chunk
+from mcore_batching.megatron.forward import raise_together, run_chunk
+from mcore_batching.megatron.schedule import PreparedRow, RolloutSchedule
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
+from mcore_batching.planning import sample_multiple_tokens
 
 
 @torch.no_grad()
@@ -54,19 +56,22 @@ def forward_only(
 
     Raises:
         CollationFailedError: on every rank, if any could not collate.
-        OrderError: ``f`` returned the wrong number of outputs.
+        ForwardFailedError: on every rank, if ``f`` raised on any, or did not return one output a
+            sample (an `OrderError`).
+        ValueError: ``f`` finds the samples' tokens in the logits by their lengths, as slime's
+            functions do, and this layout pads samples.
     """
     model = model_chunks(model)
     schedule = data_iterator[0].schedule
+    f = _with_keywords_it_takes(f, schedule)
+    failed: list[Exception] = []
     config = get_model_config(model[0])
-    takes = inspect.signature(f).parameters
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
 
     def forward_step(
-        rows: Iterator[PackedMicroBatch], chunk: Any, *unused: Any
+        rows: Iterator[PreparedRow], chunk: Any, *unused: Any
     ) -> tuple[Tensor, Callable[..., Any]]:
         del unused
-        row = next(rows)
+        row = next(rows).row
 
         def collect(output: Tensor, non_loss_data: bool = True) -> dict[str, list[Tensor]]:
             del non_loss_data
@@ -78,8 +83,11 @@ def forward_only(
                 "with_entropy": getattr(args, "use_rollout_entropy", False),
                 "micro_batch": row,
             }
-            made = f(output, **{k: v for k, v in offered.items() if takes_all or k in takes})
-            return _real_outputs(made, row)
+            try:
+                return _real_outputs(f(output, **offered), row)
+            except Exception as exception:
+                failed.append(exception)
+                return {}
 
         return run_chunk(chunk, row), collect
 
@@ -90,7 +98,7 @@ def forward_only(
     collected: list[dict[str, list[Tensor]]] = []
     try:
         for step, count in enumerate(num_microbatches):
-            prepared = schedule.prepare(step)
+            prepared = schedule.prepare(step, count)
             rows = prepared.iterators(len(model))
             collected += get_forward_backward_func()(
                 forward_step_func=forward_step,
@@ -102,6 +110,7 @@ def forward_only(
                 forward_only=True,
                 collect_non_loss_data=True,
             )
+            raise_together(schedule.rendezvous, failed)
     finally:
         config.timers = timers
         for chunk, training in zip(model, was_training, strict=True):
@@ -117,6 +126,36 @@ def forward_only(
         )
         for key in collected[0]
     }
+
+
+def _with_keywords_it_takes(f: Callable[..., Any], schedule: RolloutSchedule) -> Callable[..., Any]:
+    """``f`` for all keywords that are offered, with logits in the layout that it expects.
+
+    A function that does not take ``micro_batch`` expects the samples' tokens one behind the other,
+    padded to twice the context-parallel size at most: slime's layout.
+
+    Raises:
+        ValueError: that layout cannot be had.
+    """
+    takes = inspect.signature(f).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
+    size = schedule.layout.context_parallel
+    padded_to = sample_multiple_tokens(schedule.layout, schedule.config)
+    by_lengths = "micro_batch" not in takes
+    if by_lengths and size > 1 and padded_to != 2 * size:
+        raise ValueError(
+            f"{getattr(f, '__name__', f)} does not take micro_batch, so it finds tokens by lengths "
+            f"padded to {2 * size}, and this layout pads samples to {padded_to}: let it take "
+            "micro_batch (gather_response and response_log_probs do), or turn off sequence "
+            "parallelism and --dynamic-batch-pad-each-to"
+        )
+
+    def with_offered(logits: Tensor, **offered: Any) -> Any:
+        if by_lengths and size == 1 and padded_to > 1:
+            logits = logits[:, ~offered["micro_batch"].padding_mask[0]]
+        return f(logits, **{k: v for k, v in offered.items() if takes_all or k in takes})
+
+    return with_offered
 
 
 def _real_outputs(made: Any, row: PackedMicroBatch) -> dict[str, list[Tensor]]:

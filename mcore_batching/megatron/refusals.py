@@ -11,9 +11,26 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.utils import get_model_config
 
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.arguments import PREFIX
+from mcore_batching.megatron.arguments import PREFIX, planner_config
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.planning import Layout, PlannerConfig
+from mcore_batching.megatron.topology import current_layout, model_chunks
+from mcore_batching.planning import Layout, PlannerConfig, row_multiple_tokens
+
+
+def check_settings(args: Any, model: Any) -> None:
+    """Refuse flags and model settings under which training would hang or be wrong.
+
+    For the start of a job, once the model is built; `get_data_iterator` checks again.
+
+    Args:
+        args: Megatron's arguments.
+        model: this rank's model chunks.
+
+    Raises:
+        DynamicBatchArgumentError: listing every problem with what to set instead.
+    """
+    chunks = model_chunks(model)
+    prepare_model(chunks, current_layout(chunks), planner_config(args))
 
 
 def prepare_model(model: list[Any], layout: Layout, config: PlannerConfig) -> None:
@@ -36,8 +53,8 @@ def prepare_model(model: list[Any], layout: Layout, config: PlannerConfig) -> No
                     "mcore_batching.megatron.packed_layer_spec(config), or with Transformer "
                     "Engine's layer spec"
                 )
-    if getattr(model_config, "moe_router_enable_expert_bias", False):
-        compat.mend_expert_bias_mask()
+    if model_config.num_moe_experts:
+        compat.mend_router_masks()
     model_config.variable_seq_lengths = True
 
 
@@ -58,14 +75,8 @@ def check_model_config(config: Any, layout: Layout, planner: PlannerConfig) -> N
         *_loss_problems(config),
         *_expert_problems(config),
     ]
-    if getattr(config, "fp8", None) and planner.pad_total_to is None:
-        shards = layout.context_parallel * (
-            layout.tensor_parallel if layout.sequence_parallel else 1
-        )
-        problems.append(
-            "FP8 needs rows whose tokens divide by 16 on each rank (32 for mxfp8): set "
-            f"{PREFIX}pad-total-to {16 * shards} (or a multiple)"
-        )
+    if getattr(config, "fp8", None):
+        problems += _fp8_problems(config, layout, planner)
     if getattr(config, "sequence_packing_scheduler", None):
         problems.append(
             "Megatron's own sequence packing would pack a second time: unset "
@@ -100,6 +111,19 @@ def _pipeline_problems(config: Any, layout: Layout) -> list[str]:
     return problems
 
 
+def _fp8_problems(config: Any, layout: Layout, planner: PlannerConfig) -> list[str]:
+    shards = layout.context_parallel * (layout.tensor_parallel if layout.sequence_parallel else 1)
+    tokens = 32 if getattr(config, "fp8_recipe", None) == "mxfp8" else 16
+    row = row_multiple_tokens(layout, planner)
+    if row % (tokens * shards) == 0:
+        return []
+    return [
+        f"FP8 needs rows whose tokens divide by {tokens} on each rank, so by {tokens * shards} in "
+        f"all, and rows are padded to a multiple of {row}: set {PREFIX}pad-total-to "
+        f"{tokens * shards} (or a multiple)"
+    ]
+
+
 def _cuda_graph_problems(config: Any) -> list[str]:
     on = (
         getattr(config, "enable_cuda_graph", False)
@@ -115,26 +139,38 @@ def _cuda_graph_problems(config: Any) -> list[str]:
 
 
 def _loss_problems(config: Any) -> list[str]:
-    if config.calculate_per_token_loss:
-        return []
-    biased = []
-    if config.num_moe_experts and _has_auxiliary_loss(config):
-        biased.append("the mixture-of-experts auxiliary losses")
+    problems = []
     if getattr(config, "mtp_num_layers", None):
-        biased.append("the multi-token-prediction loss")
-    return [
-        f"{what} would be averaged over micro-batches however full, placeholders included, and "
-        "Megatron leaves no place to rescale it: set --calculate-per-token-loss"
-        for what in biased
-    ]
+        problems.append(
+            "the multi-token-prediction loss is made inside the model, from labels and masks that "
+            "a forward pass for log-probs does not have: unset --mtp-num-layers"
+        )
+    if config.num_moe_experts and "global_aux_loss" in _load_balancing_types(config):
+        problems.append(
+            "global_aux_loss averages over micro-batches, placeholders included: set "
+            "--moe-router-load-balancing-type aux_loss or none"
+        )
+    auxiliary = config.num_moe_experts and _has_auxiliary_loss(config)
+    if auxiliary and not config.calculate_per_token_loss:
+        problems.append(
+            "the mixture-of-experts auxiliary losses would be averaged over micro-batches however "
+            "full, placeholders included, and Megatron leaves no place to rescale them: set "
+            "--calculate-per-token-loss"
+        )
+    return problems
+
+
+def _load_balancing_types(config: Any) -> list[str]:
+    kind = config.moe_router_load_balancing_type
+    return [str(each) for each in kind] if isinstance(kind, list | tuple) else [str(kind)]
 
 
 def _has_auxiliary_loss(config: Any) -> bool:
-    kind = config.moe_router_load_balancing_type
-    kinds = list(kind) if isinstance(kind, list | tuple) else [kind]
     coefficient = config.moe_aux_loss_coeff
     coefficients = list(coefficient) if isinstance(coefficient, list | tuple) else [coefficient]
-    balancing = any("aux_loss" in str(each) for each in kinds) and any(coefficients)
+    balancing = any("aux_loss" in each for each in _load_balancing_types(config)) and any(
+        coefficients
+    )
     return bool(balancing or config.moe_z_loss_coeff)
 
 

@@ -21,7 +21,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mcore_batching.megatron.errors import CollectiveError, PlanMismatchError
+from mcore_batching.megatron.errors import (
+    CollectiveError,
+    PlanMismatchError,
+    PlanningFailedError,
+)
 
 Result = TypeVar("Result")
 
@@ -64,12 +68,8 @@ class Rendezvous:
         self._ranks_of: dict[int, list[int]] = {}
         for rank, (replica,) in enumerate(replicas):
             self._ranks_of.setdefault(replica, []).append(rank)
+        self._timeout = timeout
         self._replica: dist.ProcessGroup | None = None
-        for replica in sorted(self._ranks_of):
-            # Every rank takes part in making every group, as torch.distributed requires.
-            group = dist.new_group(self._ranks_of[replica], backend="gloo", timeout=timeout)
-            if replica == self.data_parallel_rank:
-                self._replica = group
 
     @property
     def rank(self) -> int:
@@ -98,7 +98,8 @@ class Rendezvous:
             this rank's result, and every rank's note in the order of ranks.
 
         Raises:
-            CollectiveError: ``failure``, on every rank, if ``work`` raised on any.
+            CollectiveError: ``failure``, on every rank, if ``work`` raised on any. Where it raised
+                the same everywhere, that exception itself.
         """
         cause: Exception | None = None
         value: Any = None
@@ -111,6 +112,8 @@ class Rendezvous:
             error = f"{type(exception).__name__}: {exception}"
         notes = self._gather(Note(self.data_parallel_rank, self.speaks_for_replica, value, error))
         failures = {rank: note.error for rank, note in enumerate(notes) if note.error is not None}
+        if cause is not None and list(failures.values()) == [error] * len(notes):
+            raise cause  # the same on every rank as it is
         if failures:
             raise failure(failures) from cause
         return result, notes
@@ -139,11 +142,11 @@ class Rendezvous:
                     for replica, ranks in lacking.items()
                 }
             )
-        ranks = self._ranks_of[self.data_parallel_rank]
-        if all(has_value[rank] for rank in ranks):
+        if all(has_value):
             return value
+        ranks = self._ranks_of[self.data_parallel_rank]
         source = next(rank for rank in ranks if has_value[rank])
-        return self._broadcast(value, source, self._replica)
+        return self._broadcast(value, source, self._replica_group())
 
     def share(self, value: Any, source: int) -> Any:
         """Hand the value of global rank ``source`` to all ranks."""
@@ -154,17 +157,31 @@ class Rendezvous:
         dist.all_gather_object(gathered, value, group=self._world)
         return gathered
 
-    @staticmethod
-    def _broadcast(value: Any, source: int, group: dist.ProcessGroup | None) -> Any:
-        # Serialised by torch, so that tensors arrive on the host: pickle would put a CUDA tensor on
-        # the device that it had on the source.
-        box: list[Any] = [None]
-        if dist.get_rank() == source:
+    def _replica_group(self) -> dist.ProcessGroup | None:
+        """The group of this rank's replica; made at the first call, by all ranks together."""
+        if self._replica is None:
+            for replica in sorted(self._ranks_of):
+                # Every rank takes part in making every group, as torch.distributed requires.
+                ranks = self._ranks_of[replica]
+                group = dist.new_group(ranks, backend="gloo", timeout=self._timeout)
+                if replica == self.data_parallel_rank:
+                    self._replica = group
+        return self._replica
+
+    def _broadcast(self, value: Any, source: int, group: dist.ProcessGroup | None) -> Any:
+        def serialise() -> bytes | None:
+            # By torch, so that tensors arrive on the host: pickle would put a CUDA tensor on the
+            # device that it had on the source.
+            if self.rank != source:
+                return None
             buffer = io.BytesIO()
             torch.save(value, buffer)
-            box = [buffer.getvalue()]
+            return buffer.getvalue()
+
+        serialised, _ = self.guard(PlanningFailedError, serialise, lambda _: None)
+        box = [serialised]
         dist.broadcast_object_list(box, src=source, group=group)
-        return torch.load(io.BytesIO(box[0]), map_location="cpu", weights_only=False)
+        return torch.load(io.BytesIO(box[0] or b""), map_location="cpu", weights_only=False)
 
 
 def require_equal(notes: Sequence[Note], what: Callable[[Note], Mapping[str, Any]]) -> None:

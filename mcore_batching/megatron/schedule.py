@@ -8,6 +8,7 @@ can still be told.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,10 +16,13 @@ from typing import Any
 import torch
 
 from mcore_batching.batch import (
+    Field,
     PackedMicroBatch,
     Schema,
+    SchemaError,
     StepTotals,
     make_placeholder,
+    owned_num_tokens,
     pack,
     step_totals,
 )
@@ -73,41 +77,73 @@ class RolloutSchedule:
         """Micro-batches of every step."""
         return [len(step) for step in self.steps]
 
-    def prepare(self, step: int) -> PreparedStep:
+    def prepare(self, step: int, num_microbatches: int) -> PreparedStep:
         """Collate all micro-batches of a step, and hear from every rank that it could, too.
 
         A collective over all ranks.
+
+        Args:
+            step: which optimizer step.
+            num_microbatches: how many the schedule is about to run.
 
         Raises:
             CollationFailedError: on every rank, if collating failed on any.
             PlanMismatchError: on every rank, if they are not about to run the same step.
         """
 
-        def collate() -> list[PackedMicroBatch]:
-            return [self._collate(indices) for indices in self.steps[step]]
+        def collate() -> list[PreparedRow]:
+            planned = self.num_microbatches[step]
+            if num_microbatches != planned:
+                raise ValueError(
+                    f"step {step} was planned with {planned} micro-batches, and num_microbatches "
+                    f"says {num_microbatches}: pass on what get_data_iterator returned, with the "
+                    "iterators that it returned"
+                )
+            rows = [self._collate(indices) for indices in self.steps[step]]
+            return [PreparedRow(row, owned_num_tokens(row)) for row in rows]
 
-        def says(rows: list[PackedMicroBatch]) -> dict[str, Any]:
+        def says(rows: list[PreparedRow]) -> dict[str, Any]:
             return {
                 "compared": {
                     "plan (sha256)": self.plan_digest,
                     "step": step,
                     "number of micro-batches": len(rows),
                 },
-                "totals": step_totals(rows),
+                "totals": step_totals(prepared.row for prepared in rows),
             }
 
         rows, notes = self.rendezvous.guard(CollationFailedError, collate, says)
         require_equal(notes, lambda note: note.value["compared"])
         return PreparedStep(step=step, rows=rows, totals=_sum_over_replicas(notes))
 
-    def with_fields(self, fields: Mapping[str, Sequence[Any]]) -> RolloutSchedule:
+    def kinds_of(self, fields: Mapping[str, Sequence[Any]]) -> dict[str, Field]:
+        """Declarations of undeclared fields, as far as this rank's samples tell."""
+        kinds = {}
+        for name, values in fields.items():
+            if name not in self.schema:
+                with contextlib.suppress(SchemaError):
+                    kinds[name] = self.schema.resolve(self.rollout_data | {name: values})[name]
+        return kinds
+
+    def with_fields(
+        self, fields: Mapping[str, Sequence[Any]], kinds: Mapping[str, Field]
+    ) -> RolloutSchedule:
         """Itself with further fields, or with other values of those it has.
+
+        Args:
+            fields: field name to one value a sample.
+            kinds: declarations of fields that the schema does not declare.
 
         Raises:
             SchemaError: a field's kind is unknown, or its values do not fit the samples.
         """
         data = self.rollout_data | {name: list(values) for name, values in fields.items()}
-        schema = self.schema.resolve(data)
+        schema = self.schema
+        for name in fields:
+            if name in kinds and name not in schema:
+                field = kinds[name]
+                schema = schema.declare(name, field.kind, length_offset=field.length_offset)
+        schema = schema.resolve(data)
         schema.validate(data)
         examples = {name: values or self.template.get(name) for name, values in data.items()}
         template = make_placeholder(schema, list(data), examples)
@@ -136,6 +172,19 @@ class RolloutSchedule:
 
 
 @dataclasses.dataclass(frozen=True)
+class PreparedRow:
+    """A packed micro-batch and what is known of it before it is on the device.
+
+    Attributes:
+        row: the micro-batch.
+        owned_num_tokens: trainable tokens that this context-parallel rank predicts.
+    """
+
+    row: PackedMicroBatch
+    owned_num_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
 class PreparedStep:
     """The collated micro-batches of a step, and what the step's denominators add up to.
 
@@ -146,22 +195,24 @@ class PreparedStep:
     """
 
     step: int
-    rows: list[PackedMicroBatch]
+    rows: list[PreparedRow]
     totals: StepTotals
 
-    def iterators(self, count: int) -> list[Iterator[PackedMicroBatch]]:
+    def iterators(self, count: int) -> list[Iterator[PreparedRow]]:
         """One iterator a virtual pipeline stage over the rows, moved to the device as drawn.
 
         Each stage draws every row; the copy on the device is made once and dropped when the last
         stage has drawn it.
         """
-        on_device: dict[int, tuple[PackedMicroBatch, int]] = {}
+        on_device: dict[int, tuple[PreparedRow, int]] = {}
 
-        def draw() -> Iterator[PackedMicroBatch]:
-            for slot, row in enumerate(self.rows):
+        def draw() -> Iterator[PreparedRow]:
+            for slot, prepared in enumerate(self.rows):
                 moved, drawn = on_device.pop(slot, (None, 0))
                 if moved is None:
-                    moved = row.to(torch.device(torch.cuda.current_device()), non_blocking=True)
+                    device = torch.device(torch.cuda.current_device())
+                    row = prepared.row.to(device, non_blocking=True)
+                    moved = dataclasses.replace(prepared, row=row)
                 if drawn + 1 < count:
                     on_device[slot] = (moved, drawn + 1)
                 yield moved
@@ -180,7 +231,10 @@ def _sum_over_replicas(notes: Sequence[Note]) -> StepTotals:
     for rank, note in enumerate(notes):
         mine = note.value["totals"]
         first, said = spoken.setdefault(note.data_parallel_rank, (rank, mine))
-        if said != mine:
+        # The weight is a sum of floats, which another device adds up in another order.
+        if dataclasses.replace(said, token_weight=0.0) != dataclasses.replace(
+            mine, token_weight=0.0
+        ):
             raise PlanMismatchError(
                 {rank: f"its samples add up to {mine}, on rank {first} they are {said}"}
             )

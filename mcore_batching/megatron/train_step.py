@@ -22,10 +22,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from mcore_batching.batch import PackedMicroBatch, StepTotals, owned_num_tokens
+from mcore_batching.batch import PackedMicroBatch, StepTotals
 from mcore_batching.megatron.data_iterator import DataIterator
-from mcore_batching.megatron.forward import run_chunk
-from mcore_batching.megatron.schedule import PreparedStep
+from mcore_batching.megatron.forward import raise_together, run_chunk
+from mcore_batching.megatron.schedule import PreparedRow, PreparedStep
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
 
 LossFunction = Callable[[Tensor, PackedMicroBatch, StepTotals], tuple[Tensor, Mapping[str, Tensor]]]
@@ -82,13 +82,19 @@ def train_step(
 
     Raises:
         CollationFailedError: on every rank, if any could not collate.
+        ForwardFailedError: on every rank, if the loss function raised on any; nothing is updated.
     """
     model = model_chunks(model)
-    prepared = data_iterator[0].schedule.prepare(step)
+    schedule = data_iterator[0].schedule
+    prepared = schedule.prepare(step, num_microbatches[step])
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    metrics = _forward_backward(loss_function, args, model, prepared, num_microbatches[step])
+    _connect(model, optimizer)
+    failed: list[Exception] = []
+    collected = _forward_backward(loss_function, args, model, prepared, failed)
+    raise_together(schedule.rendezvous, failed)
+    metrics = _sum_metrics(collected) if is_last_stage() else {}
     update_successful, grad_norm, _ = optimizer.step()
     if update_successful and opt_param_scheduler is not None:
         opt_param_scheduler.step(increment=prepared.totals.num_samples)
@@ -106,38 +112,50 @@ def _forward_backward(
     args: Any,
     model: list[Any],
     prepared: PreparedStep,
-    num_microbatches: int,
-) -> dict[str, float]:
-    """Gradients of the step in the model's buffers; the metrics."""
+    failed: list[Exception],
+) -> list[Mapping[str, Tensor]]:
+    """Gradients of the step in the model's buffers; each micro-batch's shares of the metrics.
+
+    An exception in the loss function is put into ``failed``, and the micro-batch counts as 0: the
+    pipeline has to run dry before all ranks can be told.
+    """
     config = get_model_config(model[0])
-    _connect(model, config)
+    num_microbatches = len(prepared.rows)
     totals = prepared.totals
     tokens = max(totals.num_tokens, 1)
     per_token = bool(config.calculate_per_token_loss)
     undo = tokens if per_token else num_microbatches * _num_averaged_replicas()
 
     def forward_step(
-        rows: Iterator[PackedMicroBatch], chunk: Any, *unused: Any
+        rows: Iterator[PreparedRow], chunk: Any, *unused: Any
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]:
         del unused
-        row = next(rows)
+        prepared_row = next(rows)
 
         def loss(output: Tensor) -> tuple[Any, ...]:
-            share, metrics = loss_function(output, row, totals)
-            reported = {"loss": share, **metrics}
-            reported = {name: value.detach().clone() for name, value in reported.items()}
             # An empty sum: hangs the loss on the graph without 0 · inf, so that every gradient
             # hook fires even if the share is a constant.
-            attached = (share + output.reshape(-1)[:0].sum().to(share.dtype)) * undo
+            nothing = output.reshape(-1)[:0].float().sum()
+            reported: dict[str, Tensor] = {}
+            try:
+                share, metrics = loss_function(output, prepared_row.row, totals)
+                reported = {"loss": share, **metrics}
+                reported = {name: value.detach().clone() for name, value in reported.items()}
+                attached = (share + nothing.to(share.dtype)) * undo
+            except Exception as exception:
+                failed.append(exception)
+                attached = nothing
             if per_token:
-                count = torch.tensor(owned_num_tokens(row), dtype=torch.int, device=output.device)
+                count = torch.tensor(
+                    prepared_row.owned_num_tokens, dtype=torch.int, device=output.device
+                )
                 return attached, count, reported
             return attached, reported
 
-        return run_chunk(chunk, row), loss
+        return run_chunk(chunk, prepared_row.row), loss
 
     rows = prepared.iterators(len(model))
-    collected = get_forward_backward_func()(
+    collected: list[Mapping[str, Tensor]] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=rows if len(rows) > 1 else rows[0],
         model=model if len(model) > 1 else model[0],
@@ -146,11 +164,14 @@ def _forward_backward(
         micro_batch_size=1,
         forward_only=False,
     )
-    return _sum_metrics(collected) if is_last_stage() else {}
+    return collected
 
 
-def _connect(model: list[Any], config: Any) -> None:
+def _connect(model: list[Any], optimizer: Any) -> None:
     """Set the hooks that ``megatron.training`` sets, where nobody has."""
+    config = get_model_config(model[0])
+    if config.grad_scale_func is None:
+        config.grad_scale_func = optimizer.scale_loss
     if config.finalize_model_grads_func is None:
         config.finalize_model_grads_func = finalize_model_grads
     ddp_config = getattr(model[0], "ddp_config", None)

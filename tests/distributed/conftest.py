@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from kit.harness import REPOSITORY, Job, JobFailedError, environment, run_jobs
 
-KINDS = ("dense", "moe", "learned")
+KINDS = ("dense", "moe", "learned", "qk")
 
 
 @pytest.fixture(scope="session")

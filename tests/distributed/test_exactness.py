@@ -19,6 +19,10 @@ GRADIENTS = 2e-5  # deepest sums: over all tokens of the batch, through four lay
 WEIGHTS = 2e-6
 METRICS = 2e-6
 
+# bfloat16 keeps 8 bits, so that each rounding is up to 4e-3 of a value; some tens of them in a row
+# add up to a few per cent of the largest entry, also between two runs that are both right.
+BFLOAT16 = 5e-2
+
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "one": (1, "dense", {}),
     "dp2": (2, "dense", {"data_parallel": 2}),
@@ -67,6 +71,21 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
         "dp2-pp2",
         {"planner": {"dynamic_batch_packing": "first-fit", "dynamic_batch_fill": "placeholder"}},
     ),
+    "dp2-pp2-overlapped-gather": (
+        "dp2-pp2",
+        {"overlap_gather": True, "distributed_optimizer": True, "spread": "empty"},
+    ),
+    "cp2-recomputed-activations": (
+        "cp2",
+        {
+            "settings": {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            }
+        },
+    ),
+    "tp2-sp-query-key-norms": ("tp2-sp", {"kind": "qk"}),
     "dp2-cp2-learned-positions": ("dp2-cp2", {"kind": "learned"}),
     # Without the flag: two samples a micro-batch, however long.
     "dp2-pp2-fixed-size": (
@@ -147,3 +166,29 @@ def test_equals_reference(
             assert rank["metrics"][name] == pytest.approx(value, rel=METRICS), name
     for rank in ranks:
         assert rank["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRADIENTS)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(
+            "dp2-pp2-bfloat16",
+            "kit.exactness:compare",
+            4,
+            LAYOUTS["dp2-pp2"][2],
+            {
+                "layout": LAYOUTS["dp2-pp2"][2],
+                "kind": "dense",
+                "reference": "dense",
+                "spread": "empty",
+                "settings": {"bf16": True},
+            },
+        )
+    ],
+    ids=str,
+)
+def test_bfloat16_follows_the_float32_reference(job: Job, ranks: list[dict[str, Any]]) -> None:
+    """Megatron's half-precision wrapper and optimizer, within what bfloat16 rounds."""
+    assert max(rank["log_probs"] for rank in ranks) < BFLOAT16
+    assert 0 < max(rank["gradients"] for rank in ranks) < BFLOAT16
+    assert max(rank["weights"] for rank in ranks) < BFLOAT16

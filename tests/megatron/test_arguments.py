@@ -105,7 +105,12 @@ VIRTUAL = Layout(pipeline_parallel=2, virtual_pipeline=2)
             "set --calculate-per-token-loss",
         ),
         (Layout(), {**EXPERTS, "moe_z_loss_coeff": 0.01}, "set --calculate-per-token-loss"),
-        (Layout(), {"mtp_num_layers": 1}, "multi-token-prediction loss"),
+        (Layout(), {"mtp_num_layers": 1}, "unset --mtp-num-layers"),
+        (
+            Layout(),
+            {**EXPERTS, "moe_router_load_balancing_type": "global_aux_loss"},
+            "set --moe-router-load-balancing-type aux_loss or none",
+        ),
         (
             Layout(),
             {"num_moe_experts": 4, "moe_token_dispatcher_type": "allgather"},
@@ -120,6 +125,11 @@ VIRTUAL = Layout(pipeline_parallel=2, virtual_pipeline=2)
             Layout(context_parallel=2, tensor_parallel=2, sequence_parallel=True),
             {"fp8": "hybrid"},
             "set --dynamic-batch-pad-total-to 64",
+        ),
+        (
+            Layout(),
+            {"fp8": "hybrid", "fp8_recipe": "mxfp8"},
+            "set --dynamic-batch-pad-total-to 32",
         ),
         (
             Layout(),
@@ -159,3 +169,10 @@ def test_all_problems_are_listed_at_once() -> None:
     with pytest.raises(DynamicBatchArgumentError) as caught:
         check_model_config(broken, VIRTUAL, PlannerConfig(max_tokens_per_gpu=128))
     assert str(caught.value).count("\n  - ") == 3
+
+
+def test_rows_that_fp8_can_run_are_accepted() -> None:
+    fp8 = config(fp8="hybrid")
+    check_model_config(fp8, Layout(), PlannerConfig(max_tokens_per_gpu=128, pad_total_to=48))
+    with pytest.raises(DynamicBatchArgumentError, match="padded to a multiple of 8"):
+        check_model_config(fp8, Layout(), PlannerConfig(max_tokens_per_gpu=128, pad_total_to=8))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.utils import get_model_config
 
 from kit.model import adam, local_part, named_parameters, sharded_model
 from kit.objective import packed_objective
@@ -54,7 +55,9 @@ def compare(
     per_token_loss: bool = True,
     distributed_optimizer: bool = False,
     overlap: bool = False,
+    overlap_gather: bool = False,
     planner: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Differences to the reference on this rank.
 
@@ -67,12 +70,22 @@ def compare(
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=distributed_optimizer,
-        overlap_grad_reduce=overlap,
+        overlap_grad_reduce=overlap or overlap_gather,
+        overlap_param_gather=overlap_gather,
     )
+    settings = dict(settings or {})
+    if settings.get("bf16"):
+        settings |= {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
     model = sharded_model(
-        shape, kind, expected["weights"], ddp, calculate_per_token_loss=per_token_loss
+        shape,
+        kind,
+        expected["weights"],
+        ddp,
+        calculate_per_token_loss=per_token_loss,
+        **settings,
     )
-    optimizer = adam(model, distributed_optimizer)
+    optimizer = adam(model, distributed_optimizer, overlap_gather, bool(settings.get("bf16")))
+    get_model_config(model[0]).grad_scale_func = None  # as a job leaves it that calls no train()
     samples = make_samples()
     replica = parallel_state.get_data_parallel_rank()
     mine = share(samples, spread, replica, shape.data_parallel)
@@ -94,6 +107,7 @@ def compare(
     else:
         assert outputs == {}
     result = train_step(packed_objective, args, model, iterators, counts, optimizer)
+    assert get_model_config(model[0]).grad_scale_func is not None
     report |= {"metrics": result.metrics, "grad_norm": result.grad_norm, "gradients": {}}
     for name, parameter in named_parameters(model):
         whole = expected["gradients"][name]
@@ -102,8 +116,13 @@ def compare(
             part = local_part(name, whole * clip, parameter)
             report["gradients"][name] = difference(parameter.main_grad, part)
     report["gradients"] = max(report["gradients"].values(), default=0.0)
+    if overlap_gather:
+        for chunk in model:  # else the next forward pass gathers them
+            chunk.start_param_sync(force_sync=True)
     report["weights"] = max(
-        difference(parameter.detach(), local_part(name, expected["updated"][name], parameter))
+        difference(
+            parameter.detach().float(), local_part(name, expected["updated"][name], parameter)
+        )
         for name, parameter in named_parameters(model)
     )
     (step,) = iterators[0].schedule.steps

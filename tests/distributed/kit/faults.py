@@ -79,10 +79,16 @@ def one_rank_fails(layout: dict[str, Any], reference: str, what: str) -> dict[st
 
 
 def extra_placeholders(
-    layout: dict[str, Any], reference: str, count: int, kind: str, per_token_loss: bool
+    layout: dict[str, Any],
+    reference: str,
+    count: int,
+    kind: str,
+    per_token_loss: bool,
+    settings: dict[str, Any],
 ) -> dict[str, Any]:
     """Gradients of a step, and of the same step with more placeholders at its start."""
-    model = small_model(layout, reference, kind=kind, calculate_per_token_loss=per_token_loss)
+    settings = {"kind": kind, "calculate_per_token_loss": per_token_loss, **settings}
+    model = small_model(layout, reference, **settings)
     args = arguments(Layout(**layout))
     iterators, counts = get_data_iterator(args, model, my_samples(layout))
     plain = _gradients(args, model, iterators, counts)
@@ -216,6 +222,74 @@ def wrong_number_of_outputs(layout: dict[str, Any], reference: str) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def function_fails(layout: dict[str, Any], reference: str, where: str) -> dict[str, Any]:
+    """A function of the logits raises on the last rank alone; then everything goes on."""
+    model = small_model(layout, reference)
+    args = arguments(Layout(**layout))
+    iterators, counts = get_data_iterator(args, model, my_samples(layout))
+    optimizer = adam(model, distributed=False)
+    before = {name: p.detach().clone() for name, p in named_parameters(model)}
+    at_fault = dist.get_rank() == dist.get_world_size() - 1
+
+    def f(logits: torch.Tensor, *, micro_batch: Any) -> dict[str, list[torch.Tensor]]:
+        if at_fault and not micro_batch.is_placeholder:
+            raise ZeroDivisionError("in f")
+        return log_probs_of(logits, micro_batch=micro_batch)
+
+    def loss(logits: torch.Tensor, row: Any, totals: Any) -> Any:
+        if at_fault and not row.is_placeholder:
+            raise ZeroDivisionError("in the loss")
+        return packed_objective(logits, row, totals)
+
+    try:
+        if where == "forward_only":
+            forward_only(f, args, model, iterators, counts)
+        elif where == "train_step":
+            train_step(loss, args, model, iterators, counts, optimizer)
+        else:
+            forward_only(f, args, model, iterators, [counts[0] + at_fault])
+    except Exception as error:
+        caught = {"type": type(error).__name__, "message": str(error)}
+    unchanged = all(torch.equal(p, before[name]) for name, p in named_parameters(model))
+    result = train_step(packed_objective, args, model, iterators, counts, optimizer)
+    return caught | {"unchanged": unchanged, "grad_norm": result.grad_norm}
+
+
+def found_by_lengths(layout: dict[str, Any], reference: str) -> dict[str, Any]:
+    """A function that walks through the logits by total lengths, as slime's do."""
+    model = small_model(layout, reference)
+    shape = Layout(**layout)
+    args = arguments(shape, dynamic_batch_pad_each_to=12 if shape.context_parallel > 1 else 8)
+    iterators, counts = get_data_iterator(args, model, my_samples(layout))
+
+    def walks(
+        logits: torch.Tensor,
+        *,
+        unconcat_tokens: list[torch.Tensor],
+        total_lengths: list[int],
+        response_lengths: list[int],
+        **unused: Any,
+    ) -> dict[str, list[torch.Tensor]]:
+        found, start = [], 0
+        for tokens, total, response in zip(
+            unconcat_tokens, total_lengths, response_lengths, strict=True
+        ):
+            predicted = torch.log_softmax(logits[0, start : start + total - 1], -1)
+            values = predicted.gather(1, tokens[1:, None])[:, 0]
+            whole = torch.cat((values.new_zeros(1), values))
+            found.append(whole[total - response :])
+            start += total
+        return {"log_probs": found}
+
+    try:
+        outputs = forward_only(walks, args, model, iterators, counts)
+    except ValueError as error:
+        return {"message": str(error)}
+    expected = forward_only(log_probs_of, args, model, iterators, counts)
+    pairs = zip(outputs["log_probs"], expected["log_probs"], strict=True)
+    return {"difference": max(float((a - b).abs().max()) for a, b in pairs if a.numel())}
 
 
 def slime_style(layout: dict[str, Any], reference: str) -> dict[str, Any]:

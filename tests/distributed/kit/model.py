@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from kit.samples import VOCABULARY
@@ -27,7 +28,8 @@ CLIP_GRAD = 1.0
 def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
     """A small float32 model with grouped-query attention.
 
-    ``"dense"``; ``"moe"``: 4 experts, top 2; ``"learned"``: dense with learned positions.
+    ``"dense"``; ``"moe"``: 4 experts, top 2; ``"learned"``: dense with learned positions; ``"qk"``:
+    dense with norms on queries and keys.
     """
     options: dict[str, Any] = {
         "num_layers": 4,
@@ -60,6 +62,7 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
             "moe_router_load_balancing_type": "none",
             "moe_grouped_gemm": False,
         }
+    options["qk_layernorm"] = kind == "qk"
     return TransformerConfig(**options | settings)
 
 
@@ -90,13 +93,17 @@ def sharded_model(
     return model
 
 
-def adam(model: list[Any], distributed: bool) -> Any:
+def adam(
+    model: list[Any], distributed: bool, overlap_gather: bool = False, bf16: bool = False
+) -> Any:
     """Megatron's Adam."""
     config = OptimizerConfig(
         optimizer="adam",
         weight_decay=0.0,
         clip_grad=CLIP_GRAD,
         use_distributed_optimizer=distributed,
+        overlap_param_gather=overlap_gather,
+        bf16=bf16,
         **ADAM,
     )
     return build_optimizer(model, config)
@@ -105,7 +112,7 @@ def adam(model: list[Any], distributed: bool) -> Any:
 def named_parameters(model: list[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters of this rank under the names they have in the whole, unsharded model."""
     for chunk in model:
-        bare = chunk.module if hasattr(chunk, "module") else chunk
+        bare = unwrap_model(chunk)
         numbers = [layer.layer_number - 1 for layer in bare.decoder.layers]
         for name, parameter in bare.named_parameters():
             local = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)

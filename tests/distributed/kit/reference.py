@@ -46,6 +46,7 @@ def main(kind: str, out: str) -> None:
         spec=lambda config: get_gpt_layer_local_spec(
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=False,
+            qk_layernorm=config.qk_layernorm,
             normalization=config.normalization,
         ),
     )

@@ -64,7 +64,9 @@ def step_share(
         times = [time.perf_counter()]
         iterators, counts = get_data_iterator(args, model, data)
         times.append(time.perf_counter())
-        iterators[0].schedule.prepare(0)  # done once more inside each of the two passes below
+        iterators[0].schedule.prepare(
+            0, counts[0]
+        )  # done once more inside each of the two passes below
         times.append(time.perf_counter())
         forward_only(log_probs_of, args, model, iterators, counts)
         times.append(time.perf_counter())
