@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by quickstart.sh, tests/run.sh and .ci/run: finds a Python, makes an environment with the
 # pinned versions of torch and megatron-core, installs this package into it.
 #
@@ -98,6 +99,10 @@ mcb_ensure_environment() { # DIRECTORY EXTRAS
     local directory=$1 extras=$2 python key stamp unfinished has_key has_root has_extras extra missing
     stamp=$directory/mcore_batching.complete
     unfinished=$directory/mcore_batching.unfinished
+    if [ -f "$stamp" ] && ! mcb_version_of "$directory/bin/python" >/dev/null; then
+        echo "the Python of $directory is gone; making it anew"
+        rm -rf "$directory"
+    fi
     if [ -f "$stamp" ] && [ -z "${MCORE_BATCHING_PYTHON:-}" ]; then
         python=$directory/bin/python
     else
@@ -112,7 +117,7 @@ mcb_ensure_environment() { # DIRECTORY EXTRAS
             case ",$has_extras," in *",$extra,"*) ;; *) missing=$extra ;; esac
         done
         [ "$has_key$has_root$missing" = "$key$mcb_root" ] && return 0
-        extras=$extras,$has_extras
+        extras=$(printf '%s\n' "$extras,$has_extras" | tr , '\n' | sort -u | paste -sd, -)
         if [ "$has_key" != "$key" ]; then
             python=$(mcb_find_python) || exit 1
             rm -rf "$directory"
@@ -120,12 +125,12 @@ mcb_ensure_environment() { # DIRECTORY EXTRAS
     elif [ -f "$unfinished" ]; then
         echo "$directory was left unfinished; making it anew"
         rm -rf "$directory"
-    elif [ -e "$directory" ]; then
+    elif [ -n "$(ls -A "$directory" 2>/dev/null)" ]; then
         mcb_fail "$directory exists and is not an environment that these scripts made: remove it," \
             "or name another directory in MCORE_BATCHING_VENV"
     fi
 
-    if [ ! -d "$directory" ]; then
+    if [ ! -x "$directory/bin/python" ]; then
         echo "making $directory with $("$python" --version) ($python)"
         mkdir -p "$directory"
         touch "$unfinished"
@@ -149,5 +154,5 @@ mcb_install() { # PYTHON EXTRAS
     # The build needs no environment of its own, so that a later run needs no network.
     "$python" -m pip install "$quiet" --disable-pip-version-check 'setuptools>=77' &&
         "$python" -m pip install "$quiet" --disable-pip-version-check --no-build-isolation \
-            --constraint "$constraints" --editable "$mcb_root[$extras]"
+            --constraint "$constraints" --editable "${mcb_root}[$extras]"
 }

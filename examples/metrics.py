@@ -50,7 +50,7 @@ class IterationMetrics:
         fill: real tokens over the room of all micro-batches (the cap times their number).
         padding: share of the padded tokens that is padding.
         rank_balance: cost of the heaviest rank over the mean, 1 at best.
-        plan_seconds: planning, twice: for the forward-only passes and for the steps.
+        plan_seconds: planning, all ranks together.
         forward_only_seconds: old and reference log-probabilities.
         steps: in order.
     """

@@ -12,7 +12,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source-path=SCRIPTDIR
 . "$here/environment.sh"
 
-nproc= dp=2 pp=2 tp=1 cp=1
+nproc='' dp=2 pp=2 tp=1 cp=1
 given=()
 chosen=(--compare)
 length=()

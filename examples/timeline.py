@@ -69,13 +69,11 @@ class Recorder:
 
     def start(self) -> None:
         """A pass begins."""
-        torch.cuda.synchronize()
-        self._started = time.monotonic()
+        self._started = _now()
 
     def stop(self, backward: bool) -> None:
         """The pass has ended."""
-        torch.cuda.synchronize()
-        self.passes.append((*self._running, backward, self._started, time.monotonic()))
+        self.passes.append((*self._running, backward, self._started, _now()))
 
     def watch(self, number: int, chunk: torch.nn.Module) -> contextlib.ExitStack:
         """Note which chunk and slot runs; closing the result ends it."""
@@ -96,6 +94,13 @@ class Recorder:
         stack = contextlib.ExitStack()
         stack.callback(chunk.register_forward_hook(after_forward).remove)
         return stack
+
+
+def _now() -> float:
+    """The time at which everything launched so far has run."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+    return time.monotonic()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,14 +19,18 @@ from policy import build_adam, build_policy_and_reference
 from rollouts import Rollout
 from torch import Tensor
 
-from mcore_batching.megatron import DataIterator, forward_only, get_data_iterator, train_step
+from mcore_batching.megatron import (
+    DataIterator,
+    add_fields,
+    forward_only,
+    get_data_iterator,
+    train_step,
+)
 from mcore_batching.megatron.arguments import planner_config
-from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import (
     Layout,
     StepPlan,
     StepStatistics,
-    placeholder_tokens,
     step_statistics,
 )
 
@@ -64,7 +67,7 @@ def train(
     )
     optimizer = build_adam(policy, options.lr)
     objective = GRPOObjective(clip=options.clip, kl_coefficient=options.kl_coefficient)
-    args = baseline_arguments(options, layout) if one_sample_a_micro_batch else options
+    args = baseline_arguments(options) if one_sample_a_micro_batch else options
     spans: list[timeline.Span] = []
     for iteration in range(options.iterations):
         chosen = groups_of_iteration(groups, iteration, options.prompts_per_iteration)
@@ -79,10 +82,8 @@ def train(
             log_probs_of, args, reference, iterators, counts, store_prefix="ref_"
         )
         scored = time.monotonic()
-        # Only the last stage has log-probabilities; the engine sends them to the other stages.
-        scored_data = data | _on_host(old) | _on_host(initial) if is_last_stage() else None
-        iterators, counts = get_data_iterator(args, policy, scored_data)
-        replanned = time.monotonic()
+        # Only the last stage has log-probabilities, and only its loss needs them.
+        add_fields(iterators, _on_host(old | initial))
 
         steps = []
         for step in range(len(counts)):
@@ -116,7 +117,7 @@ def train(
                 fill=statistics.fill,
                 padding=statistics.padding,
                 rank_balance=statistics.rank_balance,
-                plan_seconds=planned - started + replanned - scored,
+                plan_seconds=planned - started,
                 forward_only_seconds=scored - planned,
                 steps=tuple(steps),
             )
@@ -124,19 +125,11 @@ def train(
     return spans
 
 
-def baseline_arguments(options: argparse.Namespace, layout: Layout) -> argparse.Namespace:
-    """The flags with a cap that no two samples fit under: every micro-batch holds one.
-
-    The cap is the least that the layout's alignment allows, every sample is padded to what its row
-    is padded to, and a sample over the cap runs alone.
-    """
+def baseline_arguments(options: argparse.Namespace) -> argparse.Namespace:
+    """The flags with dynamic micro-batches turned off, and one sample to each."""
     args = copy.copy(options)
-    args.dynamic_batch_on_oversize = "own-bin"
-    args.dynamic_batch_pad_each_to = math.lcm(
-        options.dynamic_batch_pad_each_to or 1, options.dynamic_batch_pad_total_to or 1
-    )
-    smallest = placeholder_tokens(layout, planner_config(args))
-    args.max_tokens_per_gpu = smallest // layout.context_parallel
+    args.use_dynamic_batch_size = False
+    args.micro_batch_size = 1
     return args
 
 

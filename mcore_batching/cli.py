@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from mcore_batching import report
 from mcore_batching._version import __version__
@@ -28,7 +28,8 @@ from mcore_batching.planning import (
     step_statistics,
 )
 from mcore_batching.planning.config import CHOICES
-from mcore_batching.planning.lengths_file import LengthsFileError, read_lengths
+from mcore_batching.planning.groups import LastStep
+from mcore_batching.planning.lengths_file import LengthsFileError, read_groups, read_lengths
 from mcore_batching.planning.serialization import recorded_digest
 
 _FLAG_OF_OPTION = {
@@ -44,6 +45,8 @@ _FLAG_OF_ARGUMENT = {
     "max_tokens_per_gpu": "--max-tokens-per-gpu",
     "microbatch_group_size": "--microbatch-group-size",
     "samples_per_step": "--samples-per-step",
+    "groups_per_step": "--groups-per-step",
+    "last=": "--last-groups ",
 }
 _LENGTHS_HELP = (
     "lengths in tokens: a text file with one integer a line, a .csv or .jsonl file (with "
@@ -104,6 +107,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="cut the samples into consecutive steps of this many (default: one step)",
     )
+    _add_groups(parser)
     for option, help_text in (
         ("on_oversize", "a sample over the cap runs alone, or is an error"),
         ("fill", "split micro-batches before adding placeholders, or never split"),
@@ -118,6 +122,24 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument("--out", metavar="PLAN.json", help="write the plan to this file")
     parser.set_defaults(run=_plan)
+
+
+def _add_groups(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--groups",
+        metavar="FILE",
+        help="group (prompt) of each sample, in files as for LENGTHS: steps hold whole groups",
+    )
+    parser.add_argument("--group-column", help="--column, for --groups")
+    parser.add_argument(
+        "--groups-per-step", type=int, metavar="N", help="groups of each step, with --groups"
+    )
+    parser.add_argument(
+        "--last-groups",
+        choices=get_args(LastStep),
+        default="keep",
+        help="groups left over: a shorter last step, left out, or an error (default: %(default)s)",
+    )
 
 
 def _default(options: type[Layout] | type[PlannerConfig], name: str) -> Any:
@@ -142,8 +164,17 @@ def _plan(options: argparse.Namespace) -> int:
         max_tokens_per_gpu=options.max_tokens_per_gpu,
         **{option: getattr(options, option) for option in CHOICES},
     )
+    groups = _read_groups(options)
     lengths = read_lengths(options.lengths, options.column)
-    plan = plan_batch(lengths, layout, config, samples_per_step=options.samples_per_step)
+    plan = plan_batch(
+        lengths,
+        layout,
+        config,
+        samples_per_step=options.samples_per_step,
+        groups=groups,
+        groups_per_step=options.groups_per_step,
+        last=options.last_groups,
+    )
     plan.validate(lengths)
     if options.out:
         _write(options.out, plan.to_json())
@@ -158,6 +189,16 @@ def _plan(options: argparse.Namespace) -> int:
     if options.out:
         print(f"wrote {options.out}")
     return 0
+
+
+def _read_groups(options: argparse.Namespace) -> list[str | int] | None:
+    if options.groups is None:
+        if options.group_column is not None:
+            raise _UsageError("--group-column needs --groups; set --groups to the file with it")
+        return None
+    if options.groups == options.lengths == "-":
+        raise _UsageError("LENGTHS and --groups are both -; write one of them to a file")
+    return read_groups(options.groups, options.group_column)
 
 
 def _check(options: argparse.Namespace) -> int:

@@ -98,6 +98,7 @@ def plan_heading(plan: Plan) -> str:
     return (
         f"{samples} sample{'s' if samples != 1 else ''} in {steps} "
         f"step{'s' if steps != 1 else ''}, "
+        f"{f'{len(plan.dropped)} dropped, ' if plan.dropped else ''}"
         f"{' x '.join(sizes)}{sequence}, cap {config.cap_tokens(layout)} tokens"
     )
 

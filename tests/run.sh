@@ -16,6 +16,8 @@ python=$environment/bin/python
 export PYTHONPATH="$mcb_root${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 cd "$mcb_root" || exit 1
 
+# Not the documentation: newer releases of ruff format code in Markdown, older ones do not.
+sources=(mcore_batching tests examples)
 failed=()
 check() { # NAME COMMAND...
     local name=$1
@@ -23,8 +25,8 @@ check() { # NAME COMMAND...
     echo "== $name"
     "$@" || failed+=("$name")
 }
-check 'ruff check' "$python" -m ruff check
-check 'ruff format' "$python" -m ruff format --check
+check 'ruff check' "$python" -m ruff check "${sources[@]}"
+check 'ruff format' "$python" -m ruff format --check "${sources[@]}"
 check 'mypy' "$python" -m mypy
 check 'mypy examples' env MYPYPATH="$mcb_root/examples" \
     "$python" -m mypy examples/grpo.py examples/arithmetic_game.py

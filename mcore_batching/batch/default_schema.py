@@ -34,6 +34,7 @@ _PER_SAMPLE = (
 # Identifiers are metadata: a zero in a placeholder would pass for somebody else's.
 _METADATA = (
     "uids",
+    "trajectory_ids",
     "sample_indices",
     "rollout_ids",
     "source_names",

@@ -17,6 +17,7 @@ from mcore_batching.planning.errors import (
     PlanFormatError,
     PlanningError,
 )
+from mcore_batching.planning.groups import group_steps
 from mcore_batching.planning.layout import Layout
 from mcore_batching.planning.packing import first_fit, first_fit_decreasing
 from mcore_batching.planning.padding import (
@@ -51,6 +52,7 @@ __all__ = [
     "fill_shard",
     "first_fit",
     "first_fit_decreasing",
+    "group_steps",
     "pack_shard",
     "padded_row_tokens",
     "padded_sample_tokens",

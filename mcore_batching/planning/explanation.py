@@ -35,6 +35,20 @@ def explain_step(step: StepPlan, lengths: Sequence[int]) -> str:
     )
 
 
+def explain_plan(plan: Plan, lengths: Sequence[int]) -> str:
+    """See `Plan.explain`."""
+    lines = [f"step {index}: {step.explain(lengths)}" for index, step in enumerate(plan.steps)]
+    return "\n".join([*lines, *_dropped(plan)])
+
+
+def _dropped(plan: Plan) -> Iterable[str]:
+    if plan.dropped:
+        yield (
+            f"dropped with the groups left over: {_some(len(plan.dropped), 'sample')}: "
+            f"{_abbreviated(plan.dropped)}"
+        )
+
+
 def _count(step: StepPlan, lengths: Sequence[int]) -> str:
     """Where the number of micro-batches a rank comes from."""
     if not step.num_samples:
@@ -179,7 +193,7 @@ def describe_plan(plan: Plan) -> str:
         )
     if len(plan.steps) > _SHOWN:
         lines.append(f"  {_more(len(plan.steps)).strip()} steps")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"  {line}" for line in _dropped(plan))])
 
 
 def _abbreviated(samples: Sequence[int]) -> str:

@@ -72,14 +72,20 @@ class StepPlan:
         """The plan that `to_json` wrote; also reads a one-step document of `Plan.to_json`.
 
         Raises:
-            PlanFormatError: not a plan, another format or version, more than one step, or (unless
-                `verify_digest` is False) content that the digest does not match.
+            PlanFormatError: not a plan, another format or version, more than one step, dropped
+                samples, or (unless `verify_digest` is False) content that the digest does not
+                match.
         """
         document = serialization.load(text)
         if len(document.steps) != 1:
             raise PlanFormatError(
                 f"expected a plan of one step, got {len(document.steps)}; read it with "
                 "Plan.from_json"
+            )
+        if document.dropped:
+            raise PlanFormatError(
+                f"expected a plan of all of its samples, got one that drops "
+                f"{len(document.dropped)}; read it with Plan.from_json"
             )
         (step,) = document.steps
         samples = step.sample_indices
@@ -118,7 +124,9 @@ class Plan:
     steps: tuple[StepPlan, ...]
     """One or more, all of one layout, configuration and scope."""
     num_samples: int
-    """Samples of the batch; the steps must cover 0 to `num_samples - 1`."""
+    """Samples of the batch; the steps must cover 0 to `num_samples - 1`, but for `dropped`."""
+    dropped: tuple[int, ...] = ()
+    """The samples that no step runs, ascending: those of groups left over under `last="drop"`."""
 
     def __post_init__(self) -> None:
         """Check that the steps belong together."""
@@ -149,7 +157,7 @@ class Plan:
         return self.steps[0].scope
 
     def validate(self, lengths: Sequence[int]) -> None:
-        """Check every invariant of every step, and that the steps together cover the batch once.
+        """Check every invariant of every step, and that each sample is in one step or dropped.
 
         Args:
             lengths: total length of each sample [num_samples], in tokens.
@@ -160,7 +168,8 @@ class Plan:
         validation.validate_plan(self, lengths)
 
     def digest(self) -> str:
-        """SHA-256 in hex of the plan's content; that of its step if there is one step."""
+        """SHA-256 in hex of the plan's content; that of its step if there is one step and nothing
+        is dropped."""
         return serialization.digest(self._payload())
 
     def to_json(self) -> str:
@@ -185,16 +194,14 @@ class Plan:
                 )
             found = {sample for rank in step.ranks for samples in rank for sample in samples}
             steps.append(_step_from_document(document, step, sorted(found)))
-        plan = cls(steps=tuple(steps), num_samples=document.num_samples)
+        plan = cls(steps=tuple(steps), num_samples=document.num_samples, dropped=document.dropped)
         if verify_digest:
             serialization.check_digest(document.digest, plan.digest())
         return plan
 
     def explain(self, lengths: Sequence[int]) -> str:
-        """`StepPlan.explain` of every step."""
-        return "\n".join(
-            f"step {index}: {step.explain(lengths)}" for index, step in enumerate(self.steps)
-        )
+        """`StepPlan.explain` of every step, and which samples are in none."""
+        return explanation.explain_plan(self, lengths)
 
     def __str__(self) -> str:
         """The plan for people: a line a step, long ones cut short."""
@@ -202,7 +209,13 @@ class Plan:
 
     def _payload(self) -> serialization.Payload:
         return serialization.payload(
-            self.layout, self.config, self.scope, self.num_samples, self.steps, with_samples=False
+            self.layout,
+            self.config,
+            self.scope,
+            self.num_samples,
+            self.steps,
+            with_samples=False,
+            dropped=self.dropped,
         )
 
 

@@ -1,18 +1,20 @@
 """From lengths to plans.
 
 Guarantees: any number of samples, zero included, gives a plan on any layout; too few samples never
-raise and no sample is dropped; the same input gives the same plan everywhere.
+raise; no sample is left out unless `last="drop"` asks for it, and then the plan lists it; the same
+input gives the same plan everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from mcore_batching.planning.assignment import RankMicroBatches, place
 from mcore_batching.planning.checks import at_least, check_lengths, check_owners
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
 from mcore_batching.planning.errors import LengthError
+from mcore_batching.planning.groups import LastStep, group_steps
 from mcore_batching.planning.layout import Layout
 from mcore_batching.planning.plan import Plan, StepPlan
 from mcore_batching.planning.shard import fill_shard, oversize_samples, pack_shard
@@ -62,8 +64,11 @@ def plan_batch(
     *,
     samples_per_step: int | None = None,
     owners: Sequence[int] | None = None,
+    groups: Sequence[Hashable] | None = None,
+    groups_per_step: int | None = None,
+    last: LastStep = "keep",
 ) -> Plan:
-    """Plan the consecutive steps of one batch.
+    """Plan the steps of one batch: of so many samples each, of so many groups each, or one step.
 
     Args:
         lengths: total length of each sample of the batch [samples], in tokens; may be empty, which
@@ -74,31 +79,78 @@ def plan_batch(
         samples_per_step: samples of each step over all ranks, in the order of `lengths`; the last
             step takes what is left. None makes one step of all.
         owners: as in `plan_step`.
+        groups: the group (uid) of each sample [samples], with `groups_per_step`.
+        groups_per_step: groups of each step over all ranks, as in `group_steps`; not together with
+            `samples_per_step`.
+        last: what becomes of groups left over, as in `group_steps`; those dropped are listed in
+            `Plan.dropped`.
 
     Raises:
-        As `plan_step`; LengthError also for `samples_per_step` below 1.
+        As `plan_step`; LengthError also for `samples_per_step` below 1, for groups that
+            `group_steps` refuses or that are not one a sample, for arguments that exclude each
+            other, and if `last="drop"` leaves no step.
     """
     lengths = check_lengths(lengths)
     cost_model = cost_model or CostModel()
     if owners is not None:
         owners = check_owners(owners, len(lengths), layout.data_parallel)
-    per_step = max(1, len(lengths))
-    if samples_per_step is not None:
-        per_step = at_least("samples_per_step", samples_per_step, 1, LengthError)
+    if groups is None and groups_per_step is None and last == "keep":
+        samples_of_steps = _slices(len(lengths), samples_per_step)
+    else:
+        samples_of_steps = _whole_groups(
+            len(lengths), groups, groups_per_step, last, samples_per_step
+        )
     # Before any planning, so that the error names the sample by its index in the batch.
     oversize_samples(lengths, layout, config)
     steps = tuple(
-        _plan_samples(
-            range(first, min(first + per_step, len(lengths))),
-            lengths,
-            layout,
-            config,
-            cost_model,
-            owners,
-        )
-        for first in range(0, max(1, len(lengths)), per_step)
+        _plan_samples(samples, lengths, layout, config, cost_model, owners)
+        for samples in samples_of_steps
     )
-    return Plan(steps=steps, num_samples=len(lengths))
+    covered = {sample for step in steps for sample in step.sample_indices}
+    dropped = tuple(sample for sample in range(len(lengths)) if sample not in covered)
+    return Plan(steps=steps, num_samples=len(lengths), dropped=dropped)
+
+
+def _slices(num_samples: int, samples_per_step: int | None) -> list[Sequence[int]]:
+    per_step = max(1, num_samples)
+    if samples_per_step is not None:
+        per_step = at_least("samples_per_step", samples_per_step, 1, LengthError)
+    return [
+        range(first, min(first + per_step, num_samples))
+        for first in range(0, max(1, num_samples), per_step)
+    ]
+
+
+def _whole_groups(
+    num_samples: int,
+    groups: Sequence[Hashable] | None,
+    groups_per_step: int | None,
+    last: LastStep,
+    samples_per_step: int | None,
+) -> list[Sequence[int]]:
+    if samples_per_step is not None:
+        raise LengthError(
+            "steps are cut either by samples_per_step or by groups and groups_per_step, got both; "
+            "leave samples_per_step out to keep the samples of a prompt together"
+        )
+    if groups is None or groups_per_step is None:
+        absent = "groups" if groups is None else "groups_per_step"
+        raise LengthError(
+            f"groups, groups_per_step and last go together, but {absent} is not set; set {absent}, "
+            "or none of them"
+        )
+    if len(groups) != num_samples:
+        raise LengthError(
+            f"groups must name one group for each of the {num_samples} samples, got {len(groups)} "
+            "entries; pass groups in the order of lengths"
+        )
+    steps: list[Sequence[int]] = list(group_steps(groups, groups_per_step, last=last))
+    if num_samples and not steps:
+        raise LengthError(
+            f"the batch has fewer than groups_per_step={groups_per_step} groups, so dropping those "
+            "left over leaves no step at all; set last=keep, or decrease groups_per_step"
+        )
+    return steps or [range(0)]
 
 
 def _plan_samples(

@@ -3,7 +3,8 @@
 A document is `{"format": "mcore-batching/plan", "version": 1, "layout": {...}, "config": {...},
 "scope": "global", "num_samples": n, "digest": "...", "steps": [{"num_microbatches": k, "ranks":
 [[[3, 17], [5], []], ...]}]}`. A document of one step that covers other samples than 0 to n-1 lists
-them as the step's `sample_indices`.
+them as the step's `sample_indices`. One of a batch whose steps leave samples out has them as a list
+`dropped`.
 
 Guarantees: the digest is the SHA-256 of the document without its digest, keys sorted, no spaces,
 and holds integers, booleans, strings and null only, so that nothing in it depends on how floats
@@ -52,6 +53,7 @@ class Document:
     num_samples: int
     digest: str | None
     steps: tuple[StepDocument, ...]
+    dropped: tuple[int, ...]
 
 
 def payload(
@@ -62,6 +64,7 @@ def payload(
     steps: Sequence[StepPlan],
     *,
     with_samples: bool,
+    dropped: Sequence[int] = (),
 ) -> Payload:
     """A document without its digest."""
     documents: list[Payload] = []
@@ -80,6 +83,7 @@ def payload(
         "config": asdict(config),
         "scope": scope,
         "num_samples": num_samples,
+        **({"dropped": list(dropped)} if dropped else {}),
         "steps": documents,
     }
 
@@ -141,6 +145,7 @@ def load(text: str) -> Document:
         num_samples=_count(raw.get("num_samples"), '"num_samples"'),
         digest=recorded,
         steps=tuple(_step(step, index) for index, step in enumerate(steps)),
+        dropped=_indices(raw.get("dropped", []), '"dropped"'),
     )
 
 

@@ -1,9 +1,9 @@
 """Checking a plan against the invariants.
 
-Guarantees: a plan that passes covers its samples exactly once, keeps every micro-batch to the cap,
-gives every rank the same legal number of micro-batches, and has a placeholder beside a micro-batch
-that could be split only if it was made with `fill="placeholder"`. Whoever made the plan, the checks
-are the same, and none of them calls the planner.
+Guarantees: a plan that passes covers its samples exactly once, lists those that it drops, keeps
+every micro-batch to the cap, gives every rank the same legal number of micro-batches, and has a
+placeholder beside a micro-batch that could be split only if it was made with `fill="placeholder"`.
+Whoever made the plan, the checks are the same, and none of them calls the planner.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def validate_plan(plan: Plan, lengths: Sequence[int]) -> None:
             "pass the lengths that it was made from",
         )
     found = [sample for step in plan.steps for sample in _placed(step)]
-    _check_cover(found, range(plan.num_samples), "in the plan")
+    _check_dropped(plan.dropped, found)
+    _check_cover([*found, *plan.dropped], range(plan.num_samples), "in the plan")
     for index, step in enumerate(plan.steps):
         _validate_step(step, lengths, index)
 
@@ -59,6 +60,16 @@ def _validate_step(step: StepPlan, lengths: Sequence[int], index: int | None) ->
 
 def _placed(step: StepPlan) -> list[int]:
     return [sample for rank in step.micro_batches for samples in rank for sample in samples]
+
+
+def _check_dropped(dropped: Sequence[int], found: Iterable[int]) -> None:
+    both = sorted(set(dropped).intersection(found))
+    if both:
+        raise InvariantError(
+            "exact cover",
+            f"samples {_listed(both)} are listed as dropped, but a step runs them",
+            indices=tuple(both),
+        )
 
 
 def _check_cover(

@@ -19,7 +19,7 @@ from mcore_batching.batch import (
     slice_packed,
 )
 
-TIMEOUT = datetime.timedelta(seconds=60)
+TIMEOUT = datetime.timedelta(seconds=120)
 
 
 def shapes_of(case: str, size: int) -> list[tuple[int, int]]:

@@ -30,7 +30,7 @@ from mcore_batching.batch import (
     response_loss_masks,
 )
 
-SECONDS = 120  # a rank that waits for another gives up after 60
+SECONDS = 180  # a rank that waits for another gives up after 120
 
 # Sums of the same float64 terms in another order.
 ROUNDING = {"rtol": 1e-12, "atol": 1e-12}

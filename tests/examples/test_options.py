@@ -7,8 +7,7 @@ pytest.importorskip("megatron.core")
 from options import BUNDLED_ROLLOUTS, layout_of, parse_arguments, settings_of
 from training import baseline_arguments
 
-from mcore_batching.megatron.arguments import planner_config
-from mcore_batching.planning import Layout, pack_shard
+from mcore_batching.planning import Layout
 
 
 def test_defaults_are_two_ranks_of_two_stages_on_four_processes():
@@ -48,20 +47,10 @@ def test_settings_tell_runs_apart_but_not_the_baseline_from_its_dynamic_run():
     assert settings("--rollouts", "x")["rollouts"] == str(Path("x").resolve())
 
 
-@pytest.mark.parametrize(
-    ("flags", "sizes"),
-    [
-        ([], {}),
-        ([], {"context_parallel": 2}),
-        ([], {"tensor_parallel": 2, "sequence_parallel": True, "context_parallel": 2}),
-        (["--dynamic-batch-pad-total-to", "128"], {}),
-        (["--dynamic-batch-pad-each-to", "16", "--dynamic-batch-pad-total-to", "24"], {}),
-        (["--dynamic-batch-on-oversize", "error"], {}),
-    ],
-)
-def test_the_baseline_puts_every_sample_into_a_micro_batch_of_its_own(flags, sizes):
-    layout = Layout(**sizes)
-    args = baseline_arguments(parse_arguments(flags), layout)
-    lengths = [2, 2, 3, 4, 5, 8, 60, 64, 65, 300]
-    bins = pack_shard(lengths, layout, planner_config(args))
-    assert sorted(bins) == [[i] for i in range(len(lengths))]
+def test_the_baseline_turns_the_flag_off_and_changes_nothing_else():
+    options = parse_arguments(["--max-tokens-per-gpu", "64"])
+    before = vars(options).copy()
+    args = baseline_arguments(options)
+    assert vars(options) == before
+    assert vars(args) == before | {"use_dynamic_batch_size": False, "micro_batch_size": 1}
+    assert before["use_dynamic_batch_size"] is True

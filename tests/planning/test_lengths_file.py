@@ -81,7 +81,7 @@ BAD = "expected a length in tokens, an integer from 0 to 1099511627776, got"
             "{path}:1: --column is not set; set --column to one of 'n'",
         ),
         ("a.jsonl", '{"n": 3}\n{"n"\n', "n", "{path}:2: not a line of JSON"),
-        ("a.jsonl", "3\n", "n", "{path}:1: expected a JSON object, got '3'; write lengths that"),
+        ("a.jsonl", "3\n", "n", "{path}:1: expected a JSON object, got '3'; write values that"),
     ],
 )
 def test_what_is_refused(

@@ -29,6 +29,7 @@ NAMES = {
     "fill_shard",
     "first_fit",
     "first_fit_decreasing",
+    "group_steps",
     "pack_shard",
     "padded_row_tokens",
     "padded_sample_tokens",
@@ -46,12 +47,14 @@ SIGNATURES = {
     "fill_shard": "(bins, lengths, num_microbatches, layout, config, cost_model=None)",
     "first_fit": "(sizes, capacity)",
     "first_fit_decreasing": "(sizes, capacity)",
+    "group_steps": "(groups, groups_per_step, *, last='keep')",
     "pack_shard": "(lengths, layout, config)",
     "padded_row_tokens": "(sum_of_padded_tokens, layout, config)",
     "padded_sample_tokens": "(length, layout, config)",
     "placeholder_tokens": "(layout, config)",
     "plan_batch": (
-        "(lengths, layout, config, cost_model=None, *, samples_per_step=None, owners=None)"
+        "(lengths, layout, config, cost_model=None, *, samples_per_step=None, owners=None, "
+        "groups=None, groups_per_step=None, last='keep')"
     ),
     "plan_step": "(lengths, layout, config, cost_model=None, *, owners=None)",
     "row_capacity_tokens": "(layout, config)",
@@ -113,6 +116,10 @@ PLAN_FLAGS = {
     "--sequence-parallel",
     "--microbatch-group-size",
     "--samples-per-step",
+    "--groups",
+    "--group-column",
+    "--groups-per-step",
+    "--last-groups",
     "--on-oversize",
     "--fill",
     "--packing",

@@ -1,0 +1,99 @@
+"""Optimizer steps that hold whole groups: the samples of so many prompts, however many there are.
+
+    groups           a a b c c c d      groups_per_step 2
+    group_steps      [0, 1, 2], [3, 4, 5, 6]
+
+Guarantees
+- Every step holds exactly `groups_per_step` groups; only the last may hold fewer, by `last`.
+- A group is in one step with all of its samples, wherever in the batch they stand.
+- Groups come in the order in which they first appear, a step's samples in the batch's order.
+- The number of steps depends on the number of groups alone, not on their samples. Where every
+  group has n samples in a row, the steps are slices of n · groups_per_step samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Literal, get_args
+
+from mcore_batching.planning.checks import as_integer, at_least
+from mcore_batching.planning.errors import LengthError
+
+LastStep = Literal["keep", "drop", "error"]
+
+
+def group_steps(
+    groups: Sequence[Hashable], groups_per_step: int, *, last: LastStep = "keep"
+) -> list[list[int]]:
+    """The samples of each optimizer step.
+
+    Args:
+        groups: the group (uid) of each sample [samples], anything hashable but None; integers of
+            NumPy and PyTorch count by their value.
+        groups_per_step: groups of each step, over all ranks.
+        last: what becomes of the groups that are left over: "keep" makes a last, shorter step of
+            them, "drop" leaves them out, "error" refuses.
+
+    Returns:
+        sample indices, ascending [steps][samples of the step]; no step for no samples.
+
+    Raises:
+        LengthError: `groups_per_step` below 1, a uid that is None or not hashable, `last` none of
+            the three, or "error" with groups left over.
+    """
+    groups_per_step = at_least("groups_per_step", groups_per_step, 1, LengthError)
+    if last not in get_args(LastStep):
+        raise LengthError(
+            f"last must be one of {', '.join(get_args(LastStep))}, got {last!r}; "
+            "set last=keep to run the groups left over as a shorter step"
+        )
+    place: dict[Hashable, int] = {}
+    steps: list[list[int]] = []
+    for index, group in enumerate(groups):
+        step = place.setdefault(group_key(group, index), len(place)) // groups_per_step
+        if step == len(steps):
+            steps.append([])
+        steps[step].append(index)
+    left_over = len(place) % groups_per_step
+    if not left_over or last == "keep":
+        return steps
+    if last == "error":
+        raise LengthError(
+            f"{len(place)} groups leave {left_over} over in steps of {groups_per_step}; set "
+            "groups_per_step to a divisor, last=keep to run them as a shorter step, or last=drop "
+            "to leave their samples out"
+        )
+    return steps[:-1]
+
+
+def group_key(group: Hashable, index: int) -> Hashable:
+    """What equal groups have in common; a tensor hashes by its identity, so numbers by value.
+
+    Args:
+        group: the group as given.
+        index: the sample's position, for the error.
+
+    Raises:
+        LengthError: it is None or not hashable.
+    """
+    if type(group) in (int, str):
+        return group
+    number = as_integer(group)
+    if number is not None:
+        return number
+    if group is None or not _is_hashable(group):
+        raise LengthError(
+            f"the group of sample {index} must be hashable and not None, got {group!r:.60}; give "
+            "every sample its prompt's uid, a padding sample one of its own",
+            index=index,
+        )
+    return group
+
+
+def _is_hashable(group: object) -> bool:
+    # isinstance(group, Hashable) is True of a tuple that holds a list.
+    try:
+        hash(group)
+    except TypeError:
+        return False
+    return True

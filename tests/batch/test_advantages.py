@@ -1,0 +1,380 @@
+"""The guarantees of advantages: against plain Python, and in two processes with gloo."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics as plain
+from typing import Any
+
+import pytest
+import torch
+from advantages_worker import STEPS, compute_all, turns_of
+from batch_cases import make_samples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from spawned import reports_of
+
+from mcore_batching.batch import (
+    OUTCOME_ESTIMATORS,
+    TEMPORAL_ESTIMATORS,
+    BatchError,
+    SchemaError,
+    compute_advantages,
+    discounted_returns,
+    generalized_advantages,
+    last_token_rewards,
+    outcome_advantages,
+    pad_batch,
+)
+
+# float32 results of float64 sums.
+ROUNDING = {"rel": 1e-5, "abs": 1e-5}
+
+
+def plain_estimate(estimator: str, own: int, rewards: list[float], lengths: list[int]) -> float:
+    """The textbook's formula for one trajectory of a group."""
+    reward = rewards[own]
+    if len(rewards) == 1:
+        return 0.0
+    if estimator == "grpo":
+        return (reward - plain.fmean(rewards)) / (plain.stdev(rewards) + 1e-6)
+    if estimator == "rloo":
+        return reward - plain.fmean([r for i, r in enumerate(rewards) if i != own])
+    if estimator == "opo":
+        total = sum(lengths)
+        weighted = sum(r * n for r, n in zip(rewards, lengths, strict=True))
+        return reward - weighted / total if total else 0.0
+    assert estimator in ("dr_grpo", "reinforce_baseline")
+    return reward - plain.fmean(rewards)
+
+
+@st.composite
+def multi_turn(draw: st.DrawFn) -> dict[str, Any]:
+    """Turns of trajectories of groups, mixed, with padding samples in between."""
+    turns = [
+        (uid, trajectory)
+        for uid in range(draw(st.integers(1, 3)))
+        for trajectory in range(draw(st.integers(1, 4)))
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    order = draw(st.permutations(turns))
+    shapes = [
+        (r + 2, r)
+        for r in draw(st.lists(st.integers(0, 4), min_size=len(order), max_size=len(order)))
+    ]
+    batch = {
+        **make_samples(shapes, draw(st.integers(0, 9))),
+        "rewards": draw(
+            st.lists(st.sampled_from([0.0, 1.0, -2.5]), min_size=len(order), max_size=len(order))
+        ),
+        "uids": [f"prompt {uid}" for uid, _ in order],
+        # Numbered within the prompt, as some frameworks do.
+        "trajectory_ids": [trajectory for _, trajectory in order],
+    }
+    return pad_batch(batch, draw(st.integers(1, 7)), pad_token_id=0)
+
+
+@settings(max_examples=120, deadline=None)
+@given(multi_turn(), st.sampled_from(sorted(OUTCOME_ESTIMATORS)), st.sampled_from(["last", "sum"]))
+def test_step_wise_advantages_against_a_slow_statement_of_the_rule(
+    batch: dict[str, Any], estimator: str, outcome: Any
+) -> None:
+    found = compute_advantages(batch, estimator, step_wise=True, outcome=outcome, normalize=False)
+    samples = range(len(batch["tokens"]))
+    for sample in samples:
+        length = batch["response_lengths"][sample]
+        assert (found[sample].shape, found[sample].dtype) == ((length,), torch.float32)
+        if batch["is_padding"][sample]:
+            assert found[sample].tolist() == [0.0] * length
+            continue
+        rewards, lengths, own = [], [], -1
+        for other in samples:
+            if batch["uids"][other] != batch["uids"][sample] or batch["is_padding"][other]:
+                continue
+            turns = [
+                turn
+                for turn in samples
+                if batch["uids"][turn] == batch["uids"][sample]
+                and batch["trajectory_ids"][turn] == batch["trajectory_ids"][other]
+            ]
+            if other != turns[0]:
+                continue
+            if sample in turns:
+                own = len(rewards)
+            each = [batch["rewards"][turn] for turn in turns]
+            rewards.append(each[-1] if outcome == "last" else sum(each))
+            lengths.append(sum(int((batch["loss_masks"][turn] != 0).sum()) for turn in turns))
+        advantage = plain_estimate(estimator, own, rewards, lengths)
+        expected = [advantage * (mask != 0) for mask in batch["loss_masks"][sample].tolist()]
+        assert found[sample].tolist() == pytest.approx(expected, **ROUNDING)
+
+
+def two_trajectories() -> dict[str, Any]:
+    """Three turns that end well, one that does not."""
+    return {
+        **make_samples([(6, 4), (5, 2), (3, 1), (7, 3)]),
+        "loss_masks": [torch.tensor([1, 1, 0, 0]), torch.ones(2), torch.ones(1), torch.ones(3)],
+        "rewards": [0.0, 0.0, 1.0, 0.0],
+        "uids": ["a"] * 4,
+        "trajectory_ids": [5, 5, 5, 6],
+    }
+
+
+def test_early_turns_have_the_advantage_of_the_outcome_through_their_own_mask() -> None:
+    """Fault: advantages of early turns lost, or the last turn's mask on all of them."""
+    found = compute_advantages(two_trajectories(), "dr_grpo", step_wise=True)
+    assert [each.tolist() for each in found] == [[0.5, 0.5, 0, 0], [0.5] * 2, [0.5], [-0.5] * 3]
+
+
+def test_a_trajectory_counts_once_whatever_its_turns() -> None:
+    """With each turn counted, the mean of 1, 1, 1, 0 would be 0.75 and not 0.5."""
+    batch = {**two_trajectories(), "rewards": [1.0, 1.0, 1.0, 0.0]}
+    found = compute_advantages(batch, "dr_grpo", step_wise=True)
+    assert [each.tolist()[0] for each in found] == [0.5, 0.5, 0.5, -0.5]
+
+
+def test_skyrl_and_verl_fault_padding_samples_in_group_statistics() -> None:
+    batch = two_trajectories()
+    padded = pad_batch(batch, 16, pad_token_id=0)
+    # Even where somebody gave a padding sample the uid of a real group.
+    padded["uids"][4:] = ["a"] * 12
+    for estimator in OUTCOME_ESTIMATORS:
+        expected = compute_advantages(batch, estimator, step_wise=True, normalize=True)
+        found = compute_advantages(padded, estimator, step_wise=True, normalize=True)
+        assert all(map(torch.equal, found, expected))
+        assert all(each.tolist() == [0.0] for each in found[4:])
+
+
+def test_the_last_turn_is_the_last_by_number_where_there_are_numbers() -> None:
+    batch = {**two_trajectories(), "round_number": [1, 3, 2, 1], "rewards": [0.0, 8.0, 1.0, 0.0]}
+    assert compute_advantages(batch, "dr_grpo", step_wise=True)[0][0] == 4.0
+    del batch["round_number"]
+    assert compute_advantages(batch, "dr_grpo", step_wise=True)[0][0] == 0.5
+    summed = compute_advantages(batch, "dr_grpo", step_wise=True, outcome="sum")
+    assert summed[0][0] == 4.5
+    with pytest.raises(BatchError, match="outcome must be 'last' or 'sum', got 'first'"):
+        compute_advantages(batch, step_wise=True, outcome="first")  # type: ignore[arg-type]
+
+
+def test_trajectories_are_told_apart_by_value() -> None:
+    batch = two_trajectories()
+    expected = compute_advantages(batch, step_wise=True)
+    batch["trajectory_ids"] = torch.tensor(batch["trajectory_ids"])
+    batch["uids"] = torch.tensor([3] * 4)
+    assert all(map(torch.equal, compute_advantages(batch, step_wise=True), expected))
+
+
+def test_single_sequences_are_trajectories_of_one_sample() -> None:
+    batch = two_trajectories()
+    del batch["trajectory_ids"]
+    found = compute_advantages(batch, "rloo")
+    assert [each.tolist()[0] for each in found] == pytest.approx([-1 / 3, -1 / 3, 1, -1 / 3])
+    batch["trajectory_ids"] = [0, 1, 2, 3]
+    assert all(map(torch.equal, compute_advantages(batch, "rloo", step_wise=True), found))
+
+
+def test_several_samples_of_a_trajectory_need_step_wise() -> None:
+    for estimator in ("grpo", "gae"):
+        with pytest.raises(BatchError, match=r"got 3 of trajectory 5 \(samples 0, 1, 2\).*step_wi"):
+            compute_advantages(two_trajectories(), estimator)
+
+
+@pytest.mark.parametrize("estimator", TEMPORAL_ESTIMATORS)
+def test_temporal_estimators_are_refused_step_wise_with_the_reason(estimator: str) -> None:
+    with pytest.raises(BatchError, match="its tokens would never see later rewards") as caught:
+        compute_advantages(two_trajectories(), estimator, step_wise=True)
+    assert "grpo, dr_grpo, rloo" in str(caught.value)
+
+
+@pytest.mark.parametrize("estimator", sorted(OUTCOME_ESTIMATORS))
+@given(
+    rewards=st.lists(st.floats(-50, 50), min_size=1, max_size=8),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40, deadline=None)
+def test_outcome_estimators_are_the_textbooks_formulas(
+    estimator: str, rewards: list[float], seed: int
+) -> None:
+    draw = random.Random(seed)
+    lengths = [draw.randrange(9) for _ in rewards]
+    found = outcome_advantages(
+        [*rewards, 7.0], ["a"] * len(rewards) + ["b"], estimator=estimator, lengths=[*lengths, 3]
+    )
+    expected = [plain_estimate(estimator, i, rewards, lengths) for i in range(len(rewards))]
+    # Up to 1e-8 off where all rewards are equal but for rounding, over a deviation of 1e-6.
+    assert found == pytest.approx([*expected, 0.0], rel=1e-6, abs=1e-6)
+
+
+def test_a_trajectory_alone_in_its_group_has_no_advantage() -> None:
+    for estimator in OUTCOME_ESTIMATORS:
+        assert outcome_advantages([3.0], ["a"], estimator=estimator, lengths=[2]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"estimator": "best"}, "unknown outcome estimator 'best'; set estimator to one of grpo"),
+        ({"estimator": "opo"}, "pass lengths"),
+        ({"groups": ["a"]}, "one group and one length for each of 2 rewards, got 1 groups"),
+        ({"rewards": [1.0, math.nan]}, "finite rewards, got nan for trajectory 1 of group 'a'"),
+        ({"rewards": [math.inf, 0.0]}, "finite rewards, got inf for trajectory 0"),
+    ],
+)
+def test_outcomes_that_cannot_be_compared(arguments: dict[str, Any], message: str) -> None:
+    given_arguments = {"rewards": [1.0, 0.0], "groups": ["a", "a"], **arguments}
+    with pytest.raises(BatchError, match=message):
+        outcome_advantages(**given_arguments)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("uids", None, "'uids': expected 4 values, one a sample, .* found no such field"),
+        ("rewards", [1.0], "'rewards': expected 4 values, .* found 1 values"),
+        ("trajectory_ids", None, "'trajectory_ids'"),
+        ("loss_masks", [torch.ones(1)] * 4, r"'loss_masks', sample 0: expected shape \[4\]"),
+        ("loss_masks", [], "'loss_masks': expected 4 values"),
+    ],
+)
+def test_fields_that_are_missing_or_do_not_fit(field: str, value: Any, message: str) -> None:
+    with pytest.raises(SchemaError, match=message):
+        compute_advantages({**two_trajectories(), field: value}, step_wise=True)
+
+
+def test_an_unknown_estimator_is_refused() -> None:
+    with pytest.raises(
+        BatchError, match=r"'ppo'; set estimator to one of grpo, .*, gae, reinforce_"
+    ):
+        compute_advantages(two_trajectories(), "ppo", step_wise=True)
+
+
+def plain_zscores(batch: dict[str, Any], step: list[int]) -> list[list[float]]:
+    found = compute_advantages(batch, "dr_grpo", step_wise=True)
+    kept = [
+        value
+        for i in step
+        for value, mask in zip(found[i].tolist(), batch["loss_masks"][i].tolist(), strict=True)
+        if mask and not batch["is_padding"][i]
+    ]
+    mean, scale = plain.fmean(kept), math.sqrt(plain.pvariance(kept) + 1e-8)
+    return [
+        [
+            (value - mean) / scale if mask and not batch["is_padding"][i] else 0.0
+            for value, mask in zip(found[i].tolist(), batch["loss_masks"][i].tolist(), strict=True)
+        ]
+        for i in step
+    ]
+
+
+def test_normalisation_is_by_step() -> None:
+    batch = turns_of(0)
+    found = compute_advantages(batch, "dr_grpo", step_wise=True, steps=STEPS, normalize=True)
+    for step in STEPS:
+        for i, expected in zip(step, plain_zscores(batch, step), strict=True):
+            assert found[i].tolist() == pytest.approx(expected, **ROUNDING)
+    default = compute_advantages(batch, "reinforce_baseline", step_wise=True, steps=STEPS)
+    assert all(map(torch.equal, default, found))
+    partly = compute_advantages(batch, "dr_grpo", step_wise=True, steps=STEPS[1:], normalize=True)
+    unnormalised = compute_advantages(batch, "dr_grpo", step_wise=True)
+    assert all(map(torch.equal, partly, [*unnormalised[:3], *found[3:]]))
+
+
+def test_without_steps_the_batch_is_one() -> None:
+    batch = turns_of(0)
+    found = compute_advantages(batch, "dr_grpo", step_wise=True, normalize=True)
+    expected = plain_zscores(batch, list(range(6)))
+    assert all(
+        value.tolist() == pytest.approx(wanted, **ROUNDING)
+        for value, wanted in zip(found, expected, strict=True)
+    )
+
+
+def test_all_masked_is_zero_not_nan() -> None:
+    found = compute_advantages(turns_of(0, masked=True), step_wise=True, normalize=True)
+    assert all(each.tolist() == [0.0] * len(each) for each in found)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 7), st.floats(0, 1), st.floats(0, 1), st.integers(0, 999))
+def test_generalized_advantages_are_sums_of_deltas(
+    length: int, gamma: float, gae_lambda: float, seed: int
+) -> None:
+    draw = random.Random(seed)
+    mask = [draw.random() < 0.7 for _ in range(length)]
+    reward = [draw.uniform(-1, 1) if kept else 0.0 for kept in mask]
+    value = [draw.uniform(-1, 1) if kept else math.nan for kept in mask]
+    advantages, returns = generalized_advantages(
+        [torch.tensor(reward, dtype=torch.float64)],
+        [torch.tensor(value, dtype=torch.float64)],
+        [torch.tensor(mask, dtype=torch.bool)],
+        gamma=gamma,
+        gae_lambda=gae_lambda,
+    )
+    discounted = discounted_returns([torch.tensor(reward)], [torch.tensor(mask)], gamma=gamma)
+    actions = [i for i, kept in enumerate(mask) if kept]
+    expected, expected_return, expected_sum = [0.0] * length, [0.0] * length, [0.0] * length
+    for here, action in enumerate(actions):
+        # Definition: sum over k of (gamma · lambda)^k · delta of the k-th action from here.
+        for k, later in enumerate(actions[here:]):
+            after = actions[here + k + 1 : here + k + 2]
+            next_value = value[after[0]] if after else 0.0
+            delta = reward[later] + gamma * next_value - value[later]
+            expected[action] += (gamma * gae_lambda) ** k * delta
+            expected_sum[action] += gamma**k * reward[later]
+        expected_return[action] = expected[action] + value[action]
+    assert advantages[0].tolist() == pytest.approx(expected, **ROUNDING)
+    assert returns[0].tolist() == pytest.approx(expected_return, **ROUNDING)
+    assert discounted[0].tolist() == pytest.approx(expected_sum, **ROUNDING)
+
+
+def test_temporal_advantages_of_single_sequences() -> None:
+    batch = {**two_trajectories(), "trajectory_ids": None, "rewards": [2.0, 0.0, 1.0, 4.0]}
+    found = compute_advantages(batch, "reinforce_plus_plus", gamma=0.5, normalize=False)
+    assert [each.tolist() for each in found] == [[1, 2, 0, 0], [0, 0], [1], [1, 2, 4]]
+    batch["values"] = [torch.full((n,), 0.5) for n in (4, 2, 1, 3)]
+    found = compute_advantages(batch, "gae", gamma=0.5, gae_lambda=0.0, normalize=False)
+    assert found[0].tolist() == [-0.25, 1.5, 0.0, 0.0]
+    whitened = torch.cat(compute_advantages(batch, "gae"))
+    assert float(whitened.sum()) == pytest.approx(0.0, abs=1e-5)
+    assert float((whitened**2).sum()) == pytest.approx(8.0, rel=1e-5)
+
+
+def test_rewards_of_temporal_estimators_stand_on_actions() -> None:
+    masks = [torch.tensor([1, 1, 0]), torch.tensor([0, 0]), torch.zeros(0)]
+    placed = last_token_rewards([3.0, 4.0, 5.0], masks)
+    assert [each.tolist() for each in placed] == [[0, 3, 0], [0, 0], []]
+    with pytest.raises(BatchError, match=r"sample 0: .* got one on token 2; put it on the action"):
+        discounted_returns([torch.tensor([0.0, 0.0, 1.0])], masks[:1])
+    with pytest.raises(BatchError, match=r"sample 0: .* shape \[3\].*got \[2\] and \[2\]"):
+        discounted_returns([torch.zeros(2)], masks[:1])
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: Any) -> list[Any]:
+    return reports_of(compute_all, 2, tmp_path_factory.mktemp("advantages"))
+
+
+@pytest.mark.parametrize("case", ["both", "one rank is masked"])
+def test_statistics_of_a_step_are_those_of_all_ranks(reports: list[Any], case: str) -> None:
+    shards = [turns_of(rank, masked=case != "both" and rank == 1) for rank in (0, 1)]
+    together = {key: list(shards[0][key]) + list(shards[1][key]) for key in shards[0]}
+    for step in STEPS:
+        wanted = plain_zscores(together, [*step, *(6 + i for i in step)])
+        found = [reports[rank][case][i].tolist() for rank in (0, 1) for i in step]
+        for value, expected in zip(found, wanted, strict=True):
+            assert value == pytest.approx(expected, **ROUNDING)
+
+
+def test_skyrl_fault_hang_or_nan_where_all_is_masked(reports: list[Any]) -> None:
+    for report in reports:
+        assert all(each.tolist() == [0.0] * len(each) for each in report["all masked"])
+    assert all(each.tolist() == [0.0] * len(each) for each in reports[1]["one rank is masked"])
+    assert any(each.any() for each in reports[0]["one rank is masked"])
+
+
+def test_what_is_wrong_on_one_rank_is_an_error_on_all(reports: list[Any]) -> None:
+    assert "'rewards': expected 6 values" in reports[0]["error", "field"]
+    assert "another rank of the group cannot compute" in reports[1]["error", "field"]
+    for rank, report in enumerate(reports):
+        assert f"got {2 - rank} here and from 1 to 2 over all" in report["error", "steps"]

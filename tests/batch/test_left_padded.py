@@ -1,0 +1,250 @@
+"""The guarantees of the left-padded layout, and the faults that others had with it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from batch_cases import make_samples, sample_shapes
+from hypothesis import given, settings
+
+from mcore_batching.batch import (
+    DEFAULT_SCHEMA,
+    BatchError,
+    Kind,
+    LeftPadded,
+    SchemaError,
+    left_pad,
+    left_pad_packed,
+    pack,
+    pack_left_padded,
+    pad_batch,
+    response_values,
+    right_align,
+    right_aligned_rows,
+    unpad,
+)
+
+PAD, AXES, LAYERS, TOP_K = 999, 3, 2, 4
+
+
+def full_samples(shapes: list[tuple[int, int]], axes: int = AXES) -> dict[str, Any]:
+    """A value of every kind, distinct everywhere so that a shift by one shows."""
+    samples = make_samples(shapes)
+    return {
+        **samples,
+        "values": [torch.arange(r * 2.0).reshape(r, 2) + 100 * i for i, (_, r) in enumerate(shapes)]
+        or [],
+        "position_ids": [
+            torch.arange(t).repeat(axes, 1) + torch.arange(axes)[:, None]
+            if axes
+            else torch.arange(t)
+            for t, _ in shapes
+        ],
+        "rollout_routed_experts": [
+            torch.randint(0, 60, (max(t - 1, 0), LAYERS, TOP_K), dtype=torch.uint8)
+            for t, _ in shapes
+        ],
+        "rollout_top_p_token_offsets": [torch.arange(r + 1) for _, r in shapes],
+        "rewards": [float(i) for i in range(len(shapes))],
+        "uids": [f"prompt {i}" for i in range(len(shapes))],
+        "multimodal_train_inputs": [{} for _ in shapes],
+    }
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    return bool(a == b)
+
+
+def require_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        assert len(found[key]) == len(values), key
+        assert all(map(same, found[key], values)), key
+
+
+@settings(max_examples=80, deadline=None)
+@given(sample_shapes())
+def test_unpad_is_the_inverse_of_left_pad(shapes: list[tuple[int, int]]) -> None:
+    for axes in (0, AXES):
+        samples = full_samples(shapes, axes)
+        require_same(unpad(left_pad(samples, pad_token_id=PAD)), samples)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sample_shapes())
+def test_layout_token_by_token(shapes: list[tuple[int, int]]) -> None:
+    samples = make_samples(shapes)
+    blocks = left_pad(samples, pad_token_id=PAD)
+    width = max(total for total, _ in shapes)
+    widest = max(response for _, response in shapes)
+    assert blocks.width == width
+    positions = blocks.position_ids
+    for i, (total, response) in enumerate(shapes):
+        ids = samples["tokens"][i].tolist()
+        assert blocks.tokens[i].tolist() == [PAD] * (width - total) + ids
+        assert blocks.attention_mask[i].tolist() == [False] * (width - total) + [True] * total
+        assert positions[i].tolist() == [0] * (width - total) + list(range(total))
+        mask = samples["loss_masks"][i].tolist()
+        assert blocks.blocks["loss_masks"][i].tolist() == [0] * (widest - response) + mask
+        assert blocks.response_mask[i].tolist() == [False] * (widest - response) + [True] * response
+
+
+@settings(max_examples=40, deadline=None)
+@given(sample_shapes())
+def test_pack_left_padded_is_the_inverse_of_left_pad_packed(
+    shapes: list[tuple[int, int]],
+) -> None:
+    samples = full_samples(shapes)
+    for size, rank in ((1, 0), (2, 1)):
+        options = {
+            "sample_alignment_tokens": 2 * size,
+            "row_alignment_tokens": 8 * size,
+            "context_parallel_size": size,
+            "context_parallel_rank": rank,
+            "pad_token_id": PAD,
+        }
+        indices = tuple(range(10, 10 + len(shapes)))
+        row = pack(samples, schema=DEFAULT_SCHEMA, sample_indices=indices, **options)
+        blocks = left_pad_packed(row, pad_token_id=PAD)
+        again = pack_left_padded(blocks, sample_indices=indices, **options)
+        for name in ("tokens", "labels", "position_ids", "loss_mask", "cu_seqlens_padded"):
+            assert torch.equal(getattr(again, name), getattr(row, name)), name
+        assert (again.sample_indices, again.total_lengths) == (indices, row.total_lengths)
+        require_same(dict(again.fields), dict(row.fields))
+        require_same(unpad(blocks), samples)
+
+
+def test_skyrl_width_is_that_of_the_longest_sample_not_two_maxima() -> None:
+    blocks = left_pad(make_samples([(60, 5), (60, 55), (10, 1)]), pad_token_id=PAD)
+    assert blocks.tokens.shape == (3, 60)
+    assert blocks.blocks["loss_masks"].shape == (3, 55)
+
+
+def test_skyrl_fault_readers_that_slice_from_the_left_get_padding() -> None:
+    samples = {
+        **make_samples([(5, 1), (5, 3), (4, 0)]),
+        "log_probs": [torch.tensor([-1.0]), torch.tensor([-2.0, -3.0, -4.0]), torch.zeros(0)],
+    }
+    blocks = left_pad(samples, pad_token_id=PAD)
+    block = blocks.blocks["log_probs"]
+    assert block[0, :1].tolist() == [0.0]
+    for name in ("log_probs", block):
+        assert response_values(blocks, name, 0).tolist() == [-1.0]
+        assert response_values(blocks, name, 1).tolist() == [-2.0, -3.0, -4.0]
+        # [-0:] is everything.
+        assert response_values(blocks, name, 2).tolist() == []
+        assert [value.tolist() for value in response_values(blocks, name)] == [
+            [-1.0],
+            [-2.0, -3.0, -4.0],
+            [],
+        ]
+
+
+def test_response_values_count_the_offset_of_a_field() -> None:
+    blocks = left_pad(full_samples([(5, 1), (5, 3)]), pad_token_id=PAD)
+    assert response_values(blocks, "rollout_top_p_token_offsets", 0).tolist() == [0, 1]
+    assert response_values(blocks, "values", 1).tolist() == [[100, 101], [102, 103], [104, 105]]
+
+
+def test_response_values_refuse_what_is_not_aligned_to_responses() -> None:
+    blocks = left_pad(make_samples([(5, 1), (5, 3)]), pad_token_id=PAD)
+    with pytest.raises(BatchError, match="per response token, got 'tokens'; name one of loss_mas"):
+        response_values(blocks, "tokens")
+    with pytest.raises(BatchError, match=r"shape \[2, 3\].*right-aligned.*got \[2, 5\]"):
+        response_values(blocks, torch.zeros(2, 5))
+    for index in (-1, 2):
+        with pytest.raises(BatchError, match=f"a sample from 0 to 1, got index={index}"):
+            response_values(blocks, "loss_masks", index)
+
+
+def test_no_token_is_cut_off_past_max_seq_len() -> None:
+    samples = make_samples([(5, 1), (9, 3), (7, 7)])
+    with pytest.warns(UserWarning, match=r"2 samples are longer than max_seq_len=6, sample 1 fir"):
+        blocks = left_pad(samples, pad_token_id=PAD, max_seq_len=6)
+    require_same(unpad(blocks), samples)
+    row = pack(samples, schema=DEFAULT_SCHEMA, sample_indices=(0, 1, 2))
+    with pytest.warns(UserWarning, match="up to 9 tokens; none is cut off"):
+        left_pad_packed(row, pad_token_id=PAD, max_seq_len=6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        left_pad(samples, pad_token_id=PAD, max_seq_len=9)
+
+
+def test_padding_of_routed_experts_is_distinct_per_slot() -> None:
+    block = left_pad(full_samples([(2, 1), (6, 1)]), pad_token_id=PAD).blocks
+    experts = block["rollout_routed_experts"]
+    assert (experts.shape, experts.dtype) == ((2, 5, LAYERS, TOP_K), torch.uint8)
+    assert experts[0, :4].tolist() == [[[0, 1, 2, 3]] * LAYERS] * 4
+
+
+def test_lists_come_back_as_tensors() -> None:
+    samples = {
+        "tokens": [[], [3, 4, 5]],
+        "total_lengths": [0, 3],
+        "response_lengths": [0, 2],
+        "loss_masks": [[], [1, 0]],
+        "position_ids": [[], [0, 1, 2]],
+        "rewards": [0.5, 1.5],
+    }
+    blocks = left_pad(samples, pad_token_id=PAD)
+    assert blocks.tokens.dtype == torch.int64
+    found = unpad(blocks)
+    assert [value.tolist() for value in found["tokens"]] == [[], [3, 4, 5]]
+    assert [value.tolist() for value in found["loss_masks"]] == [[], [1, 0]]
+    assert [value.tolist() for value in found["position_ids"]] == [[], [0, 1, 2]]
+    assert found["rewards"] == [0.5, 1.5]
+
+
+def test_no_samples_and_no_tokens() -> None:
+    blocks = left_pad(make_samples([]), pad_token_id=PAD)
+    assert (blocks.tokens.shape, blocks.attention_mask.shape) == ((0, 0), (0, 0))
+    assert unpad(blocks)["tokens"] == response_values(blocks, "loss_masks") == []
+    empty = left_pad(make_samples([(0, 0), (0, 0)]), pad_token_id=PAD)
+    assert (empty.tokens.shape, empty.tokens.dtype) == ((2, 0), torch.int64)
+
+
+def test_padding_samples_are_samples_like_others() -> None:
+    padded = pad_batch(full_samples([(5, 2), (9, 4)]), 4, pad_token_id=PAD)
+    blocks = left_pad(padded, pad_token_id=PAD)
+    require_same(unpad(blocks), padded)
+    assert blocks.tokens[3].tolist() == [PAD] * 9
+    assert int(blocks.attention_mask[3].sum()) == 2
+
+
+def test_blocks_of_ones_own() -> None:
+    """Blocks from elsewhere are checked against the lengths."""
+    parts: dict[str, Any] = {
+        "others": {"total_lengths": [2, 4], "response_lengths": [1, 2]},
+        "total_lengths": (2, 4),
+        "response_lengths": (1, 2),
+        "schema": DEFAULT_SCHEMA,
+    }
+    tokens = torch.tensor([[PAD, PAD, 1, 2], [3, 4, 5, 6]])
+    blocks = LeftPadded(blocks={"tokens": tokens}, **parts)
+    assert [value.tolist() for value in unpad(blocks)["tokens"]] == [[1, 2], [3, 4, 5, 6]]
+    assert blocks.num_bytes == 8 * 8
+    for shape in ((2, 5), (1, 4), (8,)):
+        with pytest.raises(SchemaError, match=r"'tokens': expected a block of 2 samples, 4 rows"):
+            LeftPadded(blocks={"tokens": torch.zeros(shape)}, **parts)
+
+
+def test_values_of_different_types_or_shapes_are_refused() -> None:
+    samples = make_samples([(3, 1), (3, 2)])
+    schema = DEFAULT_SCHEMA.declare("x", Kind.PER_RESPONSE_TOKEN)
+    for value in (torch.zeros(2), torch.zeros(2, 4, dtype=torch.float64)):
+        samples["x"] = [torch.zeros(1, 4), value]
+        with pytest.raises(SchemaError, match=r"'x', sample 1: expected type torch\.float32 "):
+            left_pad(samples, schema, pad_token_id=PAD)
+
+
+def test_gradients_flow_through_alignment_and_back() -> None:
+    values = [torch.arange(3.0, requires_grad=True), torch.zeros(0, requires_grad=True)]
+    rows = right_aligned_rows(right_align(values), [3, 0])
+    (rows[0] * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    assert values[0].grad is not None
+    assert values[0].grad.tolist() == [1.0, 2.0, 3.0]

@@ -1,0 +1,239 @@
+"""The guarantees of masked statistics and metrics: in one process, and in two with gloo."""
+
+from __future__ import annotations
+
+import math
+import statistics as plain
+from typing import Any
+
+import pytest
+import torch
+from batch_cases import make_samples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from masked_worker import CASES, MASKS, VALUES, batch_of, reduce_all, shard, statistics
+from spawned import reports_of
+
+from mcore_batching.batch import (
+    BatchError,
+    SchemaError,
+    group_statistics,
+    masked_mean,
+    masked_variance,
+    masked_zscore,
+    pad_batch,
+    real_indices,
+    real_samples,
+    sample_metrics,
+)
+from mcore_batching.planning import LengthError
+
+# Sums of the same float64 terms in another order.
+ROUNDING = {"rel": 1e-12, "abs": 1e-12}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.tuples(st.floats(-100, 100), st.booleans()), max_size=5),
+        max_size=5,
+    )
+)
+def test_statistics_are_those_of_the_values_that_are_left(
+    rows: list[list[tuple[float, bool]]],
+) -> None:
+    values = [
+        torch.tensor([v if m else math.nan for v, m in row], dtype=torch.float64) for row in rows
+    ]
+    masks = [torch.tensor([m for _, m in row], dtype=torch.bool) for row in rows]
+    kept = [v for row in rows for v, m in row if m]
+    mean, variance = masked_mean(values, masks), masked_variance(values, masks)
+    sample = masked_variance(values, masks, correction=1)
+    scores = masked_zscore(values, masks, epsilon=1e-8)
+    assert [score.shape for score in scores] == [value.shape for value in values]
+    if not kept:
+        assert mean is variance is sample is None
+        assert all(score.tolist() == [0.0] * len(score) for score in scores)
+        return
+    assert mean == pytest.approx(plain.fmean(kept), abs=1e-9)
+    assert variance == pytest.approx(plain.pvariance(kept), rel=1e-9, abs=1e-9)
+    if len(kept) > 1:
+        assert sample == pytest.approx(plain.variance(kept), rel=1e-9, abs=1e-9)
+    else:
+        assert sample is None
+    scale = math.sqrt(plain.pvariance(kept) + 1e-8)
+    for row, score in zip(rows, scores, strict=True):
+        expected = [(v - plain.fmean(kept)) / scale if m else 0.0 for v, m in row]
+        assert score.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_variance_of_large_values_keeps_its_digits() -> None:
+    values = torch.tensor([[1e8, 1e8 + 1]], dtype=torch.float64)
+    assert masked_variance(values, torch.ones(1, 2)) == 0.25
+
+
+def test_zscore_keeps_type_and_shape_and_carries_no_gradient() -> None:
+    value = torch.tensor([[1.0, 3.0]], dtype=torch.bfloat16, requires_grad=True)
+    (score,) = masked_zscore([value], [torch.ones(1, 2)])
+    assert (score.dtype, score.tolist(), score.requires_grad) == (torch.bfloat16, [[-1, 1]], False)
+    assert masked_zscore([torch.tensor([1, 3])], [torch.ones(2)])[0].dtype == torch.float32
+    (score,) = masked_zscore([torch.tensor([2.0, 2.0])], [torch.ones(2)], epsilon=0.0)
+    assert score.tolist() == [0.0, 0.0]
+
+
+def test_skyrl_fault_the_mean_of_zscores_counts_padding() -> None:
+    """Padding of 0 beside advantages of 10 and 20 moves the unmasked mean to 7.5."""
+    values = torch.tensor([[10.0, 20.0, 0.0, 0.0]])
+    mask = torch.tensor([[1, 1, 0, 0]])
+    assert masked_mean(values, mask) == 15.0
+    assert masked_zscore(values, mask)[0].tolist() == pytest.approx([-1, 1, 0, 0], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("values", "masks", "message"),
+    [
+        ([torch.ones(2)], [], "expected 1 masks, one for each value, got 0"),
+        ([torch.ones(2)], [torch.ones(1)], r"shape \[2\] for value 0, got \[1\]"),
+    ],
+)
+def test_masks_that_do_not_fit_are_refused(values: Any, masks: Any, message: str) -> None:
+    for function in (masked_mean, masked_variance, masked_zscore):
+        with pytest.raises(BatchError, match=message):
+            function(values, masks)
+
+
+def padded(count: int, multiple: int) -> dict[str, Any]:
+    samples = {
+        **make_samples([(5, 2)] * count),
+        "rewards": [1.0 + i for i in range(count)],
+        "uids": ["a", "b"] * (count // 2),
+    }
+    return pad_batch(samples, multiple, pad_token_id=0)
+
+
+def test_real_samples_are_those_that_were_not_fabricated() -> None:
+    batch = padded(4, 7)
+    assert real_indices(batch) == [0, 1, 2, 3]
+    real = real_samples(batch)
+    assert {len(values) for values in real.values()} == {4}
+    assert real["uids"] == ["a", "b", "a", "b"]
+    assert real_indices({"uids": [1, 2, 3]}) == [0, 1, 2]
+    assert real_indices(make_samples([])) == []
+
+
+def test_tags_that_are_not_one_a_sample_are_refused() -> None:
+    batch = {**make_samples([(2, 1)] * 3), "is_padding": [False, True], "rewards": [1.0] * 3}
+    for function in (real_indices, real_samples, lambda each: sample_metrics(each, ["rewards"])):
+        with pytest.raises(SchemaError, match=r"'is_padding': expected 3 values, .* 2 values"):
+            function(batch)
+
+
+def test_verl_fault_metrics_count_padding() -> None:
+    metrics = sample_metrics(padded(4, 16), ["rewards", "response_lengths"])
+    assert metrics == {
+        "rewards/mean": 2.5,
+        "rewards/max": 4.0,
+        "rewards/min": 1.0,
+        "response_lengths/mean": 2.0,
+        "response_lengths/max": 2.0,
+        "response_lengths/min": 2.0,
+    }
+
+
+def test_verl_fault_metrics_of_a_batch_that_is_all_padding() -> None:
+    batch = padded(4, 16)
+    only_padding = {key: values[4:] for key, values in batch.items()}
+    assert sample_metrics(only_padding, ["rewards"]) == {}
+    assert sample_metrics(make_samples([]), ["response_lengths"]) == {}
+
+
+@pytest.mark.parametrize("values", [None, [1.0], [1.0, 2.0, 3.0], [1.0, "a"], [1.0, torch.ones(2)]])
+def test_a_metric_of_what_is_no_number_a_sample_is_refused(values: Any) -> None:
+    with pytest.raises(SchemaError, match="one number a sample on every rank"):
+        sample_metrics({"total_lengths": [2, 2], "rewards": values}, ["rewards"])
+
+
+def test_group_statistics_are_of_real_samples() -> None:
+    found = group_statistics(
+        [1.0, 4.0, 3.0, 100.0, 8.0],
+        ["a", "b", "a", "a", "padding-0"],
+        is_padding=[False, False, 0, torch.tensor(True), 1],
+    )
+    assert list(found) == ["a", "b"]
+    assert (found["a"].num_values, found["a"].total, found["a"].mean) == (2, 4.0, 2.0)
+    assert found["a"].deviation == math.sqrt(2)
+    assert (found["b"].num_values, found["b"].deviation) == (1, None)
+    assert list(group_statistics([1, 2], torch.tensor([7, 7]))) == [7]
+
+
+def test_group_statistics_refuse_what_does_not_fit() -> None:
+    with pytest.raises(BatchError, match="one group and one is_padding for each of 2 values"):
+        group_statistics([1, 2], ["a"])
+    with pytest.raises(LengthError, match="group of sample 1"):
+        group_statistics([1, 2], ["a", None])
+    assert list(group_statistics([1, 2], ["a", None], is_padding=[0, 1])) == ["a"]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: Any) -> list[Any]:
+    return reports_of(reduce_all, 2, tmp_path_factory.mktemp("masked"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_statistics_of_two_ranks_are_those_of_all_values(reports: list[Any], case: str) -> None:
+    together = [a + b for a, b in zip(shard(case, 0), shard(case, 1), strict=True)]
+    expected = statistics(*together, None)
+    for rank, report in enumerate(reports):
+        for name in ("mean", "variance", "sample variance"):
+            if expected[name] is None:
+                assert report[case][name] is None
+            else:
+                assert report[case][name] == pytest.approx(expected[name], **ROUNDING), (rank, name)
+    scores = reports[0][case]["zscore"] + reports[1][case]["zscore"]
+    for score, wanted in zip(scores, expected["zscore"], strict=True):
+        assert torch.allclose(score, wanted)
+        assert torch.isfinite(score).all()
+
+
+def test_the_cases_are_not_trivial() -> None:
+    assert masked_mean(VALUES, MASKS) == 3.75
+    assert masked_mean(*shard("uneven", 0)) == 2.5
+
+
+def test_skyrl_fault_hang_when_all_samples_of_a_rank_are_masked(reports: list[Any]) -> None:
+    """Both ranks reported at all, and the masked one has the other's statistics."""
+    for report in reports:
+        assert report["one rank is masked"]["mean"] == 3.75
+        assert report["all masked"]["mean"] is None
+
+
+@pytest.mark.parametrize("case", ["some", "one rank", "all"])
+def test_metrics_of_two_ranks(reports: list[Any], case: str) -> None:
+    rewards = [
+        reward
+        for rank in (0, 1)
+        for reward, tag in zip(
+            batch_of(case, rank)["rewards"], batch_of(case, rank)["is_padding"], strict=True
+        )
+        if not tag
+    ]
+    expected = (
+        {
+            "rewards/mean": plain.fmean(rewards),
+            "rewards/max": max(rewards),
+            "rewards/min": min(rewards),
+        }
+        if rewards
+        else {}
+    )
+    assert [report["metrics", case] for report in reports] == [expected] * 2
+
+
+def test_what_is_wrong_on_one_rank_is_an_error_on_all(reports: list[Any]) -> None:
+    for report in reports:
+        assert "'rewards': expected one number a sample on every rank" in report["error", "field"]
+        assert "found none on 1 of 2 ranks" in report["error", "field"]
+        assert "'is_padding': expected 2" in reports[1]["error", "tags"]
+        assert "found none on 1 of 2 ranks" in reports[0]["error", "tags"]
+    assert "1 other ranks of the group" in reports[0]["error", "mask"]
+    assert "shape [2] for value 0, got [3]" in reports[1]["error", "mask"]

@@ -1,0 +1,363 @@
+"""The guarantees of `pad_batch`, and the faults of padding that others had."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from batch_cases import make_samples, sample_shapes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_batching.batch import (
+    DEFAULT_SCHEMA,
+    BatchError,
+    Kind,
+    Schema,
+    SchemaError,
+    pack,
+    pad_batch,
+    required_batch_multiple,
+    response_loss_masks,
+    sample_mean,
+    step_totals,
+    token_mean,
+)
+
+PAD, EOS, LAYERS, TOP_K, AXES = 5, 7, 3, 4, 3
+
+
+def full_batch(shapes: list[tuple[int, int]], seed: int = 0) -> dict[str, Any]:
+    """A value of every kind, in tensors."""
+    count = len(shapes)
+    batch = make_samples(shapes, seed)
+    return {
+        **batch,
+        "rewards": [float(i) for i in range(count)],
+        "values": [torch.rand(response, 2).to(torch.bfloat16) for _, response in shapes],
+        "max_seq_lens": [64] * count,
+        "uids": [f"prompt {i // 2}" for i in range(count)],
+        "sample_indices": list(range(count)),
+        "metadata": [{"turn": i} for i in range(count)],
+        "position_ids": [
+            torch.arange(total, dtype=torch.int32).repeat(AXES, 1) for total, _ in shapes
+        ],
+        "multimodal_train_inputs": [{"pixels": torch.rand(4, 4)} for _ in shapes],
+        "rollout_routed_experts": [
+            torch.zeros(max(total - 1, 0), LAYERS, TOP_K, dtype=torch.uint8) for total, _ in shapes
+        ],
+        "rollout_top_p_token_offsets": [list(range(response + 1)) for _, response in shapes],
+        "returns": None,
+    }
+
+
+def padded(count: int = 3, multiple: int = 5, **arguments: Any) -> dict[str, Any]:
+    batch = full_batch([(4 + i, 2 + i % 2) for i in range(count)])
+    return pad_batch(batch, multiple, pad_token_id=PAD, **arguments)
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sample_shapes(), st.integers(1, 40), st.integers(0, 99))
+def test_divisible_minimal_and_untouched(
+    shapes: list[tuple[int, int]], multiple: int, seed: int
+) -> None:
+    batch = full_batch(shapes, seed)
+    before = copy.deepcopy(batch)
+    result = pad_batch(batch, multiple, pad_token_id=PAD, response_token_id=EOS)
+    size = len(result["tokens"])
+    assert size % multiple == 0
+    assert len(shapes) <= size < len(shapes) + multiple
+    assert equal(batch, before)
+    assert result["is_padding"] == [False] * len(shapes) + [True] * (size - len(shapes))
+    assert result["returns"] is None
+    for key, values in batch.items():
+        if values is not None:
+            assert len(result[key]) == size
+            assert result[key] is not values
+            assert all(a is b for a, b in zip(result[key], values, strict=False))
+    assert len(set(result["uids"][len(shapes) :])) == size - len(shapes)
+    assert not set(result["uids"][len(shapes) :]) & set(batch["uids"])
+    DEFAULT_SCHEMA.validate(result)
+
+
+def test_every_field_by_its_kind() -> None:
+    batch = padded(3, 5, response_token_id=EOS)
+    for i in (3, 4):
+        assert batch["tokens"][i].tolist() == [PAD, EOS]
+        assert (batch["total_lengths"][i], batch["response_lengths"][i]) == (2, 1)
+        assert batch["max_seq_lens"][i] == 2
+        assert batch["rewards"][i] == 0.0
+        assert isinstance(batch["rewards"][i], float)
+        assert batch["advantages"][i].tolist() == [0.0]
+        assert batch["advantages"][i].dtype == torch.float64
+        assert equal(batch["values"][i], torch.zeros(1, 2, dtype=torch.bfloat16))
+        assert batch["rollout_top_p_token_offsets"][i] == [0, 0]
+        assert batch["metadata"][i] is None
+        assert batch["sample_indices"][i] == -1 - (i - 3)
+
+
+def test_without_a_response_token_the_prompt_token_stands_there() -> None:
+    assert padded()["tokens"][3].tolist() == [PAD, PAD]
+
+
+def test_verl_fault_mask_has_the_length_of_the_response() -> None:
+    """A mask of length 1 stood beside a response of 2; and 0 would be an untagged sample's too."""
+    batch = padded()
+    for i in (3, 4):
+        assert len(batch["loss_masks"][i]) == batch["response_lengths"][i]
+        assert batch["loss_masks"][i].tolist() == [0]
+
+
+def test_verl_position_ids_have_the_axes_of_the_source() -> None:
+    expected = torch.tensor([[0, 1]] * AXES, dtype=torch.int32)
+    assert equal(padded()["position_ids"][4], expected)
+    flat = make_samples([(4, 2)])
+    flat["position_ids"] = [torch.arange(4)]
+    assert equal(pad_batch(flat, 2, pad_token_id=PAD)["position_ids"][1], torch.tensor([0, 1]))
+    for lists in ([0, 1, 2, 3], [[0, 1, 2, 3]] * 2):
+        flat["position_ids"] = [lists]
+        expected_list = [0, 1] if lists[0] == 0 else [[0, 1], [0, 1]]
+        assert pad_batch(flat, 2, pad_token_id=PAD)["position_ids"][1] == expected_list
+
+
+def test_verl_fault_routed_experts_are_distinct_per_slot() -> None:
+    experts = padded()["rollout_routed_experts"][3]
+    assert (experts.shape, experts.dtype) == ((1, LAYERS, TOP_K), torch.uint8)
+    assert experts.tolist() == [[[0, 1, 2, 3]] * LAYERS]
+
+
+def test_shape_of_routed_experts_is_taken_from_a_sample_that_shows_it() -> None:
+    """A first sample of one token has no rows, and as a list no trailing shape either."""
+    batch = make_samples([(1, 1), (3, 1)])
+    batch["rollout_routed_experts"] = [[], [[[0, 0], [0, 0]]] * 2]
+    assert pad_batch(batch, 3, pad_token_id=PAD)["rollout_routed_experts"][2] == [[[0, 1]] * 2]
+
+
+def test_verl_multimodal_inputs_are_there_but_empty() -> None:
+    batch = padded()
+    assert batch["multimodal_train_inputs"][3] == {}
+    assert batch["multimodal_train_inputs"][3] is not batch["multimodal_train_inputs"][4]
+
+
+def test_fabricated_values_share_memory_with_nothing() -> None:
+    batch = padded(3, 6)
+    before = copy.deepcopy(batch)
+    for key in ("tokens", "values", "position_ids", "rollout_routed_experts", "loss_masks"):
+        batch[key][3] += 1
+    batch["rollout_top_p_token_offsets"][3].append(9)
+    for key in batch:
+        if batch[key] is not None:
+            assert equal(batch[key][:3] + batch[key][4:], before[key][:3] + before[key][4:]), key
+
+
+def test_skyrl_fault_more_padding_than_samples() -> None:
+    """`tensor[:pad]` of a mini-batch smaller than the padding yields too few rows."""
+    batch = padded(2, 64)
+    assert all(len(values) == 64 for values in batch.values() if values is not None)
+
+
+def test_skyrl_fault_padding_is_two_tokens_not_a_long_clone() -> None:
+    batch = full_batch([(30000, 20000), (5, 2)])
+    result = pad_batch(batch, 16, pad_token_id=PAD)
+    assert sum(map(len, result["tokens"][2:])) == 14 * 2
+
+
+def test_tags_of_the_batch_are_respected() -> None:
+    again = pad_batch(padded(3, 5), 4, pad_token_id=PAD)
+    assert again["is_padding"] == [False] * 3 + [True] * 5
+    assert len(set(again["uids"][3:])) == 5
+    assert len(set(again["sample_indices"])) == 8
+
+
+def test_a_batch_of_the_right_size_is_tagged_all_the_same() -> None:
+    """All ranks have the same fields, whether or not their shard needed padding."""
+    assert padded(5, 5)["is_padding"] == [False] * 5
+
+
+@pytest.mark.parametrize(
+    ("uids", "fresh"),
+    [
+        (["a", "padding-0"], ["padding-0-1", "padding-1"]),
+        ([4, 4], [-1, -2]),
+        ([-1, -2], [-3, -4]),
+        ([torch.tensor(3), torch.tensor(-1)], [-2, -3]),
+        ([3, "x"], ["padding-0", "padding-1"]),
+        ([None, None], ["padding-0", "padding-1"]),
+        ([("a", 1), ("b", 2)], ["padding-0", "padding-1"]),
+    ],
+)
+def test_uids_never_collide(uids: list[Any], fresh: list[Any]) -> None:
+    batch = {**make_samples([(4, 2), (3, 1)]), "uids": uids, "trajectory_ids": uids}
+    result = pad_batch(batch, 4, pad_token_id=PAD)
+    assert result["uids"][2:] == result["trajectory_ids"][2:] == fresh
+
+
+def test_batches_padded_apart_have_different_uids() -> None:
+    first, second = padded(3, 5), padded(3, 5, first_padding_number=2)
+    assert not set(first["uids"][3:]) & set(second["uids"][3:])
+    assert padded(3, 5)["uids"] == first["uids"]
+
+
+def test_identifiers_of_ones_own_and_kinds_without_one() -> None:
+    batch = {**make_samples([(4, 2), (3, 1)]), "prompt_number": [0, 0], "turn": [2, 1]}
+    result = pad_batch(batch, 3, pad_token_id=PAD, identifiers=("prompt_number",))
+    assert (result["prompt_number"][2], result["turn"][2]) == (-1, 0)
+
+
+def test_numpy_and_lists() -> None:
+    numpy = pytest.importorskip("numpy")
+    batch = {
+        "tokens": [numpy.arange(4), numpy.arange(3)],
+        "total_lengths": numpy.array([4, 3]),
+        "response_lengths": torch.tensor([2, 1]),
+        "loss_masks": [[1, 1], [1]],
+        "position_ids": [numpy.zeros((2, 4), int), numpy.zeros((2, 3), int)],
+    }
+    result = pad_batch(batch, 3, pad_token_id=PAD)
+    assert result["tokens"][2].tolist() == [PAD, PAD]
+    assert (int(result["total_lengths"][2]), int(result["response_lengths"][2])) == (2, 1)
+    assert result["loss_masks"][2] == [0]
+    assert result["position_ids"][2].tolist() == [[0, 1], [0, 1]]
+
+
+def test_no_samples_are_refused_with_what_to_do() -> None:
+    with pytest.raises(BatchError, match=r"no samples: .* Leave the step out, or plan it"):
+        pad_batch(make_samples([]), 4, pad_token_id=PAD)
+
+
+@pytest.mark.parametrize("multiple", [0, -2, 1.5, True])
+def test_multiple_out_of_range(multiple: Any) -> None:
+    with pytest.raises(BatchError, match="multiple must be an integer of 1 or more"):
+        pad_batch(make_samples([(2, 1)]), multiple, pad_token_id=PAD)
+
+
+def test_a_field_of_unknown_kind_is_refused() -> None:
+    batch = {**make_samples([(2, 2)]), "mystery": [torch.zeros(2)]}
+    with pytest.raises(SchemaError, match="mystery") as caught:
+        pad_batch(batch, 2, pad_token_id=PAD)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    schema = DEFAULT_SCHEMA.declare("mystery", Kind.PER_RESPONSE_TOKEN)
+    assert pad_batch(batch, 2, schema, pad_token_id=PAD)["mystery"][1].tolist() == [0.0]
+
+
+def test_a_schema_without_the_tag_gets_it() -> None:
+    plain = Schema(tuple(field for field in DEFAULT_SCHEMA.values() if field.name != "is_padding"))
+    result = pad_batch(make_samples([(2, 1)]), 2, plain, pad_token_id=PAD)
+    assert result["is_padding"] == [False, True]
+
+
+@pytest.mark.parametrize("context_parallel_size", [1, 2, 4])
+def test_verl_fault_two_tokens_are_enough_under_context_parallelism(
+    context_parallel_size: int,
+) -> None:
+    """Alignment comes from padding of the row; the sample stays at two tokens."""
+    batch = padded(2, 4)
+    row = pack(
+        {key: batch[key][2:] for key in ("tokens", "total_lengths", "response_lengths")},
+        schema=DEFAULT_SCHEMA,
+        sample_indices=(2, 3),
+        sample_alignment_tokens=2 * context_parallel_size,
+        row_alignment_tokens=2 * context_parallel_size,
+        context_parallel_size=context_parallel_size,
+    )
+    assert row.total_lengths == [2, 2]
+    assert row.host_cu_seqlens_padded == tuple(2 * context_parallel_size * i for i in range(3))
+
+
+def test_verl_fault_sample_means_do_not_count_padding() -> None:
+    """Loss, denominators and gradient of a step are those without padding samples, to the bit."""
+    batch = make_samples([(6, 3), (5, 2), (9, 9)])
+    padded_batch = pad_batch(batch, 8, pad_token_id=PAD)
+    found = []
+    for samples in (batch, padded_batch):
+        row = pack(samples, schema=DEFAULT_SCHEMA, sample_indices=range(len(samples["tokens"])))
+        leaf = torch.linspace(-1, 1, 60).requires_grad_()
+        values, start = [], 0
+        for length in row.response_lengths:
+            values.append(leaf[start : start + length])
+            start += length
+        totals = step_totals([row])
+        loss = sample_mean(values, row, totals) + token_mean(values, row, totals)
+        loss.backward()
+        found.append((totals, loss.item(), leaf.grad))
+        assert all(not mask.any() for mask in response_loss_masks(row)[3:])
+    assert found[0][:2] == found[1][:2]
+    assert torch.equal(found[0][2], found[1][2])
+
+
+def test_required_multiple_of_verl_layout() -> None:
+    """dp 2, mini-batch 15 of 45 prompts, 8 samples a prompt."""
+    sizes = {"data_parallel_size": 2, "samples_per_prompt": 8, "actor_mini_batch_size": 15}
+    assert required_batch_multiple(**sizes) == 120
+    assert required_batch_multiple(**sizes, critic_mini_batch_size=9) == 360
+    assert required_batch_multiple(**sizes, actor_trains=False) == 2
+    assert required_batch_multiple(**sizes, critic_mini_batch_size=9, actor_trains=False) == 72
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "data_parallel_size",
+        "samples_per_prompt",
+        "actor_mini_batch_size",
+        "critic_mini_batch_size",
+    ],
+)
+def test_required_multiple_names_what_is_out_of_range(name: str) -> None:
+    sizes = {"data_parallel_size": 2, "samples_per_prompt": 8, "actor_mini_batch_size": 15}
+    with pytest.raises(BatchError, match=f"{name} must be an integer of 1 or more, got 0"):
+        required_batch_multiple(**{**sizes, name: 0})
+
+
+def multi_turn(num_trajectories: int, most: int, seed: int) -> dict[str, Any]:
+    generator = random.Random(seed)
+    turns = [generator.randint(1, most) for _ in range(num_trajectories)]
+    shapes = [(generator.randint(3, 9), generator.randint(1, 3)) for _ in range(sum(turns))]
+    ids = [i for i, count in enumerate(turns) for _ in range(count)]
+    return {
+        **make_samples(shapes, seed),
+        "trajectory_ids": ids,
+        "uids": [f"prompt {i // 8}" for i in ids],
+    }
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_verl_layout_pads_to_its_multiple(seed: int) -> None:
+    batch = multi_turn(45 * 8, 5, seed)
+    real = len(batch["tokens"])
+    result = pad_batch(batch, 120, pad_token_id=PAD)
+    assert len(result["tokens"]) % 120 == 0
+    assert sum(result["is_padding"]) == -real % 120
+    assert len(set(result["uids"])) == 45 + sum(result["is_padding"])
+
+
+def test_skyrl_layout_of_3509_sequences() -> None:
+    shapes = [(3, 1)] * 3509
+    batch = {**make_samples(shapes), "uids": [i // 7 for i in range(3509)]}
+    result = pad_batch(batch, 640, pad_token_id=PAD)
+    assert (len(result["tokens"]), sum(result["is_padding"])) == (3840, 331)
+    assert result["uids"][3509:] == [-1 - i for i in range(331)]
+
+
+def test_needs_no_megatron() -> None:
+    code = (
+        "import sys, mcore_batching.batch.padding_samples; "
+        "sys.exit(any(name.split('.')[0] == 'megatron' for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

@@ -1,0 +1,93 @@
+"""The guarantees of `take` and `step_batches`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_batching.batch import OrderError, SchemaError, pad_batch, step_batches, take
+from mcore_batching.planning import group_steps
+
+
+def numbered(count: int) -> dict[str, Any]:
+    """Every field says which sample it belongs to."""
+    return {
+        "tokens": [torch.full((3,), i) for i in range(count)],
+        "total_lengths": [3] * count,
+        "response_lengths": [1] * count,
+        "rewards": torch.arange(count).double(),
+        "uids": [f"prompt {i}" for i in range(count)],
+        "metadata": tuple({"number": i} for i in range(count)),
+        "returns": None,
+    }
+
+
+def numbers_of(batch: dict[str, Any]) -> list[list[int]]:
+    return [
+        [int(tokens[0]) for tokens in batch["tokens"]],
+        [int(reward) for reward in batch["rewards"]],
+        [int(uid.removeprefix("prompt ")) for uid in batch["uids"]],
+        [each["number"] for each in batch["metadata"]],
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 8), max_size=12))
+def test_every_field_is_sliced_alike(indices: list[int]) -> None:
+    batch = numbered(9)
+    part = take(batch, indices)
+    assert numbers_of(part) == [indices] * 4
+    assert part["returns"] is None
+    assert isinstance(part["rewards"], torch.Tensor)
+    assert numbers_of(batch) == [list(range(9))] * 4
+    part["uids"].append("new")
+    assert len(batch["uids"]) == 9
+
+
+def test_numpy_fields_and_indices() -> None:
+    numpy = pytest.importorskip("numpy")
+    part = take({"rewards": numpy.arange(5.0), "uids": list("abcde")}, numpy.array([3, 0]))
+    assert (part["rewards"].tolist(), part["uids"]) == ([3.0, 0.0], ["d", "a"])
+    assert take({"uids": list("ab")}, torch.tensor([1]))["uids"] == ["b"]
+
+
+def test_skyrl_fault_metadata_of_the_whole_batch_on_every_mini_batch() -> None:
+    batch = numbered(6)
+    steps = group_steps([0, 1, 0, 2, 1, 2], 1)
+    parts = step_batches(batch, steps)
+    assert [numbers_of(part)[3] for part in parts] == [[0, 2], [1, 4], [3, 5]]
+    assert [part["uids"] for part in parts] == [[f"prompt {i}" for i in step] for step in steps]
+
+
+@pytest.mark.parametrize("whole", [{"uids": ["a"] * 6}, "a text of 6", 3, list(range(5))])
+def test_what_cannot_be_sliced_is_refused_by_name(whole: Any) -> None:
+    with pytest.raises(SchemaError, match=r"meta_info.*so that it can be sliced with the batch"):
+        take({**numbered(6), "meta_info": whole}, [0, 1])
+
+
+@pytest.mark.parametrize("index", [-1, 6, 1.5, "a"])
+def test_an_index_of_no_sample_is_refused(index: Any) -> None:
+    with pytest.raises(OrderError, match=r"expected (integer )?indices"):
+        take(numbered(6), [0, index])
+
+
+def test_a_sample_in_two_steps_is_refused() -> None:
+    with pytest.raises(OrderError, match="one step at most, got 1 in more: 2") as caught:
+        step_batches(numbered(4), [[0, 2], [2, 1]])
+    assert caught.value.doubled == (2,)
+
+
+def test_dropped_samples_are_in_no_batch() -> None:
+    steps = group_steps(list("aabbc"), 2, last="drop")
+    assert [numbers_of(part)[0] for part in step_batches(numbered(5), steps)] == [[0, 1, 2, 3]]
+
+
+def test_mini_batches_are_padded_each_by_itself() -> None:
+    parts = step_batches(numbered(5), [[0, 1, 2], [3, 4]])
+    padded = [pad_batch(part, 4, pad_token_id=0) for part in parts]
+    assert [sum(each["is_padding"]) for each in padded] == [1, 2]
+    assert padded[1]["uids"] == ["prompt 3", "prompt 4", "padding-0", "padding-1"]

@@ -1,0 +1,347 @@
+"""The guarantees of `group_steps`, and of plans whose steps hold whole groups."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning_cases import broken_invariants, examples
+
+from mcore_batching.cli import main
+from mcore_batching.planning import (
+    InvariantError,
+    Layout,
+    LengthError,
+    Plan,
+    PlanFormatError,
+    PlannerConfig,
+    StepPlan,
+    group_steps,
+    plan_batch,
+)
+from mcore_batching.planning.lengths_file import LengthsFileError, read_groups
+
+CONFIG = PlannerConfig(max_tokens_per_gpu=16)
+UIDS = st.lists(st.integers(0, 9) | st.sampled_from(["a", "b", ("c", 1)]), max_size=40)
+
+
+def first_appearances(groups: list[object]) -> list[object]:
+    seen: list[object] = []
+    for group in groups:
+        if group not in seen:
+            seen.append(group)
+    return seen
+
+
+@examples(300)
+@given(UIDS, st.integers(1, 5))
+def test_steps_hold_so_many_whole_groups_in_order_of_first_appearance(
+    groups: list[object], per_step: int
+) -> None:
+    steps = group_steps(groups, per_step)
+    assert sorted(sample for step in steps for sample in step) == list(range(len(groups)))
+    assert all(step == sorted(step) for step in steps)
+    order = first_appearances(groups)
+    for index, step in enumerate(steps):
+        # Exactly the next groups in line, so none is split and none is out of its turn.
+        expected = order[index * per_step : (index + 1) * per_step]
+        assert {groups[sample] for sample in step} == set(expected)
+    assert len(steps) == -(-len(order) // per_step)
+
+
+@examples(150)
+@given(UIDS, st.integers(1, 5))
+def test_policies_for_groups_left_over(groups: list[object], per_step: int) -> None:
+    kept = group_steps(groups, per_step)
+    if len(first_appearances(groups)) % per_step:
+        assert group_steps(groups, per_step, last="drop") == kept[:-1]
+        with pytest.raises(LengthError, match="groups_per_step to a divisor, last=keep"):
+            group_steps(groups, per_step, last="error")
+    else:
+        assert group_steps(groups, per_step, last="drop") == kept
+        assert group_steps(groups, per_step, last="error") == kept
+
+
+@examples(100)
+@given(st.integers(1, 4), st.integers(0, 12), st.integers(1, 5))
+def test_equal_groups_make_fixed_size_slices(
+    samples_per_group: int, num_groups: int, per_step: int
+) -> None:
+    groups = [group for group in range(num_groups) for _ in range(samples_per_group)]
+    size = samples_per_group * per_step
+    slices = [
+        list(range(len(groups)))[start : start + size] for start in range(0, len(groups), size)
+    ]
+    assert group_steps(groups, per_step) == slices
+
+
+def test_skyrl_fault_uids_had_to_be_contiguous() -> None:
+    assert group_steps(["a", "b", "a", "c", "b", "c"], 2) == [[0, 1, 2, 4], [3, 5]]
+
+
+def test_numbers_of_other_libraries_count_by_value() -> None:
+    class Tensor:
+        """Hashes by identity, as a PyTorch tensor does."""
+
+        __hash__ = object.__hash__
+
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+        def __eq__(self, other: object) -> bool:
+            raise AssertionError("compared as an object")
+
+        def __index__(self) -> int:
+            return self.value
+
+    assert group_steps([Tensor(4), Tensor(7), Tensor(4)], 1) == [[0, 2], [1]]
+    assert group_steps([4, Tensor(4)], 1) == [[0, 1]]
+
+
+@pytest.mark.parametrize("group", [None, ["a"], ("a", ["b"]), {}])
+def test_a_uid_that_cannot_be_told_apart_is_refused(group: object) -> None:
+    with pytest.raises(LengthError, match=r"group of sample 1 must be hashable and not None") as e:
+        group_steps(["a", group], 1)  # type: ignore[list-item]
+    assert e.value.index == 1
+
+
+def test_arguments_out_of_range() -> None:
+    with pytest.raises(LengthError, match="groups_per_step must be 1 or more, got 0"):
+        group_steps(["a"], 0)
+    with pytest.raises(LengthError, match="last must be one of keep, drop, error, got 'short'"):
+        group_steps(["a"], 1, last="short")  # type: ignore[arg-type]
+
+
+@examples(60)
+@given(UIDS, st.integers(1, 4), st.integers(1, 3), st.booleans(), st.randoms())
+def test_plan_batch_plans_every_step(
+    groups: list[object], per_step: int, ranks: int, local: bool, draw: random.Random
+) -> None:
+    lengths = [draw.randrange(20) for _ in groups]
+    owners = [draw.randrange(ranks) for _ in groups] if local else None
+    plan = plan_batch(
+        lengths,
+        Layout(data_parallel=ranks),
+        CONFIG,
+        owners=owners,
+        groups=groups,
+        groups_per_step=per_step,
+    )
+    plan.validate(lengths)
+    expected = group_steps(groups, per_step) or [[]]
+    assert [list(step.sample_indices) for step in plan.steps] == expected
+    for step, samples in zip(plan.steps, expected, strict=True):
+        # The same rules as for a batch of these samples alone.
+        place = {sample: position for position, sample in enumerate(samples)}
+        renamed = StepPlan(
+            micro_batches=tuple(
+                tuple(tuple(place[sample] for sample in held) for held in rank)
+                for rank in step.micro_batches
+            ),
+            num_microbatches=step.num_microbatches,
+            sample_indices=tuple(range(len(samples))),
+            layout=step.layout,
+            config=step.config,
+        )
+        assert not broken_invariants(renamed, [lengths[sample] for sample in samples])
+        if owners is not None:
+            for rank, micro_batches in enumerate(step.micro_batches):
+                assert all(owners[s] == rank for held in micro_batches for s in held)
+    assert plan.dropped == ()
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def dropping() -> Plan:
+    return plan_batch(
+        [3, 4, 5, 6, 7],
+        Layout(data_parallel=2),
+        CONFIG,
+        groups=["a", "b", "c", "a", "c"],
+        groups_per_step=2,
+        last="drop",
+    )
+
+
+def test_dropped_samples_are_listed() -> None:
+    plan = dropping()
+    plan.validate([3, 4, 5, 6, 7])
+    assert plan.dropped == (2, 4)
+    assert plan.num_samples == 5
+    assert [step.sample_indices for step in plan.steps] == [(0, 1, 3)]
+    assert json.loads(plan.to_json())["dropped"] == [2, 4]
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.digest() != plan.steps[0].digest()
+    assert "dropped with the groups left over: 2 samples: 2 4" in plan.explain([3, 4, 5, 6, 7])
+    assert "dropped with the groups left over: 2 samples: 2 4" in str(plan)
+    with pytest.raises(PlanFormatError, match=r"that drops 2; read it with Plan\.from_json"):
+        StepPlan.from_json(plan.to_json())
+
+
+def test_a_plan_that_drops_nothing_does_not_mention_it() -> None:
+    plan = plan_batch([3, 4], Layout(), CONFIG, groups=[0, 1], groups_per_step=1, last="drop")
+    assert plan.dropped == ()
+    assert "dropped" not in plan.to_json() + plan.explain([3, 4]) + str(plan)
+
+
+@pytest.mark.parametrize(
+    ("dropped", "indices", "message"),
+    [
+        ((2,), (4,), "not at all"),
+        ((2, 4, 4), (4,), "more than once"),
+        ((2, 4, 5), (5,), "though they are not part of it"),
+        ((0, 2, 4), (0,), "listed as dropped, but a step runs them"),
+    ],
+)
+def test_validate_checks_what_is_dropped(
+    dropped: tuple[int, ...], indices: tuple[int, ...], message: str
+) -> None:
+    plan = Plan(steps=dropping().steps, num_samples=5, dropped=dropped)
+    with pytest.raises(InvariantError, match=message) as caught:
+        plan.validate([3, 4, 5, 6, 7])
+    assert (caught.value.invariant, caught.value.indices) == ("exact cover", indices)
+
+
+def test_arguments_that_exclude_or_need_each_other() -> None:
+    def plan(**arguments: object) -> None:
+        plan_batch([3, 4], Layout(), CONFIG, **arguments)  # type: ignore[arg-type]
+
+    with pytest.raises(LengthError, match="leave samples_per_step out"):
+        plan(groups=[0, 1], groups_per_step=1, samples_per_step=1)
+    with pytest.raises(LengthError, match="groups_per_step is not set"):
+        plan(groups=[0, 1])
+    with pytest.raises(LengthError, match="groups is not set"):
+        plan(groups_per_step=1)
+    with pytest.raises(LengthError, match="groups is not set"):
+        plan(last="drop")
+    with pytest.raises(LengthError, match="each of the 2 samples, got 3 entries"):
+        plan(groups=[0, 1, 1], groups_per_step=1)
+    with pytest.raises(LengthError, match="leaves no step at all; set last=keep"):
+        plan(groups=[0, 1], groups_per_step=3, last="drop")
+
+
+def turns(generator: random.Random, num_trajectories: int, most: int) -> list[int]:
+    return [generator.randint(1, most) for _ in range(num_trajectories)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_verl_layout_takes_three_steps_whatever_the_turns(seed: int) -> None:
+    """dp 2, 45 prompts, 8 trajectories each, mini-batch 15: 3 steps, not ⌈samples/120⌉."""
+    generator = random.Random(seed)
+    counts = turns(generator, 45 * 8, 5)
+    groups = [f"prompt {i // 8}" for i, count in enumerate(counts) for _ in range(count)]
+    lengths = [generator.randint(2, 400) for _ in groups]
+    plan = plan_batch(
+        lengths,
+        Layout(data_parallel=2),
+        PlannerConfig(max_tokens_per_gpu=2048),
+        groups=groups,
+        groups_per_step=15,
+        last="error",
+    )
+    plan.validate(lengths)
+    assert len(plan.steps) == 3
+    assert len(groups) > 3 * 15 * 8
+    for step in plan.steps:
+        assert len({groups[sample] for sample in step.sample_indices}) == 15
+
+
+def test_skyrl_layout_of_3509_sequences() -> None:
+    """128 prompts of 8 trajectories, at most 5 turns, 3509 sequences, 64 prompts a mini-batch."""
+    generator = random.Random(0)
+    counts = [1] * 1024
+    while sum(counts) < 3509:
+        trajectory = generator.randrange(1024)
+        counts[trajectory] += counts[trajectory] < 5
+    # Turns of all trajectories mixed, as they finish in an asynchronous rollout.
+    groups = [i // 8 for i, count in enumerate(counts) for _ in range(count)]
+    generator.shuffle(groups)
+    lengths = [generator.randint(2, 3000) for _ in groups]
+    plan = plan_batch(
+        lengths,
+        Layout(data_parallel=8),
+        PlannerConfig(max_tokens_per_gpu=8192),
+        groups=groups,
+        groups_per_step=64,
+        last="error",
+    )
+    plan.validate(lengths)
+    assert (len(groups), len(plan.steps)) == (3509, 2)
+    for step in plan.steps:
+        assert len({groups[sample] for sample in step.sample_indices}) == 64
+
+
+@pytest.fixture
+def lengths_file(tmp_path: Path) -> str:
+    path = tmp_path / "lengths.txt"
+    path.write_text("6\n4\n3\n9\n2\n")
+    return str(path)
+
+
+def test_command(tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text, table, lines = tmp_path / "g.txt", tmp_path / "g.csv", tmp_path / "g.jsonl"
+    text.write_text("p q\n\nb\np q\nc\nb\n")
+    table.write_text("n,uid\n1,p q\n1,b\n1, p q \n1,c\n1,b\n")
+    lines.write_text("".join(f'{{"uid": {uid}}}\n' for uid in ("7", '"b"', "7", '"c"', '"b"')))
+    plan, output = tmp_path / "plan.json", []
+    for groups in (
+        ["--groups", str(text)],
+        ["--groups", str(table), "--group-column", "uid"],
+        ["--groups", str(lines), "--group-column", "uid"],
+    ):
+        arguments = ["plan", lengths_file, "--max-tokens-per-gpu", "10", *groups]
+        flags = ["--groups-per-step", "2", "--last-groups", "drop", "--out", str(plan)]
+        assert main([*arguments, *flags]) == 0
+        output.append(capsys.readouterr().out)
+    assert output[0] == output[1] == output[2]
+    assert output[0].startswith("5 samples in 1 step, 1 dropped, DP1, cap 10 tokens\n")
+    made = Plan.from_json(plan.read_text())
+    assert (made.steps[0].sample_indices, made.dropped) == ((0, 1, 2, 4), (3,))
+    assert main(["check", str(plan), lengths_file]) == 0
+    assert "5 samples in 1 step, 1 dropped, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--groups-per-step 2", "but groups is not set"),
+        ("--groups {g}", "--groups-per-step is not set"),
+        ("--groups {g} --groups-per-step 2 --samples-per-step 2", "leave --samples-per-step out"),
+        ("--groups {g} --groups-per-step 2 --last-groups error", "--last-groups drop"),
+        ("--groups {g} --groups-per-step 2 --group-column u", "--group-column is for .csv"),
+        ("--group-column u", "--group-column needs --groups"),
+        ("--groups {short} --groups-per-step 2", "each of the 5 samples, got 2 entries"),
+    ],
+)
+def test_command_errors_name_the_flag(
+    tmp_path: Path,
+    lengths_file: str,
+    capsys: pytest.CaptureFixture[str],
+    flags: str,
+    message: str,
+) -> None:
+    (tmp_path / "g").write_text("a\nb\na\nc\nb\n")
+    (tmp_path / "short").write_text("a\nb\n")
+    filled = flags.format(g=tmp_path / "g", short=tmp_path / "short").split()
+    assert main(["plan", lengths_file, "--max-tokens-per-gpu", "10", *filled]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_standard_input_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "-", "--max-tokens-per-gpu", "9", "--groups", "-"]) == 2
+    assert "LENGTHS and --groups are both -" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["null", "1.5", "true", '" "', "[1]"])
+def test_what_is_no_group_is_refused_with_its_line(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "g.jsonl"
+    path.write_text(f'{{"uid": "a"}}\n{{"uid": {value}}}\n')
+    with pytest.raises(LengthsFileError, match=r"g\.jsonl:2: expected a group, a text or an int"):
+        read_groups(str(path), "uid")
+    with pytest.raises(LengthsFileError, match="--group-column is not set; set --group-column to"):
+        read_groups(str(path))
