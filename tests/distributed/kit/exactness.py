@@ -13,7 +13,7 @@ from megatron.core.utils import get_model_config
 from kit.model import adam, local_part, named_parameters, sharded_model
 from kit.objective import packed_objective
 from kit.samples import CAP_TOKENS, make_samples, share, take
-from mcore_batching.batch import PackedMicroBatch
+from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, pad_batch
 from mcore_batching.megatron import (
     forward_only,
     get_data_iterator,
@@ -56,6 +56,7 @@ def compare(
     distributed_optimizer: bool = False,
     overlap: bool = False,
     overlap_gather: bool = False,
+    padded_to: int | None = None,
     planner: dict[str, Any] | None = None,
     settings: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -90,17 +91,22 @@ def compare(
     replica = parallel_state.get_data_parallel_rank()
     mine = share(samples, spread, replica, shape.data_parallel)
     args = arguments(shape, **(planner or {}))
-    iterators, counts = get_data_iterator(args, model, take(samples, mine))
+    data = take(samples, mine)
+    if padded_to is not None and mine:
+        data = pad_batch(data, padded_to, DEFAULT_SCHEMA, pad_token_id=0)
+        assert len(data["tokens"]) % padded_to == 0
+        assert any(data["is_padding"])
+    elif padded_to is not None:
+        data["is_padding"] = []
+    iterators, counts = get_data_iterator(args, model, data)
     outputs = forward_only(log_probs_of, args, model, iterators, counts, store_prefix="old_")
     report: dict[str, Any] = {"last_stage": is_last_stage(), "log_probs": 0.0}
     if is_last_stage():
-        assert [len(v) for v in outputs["old_log_probs"]] == [
-            samples["response_lengths"][i] for i in mine
-        ]
+        assert [len(v) for v in outputs["old_log_probs"]] == data["response_lengths"]
         report["log_probs"] = max(
             (
                 difference(ours.cpu(), expected["log_probs"][i])
-                for ours, i in zip(outputs["old_log_probs"], mine, strict=True)
+                for ours, i in zip(outputs["old_log_probs"][: len(mine)], mine, strict=True)
             ),
             default=0.0,
         )
