@@ -6,6 +6,7 @@ megatron-core 0.16.1 and 0.19.2.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import inspect
 from collections.abc import Sequence
@@ -142,6 +143,7 @@ def patch_for_cpu() -> None:
     Called by the CPU stand-in alone.
     """
     from megatron.core.datasets import utils as dataset_utils
+    from megatron.core.pipeline_parallel import p2p_communication
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -159,6 +161,21 @@ def patch_for_cpu() -> None:
         del record_stream
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
+    send_and_receive = p2p_communication._p2p_ops
+    under_way: collections.deque[Any] = collections.deque(maxlen=256)
+
+    def send_copies(**tensors: Any) -> Any:
+        # The interleaved schedule frees an output while it is on its way, and drops the handle of
+        # its last one. On CUDA neither matters, the stream sends what it was given; gloo reads the
+        # memory whenever the receiver is ready, and forgets a message whose handle is dropped.
+        for name in ("tensor_send_next", "tensor_send_prev"):
+            if tensors.get(name) is not None:
+                tensors[name] = tensors[name].detach().clone()
+        requests = send_and_receive(**tensors)
+        under_way.extend(requests.values())
+        return requests
+
+    p2p_communication._p2p_ops = send_copies
     # The module's own setter is deferred until CUDA is initialised, which never comes.
     megatron_random._get_cuda_rng_state = get_rng_state
     megatron_random._set_cuda_rng_state = set_rng_state

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.utils import get_model_config
 
 from kit.exactness import arguments, log_probs_of
@@ -390,6 +391,37 @@ def adds_fields(layout: dict[str, Any], reference: str, spread: str, fault: str)
         return {"type": type(error).__name__, "message": str(error)}
     result = train_step(ratio, args, model, iterators, counts, adam(model, distributed=False))
     return {"last_stage": is_last_stage(), "metrics": result.metrics}
+
+
+def freed_while_sending(repeats: int, num_values: int) -> int:
+    """Messages that arrive wrong when the sender frees them before the receiver is ready.
+
+    As the interleaved schedule does with outputs that are on their way.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    wrong = 0
+    for _ in range(repeats):
+        ranks = {"group": group, "prev_pipeline_rank": 0, "next_pipeline_rank": 1}
+        buffers: dict[str, Any] = dict.fromkeys(
+            ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
+        )
+        if dist.get_rank() == 0:
+            output = torch.ones(num_values)
+            requests = p2p_communication._p2p_ops(**buffers | {"tensor_send_next": output}, **ranks)
+            output.data = torch.empty(1)
+            reused = [torch.full((num_values,), float("nan")) for _ in range(3)]
+            requests["send_next"].wait()
+            del reused
+        else:
+            time.sleep(0.02)
+            received = torch.empty(num_values)
+            requests = p2p_communication._p2p_ops(
+                **buffers | {"tensor_recv_prev": received}, **ranks
+            )
+            requests["recv_prev"].wait()
+            wrong += int((received != 1).any())
+        dist.barrier()
+    return wrong
 
 
 def hangs() -> None:
