@@ -67,7 +67,7 @@ def draw(axes: Axes, plan: StepPlan, lengths: list[int], title: str) -> None:
                 )
                 left += lengths[sample]
     slots = plan.num_microbatches
-    axes.set_xlim(-80, 6 * CAP_TOKENS * 1.06)
+    axes.set_xlim(-80, slots * CAP_TOKENS * 1.06)
     axes.set_ylim(RANKS, 0)
     axes.set_yticks([rank + 0.5 for rank in range(RANKS)])
     axes.set_yticklabels([f"rank {rank}" for rank in range(RANKS)])
@@ -96,7 +96,7 @@ def main() -> None:
         owners=owners,
     )
     ours = plan_step(lengths, layout, PlannerConfig(max_tokens_per_gpu=CAP_TOKENS), owners=owners)
-    figure, axes = plt.subplots(2, 1, figsize=(9, 4.6), layout="constrained")
+    figure, axes = plt.subplots(2, 1, figsize=(8, 4.8), layout="constrained")
     draw(
         axes[0],
         as_it_falls,
@@ -110,13 +110,14 @@ def main() -> None:
         "mcore_batching: same samples, same cap; split first, placeholders only where nothing "
         "is left to split",
     )
-    axes[1].legend(
+    figure.legend(
         handles=[
             Patch(facecolor="0.75", label="samples (one colour each)"),
             Patch(facecolor="white", edgecolor="0.55", label="room under the cap"),
             Patch(facecolor="white", edgecolor="0.55", hatch="////", label="no sample"),
         ],
-        loc="lower right",
+        loc="outside lower center",
+        ncols=3,
         fontsize=8,
         frameon=False,
     )

@@ -12,6 +12,8 @@ Guarantees
   memory of ring attention; Transformer Engine's attention is the one to use at scale.
 - On CPU `scaled_dot_product_attention` runs once per run of queries; on CUDA PyTorch's
   variable-length attention runs once per row where it exists (half precision, no dropout).
+  Elsewhere on CUDA (float32, dropout) context parallelism gives scaled-dot-product attention a
+  dense mask, whose memory is quadratic in a sample's length.
 """
 
 from __future__ import annotations
