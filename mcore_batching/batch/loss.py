@@ -61,7 +61,7 @@ def response_loss_masks(row: PackedMicroBatch) -> list[Tensor]:
         same on all context-parallel ranks.
     """
     given = row.fields.get("loss_masks")
-    padding = row.fields.get("is_padding")
+    padding = _are_padding(row)
     masks = []
     for i, (total, response) in enumerate(
         zip(row.total_lengths, row.response_lengths, strict=True)
@@ -70,7 +70,7 @@ def response_loss_masks(row: PackedMicroBatch) -> list[Tensor]:
         mask = mask.to(device=row.tokens.device, dtype=torch.float32, copy=True)
         if response == total:
             mask[:1] = 0.0
-        if padding is not None and bool(padding[i]):
+        if padding[i]:
             mask.zero_()
         masks.append(mask)
     return masks
@@ -85,11 +85,9 @@ def step_totals(rows: Iterable[PackedMicroBatch]) -> StepTotals:
     for row in rows:
         if row.is_placeholder:
             continue
-        padding = row.fields.get("is_padding")
         masks = response_loss_masks(row)
-        real = [padding is None or not bool(padding[i]) for i in range(len(masks))]
         totals += StepTotals(
-            num_samples=sum(real),
+            num_samples=_are_padding(row).count(False),
             num_trained_samples=sum(int(bool(mask.any())) for mask in masks),
             num_tokens=sum(int(mask.count_nonzero()) for mask in masks),
             token_weight=sum(float(mask.double().sum()) for mask in masks),
@@ -155,6 +153,12 @@ def owned_num_tokens(row: PackedMicroBatch) -> int:
         int((mask.bool() & owned).sum())
         for mask, owned in zip(response_loss_masks(row), owned_response_mask(row), strict=True)
     )
+
+
+def _are_padding(row: PackedMicroBatch) -> list[bool]:
+    """For each sample of the row, whether it is a padding sample."""
+    tags = row.fields.get("is_padding")
+    return [False] * len(row.total_lengths) if tags is None else [bool(tag) for tag in tags]
 
 
 def _weighted_sum(

@@ -63,7 +63,7 @@ class DataIterator:
     @property
     def micro_batch_indices(self) -> list[list[int]]:
         """Local sample indices of every micro-batch of every step; ``[]`` for a placeholder."""
-        return [list(indices) for step in self.schedule.steps for indices in step]
+        return [list(indices) for indices in self.schedule.micro_batches]
 
     def get_next(self, keys: Sequence[str]) -> dict[str, list[Any] | None]:
         """The next micro-batch as lists of per-sample values.
@@ -78,7 +78,7 @@ class DataIterator:
         Raises:
             IndexError: all micro-batches have been drawn; `reset` starts again.
         """
-        micro_batches = self.micro_batch_indices
+        micro_batches = self.schedule.micro_batches
         if self.offset >= len(micro_batches):
             raise IndexError(
                 f"all {len(micro_batches)} micro-batches have been drawn; call reset() first"

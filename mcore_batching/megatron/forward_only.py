@@ -117,7 +117,7 @@ def forward_only(
             chunk.train(training)
     if not is_last_stage():
         return {}
-    indices = [i for step in schedule.steps for micro_batch in step for i in micro_batch]
+    indices = [i for micro_batch in schedule.micro_batches for i in micro_batch]
     return {
         f"{store_prefix}{key}": restore_order(
             [value for outputs in collected for value in outputs[key]],

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -76,6 +77,11 @@ class RolloutSchedule:
     def num_microbatches(self) -> list[int]:
         """Micro-batches of every step."""
         return [len(step) for step in self.steps]
+
+    @functools.cached_property
+    def micro_batches(self) -> MicroBatches:
+        """Local sample indices of the micro-batches of all steps, one behind the other."""
+        return tuple(indices for step in self.steps for indices in step)
 
     def prepare(self, step: int, num_microbatches: int) -> PreparedStep:
         """Collate all micro-batches of a step, and hear from every rank that it could, too.

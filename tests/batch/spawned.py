@@ -13,7 +13,9 @@ import torch.multiprocessing as multiprocessing
 SECONDS = 150  # a rank that waits for another gives up after 60
 
 
-def reports_of(run: Callable[..., None], size: int, folder: Path) -> list[Any]:
+def reports_of(
+    run: Callable[..., None], size: int, folder: Path, seconds: float = SECONDS
+) -> list[Any]:
     """What each rank's ``run(rank, size, store, results)`` saved to ``results.rank``."""
     context = multiprocessing.spawn(
         run,
@@ -21,10 +23,10 @@ def reports_of(run: Callable[..., None], size: int, folder: Path) -> list[Any]:
         nprocs=size,
         join=False,
     )
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + seconds
     try:
         while not context.join(timeout=1.0):
-            assert time.monotonic() < deadline, f"not done after {SECONDS} seconds"
+            assert time.monotonic() < deadline, f"not done after {seconds} seconds"
     finally:
         for process in context.processes:
             if process.is_alive():

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
 from batch_cases import make_samples, sample_shapes
 from gather_worker import (
     CASES,
@@ -20,6 +17,7 @@ from gather_worker import (
     row_of,
 )
 from hypothesis import given, settings
+from spawned import reports_of
 
 from mcore_batching.batch import (
     DEFAULT_SCHEMA,
@@ -44,22 +42,7 @@ def single(shapes: list[tuple[int, int]]) -> Any:
 @pytest.fixture(scope="module", params=[2, 4], ids=["cp 2", "cp 4"])
 def reports(request: pytest.FixtureRequest, tmp_path_factory: Any) -> list[dict[Any, Any]]:
     """What each rank of a group of processes reports."""
-    folder: Path = tmp_path_factory.mktemp("gather")
-    context = multiprocessing.spawn(
-        gather_all,
-        args=(request.param, str(folder / "store"), str(folder / "results")),
-        nprocs=request.param,
-        join=False,
-    )
-    deadline = time.monotonic() + SECONDS
-    try:
-        while not context.join(timeout=1.0):
-            assert time.monotonic() < deadline, f"not done after {SECONDS} seconds"
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-    return [torch.load(folder / f"results.{rank}") for rank in range(request.param)]
+    return reports_of(gather_all, request.param, tmp_path_factory.mktemp("gather"), SECONDS)
 
 
 @pytest.mark.parametrize("case", CASES)
