@@ -61,4 +61,5 @@ def compute_all(rank: int, size: int, store: str, results: str) -> None:
         except ValueError as error:
             report["error", name] = str(error)
     torch.save(report, f"{results}.{rank}")
+    dist.barrier()  # no rank leaves while another is still in the last collective
     dist.destroy_process_group()

@@ -123,4 +123,5 @@ def gather_all(rank: int, size: int, store: str, results: str) -> None:
                     "collectives": (forward_calls, len(calls)),
                 }
     torch.save(report, f"{results}.{rank}")
+    dist.barrier()  # no rank leaves while another is still in the last collective
     dist.destroy_process_group()

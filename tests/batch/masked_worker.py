@@ -84,4 +84,5 @@ def reduce_all(rank: int, size: int, store: str, results: str) -> None:
         except BatchError as error:
             report["error", name] = str(error)
     torch.save(report, f"{results}.{rank}")
+    dist.barrier()  # no rank leaves while another is still in the last collective
     dist.destroy_process_group()
