@@ -107,6 +107,33 @@ def packed_submodules(submodules: Any, core_attention: type, norm: Any) -> Any:
     return dataclasses.replace(submodules, **changes)
 
 
+def scale_moe_metrics(factor: float) -> None:
+    """Multiply what the routers noted of their losses since the last report.
+
+    Stock code divides these sums by its own number of micro-batches.
+
+    Args:
+        factor: that number over the number that ran.
+    """
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:  # until 0.17
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        for noted in get_moe_layer_wise_logging_tracker().values():
+            noted["values"] *= factor
+        return
+    for noted in get_moe_metrics_tracker().metrics.values():
+        noted.values *= factor
+
+
+def local_core_attention_name() -> tuple[Any, str]:
+    """The module and the name in it from which local layer specs take their core attention."""
+    from megatron.core.models import backends
+
+    return backends, "DotProductAttention"
+
+
 def mend_router_masks() -> None:
     """Let routers leave padding out, also where a row is padding throughout.
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -83,6 +84,8 @@ class _CudaMeansCpu(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs) if kwargs else {}
+        if func is torch.device and args and isinstance(_on_cpu(args[0]), torch.device):
+            return _CPU
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.record_stream:
@@ -189,10 +192,16 @@ def _patch_torch_cuda() -> None:
         del device
         torch.set_rng_state(new_state)
 
+    def is_available() -> bool:
+        # megatron.training refuses to start without CUDA; PyTorch itself must not believe in it.
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return str(caller).startswith("megatron.training")
+
     def manual_seed(seed: int) -> None:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would call back here
 
     replacements: dict[str, Any] = {
+        "is_available": is_available,
         "current_device": always(_CPU),
         "device_count": lambda: max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
         "set_device": always(),

@@ -13,14 +13,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core import parallel_state
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Schema
 from mcore_batching.megatron.arguments import planner_config, uses_dynamic_batch_size
-from mcore_batching.megatron.errors import PlanningFailedError
+from mcore_batching.megatron.errors import DynamicBatchArgumentError, PlanningFailedError
+from mcore_batching.megatron.exchange import plan_globally
 from mcore_batching.megatron.refusals import prepare_model
 from mcore_batching.megatron.rendezvous import (
     DEFAULT_TIMEOUT_SECONDS,
@@ -30,7 +31,7 @@ from mcore_batching.megatron.rendezvous import (
     require_equal_within_replicas,
 )
 from mcore_batching.megatron.rollout_batch import RolloutBatch
-from mcore_batching.megatron.schedule import MicroBatches, RolloutSchedule
+from mcore_batching.megatron.schedule import MicroBatches, RolloutSchedule, Shard
 from mcore_batching.megatron.topology import current_layout, model_chunks
 from mcore_batching.planning import (
     CostModel,
@@ -135,14 +136,98 @@ def get_data_iterator(
             `OversizeSampleError`, …).
         PlanMismatchError: on every rank, if they disagree on settings, fields or plan.
     """
+    if getattr(args, "dynamic_batch_exchange", False):
+        raise DynamicBatchArgumentError(
+            "--dynamic-batch-exchange moves samples to other ranks, and get_data_iterator leaves "
+            "every sample where its rollout data is: unset --dynamic-batch-exchange here"
+        )
+    return plan_micro_batches(
+        args, model, lambda: rollout_data, schema=schema, steps=steps, cost_model=cost_model
+    )
+
+
+def plan_micro_batches(
+    args: Any,
+    model: list[Any],
+    read: Callable[[], dict[str, list[Any]] | None],
+    *,
+    schema: Schema = DEFAULT_SCHEMA,
+    steps: Sequence[Sequence[int]] | None = None,
+    cost_model: CostModel | None = None,
+) -> tuple[list[DataIterator], list[int]]:
+    """`get_data_iterator` for rollout data that is yet to be read.
+
+    Under ``args.dynamic_batch_exchange`` the samples of all ranks form one step, which is planned
+    as one, and samples move between data-parallel ranks.
+
+    Args:
+        args: as in `get_data_iterator`.
+        model: this rank's model chunks.
+        read: gives this rank's rollout data; what it raises is raised on every rank.
+        schema: the kind of every field.
+        steps: as in `get_data_iterator`.
+        cost_model: as in `get_data_iterator`.
+
+    Returns:
+        as `get_data_iterator`.
+
+    Raises:
+        CollectiveError: as `get_data_iterator`.
+    """
     rendezvous = get_rendezvous(
         getattr(args, "dynamic_batch_rendezvous_timeout_seconds", DEFAULT_TIMEOUT_SECONDS)
     )
     cost_model = cost_model or CostModel()
-
     layout, config, batch, num_samples = _take_stock(
-        args, model, rollout_data, rendezvous, schema, steps, cost_model
+        args, model, read, rendezvous, schema, steps, cost_model
     )
+    exchange = bool(getattr(args, "dynamic_batch_exchange", False))
+    if exchange:
+        batch, filled = plan_globally(batch, layout, config, cost_model, rendezvous)
+    else:
+        batch, filled = _plan_locally(
+            args, batch, num_samples, layout, config, cost_model, rendezvous
+        )
+
+    def says_filled(filled: tuple[MicroBatches, ...]) -> dict[str, Any]:
+        return {
+            "samples and plan (sha256)": _digest([batch.total_lengths, filled]),
+            "shard": Shard(batch.total_lengths, filled) if rendezvous.speaks_for_replica else None,
+        }
+
+    _, notes = rendezvous.guard(PlanningFailedError, lambda: filled, says_filled)
+    digest = "samples and plan (sha256)"
+    require_equal_within_replicas(notes, lambda note: {digest: note.value[digest]})
+    shards = {n.data_parallel_rank: n.value["shard"] for n in notes if n.speaks_for_replica}
+    schedule = RolloutSchedule(
+        rollout_data=batch.data,
+        schema=batch.schema,
+        template=batch.template,
+        steps=filled,
+        layout=layout,
+        config=config,
+        context_parallel_rank=parallel_state.get_context_parallel_rank(),
+        pad_token_id=getattr(args, "pad_token_id", None) or 0,
+        rendezvous=rendezvous,
+        plan_digest=_digest([note.value[digest] for note in notes]),
+        shards=tuple(shards[rank] for rank in sorted(shards)),
+        scope="global" if exchange else "local",
+        cost_model=cost_model,
+    )
+    counts = [len(step) for step in filled]
+    return [DataIterator(schedule) for _ in range(layout.virtual_pipeline)], counts
+
+
+def _plan_locally(
+    args: Any,
+    batch: RolloutBatch,
+    num_samples: Mapping[int, int],
+    layout: Layout,
+    config: PlannerConfig,
+    cost_model: CostModel,
+    rendezvous: Rendezvous,
+) -> tuple[RolloutBatch, tuple[MicroBatches, ...]]:
+    """Every step's micro-batches of this rank's own samples, as many as on all other ranks."""
 
     def pack_all() -> tuple[RolloutBatch, _Packed]:
         final = batch if batch.template else batch.resolved()
@@ -156,44 +241,24 @@ def get_data_iterator(
         final, packed = result
         return {
             "counts": [len(bins) for _, bins in packed],
-            "everywhere": {
-                "number of steps": len(packed),
-                "field names": sorted(final.template),
-                "field kinds": [final.schema[name].kind.name for name in sorted(final.template)],
-            },
+            "everywhere": {"number of steps": len(packed), **final.comparable()},
         }
 
-    (batch, packed), notes = rendezvous.guard(PlanningFailedError, pack_all, says_packed)
+    (final, packed), notes = rendezvous.guard(PlanningFailedError, pack_all, says_packed)
     require_equal(notes, lambda note: note.value["everywhere"])
     counts = [
         layout.round_up_num_microbatches(max(1, *(note.value["counts"][step] for note in notes)))
         for step in range(len(packed))
     ]
-
-    def fill_all() -> tuple[MicroBatches, ...]:
-        return tuple(
-            _to_local(indices, batch, bins, count, layout, config, cost_model)
+    filled, _ = rendezvous.guard(
+        PlanningFailedError,
+        lambda: tuple(
+            _to_local(indices, final, bins, count, layout, config, cost_model)
             for (indices, bins), count in zip(packed, counts, strict=True)
-        )
-
-    def says_filled(filled: tuple[MicroBatches, ...]) -> dict[str, Any]:
-        return {"samples and plan (sha256)": _digest([batch.total_lengths, filled])}
-
-    filled, notes = rendezvous.guard(PlanningFailedError, fill_all, says_filled)
-    require_equal_within_replicas(notes, lambda note: note.value)
-    schedule = RolloutSchedule(
-        rollout_data=batch.data,
-        schema=batch.schema,
-        template=batch.template,
-        steps=filled,
-        layout=layout,
-        config=config,
-        context_parallel_rank=parallel_state.get_context_parallel_rank(),
-        pad_token_id=getattr(args, "pad_token_id", None) or 0,
-        rendezvous=rendezvous,
-        plan_digest=_digest([note.value for note in notes]),
+        ),
+        lambda _: None,
     )
-    return [DataIterator(schedule) for _ in range(layout.virtual_pipeline)], counts
+    return final, filled
 
 
 def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Sequence[Any]]) -> None:
@@ -227,7 +292,7 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
 def _take_stock(
     args: Any,
     model: Any,
-    rollout_data: dict[str, list[Any]] | None,
+    read: Callable[[], dict[str, list[Any]] | None],
     rendezvous: Rendezvous,
     schema: Schema,
     steps: Sequence[Sequence[int]] | None,
@@ -239,7 +304,7 @@ def _take_stock(
         chunks = model_chunks(model)
         layout, config = current_layout(chunks), planner_config(args)
         prepare_model(chunks, layout, config)
-        return layout, config, RolloutBatch.read(rollout_data, args, schema, steps)
+        return layout, config, RolloutBatch.read(read(), args, schema, steps)
 
     def says_stock(stock: tuple[Layout, PlannerConfig, RolloutBatch | None]) -> dict[str, Any]:
         layout, config, batch = stock

@@ -39,7 +39,7 @@ def run_chunk(chunk: Any, row: PackedMicroBatch) -> Tensor:
         ),
     }
     if get_model_config(chunk).num_moe_experts:
-        arguments["padding_mask"] = _padding_mask(chunk, row)
+        arguments["padding_mask"] = padding_mask(chunk, row)
     output: Tensor = chunk(**arguments, **_multimodal_inputs(row))
     return output
 
@@ -64,8 +64,8 @@ def raise_together(rendezvous: Rendezvous, failed: list[Exception]) -> None:
     rendezvous.guard(ForwardFailedError, first_failure, lambda _: None)
 
 
-def _padding_mask(chunk: Any, row: PackedMicroBatch) -> Tensor:
-    """``[1, tokens]``, True for padding; a placeholder is padding throughout.
+def padding_mask(chunk: Any, row: PackedMicroBatch) -> Tensor:
+    """Bool ``[1, tokens]``, True for padding; a placeholder is padding throughout.
 
     The first stage takes the mask of all tokens and scatters it itself under sequence parallelism,
     later stages expect their own tokens.

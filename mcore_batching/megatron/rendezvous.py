@@ -70,6 +70,7 @@ class Rendezvous:
             self._ranks_of.setdefault(replica, []).append(rank)
         self._timeout = timeout
         self._replica: dist.ProcessGroup | None = None
+        self._peer_group: dist.ProcessGroup | None = None
 
     @property
     def rank(self) -> int:
@@ -152,6 +153,48 @@ class Rendezvous:
         """Hand the value of global rank ``source`` to all ranks."""
         return self._broadcast(value, source, self._world)
 
+    def exchange(self, values: Sequence[Any]) -> list[Any]:
+        """Hand each data-parallel rank one value, and get one from each.
+
+        A collective over all ranks: those that hold the same place in their replicas exchange
+        among themselves, so all ranks of a replica end up with the same.
+
+        Args:
+            values: for every data-parallel rank, what to hand to it.
+
+        Returns:
+            from every data-parallel rank, what it handed to this one; tensors on the host.
+
+        Raises:
+            PlanningFailedError: on every rank, if a value cannot be serialised on any.
+        """
+        outgoing, notes = self.guard(
+            PlanningFailedError,
+            lambda: [_serialised(value) for value in values],
+            lambda outgoing: [len(each) for each in outgoing],
+        )
+        peers = self._peers()
+        incoming_sizes = [notes[rank].value[self.data_parallel_rank] for rank in peers]
+        # A view of bytes() would be read-only, which torch warns of.
+        sent = torch.frombuffer(bytearray(b"".join(outgoing)), dtype=torch.uint8)
+        received = torch.empty(sum(incoming_sizes), dtype=torch.uint8)
+        dist.all_to_all_single(
+            received, sent, incoming_sizes, [len(each) for each in outgoing], group=self._peer_group
+        )
+        parts = torch.split(received, incoming_sizes)
+        return [_deserialised(part.numpy().tobytes()) for part in parts]
+
+    def _peers(self) -> list[int]:
+        """The ranks at this rank's place in every replica, by data-parallel rank; makes their
+        group at the first call, by all ranks together."""
+        place = self._ranks_of[self.data_parallel_rank].index(self.rank)
+        if self._peer_group is None:
+            for peers in zip(*(self._ranks_of[r] for r in sorted(self._ranks_of)), strict=True):
+                group = dist.new_group(list(peers), backend="gloo", timeout=self._timeout)
+                if self.rank in peers:
+                    self._peer_group = group
+        return [self._ranks_of[replica][place] for replica in sorted(self._ranks_of)]
+
     def _gather(self, value: Any) -> list[Any]:
         gathered: list[Any] = [None] * dist.get_world_size(self._world)
         dist.all_gather_object(gathered, value, group=self._world)
@@ -170,18 +213,24 @@ class Rendezvous:
 
     def _broadcast(self, value: Any, source: int, group: dist.ProcessGroup | None) -> Any:
         def serialise() -> bytes | None:
-            # By torch, so that tensors arrive on the host: pickle would put a CUDA tensor on the
-            # device that it had on the source.
-            if self.rank != source:
-                return None
-            buffer = io.BytesIO()
-            torch.save(value, buffer)
-            return buffer.getvalue()
+            return _serialised(value) if self.rank == source else None
 
         serialised, _ = self.guard(PlanningFailedError, serialise, lambda _: None)
         box = [serialised]
         dist.broadcast_object_list(box, src=source, group=group)
-        return torch.load(io.BytesIO(box[0] or b""), map_location="cpu", weights_only=False)
+        return _deserialised(box[0] or b"")
+
+
+def _serialised(value: Any) -> bytes:
+    # By torch, so that tensors arrive on the host: pickle would put a CUDA tensor on the device
+    # that it had on the source.
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _deserialised(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 def require_equal(notes: Sequence[Note], what: Callable[[Note], Mapping[str, Any]]) -> None:

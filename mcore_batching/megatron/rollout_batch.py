@@ -79,6 +79,14 @@ class RolloutBatch:
         """What other ranks need to know of it."""
         return {"num_samples": len(self.total_lengths)}
 
+    def comparable(self) -> dict[str, Any]:
+        """What all ranks must have alike."""
+        names = sorted(self.template)
+        return {
+            "field names": names,
+            "field kinds": [self.schema[name].kind.name for name in names],
+        }
+
     def fields(self) -> tuple[Schema, dict[str, list[Any]]]:
         """What a rank without samples takes from one with samples."""
         return self.schema, self.template

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -30,13 +30,28 @@ from mcore_batching.batch import (
 from mcore_batching.megatron.errors import CollationFailedError, PlanMismatchError
 from mcore_batching.megatron.rendezvous import Note, Rendezvous, require_equal
 from mcore_batching.planning import (
+    CostModel,
     Layout,
     PlannerConfig,
+    StepPlan,
     row_multiple_tokens,
     sample_multiple_tokens,
 )
 
 MicroBatches = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """What one data-parallel rank runs: lengths alone, for statistics and records.
+
+    Attributes:
+        lengths: total length of each of its samples, in tokens.
+        steps: as `RolloutSchedule.steps`.
+    """
+
+    lengths: list[int]
+    steps: tuple[MicroBatches, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +70,9 @@ class RolloutSchedule:
         pad_token_id: token that fills padding and placeholders.
         rendezvous: where ranks compare notes.
         plan_digest: of the plans of all data-parallel ranks together; the same on every rank.
+        shards: of every data-parallel rank.
+        scope: "local" if every sample stayed on its rank, "global" if they were exchanged.
+        cost_model: what the plan was made by.
     """
 
     rollout_data: dict[str, list[Any]]
@@ -67,6 +85,9 @@ class RolloutSchedule:
     pad_token_id: int
     rendezvous: Rendezvous
     plan_digest: str
+    shards: tuple[Shard, ...]
+    scope: Literal["global", "local"]
+    cost_model: CostModel
 
     @property
     def num_samples(self) -> int:
@@ -82,6 +103,36 @@ class RolloutSchedule:
     def micro_batches(self) -> MicroBatches:
         """Local sample indices of the micro-batches of all steps, one behind the other."""
         return tuple(indices for step in self.steps for indices in step)
+
+    def step_plan(self, step: int) -> tuple[StepPlan, list[int]]:
+        """One step's plan over all data-parallel ranks, and the lengths that it refers to.
+
+        The same on every rank, without a collective.
+
+        Args:
+            step: which optimizer step.
+
+        Returns:
+            the plan; total length of each sample of the step [samples], in tokens, rank after
+            rank.
+        """
+        lengths: list[int] = []
+        ranks = []
+        for shard in self.shards:
+            held = sorted(i for micro_batch in shard.steps[step] for i in micro_batch)
+            number = {local: len(lengths) + place for place, local in enumerate(held)}
+            lengths += [shard.lengths[local] for local in held]
+            ranks.append(tuple(tuple(number[i] for i in ids) for ids in shard.steps[step]))
+        plan = StepPlan(
+            micro_batches=tuple(ranks),
+            num_microbatches=len(self.steps[step]),
+            sample_indices=tuple(range(len(lengths))),
+            layout=self.layout,
+            config=self.config,
+            scope=self.scope,
+            cost_model=self.cost_model,
+        )
+        return plan, lengths
 
     def prepare(self, step: int, num_microbatches: int) -> PreparedStep:
         """Collate all micro-batches of a step, and hear from every rank that it could, too.

@@ -1,0 +1,93 @@
+"""One plan for the samples of all data-parallel ranks, and the exchange that it asks for.
+
+Guarantees
+- Lengths are gathered first, and every rank makes the same plan of them; only then do samples
+  move, each once, to the rank that runs it.
+- Every sample of the step ends up on exactly one data-parallel rank.
+- All ranks of a replica hold the same samples afterwards, as before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import accumulate
+from typing import Any
+
+from mcore_batching.megatron.errors import PlanningFailedError
+from mcore_batching.megatron.rendezvous import Rendezvous, require_equal
+from mcore_batching.megatron.rollout_batch import RolloutBatch
+from mcore_batching.megatron.schedule import MicroBatches
+from mcore_batching.planning import CostModel, Layout, PlannerConfig, StepPlan, plan_step
+
+
+def plan_globally(
+    batch: RolloutBatch,
+    layout: Layout,
+    config: PlannerConfig,
+    cost_model: CostModel,
+    rendezvous: Rendezvous,
+) -> tuple[RolloutBatch, tuple[MicroBatches, ...]]:
+    """Plan one step over all ranks' samples and move them where the plan wants them.
+
+    A collective over all ranks.
+
+    Args:
+        batch: this replica's samples.
+        layout: the job's layout.
+        config: the planner's settings.
+        cost_model: what a sample costs.
+        rendezvous: where ranks compare notes.
+
+    Returns:
+        the samples that this replica runs, and its micro-batches of them, in one step.
+
+    Raises:
+        PlanningFailedError: on every rank, if planning failed on any.
+        PlanMismatchError: on every rank, if their fields or plans differ.
+    """
+
+    def resolve() -> RolloutBatch:
+        return batch if batch.template else batch.resolved()
+
+    def says(final: RolloutBatch) -> dict[str, Any]:
+        return {"lengths": final.total_lengths, "everywhere": final.comparable()}
+
+    final, notes = rendezvous.guard(PlanningFailedError, resolve, says)
+    require_equal(notes, lambda note: note.value["everywhere"])
+    shards = {note.data_parallel_rank: note.value["lengths"] for note in notes}
+    ranks = sorted(shards)
+    lengths = [length for rank in ranks for length in shards[rank]]
+    first = dict(zip(ranks, accumulate((len(shards[r]) for r in ranks), initial=0), strict=False))
+
+    plan, notes = rendezvous.guard(
+        PlanningFailedError,
+        lambda: plan_step(lengths, layout, config, cost_model),
+        StepPlan.digest,
+    )
+    require_equal(notes, lambda note: {"plan (sha256)": note.value})
+
+    mine = range(
+        first[rendezvous.data_parallel_rank],
+        first[rendezvous.data_parallel_rank] + len(final.total_lengths),
+    )
+    outgoing = []
+    for rank in ranks:
+        leaving = [i for i in _samples_of(plan, rank) if i in mine]
+        columns = {
+            name: [values[i - mine.start] for i in leaving] for name, values in final.data.items()
+        }
+        outgoing.append((leaving, columns))
+    held: dict[int, tuple[dict[str, list[Any]], int]] = {}
+    for numbers, columns in rendezvous.exchange(outgoing):
+        held |= {number: (columns, place) for place, number in enumerate(numbers)}
+    here = _samples_of(plan, rendezvous.data_parallel_rank)
+    data = {name: [held[i][0][name][held[i][1]] for i in here] for name in final.template}
+    local = {number: place for place, number in enumerate(here)}
+    moved = dataclasses.replace(final, data=data, total_lengths=[lengths[i] for i in here])
+    micro_batches = plan.micro_batches[rendezvous.data_parallel_rank]
+    return moved, (tuple(tuple(local[i] for i in ids) for ids in micro_batches),)
+
+
+def _samples_of(plan: StepPlan, rank: int) -> list[int]:
+    """The samples that a data-parallel rank runs, ascending."""
+    return sorted(i for micro_batch in plan.micro_batches[rank] for i in micro_batch)

@@ -1,0 +1,108 @@
+"""From what a stock data iterator yields to unpadded samples.
+
+A stock batch is a dict of tensors ``[micro_batch_size, seq_length]`` (or of lists of tensors of
+any length): ``tokens``, ``labels`` (already shifted by one), ``loss_mask`` and ``position_ids``.
+
+Guarantees
+- A row is cut behind its last trained position. Attention is causal, so nothing that is cut off
+  could have reached the loss: neither padding nor an untrained tail.
+- Every row gives at least one sample of at least one token, so that none is lost.
+- With ``--reset-attention-mask`` the documents of a row are samples of their own, as they are
+  separate under that mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind
+
+FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+
+STOCK_SCHEMA = DEFAULT_SCHEMA.declare("labels", Kind.PER_TOKEN).declare("loss_mask", Kind.PER_TOKEN)
+"""The fields of a stock batch. Responses are empty: labels and masks come ready-made."""
+
+
+def draw(data_iterator: Any, num_batches: int) -> list[Mapping[str, Any]] | None:
+    """Take ordinary micro-batches from this rank's stock iterators.
+
+    Args:
+        data_iterator: one iterator, or one a model chunk; None where stock code reads nothing.
+        num_batches: how many to take.
+
+    Returns:
+        the batches, or None if this rank has no iterator. Iterators of further model chunks yield
+        the same batches and are advanced alike.
+
+    Raises:
+        RuntimeError: the iterator ended.
+    """
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    present = [iterator for iterator in iterators if iterator is not None]
+    if not present:
+        return None
+    drawn: list[list[Mapping[str, Any]]] = []
+    for iterator in present:
+        drawn.append([])
+        for number in range(num_batches):
+            try:
+                drawn[-1].append(next(iterator))
+            except StopIteration:
+                raise RuntimeError(
+                    f"the data iterator ended after {number} of the {num_batches} micro-batches of "
+                    "this step: give it more samples, or lower --train-iters (--eval-iters)"
+                ) from None
+    return drawn[0]
+
+
+def rollout_data(batches: Iterable[Mapping[str, Any]], *, split_documents: bool) -> dict[str, Any]:
+    """The unpadded samples of some stock batches, field by field.
+
+    Args:
+        batches: as `draw` returns them.
+        split_documents: whether position 0 inside a row begins a sample of its own.
+
+    Returns:
+        ``tokens``, ``labels``, ``loss_mask`` and ``position_ids`` ``[length]`` for each sample,
+        with ``total_lengths`` and ``response_lengths`` (all 0).
+
+    Raises:
+        KeyError: a batch lacks one of the four fields.
+    """
+    data: dict[str, Any] = {name: [] for name in FIELDS}
+    for batch in batches:
+        for row in _rows(batch):
+            for start, end in _extents(row, split_documents):
+                for name in FIELDS:
+                    data[name].append(row[name][start:end])
+    data["total_lengths"] = [len(tokens) for tokens in data["tokens"]]
+    data["response_lengths"] = [0] * len(data["tokens"])
+    return data
+
+
+def _rows(batch: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+    missing = [name for name in FIELDS if batch.get(name) is None]
+    if missing:
+        raise KeyError(
+            f"the data iterator's batch lacks {', '.join(missing)}; dynamic micro-batches need "
+            f"{', '.join(FIELDS)}, it has {', '.join(sorted(batch))}"
+        )
+    for values in zip(*(batch[name] for name in FIELDS), strict=True):
+        yield dict(zip(FIELDS, map(torch.as_tensor, values), strict=True))
+
+
+def _extents(row: Mapping[str, Tensor], split_documents: bool) -> Iterator[tuple[int, int]]:
+    """Where the samples of a row begin and end."""
+    starts = [0]
+    if split_documents:
+        starts += [int(at) for at in (row["position_ids"] == 0).nonzero() if at > 0]
+    for start, end in zip(starts, [*starts[1:], len(row["tokens"])], strict=True):
+        trained = row["loss_mask"][start:end].nonzero()
+        if len(trained):
+            yield start, start + int(trained[-1]) + 1
+        elif start == 0:
+            yield 0, min(1, end)
