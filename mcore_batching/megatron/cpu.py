@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -206,6 +207,10 @@ def _patch_torch_cuda() -> None:
         "device_count": lambda: max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
         "set_device": always(),
         "synchronize": always(),
+        # Of an older GPU: newer ones turn on kernels of their own.
+        "get_device_properties": always(types.SimpleNamespace(major=8, minor=0, name="CPU")),
+        "get_device_capability": always((8, 0)),
+        "get_device_name": always("CPU"),
         "empty_cache": always(),
         "reset_peak_memory_stats": always(),
         "memory_allocated": always(0),

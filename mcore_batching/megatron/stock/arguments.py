@@ -17,6 +17,7 @@ from mcore_batching.megatron.arguments import (
 )
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.refusals import check_model_config
+from mcore_batching.megatron.stock.sft_data import add_sft_arguments
 from mcore_batching.planning import ConfigError, Layout, LayoutError
 
 FLAG = "--use-dynamic-batch-size"
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="plan the samples of all data-parallel ranks as one, and move them between ranks so "
         "that these are balanced; without it every rank runs the samples that it has read",
     )
-    return parser
+    return add_sft_arguments(parser)
 
 
 def check_arguments(args: Any) -> None:

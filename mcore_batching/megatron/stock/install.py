@@ -2,7 +2,8 @@
 
 Guarantees
 - Without ``--use-dynamic-batch-size`` on the command line no Megatron name is touched, unless
-  another flag of the plugin is there: then the parser learns the flags, and nothing else changes.
+  another flag of the plugin is there: then the parser learns the flags, ``--dynamic-batch-data``
+  brings its datasets (padded, as stock code needs them), and nothing else changes.
 - What is replaced is listed, by module and name, and `Installation.undo` puts every original back.
 - A second call does nothing and returns the first installation.
 """
@@ -27,6 +28,7 @@ from mcore_batching.megatron.stock.arguments import (
 )
 from mcore_batching.megatron.stock.script import declare_batch_fields
 from mcore_batching.megatron.stock.seam import wrap_schedule
+from mcore_batching.megatron.stock.sft_data import provider_for
 from mcore_batching.megatron.stock.statistics import with_statistics
 
 _installed: Installation | None = None
@@ -93,6 +95,8 @@ def install(
     if enabled or any(word.startswith((PREFIX, "--max-tokens-per-gpu")) for word in given):
         _hook_arguments(installation)
         _installed = installation
+    if f"{PREFIX}data" in given:
+        _hook_datasets(installation)
     if enabled:
         declare_batch_fields(batch_fields)
         _hook_training(installation)
@@ -118,6 +122,21 @@ def _hook_arguments(installation: Installation) -> None:
     installation.replace(arguments, "validate_args", validate_args)
     if hasattr(initialize, "validate_args"):  # imported by name until 0.17
         installation.replace(initialize, "validate_args", validate_args)
+
+
+def _hook_datasets(installation: Installation) -> None:
+    training = _module("training")
+    build = _original(training, "build_train_valid_test_data_iterators")
+
+    @functools.wraps(build)
+    def build_train_valid_test_data_iterators(provider: Any) -> Any:
+        from megatron.training import get_args
+
+        return build(provider_for(get_args(), provider))
+
+    installation.replace(
+        training, "build_train_valid_test_data_iterators", build_train_valid_test_data_iterators
+    )
 
 
 def _hook_training(installation: Installation) -> None:

@@ -1,0 +1,128 @@
+"""Lines of JSON files, found by offset instead of held in memory.
+
+Guarantees
+- A line costs 8 bytes of memory, whatever its length; records are parsed as they are asked for.
+- Line i is the same record in every process, and reading is safe after a fork (data loader
+  workers) and after pickling.
+- Blank lines are passed over, and still count in the line numbers that errors name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+
+class SftDataError(ValueError):
+    """Data that cannot be trained on.
+
+    Attributes:
+        path: the file, None if no single one is at fault.
+        line: its line, counted from 1, None if no single one is at fault.
+    """
+
+    def __init__(self, problem: str, path: str | None = None, line: int | None = None) -> None:
+        self.problem, self.path, self.line = problem, path, line
+        where = [str(part) for part in (path, line) if part is not None]
+        super().__init__(f"{':'.join(where)}: {problem}" if where else problem)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Rebuild from the parts, so that a rank can send it to the others."""
+        return type(self), (self.problem, self.path, self.line)
+
+
+class JsonLines:
+    """The records of some JSON-lines files, one after the other.
+
+    Args:
+        paths: UTF-8 files with one JSON value a line.
+
+    Raises:
+        SftDataError: a file cannot be read, or holds no record.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = tuple(paths)
+        self._offsets = [_offsets(path) for path in self.paths]
+        self._starts = [0, *accumulate(map(len, self._offsets))]
+        self._files: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        """The record of one line.
+
+        Raises:
+            SftDataError: the line is not JSON.
+        """
+        path, start = self._locate(index)
+        raw = self._line(path, start)
+        try:
+            return json.loads(raw.decode("utf-8-sig" if start == 0 else "utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise self.error(index, f"not a line of JSON: {error}") from None
+
+    def records_of_file(self, file: int) -> range:
+        """Indices of the records that stand in the file of this number."""
+        return range(self._starts[file], self._starts[file + 1])
+
+    def error(self, index: int, problem: str) -> SftDataError:
+        """An error about one record, with its file and line."""
+        path, start = self._locate(index)
+        with open(path, "rb") as file:
+            preceding = sum(1 for _ in iter(file.readline, b"") if file.tell() <= start)
+        return SftDataError(problem, path, preceding + 1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_files": {}}
+
+    def __del__(self) -> None:
+        for descriptor in getattr(self, "_files", {}).values():
+            os.close(descriptor)
+
+    def _locate(self, index: int) -> tuple[str, int]:
+        """The file of a record and the byte at which its line begins."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"record {index} of {len(self)}")
+        file = bisect_right(self._starts, index) - 1
+        return self.paths[file], self._offsets[file][index - self._starts[file]]
+
+    def _line(self, path: str, start: int) -> bytes:
+        # pread leaves no position behind that processes could share after a fork.
+        if path not in self._files:
+            self._files[path] = os.open(path, os.O_RDONLY)
+        parts: list[bytes] = []
+        size = 1 << 16
+        while True:
+            part = os.pread(self._files[path], size, start)
+            end = part.find(b"\n")
+            if end >= 0 or not part:
+                return b"".join([*parts, part[:end] if end >= 0 else part])
+            parts.append(part)
+            start += len(part)
+            size *= 2
+
+
+def _offsets(path: str) -> array[int]:
+    """Where the filled lines of a file begin, in bytes."""
+    offsets = array("q")
+    start = 0
+    try:
+        with open(path, "rb") as file:
+            for line in file:
+                if line.strip():
+                    offsets.append(start)
+                start += len(line)
+    except OSError as error:
+        raise SftDataError(
+            f"cannot be read: {error.strerror}; --dynamic-batch-data takes JSON-lines files", path
+        ) from error
+    if not offsets:
+        raise SftDataError("holds no record: give a file with one JSON object a line", path)
+    return offsets
