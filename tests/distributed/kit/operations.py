@@ -1,0 +1,128 @@
+"""A job that writes down in which order Megatron's schedules run passes, and when."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+
+from kit.exactness import arguments
+from kit.model import transformer_config
+from kit.samples import VOCABULARY
+from mcore_batching.megatron import get_data_iterator
+from mcore_batching.megatron.bootstrap import build_model, pipeline_config
+from mcore_batching.megatron.forward import run_chunk
+from mcore_batching.planning import Layout
+
+Operation = list[Any]
+"""``["F" or "B", model chunk, slot, start, end]``, times in seconds since the step began."""
+
+
+def operations(
+    layout: dict[str, Any],
+    forward_costs: list[float],
+    forward_only: bool = False,
+    seconds_per_cost: float = 0.0,
+    backward_ratio: float = 2.0,
+) -> list[Operation]:
+    """The passes of this rank in the order in which Megatron's own schedule ran them.
+
+    Args:
+        layout: of the job; one data-parallel rank.
+        forward_costs: of each micro-batch, in every model chunk.
+        forward_only: whether there is no backward pass.
+        seconds_per_cost: how long a forward pass sleeps for each unit of cost.
+        backward_ratio: how much longer a backward pass sleeps.
+    """
+    shape = Layout(**layout)
+    model = build_model(
+        transformer_config("dense", hidden_size=8, ffn_hidden_size=8, **pipeline_config(shape)),
+        vocab_size=VOCABULARY,
+        max_sequence_length=64,
+        ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+    )
+    lengths = [2 + slot % 5 for slot in range(len(forward_costs))]
+    data = {
+        "tokens": [torch.randint(VOCABULARY, (length,)) for length in lengths],
+        "total_lengths": lengths,
+        "response_lengths": [1] * len(lengths),
+    }
+    one_each = arguments(shape, use_dynamic_batch_size=False, micro_batch_size=1)
+    iterators, (count,) = get_data_iterator(one_each, model, data)
+    prepared = iterators[0].schedule.prepare(0, count)
+
+    def sleep(slot: int, factor: float) -> None:
+        if seconds_per_cost:
+            time.sleep(factor * seconds_per_cost * forward_costs[slot])
+
+    def forward_step(rows: Iterator[Any], chunk: Any, *unused: Any) -> Any:
+        del unused
+        row = next(rows).row
+        slot = row.sample_indices[0]
+        sleep(slot, 1.0)
+        output = run_chunk(chunk, row)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: sleep(slot, backward_ratio))
+
+        def loss(logits: torch.Tensor) -> Any:
+            value = logits.float().sum()
+            return value, torch.tensor(1, dtype=torch.int), {"loss": value.detach()}
+
+        return output, loss
+
+    rows = prepared.iterators(len(model))
+    with _recorded(model) as passes:
+        dist.barrier()
+        began = time.monotonic()
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=rows if len(rows) > 1 else rows[0],
+            model=model if len(model) > 1 else model[0],
+            num_microbatches=count,
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+    return [[*what, start - began, end - began] for *what, start, end in passes]
+
+
+@contextlib.contextmanager
+def _recorded(model: list[Any]) -> Iterator[list[Any]]:
+    """Write down every call of the schedules' own forward and backward step."""
+    passes: list[Any] = []
+    drawn = [0] * len(model)
+    made_by: dict[int, tuple[int, int]] = {}
+    forward, backward = schedules.forward_step, schedules.backward_step
+
+    def forward_step(step: Any, iterator: Any, chunk: Any, *rest: Any, **options: Any) -> Any:
+        number = next(i for i, each in enumerate(model) if each is chunk)
+        slot = drawn[number]
+        drawn[number] += 1
+        start = time.monotonic()
+        result = forward(step, iterator, chunk, *rest, **options)
+        passes.append(["F", number, slot, start, time.monotonic()])
+        made_by[id(_only(result[0]))] = (number, slot)
+        return result
+
+    def backward_step(input_tensor: Any, output_tensor: Any, *rest: Any, **options: Any) -> Any:
+        number, slot = made_by.pop(id(_only(output_tensor)))
+        start = time.monotonic()
+        result = backward(input_tensor, output_tensor, *rest, **options)
+        passes.append(["B", number, slot, start, time.monotonic()])
+        return result
+
+    schedules.forward_step, schedules.backward_step = forward_step, backward_step
+    try:
+        yield passes
+    finally:
+        schedules.forward_step, schedules.backward_step = forward, backward
+
+
+def _only(tensors: Any) -> Any:
+    return tensors[0] if isinstance(tensors, list) else tensors
