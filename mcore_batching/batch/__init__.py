@@ -7,7 +7,7 @@ from mcore_batching.batch.advantages import TEMPORAL_ESTIMATORS, compute_advanta
 from mcore_batching.batch.collate import pack
 from mcore_batching.batch.context_parallel import gather_response, owned_response_mask
 from mcore_batching.batch.default_schema import DEFAULT_SCHEMA
-from mcore_batching.batch.errors import BatchError, OrderError, SchemaError
+from mcore_batching.batch.errors import BatchError, OrderError, SchemaError, SplitGroupError
 from mcore_batching.batch.fields import Field, Kind
 from mcore_batching.batch.left_padded import LeftPadded, response_values
 from mcore_batching.batch.left_padding import left_pad, left_pad_packed, pack_left_padded, unpad
@@ -35,6 +35,7 @@ from mcore_batching.batch.placeholder import check_filled, make_placeholder
 from mcore_batching.batch.right_aligned import right_align, right_aligned_rows
 from mcore_batching.batch.schema import Schema
 from mcore_batching.batch.selection import step_batches, take
+from mcore_batching.batch.split_groups import check_groups_are_local
 from mcore_batching.batch.temporal import (
     discounted_returns,
     generalized_advantages,
@@ -62,9 +63,11 @@ __all__ = [
     "PackedMicroBatch",
     "Schema",
     "SchemaError",
+    "SplitGroupError",
     "StepTotals",
     "apply_order",
     "check_filled",
+    "check_groups_are_local",
     "compute_advantages",
     "discounted_returns",
     "gather_response",

@@ -14,12 +14,13 @@ Guarantees
   over samples.
 - Normalisation is by optimizer step, over its unmasked tokens of all ranks. The same collectives
   run on every rank; what is wrong on one is an error on all.
+- A group that is split over the ranks of ``group`` is an error on all, naming it and them.
 - Where the mask is 0 the advantage is 0.0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +29,16 @@ from torch import Tensor
 
 from mcore_batching.batch.checks import read_lengths
 from mcore_batching.batch.errors import BatchError, SchemaError
-from mcore_batching.batch.masked import masked_zscore, reduce_over
+from mcore_batching.batch.masked import masked_zscore
 from mcore_batching.batch.metrics import real_indices
 from mcore_batching.batch.outcome import OUTCOME_ESTIMATORS, outcome_advantages
 from mcore_batching.batch.selection import step_batches
+from mcore_batching.batch.split_groups import (
+    gather_notes,
+    groups_held,
+    raise_together,
+    require_local,
+)
 from mcore_batching.batch.temporal import (
     discounted_returns,
     generalized_advantages,
@@ -64,7 +71,8 @@ def compute_advantages(
     Args:
         batch: field name to one value a sample: ``response_lengths``, ``rewards``, ``uids``,
             ``loss_masks`` (all ones if absent), ``is_padding`` (none if absent), ``values`` for
-            "gae", ``trajectory_ids`` with ``step_wise``. Every group is whole on this rank.
+            "gae", ``trajectory_ids`` with ``step_wise``. Every group is whole on this rank; that
+            is checked where ``group`` is given and an outcome estimator compares rewards.
         estimator: one of `OUTCOME_ESTIMATORS` or `TEMPORAL_ESTIMATORS`.
         step_wise: a sample is one turn; those with the same ``trajectory_ids`` entry within a group
             are one trajectory.
@@ -76,7 +84,7 @@ def compute_advantages(
             to the estimator: "reinforce_baseline" and temporal ones are, the others not.
         gamma: discount an action, for temporal estimators.
         gae_lambda: as in `generalized_advantages`.
-        group: the data-parallel ranks.
+        group: the data-parallel ranks, each with samples of its own; None for this process alone.
 
     Returns:
         float32 ``[response_length]`` for each sample.
@@ -84,8 +92,11 @@ def compute_advantages(
     Raises:
         BatchError: on every rank, if on any: an unknown estimator, a temporal one with
             ``step_wise``, several samples of a trajectory without it, a reward that is not finite,
-            a field that is absent or does not fit, or another number of steps.
+            a field that is absent or does not fit, or arguments that differ between ranks.
+        SplitGroupError: on every rank: samples of a group are on several of them.
     """
+    normalize = estimator in _NORMALIZED if normalize is None else normalize
+    held: list[Hashable] = []
     fault: Exception | None = None
     masks: list[Tensor] = []
     advantages: list[Tensor] = []
@@ -97,13 +108,15 @@ def compute_advantages(
             advantages = _temporal(batch, estimator, masks, gamma, gae_lambda)
         else:
             advantages = _broadcast(batch, estimator, masks, step_wise, outcome)
+            held = groups_held(batch) if group is not None else []
         steps = [range(len(masks))] if steps is None else steps
         parts = step_batches({"masks": masks, "advantages": advantages}, steps)
     except Exception as error:
         # Whatever it is: the other ranks must learn of it.
         fault, parts = error, []
-    _agree(len(parts), fault, group)
-    if not (estimator in _NORMALIZED if normalize is None else normalize):
+    settings = {"number of steps": len(parts), "estimator": estimator, "normalize": normalize}
+    _agree(settings, held, fault, group)
+    if not normalize:
         return advantages
     for step, part in zip(steps or [], parts, strict=True):
         scores = masked_zscore(part["advantages"], part["masks"], group=group)
@@ -112,20 +125,29 @@ def compute_advantages(
     return advantages
 
 
-def _agree(num_steps: int, fault: Exception | None, group: dist.ProcessGroup | None) -> None:
+def _agree(
+    settings: Mapping[str, object],
+    held: Sequence[Hashable],
+    fault: Exception | None,
+    group: dist.ProcessGroup | None,
+) -> None:
     """Raise on all ranks what is wrong on one, before a collective that it would not join."""
-    numbers = [float(num_steps), -float(num_steps), float(fault is not None)]
-    most, least, faulty = reduce_over(numbers, group, dist.ReduceOp.MAX)
-    if fault is not None:
-        raise fault
-    if faulty:
-        raise BatchError("another rank of the group cannot compute its advantages; see its error")
-    if most != -least:
-        raise BatchError(
-            f"expected as many steps on every rank of the group, got {num_steps} here and from "
-            f"{int(-least)} to {int(most)} over all; pass a step that is empty where a rank has no "
-            "sample of it"
-        )
+    if group is None:
+        if fault is not None:
+            raise fault
+        return
+    notes = gather_notes((settings, held, None if fault is None else str(fault)), group)
+    raise_together(fault, {rank: text for rank, (_, _, text) in notes.items()})
+    first = next(iter(notes))
+    for rank, (theirs, _, _) in notes.items():
+        for name, value in notes[first][0].items():
+            if theirs[name] != value:
+                raise BatchError(
+                    f"expected the same {name} on every rank of the group, got {value!r} on rank "
+                    f"{first} and {theirs[name]!r} on rank {rank}; pass the same arguments "
+                    "everywhere, with a step that is empty where a rank has no sample of it"
+                )
+    require_local({rank: held for rank, (_, held, _) in notes.items()})
 
 
 def _masks(batch: Mapping[str, Any]) -> list[Tensor]:

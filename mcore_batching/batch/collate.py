@@ -2,8 +2,8 @@
 
 Guarantees
 - Samples never touch: labels, positions and masks stop at a sample's end.
-- Response token j of a sample with p prompt tokens is predicted at position p - 1 + j of the
-  sample. With p = 0 the first token has no predecessor: its mask is dropped, nothing wraps around.
+- A loss mask is where its response token is predicted (`mcore_batching.batch.response_tokens`);
+  nothing wraps around.
 - The values in `fields` are the ones given.
 - A sample of any length from 0 and a response of any length from 0 to the whole sample will do; a
   row of no samples at all is refused, with the name of what makes one.
@@ -23,6 +23,7 @@ from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.fields import Kind
 from mcore_batching.batch.layout import Row, padded_offsets, require_alignment
 from mcore_batching.batch.packed import PackedMicroBatch
+from mcore_batching.batch.response_tokens import loss_masks, predicted_positions, response_tokens
 from mcore_batching.batch.schema import Schema
 
 
@@ -71,6 +72,10 @@ def pack(
     device = first.device if isinstance(first, Tensor) else torch.device("cpu")
     row = Row(totals, padded_offsets(totals, sample_alignment_tokens, row_alignment_tokens))
     tokens = [_as_tensor(value, torch.int64, device) for value in fields["tokens"]]
+    predicted_at = predicted_positions(row.offsets, totals, responses)
+    weights = loss_masks(
+        fields, responses, predicted_at, is_placeholder=is_placeholder, device=device
+    )
 
     def local(full: Tensor, dim: int = 0) -> Tensor:
         return row.local(full, context_parallel_size, context_parallel_rank, dim)
@@ -79,7 +84,7 @@ def pack(
         tokens=local(row.lay_out(tokens, pad_token_id))[None],
         labels=local(row.lay_out([each[1:] for each in tokens], pad_token_id))[None],
         position_ids=local(_position_ids(row, fields, schema, device), -1).unsqueeze(-2),
-        loss_mask=local(_loss_mask(row, fields, responses, is_placeholder, device))[None],
+        loss_mask=local(_at_positions(predicted_at, weights, row.num_tokens))[None],
         padding_mask=local(
             row.lay_out([torch.zeros_like(each, dtype=torch.bool) for each in tokens], True)
         )[None],
@@ -91,6 +96,13 @@ def pack(
         response_lengths=responses,
         sample_indices=tuple(sample_indices),
         is_placeholder=is_placeholder,
+        responses=response_tokens(
+            weights,
+            predicted_at,
+            row.offsets,
+            context_parallel_size=context_parallel_size,
+            context_parallel_rank=context_parallel_rank,
+        ),
         fields=fields,
         schema=schema,
         context_parallel_size=context_parallel_size,
@@ -113,35 +125,12 @@ def _require_indices(sample_indices: Sequence[int], num_samples: int, is_placeho
         )
 
 
-def _loss_mask(
-    row: Row,
-    fields: Mapping[str, list[Any]],
-    responses: Sequence[int],
-    is_placeholder: bool,
-    device: torch.device,
-) -> Tensor:
-    """float32 ``[row tokens]``, each response token's mask where that token is predicted."""
-    given, padding = fields.get("loss_masks"), fields.get("is_padding")
-    pieces, shifts = [], []
-    for i, (total, response) in enumerate(zip(row.total_lengths, responses, strict=True)):
-        mask = (
-            torch.ones(response, dtype=torch.float32, device=device)
-            if given is None
-            else _as_tensor(given[i], torch.float32, device)
-        )
-        if mask.dim() != 1:
-            raise SchemaError(
-                "loss_masks",
-                sample_index=i,
-                expected=f"shape [{response}], one number a response token",
-                found=f"shape {list(mask.shape)}",
-            )
-        if is_placeholder or (padding is not None and bool(padding[i])):
-            mask = torch.zeros_like(mask)
-        prompt = total - response
-        pieces.append(mask if prompt else mask[1:])
-        shifts.append(max(prompt - 1, 0))
-    return row.lay_out(pieces, 0, shifts=shifts)
+def _at_positions(positions: Tensor, values: Tensor, num_tokens: int) -> Tensor:
+    """``[num_tokens]``, each value at its position, those at -1 left out, 0 elsewhere."""
+    kept = positions >= 0
+    full = values.new_zeros(num_tokens)
+    full[positions[kept].to(values.device)] = values[kept.to(values.device)]
+    return full
 
 
 def _position_ids(

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_batching.batch.packed import PackedMicroBatch
-from mcore_batching.batch.zigzag import locate
 
 
 def gather_response(
@@ -65,11 +64,10 @@ def gather_response(
             f"packed with that context_parallel_size, got "
             f"{'no group' if group is None else f'one of {size}'}; pass the context-parallel group"
         )
-    owned, local = _owned(micro_batch)
-    slots = owned.nonzero().squeeze(1).to(local_stream.device)
-    own_values = local_stream.index_select(0, local[owned].to(local_stream.device))
-    flat = local_stream.new_zeros((owned.numel(), *local_stream.shape[1:]))
-    flat = flat.index_copy(0, slots, own_values)
+    responses, device = micro_batch.responses, local_stream.device
+    own_values = local_stream.index_select(0, responses.owned_positions.to(device))
+    flat = local_stream.new_zeros((responses.owned.numel(), *local_stream.shape[1:]))
+    flat = flat.index_copy(0, responses.owned_indices.to(device), own_values)
     if group is not None and size > 1 and flat.numel():
         flat = cast(Any, _SumOverGroup).apply(flat, group)
     return list(torch.split(flat, micro_batch.response_lengths))
@@ -82,32 +80,7 @@ def owned_response_mask(micro_batch: PackedMicroBatch) -> list[Tensor]:
         bool ``[response_length]`` for each sample, on the tokens' device. Over all ranks each token
         is True exactly once, but for one without a predecessor, which is True nowhere.
     """
-    owned, _ = _owned(micro_batch)
-    owned = owned.to(micro_batch.tokens.device)
-    return list(torch.split(owned, micro_batch.response_lengths))
-
-
-def _owned(micro_batch: PackedMicroBatch) -> tuple[Tensor, Tensor]:
-    """For all response tokens of the row in turn, on the host: owned here? at which position?"""
-    pieces = []
-    for start, total, response in zip(
-        micro_batch.host_cu_seqlens_padded,
-        micro_batch.total_lengths,
-        micro_batch.response_lengths,
-        strict=False,  # the offsets have an end, and perhaps the row's own padding, in addition
-    ):
-        first = start + total - response - 1
-        pieces.append(torch.arange(first, first + response, device="cpu"))
-        if response == total:
-            pieces[-1][:1] = -1
-    positions = torch.cat(pieces)
-    predicted = positions >= 0
-    rank, local = locate(
-        positions.clamp(min=0),
-        micro_batch.host_cu_seqlens_padded,
-        micro_batch.context_parallel_size,
-    )
-    return predicted & (rank == micro_batch.context_parallel_rank), local
+    return list(torch.split(micro_batch.responses.owned, micro_batch.response_lengths))
 
 
 class _SumOverGroup(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Errors about the fields of a batch and the order of its outputs.
+"""Errors about the fields of a batch, the order of its outputs, and groups over ranks.
 
 Guarantees: each is a `ValueError`; its message says what was expected, what came, and what to write
 instead; it survives pickling with its message and attributes, so that a rank can send it to others.
@@ -6,6 +6,7 @@ instead; it survives pickling with its message and attributes, so that a rank ca
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 
@@ -66,6 +67,18 @@ class OrderError(BatchError):
         self.missing = missing
         self.doubled = doubled
         self.extra = extra
+
+
+class SplitGroupError(BatchError):
+    """Groups whose samples are on several ranks, so that none can compute their statistics.
+
+    Attributes: `ranks_of_group`, global ranks of each such group, by its uid.
+    """
+
+    def __init__(self, message: str, *, ranks_of_group: dict[Hashable, tuple[int, ...]]) -> None:
+        """Take the message as it is."""
+        super().__init__(message)
+        self.ranks_of_group = ranks_of_group
 
 
 def _rebuild(cls: type[BatchError], args: tuple[object, ...], state: dict[str, Any]) -> BatchError:

@@ -90,7 +90,6 @@ class Row:
         pieces: Sequence[Tensor],
         pad_value: float,
         *,
-        shifts: Sequence[int] | None = None,
         padding: Tensor | None = None,
     ) -> Tensor:
         """Each sample's piece at its place in the row.
@@ -98,7 +97,6 @@ class Row:
         Args:
             pieces: ``[rows, ...]`` for each sample, no longer than the sample.
             pad_value: between the pieces.
-            shifts: tokens by which each piece lies behind the start of its sample.
             padding: ``[tokens of the row, ...]`` to be seen between the pieces instead.
 
         Returns:
@@ -113,7 +111,7 @@ class Row:
         for i, piece in enumerate(pieces):
             if not piece.shape[0]:
                 continue
-            start = self.offsets[i] + (shifts[i] if shifts is not None else 0)
+            start = self.offsets[i]
             full[start : start + piece.shape[0]] = piece
         return full
 

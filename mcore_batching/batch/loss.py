@@ -57,23 +57,11 @@ def response_loss_masks(row: PackedMicroBatch) -> list[Tensor]:
     """Loss weight of every response token, 0 where nothing predicts it.
 
     Returns:
-        float32 ``[response_length]`` for each sample; all of them 0 for a padding sample. The
-        same on all context-parallel ranks.
+        float32 ``[response_length]`` for each sample; all of them 0 for a padding sample and in a
+        placeholder. The same on all context-parallel ranks. They are the row's own: not to be
+        changed in place.
     """
-    given = row.fields.get("loss_masks")
-    padding = _are_padding(row)
-    masks = []
-    for i, (total, response) in enumerate(
-        zip(row.total_lengths, row.response_lengths, strict=True)
-    ):
-        mask = torch.ones(response) if given is None else torch.as_tensor(given[i])
-        mask = mask.to(device=row.tokens.device, dtype=torch.float32, copy=True)
-        if response == total:
-            mask[:1] = 0.0
-        if padding[i]:
-            mask.zero_()
-        masks.append(mask)
-    return masks
+    return list(torch.split(row.responses.loss_masks, row.response_lengths))
 
 
 def step_totals(rows: Iterable[PackedMicroBatch]) -> StepTotals:
@@ -149,10 +137,7 @@ def owned_num_tokens(row: PackedMicroBatch) -> int:
 
     Adds up over all micro-batches and ranks to ``StepTotals.num_tokens``.
     """
-    return sum(
-        int((mask.bool() & owned).sum())
-        for mask, owned in zip(response_loss_masks(row), owned_response_mask(row), strict=True)
-    )
+    return int((row.responses.loss_masks.bool() & row.responses.owned).sum())
 
 
 def _are_padding(row: PackedMicroBatch) -> list[bool]:

@@ -53,7 +53,7 @@ def real_indices(batch: Mapping[str, Any]) -> list[int]:
     Raises:
         SchemaError: there is not one tag a sample.
     """
-    tags, num_samples = batch.get("is_padding"), _num_samples(batch)
+    tags, num_samples = batch.get("is_padding"), num_samples_of(batch)
     if tags is None:
         return list(range(num_samples))
     if count_of(tags) != num_samples:
@@ -72,6 +72,13 @@ def real_samples(batch: Mapping[str, Any]) -> dict[str, Any]:
         SchemaError: a field has not one value a sample.
     """
     return take(batch, real_indices(batch))
+
+
+def num_samples_of(batch: Mapping[str, Any]) -> int:
+    """Samples of a batch, padding samples included, 0 if it has no fields."""
+    counts = [count_of(values) for values in batch.values() if values is not None]
+    lengths = batch.get("total_lengths")
+    return (count_of(lengths) if lengths is not None else next(iter(counts), 0)) or 0
 
 
 def sample_metrics(
@@ -103,7 +110,7 @@ def sample_metrics(
     sums: list[float] = []
     extremes: list[float] = []
     for name in fields:
-        numbers = None if fault else _numbers(batch.get(name), real, _num_samples(batch))
+        numbers = None if fault else _numbers(batch.get(name), real, num_samples_of(batch))
         sums += [len(numbers or []), sum(numbers or []), float(numbers is None)]
         extremes += [max(numbers or [-math.inf]), -min(numbers or [math.inf])]
     sums = reduce_over(sums, group, dist.ReduceOp.SUM)
@@ -170,12 +177,6 @@ def _statistics(numbers: Sequence[float]) -> GroupStatistics:
         mean=mean,
         deviation=math.sqrt(squares / (len(numbers) - 1)) if len(numbers) > 1 else None,
     )
-
-
-def _num_samples(batch: Mapping[str, Any]) -> int:
-    counts = [count_of(values) for values in batch.values() if values is not None]
-    lengths = batch.get("total_lengths")
-    return (count_of(lengths) if lengths is not None else next(iter(counts), 0)) or 0
 
 
 def _numbers(values: Any, real: Sequence[int], num_samples: int) -> list[float] | None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mcore_batching.batch.fields import Kind
 from mcore_batching.batch.layout import Row
+from mcore_batching.batch.response_tokens import ResponseTokens
 from mcore_batching.batch.schema import Schema
 
 
@@ -50,6 +51,8 @@ class PackedMicroBatch:
         response_lengths: tokens of each sample's response.
         sample_indices: origin index of each sample, ``()`` in a placeholder.
         is_placeholder: whether the row's one sample is fabricated.
+        responses: the response tokens of all samples: loss weights, and where this rank predicts
+            which of them.
         fields: every field that the samples had, one value a sample, as given.
         schema: the kinds of the fields.
         context_parallel_size: ranks that share the row.
@@ -69,6 +72,7 @@ class PackedMicroBatch:
     response_lengths: list[int]
     sample_indices: tuple[int, ...]
     is_placeholder: bool
+    responses: ResponseTokens
     fields: Mapping[str, list[Any]]
     schema: Schema
     context_parallel_size: int
@@ -166,6 +170,8 @@ def _spread_experts(rows: list[Tensor], num_tokens: int) -> Tensor:
 def _map_tensors(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return move(value)
+    if isinstance(value, ResponseTokens):
+        return ResponseTokens(**_map_tensors(vars(value), move))
     if isinstance(value, Mapping):
         return {key: _map_tensors(item, move) for key, item in value.items()}
     if type(value) in (list, tuple):

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from kit.harness import Job
+from kit.objective import DEFAULT_OBJECTIVE, OBJECTIVES
 
 LOG_PROBS = 2e-6
 GRADIENTS = 2e-5  # deepest sums: over all tokens of the batch, through four layers
-WEIGHTS = 2e-6
+WEIGHTS = 1e-5  # Adam multiplies an error of the gradient by up to lr / epsilon = 10
 METRICS = 2e-6
 
 # bfloat16 keeps 8 bits, so that each rounding is up to 4e-3 of a value; some tens of them in a row
@@ -85,10 +86,20 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
-    # Fabricated samples count in no mean: token mean, sample mean, and the KL term in it.
+    # Fabricated samples count in no mean, neither of the policy term nor of the KL term. Without
+    # an objective's name: policy by token mean, KL by sample mean.
     "dp2-pp2-padding-samples": ("dp2-pp2", {"padded_to": 8, "spread": "uneven"}),
     "dp2-pp2-padding-samples-on-one-rank": ("dp2-pp2", {"padded_to": 7, "spread": "empty"}),
     "cp2-padding-samples": ("cp2", {"padded_to": 40}),
+    **{
+        f"{layout}-padding-samples-{objective}": (
+            layout,
+            {"padded_to": padded_to, "objective": objective},
+        )
+        for layout, padded_to in (("dp2-pp2", 8), ("cp2", 40))
+        for objective in OBJECTIVES
+        if objective != DEFAULT_OBJECTIVE
+    },
     "tp2-sp-query-key-norms": ("tp2-sp", {"kind": "qk"}),
     "dp2-cp2-learned-positions": ("dp2-cp2", {"kind": "learned"}),
     # Without the flag: two samples a micro-batch, however long.
@@ -155,6 +166,7 @@ def test_equals_reference(
 ) -> None:
     """Loss, log-probs in origin order, gradients and updated weights, with real uneven ranks."""
     expected = torch.load(references[job.parameters["kind"]], weights_only=True)
+    expected |= expected["objectives"][job.parameters.get("objective", DEFAULT_OBJECTIVE)]
     assert len({tuple(rank["counts"]) for rank in ranks}) == 1
     assert all(rank["last_is_real"] for rank in ranks)
     assert any(rank["oversize"] for rank in ranks)  # the cap holds 48 tokens, one sample has 200

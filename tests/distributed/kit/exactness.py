@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.utils import get_model_config
 
 from kit.model import adam, local_part, named_parameters, sharded_model
-from kit.objective import packed_objective
+from kit.objective import DEFAULT_OBJECTIVE, packed_objective
 from kit.samples import CAP_TOKENS, make_samples, share, take
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, pad_batch
 from mcore_batching.megatron import (
@@ -59,6 +60,7 @@ def compare(
     padded_to: int | None = None,
     planner: dict[str, Any] | None = None,
     settings: dict[str, Any] | None = None,
+    objective: str = DEFAULT_OBJECTIVE,
 ) -> dict[str, Any]:
     """Differences to the reference on this rank.
 
@@ -68,6 +70,7 @@ def compare(
     """
     shape = Layout(**layout)
     expected = torch.load(reference, weights_only=True)
+    expected |= expected["objectives"][objective]
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=distributed_optimizer,
@@ -112,7 +115,8 @@ def compare(
         )
     else:
         assert outputs == {}
-    result = train_step(packed_objective, args, model, iterators, counts, optimizer)
+    loss_function = functools.partial(packed_objective, name=objective)
+    result = train_step(loss_function, args, model, iterators, counts, optimizer)
     assert get_model_config(model[0]).grad_scale_func is not None
     report |= {"metrics": result.metrics, "grad_norm": result.grad_norm, "gradients": {}}
     for name, parameter in named_parameters(model):

@@ -2,15 +2,20 @@
 
 Megatron's own model with its own local attention, on plain ``[1, length]`` batches; log-probs by
 `torch.log_softmax`, the loss in one piece, `torch.optim.AdamW`. Run as ``python -m kit.reference
-KIND OUT``; writes weights, log-probs, loss, gradients and the weights after one step.
+KIND OUT``; writes weights and log-probs, and for every objective its value, gradients and the
+weights after one step.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from torch import Tensor
 
 from kit.model import (
     ADAM,
@@ -20,10 +25,9 @@ from kit.model import (
     named_parameters,
     transformer_config,
 )
-from kit.objective import plain_objective
+from kit.objective import DEFAULT_OBJECTIVE, OBJECTIVES, plain_objective
 from kit.samples import VOCABULARY, make_samples
 from mcore_batching.megatron.bootstrap import (
-    build_model,
     initialize_model_parallel,
     initialize_process_group,
     pipeline_config,
@@ -31,62 +35,103 @@ from mcore_batching.megatron.bootstrap import (
 from mcore_batching.planning import Layout
 
 
-def main(kind: str, out: str) -> None:
-    """Write the reference results of a model kind."""
-    initialize_process_group()
-    layout = Layout()
-    initialize_model_parallel(layout)
-    config = transformer_config(kind, **pipeline_config(layout))
-    (model,) = build_model(
-        config,
-        vocab_size=VOCABULARY,
-        max_sequence_length=MAX_SEQUENCE_LENGTH,
-        wrap=False,
-        **gpt_options(kind),
-        spec=lambda config: get_gpt_layer_local_spec(
+def plain_model(kind: str, **settings: Any) -> Any:
+    """The whole model on this rank, whatever stage of a pipeline it is, on Megatron's own spec."""
+    config = transformer_config(kind, **pipeline_config(Layout()), **settings)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=False,
             qk_layernorm=config.qk_layernorm,
             normalization=config.normalization,
         ),
+        vocab_size=VOCABULARY,
+        max_sequence_length=MAX_SEQUENCE_LENGTH,
+        pre_process=True,
+        post_process=True,
+        share_embeddings_and_output_weights=False,
+        **gpt_options(kind),
     )
-    device = next(model.parameters()).device
-    samples = {
-        key: [v.to(device) if torch.is_tensor(v) else v for v in values]
-        for key, values in make_samples().items()
-    }
-    weights = {name: p.detach().cpu().clone() for name, p in named_parameters([model])}
-    log_probs = []
-    for tokens, response in zip(samples["tokens"], samples["response_lengths"], strict=True):
-        length = len(tokens)
-        positions = torch.arange(length, device=device)[None]
-        future = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
-        logits = model(tokens[None], positions, future)[0].float()
-        predicted = torch.log_softmax(logits, -1)[:-1].gather(1, tokens[1:, None])[:, 0]
-        whole = torch.cat((torch.zeros(1, device=device), predicted))
-        log_probs.append(whole[length - response :])
-    objective = plain_objective(log_probs, samples)
-    objective["loss"].backward()
-    gradients = {name: p.grad.detach().cpu().clone() for name, p in named_parameters([model])}
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
-    torch.optim.AdamW(
+    return model.to(torch.device(torch.cuda.current_device()))
+
+
+def plain_log_probs(model: Any, tokens: Tensor) -> Tensor:
+    """Log-probability of every token of ``[samples, length]`` tokens, 0 of the first of each."""
+    num_samples, length = tokens.shape
+    positions = torch.arange(length, device=tokens.device).expand(num_samples, length)
+    future = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).triu(1)
+    logits = model(tokens, positions, future).float()
+    predicted = torch.log_softmax(logits, -1)[:, :-1].gather(2, tokens[:, 1:, None])[..., 0]
+    return torch.cat((predicted.new_zeros(num_samples, 1), predicted), 1)
+
+
+def plain_adam(model: Any) -> torch.optim.Optimizer:
+    """PyTorch's own optimizer with the settings of `kit.model.adam`."""
+    return torch.optim.AdamW(
         model.parameters(),
         lr=ADAM["lr"],
         eps=ADAM["adam_eps"],
         betas=(ADAM["adam_beta1"], ADAM["adam_beta2"]),
         weight_decay=0.0,
-    ).step()
+    )
+
+
+def main(kind: str, out: str) -> None:
+    """Write the reference results of a model kind."""
+    initialize_process_group()
+    initialize_model_parallel(Layout())
+    model = plain_model(kind)
+    device = next(model.parameters()).device
+    samples = {
+        key: [v.to(device) if torch.is_tensor(v) else v for v in values]
+        for key, values in make_samples().items()
+    }
+    log_probs = [
+        plain_log_probs(model, tokens[None])[0, len(tokens) - response :]
+        for tokens, response in zip(samples["tokens"], samples["response_lengths"], strict=True)
+    ]
+    parameters = dict(named_parameters([model]))
+    weights = {name: p.detach().cpu().clone() for name, p in parameters.items()}
+    values = {name: plain_objective(log_probs, samples, name) for name in OBJECTIVES}
+    # All gradients before the first update, which changes what they are computed from.
+    gradients = {
+        name: torch.autograd.grad(value["loss"], list(parameters.values()), retain_graph=True)
+        for name, value in values.items()
+    }
+    objectives = {}
+    for name, value in values.items():
+        objectives[name] = {
+            "metrics": {key: float(each.detach()) for key, each in value.items()},
+            **_one_step(model, dict(zip(parameters, gradients[name], strict=True)), weights),
+        }
     torch.save(
         {
             "weights": weights,
-            "log_probs": [values.detach().cpu() for values in log_probs],
-            "metrics": {name: float(value.detach()) for name, value in objective.items()},
-            "gradients": gradients,
-            "grad_norm": float(norm),
-            "updated": {n: p.detach().cpu() for n, p in named_parameters([model])},
+            "log_probs": [each.detach().cpu() for each in log_probs],
+            "objectives": objectives,
+            **objectives[DEFAULT_OBJECTIVE],
         },
         out,
     )
+
+
+def _one_step(
+    model: Any, gradients: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Gradients, their norm, and what a step with them makes of these weights."""
+    parameters = dict(named_parameters([model]))
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+            parameter.grad = gradients[name].clone()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
+    plain_adam(model).step()
+    return {
+        "gradients": {name: gradient.cpu() for name, gradient in gradients.items()},
+        "grad_norm": float(norm),
+        "updated": {name: p.detach().cpu().clone() for name, p in parameters.items()},
+    }
 
 
 if __name__ == "__main__":

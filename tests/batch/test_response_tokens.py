@@ -1,0 +1,93 @@
+"""Guarantees of `mcore_batching.batch.response_tokens`: one masking rule, applied once a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from batch_cases import make_samples, sample_shapes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_batching.batch import (
+    DEFAULT_SCHEMA,
+    PackedMicroBatch,
+    merge_packed,
+    owned_response_mask,
+    pack,
+    response_loss_masks,
+    step_totals,
+    token_mean,
+)
+
+
+def rows_of(samples: dict[str, Any], size: int, **options: Any) -> list[PackedMicroBatch]:
+    given = {
+        "schema": DEFAULT_SCHEMA,
+        "sample_indices": range(len(samples["tokens"])),
+        "sample_alignment_tokens": 2 * size if size > 1 else 1,
+        "context_parallel_size": size,
+    } | options
+    return [pack(samples, context_parallel_rank=rank, **given) for rank in range(size)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(sample_shapes(), st.sampled_from([1, 2, 4]), st.data())
+def test_the_row_and_the_loss_weigh_every_token_alike(
+    shapes: list[tuple[int, int]], size: int, data: st.DataObject
+) -> None:
+    """Token by token: the weight in the loss is the one at the position before it in the row."""
+    samples = make_samples(shapes)
+    tags = data.draw(st.lists(st.booleans(), min_size=len(shapes), max_size=len(shapes)))
+    samples["is_padding"] = tags
+    rows = rows_of(samples, size)
+    offsets = rows[0].host_cu_seqlens_padded
+    full = merge_packed([row.loss_mask for row in rows], offsets, -1)[0].tolist()
+    streams = [torch.zeros(len(full)) for _ in rows]
+    for row, stream in zip(rows, streams, strict=True):
+        masks = response_loss_masks(row)
+        for i, (total, response) in enumerate(shapes):
+            expected = [
+                0.0 if tags[i] or total - response + j == 0 else float(samples["loss_masks"][i][j])
+                for j in range(response)
+            ]
+            assert masks[i].tolist() == expected
+            for j, owned in enumerate(owned_response_mask(row)[i].tolist()):
+                if owned:
+                    stream[offsets[i] + total - response + j - 1] = expected[j]
+    assert torch.stack(streams).sum(0).tolist() == full
+
+
+def test_a_fabricated_row_weighs_nothing_whatever_it_holds() -> None:
+    samples = make_samples([(4, 3)]) | {"loss_masks": [torch.ones(3)]}
+    (row,) = rows_of(samples, 1, sample_indices=(), is_placeholder=True)
+    assert response_loss_masks(row)[0].tolist() == [0.0] * 3
+    (real,) = rows_of(samples, 1)
+    assert token_mean([torch.ones(3)], row, step_totals([real])).item() == 0.0
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_weights_are_made_once_a_row(size: int) -> None:
+    (row, *_) = rows_of(make_samples([(5, 3), (4, 4)]), size)
+    for function in (response_loss_masks, owned_response_mask):
+        first, again = function(row), function(row)
+        assert [a.data_ptr() for a in first] == [b.data_ptr() for b in again]
+
+
+def test_the_given_masks_are_neither_changed_nor_shared() -> None:
+    samples = make_samples([(3, 3), (4, 2)])
+    samples["loss_masks"] = [torch.ones(3), torch.ones(2)]
+    (row,) = rows_of(samples | {"is_padding": [False, True]}, 1)
+    assert [mask.tolist() for mask in samples["loss_masks"]] == [[1.0] * 3, [1.0] * 2]
+    samples["loss_masks"][0].fill_(7.0)
+    assert response_loss_masks(row)[0].tolist() == [0.0, 1.0, 1.0]
+
+
+def test_the_weights_travel_with_the_row() -> None:
+    (row,) = rows_of(make_samples([(5, 3), (4, 4)]), 1)
+    moved = row.to("meta").responses
+    assert {tensor.device.type for tensor in vars(moved).values()} == {"meta"}
+    assert vars(moved).keys() == vars(row.responses).keys()
+    assert moved.loss_masks.shape == (7,)
+    assert row.responses.loss_masks.dtype == torch.float32

@@ -1,0 +1,109 @@
+"""A group on two ranks is an error on every rank, and nothing else is: three processes, gloo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from spawned import reports_of
+from split_groups_worker import check_all
+
+NUM_RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: Any) -> list[dict[Any, Any]]:
+    return reports_of(check_all, NUM_RANKS, tmp_path_factory.mktemp("split_groups"))
+
+
+@pytest.mark.parametrize("caller", ["check", "advantages"])
+def test_a_split_group_is_the_same_error_on_every_rank(
+    reports: list[dict[Any, Any]], caller: str
+) -> None:
+    first, *others = [report[caller, "split"] for report in reports]
+    assert all(other == first for other in others)
+    assert first["type"] == "SplitGroupError"
+    assert first["ranks"] == {"b": (0, 2), "c": (1, 2)}
+    assert (
+        "got 'b' on ranks 0, 2; 'c' on ranks 1, 2; hand all samples of a uid to one"
+        in first["message"]
+    )
+    assert "pass as group the data-parallel ranks alone" in first["message"]
+
+
+@pytest.mark.parametrize(
+    "case", ["whole", "padding sample with a real uid", "a rank has no samples"]
+)
+def test_whole_groups_pass(reports: list[dict[Any, Any]], case: str) -> None:
+    """Padding samples are in no group, and a rank without samples takes part."""
+    for report in reports:
+        assert report["check", case] is None
+        assert isinstance(report["advantages", case], list)
+
+
+def test_whole_groups_have_their_advantages(reports: list[dict[Any, Any]]) -> None:
+    found = torch.cat(reports[1]["advantages", "whole"])
+    assert found.tolist() == pytest.approx([-(0.5**0.5), 0.0, 0.5**0.5], abs=1e-5)
+
+
+@pytest.mark.parametrize("caller", ["check", "advantages"])
+def test_uids_are_equal_by_value(reports: list[dict[Any, Any]], caller: str) -> None:
+    assert all(report[caller, "integers"]["ranks"] == {8: (0, 2)} for report in reports)
+
+
+@pytest.mark.parametrize("caller", ["check", "advantages"])
+@pytest.mark.parametrize(
+    ("case", "at_fault", "error", "text"),
+    [
+        ("no uids on a rank", 1, "SchemaError", "field 'uids': expected 1 values, one a sample"),
+        ("no uid of a sample", 2, "LengthError", "must be hashable and not None"),
+        ("uids that do not travel", 0, "BatchError", "use texts or integers"),
+    ],
+)
+def test_what_is_wrong_with_one_ranks_uids_is_an_error_on_all(
+    reports: list[dict[Any, Any]], caller: str, case: str, at_fault: int, error: str, text: str
+) -> None:
+    for rank, report in enumerate(reports):
+        outcome = report[caller, case]
+        assert text in outcome["message"]
+        if rank == at_fault:
+            assert outcome["type"] == error
+        else:
+            assert outcome["type"] == "BatchError"
+            assert outcome["message"].startswith(f"on rank {at_fault}: ")
+
+
+def test_a_message_lists_a_few_groups_and_the_error_all(reports: list[dict[Any, Any]]) -> None:
+    outcome = reports[0]["check", "many split"]
+    assert outcome["ranks"] == dict.fromkeys(range(9), (0, 1, 2))
+    assert "4 on ranks 0, 1, 2 and 4 more; hand" in outcome["message"]
+
+
+def test_ranks_are_named_as_the_job_counts_them(reports: list[dict[Any, Any]]) -> None:
+    assert [report["subgroup"]["ranks"] for report in reports[1:]] == [{"c": (1, 2)}] * 2
+
+
+def test_only_estimators_that_compare_rewards_need_whole_groups(
+    reports: list[dict[Any, Any]],
+) -> None:
+    assert all(isinstance(report["temporal"], list) for report in reports)
+
+
+def test_a_process_alone_sees_no_other_ranks(reports: list[dict[Any, Any]]) -> None:
+    assert all(isinstance(report["alone"], list) for report in reports)
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ("estimator", "the same estimator on every rank of the group, got 'grpo' on rank 0 and "),
+        ("normalize", "the same normalize on every rank of the group, got False on rank 0 and T"),
+    ],
+)
+def test_arguments_that_differ_are_an_error_and_no_hang(
+    reports: list[dict[Any, Any]], argument: str, text: str
+) -> None:
+    messages = {report["differs", argument]["message"] for report in reports}
+    assert len(messages) == 1
+    assert text in messages.pop()
