@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch._C._distributed_c10d import HashStore
 
 from mcore_batching.megatron import compat, cpu
 from mcore_batching.megatron.bootstrap import initialize_model_parallel, pipeline_config
@@ -71,7 +72,7 @@ def calibrate(
     """
     if not dist.is_initialized():
         dist.init_process_group(
-            "gloo" if cpu.is_enabled() else "nccl", store=dist.HashStore(), rank=0, world_size=1
+            "gloo" if cpu.is_enabled() else "nccl", store=HashStore(), rank=0, world_size=1
         )
         initialize_model_parallel(Layout())
     model = _stack(stack)

@@ -26,27 +26,49 @@ Operation = list[Any]
 
 def operations(
     layout: dict[str, Any],
-    forward_costs: list[float],
-    forward_only: bool = False,
+    steps: list[tuple[list[float], bool]],
     seconds_per_cost: float = 0.0,
     backward_ratio: float = 2.0,
-) -> list[Operation]:
+) -> list[list[Operation]]:
     """The passes of this rank in the order in which Megatron's own schedule ran them.
 
     Args:
         layout: of the job; one data-parallel rank.
-        forward_costs: of each micro-batch, in every model chunk.
-        forward_only: whether there is no backward pass.
+        steps: for each step, the forward cost of its micro-batches in every model chunk, and
+            whether there is no backward pass.
         seconds_per_cost: how long a forward pass sleeps for each unit of cost.
         backward_ratio: how much longer a backward pass sleeps.
+
+    Returns:
+        the passes of every step.
     """
     shape = Layout(**layout)
     model = build_model(
-        transformer_config("dense", hidden_size=8, ffn_hidden_size=8, **pipeline_config(shape)),
+        transformer_config(
+            "dense",
+            num_layers=shape.pipeline_parallel * shape.virtual_pipeline,
+            hidden_size=8,
+            ffn_hidden_size=8,
+            **pipeline_config(shape),
+        ),
         vocab_size=VOCABULARY,
         max_sequence_length=64,
         ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
     )
+    return [
+        _one_step(shape, model, costs, forward_only, seconds_per_cost, backward_ratio)
+        for costs, forward_only in steps
+    ]
+
+
+def _one_step(
+    shape: Layout,
+    model: list[Any],
+    forward_costs: list[float],
+    forward_only: bool,
+    seconds_per_cost: float,
+    backward_ratio: float,
+) -> list[Operation]:
     lengths = [2 + slot % 5 for slot in range(len(forward_costs))]
     data = {
         "tokens": [torch.randint(VOCABULARY, (length,)) for length in lengths],

@@ -1,0 +1,223 @@
+"""Megatron's pipeline schedules, simulated for micro-batches of unequal cost.
+
+The order of passes is that of `megatron.core.pipeline_parallel.schedules` (1F1B of Narayanan et
+al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, and its interleaved
+form); a test reads it off real runs. A pass begins when its stage is free and its input is there.
+
+Guarantees: the same times on every platform, because only IEEE `+`, `*` and comparisons are used;
+`pipeline_time` is the end of the last operation of `pipeline_operations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mcore_batching.planning.errors import LayoutError
+from mcore_batching.planning.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One pass of one micro-batch through one model chunk."""
+
+    stage: int
+    """Pipeline rank."""
+    chunk: int
+    """Model chunk of the stage."""
+    slot: int
+    """Number of the micro-batch on its data-parallel rank."""
+    backward: bool
+    """False for the forward pass."""
+    start: float
+    """In units of cost since the step began."""
+    end: float
+    """Likewise."""
+
+
+Pass = tuple[bool, int, int]
+"""Whether backward, model chunk, slot."""
+
+
+def stage_order(
+    layout: Layout, stage: int, num_microbatches: int, *, forward_only: bool = False
+) -> list[Pass]:
+    """The passes of one pipeline rank, in the order in which Megatron runs them.
+
+    Args:
+        layout: gives the number of stages and chunks, and the micro-batch group size.
+        stage: pipeline rank.
+        num_microbatches: of each data-parallel rank.
+        forward_only: no backward passes.
+
+    Raises:
+        LayoutError: the layout's schedule cannot run this many micro-batches.
+    """
+    if not layout.is_legal_num_microbatches(num_microbatches):
+        raise LayoutError(
+            f"the schedule of this layout cannot run {num_microbatches} micro-batches; set "
+            f"num_microbatches to {layout.round_up_num_microbatches(max(num_microbatches, 0))}"
+        )
+    chunks = layout.virtual_pipeline
+    group = layout.group_size if chunks > 1 else num_microbatches
+    forward: list[Pass] = []
+    backward: list[Pass] = []
+    for first in range(0, num_microbatches, group):
+        slots = range(first, min(first + group, num_microbatches))
+        forward += [(False, chunk, slot) for chunk in range(chunks) for slot in slots]
+        backward += [(True, chunk, slot) for chunk in reversed(range(chunks)) for slot in slots]
+    if forward_only:
+        return forward
+    behind = layout.pipeline_parallel - stage - 1
+    warm_up = behind if chunks == 1 else 2 * behind + (chunks - 1) * group
+    warm_up = min(warm_up, len(forward))
+    order = forward[:warm_up]
+    for ahead, behind_it in zip(forward[warm_up:], backward, strict=False):
+        order += [ahead, behind_it]
+    return order + backward[len(forward) - warm_up :]
+
+
+def pipeline_operations(
+    forward_costs: Sequence[float],
+    layout: Layout,
+    *,
+    backward_ratio: float = 2.0,
+    forward_only: bool = False,
+    transfer: float = 0.0,
+    stage_factors: Sequence[float] | None = None,
+) -> list[Operation]:
+    """Every pass of one data-parallel rank's step, with its times.
+
+    Args:
+        forward_costs: of each micro-batch on a whole stage [num_microbatches]; a model chunk takes
+            its share of them.
+        layout: gives stages and chunks.
+        backward_ratio: cost of a backward pass over its forward pass.
+        forward_only: no backward passes.
+        transfer: time from the end of a pass until the next stage has its output.
+        stage_factors: relative cost of each stage [pipeline_parallel]; None: all 1.
+
+    Returns:
+        operations of all stages, each stage's in its order, stage after stage.
+
+    Raises:
+        LayoutError: the schedule cannot run this many micro-batches.
+    """
+    count, stages = len(forward_costs), layout.pipeline_parallel
+    factors = [1.0] * stages if stage_factors is None else [float(f) for f in stage_factors]
+    chunks = layout.virtual_pipeline
+    orders = [
+        stage_order(layout, stage, count, forward_only=forward_only) for stage in range(stages)
+    ]
+    ends: dict[tuple[int, Pass], float] = {}
+    made: list[list[Operation]] = [[] for _ in range(stages)]
+    clock = [0.0] * stages
+    waiting = list(range(stages))
+    while waiting:
+        progress = False
+        for stage in list(waiting):
+            order = orders[stage]
+            while len(made[stage]) < len(order):
+                backward, chunk, slot = step = order[len(made[stage])]
+                needed = _input_of(step, stage, stages, chunks)
+                ready = 0.0
+                if needed is not None:
+                    if needed not in ends:
+                        break
+                    ready = ends[needed] + (transfer if needed[0] != stage else 0.0)
+                start = max(clock[stage], ready)
+                cost = forward_costs[slot] * factors[stage] / chunks
+                clock[stage] = start + cost * (backward_ratio if backward else 1.0)
+                ends[stage, step] = clock[stage]
+                made[stage].append(Operation(stage, chunk, slot, backward, start, clock[stage]))
+                progress = True
+            if len(made[stage]) == len(order):
+                waiting.remove(stage)
+        if waiting and not progress:
+            raise LayoutError(f"the schedule of {layout} waits for itself; this is a bug")
+    return [operation for operations in made for operation in operations]
+
+
+def _input_of(step: Pass, stage: int, stages: int, chunks: int) -> tuple[int, Pass] | None:
+    """The stage and the pass whose result a pass needs; None for the first."""
+    backward, chunk, slot = step
+    if not backward:
+        if stage > 0:
+            return stage - 1, step
+        return (stages - 1, (False, chunk - 1, slot)) if chunk > 0 else None
+    if stage < stages - 1:
+        return stage + 1, step
+    return (0, (True, chunk + 1, slot)) if chunk < chunks - 1 else (stage, (False, chunk, slot))
+
+
+def pipeline_time(
+    forward_costs: Sequence[float],
+    layout: Layout,
+    *,
+    backward_ratio: float = 2.0,
+    forward_only: bool = False,
+) -> float:
+    """When the last pass of one data-parallel rank's step ends, stages being equal.
+
+    Args:
+        forward_costs: of each micro-batch on a stage [num_microbatches].
+        layout: gives stages and chunks.
+        backward_ratio: cost of a backward pass over its forward pass.
+        forward_only: no backward passes.
+
+    Raises:
+        LayoutError: the schedule cannot run this many micro-batches.
+    """
+    if layout.virtual_pipeline > 1:
+        operations = pipeline_operations(
+            forward_costs, layout, backward_ratio=backward_ratio, forward_only=forward_only
+        )
+        return max(operation.end for operation in operations)
+    if not forward_costs:
+        raise LayoutError("a schedule runs one micro-batch or more, got none")
+    if forward_only:
+        return _forward_time(forward_costs, layout.pipeline_parallel)
+    return _one_f_one_b_time(forward_costs, layout.pipeline_parallel, backward_ratio)
+
+
+def _forward_time(costs: Sequence[float], stages: int) -> float:
+    ends = [0.0] * stages
+    for cost in costs:
+        ready = 0.0
+        for stage in range(stages):
+            free = ends[stage]
+            ready = (free if free > ready else ready) + cost
+            ends[stage] = ready
+    return ends[-1]
+
+
+def _one_f_one_b_time(costs: Sequence[float], stages: int, backward_ratio: float) -> float:
+    """1F1B in rounds: in round j every stage runs forward j, then the backward that it has due.
+
+    Stage s is `stages - 1 - s` micro-batches behind with its backward passes, so what backward i
+    of stage s needs, backward i of stage s + 1, ran one round before.
+    """
+    count, last = len(costs), stages - 1
+    backward_costs = [backward_ratio * cost for cost in costs]
+    clock = [0.0] * stages
+    ended = [0.0] * (stages + 1)
+    for number in range(count + last):
+        if number < count:
+            cost, ready = costs[number], 0.0
+            for stage in range(stages):
+                free = clock[stage]
+                ready = (free if free > ready else ready) + cost
+                clock[stage] = ready
+        due = number - last
+        first = 0
+        if due < 0:
+            first, due = -due, 0
+        for stage in range(first, min(stages, first + count - due)):
+            start = clock[stage]
+            if stage < last and ended[stage + 1] > start:
+                start = ended[stage + 1]
+            start += backward_costs[due]
+            clock[stage] = start
+            ended[stage] = start
+            due += 1
+    return clock[0]

@@ -1,0 +1,65 @@
+"""The simulated order of passes is Megatron's own, read off real runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kit.harness import Job
+
+from mcore_batching.planning import Layout
+from mcore_batching.planning.pipeline import pipeline_operations, stage_order
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "pp2": {"pipeline_parallel": 2},
+    "pp3": {"pipeline_parallel": 3},
+    "pp4": {"pipeline_parallel": 4},
+    "pp2-vpp2": {"pipeline_parallel": 2, "virtual_pipeline": 2},
+    "pp3-vpp2": {"pipeline_parallel": 3, "virtual_pipeline": 2},
+    "pp4-vpp2": {"pipeline_parallel": 4, "virtual_pipeline": 2},
+    "pp2-vpp3": {"pipeline_parallel": 2, "virtual_pipeline": 3},
+    "pp2-vpp2-group3": {
+        "pipeline_parallel": 2,
+        "virtual_pipeline": 2,
+        "microbatch_group_size": 3,
+    },
+}
+
+
+def steps_of(layout: dict[str, int]) -> list[tuple[list[float], bool]]:
+    """Every legal number of micro-batches up to three a stage, of unequal costs; both passes."""
+    legal = [
+        count
+        for count in range(1, 3 * layout["pipeline_parallel"] + 1)
+        if Layout(**layout).is_legal_num_microbatches(count)
+    ]
+    costs = [[1.0 + slot % 3 for slot in range(count)] for count in legal]
+    return [(each, False) for each in costs] + [(costs[-1], True)]
+
+
+JOBS = [
+    Job(
+        f"order-{name}",
+        "kit.operations:operations",
+        layout["pipeline_parallel"],
+        layout,
+        {"layout": layout, "steps": steps_of(layout)},
+    )
+    for name, layout in LAYOUTS.items()
+]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_simulated_order_is_megatrons(job: Job, ranks: list[Any]) -> None:
+    layout = Layout(**job.parameters["layout"])
+    for number, (costs, forward_only) in enumerate(steps_of(job.parameters["layout"])):
+        ran = [
+            (stage, kind == "B", chunk, slot)
+            for stage, steps in enumerate(ranks)
+            for kind, chunk, slot, *_ in steps[number]
+        ]
+        simulated = pipeline_operations(costs, layout, forward_only=forward_only)
+        assert [(o.stage, o.backward, o.chunk, o.slot) for o in simulated] == ran
+        assert [step for s, *step in ran if s == 0] == [
+            list(step) for step in stage_order(layout, 0, len(costs), forward_only=forward_only)
+        ]
