@@ -6,8 +6,15 @@
     step.micro_batches[rank][slot]  # sample indices of that rank's micro-batch; () is a placeholder
 
 Guarantees: importing this package imports the planner and nothing else: no PyTorch, no Megatron.
-What needs those is imported from `mcore_batching.batch` and `mcore_batching.megatron`.
+What needs those is imported from `mcore_batching.batch` and `mcore_batching.megatron`; `hook` and
+`install` import them as they are called.
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from mcore_batching._version import __version__
 from mcore_batching.planning import (
@@ -39,8 +46,14 @@ from mcore_batching.planning import (
     row_capacity_tokens,
     row_multiple_tokens,
     sample_multiple_tokens,
+    shape_shard,
     step_statistics,
 )
+
+if TYPE_CHECKING:
+    from mcore_batching.batch import Schema
+    from mcore_batching.megatron.hook import Hook
+    from mcore_batching.megatron.stock import Installation
 
 __all__ = [
     "ConfigError",
@@ -63,6 +76,8 @@ __all__ = [
     "first_fit",
     "first_fit_decreasing",
     "group_steps",
+    "hook",
+    "install",
     "pack_shard",
     "padded_row_tokens",
     "padded_sample_tokens",
@@ -72,5 +87,51 @@ __all__ = [
     "row_capacity_tokens",
     "row_multiple_tokens",
     "sample_multiple_tokens",
+    "shape_shard",
     "step_statistics",
 ]
+
+
+def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
+    """Replace ``get_data_iterator``, ``forward_only`` and ``get_batch`` in a framework's modules.
+
+    Imports PyTorch and Megatron. See `mcore_batching.megatron.hook`.
+
+    Args:
+        modules: that have the functions, all three between them.
+        schema: the kind of every field that ``get_batch`` is asked for; None:
+            `mcore_batching.batch.DEFAULT_SCHEMA`.
+
+    Returns:
+        what was replaced; its ``undo`` puts the originals back, as does leaving its ``with`` block.
+
+    Raises:
+        HookError: a function is missing or hooked already, or its signature is another.
+    """
+    from mcore_batching.batch import DEFAULT_SCHEMA
+    from mcore_batching.megatron.hook import hook as hook_modules
+
+    return hook_modules(*modules, schema=DEFAULT_SCHEMA if schema is None else schema)
+
+
+def install(
+    arguments: Sequence[str] | None = None, *, batch_fields: Sequence[str] | None = None
+) -> Installation:
+    """Hook the plugin into ``megatron.training``, for the first lines of a stock training script.
+
+    Imports PyTorch and Megatron. See `mcore_batching.megatron.stock.install`.
+
+    Args:
+        arguments: the command line; None: this process's.
+        batch_fields: what the script's ``get_batch`` returns, by name and in order, where that
+            cannot be read from its forward step.
+
+    Returns:
+        what was hooked: nothing without the plugin's flags on the command line.
+
+    Raises:
+        DynamicBatchArgumentError: this Megatron lacks ``megatron.training`` or one of its names.
+    """
+    from mcore_batching.megatron.stock import install as install_stock
+
+    return install_stock(arguments, batch_fields=batch_fields)

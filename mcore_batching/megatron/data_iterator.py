@@ -39,6 +39,7 @@ from mcore_batching.planning import (
     PlannerConfig,
     fill_shard,
     pack_shard,
+    shape_shard,
 )
 
 _Packed = list[tuple[list[int], list[list[int]]]]
@@ -234,7 +235,7 @@ def _plan_locally(
         packed = []
         for indices in final.steps_of(num_samples):
             lengths = [final.total_lengths[i] for i in indices]
-            packed.append((indices, _bins(lengths, args, layout, config)))
+            packed.append((indices, _bins(lengths, args, layout, config, cost_model)))
         return final, packed
 
     def says_packed(result: tuple[RolloutBatch, _Packed]) -> dict[str, Any]:
@@ -336,10 +337,17 @@ def _take_stock(
     return layout, config, batch, num_samples
 
 
-def _bins(lengths: list[int], args: Any, layout: Layout, config: PlannerConfig) -> list[list[int]]:
+def _bins(
+    lengths: list[int],
+    args: Any,
+    layout: Layout,
+    config: PlannerConfig,
+    cost_model: CostModel,
+) -> list[list[int]]:
     """One step's samples of this rank in bins: packed, or ``micro_batch_size`` to each."""
     if uses_dynamic_batch_size(args):
-        return pack_shard(lengths, layout, config)
+        packed = pack_shard(lengths, layout, config)
+        return shape_shard(packed, lengths, layout, config, cost_model)
     size = args.micro_batch_size
     return [
         list(range(first, min(first + size, len(lengths))))

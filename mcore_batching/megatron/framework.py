@@ -7,12 +7,9 @@ each rank to ``tensor parallel × pad_multiplier`` tokens. So the framework's lo
 functions find every token where they look for it.
 
 Guarantees
-- An iterator reads the caller's ``rollout_data`` as it is when a micro-batch is drawn: fields
-  that the framework adds after planning are there, without a collective.
 - A placeholder has one token, an empty response and one value for every key; its loss masks count
   no token (`mcore_batching.megatron.uncounted`).
-- A field without a declared kind is an error on every rank at the first micro-batch, and not on the
-  one that comes to need a placeholder.
+- What another layout would need is refused before the pipeline starts.
 - A row is the same in ``forward_only`` and from ``get_batch``, and its padding counts towards the
   cap.
 """
@@ -30,11 +27,12 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mcore_batching.batch import DEFAULT_SCHEMA, Schema, SchemaError, make_placeholder, pack
+from mcore_batching.batch import DEFAULT_SCHEMA, Schema, SchemaError, pack
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.data_iterator import DataIterator, plan_micro_batches
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.forward_only import forward_only as run_forward_only
+from mcore_batching.megatron.framework_iterator import FrameworkIterator, framework_iterator
 from mcore_batching.megatron.rollout_batch import REQUIRED_FIELDS
 from mcore_batching.megatron.schedule import RolloutSchedule
 from mcore_batching.megatron.topology import model_chunks
@@ -51,79 +49,6 @@ _PLANNED = (
     "dynamic_global_batch_size",
 )
 _NEEDED_FOR_A_ROW = (*REQUIRED_FIELDS, "loss_masks")
-
-
-class FrameworkIterator(DataIterator):
-    """A `DataIterator` over the framework's own ``rollout_data``, read when it is drawn from.
-
-    Args:
-        schedule: the plan.
-        rollout_data: the framework's dict, kept and not copied.
-        schema: the kind of every field that will be asked for.
-    """
-
-    def __init__(
-        self, schedule: RolloutSchedule, rollout_data: Mapping[str, Any], schema: Schema
-    ) -> None:
-        super().__init__(schedule)
-        self._live = rollout_data
-        self._schema = schema
-        self._checked: set[tuple[str, ...]] = set()
-
-    @property
-    def rollout_data(self) -> Any:
-        """The framework's own dict."""
-        return self._live
-
-    def get_next(self, keys: Sequence[str]) -> dict[str, list[Any] | None]:
-        """The next micro-batch: one value a sample, one fabricated for a placeholder.
-
-        Args:
-            keys: fields to return; None for those that the rollout data lacks.
-
-        Raises:
-            IndexError: all micro-batches have been drawn.
-            SchemaError: a field is not declared, or has not one value a sample.
-        """
-        return self.draw(keys)[1]
-
-    def draw(self, keys: Sequence[str]) -> tuple[tuple[int, ...], dict[str, list[Any] | None]]:
-        """`get_next`, and which samples they are: ``()`` for a placeholder."""
-        micro_batches = self.schedule.micro_batches
-        if self.offset >= len(micro_batches):
-            raise IndexError(
-                f"all {len(micro_batches)} micro-batches have been drawn; call reset() first"
-            )
-        indices = micro_batches[self.offset]
-        live = {key: self._live.get(key) for key in keys}
-        present = [key for key, values in live.items() if values is not None]
-        fabricated = {}
-        if not indices or tuple(present) not in self._checked:
-            fabricated = self._fabricate(present)
-            self._checked.add(tuple(present))
-        self.offset += 1
-        if not indices:
-            return indices, {key: fabricated.get(key) for key in keys}
-        drawn: dict[str, list[Any] | None] = dict.fromkeys(keys)
-        for key in present:
-            drawn[key] = [live[key][i] for i in indices]
-        return indices, drawn
-
-    def _fabricate(self, keys: list[str]) -> dict[str, list[Any]]:
-        examples = {}
-        for key in keys:
-            values = self._live[key]
-            if len(values) != self.schedule.num_samples:
-                raise SchemaError(
-                    key,
-                    expected=f"{self.schedule.num_samples} values, one for each sample of the rank",
-                    found=f"{len(values)}",
-                )
-            examples[key] = values if len(values) else self.schedule.template.get(key)
-        made = make_placeholder(
-            self._schema, keys, examples, pad_token_id=self.schedule.pad_token_id
-        )
-        return {key: [_to_device(value) for value in values] for key, values in made.items()}
 
 
 def get_data_iterator(
@@ -199,7 +124,7 @@ def forward_only(
             "custom_megatron_before_log_prob_hook_path names a function that the framework's own "
             "forward_only calls, and this one does not: unset it, and call the function before"
         )
-    first, *_ = [_ours(each).reset() for each in data_iterator]
+    first, *_ = [framework_iterator(each).reset() for each in data_iterator]
     with _positions_left_to(model_chunks(model), first.schedule):
         return run_forward_only(f, args, model, data_iterator, num_microbatches, store_prefix)
 
@@ -233,7 +158,7 @@ def get_batch(
         DynamicBatchArgumentError: another layout is asked for, or another's iterator given.
     """
     _refuse_other_layouts(qkv_format, allgather_cp)
-    iterator = _ours(data_iterator)
+    iterator = framework_iterator(data_iterator)
     schedule = iterator.schedule
     indices, values = iterator.draw(list(dict.fromkeys([*keys, *_NEEDED_FOR_A_ROW])))
     batch: dict[str, Any] = {key: values[key] for key in keys}
@@ -328,16 +253,6 @@ def _refuse_arguments(args: Any) -> None:
         )
 
 
-def _ours(data_iterator: Any) -> FrameworkIterator:
-    if not isinstance(data_iterator, FrameworkIterator):
-        raise DynamicBatchArgumentError(
-            f"expected an iterator from the hooked get_data_iterator, got "
-            f"{type(data_iterator).__name__}: call get_data_iterator after mcore_batching.hook, and "
-            "give what it returns to forward_only and get_batch"
-        )
-    return data_iterator
-
-
 @contextmanager
 def _positions_left_to(chunks: list[Any], schedule: RolloutSchedule) -> Iterator[None]:
     """While models that see images run, they find the positions of tokens themselves.
@@ -362,12 +277,6 @@ def _without_positions(
 ) -> tuple[Any, dict[str, Any]]:
     del module
     return arguments, keywords | {"position_ids": None}
-
-
-def _to_device(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(torch.device(torch.cuda.current_device()), non_blocking=True)
 
 
 def _joined(inputs: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ Guarantees
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import sys
@@ -41,31 +42,36 @@ class HookError(ValueError):
     """A module's functions cannot be replaced: missing, of another signature, or hooked already."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _Replacement:
+    name: str
+    original: Function
+    ours: Function
+
+
 class Hook:
     """What `hook` replaced. Calling it, or leaving its ``with`` block, puts the originals back.
 
     Attributes:
-        replaced: dotted names of what was replaced, in order; empty after `undo`.
+        hooked: dotted names of what was replaced, in order; empty after `undo`.
     """
 
-    def __init__(self, modules: Sequence[ModuleType], pairs: Sequence[_Pair]) -> None:
+    def __init__(self, modules: Sequence[ModuleType], replacements: list[_Replacement]) -> None:
         self._modules = modules
-        self._pairs = pairs
-        self.replaced: list[str] = []
-        for original, replacement in pairs:
-            name = original.__name__
-            for module in _holders(modules, name, original):
-                setattr(module, name, replacement)
-                self.replaced.append(f"{module.__name__}.{name}")
+        self._replacements = replacements
+        self.hooked: list[str] = []
+        for each in replacements:
+            for module in _holders(modules, each.name, each.original):
+                setattr(module, each.name, each.ours)
+                self.hooked.append(f"{module.__name__}.{each.name}")
 
     def undo(self) -> None:
         """Put the originals back. A second call does nothing."""
-        for original, replacement in self._pairs:
-            name = original.__name__
-            for module in _holders(self._modules, name, replacement):
-                setattr(module, name, original)
-        self._pairs = ()
-        self.replaced.clear()
+        while self._replacements:
+            each = self._replacements.pop()
+            for module in _holders(self._modules, each.name, each.ours):
+                setattr(module, each.name, each.original)
+        self.hooked.clear()
 
     def __call__(self) -> None:
         """`undo`."""
@@ -81,11 +87,7 @@ class Hook:
 
     def __str__(self) -> str:
         """One line for a log."""
-        return f"mcore_batching: replaced {', '.join(self.replaced) or 'nothing'}"
-
-
-_Pair = tuple[Function, Function]
-"""An original and what takes its place."""
+        return f"mcore_batching: hooked {', '.join(self.hooked) or 'nothing'}"
 
 
 def hook(*modules: ModuleType, schema: Schema = DEFAULT_SCHEMA) -> Hook:
@@ -111,12 +113,15 @@ def hook(*modules: ModuleType, schema: Schema = DEFAULT_SCHEMA) -> Hook:
     Raises:
         HookError: a function is missing or hooked already, or its signature is another.
     """
-    replacements: dict[str, Function] = {
+    strangers = [module for module in modules if not isinstance(module, ModuleType)]
+    if strangers:
+        raise HookError(f"expected modules, got {strangers[0]!r}: import it, and give the module")
+    ours: dict[str, Function] = {
         "get_data_iterator": functools.partial(framework.get_data_iterator, schema=schema),
         "forward_only": framework.forward_only,
         "get_batch": framework.get_batch,
     }
-    found: list[tuple[str, Function]] = []
+    replacements: list[_Replacement] = []
     for name in NAMES:
         holders = [module for module in modules if hasattr(module, name)]
         if not holders:
@@ -129,10 +134,10 @@ def hook(*modules: ModuleType, schema: Schema = DEFAULT_SCHEMA) -> Hook:
         for module in holders:
             original = getattr(module, name)
             _check(f"{module.__name__}.{name}", original, getattr(framework, name))
-            if all(original is not known for _, known in found):
-                found.append((name, original))
-    pairs = [(original, _in_place_of(original, replacements[name])) for name, original in found]
-    return Hook(modules, pairs)
+            if all(original is not known.original for known in replacements):
+                made = _in_place_of(original, ours[name])
+                replacements.append(_Replacement(name, original, made))
+    return Hook(modules, replacements)
 
 
 def _check(where: str, function: Any, ours: Function) -> None:
@@ -144,7 +149,7 @@ def _check(where: str, function: Any, ours: Function) -> None:
     if hasattr(function, _MARK):
         raise HookError(f"{where} is hooked already: undo that hook first")
     expected = _positional(inspect.signature(ours))
-    if not inspect.isfunction(inspect.unwrap(function)) if callable(function) else True:
+    if not callable(function) or inspect.isclass(function):
         raise HookError(
             f"{where} cannot be replaced: expected a function {_shown(where, expected)}, found a "
             f"{type(function).__name__}"

@@ -30,7 +30,7 @@ from mcore_batching.planning.padding import (
 )
 from mcore_batching.planning.plan import Plan, StepPlan
 from mcore_batching.planning.planner import plan_batch, plan_step
-from mcore_batching.planning.shard import fill_shard, pack_shard
+from mcore_batching.planning.shard import fill_shard, pack_shard, shape_shard
 from mcore_batching.planning.statistics import StepStatistics, step_statistics
 
 __all__ = [
@@ -62,5 +62,6 @@ __all__ = [
     "row_capacity_tokens",
     "row_multiple_tokens",
     "sample_multiple_tokens",
+    "shape_shard",
     "step_statistics",
 ]

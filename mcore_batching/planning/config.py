@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mcore_batching.planning.layout import Layout
 
 Packing = Literal["auto", "first-fit", "first-fit-decreasing"]
-Balance = Literal["auto", "cost", "tokens", "none"]
+Balance = Literal["auto", "pipeline", "cost", "tokens", "none"]
 Fill = Literal["split", "placeholder"]
 OnOversize = Literal["own-bin", "error"]
 
@@ -42,8 +42,10 @@ class PlannerConfig:
     packing: Packing = "auto"
     """How samples are packed. "auto" packs both ways and keeps the one with fewer micro-batches."""
     balance: Balance = "auto"
-    """What is evened out over ranks and slots: the cost model's "cost", padded "tokens", or "none",
-    which deals micro-batches out in the order in which they were packed. "auto" is "cost"."""
+    """What the plan is made for: the end of the "pipeline"'s step, which a search looks for; evenly
+    packed micro-batches by the cost model's "cost" or by padded "tokens"; or "none", which deals
+    micro-batches out in the order in which they were packed. "auto" is "pipeline", and "cost" where
+    `packing` or `fill` say what goes into a micro-batch."""
     fill: Fill = "split"
     """How a rank with too few micro-batches reaches the common count: "split" splits the costliest
     ones and fabricates placeholders only once all hold a single sample; "placeholder" never
@@ -54,12 +56,24 @@ class PlannerConfig:
     """Each sample's padded length is also a multiple of this, in tokens."""
     pad_total_to: int | None = None
     """Each micro-batch's padded length is also a multiple of this, in tokens."""
+    plan_effort: int = 1500
+    """How long the search goes on: simulated passes of a micro-batch for each sample of the step.
+    The same effort gives the same plan everywhere."""
+    max_inflight_tokens: int | None = None
+    """Most padded tokens whose activations the first pipeline stage may hold at a time, over its
+    context-parallel ranks; None: no bound but the cap of each micro-batch."""
 
     def __post_init__(self) -> None:
         """Check ranges and choices."""
-        for name in ("max_tokens_per_gpu", "pad_each_to", "pad_total_to"):
+        for name in (
+            "max_tokens_per_gpu",
+            "pad_each_to",
+            "pad_total_to",
+            "plan_effort",
+            "max_inflight_tokens",
+        ):
             value = getattr(self, name)
-            if value is not None or name == "max_tokens_per_gpu":
+            if value is not None or name in ("max_tokens_per_gpu", "plan_effort"):
                 object.__setattr__(self, name, at_least(name, value, 1, ConfigError))
         for name, choices in CHOICES.items():
             value = getattr(self, name)
@@ -68,6 +82,20 @@ class PlannerConfig:
                     f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}; "
                     f"set {name} to one of these"
                 )
+
+        if self.balance == "pipeline" and (self.packing != "auto" or self.fill != "split"):
+            raise ConfigError(
+                f"balance='pipeline' decides itself what goes into a micro-batch, got packing="
+                f"{self.packing!r} and fill={self.fill!r}; set packing='auto' and fill='split', or "
+                "balance='cost'"
+            )
+
+    @property
+    def searches(self) -> bool:
+        """Whether micro-batches are made for the pipeline by a search."""
+        return (
+            self.balance in ("auto", "pipeline") and self.packing == "auto" and self.fill == "split"
+        )
 
     def cap_tokens(self, layout: Layout) -> int:
         """The most padded tokens that a micro-batch may hold over its context-parallel ranks."""

@@ -10,6 +10,7 @@ Guarantees: the same times on every platform, because only IEEE `+`, `*` and com
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -169,15 +170,41 @@ def pipeline_time(
         LayoutError: the schedule cannot run this many micro-batches.
     """
     if layout.virtual_pipeline > 1:
-        operations = pipeline_operations(
-            forward_costs, layout, backward_ratio=backward_ratio, forward_only=forward_only
-        )
-        return max(operation.end for operation in operations)
+        return _interleaved_time(forward_costs, layout, backward_ratio, forward_only)
     if not forward_costs:
         raise LayoutError("a schedule runs one micro-batch or more, got none")
     if forward_only:
         return _forward_time(forward_costs, layout.pipeline_parallel)
     return _one_f_one_b_time(forward_costs, layout.pipeline_parallel, backward_ratio)
+
+
+def inflight_tokens(
+    slot_tokens: Sequence[int], layout: Layout, *, forward_only: bool = False
+) -> float:
+    """Most tokens whose activations the first stage holds at a time.
+
+    A micro-batch is held from its forward to its backward pass, by each model chunk its share of
+    the layers.
+
+    Args:
+        slot_tokens: padded tokens of each micro-batch [num_microbatches].
+        layout: gives stages and chunks.
+        forward_only: a micro-batch is held during its own pass alone.
+    """
+    if forward_only:
+        return float(max(slot_tokens))
+    if layout.virtual_pipeline == 1:
+        window = min(layout.pipeline_parallel, len(slot_tokens))
+        held = most = sum(slot_tokens[:window])
+        for slot in range(window, len(slot_tokens)):
+            held += slot_tokens[slot] - slot_tokens[slot - window]
+            most = max(most, held)
+        return float(most)
+    held = most = 0
+    for backward, _, slot in stage_order(layout, 0, len(slot_tokens)):
+        held += -slot_tokens[slot] if backward else slot_tokens[slot]
+        most = max(most, held)
+    return most / layout.virtual_pipeline
 
 
 def _forward_time(costs: Sequence[float], stages: int) -> float:
@@ -189,6 +216,50 @@ def _forward_time(costs: Sequence[float], stages: int) -> float:
             ready = (free if free > ready else ready) + cost
             ends[stage] = ready
     return ends[-1]
+
+
+def _interleaved_time(
+    costs: Sequence[float], layout: Layout, backward_ratio: float, forward_only: bool
+) -> float:
+    chunk_costs = [cost / layout.virtual_pipeline for cost in costs]
+    # By index: the forward cost of each slot, then the backward cost of each.
+    chunk_costs += [backward_ratio * cost for cost in chunk_costs]
+    clock = [0.0] * layout.pipeline_parallel
+    ends: list[float] = []
+    for stage, needed, cost in _interleaved_program(layout, len(costs), forward_only):
+        start = clock[stage]
+        if needed >= 0 and ends[needed] > start:
+            start = ends[needed]
+        start += chunk_costs[cost]
+        clock[stage] = start
+        ends.append(start)
+    return max(clock)
+
+
+@functools.lru_cache(maxsize=256)
+def _interleaved_program(
+    layout: Layout, num_microbatches: int, forward_only: bool
+) -> tuple[tuple[int, int, int], ...]:
+    """All passes in an order in which every one comes after what it needs.
+
+    Returns:
+        for each its stage, the number of the pass that it needs (-1: none), and the index of its
+        cost.
+    """
+    operations = pipeline_operations([1.0] * num_microbatches, layout, forward_only=forward_only)
+    operations.sort(key=lambda operation: (operation.end, operation.stage))
+    number = {(o.stage, (o.backward, o.chunk, o.slot)): index for index, o in enumerate(operations)}
+    made = []
+    for o in operations:
+        needed = _input_of(
+            (o.backward, o.chunk, o.slot),
+            o.stage,
+            layout.pipeline_parallel,
+            layout.virtual_pipeline,
+        )
+        cost = o.slot + (num_microbatches if o.backward else 0)
+        made.append((o.stage, -1 if needed is None else number[needed], cost))
+    return tuple(made)
 
 
 def _one_f_one_b_time(costs: Sequence[float], stages: int, backward_ratio: float) -> float:

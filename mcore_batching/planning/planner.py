@@ -7,6 +7,7 @@ input gives the same plan everywhere.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Sequence
 
 from mcore_batching.planning.assignment import RankMicroBatches, place
@@ -16,9 +17,17 @@ from mcore_batching.planning.cost import CostModel
 from mcore_batching.planning.errors import LengthError
 from mcore_batching.planning.groups import LastStep, group_steps
 from mcore_batching.planning.layout import Layout
+from mcore_batching.planning.lockstep import search_lockstep
 from mcore_batching.planning.plan import Plan, StepPlan
-from mcore_batching.planning.shard import fill_shard, oversize_samples, pack_shard
+from mcore_batching.planning.search import search
+from mcore_batching.planning.shard import (
+    fill_shard,
+    oversize_samples,
+    pack_shard,
+    shape_shard,
+)
 from mcore_batching.planning.splitting import split_until
+from mcore_batching.planning.step_work import step_work
 from mcore_batching.planning.weights import micro_batch_weight
 
 
@@ -37,8 +46,11 @@ def plan_step(
     is local: every sample stays on the rank that holds it, each rank packs its own, and ranks with
     fewer micro-batches than the fullest one split theirs and then add placeholders.
 
-    Order inside a rank: real micro-batches by descending weight, placeholders just before the last
-    real one; with `balance="none"`, the order of packing.
+    By default a search decides how many micro-batches there are, what is in them and in which order
+    they run, so that the slowest rank's pipeline ends first (with expert parallelism: so that
+    slots, each as slow as its slowest rank, do). With `balance="cost"` or "tokens" packed
+    micro-batches are spread evenly, in the order of descending weight; with "none" they keep the
+    order of packing. Placeholders stand just before a rank's last real micro-batch.
 
     Args:
         lengths: total length of each sample [samples], in tokens; may be empty.
@@ -194,13 +206,23 @@ def _plan_global(
     weight = micro_batch_weight(lengths, layout, config, cost_model)
     if config.fill == "split":
         bins = split_until(bins, count * layout.data_parallel, weight)
-    return place(bins, count, layout, config, weight)
+    plain = place(bins, count, layout, config, weight)
+    if not config.searches or not lengths:
+        return plain
+    by_tokens = dataclasses.replace(config, balance="tokens")
+    starts = (plain, _plan_global(lengths, layout, by_tokens, cost_model))
+    work = step_work(lengths, layout, config, cost_model)
+    look = search_lockstep if layout.expert_parallel > 1 else search
+    return tuple(tuple(tuple(sorted(samples)) for samples in slots) for slots in look(work, starts))
 
 
 def _plan_local(
     shards: Sequence[Sequence[int]], layout: Layout, config: PlannerConfig, cost_model: CostModel
 ) -> tuple[RankMicroBatches, ...]:
-    packed = [pack_shard(shard, layout, config) for shard in shards]
+    packed = [
+        shape_shard(pack_shard(shard, layout, config), shard, layout, config, cost_model)
+        for shard in shards
+    ]
     count = layout.round_up_num_microbatches(max(map(len, packed)))
     return tuple(
         fill_shard(bins, shard, count, layout, config, cost_model)

@@ -80,7 +80,7 @@ def payload(
         "format": FORMAT,
         "version": VERSION,
         "layout": asdict(layout),
-        "config": asdict(config),
+        "config": _config(config),
         "scope": scope,
         "num_samples": num_samples,
         **({"dropped": list(dropped)} if dropped else {}),
@@ -120,6 +120,15 @@ def check_digest(recorded: str | None, found: str) -> None:
 def recorded_digest(text: str) -> str | None:
     """The digest that a document carries, or None."""
     return load(text).digest
+
+
+def _config(config: PlannerConfig) -> Payload:
+    """The options, without those that came later and are as they were before."""
+    options = asdict(config)
+    for later in ("plan_effort", "max_inflight_tokens"):
+        if options[later] == PlannerConfig.__dataclass_fields__[later].default:
+            del options[later]
+    return options
 
 
 def load(text: str) -> Document:

@@ -1,6 +1,6 @@
 """Planning for samples that stay where they are: what one data-parallel rank does with its shard.
 
-    bins = pack_shard(lengths, layout, config)
+    bins = shape_shard(pack_shard(lengths, layout, config), lengths, layout, config, cost_model)
     count = layout.round_up_num_microbatches(all_reduce_max(len(bins)))
     micro_batches = fill_shard(bins, lengths, count, layout, config, cost_model)
 
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from mcore_batching.planning.assignment import RankMicroBatches, order_slots
 from mcore_batching.planning.bounds import bin_lower_bound
+from mcore_batching.planning.candidates import BestStep
 from mcore_batching.planning.checks import check_lengths
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
@@ -25,7 +26,9 @@ from mcore_batching.planning.padding import (
     padded_sample_tokens,
     row_capacity_tokens,
 )
+from mcore_batching.planning.search import best_slots, evaluate
 from mcore_batching.planning.splitting import split_until
+from mcore_batching.planning.step_work import step_work
 from mcore_batching.planning.weights import micro_batch_weight
 
 
@@ -82,6 +85,40 @@ def pack_shard(lengths: Sequence[int], layout: Layout, config: PlannerConfig) ->
     return packed + [[index] for index in oversize]
 
 
+def shape_shard(
+    bins: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    layout: Layout,
+    config: PlannerConfig,
+    cost_model: CostModel | None = None,
+) -> list[list[int]]:
+    """Bring one rank's micro-batches to the number in which its own pipeline would end first.
+
+    Where the planner does not search, or there is no pipeline, or ranks run in lockstep, the
+    micro-batches stay as they were packed.
+
+    Args:
+        bins: what `pack_shard` gave for this rank.
+        lengths: total length of each sample of the shard [samples], in tokens.
+        layout: as in `pack_shard`.
+        config: as in `pack_shard`.
+        cost_model: the default `CostModel()` if None.
+
+    Returns:
+        micro-batches, no fewer than a packing needs.
+    """
+    if not _shapes_slots(layout, config) or not bins:
+        return [list(samples) for samples in bins]
+    work = step_work(lengths, layout, config, cost_model or CostModel())
+    slots = best_slots(range(len(lengths)), None, work) or []
+    shaped = [sorted(samples) for samples in slots if samples]
+    return shaped if len(shaped) > len(bins) else [list(samples) for samples in bins]
+
+
+def _shapes_slots(layout: Layout, config: PlannerConfig) -> bool:
+    return config.searches and layout.pipeline_parallel > 1 and layout.expert_parallel == 1
+
+
 def _pack(sizes: Sequence[int], capacity: int, config: PlannerConfig) -> list[list[int]]:
     if config.packing == "first-fit":
         return first_fit(sizes, capacity)
@@ -113,9 +150,10 @@ def fill_shard(
         cost_model: the default `CostModel()` if None.
 
     Returns:
-        Exactly `num_microbatches` tuples of sample indices; `()` is a placeholder. Order: real ones
-        by descending weight, placeholders just before the last real one. With `balance="none"` real
-        ones keep the order of packing.
+        Exactly `num_microbatches` tuples of sample indices; `()` is a placeholder. Order: in a
+        pipeline small ones first and last, whatever ends soonest; else real ones by descending
+        weight. Placeholders stand just before the last real one. With `balance="none"` real ones
+        keep the order of packing.
 
     Raises:
         LengthError: there are more `bins` than `num_microbatches`.
@@ -128,4 +166,12 @@ def fill_shard(
     weight = micro_batch_weight(lengths, layout, config, cost_model or CostModel())
     if config.fill == "split":
         bins = split_until(bins, num_microbatches, weight)
-    return order_slots(bins, num_microbatches, None if config.balance == "none" else weight)
+    plain = order_slots(bins, num_microbatches, None if config.balance == "none" else weight)
+    if not _shapes_slots(layout, config) or not lengths:
+        return plain
+    work = step_work(lengths, layout, config, cost_model or CostModel())
+    best = BestStep(work)
+    for slots in (plain, best_slots(range(len(lengths)), num_microbatches, work)):
+        if slots is not None:
+            best.consider(evaluate([[list(samples) for samples in slots]], work))
+    return tuple(tuple(sorted(samples)) for samples in best.result().ranks[0])

@@ -60,9 +60,8 @@ def test_cost_and_tokens_balance_differently() -> None:
 
 def test_a_very_long_sample_gets_light_company() -> None:
     lengths = [1000, 150, 140, 130, 120, 110, 100, 90]
-    step = plan_step(
-        lengths, Layout(data_parallel=2), PlannerConfig(max_tokens_per_gpu=160), PROPORTIONAL
-    )
+    config = PlannerConfig(max_tokens_per_gpu=160, balance="cost")
+    step = plan_step(lengths, Layout(data_parallel=2), config, PROPORTIONAL)
     rank = next(rank for rank in step.micro_batches if any(0 in slot for slot in rank))
     assert sorted(s for slot in rank for s in slot) == [0, 5, 6, 7]
 

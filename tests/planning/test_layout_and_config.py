@@ -117,7 +117,7 @@ def test_a_count_that_is_none_is_refused(count: Any) -> None:
         ),
         (
             {"balance": None},
-            "balance must be one of 'auto', 'cost', 'tokens', 'none', got None; "
+            "balance must be one of 'auto', 'pipeline', 'cost', 'tokens', 'none', got None; "
             "set balance to one of these",
         ),
         (

@@ -39,6 +39,7 @@ NAMES = {
     "row_capacity_tokens",
     "row_multiple_tokens",
     "sample_multiple_tokens",
+    "shape_shard",
     "step_statistics",
 }
 
@@ -60,6 +61,7 @@ SIGNATURES = {
     "row_capacity_tokens": "(layout, config)",
     "row_multiple_tokens": "(layout, config)",
     "sample_multiple_tokens": "(layout, config)",
+    "shape_shard": "(bins, lengths, layout, config, cost_model=None)",
     "step_statistics": "(step, lengths, cost_model=None)",
 }
 
@@ -82,6 +84,8 @@ FIELDS = {
         "on_oversize": "own-bin",
         "pad_each_to": None,
         "pad_total_to": None,
+        "plan_effort": 1500,
+        "max_inflight_tokens": None,
     },
     "CostModel": {
         "linear": 1.0,
@@ -98,7 +102,7 @@ METHODS = {
         "round_up_num_microbatches",
         "sample_alignment_tokens",
     },
-    "PlannerConfig": {"cap_tokens"},
+    "PlannerConfig": {"cap_tokens", "searches"},
     "CostModel": {"micro_batch", "sample"},
     "StepPlan": {"digest", "explain", "from_json", "num_samples", "to_json", "validate"},
     "Plan": {"config", "digest", "explain", "from_json", "layout", "scope", "to_json", "validate"},
@@ -130,7 +134,7 @@ PLAN_FLAGS = {
 
 def test_names() -> None:
     assert set(planning.__all__) == NAMES
-    assert set(mcore_batching.__all__) == NAMES | {"__version__"}
+    assert set(mcore_batching.__all__) == NAMES | {"__version__", "hook", "install"}
     for name in NAMES:
         assert getattr(mcore_batching, name) is getattr(planning, name)
 

@@ -142,7 +142,7 @@ def test_more_micro_batches_than_the_count_is_refused() -> None:
 def test_splitting_many_samples_stays_fast() -> None:
     """20 000 samples of one micro-batch are split down to single ones within a test."""
     lengths = [1 + index % 7 for index in range(20_000)]
-    config = PlannerConfig(max_tokens_per_gpu=10**6)
+    config = PlannerConfig(max_tokens_per_gpu=10**6, balance="cost")
     layout = Layout(data_parallel=2, pipeline_parallel=2, virtual_pipeline=2)
     bins = pack_shard(lengths, layout, config)
     filled = fill_shard(bins, lengths, 20_000, layout, config)

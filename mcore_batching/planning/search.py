@@ -1,0 +1,181 @@
+"""The search for the step that ends first: how many micro-batches, what is in them, in which order,
+on which rank.
+
+A rank's samples are laid out to a *taper* (small micro-batches first and last), ranks are evened
+out by the end of their simulated step instead of by their sums, since the rank that holds a very
+long sample waits for it; then samples are moved and swapped while that ends the slowest rank
+sooner.
+
+Guarantees: the cap holds; the result never ends later than a plan it is given to begin with; the
+same input and effort give the same result, because effort counts simulated passes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+
+from mcore_batching.planning.candidates import BestStep, Candidate
+from mcore_batching.planning.improvement import improve
+from mcore_batching.planning.step_work import Slots, StepWork
+from mcore_batching.planning.sums import ordered_sum
+from mcore_batching.planning.taper import fill_slots, profile
+
+RESERVED_FOR_IMPROVEMENT = 0.5
+"""Share of the effort that is kept for moving single samples."""
+ROUNDS_OF_BALANCING = 4
+MOST_SLOTS_A_STAGE = 16
+"""Beyond this many micro-batches for each stage, less than a sixteenth of the step is bubble."""
+
+
+Shape = tuple[int, int, int]
+"""Number of slots, over how many they rise, over how many they fall."""
+
+
+def search(work: StepWork, starts: Iterable[Sequence[Sequence[Sequence[int]]]]) -> list[Slots]:
+    """Look for the step that ends first.
+
+    Args:
+        work: the step; its effort is used up.
+        starts: legal plans [ranks][slots]; the result ends no later than any of them.
+
+    Returns:
+        every rank's slots, the same number for each.
+
+    Raises:
+        ConfigError: nothing was found that holds no more tokens in flight than may be.
+    """
+    reserved = int(work.effort * RESERVED_FOR_IMPROVEMENT)
+    best = BestStep(work)
+    for start in starts:
+        best.consider(evaluate([[list(samples) for samples in slots] for slots in start], work))
+    order = sorted(range(len(work.costs)), key=lambda sample: (-work.costs[sample], sample))
+    even = _deal(order, work.costs, [0.0] * work.layout.data_parallel)
+    for shape in _promising_shapes(even, work, reserved) if order else ():
+        for candidate in _balanced(order, even, shape, work):
+            best.consider(candidate)
+            if work.effort <= reserved:
+                break
+        if work.effort <= reserved and best.found:
+            break
+    found = best.result()
+    improve(found.ranks, found.ends, work)
+    return found.ranks
+
+
+def best_slots(samples: Sequence[int], count: int | None, work: StepWork) -> Slots | None:
+    """The slots in which one rank's step ends first, looked for among tapers alone.
+
+    Args:
+        samples: the rank's samples.
+        count: how many slots; None: as many as are best.
+        work: costs, tokens, the cap and the layout.
+
+    Returns:
+        the slots; None if no taper holds the samples.
+    """
+    order = sorted(samples, key=lambda sample: (-work.costs[sample], sample))
+    counts = _counts(order, work) if count is None else [count]
+    found: tuple[float, Slots] | None = None
+    for shape in _shapes(counts, work.layout.pipeline_parallel):
+        if found and work.spent:
+            break
+        slots = fill_slots(order, profile(*shape), work)
+        if slots is None or not work.fits_in_memory(slots):
+            continue
+        end = work.time(work.slot_costs(slots))
+        if found is None or end < found[0]:
+            found = (end, slots)
+    return found[1] if found else None
+
+
+def evaluate(ranks: list[Slots], work: StepWork) -> Candidate:
+    """A step with its ends."""
+    return Candidate(ranks, [work.time(work.slot_costs(slots)) for slots in ranks])
+
+
+def _promising_shapes(even: Sequence[Sequence[int]], work: StepWork, reserved: int) -> list[Shape]:
+    """Shapes in the order of how soon they end the rank with the costliest sample, and that with
+    the most samples."""
+    costliest = min(
+        range(len(even)), key=lambda r: (-max((work.costs[i] for i in even[r]), default=0.0), r)
+    )
+    fullest = min(range(len(even)), key=lambda r: (-len(even[r]), r))
+    judges = [even[rank] for rank in sorted({costliest, fullest})]
+    ranked: list[tuple[float, Shape]] = []
+    for shape in _shapes(_counts(max(even, key=len), work), work.layout.pipeline_parallel):
+        if ranked and work.effort <= 2 * reserved - reserved // 2:
+            break
+        ends = []
+        for samples in judges:
+            slots = fill_slots(samples, profile(*shape), work)
+            if slots is None:
+                break
+            ends.append(work.time(work.slot_costs(slots)))
+        else:
+            ranked.append((max(ends), shape))
+    return [shape for _, shape in sorted(ranked)]
+
+
+def _counts(samples: Sequence[int], work: StepWork) -> list[int]:
+    """Numbers of slots to try: from the fewest that can hold the samples, in steps of a seventh."""
+    tokens = sum(work.tokens[sample] for sample in samples if sample not in work.alone)
+    alone = sum(sample in work.alone for sample in samples)
+    layout = work.layout
+    count = layout.round_up_num_microbatches(-(-tokens // work.capacity) + alone)
+    if layout.pipeline_parallel == 1:
+        # No bubble to shrink: further micro-batches only cost more.
+        return [layout.round_up_num_microbatches(count + extra) for extra in range(3)]
+    useful = max(count, MOST_SLOTS_A_STAGE * layout.pipeline_parallel)
+    most = layout.round_up_num_microbatches(max(min(len(samples), useful), count))
+    counts = [count]
+    while counts[-1] < most:
+        counts.append(layout.round_up_num_microbatches(max(counts[-1] + 1, counts[-1] * 8 // 7)))
+    return counts
+
+
+def _shapes(counts: Iterable[int], stages: int) -> Iterator[Shape]:
+    for count in counts:
+        yield count, 0, 0
+        if stages > 1:
+            for rise, fall in ((1, 1), (2, 2), (3, 3), (1, 2), (2, 1), (3, 2), (1, 0), (0, 1)):
+                if max(rise, fall) * stages <= count:
+                    yield count, rise * stages, fall * stages
+
+
+def _balanced(
+    order: Sequence[int], even: list[list[int]], shape: Shape, work: StepWork
+) -> Iterator[Candidate]:
+    """Steps of one shape, each round dealing less to the ranks that ended late in the last."""
+    ranks, head_start = even, [0.0] * len(even)
+    sizes = profile(*shape)
+    passes = 1.0 if work.forward_only else 1.0 + work.cost_model.backward_ratio
+    for _ in range(ROUNDS_OF_BALANCING):
+        filled = []
+        for samples in ranks:
+            slots = fill_slots(samples, sizes, work)
+            if slots is None:
+                return
+            filled.append(slots)
+        candidate = evaluate(filled, work)
+        yield candidate
+        mean = ordered_sum(candidate.ends) / len(ranks)
+        late = [0.7 * (end - mean) / passes for end in candidate.ends]
+        head_start = [before + more for before, more in zip(head_start, late, strict=True)]
+        least = min(head_start)
+        head_start = [each - least for each in head_start]
+        ranks = _deal(order, work.costs, head_start)
+
+
+def _deal(
+    order: Sequence[int], costs: Sequence[float], head_start: Sequence[float]
+) -> list[list[int]]:
+    """Samples, costliest first, to the rank with the least work; ties to the lowest rank."""
+    dealt: list[list[int]] = [[] for _ in head_start]
+    lightest = [(load, rank) for rank, load in enumerate(head_start)]
+    heapq.heapify(lightest)
+    for sample in order:
+        load, rank = lightest[0]
+        dealt[rank].append(sample)
+        heapq.heapreplace(lightest, (load + costs[sample], rank))
+    return dealt

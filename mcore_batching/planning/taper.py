@@ -1,0 +1,102 @@
+"""Slots filled to a profile: small at both ends of the step, full in between.
+
+A pipeline idles while its first micro-batches travel down and its last ones travel back; both
+times shrink with the size of those micro-batches. A profile says how large each slot is to be
+relative to the others; samples, costliest first, go to the slot that lacks most.
+
+Guarantees: every sample is in one slot; the cap holds; a sample over the cap is alone; a slot is
+empty only if no other holds two samples, and then it is not the last.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from mcore_batching.planning.step_work import Slots, StepWork
+from mcore_batching.planning.sums import ordered_sum
+
+Profile = list[float]
+LOWEST = 0.1
+"""Size of the first and the last slot relative to a full one."""
+
+
+def profile(num_slots: int, rise: int, fall: int) -> Profile:
+    """Relative sizes that grow over `rise` slots and shrink over the last `fall`.
+
+    With 6 slots, rise 3 and fall 2: 0.1, 0.4, 0.7, 1, 0.55, 0.1.
+    """
+    return [
+        LOWEST
+        + (1.0 - LOWEST)
+        * min(
+            slot / rise if slot < rise else 1.0,
+            (num_slots - 1 - slot) / fall if num_slots - 1 - slot < fall else 1.0,
+        )
+        for slot in range(num_slots)
+    ]
+
+
+def fill_slots(samples: Sequence[int], sizes: Profile, work: StepWork) -> Slots | None:
+    """Fill a rank's slots.
+
+    Args:
+        samples: the rank's samples, costliest first.
+        sizes: relative size of each slot [slots].
+        work: costs, tokens and the cap.
+
+    Returns:
+        the slots; None if the samples do not fit into so many.
+    """
+    work.effort -= 4 * len(samples)
+    costs, tokens, capacity = work.costs, work.tokens, work.capacity
+    total = ordered_sum(costs[sample] for sample in samples)
+    sum_of_sizes = ordered_sum(sizes)
+    # Most lacking first; the lowest slot wins ties.
+    lacking = [(-total * size / sum_of_sizes, slot) for slot, size in enumerate(sizes)]
+    heapq.heapify(lacking)
+    room = [capacity] * len(sizes)
+    slots: Slots = [[] for _ in sizes]
+    for sample in samples:
+        needed = tokens[sample]
+        alone = sample in work.alone
+        passed_over = []
+        while lacking:
+            lack, slot = heapq.heappop(lacking)
+            if room[slot] == capacity if alone else room[slot] >= needed:
+                break
+            passed_over.append((lack, slot))
+        else:
+            return None
+        slots[slot].append(sample)
+        room[slot] = -1 if alone else room[slot] - needed
+        heapq.heappush(lacking, (lack + costs[sample], slot))
+        for entry in passed_over:
+            heapq.heappush(lacking, entry)
+    return settle(slots, work)
+
+
+def settle(slots: Slots, work: StepWork) -> Slots:
+    """Slots without needless placeholders.
+
+    Each empty slot takes the cheapest sample of the costliest slot that holds two or more; those
+    that stay empty move before the last real one.
+    """
+    empty = [number for number, samples in enumerate(slots) if not samples]
+    if not empty:
+        return slots
+    for number in empty:
+        shared = [
+            (-ordered_sum(work.costs[sample] for sample in samples), other)
+            for other, samples in enumerate(slots)
+            if len(samples) > 1
+        ]
+        if not shared:
+            break
+        giver = slots[min(shared)[1]]
+        cheapest = min(giver, key=lambda sample: (work.costs[sample], sample))
+        giver.remove(cheapest)
+        slots[number].append(cheapest)
+    real = [samples for samples in slots if samples]
+    placeholders: Slots = [[] for _ in range(len(slots) - len(real))]
+    return [*real[:-1], *placeholders, *real[-1:]]

@@ -1,0 +1,309 @@
+"""What `mcore_batching.hook` replaces, what it refuses, and the way back. One process, no groups."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import mcore_batching
+from mcore_batching.megatron import framework
+from mcore_batching.megatron.hook import NAMES, HookError
+from mcore_batching.megatron.uncounted import uncounted
+
+SOURCES = {
+    "get_data_iterator": "def get_data_iterator(args, model, rollout_data): return 'own'",
+    "forward_only": (
+        "def forward_only(f, args, model, data_iterator, num_microbatches, store_prefix=''):"
+        " return 'own'"
+    ),
+    "get_batch": (
+        "def get_batch(data_iterator: object, keys: list[str], pad_multiplier: int = 128,"
+        " qkv_format: str = 'thd', allgather_cp: bool = False) -> dict: return 'own'"
+    ),
+}
+
+
+def module(name: str, *names: str, **sources: str) -> ModuleType:
+    """A module with functions of these names, as they are expected or as given."""
+    made = ModuleType(name)
+    for each in names:
+        exec(SOURCES[each], vars(made))
+    for source in sources.values():
+        exec(source, vars(made))
+    return made
+
+
+@pytest.fixture
+def registered() -> Iterator[Callable[[ModuleType], ModuleType]]:
+    """Puts modules where imported ones are, until the end of the test."""
+    names: list[str] = []
+
+    def register(made: ModuleType) -> ModuleType:
+        sys.modules[made.__name__] = made
+        names.append(made.__name__)
+        return made
+
+    yield register
+    for name in names:
+        del sys.modules[name]
+
+
+def test_replaces_all_three_and_puts_them_back() -> None:
+    made = module("rl.batching", *NAMES)
+    before = {name: getattr(made, name) for name in NAMES}
+    hooked = mcore_batching.hook(made)
+    assert hooked.hooked == [f"rl.batching.{name}" for name in NAMES]
+    assert str(hooked) == f"mcore_batching: hooked {', '.join(hooked.hooked)}"
+    assert all(getattr(made, name) is not before[name] for name in NAMES)
+    hooked.undo()
+    assert all(getattr(made, name) is before[name] for name in NAMES)
+    assert hooked.hooked == []
+    assert str(hooked) == "mcore_batching: hooked nothing"
+
+
+def test_the_replacements_are_the_engines() -> None:
+    made = module("rl.batching", *NAMES)
+    with mcore_batching.hook(made), pytest.raises(ValueError, match="qkv_format='bshd'"):
+        made.get_batch(None, [], qkv_format="bshd")
+    with mcore_batching.hook(made), pytest.raises(ValueError, match="expected an iterator"):
+        made.forward_only(None, None, [], [[]], [])
+    assert made.get_batch(None, []) == "own"
+
+
+def test_undo_is_a_call_a_method_and_the_end_of_a_block_and_once_is_enough() -> None:
+    made = module("rl.batching", *NAMES)
+    before = made.get_batch
+    for end in (lambda h: h(), lambda h: h.undo(), lambda h: h.__exit__(None, None, None)):
+        hooked = mcore_batching.hook(made)
+        assert made.get_batch is not before
+        end(hooked)
+        assert made.get_batch is before
+        made.get_batch = None  # somebody else's business by now
+        end(hooked)
+        assert made.get_batch is None
+        made.get_batch = before
+
+
+def test_what_somebody_replaced_since_is_left_alone() -> None:
+    made = module("rl.batching", *NAMES)
+    hooked = mcore_batching.hook(made)
+    made.get_batch = wrapper = lambda *arguments: None
+    hooked.undo()
+    assert made.get_batch is wrapper
+    assert made.forward_only() == "own" if False else callable(made.forward_only)
+
+
+def test_second_names_of_the_same_function_are_replaced_and_put_back(
+    registered: Callable[[ModuleType], ModuleType],
+) -> None:
+    """``from .data import get_batch``, before the hook and while it lasts."""
+    data = module("rl.data", "get_data_iterator", "get_batch")
+    model = module("rl.model", "forward_only")
+    model.get_batch = data.get_batch
+    actor = registered(ModuleType("rl_actor"))
+    actor.get_data_iterator, actor.forward_only = data.get_data_iterator, model.forward_only
+    actor.get_batch = other = lambda: "another function of that name"
+    own = data.get_batch
+    hooked = mcore_batching.hook(data, model)
+    assert model.get_batch is data.get_batch is not own
+    assert actor.get_data_iterator is data.get_data_iterator
+    assert actor.forward_only is model.forward_only
+    assert actor.get_batch is other
+    assert set(hooked.hooked) == {
+        *("rl.data.get_data_iterator", "rl_actor.get_data_iterator"),
+        *("rl.model.forward_only", "rl_actor.forward_only"),
+        *("rl.data.get_batch", "rl.model.get_batch"),
+    }
+    late = registered(ModuleType("rl_late"))
+    late.get_batch = data.get_batch
+    hooked.undo()
+    assert model.get_batch is data.get_batch is late.get_batch is own
+    assert actor.get_data_iterator is data.get_data_iterator
+    assert actor.get_data_iterator(None, None, None) == "own"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_three_or_none(name: str) -> None:
+    made = module("rl.data", *(each for each in NAMES if each != name))
+    before = dict(vars(made))
+    with pytest.raises(HookError) as caught:
+        mcore_batching.hook(made)
+    assert str(caught.value) == (
+        f"{name} is in none of the modules given (rl.data), and get_data_iterator, forward_only, "
+        "get_batch work only together: give the module that has it as well, hook(data, model)"
+    )
+    assert dict(vars(made)) == before
+
+
+DIFFERENT = {
+    "another name": (
+        "get_data_iterator",
+        "def get_data_iterator(args, model, batch): ...",
+        "expected get_data_iterator(args, model, rollout_data), found "
+        "get_data_iterator(args, model, batch): parameter 3 is batch and not rollout_data",
+    ),
+    "another order": (
+        "forward_only",
+        "def forward_only(args, f, model, data_iterator, num_microbatches, store_prefix=''): ...",
+        "parameter 1 is args and not f",
+    ),
+    "another default": (
+        "get_batch",
+        "def get_batch(data_iterator, keys, pad_multiplier=64): ...",
+        "parameter 3 is pad_multiplier=64 and not pad_multiplier=128",
+    ),
+    "no default": (
+        "forward_only",
+        "def forward_only(f, args, model, data_iterator, num_microbatches, store_prefix): ...",
+        "parameter 6 is store_prefix and not store_prefix=''",
+    ),
+    "keyword only": (
+        "get_batch",
+        "def get_batch(data_iterator, *, keys): ...",
+        "parameter 2 is keys and not keys",
+    ),
+    "one more": (
+        "get_batch",
+        "def get_batch(data_iterator, keys, pad_multiplier=128, qkv_format='thd',"
+        " allgather_cp=False, dsa=False): ...",
+        "there is a further parameter dsa=False",
+    ),
+    "one less": (
+        "get_data_iterator",
+        "def get_data_iterator(args, model): ...",
+        "there is no parameter rollout_data",
+    ),
+    "no function": (
+        "get_batch",
+        "class get_batch: ...",
+        "expected a function get_batch(data_iterator, keys, pad_multiplier=128, "
+        "qkv_format='thd', allgather_cp=False), found a type",
+    ),
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENT)
+def test_another_signature_is_refused_with_the_difference(difference: str) -> None:
+    name, source, message = DIFFERENT[difference]
+    made = module("rl.batching", *(each for each in NAMES if each != name), different=source)
+    before = dict(vars(made))
+    with pytest.raises(HookError) as caught:
+        mcore_batching.hook(made)
+    assert str(caught.value).startswith(f"rl.batching.{name} cannot be replaced: ")
+    assert message in str(caught.value)
+    assert dict(vars(made)) == before  # nothing was replaced before all were checked
+    assert isinstance(caught.value, ValueError)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (type(again), str(again)) == (HookError, str(caught.value))
+
+
+@pytest.mark.parametrize(
+    "signature", ["(data_iterator, keys)", "(data_iterator, keys, pad_multiplier=128)"]
+)
+def test_older_versions_lack_parameters_with_defaults(signature: str) -> None:
+    rest = (each for each in NAMES if each != "get_batch")
+    made = module("rl.batching", *rest, older=f"def get_batch{signature}: return 'own'")
+    with mcore_batching.hook(made) as hooked:
+        assert len(hooked.hooked) == 3
+    assert made.get_batch(None, []) == "own"
+
+
+def test_a_decorated_function_is_read_through_its_decorator() -> None:
+    made = module("rl.batching", *NAMES)
+    made.forward_only = torch.no_grad()(made.forward_only)
+    with mcore_batching.hook(made):
+        assert str(inspect.signature(made.forward_only)) == (
+            "(f, args, model, data_iterator, num_microbatches, store_prefix='')"
+        )
+
+
+def test_a_module_is_hooked_once() -> None:
+    made = module("rl.batching", *NAMES)
+    with mcore_batching.hook(made):
+        with pytest.raises(HookError, match=r"rl\.batching\.get_data_iterator is hooked already"):
+            mcore_batching.hook(made)
+    mcore_batching.hook(made).undo()
+
+
+def test_only_modules_are_taken() -> None:
+    with pytest.raises(HookError, match=r"expected modules, got 'slime\.data': import it"):
+        mcore_batching.hook("slime.data")  # type: ignore[arg-type]
+    with pytest.raises(HookError, match="none was given"):
+        mcore_batching.hook()
+
+
+def test_the_schema_reaches_the_iterators(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(
+        framework,
+        "get_data_iterator",
+        lambda args, model, rollout_data, *, schema: given.update(
+            arguments=(args, model, rollout_data), schema=schema
+        ),
+    )
+    schema = mcore_batching.batch.DEFAULT_SCHEMA.declare(
+        "bonus", mcore_batching.batch.Kind.PER_SAMPLE
+    )
+    made = module("rl.batching", *NAMES)
+    with mcore_batching.hook(made, schema=schema):
+        made.get_data_iterator(1, 2, rollout_data=3)
+    assert given == {"arguments": (1, 2, 3), "schema": schema}
+
+
+def test_importing_the_package_does_not_import_what_hook_needs() -> None:
+    code = "import sys, mcore_batching; mcore_batching.hook, mcore_batching.install; "
+    code += "print([name for name in ('torch', 'megatron') if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def denominators(mask: torch.Tensor) -> torch.Tensor:
+    """What loss functions do with a loss mask: at least one token a sample."""
+    return torch.clamp_min(mask.sum(), 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.bool])
+def test_an_uncounted_mask_adds_nothing_to_a_sum_of_counts(dtype: torch.dtype) -> None:
+    count = denominators(uncounted(torch.zeros(0, dtype=dtype)))
+    total = sum([count])
+    assert type(total) is torch.Tensor
+    assert total == 0
+    assert sum([denominators(torch.ones(3)), count]) == 3
+    assert torch.tensor([total, 2.0]).tolist() == [0.0, 2.0]
+    accumulated = torch.zeros([], dtype=torch.int)  # what Megatron's schedules do with it
+    accumulated += sum([denominators(uncounted(torch.zeros(0, dtype=torch.int32)))])
+    assert accumulated == 0
+    assert torch.clamp(uncounted(torch.zeros(0, dtype=dtype)).sum(), min=1) + 0 == 0
+
+
+def test_an_uncounted_mask_divides_by_one() -> None:
+    mask = uncounted(torch.zeros(0, dtype=torch.int32))
+    values = torch.zeros(0, requires_grad=True)
+    mean = (values * mask).sum() / denominators(mask)
+    assert type(mean) is torch.Tensor
+    assert mean == 0
+    mean.backward()
+    assert values.grad is not None
+    assert torch.tensor(3.0) / denominators(mask) == 3
+
+
+def test_an_uncounted_mask_is_else_an_empty_mask() -> None:
+    mask = uncounted(torch.zeros(0, dtype=torch.int32))
+    assert mask.dtype == torch.int32
+    assert len(mask) == mask.numel() == 0
+    for made in (mask[0:0], mask.float(), torch.cat([mask, torch.ones(2)]), mask.sum(dim=0) + 1):
+        assert type(made) is torch.Tensor
+    assert torch.cat([mask, torch.ones(2)]).tolist() == [1.0, 1.0]
+    assert mask.sum().item() == 0
+    with pytest.raises(ValueError, match=r"got one of shape \[2\]"):
+        uncounted(torch.ones(2))
