@@ -18,6 +18,7 @@ from typing import Any, get_args
 from mcore_batching import report
 from mcore_batching._version import __version__
 from mcore_batching.planning import (
+    CostModel,
     InvariantError,
     Layout,
     Plan,
@@ -47,6 +48,8 @@ _FLAG_OF_ARGUMENT = {
     "samples_per_step": "--samples-per-step",
     "groups_per_step": "--groups-per-step",
     "last=": "--last-groups ",
+    "plan_effort": "--plan-effort",
+    "max_inflight_tokens": "--max-inflight-tokens",
 }
 _LENGTHS_HELP = (
     "lengths in tokens: a text file with one integer a line, a .csv or .jsonl file (with "
@@ -112,7 +115,11 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         ("on_oversize", "a sample over the cap runs alone, or is an error"),
         ("fill", "split micro-batches before adding placeholders, or never split"),
         ("packing", "auto takes the one of the others that needs fewer micro-batches"),
-        ("balance", "what is evened out over ranks; auto is cost"),
+        (
+            "balance",
+            "what the plan is made for: the pipeline's end, or full micro-batches evened out by "
+            "cost or tokens; auto is pipeline",
+        ),
     ):
         parser.add_argument(
             f"--{option.replace('_', '-')}",
@@ -120,6 +127,26 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
             default=_default(PlannerConfig, option),
             help=f"{help_text} (default: %(default)s)",
         )
+    parser.add_argument(
+        "--plan-effort",
+        type=int,
+        default=_default(PlannerConfig, "plan_effort"),
+        metavar="N",
+        help="how long to search: simulated passes of a micro-batch for each sample of a step "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-inflight-tokens",
+        type=int,
+        metavar="N",
+        help="most padded tokens whose activations the first pipeline stage may hold at a time",
+    )
+    parser.add_argument(
+        "--cost-model",
+        metavar="FILE",
+        help="JSON of what samples and micro-batches cost, as `calibrate` writes it (default: "
+        "L + L²/24576 tokens a sample of L tokens, 256 a micro-batch, backward twice forward)",
+    )
     parser.add_argument("--out", metavar="PLAN.json", help="write the plan to this file")
     parser.set_defaults(run=_plan)
 
@@ -163,13 +190,17 @@ def _plan(options: argparse.Namespace) -> int:
     config = PlannerConfig(
         max_tokens_per_gpu=options.max_tokens_per_gpu,
         **{option: getattr(options, option) for option in CHOICES},
+        plan_effort=options.plan_effort,
+        max_inflight_tokens=options.max_inflight_tokens,
     )
+    cost_model = CostModel.from_json(_read(options.cost_model)) if options.cost_model else None
     groups = _read_groups(options)
     lengths = read_lengths(options.lengths, options.column)
     plan = plan_batch(
         lengths,
         layout,
         config,
+        cost_model,
         samples_per_step=options.samples_per_step,
         groups=groups,
         groups_per_step=options.groups_per_step,

@@ -26,13 +26,15 @@ STEP_COLUMNS = (
     "oversize",
     "rank balance",
     "slot balance",
+    "time/floor",
 )
 
 STEP_LEGEND = """\
 token fill    tokens of samples / (cap x micro-batches of all ranks, placeholders included)
 padding       share of padding in the tokens of micro-batches that hold samples
 rank balance  cost of the heaviest rank / mean over ranks; 1 is even
-slot balance  costliest micro-batch of each slot, added up / mean over ranks; 1 is even"""
+slot balance  costliest micro-batch of each slot, added up / mean over ranks; 1 is even
+time/floor    predicted end of the step / a time before which no plan's step ends"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,7 @@ def _step_row(name: str, step: StepStatistics) -> tuple[str, ...]:
         str(step.num_oversize),
         f"{step.rank_balance:.3f}",
         f"{step.slot_balance:.3f}",
+        f"{step.time_over_floor:.3f}",
     )
 
 

@@ -44,9 +44,24 @@ def add_dynamic_batch_arguments(parser: argparse.ArgumentParser) -> argparse.Arg
     )
     add(
         f"{PREFIX}balance",
-        choices=["auto", "cost", "tokens", "none"],
+        choices=["auto", "pipeline", "cost", "tokens", "none"],
         default="auto",
-        help="what is balanced when micro-batches are split, ordered and assigned",
+        help="what the plan is made for: the end of the pipeline's step (auto), or micro-batches "
+        "packed full and evened out by cost or tokens",
+    )
+    add(
+        f"{PREFIX}plan-effort",
+        type=int,
+        default=1500,
+        metavar="N",
+        help="how long to search for a plan: simulated passes of a micro-batch for each sample",
+    )
+    add(
+        f"{PREFIX}max-inflight-tokens",
+        type=int,
+        default=None,
+        metavar="TOKENS",
+        help="most padded tokens whose activations the first pipeline stage may hold at a time",
     )
     add(
         f"{PREFIX}fill",
@@ -119,6 +134,8 @@ def planner_config(args: Any) -> PlannerConfig:
         "on_oversize": "own-bin",
         "pad_each_to": None,
         "pad_total_to": None,
+        "plan_effort": 1500,
+        "max_inflight_tokens": None,
     }
     chosen = {name: getattr(args, f"dynamic_batch_{name}", was) for name, was in defaults.items()}
     return PlannerConfig(max_tokens_per_gpu=args.max_tokens_per_gpu, **chosen)

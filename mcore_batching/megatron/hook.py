@@ -183,11 +183,13 @@ def _positional(signature: inspect.Signature) -> list[inspect.Parameter]:
 
 
 def _bare(parameter: inspect.Parameter) -> str:
-    return str(parameter.replace(annotation=inspect.Parameter.empty))
+    bare = str(parameter.replace(annotation=parameter.empty))
+    return f"keyword-only {bare}" if parameter.kind is parameter.KEYWORD_ONLY else bare
 
 
 def _shown(where: str, parameters: Sequence[inspect.Parameter]) -> str:
-    return f"{where.rpartition('.')[2]}({', '.join(_bare(each) for each in parameters)})"
+    bare = [each.replace(annotation=each.empty) for each in parameters]
+    return f"{where.rpartition('.')[2]}{inspect.Signature(bare)}"
 
 
 def _in_place_of(original: Function, ours: Function) -> Function:
@@ -201,7 +203,7 @@ def _in_place_of(original: Function, ours: Function) -> Function:
 
 def _holders(modules: Sequence[ModuleType], name: str, function: Function) -> Iterator[ModuleType]:
     """The given and all loaded modules that have this very function under this name."""
-    given_first = dict.fromkeys([*modules, *list(sys.modules.values())])
-    for module in given_first:
-        if isinstance(module, ModuleType) and vars(module).get(name) is function:
+    loaded = [each for each in list(sys.modules.values()) if isinstance(each, ModuleType)]
+    for module in dict.fromkeys([*modules, *loaded]):
+        if vars(module).get(name) is function:
             yield module

@@ -1,6 +1,7 @@
-"""Lower bounds on how few bins any packing can need.
+"""Lower bounds: on how few bins any packing can need, on how soon any plan's step can end.
 
-Guarantees: no packing of the sizes uses fewer bins than `bin_lower_bound`.
+Guarantees: no packing of the sizes uses fewer bins than `bin_lower_bound`; no plan that keeps to
+the cap ends its step sooner than `step_time_floor`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
+from mcore_batching.planning.config import PlannerConfig
+from mcore_batching.planning.cost import CostModel
 from mcore_batching.planning.errors import ItemTooLargeError
+from mcore_batching.planning.layout import Layout
+from mcore_batching.planning.padding import padded_sample_tokens, row_capacity_tokens
+from mcore_batching.planning.sums import ordered_sum
 
 
 def bin_lower_bound(sizes: Sequence[int], capacity: int) -> int:
@@ -46,3 +52,45 @@ def bin_lower_bound(sizes: Sequence[int], capacity: int) -> int:
         further = max(0, -(-(small_tokens - room_beside_large) // capacity)) if capacity else 0
         best = max(best, num_items - first_large + further)
     return best
+
+
+def step_time_floor(
+    lengths: Sequence[int],
+    layout: Layout,
+    config: PlannerConfig,
+    cost_model: CostModel,
+    *,
+    forward_only: bool = False,
+) -> float:
+    """A time before which no plan's step can end, stages being equal.
+
+    The larger of two: the mean work of a rank, in the fewest micro-batches that can hold it, with
+    the shortest way of a first micro-batch down to the last stage and of a last one back; and the
+    way of the longest sample through all stages and back.
+
+    Args:
+        lengths: total length of each sample of the step [samples], in tokens.
+        layout: the job's layout.
+        config: gives the cap.
+        cost_model: what micro-batches cost.
+        forward_only: no backward passes.
+
+    Returns:
+        time in units of cost.
+
+    Raises:
+        ConfigError: the cap leaves no room for a single token.
+    """
+    capacity = row_capacity_tokens(layout, config)
+    stages, ranks = layout.pipeline_parallel, layout.data_parallel
+    passes = 1.0 if forward_only else 1.0 + cost_model.backward_ratio
+    tokens = [padded_sample_tokens(length, layout, config) for length in lengths]
+    alone = sum(padded > capacity for padded in tokens)
+    packed = sum(padded for padded in tokens if padded <= capacity)
+    fewest = layout.round_up_num_microbatches(-(-(alone + -(-packed // capacity)) // ranks))
+    costs = [cost_model.sample(length) for length in lengths]
+    fixed = cost_model.per_micro_batch
+    work = ordered_sum(costs) / ranks + fewest * fixed
+    way = (stages - 1) * fixed / layout.virtual_pipeline
+    longest = stages * (max(costs, default=0.0) + fixed)
+    return passes * max(work + way, longest)

@@ -10,12 +10,17 @@ a fixed order are used.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 
+from mcore_batching.planning.checks import at_least
 from mcore_batching.planning.errors import ConfigError
 from mcore_batching.planning.sums import ordered_sum
+
+_ALSO_WRITTEN = {"seconds_per_unit", "mean_relative_error", "max_relative_error", "measured_on"}
+"""What `mcore-batching calibrate` notes beside the coefficients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +39,9 @@ class CostModel:
     """Cost of a micro-batch, whatever it holds."""
     backward_ratio: float = 2.0
     """Cost of a backward pass over that of its forward pass."""
+    window: int | None = None
+    """Tokens that each token attends to at most, itself included (a sliding window); None: all
+    before it."""
 
     def __post_init__(self) -> None:
         """Check that each coefficient is a finite number of 0 or more."""
@@ -46,10 +54,107 @@ class CostModel:
                     f"{name} must be finite and 0 or more, got {value}; set {name} accordingly"
                 )
             object.__setattr__(self, name, float(value))
+        if self.window is not None:
+            object.__setattr__(self, "window", at_least("window", self.window, 1, ConfigError))
+
+    @classmethod
+    def from_model(
+        cls,
+        *,
+        hidden: int,
+        ffn: int,
+        layers: int,
+        heads: int,
+        groups: int | None = None,
+        head_dim: int | None = None,
+        vocab: int = 0,
+        gated: bool = True,
+        experts_per_token: int = 1,
+        shared_ffn: int = 0,
+        causal: bool = True,
+        window: int | None = None,
+        recompute: bool = False,
+        per_micro_batch: float = 256.0,
+    ) -> CostModel:
+        """The cost model of a transformer's shape, from its multiplications.
+
+        A token costs 2 operations for each weight that it meets; a pair of tokens in attention
+        2 for the score and 2 for the sum, of each head's size, half of the pairs being masked where
+        attention is causal (Narayanan et al. 2021, appendix, without the causal half). All costs
+        are relative to a token outside attention, so what they are in seconds does not matter.
+
+        Args:
+            hidden: size of the residual stream.
+            ffn: inner size of the feed-forward layer, of one expert with a mixture.
+            layers: of the whole model.
+            heads: query heads.
+            groups: key-value heads; None: as many as query heads.
+            head_dim: size of a head; None: hidden / heads.
+            vocab: entries of the output layer; 0 leaves it out.
+            gated: whether the feed-forward layer has a gate (SwiGLU).
+            experts_per_token: experts that a token is sent to.
+            shared_ffn: inner size of experts that every token is sent to.
+            causal: whether a token sees earlier ones alone.
+            window: tokens that each token sees at most; None: no bound.
+            recompute: whether activations are computed anew before a backward pass.
+            per_micro_batch: cost of a micro-batch, whatever it holds, in tokens.
+
+        Raises:
+            ConfigError: a size is no integer, or below 1 (0 for `vocab` and `shared_ffn`).
+        """
+        sizes = {"hidden": hidden, "ffn": ffn, "layers": layers, "heads": heads}
+        sizes |= {"experts_per_token": experts_per_token, "groups": groups or heads}
+        sizes |= {"head_dim": head_dim or hidden // max(heads, 1)}
+        for name, size in sizes.items():
+            at_least(name, size, 1, ConfigError)
+        for name, size in (("vocab", vocab), ("shared_ffn", shared_ffn)):
+            at_least(name, size, 0, ConfigError)
+        dim = sizes["head_dim"]
+        projections = hidden * dim * (2 * heads + 2 * sizes["groups"])
+        feed_forward = (3 if gated else 2) * hidden * (experts_per_token * ffn + shared_ffn)
+        weights = layers * (projections + feed_forward) + hidden * vocab
+        pairs = 2 * layers * heads * dim
+        seen = 0.5 if causal else 1.0
+        return cls(
+            linear=1.0,
+            quadratic=seen * pairs / weights,
+            per_micro_batch=per_micro_batch,
+            backward_ratio=3.0 if recompute else 2.0,
+            window=window,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> CostModel:
+        """The cost model that `to_json` wrote.
+
+        Raises:
+            ConfigError: text that is none.
+        """
+        try:
+            raw = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(
+                f"expected a cost model in JSON, got text that is none: {error}"
+            ) from None
+        known = {option.name for option in fields(cls)}
+        if not isinstance(raw, dict) or not set(raw) <= known | _ALSO_WRITTEN:
+            raise ConfigError(
+                f"expected a JSON object with {', '.join(sorted(known))}, got {text!r:.80}; write "
+                "one with `mcore-batching calibrate --out` or CostModel.to_json"
+            )
+        return cls(**{name: value for name, value in raw.items() if name in known})
+
+    def to_json(self) -> str:
+        """The cost model as a JSON object."""
+        return json.dumps(asdict(self), indent=1)
 
     def sample(self, length: int) -> float:
         """Forward cost of one sample of `length` tokens."""
-        return self.linear * length + self.quadratic * (length * length)
+        pairs = length * length
+        if self.window is not None and length > self.window:
+            # Of n(n+1)/2 pairs, those more than a window apart are never computed.
+            pairs -= (length - self.window) * (length - self.window)
+        return self.linear * length + self.quadratic * pairs
 
     def micro_batch(self, lengths: Iterable[int]) -> float:
         """Forward cost of a micro-batch that holds samples of these lengths [samples], in

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from mcore_batching.planning.advice import what_holds_back, what_would_help
 from mcore_batching.planning.bounds import bin_lower_bound
 from mcore_batching.planning.padding import padded_sample_tokens, row_capacity_tokens
 from mcore_batching.planning.shard import pack_shard
@@ -31,6 +32,7 @@ def explain_step(step: StepPlan, lengths: Sequence[int]) -> str:
             *(f"  {line}" for line in (_count(step, lengths), _filled(step))),
             *(f"  {line}" for line in _bottleneck(step, lengths)),
             *(f"  {line}" for line in _oversize(step, lengths)),
+            *(f"  {line}" for line in _time(step, lengths)),
         ]
     )
 
@@ -82,9 +84,29 @@ def _count(step: StepPlan, lengths: Sequence[int]) -> str:
             f"; the interleaved schedule with groups of {step.layout.group_size} over "
             f"{step.layout.pipeline_parallel} stages makes it {legal}"
         )
-    if step.num_microbatches != legal:
+    if step.num_microbatches > legal and step.config.searches:
+        reason += f"; {step.num_microbatches} end the step sooner"
+    elif step.num_microbatches != legal:
         reason += f"; this plan has {step.num_microbatches}"
     return f"count: {reason}"
+
+
+def _time(step: StepPlan, lengths: Sequence[int]) -> Iterable[str]:
+    """The predicted end of the step, what holds it back and what would help."""
+    if not step.num_samples:
+        return
+    statistics = step_statistics(step, lengths)
+    yield (
+        f"predicted end of the step: {statistics.step_time:.0f} token units, "
+        f"{statistics.time_over_floor:.3f} x the time before which no plan's step ends; the first "
+        f"stage holds {statistics.peak_inflight_tokens:.0f} tokens at most"
+    )
+    yield f"held back by: {what_holds_back(step, lengths)}"
+    if step.scope == "global":
+        suggestions = what_would_help(step, lengths)
+        helps = [f"{each.change} ({each.gain:.2f} x as fast)" for each in suggestions]
+        tried = "another cap, context or pipeline parallel size"
+        yield f"would help: {'; '.join(helps) if helps else f'none of those tried ({tried})'}"
 
 
 def _filled(step: StepPlan) -> str:

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mcore_batching.planning.bounds import step_time_floor
 from mcore_batching.planning.padding import padded_sample_tokens, row_capacity_tokens
+from mcore_batching.planning.pipeline import inflight_tokens, pipeline_time
 from mcore_batching.planning.sums import ordered_sum
 from mcore_batching.planning.weights import row_tokens
 
@@ -42,6 +44,13 @@ class StepStatistics:
     """Forward cost of a rank on average."""
     slot_maxima_cost: float
     """Sum over slots of the costliest micro-batch of the slot: what ranks in lockstep wait for."""
+    step_time: float
+    """Predicted end of the step, in units of cost: `predicted_step_time`."""
+    floor_time: float
+    """Before which no plan's step ends: `step_time_floor`."""
+    peak_inflight_tokens: float
+    """Most padded tokens whose activations the first pipeline stage of a rank holds at a time; of
+    several steps the most of any."""
 
     @property
     def fill(self) -> float:
@@ -65,11 +74,16 @@ class StepStatistics:
         """Sum over slots of the costliest micro-batch over that of the mean one, 1 at best."""
         return _ratio(self.slot_maxima_cost, self.mean_rank_cost)
 
+    @property
+    def time_over_floor(self) -> float:
+        """Predicted end of the step over the time before which no plan's step ends."""
+        return _ratio(self.step_time, self.floor_time)
+
     def __add__(self, other: StepStatistics) -> StepStatistics:
         """Two steps one after the other."""
-        return StepStatistics(
-            **{name: getattr(self, name) + getattr(other, name) for name in vars(self)}
-        )
+        sums = {name: getattr(self, name) + getattr(other, name) for name in vars(self)}
+        most = max(self.peak_inflight_tokens, other.peak_inflight_tokens)
+        return StepStatistics(**sums | {"peak_inflight_tokens": most})
 
 
 def step_statistics(
@@ -107,6 +121,53 @@ def step_statistics(
         heaviest_rank_cost=max(rank_costs),
         mean_rank_cost=ordered_sum(rank_costs) / num_ranks,
         slot_maxima_cost=ordered_sum(max(slot) for slot in zip(*costs, strict=True)),
+        step_time=predicted_step_time(step, lengths, model),
+        floor_time=step_time_floor(
+            [lengths[sample] for sample in step.sample_indices], step.layout, step.config, model
+        ),
+        peak_inflight_tokens=max(
+            inflight_tokens(
+                [
+                    row_tokens(samples, lengths, step.layout, step.config) if samples else 0
+                    for samples in rank
+                ],
+                step.layout,
+            )
+            for rank in step.micro_batches
+        ),
+    )
+
+
+def predicted_step_time(
+    step: StepPlan,
+    lengths: Sequence[int],
+    cost_model: CostModel | None = None,
+    *,
+    forward_only: bool = False,
+) -> float:
+    """When the slowest rank's pipeline ends; with expert parallelism, that of slots in lockstep.
+
+    Args:
+        step: the plan.
+        lengths: total length of each sample of the whole batch [samples], in tokens.
+        cost_model: the plan's own if None.
+        forward_only: of the forward passes alone.
+
+    Returns:
+        time in units of cost.
+    """
+    model = cost_model or step.cost_model
+    costs = [
+        [model.micro_batch([lengths[sample] for sample in samples]) for samples in rank]
+        for rank in step.micro_batches
+    ]
+    if step.layout.expert_parallel > 1:
+        costs = [[max(slot) for slot in zip(*costs, strict=True)]]
+    return max(
+        pipeline_time(
+            rank, step.layout, backward_ratio=model.backward_ratio, forward_only=forward_only
+        )
+        for rank in costs
     )
 
 

@@ -42,8 +42,10 @@ def test_plan_and_check_as_processes(tmp_path: Path, lengths_file: str) -> None:
     plan = Plan.from_json(Path(out).read_text())
     lines = made.stdout.splitlines()
     assert lines[0] == "6 samples in 1 step, DP2, cap 10 tokens"
-    assert lines[1].split("  ")[-3:] == ["oversize", "rank balance", "slot balance"]
-    assert lines[3].split() == ["0", "6", "2", "95.0%", "0.0%", "0", "1", "1.000", "1.008"]
+    assert lines[1].split("  ")[-3:] == ["rank balance", "slot balance", "time/floor"]
+    assert lines[3].split() == [
+        *("0", "6", "2", "95.0%", "0.0%", "0", "1", "1.000", "1.008", "1.000")
+    ]
     assert lines[5].split()[0] == "total"
     assert any(line.startswith("token fill    tokens of samples / (cap x") for line in lines)
     assert any("packing under the cap of 10 tokens takes 4 micro-batches" in s for s in lines)

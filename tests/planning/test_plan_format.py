@@ -226,7 +226,11 @@ def test_explain_says_where_the_count_comes_from() -> None:
         "up to 1.009 x the mean\n"
         "  costliest micro-batch: rank 1 slot 1, 1 sample, 50.8% of the slowest rank's work\n"
         "  longest sample: 5, 14 tokens, on rank 1\n"
-        "  oversize, each alone in its micro-batch: 1 sample over 10 tokens: 5"
+        "  oversize, each alone in its micro-batch: 1 sample over 10 tokens: 5\n"
+        "  predicted end of the step: 1593 token units, 1.000 x the time before which no plan's step "
+        "ends; the first stage holds 14 tokens at most\n"
+        "  held back by: the work itself: ranks are even and there is no pipeline to fill\n"
+        "  would help: max_tokens_per_gpu=20 (1.92 x as fast)"
     )
 
 
@@ -247,4 +251,8 @@ def test_explain_of_rounding_scopes_and_foreign_plans() -> None:
     foreign = dataclasses.replace(
         STEP, micro_batches=(((0,), (1,), (3,)), ((2,), (4,), (5,))), num_microbatches=3
     )
-    assert "2 a rank; this plan has 3" in foreign.explain(LENGTHS)
+    assert "2 a rank; 3 end the step sooner" in foreign.explain(LENGTHS)
+    packed = dataclasses.replace(
+        foreign, config=dataclasses.replace(foreign.config, balance="cost")
+    )
+    assert "2 a rank; this plan has 3" in packed.explain(LENGTHS)

@@ -92,6 +92,7 @@ FIELDS = {
         "quadratic": 1 / 24576,
         "per_micro_batch": 256.0,
         "backward_ratio": 2.0,
+        "window": None,
     },
 }
 
@@ -103,13 +104,16 @@ METHODS = {
         "sample_alignment_tokens",
     },
     "PlannerConfig": {"cap_tokens", "searches"},
-    "CostModel": {"micro_batch", "sample"},
+    "CostModel": {"from_json", "from_model", "micro_batch", "sample", "to_json"},
     "StepPlan": {"digest", "explain", "from_json", "num_samples", "to_json", "validate"},
     "Plan": {"config", "digest", "explain", "from_json", "layout", "scope", "to_json", "validate"},
 }
 
 PLAN_FLAGS = {
     "--max-tokens-per-gpu",
+    "--plan-effort",
+    "--max-inflight-tokens",
+    "--cost-model",
     "--column",
     "--dp",
     "--pp",

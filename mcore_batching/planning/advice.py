@@ -1,0 +1,162 @@
+"""What holds a step back, and what would let it end sooner.
+
+Every suggestion is planned and simulated, with the same samples on the same number of GPUs, at a
+fraction of the effort. A stage of a shorter pipeline holds more layers, so its micro-batches cost
+more; over twice the context-parallel ranks a token costs half, a micro-batch what it did.
+
+Guarantees: a suggestion is made only if its predicted gain is a hundredth or more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from mcore_batching.planning.cost import CostModel
+from mcore_batching.planning.errors import PlanningError
+from mcore_batching.planning.pipeline import pipeline_time
+from mcore_batching.planning.statistics import predicted_step_time
+from mcore_batching.planning.sums import ordered_sum
+
+if TYPE_CHECKING:
+    from mcore_batching.planning.config import PlannerConfig
+    from mcore_batching.planning.layout import Layout
+    from mcore_batching.planning.plan import StepPlan
+
+EFFORT = 300
+LEAST_GAIN = 1.01
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """Another way to run the same samples on the same GPUs."""
+
+    change: str
+    """What to set, in the planner's words."""
+    gain: float
+    """Predicted time now over predicted time then."""
+
+
+def what_holds_back(step: StepPlan, lengths: Sequence[int]) -> str:
+    """The one thing that keeps the step from ending sooner.
+
+    Args:
+        step: a valid plan of one sample or more.
+        lengths: total length of each sample of the whole batch [samples], in tokens.
+    """
+    model, layout = step.cost_model, step.layout
+    end = predicted_step_time(step, lengths)
+    longest = max(step.sample_indices, key=lambda sample: (lengths[sample], -sample))
+    passes = 1.0 + model.backward_ratio
+    way = passes * layout.pipeline_parallel * model.micro_batch([lengths[longest]])
+    if way >= 0.95 * end:
+        return (
+            f"sample {longest} ({lengths[longest]} tokens): its own way through "
+            f"{_stages(layout)} and back takes {way / end:.0%} of the step"
+        )
+    ends = [
+        pipeline_time(
+            [model.micro_batch([lengths[i] for i in samples]) for samples in rank],
+            layout,
+            backward_ratio=model.backward_ratio,
+        )
+        for rank in step.micro_batches
+    ]
+    mean = ordered_sum(ends) / len(ends)
+    if max(ends) > 1.05 * mean:
+        return (
+            f"rank {ends.index(max(ends))}: it ends {max(ends) / mean:.2f} x as late as ranks do "
+            "on average"
+        )
+    samples_a_rank = step.num_samples / layout.data_parallel
+    if layout.pipeline_parallel > 1 and samples_a_rank < 8 * layout.pipeline_parallel:
+        return (
+            f"too few samples for this pipeline: {samples_a_rank:.0f} a rank for {_stages(layout)}"
+        )
+    if layout.pipeline_parallel > 1:
+        return f"filling and draining {_stages(layout)} with {step.num_microbatches} micro-batches"
+    return "the work itself: ranks are even and there is no pipeline to fill"
+
+
+def what_would_help(step: StepPlan, lengths: Sequence[int]) -> list[Suggestion]:
+    """Changes of cap and layout that let the step end sooner, the largest gain first.
+
+    Args:
+        step: a valid plan made for all ranks together.
+        lengths: total length of each sample of the whole batch [samples], in tokens.
+    """
+    from mcore_batching.planning.planner import plan_step
+
+    own = [lengths[sample] for sample in step.sample_indices]
+    now = predicted_step_time(step, lengths)
+    found = []
+    for change, layout, config, model in _alternatives(step):
+        quick = dataclasses.replace(config, plan_effort=min(config.plan_effort, EFFORT))
+        try:
+            then = predicted_step_time(plan_step(own, layout, quick, model), own)
+        except PlanningError:
+            continue  # a sample does not fit, or the layout does not exist
+        if now >= LEAST_GAIN * then:
+            found.append(Suggestion(change=change, gain=now / then))
+    return sorted(found, key=lambda suggestion: -suggestion.gain)
+
+
+def _alternatives(
+    step: StepPlan,
+) -> Iterator[tuple[str, Layout, PlannerConfig, CostModel]]:
+    layout, config, model = step.layout, step.config, step.cost_model
+    cap, pipeline, ranks = config.max_tokens_per_gpu, layout.pipeline_parallel, layout.data_parallel
+    if cap >= 2:
+        smaller = dataclasses.replace(config, max_tokens_per_gpu=cap // 2)
+        yield f"max_tokens_per_gpu={cap // 2}", layout, smaller, model
+    larger = dataclasses.replace(config, max_tokens_per_gpu=2 * cap)
+    yield f"max_tokens_per_gpu={2 * cap}", layout, larger, model
+    if ranks % 2 == 0:
+        size = layout.context_parallel
+        wider = dataclasses.replace(layout, data_parallel=ranks // 2, context_parallel=2 * size)
+        yield (
+            f"context_parallel={2 * size} and data_parallel={ranks // 2}",
+            wider,
+            config,
+            _scaled(model, 0.5, per_micro_batch=1.0),
+        )
+        deeper = dataclasses.replace(
+            _without_interleaving(layout),
+            data_parallel=ranks // 2,
+            pipeline_parallel=2 * pipeline,
+        )
+        yield (
+            f"pipeline_parallel={2 * pipeline} and data_parallel={ranks // 2}",
+            deeper,
+            config,
+            _scaled(model, 0.5, per_micro_batch=0.5),
+        )
+    if pipeline % 2 == 0:
+        shallower = dataclasses.replace(
+            _without_interleaving(layout), data_parallel=2 * ranks, pipeline_parallel=pipeline // 2
+        )
+        yield (
+            f"pipeline_parallel={pipeline // 2} and data_parallel={2 * ranks}",
+            shallower,
+            config,
+            _scaled(model, 2.0, per_micro_batch=2.0),
+        )
+
+
+def _without_interleaving(layout: Layout) -> Layout:
+    return dataclasses.replace(layout, virtual_pipeline=1, microbatch_group_size=None)
+
+
+def _scaled(model: CostModel, tokens: float, *, per_micro_batch: float) -> CostModel:
+    return dataclasses.replace(
+        model,
+        linear=tokens * model.linear,
+        quadratic=tokens * model.quadratic,
+        per_micro_batch=per_micro_batch * model.per_micro_batch,
+    )
+
+
+def _stages(layout: Layout) -> str:
+    number = layout.pipeline_parallel
+    return f"{number} stages" if number > 1 else "the one stage"
