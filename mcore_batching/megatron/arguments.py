@@ -91,6 +91,13 @@ def add_dynamic_batch_arguments(parser: argparse.ArgumentParser) -> argparse.Arg
         help="pad every packed row to a multiple of this (FP8, memory fragmentation)",
     )
     add(
+        f"{PREFIX}forward-only-plan",
+        choices=["shared", "own"],
+        default="shared",
+        help="forward_only runs the micro-batches of training (shared: rounding is then the same "
+        "in both, so an unchanged policy has ratio 1), or others planned for forward passes alone",
+    )
+    add(
         f"{PREFIX}rendezvous-timeout-seconds",
         type=float,
         default=600.0,

@@ -56,6 +56,7 @@ class DataIterator:
     def __init__(self, schedule: RolloutSchedule) -> None:
         self.schedule = schedule
         self.offset = 0
+        self._forward_only: RolloutSchedule | None = None
 
     @property
     def rollout_data(self) -> dict[str, list[Any]]:
@@ -89,6 +90,34 @@ class DataIterator:
         values = self.schedule.samples(micro_batches[self.offset], present)
         self.offset += 1
         return {key: values.get(key) for key in keys}
+
+    def for_forward_passes(self, args: Any, model: list[Any]) -> RolloutSchedule:
+        """The schedule of forward passes alone: the same one, or one planned for them.
+
+        A collective over all ranks where it has to be made, at the first call under
+        ``--dynamic-batch-forward-only-plan own``.
+
+        Args:
+            args: Megatron's arguments.
+            model: this rank's model chunks.
+        """
+        if getattr(args, "dynamic_batch_forward_only_plan", "shared") == "shared":
+            return self.schedule
+        if self._forward_only is None:
+            data = self.rollout_data
+            iterators, _ = plan_micro_batches(
+                args,
+                model,
+                lambda: data,
+                schema=self.schedule.schema,
+                steps=[
+                    sorted(i for indices in step for i in indices) for step in self.schedule.steps
+                ],
+                cost_model=self.schedule.cost_model,
+                forward_only=True,
+            )
+            self._forward_only = iterators[0].schedule
+        return self._forward_only
 
     def reset(self) -> DataIterator:
         """Start again from the first micro-batch."""
@@ -155,6 +184,7 @@ def plan_micro_batches(
     schema: Schema = DEFAULT_SCHEMA,
     steps: Sequence[Sequence[int]] | None = None,
     cost_model: CostModel | None = None,
+    forward_only: bool = False,
 ) -> tuple[list[DataIterator], list[int]]:
     """`get_data_iterator` for rollout data that is yet to be read.
 
@@ -168,6 +198,7 @@ def plan_micro_batches(
         schema: the kind of every field.
         steps: as in `get_data_iterator`.
         cost_model: as in `get_data_iterator`.
+        forward_only: plan for forward passes alone.
 
     Returns:
         as `get_data_iterator`.
@@ -183,11 +214,14 @@ def plan_micro_batches(
         args, model, read, rendezvous, schema, steps, cost_model
     )
     exchange = bool(getattr(args, "dynamic_batch_exchange", False))
+    fill: Callable[[], tuple[MicroBatches, ...]]
     if exchange:
-        batch, filled = plan_globally(batch, layout, config, cost_model, rendezvous)
+        batch, fill = plan_globally(
+            batch, layout, config, cost_model, rendezvous, forward_only=forward_only
+        )
     else:
-        batch, filled = _plan_locally(
-            args, batch, num_samples, layout, config, cost_model, rendezvous
+        batch, fill = _plan_locally(
+            args, batch, num_samples, layout, config, cost_model, rendezvous, forward_only
         )
 
     def says_filled(filled: tuple[MicroBatches, ...]) -> dict[str, Any]:
@@ -196,7 +230,7 @@ def plan_micro_batches(
             "shard": Shard(batch.total_lengths, filled) if rendezvous.speaks_for_replica else None,
         }
 
-    _, notes = rendezvous.guard(PlanningFailedError, lambda: filled, says_filled)
+    filled, notes = rendezvous.guard(PlanningFailedError, fill, says_filled)
     digest = "samples and plan (sha256)"
     require_equal_within_replicas(notes, lambda note: {digest: note.value[digest]})
     shards = {n.data_parallel_rank: n.value["shard"] for n in notes if n.speaks_for_replica}
@@ -227,15 +261,17 @@ def _plan_locally(
     config: PlannerConfig,
     cost_model: CostModel,
     rendezvous: Rendezvous,
-) -> tuple[RolloutBatch, tuple[MicroBatches, ...]]:
-    """Every step's micro-batches of this rank's own samples, as many as on all other ranks."""
+    forward_only: bool,
+) -> tuple[RolloutBatch, Callable[[], tuple[MicroBatches, ...]]]:
+    """What makes every step's micro-batches of this rank's own samples, as many as on all ranks."""
 
     def pack_all() -> tuple[RolloutBatch, _Packed]:
         final = batch if batch.template else batch.resolved()
         packed = []
         for indices in final.steps_of(num_samples):
             lengths = [final.total_lengths[i] for i in indices]
-            packed.append((indices, _bins(lengths, args, layout, config, cost_model)))
+            bins = _bins(lengths, args, layout, config, cost_model, forward_only)
+            packed.append((indices, bins))
         return final, packed
 
     def says_packed(result: tuple[RolloutBatch, _Packed]) -> dict[str, Any]:
@@ -251,15 +287,14 @@ def _plan_locally(
         layout.round_up_num_microbatches(max(1, *(note.value["counts"][step] for note in notes)))
         for step in range(len(packed))
     ]
-    filled, _ = rendezvous.guard(
-        PlanningFailedError,
-        lambda: tuple(
-            _to_local(indices, final, bins, count, layout, config, cost_model)
+
+    def fill() -> tuple[MicroBatches, ...]:
+        return tuple(
+            _to_local(indices, final, bins, count, layout, config, cost_model, forward_only)
             for (indices, bins), count in zip(packed, counts, strict=True)
-        ),
-        lambda _: None,
-    )
-    return final, filled
+        )
+
+    return final, fill
 
 
 def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Sequence[Any]]) -> None:
@@ -288,6 +323,7 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
     )
     for iterator in data_iterator:
         iterator.schedule = extended
+        iterator._forward_only = None
 
 
 def _take_stock(
@@ -343,11 +379,12 @@ def _bins(
     layout: Layout,
     config: PlannerConfig,
     cost_model: CostModel,
+    forward_only: bool,
 ) -> list[list[int]]:
     """One step's samples of this rank in bins: packed, or ``micro_batch_size`` to each."""
     if uses_dynamic_batch_size(args):
         packed = pack_shard(lengths, layout, config)
-        return shape_shard(packed, lengths, layout, config, cost_model)
+        return shape_shard(packed, lengths, layout, config, cost_model, forward_only=forward_only)
     size = args.micro_batch_size
     return [
         list(range(first, min(first + size, len(lengths))))
@@ -363,10 +400,11 @@ def _to_local(
     layout: Layout,
     config: PlannerConfig,
     cost_model: CostModel,
+    forward_only: bool,
 ) -> MicroBatches:
     """One step's micro-batches with indices into this rank's rollout data."""
     lengths = [batch.total_lengths[i] for i in indices]
-    filled = fill_shard(bins, lengths, count, layout, config, cost_model)
+    filled = fill_shard(bins, lengths, count, layout, config, cost_model, forward_only=forward_only)
     return tuple(tuple(indices[i] for i in micro_batch) for micro_batch in filled)
 
 

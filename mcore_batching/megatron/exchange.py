@@ -10,6 +10,7 @@ Guarantees
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -26,7 +27,9 @@ def plan_globally(
     config: PlannerConfig,
     cost_model: CostModel,
     rendezvous: Rendezvous,
-) -> tuple[RolloutBatch, tuple[MicroBatches, ...]]:
+    *,
+    forward_only: bool = False,
+) -> tuple[RolloutBatch, Callable[[], tuple[MicroBatches, ...]]]:
     """Plan one step over all ranks' samples and move them where the plan wants them.
 
     A collective over all ranks.
@@ -37,9 +40,10 @@ def plan_globally(
         config: the planner's settings.
         cost_model: what a sample costs.
         rendezvous: where ranks compare notes.
+        forward_only: plan for forward passes alone.
 
     Returns:
-        the samples that this replica runs, and its micro-batches of them, in one step.
+        the samples that this replica runs, and what gives its micro-batches of them, in one step.
 
     Raises:
         PlanningFailedError: on every rank, if planning failed on any.
@@ -61,7 +65,7 @@ def plan_globally(
 
     plan, notes = rendezvous.guard(
         PlanningFailedError,
-        lambda: plan_step(lengths, layout, config, cost_model),
+        lambda: plan_step(lengths, layout, config, cost_model, forward_only=forward_only),
         StepPlan.digest,
     )
     require_equal(notes, lambda note: {"plan (sha256)": note.value})
@@ -85,7 +89,11 @@ def plan_globally(
     local = {number: place for place, number in enumerate(here)}
     moved = dataclasses.replace(final, data=data, total_lengths=[lengths[i] for i in here])
     micro_batches = plan.micro_batches[rendezvous.data_parallel_rank]
-    return moved, (tuple(tuple(local[i] for i in ids) for ids in micro_batches),)
+
+    def fill() -> tuple[MicroBatches, ...]:
+        return (tuple(tuple(local[i] for i in ids) for ids in micro_batches),)
+
+    return moved, fill
 
 
 def _samples_of(plan: StepPlan, rank: int) -> list[int]:

@@ -47,7 +47,9 @@ def forward_only(
         args: Megatron's arguments.
         model: this rank's model chunks.
         data_iterator: from `get_data_iterator`.
-        num_microbatches: from `get_data_iterator`.
+        num_microbatches: from `get_data_iterator`; not read under
+            ``--dynamic-batch-forward-only-plan own``, where forward passes have a plan of their
+            own.
         store_prefix: put before every key of the result.
 
     Returns:
@@ -62,7 +64,9 @@ def forward_only(
             functions do, and this layout pads samples.
     """
     model = model_chunks(model)
-    schedule = data_iterator[0].schedule
+    schedule = data_iterator[0].for_forward_passes(args, model)
+    if schedule is not data_iterator[0].schedule:
+        num_microbatches = schedule.num_microbatches
     f = _with_keywords_it_takes(f, schedule)
     failed: list[Exception] = []
     config = get_model_config(model[0])

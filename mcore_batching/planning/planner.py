@@ -38,6 +38,7 @@ def plan_step(
     cost_model: CostModel | None = None,
     *,
     owners: Sequence[int] | None = None,
+    forward_only: bool = False,
 ) -> StepPlan:
     """Plan one optimizer step.
 
@@ -58,13 +59,14 @@ def plan_step(
         config: cap and policies.
         cost_model: what micro-batches cost; the default `CostModel()` if None.
         owners: the data-parallel rank that holds each sample [samples], or None.
+        forward_only: plan for forward passes alone, as for old and reference log-probs.
 
     Raises:
         LengthError: a length or an owner is out of range.
         ConfigError: the cap leaves no room for a single token.
         OversizeSampleError: a sample exceeds the cap under `on_oversize="error"`.
     """
-    plan = plan_batch(lengths, layout, config, cost_model, owners=owners)
+    plan = plan_batch(lengths, layout, config, cost_model, owners=owners, forward_only=forward_only)
     return plan.steps[0]
 
 
@@ -79,6 +81,7 @@ def plan_batch(
     groups: Sequence[Hashable] | None = None,
     groups_per_step: int | None = None,
     last: LastStep = "keep",
+    forward_only: bool = False,
 ) -> Plan:
     """Plan the steps of one batch: of so many samples each, of so many groups each, or one step.
 
@@ -96,6 +99,7 @@ def plan_batch(
             `samples_per_step`.
         last: what becomes of groups left over, as in `group_steps`; those dropped are listed in
             `Plan.dropped`.
+        forward_only: as in `plan_step`.
 
     Raises:
         As `plan_step`; LengthError also for `samples_per_step` below 1, for groups that
@@ -115,7 +119,7 @@ def plan_batch(
     # Before any planning, so that the error names the sample by its index in the batch.
     oversize_samples(lengths, layout, config)
     steps = tuple(
-        _plan_samples(samples, lengths, layout, config, cost_model, owners)
+        _plan_samples(samples, lengths, layout, config, cost_model, owners, forward_only)
         for samples in samples_of_steps
     )
     covered = {sample for step in steps for sample in step.sample_indices}
@@ -172,11 +176,12 @@ def _plan_samples(
     config: PlannerConfig,
     cost_model: CostModel,
     owners: Sequence[int] | None,
+    forward_only: bool,
 ) -> StepPlan:
     """Plan the step of these samples, ascending indices into `lengths` and `owners`."""
     if owners is None:
         micro_batches = _plan_global(
-            [lengths[sample] for sample in samples], layout, config, cost_model
+            [lengths[sample] for sample in samples], layout, config, cost_model, forward_only
         )
         ranks = tuple(_renamed(rank, samples) for rank in micro_batches)
     else:
@@ -185,7 +190,7 @@ def _plan_samples(
             for rank in range(layout.data_parallel)
         ]
         shard_lengths = [[lengths[sample] for sample in shard] for shard in shards]
-        local = _plan_local(shard_lengths, layout, config, cost_model)
+        local = _plan_local(shard_lengths, layout, config, cost_model, forward_only)
         ranks = tuple(_renamed(rank, shard) for rank, shard in zip(local, shards, strict=True))
     return StepPlan(
         micro_batches=ranks,
@@ -199,7 +204,11 @@ def _plan_samples(
 
 
 def _plan_global(
-    lengths: Sequence[int], layout: Layout, config: PlannerConfig, cost_model: CostModel
+    lengths: Sequence[int],
+    layout: Layout,
+    config: PlannerConfig,
+    cost_model: CostModel,
+    forward_only: bool,
 ) -> tuple[RankMicroBatches, ...]:
     bins = pack_shard(lengths, layout, config)
     count = layout.round_up_num_microbatches(-(-len(bins) // layout.data_parallel))
@@ -210,22 +219,33 @@ def _plan_global(
     if not config.searches or not lengths:
         return plain
     by_tokens = dataclasses.replace(config, balance="tokens")
-    starts = (plain, _plan_global(lengths, layout, by_tokens, cost_model))
-    work = step_work(lengths, layout, config, cost_model)
+    starts = (plain, _plan_global(lengths, layout, by_tokens, cost_model, forward_only))
+    work = step_work(lengths, layout, config, cost_model, forward_only=forward_only)
     look = search_lockstep if layout.expert_parallel > 1 else search
     return tuple(tuple(tuple(sorted(samples)) for samples in slots) for slots in look(work, starts))
 
 
 def _plan_local(
-    shards: Sequence[Sequence[int]], layout: Layout, config: PlannerConfig, cost_model: CostModel
+    shards: Sequence[Sequence[int]],
+    layout: Layout,
+    config: PlannerConfig,
+    cost_model: CostModel,
+    forward_only: bool,
 ) -> tuple[RankMicroBatches, ...]:
     packed = [
-        shape_shard(pack_shard(shard, layout, config), shard, layout, config, cost_model)
+        shape_shard(
+            pack_shard(shard, layout, config),
+            shard,
+            layout,
+            config,
+            cost_model,
+            forward_only=forward_only,
+        )
         for shard in shards
     ]
     count = layout.round_up_num_microbatches(max(map(len, packed)))
     return tuple(
-        fill_shard(bins, shard, count, layout, config, cost_model)
+        fill_shard(bins, shard, count, layout, config, cost_model, forward_only=forward_only)
         for bins, shard in zip(packed, shards, strict=True)
     )
 

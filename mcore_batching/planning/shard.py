@@ -91,6 +91,8 @@ def shape_shard(
     layout: Layout,
     config: PlannerConfig,
     cost_model: CostModel | None = None,
+    *,
+    forward_only: bool = False,
 ) -> list[list[int]]:
     """Bring one rank's micro-batches to the number in which its own pipeline would end first.
 
@@ -103,13 +105,15 @@ def shape_shard(
         layout: as in `pack_shard`.
         config: as in `pack_shard`.
         cost_model: the default `CostModel()` if None.
+        forward_only: plan for forward passes alone.
 
     Returns:
         micro-batches, no fewer than a packing needs.
     """
     if not _shapes_slots(layout, config) or not bins:
         return [list(samples) for samples in bins]
-    work = step_work(lengths, layout, config, cost_model or CostModel())
+    cost_model = cost_model or CostModel()
+    work = step_work(lengths, layout, config, cost_model, forward_only=forward_only)
     slots = best_slots(range(len(lengths)), None, work) or []
     shaped = [sorted(samples) for samples in slots if samples]
     return shaped if len(shaped) > len(bins) else [list(samples) for samples in bins]
@@ -138,6 +142,8 @@ def fill_shard(
     layout: Layout,
     config: PlannerConfig,
     cost_model: CostModel | None = None,
+    *,
+    forward_only: bool = False,
 ) -> RankMicroBatches:
     """Bring one rank's micro-batches to the count that all ranks agreed on, in slot order.
 
@@ -148,6 +154,7 @@ def fill_shard(
         layout: as in `pack_shard`.
         config: `fill` says whether to split before adding placeholders, `balance` by what to order.
         cost_model: the default `CostModel()` if None.
+        forward_only: plan for forward passes alone.
 
     Returns:
         Exactly `num_microbatches` tuples of sample indices; `()` is a placeholder. Order: in a
@@ -163,13 +170,14 @@ def fill_shard(
             f"num_microbatches must be at least the {len(bins)} micro-batches this shard packs "
             f"into, got {num_microbatches}; set num_microbatches to the maximum over all ranks"
         )
-    weight = micro_batch_weight(lengths, layout, config, cost_model or CostModel())
+    cost_model = cost_model or CostModel()
+    weight = micro_batch_weight(lengths, layout, config, cost_model)
     if config.fill == "split":
         bins = split_until(bins, num_microbatches, weight)
     plain = order_slots(bins, num_microbatches, None if config.balance == "none" else weight)
     if not _shapes_slots(layout, config) or not lengths:
         return plain
-    work = step_work(lengths, layout, config, cost_model or CostModel())
+    work = step_work(lengths, layout, config, cost_model, forward_only=forward_only)
     best = BestStep(work)
     for slots in (plain, best_slots(range(len(lengths)), num_microbatches, work)):
         if slots is not None:

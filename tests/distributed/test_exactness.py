@@ -67,6 +67,10 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
         "cp2-tp2-sp",
         {"planner": {"dynamic_batch_pad_each_to": 12, "dynamic_batch_pad_total_to": 16}},
     ),
+    "dp2-pp2-forward-plan-of-its-own": (
+        "dp2-pp2",
+        {"planner": {"dynamic_batch_forward_only_plan": "own"}},
+    ),
     "dp2-ep2-padded": ("dp2-ep2", {"planner": {"dynamic_batch_pad_total_to": 16}}),
     "dp2-pp2-first-fit-as-it-falls": (
         "dp2-pp2",

@@ -227,8 +227,8 @@ def test_explain_says_where_the_count_comes_from() -> None:
         "  costliest micro-batch: rank 1 slot 1, 1 sample, 50.8% of the slowest rank's work\n"
         "  longest sample: 5, 14 tokens, on rank 1\n"
         "  oversize, each alone in its micro-batch: 1 sample over 10 tokens: 5\n"
-        "  predicted end of the step: 1593 token units, 1.000 x the time before which no plan's step "
-        "ends; the first stage holds 14 tokens at most\n"
+        "  predicted end of the step: 1593 token units, 1.000 x the time before which no plan's "
+        "step ends; the first stage holds 14 tokens at most\n"
         "  held back by: the work itself: ranks are even and there is no pipeline to fill\n"
         "  would help: max_tokens_per_gpu=20 (1.92 x as fast)"
     )

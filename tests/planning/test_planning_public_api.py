@@ -45,7 +45,9 @@ NAMES = {
 
 SIGNATURES = {
     "bin_lower_bound": "(sizes, capacity)",
-    "fill_shard": "(bins, lengths, num_microbatches, layout, config, cost_model=None)",
+    "fill_shard": (
+        "(bins, lengths, num_microbatches, layout, config, cost_model=None, *, forward_only=False)"
+    ),
     "first_fit": "(sizes, capacity)",
     "first_fit_decreasing": "(sizes, capacity)",
     "group_steps": "(groups, groups_per_step, *, last='keep')",
@@ -55,13 +57,13 @@ SIGNATURES = {
     "placeholder_tokens": "(layout, config)",
     "plan_batch": (
         "(lengths, layout, config, cost_model=None, *, samples_per_step=None, owners=None, "
-        "groups=None, groups_per_step=None, last='keep')"
+        "groups=None, groups_per_step=None, last='keep', forward_only=False)"
     ),
-    "plan_step": "(lengths, layout, config, cost_model=None, *, owners=None)",
+    "plan_step": "(lengths, layout, config, cost_model=None, *, owners=None, forward_only=False)",
     "row_capacity_tokens": "(layout, config)",
     "row_multiple_tokens": "(layout, config)",
     "sample_multiple_tokens": "(layout, config)",
-    "shape_shard": "(bins, lengths, layout, config, cost_model=None)",
+    "shape_shard": "(bins, lengths, layout, config, cost_model=None, *, forward_only=False)",
     "step_statistics": "(step, lengths, cost_model=None)",
 }
 
