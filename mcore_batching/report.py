@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from mcore_batching.planning import Plan, StepStatistics
+    from mcore_batching.planning import Layout, Plan, PlannerConfig, StepStatistics
 
 SHOWN_STEPS_AT_EACH_END = 8
 
@@ -83,7 +83,17 @@ def _step_row(name: str, step: StepStatistics) -> tuple[str, ...]:
 
 def plan_heading(plan: Plan) -> str:
     """One line: what was planned, for which layout, under which cap."""
-    layout, config = plan.layout, plan.config
+    samples, steps = plan.num_samples, len(plan.steps)
+    return (
+        f"{samples} sample{'s' if samples != 1 else ''} in {steps} "
+        f"step{'s' if steps != 1 else ''}, "
+        f"{f'{len(plan.dropped)} dropped, ' if plan.dropped else ''}"
+        f"{layout_line(plan.layout, plan.config)}"
+    )
+
+
+def layout_line(layout: Layout, config: PlannerConfig) -> str:
+    """The layout's sizes, and the cap."""
     sizes = [
         f"{name}{size}"
         for name, size in (
@@ -97,13 +107,7 @@ def plan_heading(plan: Plan) -> str:
         if size > 1 or name == "DP"
     ]
     sequence = " with sequence parallel" if layout.sequence_parallel else ""
-    samples, steps = plan.num_samples, len(plan.steps)
-    return (
-        f"{samples} sample{'s' if samples != 1 else ''} in {steps} "
-        f"step{'s' if steps != 1 else ''}, "
-        f"{f'{len(plan.dropped)} dropped, ' if plan.dropped else ''}"
-        f"{' x '.join(sizes)}{sequence}, cap {config.cap_tokens(layout)} tokens"
-    )
+    return f"{' x '.join(sizes)}{sequence}, cap {config.cap_tokens(layout)} tokens"
 
 
 def format_plain(table: Table) -> str:

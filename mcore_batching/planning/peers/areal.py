@@ -1,8 +1,9 @@
 """AReaL's rule: samples to ranks first, then a first-fit-decreasing of its own on every rank.
 
 An item goes into the bin with fewest items among those with room, the emptiest on a tie; bins are
-opened until there are as many as the minimum. The minimum is raised to the maximum over ranks, and
-to a multiple of the pipeline's stages, until all ranks have the same count.
+opened until there are as many as the minimum: twice the pipeline's stages if there is more than
+one. It is raised to a multiple of the stages, and to the maximum over ranks until all have the same
+count.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def balanced(problem: Problem) -> list[MicroBatches]:
 
 def _pack_shards(problem: Problem, shards: MicroBatches) -> list[MicroBatches]:
     problem.refuse_oversize("AReaL's packer raises")
-    minimum = problem.stages
+    minimum = 2 * problem.stages if problem.stages > 1 else 1
     while True:
         ranks = [_pack_shard(problem, shard, minimum) for shard in shards]
         most = max(map(len, ranks))
