@@ -26,7 +26,7 @@ from mcore_batching.megatron.stock.arguments import (
     check_arguments,
     check_training,
 )
-from mcore_batching.megatron.stock.script import declare_batch_fields
+from mcore_batching.megatron.stock.script import declare_batch_fields, restore_batches
 from mcore_batching.megatron.stock.seam import wrap_schedule
 from mcore_batching.megatron.stock.sft_data import provider_for
 from mcore_batching.megatron.stock.statistics import with_statistics
@@ -62,6 +62,7 @@ class Installation:
         while self._originals:
             module, name, original = self._originals.pop()
             setattr(module, name, original)
+        restore_batches()
         self.hooked.clear()
         if _installed is self:
             _installed = None

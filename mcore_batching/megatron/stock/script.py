@@ -21,6 +21,8 @@ from mcore_batching.megatron.stock.batch_fields import (
 _MARK = "_mcore_batching_original"
 
 _declared_fields: tuple[str, ...] | None = None
+_changed: list[tuple[dict[str, Any], Callable[..., Any]]] = []
+"""Globals of scripts, and the ``get_batch`` that they had."""
 
 
 def declare_batch_fields(names: Sequence[str] | None) -> None:
@@ -68,13 +70,13 @@ def use_packed_batches(forward_step_func: Callable[..., Any]) -> None:
 
     setattr(get_batch, _MARK, original)
     scope["get_batch"] = get_batch
+    _changed.append((scope, original))
 
 
-def restore_batches(forward_step_func: Callable[..., Any]) -> None:
-    """Undo `use_packed_batches`."""
-    scope: dict[str, Any] = getattr(inspect.unwrap(forward_step_func), "__globals__", {})
-    original = getattr(scope.get("get_batch"), _MARK, None)
-    if original is not None:
+def restore_batches() -> None:
+    """Undo `use_packed_batches` in every script."""
+    while _changed:
+        scope, original = _changed.pop()
         scope["get_batch"] = original
 
 
