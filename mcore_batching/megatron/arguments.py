@@ -98,6 +98,13 @@ def add_dynamic_batch_arguments(parser: argparse.ArgumentParser) -> argparse.Arg
         "in both, so an unchanged policy has ratio 1), or others planned for forward passes alone",
     )
     add(
+        f"{PREFIX}record",
+        default=None,
+        metavar="DIR",
+        help="write every training step's lengths, plan and time into this folder, for "
+        "`mcore-batching replay DIR`",
+    )
+    add(
         f"{PREFIX}rendezvous-timeout-seconds",
         type=float,
         default=600.0,

@@ -22,6 +22,7 @@ from mcore_batching.batch import DEFAULT_SCHEMA, Schema
 from mcore_batching.megatron.arguments import planner_config, uses_dynamic_batch_size
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, PlanningFailedError
 from mcore_batching.megatron.exchange import plan_globally
+from mcore_batching.megatron.recording import open_record
 from mcore_batching.megatron.refusals import prepare_model
 from mcore_batching.megatron.rendezvous import (
     DEFAULT_TIMEOUT_SECONDS,
@@ -341,6 +342,7 @@ def _take_stock(
         chunks = model_chunks(model)
         layout, config = current_layout(chunks), planner_config(args)
         prepare_model(chunks, layout, config)
+        open_record(args)
         return layout, config, RolloutBatch.read(read(), args, schema, steps)
 
     def says_stock(stock: tuple[Layout, PlannerConfig, RolloutBatch | None]) -> dict[str, Any]:

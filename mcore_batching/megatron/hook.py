@@ -134,9 +134,8 @@ def hook(*modules: ModuleType, schema: Schema = DEFAULT_SCHEMA) -> Hook:
         for module in holders:
             original = getattr(module, name)
             _check(f"{module.__name__}.{name}", original, getattr(framework, name))
-            if all(original is not known.original for known in replacements):
-                made = _in_place_of(original, ours[name])
-                replacements.append(_Replacement(name, original, made))
+            made = _in_place_of(original, ours[name])
+            replacements.append(_Replacement(name, original, made))
     return Hook(modules, replacements)
 
 

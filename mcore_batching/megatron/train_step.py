@@ -25,6 +25,7 @@ from torch import Tensor
 from mcore_batching.batch import PackedMicroBatch, StepTotals
 from mcore_batching.megatron.data_iterator import DataIterator
 from mcore_batching.megatron.forward import raise_together, run_chunk
+from mcore_batching.megatron.recording import recorded
 from mcore_batching.megatron.schedule import PreparedRow, PreparedStep
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
 
@@ -92,7 +93,8 @@ def train_step(
     optimizer.zero_grad()
     _connect(model, optimizer)
     failed: list[Exception] = []
-    collected = _forward_backward(loss_function, args, model, prepared, failed)
+    with recorded(args, schedule, step):
+        collected = _forward_backward(loss_function, args, model, prepared, failed)
     raise_together(schedule.rendezvous, failed)
     metrics = _sum_metrics(collected) if is_last_stage() else {}
     update_successful, grad_norm, _ = optimizer.step()

@@ -23,6 +23,7 @@ FLAGS = {
     "--dynamic-batch-forward-only-plan",
     "--dynamic-batch-max-inflight-tokens",
     "--dynamic-batch-plan-effort",
+    "--dynamic-batch-record",
     "--dynamic-batch-on-oversize",
     "--dynamic-batch-pad-each-to",
     "--dynamic-batch-pad-total-to",

@@ -16,6 +16,7 @@ Guarantees
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.data_iterator import plan_micro_batches
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.forward import padding_mask, raise_together
+from mcore_batching.megatron.recording import recorded
 from mcore_batching.megatron.stock.arguments import is_on
 from mcore_batching.megatron.stock.batch_fields import PackedRows
 from mcore_batching.megatron.stock.samples import STOCK_SCHEMA, draw, rollout_data
@@ -124,20 +126,23 @@ class PackedForwardBackward:
         schedule = iterators[0].schedule
         prepared = schedule.prepare(0, count)
         rows = [
-            PackedRows(stage, counts_flops=not forward_only)
-            for stage in prepared.iterators(len(chunks))
+            # One model chunk of a rank counts for all: each of them runs every row.
+            PackedRows(stage, counts_flops=number == 0 and not forward_only)
+            for number, stage in enumerate(prepared.iterators(len(chunks)))
         ]
         planned = time.monotonic()
         failed: list[Exception] = []
-        losses = self._schedule(
-            forward_step_func=_guarded(forward_step_func, failed),
-            data_iterator=rows if isinstance(model, list) and len(rows) > 1 else rows[0],
-            model=model,
-            num_microbatches=count,
-            micro_batch_size=1,
-            forward_only=forward_only,
-            **others,
-        )
+        training = contextlib.nullcontext() if forward_only else recorded(self._args, schedule, 0)
+        with training:
+            losses = self._schedule(
+                forward_step_func=_guarded(forward_step_func, failed),
+                data_iterator=rows if isinstance(model, list) and len(rows) > 1 else rows[0],
+                model=model,
+                num_microbatches=count,
+                micro_batch_size=1,
+                forward_only=forward_only,
+                **others,
+            )
         raise_together(schedule.rendezvous, failed)
         if not forward_only:
             compat.scale_moe_metrics(num_microbatches / count)

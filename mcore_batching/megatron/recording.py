@@ -1,0 +1,52 @@
+"""``--dynamic-batch-record``: what a training job did, for ``mcore-batching replay``."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_batching.megatron.schedule import RolloutSchedule
+from mcore_batching.records import StepRecorder
+
+_recorders: dict[str, StepRecorder] = {}
+
+
+def open_record(args: Any) -> StepRecorder | None:
+    """The job's recorder, made at the first call; None without ``--dynamic-batch-record``.
+
+    Rank 0 alone writes.
+
+    Raises:
+        RecordError: the folder cannot be made or written to.
+    """
+    directory = getattr(args, "dynamic_batch_record", None)
+    if directory is None:
+        return None
+    if directory not in _recorders:
+        _recorders[directory] = StepRecorder(directory, writes=dist.get_rank() == 0)
+    return _recorders[directory]
+
+
+@contextlib.contextmanager
+def recorded(args: Any, schedule: RolloutSchedule, step: int) -> Iterator[None]:
+    """Write down a step whose forward and backward passes run inside.
+
+    Args:
+        args: Megatron's arguments.
+        schedule: of the step.
+        step: which of the schedule's steps.
+    """
+    recorder = open_record(args)
+    if recorder is None:
+        yield
+        return
+    torch.cuda.synchronize()
+    started = time.monotonic()
+    yield
+    torch.cuda.synchronize()
+    recorder.append(*schedule.step_plan(step), time.monotonic() - started)

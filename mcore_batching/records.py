@@ -1,0 +1,224 @@
+"""What a training job did, step by step: lengths, plan, predicted and measured time.
+
+A job writes one file of JSON lines into a folder. A line with `"format"` says for which layout,
+options and cost model the lines after it are; it is repeated when one of these changes. A step is
+`{"step": 3, "lengths": [...], "scope": "global", "ranks": [[[3, 17], [5]], ...], "predicted": u,
+"measured_seconds": s}`: its samples are numbered from 0 in the order of the batch, `predicted` is
+in units of cost, `measured_seconds` is null where nothing was measured.
+
+Guarantees: every step is on its way to the disk when `append` returns, so a job that is killed
+loses none before; a last line that was cut short is left out on reading, any other fault is an
+error with file and line; once a job runs, a record that cannot be written is a warning, and the job
+goes on without.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from mcore_batching.planning import CostModel, PlanningError, StepPlan
+from mcore_batching.planning.statistics import predicted_step_time
+
+FORMAT = "mcore-batching/record"
+VERSION = 1
+
+
+class RecordError(PlanningError):
+    """A folder or file of records that cannot be read or made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One step of a job."""
+
+    step: int
+    """Number of the step in its job, from 0."""
+    plan: StepPlan
+    """Over all data-parallel ranks; its samples are positions in `lengths`."""
+    lengths: tuple[int, ...]
+    """Total length of each sample of the step [samples], in tokens."""
+    predicted: float
+    """Predicted time of the step, in units of cost."""
+    measured_seconds: float | None
+    """Of all forward and backward passes on the rank that wrote; None if nothing was measured."""
+    file: str
+    """Where it was read."""
+
+
+class StepRecorder:
+    """Writes a job's steps into a file of its own.
+
+    Args:
+        directory: folder for it, made if need be.
+        writes: whether this process is the one that writes; the others' recorders do nothing.
+
+    Raises:
+        RecordError: the folder cannot be made or written to.
+    """
+
+    def __init__(self, directory: str | Path, *, writes: bool = True) -> None:
+        self._file: TextIO | None = None
+        self._header: dict[str, Any] | None = None
+        self._steps = 0
+        if not writes:
+            return
+        folder = Path(directory)
+        started = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = _new_file(folder, f"steps-{started}-{os.getpid()}")
+        except OSError as error:
+            raise RecordError(
+                f"cannot record into {directory}: {error}; set --dynamic-batch-record to a folder "
+                "that can be written to"
+            ) from None
+
+    def append(
+        self,
+        plan: StepPlan,
+        lengths: Sequence[int],
+        measured_seconds: float | None = None,
+        *,
+        predicted: float | None = None,
+    ) -> None:
+        """Write a step down.
+
+        Args:
+            plan: over all data-parallel ranks.
+            lengths: total length of each sample of the batch that the plan refers to, in tokens.
+            measured_seconds: of all forward and backward passes; None if not measured.
+            predicted: time of the step in units of cost, if it is known already.
+        """
+        if self._file is None:
+            return
+        header = {
+            "format": FORMAT,
+            "version": VERSION,
+            "layout": asdict(plan.layout),
+            "config": asdict(plan.config),
+            "cost_model": asdict(plan.cost_model),
+        }
+        number = {sample: position for position, sample in enumerate(plan.sample_indices)}
+        step = {
+            "step": self._steps,
+            "lengths": [int(lengths[sample]) for sample in plan.sample_indices],
+            "scope": plan.scope,
+            "ranks": [
+                [[number[sample] for sample in samples] for samples in rank]
+                for rank in plan.micro_batches
+            ],
+            "predicted": predicted_step_time(plan, lengths) if predicted is None else predicted,
+            "measured_seconds": measured_seconds,
+        }
+        lines = [step] if header == self._header else [header, step]
+        try:
+            for line in lines:
+                self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            self._file.flush()
+        except OSError as error:
+            # Other ranks are in the middle of a step: nobody must stop here.
+            warnings.warn(
+                f"{self._file.name}: {error}; no more steps are recorded", RuntimeWarning, 2
+            )
+            self._file = None
+            return
+        self._header = header
+        self._steps += 1
+
+    def close(self) -> None:
+        """Close the file; steps appended afterwards are left out."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _new_file(folder: Path, name: str) -> TextIO:
+    for suffix in ("", *(f"-{number}" for number in range(1, 1000))):
+        try:
+            return (folder / f"{name}{suffix}.jsonl").open("x", encoding="utf-8")
+        except FileExistsError:
+            continue
+    raise FileExistsError(f"{folder} holds a thousand files {name}-*.jsonl")
+
+
+def read_records(directory: str | Path) -> list[StepRecord]:
+    """All steps in a folder: job after job, each in its order.
+
+    Args:
+        directory: a folder that `StepRecorder` wrote to, or one of its files.
+
+    Raises:
+        RecordError: nothing is there, or a line is no record.
+    """
+    path = Path(directory)
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    records = [record for file in files for record in _read_file(file)]
+    if not records:
+        raise RecordError(
+            f"{directory} holds no recorded step; give the folder that a job was told to record "
+            "into by --dynamic-batch-record"
+        )
+    return records
+
+
+def _read_file(file: Path) -> Iterator[StepRecord]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"cannot read {file}: {error}") from None
+    header: dict[str, Any] | None = None
+    for number, line in enumerate(lines, 1):
+        if number == len(lines) and not line.endswith("\n"):
+            return
+        try:
+            raw = json.loads(line)
+            if "format" in raw:
+                header = _checked_header(raw)
+                continue
+            if header is None:
+                raise ValueError(f'expected a line with "format": "{FORMAT}" before the first step')
+            yield _record(raw, header, str(file))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
+            raise RecordError(f"{file}:{number}: not a record of a step: {reason}") from None
+
+
+def _checked_header(raw: Mapping[str, Any]) -> dict[str, Any]:
+    if (raw["format"], raw["version"]) != (FORMAT, VERSION):
+        raise ValueError(
+            f'expected "format": "{FORMAT}", "version": {VERSION}, got {raw["format"]!r}, '
+            f"{raw['version']!r}; read it with the release that wrote it"
+        )
+    return {key: raw[key] for key in ("layout", "config", "cost_model")}
+
+
+def _record(raw: Mapping[str, Any], header: Mapping[str, Any], file: str) -> StepRecord:
+    ranks, lengths = raw["ranks"], tuple(int(length) for length in raw["lengths"])
+    document = {
+        "format": "mcore-batching/plan",
+        "version": 1,
+        "layout": header["layout"],
+        "config": header["config"],
+        "scope": raw["scope"],
+        "num_samples": len(lengths),
+        "steps": [{"num_microbatches": len(ranks[0]) if ranks else 0, "ranks": ranks}],
+    }
+    plan = StepPlan.from_json(json.dumps(document), verify_digest=False)
+    plan.validate(lengths)
+    measured = raw["measured_seconds"]
+    return StepRecord(
+        step=int(raw["step"]),
+        # Its own document leaves out what it was weighed by.
+        plan=replace(plan, cost_model=CostModel(**header["cost_model"])),
+        lengths=lengths,
+        predicted=float(raw["predicted"]),
+        measured_seconds=None if measured is None else float(measured),
+        file=file,
+    )
