@@ -135,6 +135,8 @@ PLAN_FLAGS = {
     "--packing",
     "--balance",
     "--out",
+    "--plot",
+    "--plot-step",
 }
 
 
@@ -187,3 +189,9 @@ def flags_of(command: str) -> set[str]:
 def test_flags() -> None:
     assert flags_of("plan") == PLAN_FLAGS | {"-h", "--help"}
     assert flags_of("check") == {"-h", "--help", "--column"}
+    ours_alone = {"--groups", "--group-column", "--groups-per-step", "--last-groups", "--plot"}
+    ours_alone |= {"--plot-step", "--on-oversize", "--fill", "--packing", "--balance"}
+    compared = PLAN_FLAGS - ours_alone | {"--draws", "--seed"}
+    assert flags_of("compare") == compared | {"-h", "--help"}
+    replayed = {"--steps", "--plan-effort", "--cost-model", "--plot"}
+    assert flags_of("replay") == replayed | {"-h", "--help"}

@@ -1,0 +1,219 @@
+"""Jobs that run slime's own modules, read from a checkout, with its batching hooked.
+
+slime's forward step, log-prob and loss functions, advantages and training step run as they are.
+What they import for other purposes (`STAND_INS`) is replaced by empty modules, and so is
+``megatron.training`` where the wheel has none: of that only ``get_args`` is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.utils import get_model_config
+
+import mcore_batching
+from kit.exactness import difference
+from kit.model import named_parameters, sharded_model
+from kit.samples import make_samples, take
+from mcore_batching.megatron.topology import is_last_stage
+from mcore_batching.planning import Layout
+
+STAND_INS = ("ray", "wandb", "httpx", "psutil", "megatron.training")
+
+CAP_TOKENS = 48
+# Shapes of `make_samples`: (17, 9), (5, 0), (8, 1), (12, 7), (3, 2), (27, 20), (9, 4), (16, 15).
+SAMPLES = [0, 1, 5, 7, 8, 9, 10, 11]
+
+
+class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Empty modules for packages that are not installed."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        del path, target
+        if any(name == each or name.startswith(f"{each}.") for each in STAND_INS):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
+        return MagicMock(name=spec.name, __path__=[], __spec__=spec, __name__=spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        del module
+
+
+def compare(
+    layout: dict[str, Any],
+    reference: str,
+    source: str,
+    per_token_loss: bool,
+    advantage_estimator: str = "grpo",
+) -> dict[str, Any]:
+    """One training step of slime with its own batching, and one with the hooked.
+
+    Its own: equal shares, one sample a micro-batch. Hooked: all but one sample on the first
+    data-parallel rank, packed.
+
+    Returns:
+        largest relative differences of ``log_probs`` and ``gradients``, both reported losses,
+        and the hooked ``counts``, ``samples`` and ``placeholders``, the last two over all ranks.
+    """
+    shape = Layout(**layout)
+    torch.compiler.set_stance("force_eager")
+    sys.meta_path.append(_StandIns())
+    sys.path.append(source)
+    data = importlib.import_module("slime.backends.megatron_utils.data")
+    model = importlib.import_module("slime.backends.megatron_utils.model")
+    loss = importlib.import_module("slime.backends.megatron_utils.loss")
+    slime = SimpleNamespace(data=data, model=model, loss=loss)
+    samples = take(make_samples(), SAMPLES)
+    replica, replicas = parallel_state.get_data_parallel_rank(), shape.data_parallel
+    count = len(SAMPLES)
+    equal = list(range(count))[replica::replicas]
+    uneven = [count - 1] if replica else list(range(count - (replicas > 1)))
+    args = _arguments(shape, per_token_loss, advantage_estimator)
+
+    own = _step(slime, args, shape, reference, take(samples, equal))
+    args.use_dynamic_batch_size = True
+    with mcore_batching.hook(data, model) as hooked:
+        assert len(hooked.hooked) == 4, hooked
+        ours = _step(slime, args, shape, reference, take(samples, uneven))
+    assert not hasattr(model.get_batch, "_mcore_batching_original")
+
+    found: dict[int, torch.Tensor] = dict(zip(uneven, ours["log_probs"], strict=is_last_stage()))
+    differences = [0.0]
+    parts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, dict(zip(equal, own["log_probs"], strict=False)))
+    for part in parts:  # a sample may have been on the other rank
+        for i, values in part.items():
+            if i in found and replicas > 1:
+                differences.append(difference(found[i], values))
+    if replicas == 1:
+        differences += map(difference, ours["log_probs"], own["log_probs"])
+    return {
+        "log_probs": max(differences),
+        "num_log_probs": len(ours["log_probs"]),
+        "gradients": max(map(difference, ours["gradients"], own["gradients"])),
+        "reported": [own["reported"], ours["reported"]],
+        "counts": ours["counts"],
+        "samples": count,
+        "placeholders": ours["placeholders"],
+        "last_stage": is_last_stage(),
+    }
+
+
+def _step(
+    slime: SimpleNamespace, args: Any, shape: Layout, reference: str, rollout: dict[str, Any]
+) -> dict[str, Any]:
+    weights = torch.load(reference, weights_only=True)["weights"]
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    chunks = sharded_model(
+        shape, "dense", weights, ddp, calculate_per_token_loss=args.calculate_per_token_loss
+    )
+    config = get_model_config(chunks[0])
+    config.finalize_model_grads_func = finalize_model_grads
+    config.variable_seq_lengths = True  # slime's arguments say so
+    rollout = {k: v for k, v in rollout.items() if k != "advantages"}
+    # slime keeps these as this context-parallel rank's part of the tokens.
+    lengths = list(zip(rollout["total_lengths"], rollout["response_lengths"], strict=True))
+    cut = slime.loss.slice_log_prob_with_cp
+    for name in ("rollout_log_probs", "ref_log_probs"):
+        rollout[name] = [cut(each, *own) for each, own in zip(rollout[name], lengths, strict=True)]
+    # slime has values of the whole batch among those of this rank's samples.
+    rollout["raw_reward"] = [0.0] * (len(lengths) + 3)
+
+    iterators, counts = slime.data.get_data_iterator(args, chunks, rollout)
+    made = slime.model.forward_only(
+        slime.loss.get_log_probs_and_entropy, args, chunks, iterators, counts
+    )
+    rollout.update(made)
+    slime.loss.compute_advantages_and_returns(args, rollout)
+    for iterator in iterators:
+        iterator.reset()
+    gradients: list[torch.Tensor] = []
+
+    def update() -> tuple[bool, float, int]:
+        gradients.extend(parameter.main_grad.clone() for _, parameter in named_parameters(chunks))
+        return True, 0.0, 0
+
+    optimizer = MagicMock(step=update)
+    with _arguments_of(slime.model, args):
+        (count,) = counts
+        reported, _ = slime.model.train_one_step(
+            args, 0, 0, iterators, chunks, optimizer, MagicMock(), count
+        )
+    indices = iterators[0].micro_batch_indices
+    placeholders = torch.tensor(sum(not each for each in indices or []))
+    torch.distributed.all_reduce(placeholders, group=parallel_state.get_data_parallel_group())
+    return {
+        "log_probs": made.get("log_probs", []),
+        "gradients": gradients,
+        "reported": reported,
+        "counts": counts,
+        "placeholders": int(placeholders),
+    }
+
+
+@contextlib.contextmanager
+def _arguments_of(module: Any, args: Any) -> Iterator[None]:
+    original = module.get_args
+    module.get_args = lambda: args
+    try:
+        yield
+    finally:
+        module.get_args = original
+
+
+def _arguments(shape: Layout, per_token_loss: bool, advantage_estimator: str) -> SimpleNamespace:
+    """slime's arguments, as far as its step reads them; the defaults of its command line."""
+    return SimpleNamespace(
+        advantage_estimator=advantage_estimator,
+        allgather_cp=False,
+        calculate_per_token_loss=per_token_loss,
+        ci_test=False,
+        custom_megatron_before_log_prob_hook_path=None,
+        custom_megatron_before_train_step_hook_path=None,
+        custom_pg_loss_reducer_function_path=None,
+        data_pad_size_multiplier=8,
+        decoder_seq_length=None,
+        enable_mtp_training=False,
+        entropy_coef=0.01,
+        eps_clip=0.2,
+        eps_clip_high=0.28,
+        get_mismatch_metrics=False,
+        global_batch_size=len(SAMPLES),
+        kl_coef=0.0,
+        kl_loss_coef=0.1,
+        kl_loss_type="low_var_kl",
+        log_probs_chunk_size=-1,
+        loss_type="policy_loss",
+        max_tokens_per_gpu=CAP_TOKENS // shape.context_parallel,
+        micro_batch_size=1,
+        normalize_advantages=False,
+        qkv_format="thd",
+        recompute_loss_function=False,
+        rollout_temperature=0.9,
+        seq_length=1,
+        use_dynamic_batch_size=False,
+        use_kl_loss=True,
+        use_opd=False,
+        use_opsm=advantage_estimator == "gspo",
+        opsm_delta=1e-4,
+        use_rollout_entropy=True,
+        use_rollout_logprobs=False,
+        use_tis=False,
+        use_unbiased_kl=False,
+    )

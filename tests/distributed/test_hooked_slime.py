@@ -1,0 +1,59 @@
+"""slime's own modules with the hooked batching, against slime with its own.
+
+Read from a checkout of slime that ``MCORE_BATCHING_SLIME`` names, as it was before its pull request
+1860 (commit 286750aa3). Both sides compute in float32 over rows of other contents; tolerances as in
+`test_exactness`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from kit.harness import Job
+
+LOG_PROBS = 2e-6
+GRADIENTS = 2e-5
+REPORTED = 2e-6
+
+SOURCE = os.environ.get("MCORE_BATCHING_SLIME", "")
+
+pytestmark = pytest.mark.skipif(
+    not SOURCE, reason="MCORE_BATCHING_SLIME does not name a checkout of slime (286750aa3)"
+)
+
+
+def job_of(name: str, layout: dict[str, Any], **parameters: Any) -> Job:
+    parameters = {"layout": layout, "reference": "dense", "source": SOURCE} | parameters
+    return Job(f"slime-{name}", "kit.slime:compare", 2, layout, parameters)
+
+
+JOBS = [
+    job_of("dp2-tokens", {"data_parallel": 2}, per_token_loss=True),
+    job_of("dp2-samples", {"data_parallel": 2}, per_token_loss=False),
+    job_of("dp2-gspo", {"data_parallel": 2}, per_token_loss=True, advantage_estimator="gspo"),
+    job_of("cp2-tokens", {"context_parallel": 2}, per_token_loss=True),
+    job_of("pp2-samples", {"pipeline_parallel": 2}, per_token_loss=False),
+    job_of("tp2-sp-tokens", {"tensor_parallel": 2, "sequence_parallel": True}, per_token_loss=True),
+]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_slime_equals_itself(job: Job, ranks: list[dict[str, Any]]) -> None:
+    assert max(rank["log_probs"] for rank in ranks) < LOG_PROBS
+    assert max(rank["gradients"] for rank in ranks) < GRADIENTS
+    for rank in ranks:
+        if job.layout.get("data_parallel", 1) > 1:
+            assert rank["placeholders"] > 0
+        if not rank["last_stage"]:
+            continue
+        own, hooked = rank["reported"]
+        assert own.keys() == hooked.keys()
+        # By samples, slime counts a placeholder as one in the denominator of what it *reports*.
+        # Nothing that get_batch returns reaches that count. Gradients do not depend on it.
+        counted = 1.0
+        if not job.parameters["per_token_loss"]:
+            counted = 1 + rank["placeholders"] / rank["samples"]
+        for name, value in own.items():
+            assert hooked[name] * counted == pytest.approx(value, rel=REPORTED, abs=1e-7), name

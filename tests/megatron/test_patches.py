@@ -1,0 +1,234 @@
+"""The patches of `patches/`: what they are made of, that they apply, that a patched tree trains.
+
+Full checkouts of the releases are read from ``MCORE_BATCHING_MEGATRON_LM``, a folder with one of
+each name (``core_v0.16.1``, ...). Without it, megatron-core's wheel has to do, which ships
+``megatron/training`` from 0.19 on and no training script.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PATCHES = REPOSITORY / "patches"
+RELEASES = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0")
+FILES = {
+    "megatron/training/arguments.py",
+    "megatron/training/training.py",
+    "pretrain_gpt.py",
+}
+
+LAUNCH = """
+import os, runpy, sys
+from mcore_batching.megatron import PackedAttention, compat, cpu
+if os.environ.get("MCORE_BATCHING_CPU"):
+    cpu.enable()
+sys.argv = sys.argv[1:]
+if "--use-dynamic-batch-size" in sys.argv:  # what a model without Transformer Engine needs
+    setattr(*compat.local_core_attention_name(), PackedAttention)
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+ARGUMENTS = shlex.split("""
+--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64
+--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8 --train-iters 4
+--lr 1e-3 --lr-decay-style constant --distributed-backend gloo --transformer-impl local
+--use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+--no-bias-dropout-fusion --no-bias-swiglu-fusion --no-persist-layer-norm --no-rope-fusion
+--tokenizer-type NullTokenizer --vocab-size 127 --eval-interval 1000 --eval-iters 1
+--log-interval 1 --hidden-dropout 0 --attention-dropout 0 --calculate-per-token-loss
+--num-workers 0 --position-embedding-type rope --swiglu --normalization RMSNorm
+--disable-bias-linear --no-create-attention-mask-in-dataloader --mock-data
+--pipeline-model-parallel-size 2
+""")
+
+FLAGS = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "128"]
+
+
+def lines_of(release: str) -> list[str]:
+    return (PATCHES / f"{release}.patch").read_text().splitlines()
+
+
+def checkout_of(release: str) -> Path:
+    folder = os.environ.get("MCORE_BATCHING_MEGATRON_LM")
+    if not folder:
+        pytest.skip("MCORE_BATCHING_MEGATRON_LM does not name a folder of Megatron-LM checkouts")
+    found = Path(folder) / release
+    if not found.is_dir():
+        pytest.skip(f"MCORE_BATCHING_MEGATRON_LM={folder} has no {release}")
+    return found
+
+
+def wheel_training() -> Path:
+    """``megatron/training`` of the installed wheel."""
+    spec = importlib.util.find_spec("megatron.training")
+    if spec is None or spec.origin is None:
+        pytest.skip("this megatron-core ships no megatron.training (wheels do from 0.19 on)")
+    return Path(spec.origin).parent
+
+
+def apply(tree: Path, release: str, *options: str) -> str:
+    """What git says of applying a release's patch there."""
+    done = subprocess.run(
+        ["git", "apply", "--verbose", *options, str(PATCHES / f"{release}.patch")],
+        cwd=tree,
+        # Outside any repository, or git would leave out what lies beside it.
+        env={**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_there_is_one_for_every_release() -> None:
+    assert {path.stem for path in PATCHES.glob("*.patch")} == set(RELEASES)
+    for release in RELEASES:
+        named = {line.removeprefix("+++ b/") for line in lines_of(release) if line[:4] == "+++ "}
+        assert named == FILES
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_insertions_only_with_one_line_of_context(release: str) -> None:
+    lines = [line for line in lines_of(release) if not line.startswith(("--- ", "+++ "))]
+    assert not [line for line in lines if line.startswith("-")]
+    hunks = "\n".join(lines).split("\n@@ ")[1:]
+    assert len(hunks) == 7
+    for hunk in hunks:
+        body = hunk.split("\ndiff --git ")[0].splitlines()[1:]
+        assert re.fullmatch(r" \++ ", "".join(line[:1] or " " for line in body)), hunk
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_calls_only_what_the_plugin_has(release: str) -> None:
+    added = [line[1:].strip() for line in lines_of(release) if line[:1] == "+"]
+    imports = [line.split() for line in added if line.startswith("from ")]
+    assert len(imports) == 7
+    for _, module, _, *names in imports:
+        assert module.startswith("mcore_batching.megatron.stock")
+        for name in names:
+            assert callable(getattr(importlib.import_module(module), name.rstrip(",")))
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_get_batch_returns_as_many_values_as_the_release_unpacks(release: str) -> None:
+    (count,) = re.findall(r"next_batch\(data_iterator, (\d+)\)", "\n".join(lines_of(release)))
+    assert int(count) == (6 if release in ("core_v0.16.1", "core_v0.17.1") else 10)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_applies_to_its_release(release: str, tmp_path: Path) -> None:
+    checkout = checkout_of(release)
+    for name in FILES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(checkout / name, tmp_path / name)
+    said = apply(tmp_path, release)
+    assert said.count("Applied patch") == len(FILES)
+    assert "offset" not in said
+    for name in FILES:
+        compile((tmp_path / name).read_text(), name, "exec")
+        assert "mcore_batching" in (tmp_path / name).read_text()
+
+
+def test_applies_to_the_wheel(tmp_path: Path) -> None:
+    patched = patched_training(tmp_path)
+    for name in ("arguments.py", "training.py"):
+        assert "mcore_batching" in (patched / name).read_text()
+        assert "mcore_batching" not in (wheel_training() / name).read_text()
+
+
+def patched_training(tree: Path) -> Path:
+    """A patched copy of the wheel's ``megatron/training`` in ``tree``."""
+    copy = tree / "megatron" / "training"
+    shutil.copytree(wheel_training(), copy, ignore=shutil.ignore_patterns("__pycache__"))
+    apply(tree, "core_v0.19.0", "--include=megatron/training/*")
+    return copy
+
+
+def train(tree: Path, script: Path, *flags: str) -> list[str]:
+    """The log line of every iteration, without the times in it."""
+    launcher = tree / "launch.py"
+    launcher.write_text(LAUNCH)
+    variables = dict(os.environ) | {
+        "PYTHONPATH": os.pathsep.join([str(tree), str(REPOSITORY)]),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    if torch.cuda.device_count() < 2:
+        variables |= {"MCORE_BATCHING_CPU": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [sys.executable, *command, str(launcher), str(script), *ARGUMENTS, *flags],
+        cwd=tree,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    iterations = re.findall(r"\] +(iteration +\d+/.*)", done.stdout)
+    assert len(iterations) == 4, done.stdout[-6000:]
+    return [re.sub(r"elapsed time[^|]*\||batching/\w+ seconds[^|]*\|", "", i) for i in iterations]
+
+
+def losses(iterations: list[str]) -> list[float]:
+    return [float(re.findall(r"lm loss: ([\d.E+-]+)", line)[0]) for line in iterations]
+
+
+def counted(iterations: list[str]) -> list[str]:
+    """What the loop counts: iterations, consumed samples, learning rate, batch size."""
+    return [re.split(r"lm loss", line)[0] for line in iterations]
+
+
+def test_the_patched_tree_trains(tmp_path: Path) -> None:
+    """With the flag, loss for loss as without it; without it, digit for digit as unpatched."""
+    script = Path(__file__).parent / "vendored_script.py"
+    (tmp_path / "stock").mkdir()
+    (tmp_path / "patched").mkdir()
+    patched_training(tmp_path / "patched")
+    stock = train(tmp_path / "stock", script)
+    unflagged = train(tmp_path / "patched", script)
+    flagged = train(tmp_path / "patched", script, *FLAGS)
+    assert unflagged == stock
+    assert counted(flagged) == counted(stock)
+    # Printed with 7 digits; the sums are of the same float32 terms in another order.
+    assert losses(flagged) == pytest.approx(losses(stock), rel=2e-6)
+    assert len(set(losses(stock))) == 4
+    assert all("batching/fill" in line for line in flagged)
+    assert not any("batching/" in line for line in unflagged)
+
+
+def test_the_patched_stock_script_trains(tmp_path: Path) -> None:
+    checkout = checkout_of("core_v0.19.0")
+    patched_training(tmp_path)
+    for name in ("pretrain_gpt.py", "gpt_builders.py", "model_provider.py"):
+        shutil.copy(checkout / name, tmp_path / name)
+    apply(tmp_path, "core_v0.19.0", "--include=pretrain_gpt.py")
+    script = tmp_path / "pretrain_gpt.py"
+    unflagged = train(tmp_path, script)
+    flagged = train(tmp_path, script, *FLAGS)
+    assert counted(flagged) == counted(unflagged)
+    assert losses(flagged) == pytest.approx(losses(unflagged), rel=2e-6)
+    assert all("batching/fill" in line for line in flagged)
+
+
+def test_a_refused_combination_ends_at_the_start(tmp_path: Path) -> None:
+    """The patched ``validate_args`` asks the plugin."""
+    patched_training(tmp_path)
+    script = Path(__file__).parent / "vendored_script.py"
+    with pytest.raises(AssertionError, match="--sft packs samples in the dataset"):
+        train(tmp_path, script, *FLAGS, "--sft")
