@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from byte_tokens import encode
 from rollouts import Rollout
+
+Group = TypeVar("Group")
 
 ADVANTAGE_EPSILON = 1e-4
 
@@ -34,9 +36,7 @@ def groups_of_iteration(
     return [groups[(first + i) % len(groups)] for i in range(groups_per_iteration)]
 
 
-def share_of_rank(
-    groups: Sequence[list[Rollout]], rank: int, num_ranks: int
-) -> list[list[Rollout]]:
+def share_of_rank(groups: Sequence[Group], rank: int, num_ranks: int) -> list[Group]:
     """The groups that data-parallel rank ``rank`` holds: every ``num_ranks``-th."""
     return list(groups[rank::num_ranks])
 

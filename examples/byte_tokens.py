@@ -3,11 +3,13 @@
 Guarantees
 - A sample has a prompt of at least one token and a response of at least one (the end mark).
 - `decode` gives back prompt and response as they were.
+- `text_of` never fails, whatever tokens a policy drew.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from rollouts import Rollout
@@ -60,3 +62,9 @@ def decode(tokenized: TokenizedRollout) -> tuple[str, str]:
     split = len(tokenized.tokens) - tokenized.response_length
     ids = tokenized.tokens.tolist()
     return bytes(ids[1:split]).decode(), bytes(ids[split:-1]).decode()
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """Text of any tokens; what is no byte, or not UTF-8, becomes U+FFFD."""
+    # 0xFF is a byte that UTF-8 never has.
+    return bytes(min(token, 0xFF) for token in tokens).decode(errors="replace")

@@ -69,7 +69,7 @@ def draw_micro_batches(spans: Sequence[Span], cap_tokens: int, title: str, out: 
         axes.spines[side].set_visible(False)
     handles = _legend(cap_tokens, any(not span.tokens for span in spans))
     figure.legend(handles=handles, loc="outside lower left", ncols=4, frameon=False, fontsize=9)
-    _save(figure, out)
+    save(figure, out)
 
 
 def _draw_span(axes: Axes, span: Span, row: int, whole: float, lettered: bool, cap: int) -> None:
@@ -149,14 +149,15 @@ def draw_comparison(comparison: Comparison, out: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     handles, labels = losses.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
-    _save(figure, out)
+    save(figure, out)
 
 
 def _set_title(axes: Axes, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=10)
 
 
-def _save(figure: Figure, out: Path) -> None:
+def save(figure: Figure, out: Path) -> None:
+    """Write a figure, in a folder that need not exist, and free it."""
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=130)
     plt.close(figure)

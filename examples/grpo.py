@@ -1,37 +1,50 @@
-"""Trains a small Megatron GPT by GRPO on recorded rollouts, with dynamic micro-batches.
+"""Trains a small Megatron GPT by GRPO, with dynamic micro-batches.
 
     MCORE_BATCHING_CPU=1 torchrun --nproc-per-node 4 examples/grpo.py --compare
+    MCORE_BATCHING_CPU=1 torchrun --nproc-per-node 4 examples/grpo.py --online [--step-wise]
 
 (without the variable on four GPUs).
 
 Each iteration takes the groups of some prompts. Forward-only passes give the log-probabilities of
-the policy as it is (old) and of its frozen initial copy (reference); then several optimizer steps
-follow, each over ``--global-batch-size`` samples. ``--baseline`` runs the same job with one sample
-a micro-batch, ``--compare`` both jobs and a comparison.
+the policy as it is (old) and of its frozen copy (reference); then several optimizer steps follow.
 
-The rollouts are recorded ones: nothing is generated, so old log-probabilities stand in for those
-of the policy that sampled. The job shows the engine at work; it does not make a good player.
+The first command takes recorded rollouts, and ``--global-batch-size`` samples a step.
+``--baseline`` runs the same job with one sample a micro-batch, ``--compare`` both jobs and a
+comparison. Nothing is generated, so old log-probabilities stand in for those of the policy that
+sampled: it shows the engine at work, and does not make a good player.
+
+The second makes one. After a short supervised start the policy plays a game of several turns,
+token by token over the pipeline, and learns from what it won. A step takes the samples of
+``--groups-per-step`` prompts, so the number of steps does not depend on how many turns were
+played, nor on whether a sample is a whole game or, with ``--step-wise``, one turn.
 
 Writes, under ``--out``: ``dynamic/`` and ``baseline/`` with ``metrics.jsonl`` (a line an
-iteration), ``settings.json`` and ``micro_batches.png``; ``comparison.png`` once both are there.
+iteration), ``settings.json`` and ``micro_batches.png``; ``comparison.png`` once both are there;
+``online/`` or ``online-step-wise/`` with the same files and ``reward.png``.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import metrics
+import online_reporting
 import torch.distributed as dist
 from comparison import compare
 from figures import draw_comparison, draw_micro_batches
+from online import train_online
 from options import layout_of, parse_arguments, settings_of
 from reporting import Reporter
+from reward_figure import draw_reward
 from rollouts import Rollout, read_groups
+from timeline import Span
 from training import train
 
 from mcore_batching.megatron.bootstrap import initialize_model_parallel, initialize_process_group
@@ -42,7 +55,7 @@ def main() -> None:
     """Run the job on this rank."""
     options = parse_arguments()
     try:
-        groups = read_groups(options.rollouts)
+        groups = [] if options.online else read_groups(options.rollouts)
         layout = layout_of(options, int(os.environ.get("WORLD_SIZE", "1")))
         initialize_process_group()
         initialize_model_parallel(layout, options.seed)
@@ -51,30 +64,72 @@ def main() -> None:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"grpo.py: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
-    reporter = Reporter(speaks=dist.get_rank() == 0)
+    if options.online:
+        run_online(options, layout)
+    else:
+        run_recorded(options, layout, groups)
+    dist.destroy_process_group()
+
+
+def run_recorded(
+    options: argparse.Namespace, layout: Layout, groups: Sequence[list[Rollout]]
+) -> None:
+    """The runs on recorded rollouts that the flags ask for, and their comparison."""
+    reporter = Reporter(dist.get_rank() == 0)
     both = ("dynamic", "baseline")
     for name in both if options.compare else both[options.baseline :][:1]:
-        run(name, options, layout, groups, reporter)
+        train_this = functools.partial(
+            train, options, layout, groups, one_sample_a_micro_batch=name == "baseline"
+        )
+        run(name, options, layout, reporter, train_this)
     if dist.get_rank() == 0:
         compare_runs(options.out, reporter)
-    dist.destroy_process_group()
+
+
+def run_online(options: argparse.Namespace, layout: Layout) -> None:
+    """The run in which the policy plays, and the picture of its reward."""
+    reporter = Reporter(
+        dist.get_rank() == 0, online_reporting.iteration_line, online_reporting.run_table
+    )
+
+    def on_warm_start(step: int, loss: float) -> None:
+        if step % 20 == 0 or step == options.warm_start_steps:
+            reporter.say(f"warm start, step {step:>3}  loss {loss:.3f}")
+
+    name = "online-step-wise" if options.step_wise else "online"
+    train_this = functools.partial(train_online, options, layout, on_warm_start=on_warm_start)
+    done = run(name, options, layout, reporter, train_this)
+    if dist.get_rank() == 0:
+        draw_reward(done, name, options.out / name / "reward.png")
+        reporter.say(f"{online_reporting.reward_summary(done)}\n{options.out / name}: reward.png")
 
 
 def run(
     name: str,
     options: argparse.Namespace,
     layout: Layout,
-    groups: Sequence[list[Rollout]],
     reporter: Reporter,
-) -> None:
-    """One run, ``"dynamic"`` or ``"baseline"``, and its files."""
+    train_this: Callable[..., list[Span]],
+) -> list[Any]:
+    """One run and its files.
+
+    Args:
+        name: of its folder.
+        options: the job's flags.
+        layout: of the job.
+        reporter: prints.
+        train_this: trains; takes ``on_iteration``.
+
+    Returns:
+        metrics of every iteration.
+    """
     folder: Path = options.out / name
     first = dist.get_rank() == 0
     if first:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "metrics.jsonl").unlink(missing_ok=True)
         (folder / "settings.json").write_text(json.dumps(settings_of(options), indent=2) + "\n")
-    done: list[metrics.IterationMetrics] = []
+    done: list[Any] = []
 
     def on_iteration(each: metrics.IterationMetrics) -> None:
         done.append(each)
@@ -83,13 +138,7 @@ def run(
             metrics.append(folder / "metrics.jsonl", each)
 
     reporter.begin(name, options.iterations)
-    spans = train(
-        options,
-        layout,
-        groups,
-        one_sample_a_micro_batch=name == "baseline",
-        on_iteration=on_iteration,
-    )
+    spans = train_this(on_iteration=on_iteration)
     reporter.end(done)
     if first:
         draw_micro_batches(
@@ -99,6 +148,7 @@ def run(
             out=folder / "micro_batches.png",
         )
         reporter.say(f"{folder}: metrics.jsonl, micro_batches.png")
+    return done
 
 
 def compare_runs(out: Path, reporter: Reporter) -> None:
@@ -114,7 +164,9 @@ def compare_runs(out: Path, reporter: Reporter) -> None:
             f"{', '.join(different)}; --compare runs both anew"
         )
         return
-    result = compare(*(metrics.read(folder / "metrics.jsonl") for folder in folders))
+    result = compare(
+        *(metrics.read(folder / "metrics.jsonl", metrics.IterationMetrics) for folder in folders)
+    )
     draw_comparison(result, out / "comparison.png")
     reporter.say(f"{result}\n{out}: comparison.png")
 

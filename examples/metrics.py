@@ -11,6 +11,7 @@ import dataclasses
 import json
 import statistics
 from pathlib import Path
+from typing import TypeVar
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,16 +84,52 @@ class IterationMetrics:
         return self.plan_seconds + self.forward_only_seconds + self.step_seconds
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OnlineMetrics(IterationMetrics):
+    """One iteration in which the policy played, too; ``reward`` is the mean over its games.
+
+    Attributes:
+        games: over all ranks.
+        games_won: without a wrong answer.
+        turns: of all games.
+        sampling_passes: forward passes in which tokens were drawn, one token an open game.
+        sampling_placeholders: micro-batches of these passes without a game, over all ranks.
+        sampling_seconds: all of them.
+        log_prob_gap: largest difference between a token's log-probability as it was drawn and the
+            old log-probability that training starts from; rounding, if all is well.
+    """
+
+    games: int
+    games_won: int
+    turns: int
+    sampling_passes: int
+    sampling_placeholders: int
+    sampling_seconds: float
+    log_prob_gap: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole iteration, play included."""
+        return super().seconds + self.sampling_seconds
+
+
+Metrics = TypeVar("Metrics", bound=IterationMetrics)
+
+
 def append(path: Path, metrics: IterationMetrics) -> None:
     """Add one line to a metrics file."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(dataclasses.asdict(metrics)) + "\n")
 
 
-def read(path: Path) -> list[IterationMetrics]:
-    """All iterations of a metrics file."""
+def read(path: Path, kind: type[Metrics]) -> list[Metrics]:
+    """All iterations of a metrics file.
+
+    Args:
+        path: the file.
+        kind: of the metrics that were written.
+    """
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [
-        IterationMetrics(**row | {"steps": tuple(StepMetrics(**step) for step in row["steps"])})
-        for row in rows
+        kind(**row | {"steps": tuple(StepMetrics(**step) for step in row["steps"])}) for row in rows
     ]

@@ -13,6 +13,33 @@ from mcore_batching.megatron import add_dynamic_batch_arguments
 from mcore_batching.planning import Layout
 
 BUNDLED_ROLLOUTS = Path(__file__).parent / "data" / "arithmetic_rollouts.jsonl"
+ONLINE_DEFAULTS: dict[str, Any] = {
+    "max_tokens_per_gpu": 512,
+    "iterations": 40,
+    "prompts_per_iteration": 32,
+    "num_layers": 2,
+    "hidden_size": 64,
+    "lr": 1e-3,
+    "kl_coefficient": 0.01,
+}
+"""What ``--online`` takes instead of the other defaults."""
+ONLY_ONLINE = (
+    "step_wise",
+    "trajectories_per_prompt",
+    "groups_per_step",
+    "warm_start_steps",
+    "warm_start_lr",
+)
+"""Options that mean nothing without ``--online``."""
+NOT_ONLINE = ("rollouts", "global_batch_size", "baseline", "compare")
+"""Options that mean nothing with it."""
+AT_LEAST_ONE = (
+    "iterations",
+    "prompts_per_iteration",
+    "global_batch_size",
+    "trajectories_per_prompt",
+    "groups_per_step",
+)
 NOT_SETTINGS = ("out", "baseline", "compare")
 """Options in which two runs may differ and still be compared."""
 
@@ -29,7 +56,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The flags of the job, those of the engine among them."""
     parser = argparse.ArgumentParser(
-        description="GRPO on recorded rollouts with dynamic micro-batches."
+        description="GRPO with dynamic micro-batches, on recorded rollouts or on games in play."
     )
     add_dynamic_batch_arguments(parser)
     parser.set_defaults(use_dynamic_batch_size=True, max_tokens_per_gpu=2048)
@@ -55,12 +82,25 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     runs = job.add_mutually_exclusive_group()
     runs.add_argument("--baseline", action="store_true", help="one sample a micro-batch")
     runs.add_argument("--compare", action="store_true", help="both, and a comparison")
+    online = parser.add_argument_group("play (--online)")
+    online.add_argument("--online", action="store_true", help="the policy plays the games itself")
+    online.add_argument("--step-wise", action="store_true", help="a sample is one turn of a game")
+    online.add_argument("--trajectories-per-prompt", type=int, default=8)
+    online.add_argument("--groups-per-step", type=int, default=8, help="prompts a step")
+    online.add_argument("--warm-start-steps", type=int, default=80, help="supervised, before play")
+    online.add_argument("--warm-start-lr", type=float, default=3e-3)
+    if parser.parse_known_args(arguments)[0].online:
+        parser.set_defaults(**ONLINE_DEFAULTS)
     options = parser.parse_args(arguments)
-    for name in ("iterations", "prompts_per_iteration", "global_batch_size"):
+    for name in NOT_ONLINE if options.online else ONLY_ONLINE:
+        if getattr(options, name) != parser.get_default(name):
+            what = "recorded rollouts: leave out" if options.online else "games in play: add"
+            parser.error(f"{_flag(name)} is for {what} --online")
+    for name in AT_LEAST_ONE:
         if getattr(options, name) < 1:
-            parser.error(
-                f"--{name.replace('_', '-')} must be 1 or more, got {getattr(options, name)}"
-            )
+            parser.error(f"{_flag(name)} must be 1 or more, got {getattr(options, name)}")
+    if options.warm_start_steps < 0:
+        parser.error(f"--warm-start-steps must be 0 or more, got {options.warm_start_steps}")
     if options.num_layers % (options.pp * options.vpp):
         parser.error(
             f"--num-layers {options.num_layers} cannot be cut into {options.pp * options.vpp} "
@@ -69,6 +109,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         )
     options.pad_token_id = PADDING
     return options
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def layout_of(options: argparse.Namespace, num_processes: int) -> Layout:

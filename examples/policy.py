@@ -51,10 +51,16 @@ def build_policy_and_reference(
     reference = build_model(
         _transformer_config(layout, num_layers, hidden_size), wrap=False, **shape
     )
-    for chunk, source in zip(reference, policy, strict=True):
-        chunk.load_state_dict(source.module.state_dict())
+    copy_weights(policy, reference)
+    for chunk in reference:
         chunk.requires_grad_(False)
     return policy, reference
+
+
+def copy_weights(policy: list[Any], reference: list[Any]) -> None:
+    """Make the reference what the policy is now."""
+    for source, chunk in zip(policy, reference, strict=True):
+        chunk.load_state_dict(source.module.state_dict())
 
 
 def build_adam(policy: list[Any], learning_rate: float) -> Any:

@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
 # From a bare machine to a GRPO run with dynamic micro-batches, beside the same run without them.
 #
-#     bash examples/quickstart.sh [--short] [--nproc N] [flags of grpo.py]
+#     bash examples/quickstart.sh [--online] [--short] [--nproc N] [flags of grpo.py]
 #
 # Makes .venv (or $MCORE_BATCHING_VENV), installs this package with what the job needs, and runs
 # examples/grpo.py --compare on 4 processes, 2 data-parallel ranks of 2 pipeline stages: on GPUs if
 # there are enough, on the CPU otherwise. --dp, --pp, --vpp, --tp and --cp change the layout, and
 # with it the number of processes; --rollouts FILE takes other rollouts; --short runs for seconds.
+#
+# --online runs, instead, a policy that plays a game of several turns itself and learns from what it
+# won (minutes; the reward's curve is in runs/quickstart/online/reward.png). With --step-wise, too,
+# a training sample is one turn and not a whole game.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source-path=SCRIPTDIR
@@ -14,8 +18,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 nproc='' dp=2 pp=2 tp=1 cp=1
 given=()
-chosen=(--compare)
-length=()
+chosen=() online='' short='' length=()
 while [ $# -gt 0 ]; do
     case $1 in
         --nproc | --dp | --pp | --tp | --cp)
@@ -34,13 +37,23 @@ while [ $# -gt 0 ]; do
             esac
             [ "$name" = --nproc ] || given+=("$1")
             ;;
-        --short) length=(--iterations 2 --prompts-per-iteration 16 --global-batch-size 32) ;;
+        --online) online=yes ;;
+        --short) short=yes ;;
         --baseline | --compare) chosen=("$1") ;;
         -h | --help) sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p;}' "$0" && exit 0 ;;
         *) given+=("$1") ;;
     esac
     shift
 done
+if [ "$online" ]; then
+    chosen+=(--online) # grpo.py refuses it beside --baseline or --compare
+elif [ ${#chosen[@]} -eq 0 ]; then
+    chosen=(--compare)
+fi
+if [ "$short" ]; then
+    length=(--iterations 2 --prompts-per-iteration 16)
+    if [ "$online" ]; then length+=(--warm-start-steps 60); else length+=(--global-batch-size 32); fi
+fi
 : "${nproc:=$((dp * pp * tp * cp))}"
 
 environment=${MCORE_BATCHING_VENV:-$mcb_root/.venv}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from metrics import IterationMetrics
 from rich.console import Console
@@ -32,9 +33,18 @@ class Reporter:
 
     Args:
         speaks: whether this process is the one that prints.
+        line: makes an iteration's line.
+        table: makes the table of a run.
     """
 
-    def __init__(self, speaks: bool) -> None:
+    def __init__(
+        self,
+        speaks: bool,
+        line: Callable[[Any], str] | None = None,
+        table: Callable[[Sequence[Any]], Table] | None = None,
+    ) -> None:
+        self._line = line or iteration_line
+        self._table = table or run_table
         self.console = Console(quiet=not speaks, soft_wrap=True, highlight=False)
         self._progress: Progress | None = None
         self._speaks = speaks
@@ -59,7 +69,7 @@ class Reporter:
     def iteration(self, metrics: IterationMetrics) -> None:
         """Print an iteration's line and move the bar."""
         assert self._progress is not None
-        self.say(iteration_line(metrics))
+        self.say(self._line(metrics))
         self._progress.advance(self._progress.task_ids[0])
 
     def end(self, run: Sequence[IterationMetrics]) -> None:
@@ -67,7 +77,7 @@ class Reporter:
         assert self._progress is not None
         self._progress.stop()
         if self._speaks:
-            print_table(run_table(run), sys.stdout)
+            print_table(self._table(run), sys.stdout)
             sys.stdout.flush()
 
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from mcore_batching._version import __version__
-from mcore_batching.cli import calibrate, check, compare, plan
+from mcore_batching.cli import calibrate, check, compare, plan, replay
 from mcore_batching.cli.options import UsageError, complain, with_flags
 from mcore_batching.planning import PlanFormatError, PlanningError
 from mcore_batching.planning.lengths_file import LengthsFileError
@@ -33,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("plan", plan, "plan a batch"),
         ("check", check, "check a plan"),
         ("compare", compare, "compare with plainer modes and other frameworks' rules"),
+        ("replay", replay, "show a recorded job, and what other plans would have taken"),
         ("calibrate", calibrate, "time a layer stack, write a cost model"),
     ):
         command.add_arguments(commands.add_parser(name, help=help_text, allow_abbrev=False))

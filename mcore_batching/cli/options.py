@@ -25,6 +25,7 @@ _FLAG_OF_ARGUMENT = {
     "max_tokens_per_gpu": "--max-tokens-per-gpu",
     "microbatch_group_size": "--microbatch-group-size",
     "samples_per_step": "--samples-per-step",
+    "draws": "--draws",
     "groups_per_step": "--groups-per-step",
     "last=": "--last-groups ",
     "plan_effort": "--plan-effort",
@@ -90,6 +91,11 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most padded tokens whose activations the first pipeline stage may hold at a time",
     )
+    add_cost_model(parser)
+
+
+def add_cost_model(parser: argparse.ArgumentParser) -> None:
+    """What samples and micro-batches cost."""
     parser.add_argument(
         "--cost-model",
         metavar="FILE",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from typing import get_args
 
 from mcore_batching import report
@@ -18,10 +19,11 @@ from mcore_batching.cli.options import (
     layout_of,
     write,
 )
-from mcore_batching.planning import PlannerConfig, plan_batch, step_statistics
+from mcore_batching.planning import Plan, PlannerConfig, plan_batch, step_statistics
 from mcore_batching.planning.config import CHOICES
 from mcore_batching.planning.groups import LastStep
 from mcore_batching.planning.lengths_file import read_groups, read_lengths
+from mcore_batching.plot import check_picture, draw_step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     add_search(parser)
     parser.add_argument("--out", metavar="PLAN.json", help="write the plan to this file")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw the pipeline's time line and the fill of each micro-batch, to a .png, .svg or "
+        ".html file",
+    )
+    parser.add_argument(
+        "--plot-step", type=int, default=0, metavar="N", help="step to draw (default: %(default)s)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -74,6 +85,8 @@ def run(options: argparse.Namespace) -> int:
     layout, config = layout_of(options), config_of(options)
     cost_model = cost_model_of(options)
     groups = _read_groups(options)
+    if options.plot:
+        check_picture(options.plot)
     lengths = read_lengths(options.lengths, options.column)
     plan = plan_batch(
         lengths,
@@ -98,7 +111,22 @@ def run(options: argparse.Namespace) -> int:
     print(f"digest {plan.digest()}")
     if options.out:
         print(f"wrote {options.out}")
+    if options.plot:
+        _draw(options, plan, lengths)
+        print(f"wrote {options.plot}")
     return 0
+
+
+def _draw(options: argparse.Namespace, plan: Plan, lengths: Sequence[int]) -> None:
+    number = options.plot_step
+    if not 0 <= number < len(plan.steps):
+        raise UsageError(
+            f"--plot-step must be from 0 to {len(plan.steps) - 1}, the plan's last step, "
+            f"got {number}"
+        )
+    where = f"step {number}, " if len(plan.steps) > 1 else ""
+    title = f"{where}{report.layout_line(plan.layout, plan.config)}"
+    draw_step(plan.steps[number], lengths, options.plot, title=title)
 
 
 def _read_groups(options: argparse.Namespace) -> list[str | int] | None:

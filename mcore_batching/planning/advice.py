@@ -91,7 +91,7 @@ def what_would_help(step: StepPlan, lengths: Sequence[int]) -> list[Suggestion]:
     own = [lengths[sample] for sample in step.sample_indices]
     now = predicted_step_time(step, lengths)
     found = []
-    for change, layout, config, model in _alternatives(step):
+    for change, layout, config, model in alternatives(step):
         quick = dataclasses.replace(config, plan_effort=min(config.plan_effort, EFFORT))
         try:
             then = predicted_step_time(plan_step(own, layout, quick, model), own)
@@ -102,9 +102,14 @@ def what_would_help(step: StepPlan, lengths: Sequence[int]) -> list[Suggestion]:
     return sorted(found, key=lambda suggestion: -suggestion.gain)
 
 
-def _alternatives(
+def alternatives(
     step: StepPlan,
 ) -> Iterator[tuple[str, Layout, PlannerConfig, CostModel]]:
+    """Other caps and layouts for the same GPUs: what changes, and what to plan with.
+
+    Args:
+        step: a plan; its layout, options and cost model are where changes start.
+    """
     layout, config, model = step.layout, step.config, step.cost_model
     cap, pipeline, ranks = config.max_tokens_per_gpu, layout.pipeline_parallel, layout.data_parallel
     if cap >= 2:

@@ -1,7 +1,8 @@
 """Single samples moved and swapped while that ends the slowest rank sooner.
 
 Guarantees: no step of it makes any rank end later than the slowest did; the cap and the bound on
-tokens in flight hold throughout; no slot is emptied; which moves are tried follows from a counter.
+tokens in flight hold throughout; no slot is emptied; a rank with a placeholder takes a further
+sample there; which moves are tried follows from a counter.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ def _move_away(
         return False
     sample = samples[random.below(len(samples))]
     target = random.below(len(ranks[other]))
-    if not ranks[other][target] or _room(ranks[other][target], work) < work.tokens[sample]:
+    if [] in ranks[other]:
+        target = ranks[other].index([])
+    if _room(ranks[other][target], work) < work.tokens[sample]:
         return False
     changed = {
         slowest: _with(ranks[slowest], {source: [i for i in samples if i != sample]}),

@@ -1,8 +1,8 @@
 """Plans for expert parallelism, where every slot waits for its slowest rank.
 
 Micro-batches are made slot by slot: the costliest samples left open one slot's micro-batches, one
-on each rank, and smaller samples fill the others up to the costliest. What a slot loses is then
-the little that no sample fits into.
+on each rank, and smaller samples fill all of them up to the costliest, or to the slot's share of
+the step where that is more. What a slot loses is then the little that no sample fits into.
 
 Guarantees: every sample is in one micro-batch; the cap holds; a sample over the cap is alone; a
 rank has a placeholder only if all of its micro-batches hold one sample.
@@ -11,15 +11,26 @@ rank has a placeholder only if all of its micro-batches hold one sample.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from mcore_batching.planning.candidates import BestStep, Candidate
+from mcore_batching.planning.search import MOST_SLOTS_A_STAGE
 from mcore_batching.planning.splitting import split_until
 from mcore_batching.planning.step_work import Slots, StepWork
 from mcore_batching.planning.sums import ordered_sum
+from mcore_batching.planning.taper import profile
 
-LEVELS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.0)
-"""How far micro-batches are filled at least, relative to the costliest sample of the step."""
+MARGINS = (1.02, 1.0, 1.05)
+"""How far above its share of the step a slot's micro-batches may be filled."""
+TAPERS = ((1, 1), (2, 2), (1, 2), (0, 0), (1, 3))
+"""Over how many slots for each stage the slots grow and shrink; the first for every count."""
+MOST_COUNTS_REFINED = 4
+"""Numbers of slots of which all tapers and margins are tried."""
+STRIDE_OF_COUNTS = 4
+"""One in so many counts is tried before the ones between them, for what little effort finds."""
+
+Shape = tuple[int, int, int, float]
+"""Number of slots, over how many they rise, over how many they fall, margin."""
 
 
 def search_lockstep(
@@ -38,11 +49,29 @@ def search_lockstep(
         ConfigError: nothing was found that holds no more tokens in flight than may be.
     """
     best = BestStep(work)
+
+    def end(ranks: list[Slots]) -> float:
+        candidate = Candidate(ranks, [lockstep_time(ranks, work)])
+        best.consider(candidate)
+        return candidate.end
+
     for start in starts:
-        ranks = [[list(samples) for samples in slots] for slots in start]
-        best.consider(Candidate(ranks, [lockstep_time(ranks, work)]))
-    for ranks in _candidates(work):
-        best.consider(Candidate(ranks, [lockstep_time(ranks, work)]))
+        end([[list(samples) for samples in slots] for slots in start])
+    counts = _counts(work) if work.costs else []
+    ranked: list[tuple[float, int]] = []
+    for first in range(STRIDE_OF_COUNTS):
+        for count in counts[first::STRIDE_OF_COUNTS]:
+            if work.spent and best.found:
+                break
+            shape = _shapes(count, work.layout.pipeline_parallel)[0]
+            ranked.append((end(_laid_out(shape, work)), count))
+    # Which counts keep to a bound on tokens in flight has little to do with when they end.
+    refined = len(ranked) if work.max_inflight_tokens is not None else MOST_COUNTS_REFINED
+    for _, count in sorted(ranked)[:refined]:
+        for shape in _shapes(count, work.layout.pipeline_parallel)[1:]:
+            if work.spent and best.found:
+                break
+            end(_laid_out(shape, work))
     return best.result().ranks
 
 
@@ -52,30 +81,58 @@ def lockstep_time(ranks: Sequence[Slots], work: StepWork) -> float:
     return work.time([max(slot) for slot in zip(*costs, strict=True)])
 
 
-def _candidates(work: StepWork) -> Iterator[list[Slots]]:
-    """Plans of different fill, each in descending and in tapered order of slots."""
-    if not work.costs:
-        return
-    stages = work.layout.pipeline_parallel
-    costliest = max(work.costs)
-    for level in LEVELS:
-        rows = _even_rows(_rows(level * costliest, work), work)
-        for number_of_small in sorted(
-            {0, min(stages, len(rows) // 3), min(2 * stages, len(rows) // 3)}
-        ):
-            if work.spent:
-                return
-            yield _onto_ranks(_tapered(rows, number_of_small), work)
+def _counts(work: StepWork) -> list[int]:
+    """Numbers of slots to try: from the fewest that can hold the samples, in steps of a seventh."""
+    layout = work.layout
+    tokens = sum(padded for i, padded in enumerate(work.tokens) if i not in work.alone)
+    fewest = -(-tokens // work.capacity) + len(work.alone)
+    count = layout.round_up_num_microbatches(-(-fewest // layout.data_parallel))
+    useful = count + 4
+    if layout.pipeline_parallel > 1:
+        useful = max(count, MOST_SLOTS_A_STAGE * layout.pipeline_parallel)
+    samples_a_rank = -(-len(work.costs) // layout.data_parallel)
+    most = layout.round_up_num_microbatches(max(min(samples_a_rank, useful), count))
+    counts = [count]
+    while counts[-1] < most:
+        counts.append(layout.round_up_num_microbatches(max(counts[-1] + 1, counts[-1] * 8 // 7)))
+    return counts
 
 
-def _rows(limit: float, work: StepWork) -> list[list[list[int]]]:
-    """Slots of micro-batches, costliest slot first; the last may have fewer than one a rank."""
+def _shapes(count: int, stages: int) -> list[Shape]:
+    """Shapes of so many slots, the one that judges the count first."""
+    return [
+        (count, min(rise * stages, count), min(fall * stages, count), margin)
+        for rise, fall in (TAPERS if stages > 1 else ((0, 0),))
+        for margin in MARGINS
+    ]
+
+
+def _laid_out(shape: Shape, work: StepWork) -> list[Slots]:
+    """A step of about this shape; of other than its number of slots if samples fit no better."""
+    count, rise, fall, margin = shape
+    share = margin * ordered_sum(work.costs) / work.layout.data_parallel
+    sizes = profile(count, rise, fall)
+    whole = ordered_sum(sizes)
+    limits = [share * size / whole for size in sorted(sizes, reverse=True)]
+    rows = _even_rows(_rows(limits, work), work)
+    return _onto_ranks(_arranged(rows, rise, fall), work)
+
+
+def _rows(limits: Sequence[float], work: StepWork) -> list[list[list[int]]]:
+    """Slots of micro-batches, costliest slot first; the last may have fewer than one a rank.
+
+    Args:
+        limits: cost up to which a slot's micro-batches are filled, unless its costliest sample
+            costs more [slots], descending; the last goes for all further slots.
+        work: the step.
+    """
+    work.effort -= 4 * len(work.costs)
     costs, tokens, ranks = work.costs, work.tokens, work.layout.data_parallel
     left = sorted((cost, sample) for sample, cost in enumerate(costs))
-    rows = []
+    rows: list[list[list[int]]] = []
     while left:
         seeds = [left.pop() for _ in range(min(ranks, len(left)))]
-        level = max(seeds[0][0], limit)
+        level = max(seeds[0][0], limits[min(len(rows), len(limits) - 1)])
         row = [[sample] for _, sample in seeds]
         for samples, (cost, seed) in sorted(zip(row, seeds, strict=True), key=lambda each: each[1]):
             held = tokens[seed]
@@ -109,12 +166,15 @@ def _even_rows(rows: list[list[list[int]]], work: StepWork) -> list[list[list[in
     return [bins[first : first + ranks] for first in range(0, count * ranks, ranks)]
 
 
-def _tapered(rows: list[list[list[int]]], number_of_small: int) -> list[list[list[int]]]:
-    """Cheap slots first and last: `number_of_small` before the costly ones, ascending."""
-    if number_of_small == 0:
-        return rows
-    tail = rows[-2 * number_of_small :]
-    return [*reversed(tail[0::2]), *rows[: -2 * number_of_small], *tail[1::2]]
+def _arranged(rows: list[list[list[int]]], rise: int, fall: int) -> list[list[list[int]]]:
+    """Slots, given costliest first, where a taper has its larger and smaller ones."""
+    count = len(rows)
+    sizes = profile(count, min(rise, count), min(fall, count))
+    arranged = rows[:]
+    places = sorted(range(count), key=lambda place: (-sizes[place], place))
+    for place, row in zip(places, rows, strict=True):
+        arranged[place] = row
+    return arranged
 
 
 def _onto_ranks(rows: list[list[list[int]]], work: StepWork) -> list[Slots]:

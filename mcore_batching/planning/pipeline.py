@@ -102,9 +102,15 @@ def pipeline_operations(
         operations of all stages, each stage's in its order, stage after stage.
 
     Raises:
-        LayoutError: the schedule cannot run this many micro-batches.
+        LayoutError: the schedule cannot run this many micro-batches, or there is not one factor for
+            each stage.
     """
     count, stages = len(forward_costs), layout.pipeline_parallel
+    if stage_factors is not None and len(stage_factors) != stages:
+        raise LayoutError(
+            f"stage_factors must give one factor for each of pipeline_parallel={stages} stages, "
+            f"got {len(stage_factors)}; set stage_factors to None if all stages cost the same"
+        )
     factors = [1.0] * stages if stage_factors is None else [float(f) for f in stage_factors]
     chunks = layout.virtual_pipeline
     orders = [

@@ -12,7 +12,12 @@ from dataclasses import dataclass, field
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
 from mcore_batching.planning.layout import Layout
-from mcore_batching.planning.padding import padded_sample_tokens, row_capacity_tokens
+from mcore_batching.planning.padding import (
+    padded_sample_tokens,
+    round_up,
+    row_capacity_tokens,
+    row_multiple_tokens,
+)
 from mcore_batching.planning.pipeline import inflight_tokens, pipeline_time
 
 MOST_SAMPLES_COUNTED = 4096
@@ -31,6 +36,7 @@ class StepWork:
         tokens: padded tokens of each sample [samples].
         alone: the samples that exceed the cap.
         capacity: most padded tokens of a micro-batch.
+        row_multiple: a micro-batch's tokens are padded to a multiple of this.
         layout: the job's layout.
         cost_model: the rest of the costs.
         forward_only: whether the step has no backward passes.
@@ -45,6 +51,7 @@ class StepWork:
     capacity: int
     layout: Layout
     cost_model: CostModel
+    row_multiple: int = 1
     forward_only: bool = False
     max_inflight_tokens: int | None = None
     effort: int = 0
@@ -85,7 +92,10 @@ class StepWork:
     def inflight(self, slots: Sequence[Sequence[int]]) -> float:
         """Padded tokens that the first stage holds at most."""
         return inflight_tokens(
-            [sum(self.tokens[sample] for sample in samples) for samples in slots],
+            [
+                round_up(sum(self.tokens[sample] for sample in samples), self.row_multiple)
+                for samples in slots
+            ],
             self.layout,
             forward_only=self.forward_only,
         )
@@ -125,6 +135,7 @@ def step_work(
         capacity=capacity,
         layout=layout,
         cost_model=cost_model,
+        row_multiple=row_multiple_tokens(layout, config),
         forward_only=forward_only,
         max_inflight_tokens=config.max_inflight_tokens,
         effort=config.plan_effort * min(len(lengths), MOST_SAMPLES_COUNTED),

@@ -3,5 +3,8 @@
 import sys
 from pathlib import Path
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TESTS = Path(__file__).resolve().parents[1]
+EXAMPLES = TESTS.parent / "examples"
+# For `kit`, what the tests with several processes share.
+sys.path.insert(0, str(TESTS / "distributed"))
 sys.path.insert(0, str(EXAMPLES))

@@ -20,13 +20,13 @@ SPANS = [
 def drawn(monkeypatch):
     """The figures as they are saved."""
     saved = []
-    save = figures._save
+    save = figures.save
 
     def keep(figure, out):
         saved.append(figure)
         save(figure, out)
 
-    monkeypatch.setattr(figures, "_save", keep)
+    monkeypatch.setattr(figures, "save", keep)
     return saved
 
 

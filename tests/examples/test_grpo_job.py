@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from metrics import read
+from metrics import IterationMetrics, read
 
 pytest.importorskip("megatron.core")
 
@@ -60,7 +60,9 @@ def job(tmp_path_factory):
 
 def test_both_runs_have_the_same_curve(job):
     _, out = job
-    dynamic, baseline = (read(out / name / "metrics.jsonl") for name in ("dynamic", "baseline"))
+    dynamic, baseline = (
+        read(out / name / "metrics.jsonl", IterationMetrics) for name in ("dynamic", "baseline")
+    )
     assert len(dynamic) == len(baseline) == 2
     for ours, theirs in zip(dynamic, baseline, strict=True):
         assert len(ours.steps) == len(theirs.steps) == 2
@@ -78,7 +80,7 @@ def test_both_runs_have_the_same_curve(job):
 
 def test_the_policy_starts_as_the_reference_and_moves_away(job):
     _, out = job
-    first, second = read(out / "dynamic" / "metrics.jsonl")
+    first, second = read(out / "dynamic" / "metrics.jsonl", IterationMetrics)
     assert first.steps[0].kl == pytest.approx(0, abs=1e-9)
     assert first.steps[0].loss == pytest.approx(first.steps[0].policy_loss, abs=1e-9)
     assert second.steps[-1].kl > 1e-4

@@ -29,12 +29,26 @@ def test_data_parallelism_is_what_the_other_sizes_leave_unless_given():
         (["--iterations", "0"], "--iterations must be 1 or more, got 0"),
         (["--vpp", "3"], "cannot be cut into 6 equal model chunks"),
         (["--baseline", "--compare"], "not allowed with"),
+        (["--online", "--compare"], "--compare is for recorded rollouts: leave out --online"),
+        (["--online", "--global-batch-size", "8"], "--global-batch-size is for recorded rollouts"),
+        (["--step-wise"], "--step-wise is for games in play: add --online"),
+        (["--groups-per-step", "4"], "--groups-per-step is for games in play: add --online"),
+        (["--online", "--groups-per-step", "0"], "--groups-per-step must be 1 or more, got 0"),
+        (["--online", "--warm-start-steps", "-1"], "--warm-start-steps must be 0 or more, got -1"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(flags, text, capsys):
     with pytest.raises(SystemExit):
         parse_arguments(flags)
     assert text in capsys.readouterr().err
+
+
+def test_play_has_defaults_of_its_own_which_flags_override():
+    recorded, online = parse_arguments([]), parse_arguments(["--online"])
+    assert (recorded.hidden_size, recorded.iterations) == (128, 6)
+    assert (online.hidden_size, online.iterations, online.max_tokens_per_gpu) == (64, 40, 512)
+    given = parse_arguments(["--iterations", "3", "--online", "--max-tokens-per-gpu", "99"])
+    assert (given.iterations, given.max_tokens_per_gpu, given.lr) == (3, 99, online.lr)
 
 
 def test_settings_tell_runs_apart_but_not_the_baseline_from_its_dynamic_run():

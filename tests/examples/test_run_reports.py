@@ -44,7 +44,7 @@ def test_metrics_are_read_back_to_the_last_bit(tmp_path):
     run = [*DYNAMIC, iteration(2, [0.1 + 0.2, 1 / 3])]
     for each in run:
         append(path, each)
-    assert read(path) == run
+    assert read(path, IterationMetrics) == run
     assert len(path.read_text().splitlines()) == 3
 
 

@@ -128,6 +128,8 @@ def cases(draw: st.DrawFn, fill: tuple[str, ...] = ("split", "split", "placehold
         "fill": draw(st.sampled_from(fill)),
         "pad_each_to": draw(st.sampled_from([None, None, 3, 8])),
         "pad_total_to": draw(st.sampled_from([None, None, 5, 16])),
+        # The default takes a tenth of a second a plan, and finds the same kinds of plans.
+        "plan_effort": draw(st.sampled_from([1, 20, 100])),
     }
     probe = PlannerConfig(max_tokens_per_gpu=1, **options)
     unit = sample_multiple(layout, probe)

@@ -87,6 +87,12 @@ def test_cap(case: Case) -> None:
             assert tokens <= cap or len(samples) == 1
 
 
+def fewest(case: Case) -> int:
+    """Micro-batches of a rank that can hold all tokens, were they to fit without gaps."""
+    cap = case.config.max_tokens_per_gpu * case.layout.context_parallel
+    return -(-sum(min(length, cap) for length in case.lengths) // (cap * case.layout.data_parallel))
+
+
 @many
 @given(cases())
 @example(FEWER_THAN_RANKS_TIMES_GROUP)
@@ -105,7 +111,11 @@ def test_equal_count(case: Case) -> None:
             for rank in range(case.layout.data_parallel)
         ]
         needed = max(len(pack_shard(shard, case.layout, case.config)) for shard in shards)
-    assert step.num_microbatches == least_count(needed, case.layout)
+    if case.config.searches:
+        # As many as end the step soonest; these can be fewer than a packing finds, too.
+        assert step.num_microbatches >= least_count(fewest(case), case.layout)
+    else:
+        assert step.num_microbatches == least_count(needed, case.layout)
 
 
 @many
@@ -178,6 +188,7 @@ def test_oversize_is_refused_or_alone(case: Case) -> None:
         on_oversize="error",
         pad_each_to=case.config.pad_each_to,
         pad_total_to=case.config.pad_total_to,
+        plan_effort=case.config.plan_effort,
     )
     step = planned(case)
     cap = case.config.max_tokens_per_gpu * case.layout.context_parallel
@@ -201,6 +212,7 @@ def test_oversize_is_refused_or_alone(case: Case) -> None:
         on_oversize="error",
         pad_each_to=case.config.pad_each_to,
         pad_total_to=case.config.pad_total_to,
+        plan_effort=case.config.plan_effort,
     )
     plan_step(case.lengths, case.layout, enough, owners=case.owners).validate(case.lengths)
 

@@ -36,7 +36,7 @@ def trace(name: str, count: int) -> list[int]:
 def test_every_step_of_a_trace_keeps_the_invariants(name: str, count: int, cap: int) -> None:
     lengths = trace(name, count)
     layout = Layout(data_parallel=8, pipeline_parallel=4, virtual_pipeline=2)
-    config = PlannerConfig(max_tokens_per_gpu=cap)
+    config = PlannerConfig(max_tokens_per_gpu=cap, plan_effort=10)
     plan = plan_batch(lengths, layout, config, samples_per_step=512)
     plan.validate(lengths)
     assert len(plan.steps) == -(-count // 512)

@@ -16,10 +16,11 @@ from mcore_batching.planning import (
     fill_shard,
     pack_shard,
     plan_step,
+    shape_shard,
 )
 
 
-@examples(700)
+@examples(300)
 @given(cases())
 def test_ranks_on_their_own_reach_the_plan_of_all(case: Case) -> None:
     owners = case.owners
@@ -28,7 +29,12 @@ def test_ranks_on_their_own_reach_the_plan_of_all(case: Case) -> None:
     ranks = range(case.layout.data_parallel)
     shards = [[i for i, owner in enumerate(owners) if owner == rank] for rank in ranks]
     lengths = [[case.lengths[i] for i in shard] for shard in shards]
-    packed = [pack_shard(of_rank, case.layout, case.config) for of_rank in lengths]
+    packed = [
+        shape_shard(
+            pack_shard(of_rank, case.layout, case.config), of_rank, case.layout, case.config
+        )
+        for of_rank in lengths
+    ]
     count = case.layout.round_up_num_microbatches(max(map(len, packed)))
     step = plan_step(case.lengths, case.layout, case.config, owners=owners)
     assert step.scope == "local"

@@ -1,0 +1,165 @@
+"""The GRPO loop with games that the policy plays itself, on this rank."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import timeline
+import torch
+import torch.distributed as dist
+from batches import share_of_rank
+from megatron.core import parallel_state
+from metrics import OnlineMetrics
+from objective import GRPOObjective
+from policy import build_adam, build_policy_and_reference, copy_weights
+from sampling import play
+from trajectories import MAX_TOKENS, Trajectory, samples_of
+from update import Learner, update
+from warm_start import warm_start
+
+from mcore_batching.batch import compute_advantages
+from mcore_batching.megatron import DataIterator
+from mcore_batching.megatron.topology import is_last_stage
+from mcore_batching.planning import Layout, group_steps
+
+
+def train_online(
+    options: argparse.Namespace,
+    layout: Layout,
+    *,
+    on_warm_start: Callable[[int, float], None],
+    on_iteration: Callable[[OnlineMetrics], None],
+) -> list[timeline.Span]:
+    """Warm-start a policy, then let it play and learn.
+
+    A collective over all ranks. The reference is the policy as the warm start leaves it.
+
+    Args:
+        options: the job's flags.
+        layout: of the job.
+        on_warm_start: called after each warm-start step with its number and loss, on every rank.
+        on_iteration: called with each iteration's metrics, on every rank.
+
+    Returns:
+        when each micro-batch of the last iteration's first step ran.
+    """
+    policy, reference = build_policy_and_reference(
+        layout,
+        num_layers=options.num_layers,
+        hidden_size=options.hidden_size,
+        max_sequence_length=MAX_TOKENS,
+        seed=options.seed,
+    )
+    warm_start(options, policy, on_warm_start)
+    copy_weights(policy, reference)
+    learner = Learner(
+        policy,
+        reference,
+        build_adam(policy, options.lr),
+        GRPOObjective(clip=options.clip, kl_coefficient=options.kl_coefficient),
+    )
+    spans: list[timeline.Span] = []
+    for iteration in range(options.iterations):
+        uids = uids_of_iteration(options, iteration)
+        mine = share_of_rank(uids, parallel_state.get_data_parallel_rank(), layout.data_parallel)
+        games = [
+            Trajectory.begin(uid, number)
+            for uid in mine
+            for number in range(options.trajectories_per_prompt)
+        ]
+        started = time.monotonic()
+        passes = play(games, options, policy)
+        sampling_seconds = time.monotonic() - started
+        data = samples_of(games, step_wise=options.step_wise)
+        data["advantages"] = compute_advantages(
+            data,
+            "grpo",
+            step_wise=options.step_wise,
+            group=parallel_state.get_data_parallel_group(),
+        )
+        done = update(
+            learner,
+            options,
+            data,
+            steps=steps_of_rank(data["uids"], uids, options.groups_per_step),
+            record=iteration == options.iterations - 1,
+        )
+        spans = done.spans
+        on_iteration(
+            OnlineMetrics(
+                iteration=iteration,
+                samples=done.statistics.num_samples,
+                tokens=done.statistics.real_tokens,
+                num_microbatches=done.statistics.num_microbatches,
+                placeholders=done.statistics.num_placeholders,
+                fill=done.statistics.fill,
+                padding=done.statistics.padding,
+                rank_balance=done.statistics.rank_balance,
+                plan_seconds=done.plan_seconds,
+                forward_only_seconds=done.forward_only_seconds,
+                steps=done.steps,
+                sampling_passes=passes.count,
+                sampling_placeholders=passes.placeholders,
+                sampling_seconds=sampling_seconds,
+                log_prob_gap=_log_prob_gap(done.iterators),
+                **_over_all_ranks(games),
+            )
+        )
+    return spans
+
+
+def uids_of_iteration(options: argparse.Namespace, iteration: int) -> list[str]:
+    """Names of the games that an iteration plays; no two iterations or seeds share one."""
+    return [f"{options.seed}/{iteration}/{index}" for index in range(options.prompts_per_iteration)]
+
+
+def steps_of_rank(
+    uids: Sequence[Hashable], all_uids: Sequence[Hashable], groups_per_step: int
+) -> list[list[int]]:
+    """This rank's samples of each optimizer step, as `get_data_iterator` takes them.
+
+    The number of steps follows from the groups alone, so it is the same on all ranks, whatever
+    they hold and however many samples a group has.
+
+    Args:
+        uids: the group of each sample of this rank.
+        all_uids: the groups of all ranks, each once.
+        groups_per_step: over all ranks.
+    """
+    groups = [
+        {all_uids[index] for index in members} for members in group_steps(all_uids, groups_per_step)
+    ]
+    return [[i for i, uid in enumerate(uids) if uid in members] for members in groups]
+
+
+def _over_all_ranks(games: Sequence[Trajectory]) -> dict[str, Any]:
+    """What the games of all data-parallel ranks add up to."""
+    gathered: list[Any] = [None] * parallel_state.get_data_parallel_world_size()
+    dist.all_gather_object(
+        gathered,
+        [(game.reward, len(game.turns)) for game in games],
+        group=parallel_state.get_data_parallel_group(),
+    )
+    played = [each for rank in gathered for each in rank]
+    return {
+        "games": len(played),
+        "turns": sum(turns for _, turns in played),
+        "reward": sum(reward for reward, _ in played) / len(played),
+        "games_won": sum(reward == 1.0 for reward, _ in played),
+    }
+
+
+def _log_prob_gap(iterators: Sequence[DataIterator]) -> float:
+    """Largest difference between a token's log-probability as it was drawn and as it is trained."""
+    gap = torch.zeros(1, device=torch.device(torch.cuda.current_device()))
+    if is_last_stage():
+        data = iterators[0].schedule.rollout_data
+        for drawn, old, mask in zip(
+            data["rollout_log_probs"], data["log_probs"], data["loss_masks"], strict=True
+        ):
+            gap = torch.maximum(gap, ((drawn - old) * mask).abs().max().to(gap.device))
+    dist.all_reduce(gap, dist.ReduceOp.MAX)
+    return gap.item()

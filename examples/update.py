@@ -1,0 +1,162 @@
+"""One iteration's update of a policy: log-probabilities, then the optimizer steps."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import timeline
+import torch.distributed as dist
+from metrics import StepMetrics
+from objective import GRPOObjective, log_probs_of
+from torch import Tensor
+
+from mcore_batching.megatron import (
+    DataIterator,
+    add_fields,
+    forward_only,
+    get_data_iterator,
+    train_step,
+)
+from mcore_batching.planning import StepStatistics, step_statistics
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+    """What takes part in an update.
+
+    Attributes:
+        policy: this rank's model chunks in Megatron's data-parallel wrapper.
+        reference: this rank's chunks of the frozen policy that the KL term holds on to.
+        optimizer: of the policy.
+        objective: the loss.
+    """
+
+    policy: list[Any]
+    reference: list[Any]
+    optimizer: Any
+    objective: GRPOObjective
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Update:
+    """What an update did.
+
+    Attributes:
+        iterators: the schedule; on the last stage its rollout data has ``log_probs`` and
+            ``ref_log_probs`` by now.
+        steps: of each optimizer step.
+        statistics: how well the steps filled micro-batches and evened out ranks.
+        plan_seconds: planning, all ranks together.
+        forward_only_seconds: old and reference log-probabilities.
+        spans: when each micro-batch of the first step ran, if that was recorded.
+    """
+
+    iterators: list[DataIterator]
+    steps: tuple[StepMetrics, ...]
+    statistics: StepStatistics
+    plan_seconds: float
+    forward_only_seconds: float
+    spans: list[timeline.Span]
+
+
+def update(
+    learner: Learner,
+    args: Any,
+    data: dict[str, list[Any]],
+    *,
+    steps: Sequence[Sequence[int]] | None = None,
+    record: bool = False,
+) -> Update:
+    """Score this rank's samples, then take the optimizer steps.
+
+    A collective over all ranks.
+
+    Args:
+        learner: what learns.
+        args: the flags of the engine.
+        data: of this data-parallel rank, ``advantages`` included.
+        steps: as `get_data_iterator` takes them.
+        record: time every micro-batch of the first step.
+    """
+    started = time.monotonic()
+    iterators, counts = get_data_iterator(args, learner.policy, data, steps=steps)
+    planned = time.monotonic()
+    old = forward_only(log_probs_of, args, learner.policy, iterators, counts)
+    initial = forward_only(
+        log_probs_of, args, learner.reference, iterators, counts, store_prefix="ref_"
+    )
+    scored = time.monotonic()
+    # Only the last stage has log-probabilities, and only its loss needs them.
+    add_fields(iterators, _on_host(old | initial))
+
+    spans: list[timeline.Span] = []
+    taken = []
+    for step in range(len(counts)):
+        recorded = record and step == 0
+        before = time.monotonic()
+        with timeline.record(learner.policy) if recorded else contextlib.nullcontext() as recorder:
+            result = train_step(
+                learner.objective,
+                args,
+                learner.policy,
+                iterators,
+                counts,
+                learner.optimizer,
+                step=step,
+            )
+        seconds = time.monotonic() - before
+        if recorder is not None:
+            spans = timeline.gather(recorder, _tokens_of_slots(iterators, step))
+        taken.append(
+            StepMetrics(
+                **from_last_stage(result.metrics),
+                grad_norm=result.grad_norm or 0.0,
+                num_microbatches=result.num_microbatches,
+                seconds=seconds,
+            )
+        )
+    return Update(
+        iterators=iterators,
+        steps=tuple(taken),
+        statistics=_statistics(iterators),
+        plan_seconds=planned - started,
+        forward_only_seconds=scored - planned,
+        spans=spans,
+    )
+
+
+def from_last_stage(metrics: dict[str, float]) -> dict[str, float]:
+    """A step's metrics, which only the last pipeline stage has, on every rank.
+
+    A collective over all ranks.
+    """
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, metrics)
+    found: dict[str, float] = next(each for each in gathered if each)
+    return found
+
+
+def _statistics(iterators: Sequence[DataIterator]) -> StepStatistics:
+    """Of all steps together. The baseline, too, is measured by the cap that the flags give, which
+    is the memory it has."""
+    schedule = iterators[0].schedule
+    first, *others = (
+        step_statistics(*schedule.step_plan(step)) for step in range(len(schedule.steps))
+    )
+    for each in others:
+        first += each
+    return first
+
+
+def _tokens_of_slots(iterators: Sequence[DataIterator], step: int) -> list[int]:
+    schedule = iterators[0].schedule
+    lengths = schedule.rollout_data["total_lengths"]
+    return [sum(lengths[i] for i in micro_batch) for micro_batch in schedule.steps[step]]
+
+
+def _on_host(outputs: Mapping[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+    return {key: [value.cpu() for value in values] for key, values in outputs.items()}

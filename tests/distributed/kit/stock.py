@@ -1,0 +1,165 @@
+"""Jobs that run a stock training script through the launcher, and note what Megatron saw of it.
+
+A process runs script after script: what ``megatron.training`` keeps of one is taken down before the
+next. Losses are noted at full precision, as the training loop hands them to its log.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.transformer.moe import moe_logging
+from megatron.training import get_args, training
+
+from kit.harness import REPOSITORY
+from mcore_batching import run
+from mcore_batching.megatron.stock import install
+from mcore_batching.megatron.stock.statistics import PREFIX
+
+
+def train(script: str, words: Sequence[str]) -> dict[str, Any]:
+    """Run a script through ``mcore_batching.run`` in this process.
+
+    Args:
+        script: its path in the repository.
+        words: its arguments; ``{folder}`` in them is one that all jobs of a launch share.
+
+    Returns:
+        what this rank saw:
+
+        - ``steps``: for every iteration what the log was given of it: ``loss`` and ``batching`` (on
+          the last pipeline stage), ``grad_norm``, ``learning_rate``, ``consumed_samples``,
+          ``skipped``, ``tokens`` and ``squares`` (sums over samples of their lengths and of their
+          squares, None where the script counts none), ``num_losses`` (loss functions called so
+          far, if the script counts them), ``moe`` (sum over this rank's layers and micro-batches of
+          what routers recorded, how many times, and what was reported);
+        - ``evaluations``: the losses that each returned;
+        - ``hooked``: what the launcher replaced;
+        - ``error``, ``message``, ``cause`` and ``seconds`` since the last step, if the run raised.
+    """
+    folder = Path(sys.argv[1])
+    before = sys.argv, list(sys.path)
+    record: dict[str, Any] = {"steps": [], "evaluations": []}
+    undo = _listen(record)
+    try:
+        run.main([str(REPOSITORY / script), *(word.format(folder=folder) for word in words)])
+    except Exception as exception:
+        record |= {
+            "error": type(exception).__name__,
+            "message": str(exception),
+            "cause": type(exception.__cause__).__name__,
+            "seconds": time.monotonic() - record.get("ended", 0.0),
+        }
+    finally:
+        installation = install([])  # the one that there is, or an empty one
+        record["hooked"] = list(installation.hooked)
+        installation.undo()
+        undo()
+        _take_down()
+        sys.argv, sys.path[:] = before
+    return record
+
+
+def train_and_resume(script: str, words: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """A run that saves checkpoints, and one that goes on from the one in the middle.
+
+    Args:
+        script: its path in the repository.
+        words: its arguments, with ``--save-interval`` at half of ``--train-iters``.
+
+    Returns:
+        `train`'s record of both, ``whole`` and ``resumed``.
+    """
+    half = words[words.index("--save-interval") + 1]
+    whole = train(script, [*words, "--save", "{folder}/checkpoints"])
+    resumed = train(script, [*words, "--load", "{folder}/checkpoints", "--ckpt-step", half])
+    return {"whole": whole, "resumed": resumed}
+
+
+def _listen(record: dict[str, Any]) -> Callable[[], None]:
+    """Note what ``megatron.training`` logs and evaluates; returns what ends that.
+
+    Before the launcher hooks anything: the hooks then call these, as they would the originals.
+    """
+    log, evaluate = training.training_log, training.evaluate
+    report, note = moe_logging.MoEMetricsTracker.report, moe_logging.MoEMetricsTracker.record
+    signature = inspect.signature(log)
+    moe: dict[str, Any] = {"recorded": 0.0, "times": 0, "reported": None}
+
+    @functools.wraps(log)
+    def training_log(*arguments: Any, **options: Any) -> Any:
+        given = signature.bind(*arguments, **options).arguments
+        losses = {name: float(value) for name, value in given["loss_dict"].items()}
+        step = {
+            "iteration": given["iteration"],
+            "loss": {k: v for k, v in losses.items() if not k.startswith(PREFIX)},
+            "batching": {
+                k.removeprefix(PREFIX): v for k, v in losses.items() if k.startswith(PREFIX)
+            },
+            "grad_norm": float(given["grad_norm"]),
+            "learning_rate": given["learning_rate"],
+            "consumed_samples": get_args().consumed_train_samples,
+            "skipped": given["skipped_iter"],
+            "tokens": given["total_real_tokens_in_batch"],
+            "squares": given["seqlen_squared_sum_in_batch"],
+            "num_losses": getattr(get_args(), "num_losses", None),
+        }
+        result = log(*arguments, **options)
+        record["steps"].append(step | {"moe": dict(moe)})
+        record["ended"] = time.monotonic()
+        moe.update(recorded=0.0, times=0, reported=None)
+        return result
+
+    @functools.wraps(evaluate)
+    def evaluated(*arguments: Any, **options: Any) -> Any:
+        result = evaluate(*arguments, **options)
+        record["evaluations"].append({k: float(v) for k, v in result[0].items()})
+        return result
+
+    def recorded(self: Any, name: str, value: Any, *rest: Any, **options: Any) -> None:
+        moe["recorded"] += float(value)
+        moe["times"] += 1
+        note(self, name, value, *rest, **options)
+
+    def reported(self: Any, *arguments: Any, **options: Any) -> Any:
+        # The losses that it adds to; most were there before.
+        total_loss_dict = options["total_loss_dict"]
+        before = {name: float(value) for name, value in total_loss_dict.items()}
+        text = report(self, *arguments, **options)
+        moe["reported"] = {
+            name: float(value) - before.get(name, 0.0)
+            for name, value in total_loss_dict.items()
+            if name.endswith("_loss")
+        }
+        return text
+
+    warm_up = training.set_jit_fusion_options
+    # It draws random numbers, as many as layout and micro-batch size want, before the weights are.
+    training.set_jit_fusion_options = lambda *arguments, **options: None
+    training.training_log, training.evaluate = training_log, evaluated
+    moe_logging.MoEMetricsTracker.report = reported
+    moe_logging.MoEMetricsTracker.record = recorded
+
+    def undo() -> None:
+        training.set_jit_fusion_options = warm_up
+        training.training_log, training.evaluate = log, evaluate
+        moe_logging.MoEMetricsTracker.report = report
+        moe_logging.MoEMetricsTracker.record = note
+
+    return undo
+
+
+def _take_down() -> None:
+    """Forget a finished run, so that another can begin."""
+    training.destroy_global_state()
+    moe_logging.destroy_moe_metrics_tracker()
+    world = dist.distributed_c10d._world
+    for group in [group for group in world.pg_map if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)

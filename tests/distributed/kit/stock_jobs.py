@@ -1,0 +1,131 @@
+"""The runs of `test_stock_training`: what is trained, in which layouts, with which flags."""
+
+from __future__ import annotations
+
+from kit.harness import REPOSITORY, Job
+
+SFT = "examples/sft.py"
+VARIANTS = "tests/distributed/kit/stock_script.py"
+LENGTH = 192
+LAYERS = 4
+CAP = 448
+
+DATA = str(REPOSITORY / "examples/data/arithmetic_conversations.jsonl")
+COMMON = [
+    *("--dynamic-batch-on-too-long", "drop", "--split", "80,10,10"),
+    *("--dynamic-batch-tokenizer", "bytes", "--tokenizer-type", "NullTokenizer"),
+    *("--vocab-size", "258", "--make-vocab-size-divisible-by", "8"),
+    *("--seq-length", str(LENGTH), "--max-position-embeddings", str(LENGTH)),
+    *("--num-layers", str(LAYERS), "--hidden-size", "32", "--num-attention-heads", "4"),
+    *("--position-embedding-type", "rope", "--swiglu", "--normalization", "RMSNorm"),
+    *("--disable-bias-linear", "--hidden-dropout", "0", "--attention-dropout", "0"),
+    *("--lr", "3e-3", "--min-lr", "3e-4", "--lr-decay-style", "cosine"),
+    # With a small epsilon Adam turns the rounding of gradients near zero into whole steps.
+    *("--adam-eps", "1e-4", "--calculate-per-token-loss"),
+    *("--log-interval", "1", "--eval-interval", "10", "--num-workers", "0"),
+    *("--transformer-impl", "local", "--use-cpu-initialization"),
+    *("--distributed-backend", "gloo"),
+    *("--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion"),
+    *("--no-bias-dropout-fusion", "--no-bias-swiglu-fusion", "--no-rope-fusion"),
+    *("--no-persist-layer-norm", "--no-create-attention-mask-in-dataloader"),
+]
+FLAG = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", str(CAP)]
+EXCHANGE = [*FLAG, "--dynamic-batch-exchange"]
+
+
+def steps(number: int, *, micro_batch_size: int = 1, evaluations: int = 1) -> list[str]:
+    """The schedule of the first steps of 20."""
+    return [
+        *("--train-iters", str(number), "--lr-decay-iters", "20", "--lr-warmup-iters", "2"),
+        *("--micro-batch-size", str(micro_batch_size), "--global-batch-size", "8"),
+        *("--eval-iters", str(evaluations)),
+    ]
+
+
+RAMP_UP = [
+    # From 2 to 4 and 8 samples, after 4 and 12; what --rampup-batch-size was until 0.18.
+    *("--step-batch-size-schedule", f"0:2 {4 * LENGTH}:4 {12 * LENGTH}:8"),
+    *("--train-samples", "36", "--lr-decay-samples", "160", "--lr-warmup-samples", "16"),
+    *("--micro-batch-size", "1", "--eval-iters", "0"),
+]
+PP2 = ["--pipeline-model-parallel-size", "2"]
+VPP2 = [*PP2, "--num-virtual-stages-per-pipeline-rank", "2"]
+# Megatron pads the vocabulary to a multiple of this times the tensor-parallel size.
+TP2 = ["--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "4"]
+ONE_ROW = [
+    *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "1024"),
+    *("--dynamic-batch-balance", "none", "--dynamic-batch-fill", "placeholder"),
+]
+"""All samples of a rank in one micro-batch, beside a placeholder where two are wanted."""
+EXPERTS = [
+    *("--num-experts", "4", "--moe-router-topk", "2", "--expert-model-parallel-size", "2"),
+    *("--moe-token-dispatcher-type", "alltoall", "--ffn-hidden-size", "64"),
+]
+NO_AUXILIARY_LOSS = ["--moe-router-load-balancing-type", "none"]
+AUXILIARY_LOSS = [
+    *("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "1e-2"),
+]
+
+
+def job(
+    name: str,
+    *words: str,
+    script: str = SFT,
+    function: str = "train",
+    data: str = "--dynamic-batch-data",
+) -> Job:
+    parameters = {"script": script, "words": [*COMMON, data, DATA, *words]}
+    return Job(name, f"kit.stock:{function}", 4, None, parameters)
+
+
+JOBS = {
+    each.name: each
+    for each in (
+        job("pp2-padded", *steps(20), *PP2),
+        job("pp2", *steps(20), *PP2, *FLAG),
+        job("pp2-exchange", *steps(20), *PP2, *EXCHANGE),
+        job(
+            "pp2-overlapped-reduction",
+            *(*steps(10), *PP2, *EXCHANGE, "--overlap-grad-reduce"),
+            *("--use-distributed-optimizer", "--overlap-param-gather"),
+        ),
+        job("pp2-two-samples-padded", *steps(10, micro_batch_size=2), *PP2),
+        job("pp2-two-samples", *steps(10, micro_batch_size=2), *PP2, *FLAG),
+        job("pp2-ramp-up-padded", *RAMP_UP, *PP2),
+        job("pp2-ramp-up", *RAMP_UP, *PP2, *FLAG),
+        job(
+            "pp2-resumed",
+            *(*steps(20), *PP2, *EXCHANGE, "--save-interval", "10"),
+            function="train_and_resume",
+        ),
+        job("vpp2-padded", *steps(20), *VPP2),
+        job("vpp2", *steps(20), *VPP2, *FLAG),
+        job("vpp2-placeholders", *steps(10), *VPP2, *ONE_ROW),
+        job("dp4-padded", *steps(20)),
+        job("tp2-cp2", *steps(20), *TP2, "--context-parallel-size", "2", *FLAG),
+        job("tp2-exchange", *steps(10), *TP2, *EXCHANGE),
+        job("ep2-padded", *steps(20), *PP2, *EXPERTS, *NO_AUXILIARY_LOSS),
+        job("ep2", *steps(20), *PP2, *EXPERTS, *NO_AUXILIARY_LOSS, *FLAG),
+        job("ep2-auxiliary-loss", *steps(5), *PP2, *EXPERTS, *AUXILIARY_LOSS, *FLAG),
+        job("ep2-one-row", *steps(3), *PP2, *EXPERTS, *AUXILIARY_LOSS, *ONE_ROW),
+        job(
+            "ep2-one-padded-row",
+            *(*steps(3), *PP2, *EXPERTS, *AUXILIARY_LOSS, *ONE_ROW),
+            *("--dynamic-batch-pad-total-to", "1024"),
+        ),
+        job(
+            "pp2-rerun",
+            *(*steps(5), *PP2, *FLAG, "--rerun-mode", "validate_results"),
+            *("--variant", "rejected"),
+            script=VARIANTS,
+        ),
+        job("loss-raises", *steps(5), *PP2, *FLAG, "--variant", "loss-raises", script=VARIANTS),
+        job(
+            "data-ends",
+            *(*steps(5, evaluations=0), *PP2, *FLAG, "--dataloader-type", "external"),
+            *("--variant", "data-ends"),
+            script=VARIANTS,
+            data="--own-data",
+        ),
+    )
+}

@@ -1,0 +1,102 @@
+"""``examples/sft.py`` with something in it that a script of one's own may have.
+
+``--variant`` names it:
+
+- ``loss-raises``: the loss function raises on the last rank, in the third step.
+- ``data-ends``: rank 0 runs out of data in the third step. Ranks iterate over ``--own-data`` by
+  themselves.
+- ``rejected``: the loss is validated as ``pretrain_gpt.py`` does it, and rejected in the third
+  step, which Megatron then runs again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from torch import Tensor
+
+from mcore_batching.megatron.stock.sft_data import add_sft_arguments
+from mcore_batching.megatron.stock.sft_dataset import collate
+
+STEPS_BEFORE = 2
+SAMPLES_A_RANK = 4
+
+_path = Path(__file__).resolve().parents[3] / "examples" / "sft.py"
+_spec = importlib.util.spec_from_file_location("sft", _path)
+assert _spec is not None
+assert _spec.loader is not None
+sft = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(sft)
+
+
+@functools.wraps(sft.forward_step)
+def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
+    losses, loss_func = sft.forward_step(data_iterator, model)
+    args = get_args()
+    third_step = args.curr_iteration == STEPS_BEFORE
+
+    def loss(output: Tensor) -> Any:
+        args.num_losses = getattr(args, "num_losses", 0) + 1
+        result = loss_func(output)
+        if args.variant == "rejected":
+            get_rerun_state_machine().validate_result(
+                result=result[0],
+                rejection_func=lambda value: third_step,
+                message="rejected",
+                tolerance=0.0,
+                fatal=False,
+            )
+        at_fault = dist.get_rank() == dist.get_world_size() - 1
+        if args.variant == "loss-raises" and at_fault and third_step:
+            raise ArithmeticError("the loss function has had enough")
+        return result
+
+    return losses, loss
+
+
+def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
+    args = get_args()
+    args.dynamic_batch_data = args.own_data
+    train, _, _ = sft.datasets_provider(num_samples, vp_stage)
+    if train is None:
+        return None, None, None
+    replica = parallel_state.get_data_parallel_rank()
+    replicas = parallel_state.get_data_parallel_world_size()
+
+    def samples() -> Iterator[Any]:
+        for number in range(replica, len(train), replicas):
+            step = number // replicas // SAMPLES_A_RANK
+            if step == STEPS_BEFORE and dist.get_rank() == 0:
+                return
+            yield collate([train[number]])
+
+    return samples(), None, None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("--variant", required=True)
+    parser.add_argument("--own-data", nargs="*")
+    return add_sft_arguments(parser)
+
+
+if __name__ == "__main__":
+    datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+    parsed = parse_and_validate_args(extra_args_provider=add_arguments)
+    pretrain(
+        pretrain_cfg_container_from_args(parsed, gpt_config_from_args(parsed)),
+        datasets_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+    )

@@ -1,0 +1,296 @@
+"""Stock training through ``megatron.training.pretrain``: with the flag as without it.
+
+The reference is the padded run of the same script without the flag, one sample a micro-batch.
+Differences come from float32 rounding alone: a loss is a sum over some thousand tokens in an order
+that depends on packing, and 20 updates by Adam carry the difference on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from typing import Any
+
+import pytest
+from kit.harness import JobFailedError, run_jobs
+from kit.stock_jobs import CAP, JOBS, LAYERS
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training") is None,
+    reason="this megatron-core ships without megatron.training (it does from 0.19 on)",
+)
+
+# float32 rounds to 6e-8 of a value. Wrong programs differ by 1e-3 and more at the first step.
+LOSS = 3e-6
+GRAD_NORM = 2e-5
+ERROR_SECONDS = 30.0  # an error that came by a collective's timeout would take 60
+
+Ranks = list[Any]
+
+
+def runs(*names: str) -> pytest.MarkDecorator:
+    """The test is about these jobs."""
+    return pytest.mark.parametrize("records", [names], ids=["-and-".join(names)], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def launched() -> dict[str, Any]:
+    return {}
+
+
+@pytest.fixture
+def records(
+    request: pytest.FixtureRequest,
+    launched: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[Ranks]:
+    """What every rank returned for each of the test's jobs.
+
+    The first test runs the jobs of all selected tests, in one launch.
+    """
+    if not launched:
+        selected = [
+            name
+            for item in request.session.items
+            for name in getattr(getattr(item, "callspec", None), "params", {}).get("records", ())
+        ]
+        wanted = [JOBS[name] for name in dict.fromkeys(selected)]
+        launched |= run_jobs(wanted, tmp_path_factory.mktemp("stock"))
+    outcomes = [launched[name] for name in request.param]
+    for outcome in outcomes:
+        if isinstance(outcome, JobFailedError):
+            raise outcome
+    return outcomes
+
+
+def last_stage(ranks: Ranks) -> list[dict[str, Any]]:
+    """What the ranks saw that see losses."""
+    return [record for record in ranks if record["steps"][0]["loss"]]
+
+
+def assert_same_training(flagged: Ranks, padded: Ranks, num_steps: int) -> None:
+    """The steps of a run with the flag are the first steps of the padded one."""
+    expected = last_stage(padded)[0]
+    for record in last_stage(flagged):
+        assert len(record["steps"]) == num_steps
+        for step, reference in zip(record["steps"], expected["steps"], strict=False):
+            at = reference["iteration"]
+            for name in ("iteration", "consumed_samples", "learning_rate", "skipped"):
+                assert step[name] == reference[name], (at, name)
+            assert step["loss"] == pytest.approx(reference["loss"], rel=LOSS), at
+            assert step["grad_norm"] == pytest.approx(reference["grad_norm"], rel=GRAD_NORM), at
+            assert not reference["batching"]
+        before_the_end = len(record["evaluations"]) - 2  # validation and test data at the end
+        for number, losses in enumerate(record["evaluations"]):
+            if number < before_the_end or num_steps == len(expected["steps"]):
+                assert losses == pytest.approx(expected["evaluations"][number], rel=LOSS), number
+    assert_packed(flagged)
+
+
+def assert_packed(flagged: Ranks) -> None:
+    """All see the same plan, of fewer micro-batches than the padded run's one a sample."""
+    records = last_stage(flagged)
+    plans = [
+        [
+            [step["batching"][name] for name in ("micro-batches a rank", "fill", "placeholders")]
+            for step in record["steps"]
+        ]
+        for record in records
+    ]
+    assert all(plan == plans[0] for plan in plans)
+    assert sum(count for count, _, _ in plans[0]) < 4 * len(plans[0])
+
+
+def values(ranks: Ranks, name: str) -> list[Any]:
+    """One value of every step, on the last rank."""
+    return [step[name] for step in ranks[-1]["steps"]]
+
+
+def batching(ranks: Ranks, name: str) -> list[float]:
+    """One of the logged statistics of every step."""
+    return [statistics[name] for statistics in values(ranks, "batching")]
+
+
+@runs("pp2-padded", "pp2")
+def test_dp2_pp2(records: list[Ranks]) -> None:
+    padded, flagged = records
+    assert_same_training(flagged, padded, 20)
+    # After steps 10 and 20, and of validation and test data in the end.
+    assert {len(record["evaluations"]) for record in flagged} == {4}
+    evaluations = [each["lm loss"] for each in flagged[-1]["evaluations"]]
+    assert len(set(evaluations)) == 4
+    losses = [loss["lm loss"] for loss in values(flagged, "loss")]
+    assert losses[-1] < 0.8 * losses[0]
+    assert len(set(values(flagged, "learning_rate"))) == 20
+    assert values(flagged, "consumed_samples") == list(range(8, 161, 8))
+
+
+@runs("pp2-padded", "pp2", "pp2-exchange", "pp2-overlapped-reduction")
+def test_exchange_is_exact_and_balances_ranks(records: list[Ranks]) -> None:
+    padded, kept, exchanged, overlapped = records
+    assert_same_training(exchanged, padded, 20)
+    assert_same_training(overlapped, padded, 10)
+    # Of the slowest rank over the mean, in excess of 1: samples are few and cannot be divided.
+    before, after = (sum(batching(ranks, "rank balance")) - 20 for ranks in (kept, exchanged))
+    assert after < before / 3
+
+
+@runs("pp2-two-samples-padded", "pp2-two-samples")
+def test_micro_batch_size_2(records: list[Ranks]) -> None:
+    padded, flagged = records
+    assert_same_training(flagged, padded, 10)
+
+
+@runs("pp2-ramp-up-padded", "pp2-ramp-up")
+def test_batch_size_ramps_up(records: list[Ranks]) -> None:
+    padded, flagged = records
+    assert_same_training(flagged, padded, 7)
+    assert values(flagged, "consumed_samples") == [2, 4, 8, 12, 20, 28, 36]
+
+
+@runs("vpp2-padded", "vpp2", "vpp2-placeholders")
+def test_dp2_pp2_vpp2(records: list[Ranks]) -> None:
+    padded, flagged, with_placeholders = records
+    assert_same_training(flagged, padded, 20)
+    assert_same_training(with_placeholders, padded, 10)
+    assert set(batching(with_placeholders, "placeholders")) == {2}
+    assert set(batching(flagged, "placeholders")) == {0}
+
+
+@runs("dp4-padded", "tp2-cp2", "tp2-exchange")
+def test_tp2_cp2(records: list[Ranks]) -> None:
+    """Megatron's local attention refuses context parallelism: the reference is data-parallel."""
+    padded, flagged, exchanged = records
+    assert_same_training(flagged, padded, 20)
+    assert_same_training(exchanged, padded, 10)
+
+
+@runs("ep2-padded", "ep2")
+def test_dp2_pp2_ep2(records: list[Ranks]) -> None:
+    padded, flagged = records
+    assert_same_training(flagged, padded, 20)
+
+
+@runs("ep2-auxiliary-loss")
+def test_routers_losses_are_logged_as_means_over_the_micro_batches_that_ran(
+    records: list[Ranks],
+) -> None:
+    (ranks,) = records
+    assert_packed(ranks)
+    for step, micro_batches in enumerate(batching(ranks, "micro-batches a rank")):
+        noted = [record["steps"][step]["moe"] for record in ranks]
+        assert {each["times"] for each in noted} == {micro_batches * LAYERS // 2}
+        num_replicas = 2
+        mean = sum(each["recorded"] for each in noted) / num_replicas / micro_batches / LAYERS
+        for each in noted:
+            assert each["reported"] == {"load_balancing_loss": pytest.approx(mean, rel=LOSS)}
+
+
+@runs("ep2-one-row", "ep2-one-padded-row")
+def test_routers_leave_padding_out(records: list[Ranks]) -> None:
+    """Rows of the same samples have the same auxiliary loss, and gradients, however padded."""
+    usual, padded = records
+    assert set(batching(usual, "padding")) == {0}
+    assert min(batching(padded, "padding")) > 0.1
+    for step, expected in zip(padded[-1]["steps"], usual[-1]["steps"], strict=True):
+        assert step["moe"]["reported"] == pytest.approx(expected["moe"]["reported"], rel=LOSS)
+        assert step["loss"] == pytest.approx(expected["loss"], rel=LOSS)
+        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRAD_NORM)
+
+
+@runs("pp2", "vpp2", "vpp2-placeholders", "tp2-cp2", "pp2-exchange")
+def test_floating_point_operations_are_counted_of_samples_alone(records: list[Ranks]) -> None:
+    """Once, however many ranks and model chunks see a sample; of placeholders and padding none."""
+    usual = values(records[0], "tokens")
+    for step, tokens in enumerate(usual):
+        plan = values(records[0], "batching")[step]
+        room = CAP * 2 * plan["micro-batches a rank"]  # of both data-parallel ranks
+        assert tokens == pytest.approx(room * plan["fill"], rel=1e-6)
+    squares = values(records[0], "squares")
+    for ranks in records:
+        assert values(ranks, "tokens") == usual[: len(ranks[-1]["steps"])]
+        assert values(ranks, "squares") == squares[: len(ranks[-1]["steps"])]
+
+
+@runs("pp2-exchange", "pp2-resumed")
+def test_resumed_run_goes_on_as_the_uninterrupted_one(records: list[Ranks]) -> None:
+    """Bit for bit: loading restores all there is, and nothing else differs between the two."""
+    unsaved, ranks = records
+    for rank, record in enumerate(ranks):
+        whole, resumed = record["whole"]["steps"], record["resumed"]["steps"]
+        assert [step["iteration"] for step in resumed] == list(range(11, 21))
+        for step, before in zip(resumed, whole[10:], strict=True):
+            for name in ("loss", "grad_norm", "learning_rate", "consumed_samples", "tokens"):
+                assert step[name] == before[name], (step["iteration"], name)
+        assert record["resumed"]["evaluations"] == record["whole"]["evaluations"][1:]
+        assert record["whole"]["evaluations"] == unsaved[rank]["evaluations"]
+        for step, before in zip(whole, unsaved[rank]["steps"], strict=True):
+            assert step["loss"] == before["loss"]
+
+
+@runs("pp2", "pp2-rerun")
+def test_rerun_step_is_the_same_step(records: list[Ranks]) -> None:
+    """Megatron's rerun state machine rewinds its iterators and runs the third step again."""
+    usual, ranks = records
+    for record, before in zip(last_stage(ranks), last_stage(usual), strict=True):
+        counts = [step["batching"]["micro-batches a rank"] for step in before["steps"][:5]]
+        counts[2] *= 2
+        assert [step["num_losses"] for step in record["steps"]] == list(
+            itertools.accumulate(counts)
+        )
+        for step, expected in zip(record["steps"], before["steps"], strict=False):
+            assert step["loss"] == expected["loss"]
+            assert step["grad_norm"] == expected["grad_norm"]
+
+
+@pytest.mark.parametrize(
+    ("records", "at_fault", "error", "text"),
+    [
+        pytest.param(
+            ("loss-raises",),
+            3,
+            "ForwardFailedError",
+            "rank 3: ArithmeticError: the loss function has had enough",
+            id="loss-raises",
+        ),
+        pytest.param(
+            ("data-ends",),
+            0,
+            "PlanningFailedError",
+            "rank 0: RuntimeError: the data iterator ended after 0 of the 4 micro-batches",
+            id="data-ends",
+        ),
+    ],
+    indirect=["records"],
+)
+def test_error_on_one_rank_ends_all(
+    records: list[Ranks], at_fault: int, error: str, text: str
+) -> None:
+    (ranks,) = records
+    assert [record["error"] for record in ranks] == [error] * 4
+    assert len({record["message"] for record in ranks}) == 1
+    assert text in ranks[0]["message"]
+    assert [record["cause"] != "NoneType" for record in ranks] == [r == at_fault for r in range(4)]
+    assert [len(record["steps"]) for record in ranks] == [2] * 4
+    assert max(record["seconds"] for record in ranks) < ERROR_SECONDS
+
+
+@runs("pp2-padded", "pp2")
+def test_flag_decides_what_is_hooked(records: list[Ranks]) -> None:
+    without, with_flag = ({tuple(record["hooked"]) for record in ranks} for ranks in records)
+    arguments_and_data = (
+        "megatron.training.arguments.add_megatron_arguments",
+        "megatron.training.arguments.validate_args",
+        "megatron.training.training.build_train_valid_test_data_iterators",
+    )
+    assert without == {arguments_and_data}
+    assert with_flag == {
+        (
+            *arguments_and_data,
+            "megatron.training.training.get_forward_backward_func",
+            "megatron.training.training.train",
+            "megatron.training.training.evaluate",
+            "megatron.training.training.training_log",
+            "megatron.core.models.backends.DotProductAttention",
+        )
+    }

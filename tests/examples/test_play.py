@@ -1,0 +1,108 @@
+"""The policy plays the very same games on every layout as in one process, one game at a time."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from kit.harness import Job, run_jobs
+
+HERE = Path(__file__).resolve().parent
+SEED, MOST_PROMPTS = 5, 5
+LAYOUTS = {
+    "dp2-pp2": {"data_parallel": 2, "pipeline_parallel": 2},
+    "pp2-vpp2-dp2": {"data_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2},
+    "tp2-cp2": {"tensor_parallel": 2, "context_parallel": 2},
+    "tp2-sp-pp2": {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2},
+    "dp4": {"data_parallel": 4},
+}
+CASES = [
+    *((name, MOST_PROMPTS) for name in LAYOUTS),
+    # The second, and three of four data-parallel ranks, have no game at all.
+    ("dp2-pp2", 1),
+    ("dp4", 1),
+]
+
+
+def name_of(layout, num_prompts):
+    return f"{layout}-{num_prompts}"
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("play")
+    weights = str(folder / "weights.pt")
+    parameters = {"weights": weights, "seed": SEED}
+    alone = Job(
+        "reference", "play_worker:reference", 1, {}, parameters | {"num_prompts": MOST_PROMPTS}
+    )
+    jobs = [
+        Job(
+            name_of(layout, num_prompts),
+            "play_worker:played",
+            4,
+            LAYOUTS[layout],
+            parameters | {"layout": LAYOUTS[layout], "num_prompts": num_prompts},
+        )
+        for layout, num_prompts in CASES
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        examples = HERE.parents[1] / "examples"
+        paths = [str(HERE), str(examples), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        found = run_jobs([alone], folder / "alone")
+        return found | run_jobs(jobs, folder / "together")
+
+
+def ranks_of(outcomes, name):
+    if isinstance(outcomes[name], Exception):
+        raise outcomes[name]
+    return outcomes[name]
+
+
+@pytest.mark.parametrize(("layout", "num_prompts"), CASES, ids=lambda value: str(value))
+def test_every_layout_draws_the_tokens_of_one_process(outcomes, layout, num_prompts):
+    (reference,) = ranks_of(outcomes, "reference")
+    expected = {tuple(each["game"]): each for each in reference[: 2 * num_prompts]}
+    ranks = ranks_of(outcomes, name_of(layout, num_prompts))
+    replicas = {}
+    for rank in ranks:
+        # All ranks of a replica hold the same games.
+        games = replicas.setdefault(rank["data_parallel_rank"], rank["games"])
+        assert rank["games"] == games
+    found = [game for games in replicas.values() for game in games]
+    assert sorted(tuple(each["game"]) for each in found) == sorted(expected)
+    for each in found:
+        ours = expected[tuple(each["game"])]
+        assert each["tokens"] == ours["tokens"]
+        assert each["turns"] == ours["turns"]
+        # Float32 logits of a size of about 10, computed in another order.
+        assert each["log_probs"] == pytest.approx(ours["log_probs"], abs=1e-4)
+
+
+@pytest.mark.parametrize(("layout", "num_prompts"), CASES, ids=lambda value: str(value))
+def test_all_ranks_go_on_until_the_last_game_is_over(outcomes, layout, num_prompts):
+    ranks = ranks_of(outcomes, name_of(layout, num_prompts))
+    drawn = [sum(end - start for start, end in g["turns"]) for r in ranks for g in r["games"]]
+    assert {rank["passes"] for rank in ranks} == {max(drawn)}
+    longest = {}
+    for rank in ranks:
+        of_games = [sum(end - start for start, end in game["turns"]) for game in rank["games"]]
+        longest[rank["data_parallel_rank"]] = max(of_games, default=0)
+    # A placeholder, at least, for each pass in which a data-parallel rank has no open game.
+    (placeholders,) = {rank["placeholders"] for rank in ranks}
+    assert placeholders >= sum(max(drawn) - passes for passes in longest.values())
+
+
+def test_the_games_are_worth_comparing(outcomes):
+    (reference,) = ranks_of(outcomes, "reference")
+    drawn = [sum(end - start for start, end in game["turns"]) for game in reference]
+    assert len(set(drawn)) > 2
+    assert len({len(game["turns"]) for game in reference}) > 2
+    tokens = [t for g in reference for s, e in g["turns"] for t in g["tokens"][s:e]]
+    assert len(set(tokens)) > len(tokens) // 3
+    # The two of a prompt part ways.
+    for first, second in zip(reference[::2], reference[1::2], strict=True):
+        assert first["tokens"] != second["tokens"]

@@ -1,0 +1,189 @@
+"""The comparison with plainer modes and other frameworks' rules, as a library and as a command."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from mcore_batching import compare
+from mcore_batching.cli import main
+from mcore_batching.planning import Layout, LengthError, PlannerConfig, plan_step, step_statistics
+from mcore_batching.planning.peers import PEERS
+
+GENERATOR = random.Random(0)
+LENGTHS = [min(900, round(GENERATOR.lognormvariate(5, 1))) for _ in range(64)]
+LAYOUT = Layout(data_parallel=2, pipeline_parallel=2)
+CONFIG = PlannerConfig(max_tokens_per_gpu=1000, plan_effort=100)
+CONFIG_OF_100 = PlannerConfig(max_tokens_per_gpu=100, plan_effort=10)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[compare.Outcome]:
+    return compare.compare([LENGTHS[:32], LENGTHS[32:]], LAYOUT, CONFIG)
+
+
+def by_name(outcomes: list[compare.Outcome], name: str) -> compare.Outcome:
+    return next(outcome for outcome in outcomes if outcome.name == name)
+
+
+def test_everyone_is_on_the_table_once(outcomes: list[compare.Outcome]) -> None:
+    names = [outcome.name for outcome in outcomes]
+    assert names[:4] == [
+        "mcore_batching",
+        "mcore_batching, balance cost",
+        "mcore_batching, balance tokens",
+        "mcore_batching, balance none",
+    ]
+    assert names[4:] == [peer.name for peer in PEERS]
+    assert [outcome.kind for outcome in outcomes] == ["ours"] + ["mode"] * 3 + ["peer"] * len(PEERS)
+    assert {outcome.steps for outcome in outcomes} == {2}
+
+
+def test_numbers_are_those_of_the_plans(outcomes: list[compare.Outcome]) -> None:
+    ours = by_name(outcomes, "mcore_batching")
+    made = [
+        step_statistics(plan_step(lengths, LAYOUT, CONFIG), lengths)
+        for lengths in (LENGTHS[:32], LENGTHS[32:])
+    ]
+    assert ours.time_over_floor == pytest.approx(sum(s.time_over_floor for s in made) / 2)
+    assert ours.num_microbatches == sum(s.num_microbatches for s in made) / 2
+    assert ours.rank_balance == pytest.approx(sum(s.rank_balance for s in made) / 2)
+    assert (ours.over_cap, ours.worst_over_cap, ours.keeps_cap) == (0, None, True)
+    assert ours.planning_seconds is not None
+    assert ours.planning_seconds > 0
+
+
+def test_modes_differ_and_ours_is_never_later(outcomes: list[compare.Outcome]) -> None:
+    times = {outcome.name: outcome.time_over_floor for outcome in outcomes}
+    assert len({times[f"mcore_batching, balance {b}"] for b in ("cost", "tokens", "none")}) == 3
+    ours = times.pop("mcore_batching")
+    assert ours is not None
+    assert all(ours <= time for time in times.values() if time is not None)
+
+
+def test_cap_violations_are_counted() -> None:
+    # verl's three micro-batches a rank hold 120, 60 and 60 of these tokens.
+    found = compare.compare([[60] * 8], Layout(data_parallel=2), CONFIG_OF_100)
+    verl = by_name(found, "verl (cost)")
+    assert (verl.over_cap, verl.worst_over_cap) == (2 / 6, 1.2)
+    assert not verl.keeps_cap
+    row = next(row for row in compare.as_table(found).rows if row[0] == "verl (cost)")
+    assert row[3] == "33.3%, 1.20x"
+    assert not any("verl (cost) is best" in line for line in compare.summary(found))
+
+
+def test_an_oversize_sample_alone_is_no_violation() -> None:
+    found = compare.compare([[150, 20, 30, 40]], Layout(data_parallel=2), CONFIG_OF_100)
+    assert by_name(found, "mcore_batching").over_cap == 0
+    assert by_name(found, "slime (pack first)").over_cap == 0
+
+
+def test_a_rule_without_a_plan_is_listed_with_its_reason() -> None:
+    found = compare.compare(
+        [[20, 30, 40], [20, 30, 40, 50]], Layout(data_parallel=2), CONFIG_OF_100
+    )
+    verl = by_name(found, "verl 0.9")
+    assert (verl.steps, verl.planned) == (2, 1)
+    assert verl.failure == "3 items do not divide by 2; pass a multiple of 2"
+    assert not verl.keeps_cap
+    assert verl.time_over_floor is not None
+    (line,) = [line for line in compare.summary(found) if line.startswith("verl 0.9")]
+    assert line == f"verl 0.9 has no plan for 1 of 2 steps: {verl.failure}"
+    never = by_name(compare.compare([[5] * 3], Layout(data_parallel=2), CONFIG_OF_100), "verl 0.9")
+    assert (never.planned, never.time_over_floor, never.planning_seconds) == (0, None, None)
+    assert compare.as_table([never]).rows == (("verl 0.9", "0/1", *["-"] * 6),)
+
+
+def test_summary_names_the_best_peer_under_the_cap(outcomes: list[compare.Outcome]) -> None:
+    ours = by_name(outcomes, "mcore_batching").time_over_floor
+    assert ours is not None
+    best, name = min(
+        (o.time_over_floor, o.name)
+        for o in outcomes
+        if o.kind == "peer" and o.keeps_cap and o.time_over_floor
+    )
+    line = compare.summary(outcomes)[0]
+    assert f"{name} is best" in line
+    assert f"{best / ours:.3f} x" in line
+
+
+def test_csv_and_json_hold_every_field(outcomes: list[compare.Outcome]) -> None:
+    from_json = json.loads(compare.as_json(outcomes))
+    assert [compare.Outcome(**record) for record in from_json] == outcomes
+    rows = list(csv.DictReader(io.StringIO(compare.as_csv(outcomes))))
+    assert [row["name"] for row in rows] == [outcome.name for outcome in outcomes]
+    assert [float(row["time_over_floor"]) for row in rows if row["time_over_floor"]] == [
+        outcome.time_over_floor for outcome in outcomes if outcome.time_over_floor is not None
+    ]
+
+
+def test_draws() -> None:
+    assert compare.draw_steps([3, 4, 5]) == [[3, 4, 5]]
+    assert compare.draw_steps([3, 4, 5], 2) == [[3, 4], [5]]
+    lengths = list(range(1, 101))
+    drawn = compare.draw_steps(lengths, 10, draws=3, seed=7)
+    assert drawn == [random.Random(7 + i).sample(lengths, 10) for i in range(3)]
+    for arguments, message in (
+        (([],), "LENGTHS holds no length"),
+        (([3], 0), "samples_per_step must be 1 or more"),
+        (([3], 2, 1), "samples_per_step=2 cannot be drawn from 1 lengths"),
+        (([3], 1, 0), "draws must be 1 or more"),
+    ):
+        with pytest.raises(LengthError, match=message):
+            compare.draw_steps(*arguments)
+
+
+@pytest.fixture
+def lengths_file(tmp_path: Path) -> str:
+    path = tmp_path / "lengths.txt"
+    path.write_text("\n".join(map(str, LENGTHS)))
+    return str(path)
+
+
+COMMAND = [
+    *("--max-tokens-per-gpu", "1000", "--dp", "2", "--pp", "2"),
+    *("--samples-per-step", "16", "--plan-effort", "20"),
+]
+
+
+def test_command(tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "table.csv"
+    more = ["--draws", "2", "--seed", "3", "--out", str(out)]
+    assert main(["compare", lengths_file, *COMMAND, *more]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "2 steps of 16 samples, DP2 x PP2, cap 1000 tokens"
+    assert printed[1].split("  ")[-1] == "planning"
+    assert sum(line.split()[0] == "mcore_batching" for line in printed[3:7]) == 1
+    assert printed[-1] == f"wrote {out}"
+    steps = compare.draw_steps(LENGTHS, 16, 2, 3)
+    expected = compare.compare(
+        steps, LAYOUT, PlannerConfig(max_tokens_per_gpu=1000, plan_effort=20)
+    )
+    rows = list(csv.DictReader(out.open()))
+    assert [row["time_over_floor"] for row in rows] == [str(o.time_over_floor) for o in expected]
+    to_json = tmp_path / "table.json"
+    assert main(["compare", lengths_file, *COMMAND, "--out", str(to_json)]) == 0
+    assert [record["steps"] for record in json.loads(to_json.read_text())] == [4] * len(rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "table.xlsx"], "--out must end in .csv or .json, got table.xlsx"),
+        (["--draws", "0"], "--draws must be 1 or more"),
+        (["--samples-per-step", "65", "--draws", "1"], "--samples-per-step=65 cannot be drawn"),
+        (["--cost-model", "/no/file"], "cannot read /no/file"),
+    ],
+)
+def test_command_errors(
+    lengths_file: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["compare", lengths_file, *COMMAND, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -1,0 +1,235 @@
+"""Pictures of a step and of a recorded job."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_planning_imports import BLOCKED, run
+
+from mcore_batching.cli import main
+from mcore_batching.picture_page import picture_page
+from mcore_batching.planning import CostModel, Layout, PlannerConfig, StepPlan, plan_step
+from mcore_batching.plot import MOST_ROWS, PlotError, check_picture, draw_step, step_figure
+
+pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+LENGTHS = [30, 20, 40, 10, 50]
+CONFIG = PlannerConfig(max_tokens_per_gpu=60, balance="cost")
+COSTS = CostModel(linear=1, quadratic=0, per_micro_batch=0)
+
+
+def planned(lengths: list[int], config: PlannerConfig = CONFIG, **sizes: int) -> StepPlan:
+    return plan_step(lengths, Layout(**sizes), config, COSTS)
+
+
+def boxes(figure: Figure, prefix: str) -> dict[str, Any]:
+    """Rectangles by what their gid says after the prefix."""
+    return {
+        str(patch.get_gid()).removeprefix(prefix): patch
+        for axes in figure.axes
+        for patch in axes.patches
+        if isinstance(patch, Rectangle) and str(patch.get_gid()).startswith(prefix)
+    }
+
+
+def test_every_pass_of_a_small_step_has_its_box() -> None:
+    step = planned(LENGTHS, data_parallel=2, pipeline_parallel=2)
+    figure, tooltips = step_figure(step, LENGTHS)
+    drawn = boxes(figure, "pass-")
+    count = step.num_microbatches
+    assert len(drawn) == 2 * 2 * 2 * count
+    first = drawn["0-0-0-0-0"]
+    cost = sum(LENGTHS[i] for i in step.micro_batches[0][0])
+    assert (first.get_x(), first.get_width()) == (0, cost)
+    backward = drawn["0-1-0-0-1"]
+    assert (backward.get_x(), backward.get_width()) == (2 * cost, 2 * cost)
+    assert to_hex(first.get_facecolor()) != to_hex(backward.get_facecolor())
+    # Stages of a rank lie below each other, ranks below that.
+    tops = [drawn[name].get_y() for name in ("0-0-0-0-0", "0-1-0-0-0", "1-0-0-0-0")]
+    assert tops[0] + 1 == pytest.approx(tops[1])
+    assert tops[1] + 1 < tops[2]
+    held = len(step.micro_batches[0][0])
+    assert tooltips["pass-0-1-0-0-1"] == (
+        f"rank 0 stage 1: backward of slot 0 ({held} sample{'s' * (held != 1)}, {cost} tokens), "
+        f"{2 * cost} to {4 * cost}"
+    )
+
+
+def test_fill_is_over_the_cap_and_over_full_rows_are_red() -> None:
+    step = planned(LENGTHS, data_parallel=2)
+    figure, tooltips = step_figure(step, LENGTHS)
+    tokens = sum(LENGTHS[i] for i in step.micro_batches[1][0])
+    assert tooltips["fill-1-0"].endswith(f"{tokens} tokens): {tokens / 60:.0%} of the cap")
+    image = figure.axes[1].images[0]
+    assert image.get_array()[1, 0] == pytest.approx(tokens / 60)
+    assert to_hex(image.cmap(2.0)) == "#d62728"
+    oversize = planned([90, 10], data_parallel=2)
+    drawn = step_figure(oversize, [90, 10])[0].axes[1].images[0].get_array()
+    assert drawn is not None
+    assert drawn.max() == pytest.approx(1.5)
+
+
+def test_placeholders_are_hatched() -> None:
+    step = planned([30], data_parallel=2, pipeline_parallel=2)
+    figure, tooltips = step_figure(step, [30])
+    hatched = {name for name, box in boxes(figure, "pass-").items() if box.get_hatch()}
+    empty = step.micro_batches.index(((),))
+    assert hatched == {f"{empty}-{stage}-0-0-{b}" for stage in (0, 1) for b in (0, 1)}
+    assert {n for n, box in boxes(figure, "fill-").items() if box.get_hatch()} == {f"{empty}-0"}
+    assert "(placeholder)" in tooltips[f"fill-{empty}-0"]
+
+
+def test_chunks_have_shades_and_names() -> None:
+    step = planned(LENGTHS, pipeline_parallel=2, virtual_pipeline=2)
+    figure, tooltips = step_figure(step, LENGTHS)
+    drawn = boxes(figure, "pass-")
+    assert (
+        len(
+            {
+                to_hex(drawn[f"0-0-{chunk}-0-{b}"].get_facecolor())
+                for chunk in (0, 1)
+                for b in (0, 1)
+            }
+        )
+        == 4
+    )
+    assert "stage 0 chunk 1: forward" in tooltips["pass-0-0-1-0-0"]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert "forward, odd chunk" in labels
+
+
+def test_a_large_step_shows_three_ranks_and_a_strip_of_all() -> None:
+    lengths = [10 + i % 37 for i in range(200)]
+    step = planned(lengths, data_parallel=MOST_ROWS, pipeline_parallel=2)
+    figure, _ = step_figure(step, lengths)
+    ranks = {name.split("-")[0] for name in boxes(figure, "pass-")}
+    assert len(ranks) == 3
+    texts = [text.get_text().partition("\n")[0] for text in figure.axes[0].texts]
+    assert {"slowest", "median", "fastest"} <= set(texts)
+    strip = figure.axes[1].images[0].get_array()
+    assert strip is not None
+    assert strip.shape[0] == MOST_ROWS
+    assert 0 < strip.mean() < 1
+    small = planned(lengths, data_parallel=MOST_ROWS // 2, pipeline_parallel=2)
+    assert len({n.split("-")[0] for n in boxes(step_figure(small, lengths)[0], "pass-")}) == 20
+
+
+def test_title_and_floor_line() -> None:
+    step = planned(LENGTHS, data_parallel=2, pipeline_parallel=2)
+    figure, _ = step_figure(step, LENGTHS, title="mine & theirs")
+    assert figure.get_suptitle().startswith(
+        f"mine & theirs\n5 samples, {step.num_microbatches} micro-batch"
+    )
+    floor = next(line for line in figure.axes[0].lines if line.get_linestyle() != "-")
+    assert 0 < floor.get_xdata()[0] <= figure.axes[0].get_xlim()[1]
+
+
+def test_files(tmp_path: Path) -> None:
+    step = planned(LENGTHS, data_parallel=2, pipeline_parallel=2)
+    for name in ("a.png", "a.svg", "a.html"):
+        draw_step(step, LENGTHS, tmp_path / name, title="<step>")
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+    ElementTree.parse(tmp_path / "a.svg")
+    page = (tmp_path / "a.html").read_text()
+    picture = ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
+    titles = {
+        group.get("id"): title.text
+        for group in picture.iter("{http://www.w3.org/2000/svg}g")
+        for title in group.findall("{http://www.w3.org/2000/svg}title")
+    }
+    _, tooltips = step_figure(step, LENGTHS)
+    assert titles == tooltips
+    assert "&lt;step&gt;" in page
+    # Nothing is fetched: what has an address is a name of a namespace or a part of the page.
+    assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', page)
+    again = tmp_path / "b.html"
+    draw_step(step, LENGTHS, again, title="<step>")
+    assert again.read_text() == page
+
+
+def test_page_escapes_and_skips_unknown_ids() -> None:
+    page = picture_page('<?xml?><svg><g id="a"><path/></g></svg>', {"a": "<&>", "b": "no"})
+    assert '<g id="a"><title>&lt;&amp;&gt;</title><path/></g>' in page
+    assert unescape("&lt;&amp;&gt;") == "<&>"
+    assert "<?xml" not in page
+    assert "no" not in re.findall("<title>(.*?)</title>", page)
+
+
+@pytest.mark.parametrize("name", ["step.pdf", "step", "png"])
+def test_other_endings_are_refused(name: str) -> None:
+    with pytest.raises(PlotError, match=r"must end in .png, .svg, .html, got") as caught:
+        check_picture(name)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(PlotError, match="set --plot to a writable file"):
+        draw_step(planned(LENGTHS), LENGTHS, tmp_path / "no" / "a.png")
+
+
+def test_without_matplotlib_the_error_names_the_extra() -> None:
+    code = "from mcore_batching.plot import check_picture\ncheck_picture('a.png')"
+    finished = run(BLOCKED.format(blocked=("matplotlib",), code=code))
+    assert finished.returncode == 1
+    assert "pip install 'mcore_batching[plot]'" in finished.stderr
+
+
+def test_no_backend_is_chosen_for_the_caller() -> None:
+    code = (
+        "import sys\nfrom mcore_batching.plot import step_figure\n"
+        "from mcore_batching.planning import *\n"
+        "step_figure(plan_step([5], Layout(), PlannerConfig(max_tokens_per_gpu=9)), [5])\n"
+        "print('matplotlib.pyplot' in sys.modules)"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert finished.stdout == "False\n"
+
+
+@pytest.fixture
+def lengths_file(tmp_path: Path) -> str:
+    path = tmp_path / "lengths.txt"
+    path.write_text("\n".join(map(str, LENGTHS)))
+    return str(path)
+
+
+PLAN = ["--max-tokens-per-gpu", "60", "--dp", "2", "--samples-per-step", "3"]
+
+
+def test_command(tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "a.html"
+    more = ["--plot", str(out), "--plot-step", "1"]
+    assert main(["plan", lengths_file, *PLAN, *more]) == 0
+    assert capsys.readouterr().out.endswith(f"wrote {out}\n")
+    assert "step 1, DP2, cap 60 tokens" in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--plot", "a.pdf"], "a picture must end in .png, .svg, .html, got a.pdf"),
+        (["--plot", "a.png", "--plot-step", "2"], "--plot-step must be from 0 to 1"),
+        (["--plot", "a.png", "--plot-step", "-1"], "--plot-step must be from 0 to 1"),
+        (["--plot", "/no/such/folder/a.png"], "set --plot to a writable file"),
+    ],
+)
+def test_command_errors(
+    lengths_file: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["plan", lengths_file, *PLAN, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -1,0 +1,372 @@
+"""What a job writes down, read back and replayed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from planning_cases import Case, cases, examples
+
+from mcore_batching import replay
+from mcore_batching.cli import main
+from mcore_batching.planning import (
+    CostModel,
+    Layout,
+    PlannerConfig,
+    StepPlan,
+    plan_batch,
+    plan_step,
+)
+from mcore_batching.planning.bounds import step_time_floor
+from mcore_batching.planning.statistics import predicted_step_time
+from mcore_batching.records import RecordError, StepRecord, StepRecorder, read_records
+
+LAYOUT = Layout(data_parallel=2, pipeline_parallel=4)
+CONFIG = PlannerConfig(max_tokens_per_gpu=1000, balance="cost")
+COSTS = CostModel(quadratic=1 / 3000, per_micro_batch=7.0)
+
+
+def lengths_of(step: int, count: int = 24) -> list[int]:
+    generator = random.Random(step)
+    return [min(900, round(generator.lognormvariate(5, 1)) + 1) for _ in range(count)]
+
+
+def recorded_job(directory: Path, seconds: list[float | None]) -> list[StepPlan]:
+    recorder = StepRecorder(directory)
+    plans = []
+    for step, measured in enumerate(seconds):
+        plans.append(plan_step(lengths_of(step), LAYOUT, CONFIG, COSTS))
+        recorder.append(plans[-1], lengths_of(step), measured)
+    recorder.close()
+    return plans
+
+
+def the_file(directory: Path) -> Path:
+    (file,) = directory.iterdir()
+    return file
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    plans = recorded_job(tmp_path / "deep" / "folder", [0.5, None])
+    first, second = read_records(tmp_path / "deep" / "folder")
+    assert (first.plan, second.plan) == tuple(plans)
+    assert (first.step, second.step) == (0, 1)
+    assert first.lengths == tuple(lengths_of(0))
+    assert (first.measured_seconds, second.measured_seconds) == (0.5, None)
+    assert first.predicted == predicted_step_time(plans[0], lengths_of(0))
+    assert first.plan.cost_model == COSTS
+    assert read_records(the_file(tmp_path / "deep" / "folder")) == [first, second]
+
+
+@given(case=cases())
+@examples(40)
+def test_any_plan_comes_back(tmp_path_factory: pytest.TempPathFactory, case: Case) -> None:
+    folder = tmp_path_factory.mktemp("records")
+    plan = plan_step(case.lengths, case.layout, case.config, COSTS, owners=case.owners)
+    recorder = StepRecorder(folder)
+    recorder.append(plan, case.lengths)
+    recorder.close()
+    (record,) = read_records(folder)
+    assert record.plan == plan
+    assert record.plan.digest() == plan.digest()
+    assert record.lengths == tuple(case.lengths)
+
+
+def test_a_step_out_of_a_batch_is_numbered_anew(tmp_path: Path) -> None:
+    lengths = lengths_of(0)
+    steps = plan_batch(lengths, LAYOUT, CONFIG, samples_per_step=10).steps
+    recorder = StepRecorder(tmp_path)
+    recorder.append(steps[1], lengths)
+    recorder.close()
+    (record,) = read_records(tmp_path)
+    assert record.lengths == tuple(lengths[10:20])
+    assert record.plan.micro_batches == tuple(
+        tuple(tuple(sample - 10 for sample in held) for held in rank)
+        for rank in steps[1].micro_batches
+    )
+
+
+def test_layout_is_written_once_and_again_when_it_changes(tmp_path: Path) -> None:
+    recorder = StepRecorder(tmp_path)
+    other = replace(LAYOUT, pipeline_parallel=1)
+    for layout in (LAYOUT, LAYOUT, other, other):
+        recorder.append(plan_step([5, 6], layout, CONFIG), [5, 6])
+    recorder.close()
+    lines = [json.loads(line) for line in the_file(tmp_path).read_text().splitlines()]
+    assert ["format" in line for line in lines] == [True, False, False, True, False, False]
+    assert [record.plan.layout for record in read_records(tmp_path)] == [LAYOUT] * 2 + [other] * 2
+
+
+def test_jobs_have_files_of_their_own(tmp_path: Path) -> None:
+    recorders = [StepRecorder(tmp_path) for _ in range(3)]
+    for number, recorder in enumerate(recorders):
+        recorder.append(plan_step([number + 1], LAYOUT, CONFIG), [number + 1])
+    assert len(list(tmp_path.iterdir())) == 3
+    assert sorted(record.lengths for record in read_records(tmp_path)) == [(1,), (2,), (3,)]
+    for recorder in recorders:
+        recorder.close()
+
+
+def test_ranks_that_do_not_write_touch_nothing(tmp_path: Path) -> None:
+    recorder = StepRecorder(tmp_path / "records", writes=False)
+    recorder.append(plan_step([5], LAYOUT, CONFIG), [5], 1.0)
+    recorder.close()
+    assert not (tmp_path / "records").exists()
+
+
+KILLED = """
+import os, signal, sys
+from mcore_batching.planning import *
+from mcore_batching.records import StepRecorder
+recorder = StepRecorder(sys.argv[1])
+for _ in range(3):
+    recorder.append(plan_step([5], Layout(), PlannerConfig(max_tokens_per_gpu=9)), [5], 1.0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_job_has_lost_nothing(tmp_path: Path) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(read_records(tmp_path)) == 3
+
+
+def test_a_last_line_that_was_cut_is_left_out(tmp_path: Path) -> None:
+    recorded_job(tmp_path, [0.5, 0.6])
+    file = the_file(tmp_path)
+    file.write_text(file.read_text()[:-20])
+    assert [record.step for record in read_records(tmp_path)] == [0]
+
+
+def test_a_full_disk_stops_the_record_and_not_the_job(tmp_path: Path) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    recorder = StepRecorder(tmp_path)
+    recorder._file = open("/dev/full", "w")  # noqa: SIM115
+    plan = plan_step([5], LAYOUT, CONFIG)
+    with pytest.warns(RuntimeWarning, match="no more steps are recorded"):
+        recorder.append(plan, [5])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recorder.append(plan, [5])
+        recorder.close()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordError, match="set --dynamic-batch-record to a folder") as caught:
+        StepRecorder(tmp_path / "file")
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def change(document: dict, key: str, value: object) -> dict:
+    return {**document, key: value}
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "value", "message"),
+    [
+        (0, "version", 2, ":1: not a record of a step: expected .*got .*, 2; read it with"),
+        (0, "format", "x", ":1: not a record of a step: expected .*got 'x'"),
+        (0, "config", {"max_tokens_per_gpu": 0}, r":2: .*max_tokens_per_gpu must be 1 or more"),
+        (1, "ranks", [[[0]], [[1]]], ":2: .*invariant 'exact cover' is broken"),
+        (1, "ranks", [], ":2: not a record of a step"),
+        (1, "lengths", ["x"], ":2: not a record of a step: invalid literal"),
+        (1, "measured_seconds", "soon", ":2: not a record of a step: could not convert"),
+        (1, "format", "x", ":2: not a record of a step: no key 'version'"),
+    ],
+)
+def test_broken_lines_are_named(
+    tmp_path: Path, line: int, key: str, value: object, message: str
+) -> None:
+    recorded_job(tmp_path, [0.5])
+    file = the_file(tmp_path)
+    lines = [json.loads(text) for text in file.read_text().splitlines()]
+    lines[line] = change(lines[line], key, value)
+    file.write_text("".join(json.dumps(document) + "\n" for document in lines))
+    with pytest.raises(RecordError, match=message):
+        read_records(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no recorded step"),
+        ('{"step": 0}\n', 'expected a line with "format"'),
+        ("[]\n", ":1: not a record of a step"),
+        ("nonsense\n", ":1: not a record of a step"),
+    ],
+)
+def test_files_that_are_no_records(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(RecordError, match=message):
+        read_records(tmp_path)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="holds no recorded step; give the folder"):
+        read_records(tmp_path)
+    with pytest.raises(RecordError, match="cannot read"):
+        read_records(tmp_path / "none.jsonl")
+
+
+def measured_job(tmp_path: Path, factor: float = 1e-3) -> list[StepRecord]:
+    """A job whose steps took what was predicted, but for a slow first one and a fast last one."""
+    plans = [plan_step(lengths_of(step), LAYOUT, CONFIG, COSTS) for step in range(5)]
+    times = [factor * predicted_step_time(plan, lengths_of(i)) for i, plan in enumerate(plans)]
+    times[0] *= 4
+    times[-1] *= 0.8
+    recorded_job(tmp_path, [*times])
+    return read_records(tmp_path)
+
+
+def test_units_become_seconds_by_the_median(tmp_path: Path) -> None:
+    steps = replay.replay(measured_job(tmp_path))
+    factor = replay.seconds_per_unit(steps)
+    assert factor == pytest.approx(1e-3)
+    assert factor is not None
+    errors = replay.relative_errors(steps, factor)
+    assert errors == pytest.approx([-0.75, 0, 0, 0, 0.25])
+
+
+def test_predictions_and_floors_are_the_plans(tmp_path: Path) -> None:
+    for step in replay.replay(measured_job(tmp_path)):
+        record = step.record
+        assert step.predicted == record.predicted
+        assert step.floor == step_time_floor(record.lengths, LAYOUT, CONFIG, COSTS)
+        assert step.floor <= step.predicted
+    heavier = CostModel(linear=2.0, quadratic=2 / 3000, per_micro_batch=14.0)
+    twice = replay.replay(read_records(tmp_path), heavier)
+    assert [step.predicted for step in twice] == pytest.approx(
+        [2 * record.predicted for record in read_records(tmp_path)]
+    )
+
+
+def test_a_job_without_measured_times(tmp_path: Path) -> None:
+    recorded_job(tmp_path, [None, None])
+    steps = replay.replay(read_records(tmp_path))
+    assert replay.seconds_per_unit(steps) is None
+    assert replay.step_table(steps, None).rows[0][3:6] == (f"{steps[0].predicted:.0f}", "-", "-")
+
+
+def test_better_layouts(tmp_path: Path) -> None:
+    steps = replay.replay(measured_job(tmp_path))[:2]
+    found = replay.better_layouts(steps, 100)
+    changes = [other.change for other in found]
+    assert changes[0] == replay.TODAYS_PLAN
+    assert set(changes[1:]) == {
+        "max_tokens_per_gpu=500",
+        "max_tokens_per_gpu=2000",
+        "pipeline_parallel=8 and data_parallel=1",
+        "pipeline_parallel=2 and data_parallel=4",
+        "context_parallel=2 and data_parallel=1",
+    }
+    gains = [other.gain for other in found[1:]]
+    assert gains == sorted(gains, reverse=True)
+    config = PlannerConfig(max_tokens_per_gpu=1000, plan_effort=100)
+    planned = [plan_step(step.record.lengths, LAYOUT, config, COSTS) for step in steps]
+    time = sum(
+        predicted_step_time(plan, step.record.lengths)
+        for plan, step in zip(planned, steps, strict=True)
+    )
+    assert found[0].time == pytest.approx(time)
+    assert found[0].recorded_time == pytest.approx(sum(step.predicted for step in steps))
+    assert found[0].gain > 1
+
+
+def test_a_layout_that_cannot_hold_a_step_is_left_out(tmp_path: Path) -> None:
+    config = replace(CONFIG, on_oversize="error")
+    recorder = StepRecorder(tmp_path)
+    for lengths in ([400, 30], [900, 20]):
+        recorder.append(plan_step(lengths, LAYOUT, config), lengths)
+    recorder.close()
+    steps = replay.replay(read_records(tmp_path))
+    assert "max_tokens_per_gpu=500" in [o.change for o in replay.better_layouts(steps[:1], 10)]
+    assert "max_tokens_per_gpu=500" not in [o.change for o in replay.better_layouts(steps, 10)]
+
+
+def test_steps_are_spread_out(tmp_path: Path) -> None:
+    recorded_job(tmp_path, [1.0] * 9)
+    steps = replay.replay(read_records(tmp_path))
+    assert replay.spread_out(steps, 20) == steps
+    assert [step.record.step for step in replay.spread_out(steps, 3)] == [1, 4, 7]
+    assert [step.record.step for step in replay.spread_out(steps, 1)] == [4]
+
+
+def test_many_steps_are_summarised(tmp_path: Path) -> None:
+    recorded_job(tmp_path, [1.0] * 18)
+    rows = replay.step_table(replay.replay(read_records(tmp_path)), 1.0).rows
+    assert [row[0] for row in rows[:2]] == ["0", "1"]
+    assert rows[8][:2] == ("…", "(2 steps)")
+    assert rows[-1][0] == "17"
+
+
+def test_replay_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = measured_job(tmp_path / "records")
+    arguments = ["--steps", "2", "--plan-effort", "20"]
+    assert main(["replay", str(tmp_path / "records"), *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("5 recorded steps, DP2 x PP4, cap 1000 tokens\n")
+    assert "a unit of cost took 1.000e-03 s (median)" in printed
+    assert "off by 20.0% on average, 75.0% at worst" in printed
+    assert "2 of these steps with the same samples on the same GPUs:" in printed
+    assert "--pp=2 and --dp=4" in printed
+    first = next(line for line in printed.splitlines() if line.split()[:1] == ["0"])
+    assert f"{1e-3 * records[0].predicted:.3f} s" in first
+    assert "-75.0%" in first
+
+
+def test_replay_command_with_another_cost_model_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    measured_job(tmp_path / "records")
+    model, picture = tmp_path / "model.json", tmp_path / "job.png"
+    twice = replace(COSTS, linear=2.0, quadratic=2 / 3000, per_micro_batch=14.0)
+    model.write_text(twice.to_json())
+    arguments = ["--steps", "1", "--plan-effort", "1", "--cost-model", str(model)]
+    assert main(["replay", str(tmp_path / "records"), *arguments, "--plot", str(picture)]) == 0
+    assert "a unit of cost took 5.000e-04 s" in capsys.readouterr().out
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_replay_picture_shows_seconds(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    from mcore_batching.replay_plot import replay_figure
+
+    steps = replay.replay(measured_job(tmp_path))
+    times, errors = replay_figure(steps).axes
+    predicted, measured = times.lines
+    assert list(predicted.get_ydata()) == pytest.approx([1e-3 * s.predicted for s in steps])
+    assert list(measured.get_ydata()) == [s.record.measured_seconds for s in steps]
+    assert [bar.get_height() for bar in errors.patches] == pytest.approx([-0.75, 0, 0, 0, 0.25])
+    assert times.get_ylabel() == "seconds a step"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{records}", "--steps", "0"], "--steps must be 1 or more"),
+        (["{records}", "--plot", "a.pdf"], "a picture must end in"),
+        (["/no/such/folder"], "cannot read /no/such/folder"),
+    ],
+)
+def test_replay_command_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    recorded_job(tmp_path, [1.0])
+    words = [word.format(records=tmp_path) for word in arguments]
+    assert main(["replay", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

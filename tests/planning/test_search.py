@@ -1,0 +1,325 @@
+"""The search for the step that ends first."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from planning_cases import broken_invariants, examples, layouts, megatron_runs, row_tokens
+
+from mcore_batching.planning import (
+    ConfigError,
+    CostModel,
+    Layout,
+    PlannerConfig,
+    StepPlan,
+    plan_step,
+    step_statistics,
+)
+from mcore_batching.planning.improvement import improve
+from mcore_batching.planning.pipeline import stage_order
+from mcore_batching.planning.search import best_slots, evaluate, search
+from mcore_batching.planning.statistics import predicted_step_time
+from mcore_batching.planning.step_work import StepWork, step_work
+
+ROUNDING = 1e-9
+"""Costs are added in another order here than in the search."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A step to be searched for."""
+
+    lengths: list[int]
+    layout: Layout
+    config: PlannerConfig
+    cost_model: CostModel
+    forward_only: bool
+
+    def plan(self, **options: object) -> StepPlan:
+        config = replace(self.config, **options)
+        return plan_step(
+            self.lengths, self.layout, config, self.cost_model, forward_only=self.forward_only
+        )
+
+    def end(self, step: StepPlan) -> float:
+        return predicted_step_time(step, self.lengths, forward_only=self.forward_only)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """None to many samples for their ranks, of one size or of all, oversize ones among them."""
+    layout = draw(layouts())
+    config = PlannerConfig(
+        max_tokens_per_gpu=draw(st.sampled_from([24, 100, 1000])),
+        plan_effort=draw(st.sampled_from([1, 20, 150])),
+        pad_each_to=draw(st.sampled_from([None, None, 8])),
+        pad_total_to=draw(st.sampled_from([None, None, 12])),
+    )
+    cap = config.max_tokens_per_gpu * layout.context_parallel
+    kinds = {
+        "any": st.integers(0, cap),
+        "small": st.integers(0, cap // 6),
+        "few sizes": st.sampled_from([cap // 2 + 1, cap // 2, cap // 3, 4, 1]),
+        "mixed": st.sampled_from([0, 1, cap // 2, cap, cap + 1, 3 * cap]),
+        "all oversize": st.integers(cap + 1, 4 * cap),
+        "all empty": st.just(0),
+    }
+    count = draw(st.sampled_from([0, 1, 2, 5, 12, 30]))
+    lengths = kinds[draw(st.sampled_from(sorted(kinds)))]
+    return Problem(
+        lengths=draw(st.lists(lengths, min_size=count, max_size=count)),
+        layout=layout,
+        config=config,
+        cost_model=CostModel(
+            quadratic=draw(st.sampled_from([0.0, 1 / 24576, 1 / 20])),
+            per_micro_batch=draw(st.sampled_from([0.0, 1.0, 256.0])),
+        ),
+        forward_only=draw(st.booleans()),
+    )
+
+
+TAKES_A_SAMPLE_BESIDE_A_PLACEHOLDER = Problem(
+    [0, 0, 0, 1, 1, 2, 5, 6],
+    Layout(data_parallel=2, pipeline_parallel=4, virtual_pipeline=3),
+    PlannerConfig(max_tokens_per_gpu=8),
+    CostModel(),
+    False,
+)
+
+
+@examples(400)
+@given(problems())
+@example(TAKES_A_SAMPLE_BESIDE_A_PLACEHOLDER)
+def test_every_plan_is_legal(problem: Problem) -> None:
+    """Exact cover, the cap, equal counts, no needless placeholder and none in the last slot."""
+    step = problem.plan()
+    assert broken_invariants(step, problem.lengths) == set()
+    cap = problem.config.max_tokens_per_gpu * problem.layout.context_parallel
+    for rank in step.micro_batches:
+        assert rank[-1] or not any(rank)
+        for samples in rank:
+            if row_tokens(samples, problem.lengths, step) > cap:
+                assert len(samples) == 1
+
+
+@examples(400)
+@given(problems())
+def test_never_ends_later_than_first_fit_decreasing(problem: Problem) -> None:
+    """Balanced by tokens or by cost, whatever the effort."""
+    end = problem.end(problem.plan())
+    for balance in ("tokens", "cost"):
+        for packing in ("auto", "first-fit-decreasing"):
+            plain = problem.plan(balance=balance, packing=packing)
+            assert end <= problem.end(plain) * (1 + ROUNDING)
+
+
+@examples(100)
+@given(problems())
+def test_same_input_same_plan(problem: Problem) -> None:
+    assert problem.plan().digest() == problem.plan().digest()
+
+
+@examples(50)
+@given(problems())
+def test_the_search_is_what_auto_means(problem: Problem) -> None:
+    assert problem.plan(balance="pipeline").micro_batches == problem.plan().micro_batches
+
+
+@examples(300)
+@given(problems(), st.floats(0.3, 5))
+def test_tokens_in_flight_are_bounded_or_the_bound_is_refused(
+    problem: Problem, caps: float
+) -> None:
+    bound = int(caps * problem.config.max_tokens_per_gpu * problem.layout.context_parallel)
+    refusal = ""
+    try:
+        step = problem.plan(max_inflight_tokens=bound)
+    except ConfigError as error:
+        refusal = str(error)
+    if refusal:
+        assert f"max_inflight_tokens={bound} tokens at a time" in refusal
+        assert int(refusal.partition("the least found is ")[2].partition(":")[0]) > bound
+        return
+    assert broken_invariants(step, problem.lengths) == set()
+    for rank in step.micro_batches:
+        assert most_in_flight(rank, step, problem) <= bound
+
+
+def most_in_flight(rank: tuple[tuple[int, ...], ...], step: StepPlan, problem: Problem) -> float:
+    """Padded tokens of a rank's first stage, by walking through its passes."""
+    tokens = [row_tokens(samples, problem.lengths, step) for samples in rank]
+    if problem.forward_only:
+        return max(tokens)
+    held = most = 0
+    for backward, _, slot in stage_order(problem.layout, 0, len(tokens)):
+        held += -tokens[slot] if backward else tokens[slot]
+        most = max(most, held)
+    return most / problem.layout.virtual_pipeline
+
+
+@examples(100)
+@given(problems())
+def test_a_bound_that_nothing_can_exceed_changes_nothing(problem: Problem) -> None:
+    stages, chunks = problem.layout.pipeline_parallel, problem.layout.virtual_pipeline
+    most_held = 2 * stages + chunks * problem.layout.group_size
+    longest = max(problem.lengths, default=0) + 4 * problem.config.max_tokens_per_gpu
+    bound = most_held * longest * 4 * problem.layout.context_parallel
+    assert problem.plan(max_inflight_tokens=bound).micro_batches == problem.plan().micro_batches
+
+
+def log_normal(count: int, seed: int, *, median: float, sigma: float, cap: int) -> list[int]:
+    generator = random.Random(seed)
+    return [
+        max(1, min(cap, int(median * generator.lognormvariate(0, sigma)))) for _ in range(count)
+    ]
+
+
+PP4 = Layout(data_parallel=4, pipeline_parallel=4)
+CONFIG = PlannerConfig(max_tokens_per_gpu=16384, plan_effort=300)
+
+
+def test_a_bound_on_tokens_in_flight_costs_time() -> None:
+    lengths = log_normal(256, 0, median=2048, sigma=1, cap=16384)
+    free = step_statistics(plan_step(lengths, PP4, CONFIG), lengths)
+    bound = int(0.8 * free.peak_inflight_tokens)
+    bounded = plan_step(lengths, PP4, replace(CONFIG, max_inflight_tokens=bound))
+    statistics = step_statistics(bounded, lengths)
+    assert statistics.peak_inflight_tokens <= bound < free.peak_inflight_tokens
+    assert statistics.step_time >= free.step_time
+    with pytest.raises(ConfigError, match=r"=9000 tokens.* set max_inflight_tokens to"):
+        plan_step(lengths, PP4, replace(CONFIG, max_inflight_tokens=9000))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("layout", "gain"),
+    [
+        (Layout(data_parallel=8, pipeline_parallel=4), 1.2),
+        (Layout(data_parallel=4, pipeline_parallel=8), 1.2),
+        (Layout(data_parallel=8, pipeline_parallel=4, virtual_pipeline=2), 1.1),
+    ],
+    ids=["PP4", "PP8", "PP4 VPP2"],
+)
+def test_ends_much_sooner_than_full_micro_batches_in_a_deep_pipeline(
+    seed: int, layout: Layout, gain: float
+) -> None:
+    """Least gain over micro-batches filled to the cap, at a fifth of the default effort."""
+    lengths = log_normal(512, seed, median=1024, sigma=0.8, cap=16384)
+    searched = plan_step(lengths, layout, CONFIG)
+    plain = plan_step(lengths, layout, replace(CONFIG, balance="tokens"))
+    ours, theirs = (predicted_step_time(step, lengths) for step in (searched, plain))
+    assert gain * ours < theirs
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ranks_without_a_pipeline_are_even(seed: int) -> None:
+    """Within 2 in a thousand of the mean, as no sample here is longer than a rank's share."""
+    lengths = log_normal(512, seed, median=2048, sigma=1, cap=16384)
+    layout = Layout(data_parallel=8)
+    step = plan_step(lengths, layout, PlannerConfig(max_tokens_per_gpu=16384))
+    assert step_statistics(step, lengths).rank_balance <= 1.002
+
+
+def test_the_rank_with_a_very_long_sample_gets_less_other_work() -> None:
+    """Its way through all stages and back is as long as the step; equal sums would end late."""
+    lengths = [16000, *[400] * 300]
+    model = CostModel()
+    step = plan_step(lengths, PP4, CONFIG, model)
+    sums = [
+        sum(model.micro_batch([lengths[i] for i in samples]) for samples in rank)
+        for rank in step.micro_batches
+    ]
+    with_long = next(i for i, rank in enumerate(step.micro_batches) if any(0 in s for s in rank))
+    assert sums[with_long] < 0.9 * min(total for i, total in enumerate(sums) if i != with_long)
+    assert predicted_step_time(step, lengths) < 1.02 * 4 * 3 * model.micro_batch([16000])
+
+
+def test_micro_batches_are_small_at_both_ends_of_a_pipeline_s_step() -> None:
+    lengths = [100] * 800
+    step = plan_step(lengths, PP4, CONFIG)
+    for rank in step.micro_batches:
+        sizes = [len(samples) for samples in rank]
+        assert len(sizes) > 8
+        assert max(sizes[0], sizes[-1]) < 0.5 * max(sizes)
+
+
+def works(problem: Problem) -> StepWork:
+    return step_work(
+        problem.lengths,
+        problem.layout,
+        problem.config,
+        problem.cost_model,
+        forward_only=problem.forward_only,
+    )
+
+
+@examples(150)
+@given(problems())
+def test_improving_never_ends_a_step_later(problem: Problem) -> None:
+    """And leaves as many slots, the same samples, and ends that are those of its slots."""
+    plain = problem.plan(balance="tokens")
+    work = works(problem)
+    found = evaluate([[list(samples) for samples in rank] for rank in plain.micro_batches], work)
+    before = found.end
+    improve(found.ranks, found.ends, work)
+    assert found.end <= before
+    assert found.ends == evaluate(found.ranks, work).ends
+    improved = replace(
+        plain,
+        micro_batches=tuple(
+            tuple(tuple(sorted(samples)) for samples in slots) for slots in found.ranks
+        ),
+    )
+    assert broken_invariants(improved, problem.lengths) == set()
+
+
+@examples(100)
+@given(problems())
+def test_the_result_is_no_later_than_any_start(problem: Problem) -> None:
+    starts = [problem.plan(balance=balance).micro_batches for balance in ("none", "tokens")]
+    work = works(problem)
+    end = evaluate(search(work, starts), work).end
+    for start in starts:
+        assert end <= evaluate([list(map(list, rank)) for rank in start], work).end
+
+
+@examples(150)
+@given(problems(), st.none() | st.integers(1, 12))
+def test_slots_of_one_rank_are_legal(problem: Problem, count: int | None) -> None:
+    """Of all samples; as many slots as asked for, or any number that the schedule runs."""
+    if count is not None:
+        count = problem.layout.round_up_num_microbatches(count)
+    work = works(problem)
+    slots = best_slots(range(len(problem.lengths)), count, work)
+    if slots is None:
+        # Alone or packed, so many samples may not fit into so few slots.
+        assert count is not None
+        assert len(problem.lengths) > count
+        return
+    assert megatron_runs(len(slots), problem.layout)
+    assert count in (None, len(slots))
+    step = StepPlan(
+        micro_batches=(tuple(tuple(sorted(samples)) for samples in slots),),
+        num_microbatches=len(slots),
+        sample_indices=tuple(range(len(problem.lengths))),
+        layout=replace(problem.layout, data_parallel=1),
+        config=problem.config,
+    )
+    assert broken_invariants(step, problem.lengths) == set()
+
+
+@pytest.mark.parametrize("effort", [1, 50, 500])
+def test_effort_bounds_the_work(effort: int) -> None:
+    """What is overdrawn is a few candidates at most, whatever the effort."""
+    lengths = log_normal(256, 0, median=2048, sigma=1, cap=16384)
+    work = step_work(lengths, PP4, replace(CONFIG, plan_effort=effort), CostModel())
+    start = plan_step(lengths, PP4, replace(CONFIG, balance="tokens")).micro_batches
+    assert work.effort == 256 * effort
+    search(work, [start])
+    most_slots, passes = 16 * 4, 2 * 4
+    one_candidate = 4 * len(lengths) + 4 * passes * (most_slots + 4)
+    assert -3 * one_candidate < work.effort < 256 * effort

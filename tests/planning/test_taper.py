@@ -1,0 +1,169 @@
+"""Slots filled to a profile, against the same rule stated as a scan over all slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning_cases import examples
+
+from mcore_batching.planning import CostModel, Layout, PlannerConfig
+from mcore_batching.planning.step_work import StepWork, step_work
+from mcore_batching.planning.taper import LOWEST, fill_slots, profile, settle
+
+
+@dataclass(frozen=True)
+class Filling:
+    """Samples of one rank, and sizes for its slots."""
+
+    lengths: list[int]
+    cap: int
+    sizes: list[float]
+
+    def work(self) -> StepWork:
+        return step_work(
+            self.lengths,
+            Layout(),
+            PlannerConfig(max_tokens_per_gpu=self.cap),
+            CostModel(quadratic=0.01, per_micro_batch=3.0),
+        )
+
+    def costliest_first(self) -> list[int]:
+        costs = self.work().costs
+        return sorted(range(len(costs)), key=lambda sample: (-costs[sample], sample))
+
+
+@st.composite
+def fillings(draw: st.DrawFn, longest: float = 1.5) -> Filling:
+    """Up to 30 samples, the longest so many caps long, for up to 10 slots."""
+    cap = draw(st.sampled_from([10, 40, 1000]))
+    count = draw(st.integers(1, 10))
+    rise, fall = draw(st.integers(0, count)), draw(st.integers(0, count))
+    return Filling(
+        draw(st.lists(st.integers(0, int(longest * cap)), max_size=30)),
+        cap,
+        profile(count, rise, fall),
+    )
+
+
+def scan(filling: Filling) -> list[list[int]] | None:
+    """Each sample to the slot that lacks most of those that have room, the lowest on a tie."""
+    work = filling.work()
+    total = 0.0
+    for sample in filling.costliest_first():
+        total += work.costs[sample]
+    whole = 0.0
+    for size in filling.sizes:
+        whole += size
+    surplus = [-total * size / whole for size in filling.sizes]
+    slots: list[list[int]] = [[] for _ in filling.sizes]
+    for sample in filling.costliest_first():
+        tokens = max(filling.lengths[sample], 1)
+
+        def takes(slot: int, tokens: int = tokens) -> bool:
+            held = [max(filling.lengths[other], 1) for other in slots[slot]]
+            return not held or sum(held) + tokens <= filling.cap
+
+        open_slots = [slot for slot in range(len(slots)) if takes(slot)]
+        if not open_slots:
+            return None
+        chosen = min(open_slots, key=lambda slot: (surplus[slot], slot))
+        slots[chosen].append(sample)
+        surplus[chosen] += work.costs[sample]
+    return slots
+
+
+@examples(300)
+@given(st.integers(1, 40), st.integers(0, 40), st.integers(0, 40))
+def test_sizes_grow_then_stay_then_shrink(count: int, rise: int, fall: int) -> None:
+    rise, fall = min(rise, count), min(fall, count)
+    sizes = profile(count, rise, fall)
+    assert len(sizes) == count
+    assert all(LOWEST <= size <= 1.0 for size in sizes)
+    if rise:
+        assert sizes[0] == LOWEST
+    if fall:
+        assert sizes[-1] == LOWEST
+    if rise + fall <= count:
+        assert sizes[rise : count - fall] == [1.0] * (count - fall - rise)
+        assert all(a < b for a, b in pairwise(sizes[:rise]))
+        falling = sizes[count - fall :]
+        assert all(a > b for a, b in pairwise(falling))
+        assert all(size < 1.0 for size in sizes[:rise] + falling)
+
+
+def test_sizes_written_out() -> None:
+    assert profile(4, 0, 0) == [1.0] * 4
+    assert profile(5, 3, 0) == pytest.approx([0.1, 0.4, 0.7, 1, 1])
+    assert profile(3, 3, 3)[0] == profile(3, 3, 3)[2] == LOWEST
+
+
+@examples(500)
+@given(fillings())
+def test_samples_go_where_most_is_lacking(filling: Filling) -> None:
+    work = filling.work()
+    expected = scan(filling)
+    slots = fill_slots(filling.costliest_first(), filling.sizes, work)
+    assert slots == (None if expected is None else settle(expected, work))
+
+
+@examples(500)
+@given(fillings())
+def test_filled_slots_are_legal(filling: Filling) -> None:
+    work = filling.work()
+    before = work.effort
+    slots = fill_slots(filling.costliest_first(), filling.sizes, work)
+    assert work.effort == before - 4 * len(filling.lengths)
+    if slots is None:
+        assert filling.lengths
+        return
+    assert len(slots) == len(filling.sizes)
+    assert sorted(s for samples in slots for s in samples) == list(range(len(filling.lengths)))
+    for samples in slots:
+        tokens = sum(max(filling.lengths[sample], 1) for sample in samples)
+        assert tokens <= filling.cap or len(samples) == 1
+    if [] in slots:
+        assert max(map(len, slots)) <= 1
+    assert slots[-1] or not any(slots)
+
+
+@examples(300)
+@given(fillings(longest=0.5))
+def test_slots_that_have_room_for_all_are_filled(filling: Filling) -> None:
+    """No sample is over half the cap: were there room in no slot, all would be over half full."""
+    tokens = sum(max(length, 1) for length in filling.lengths)
+    slots = fill_slots(filling.costliest_first(), filling.sizes, filling.work())
+    if 2 * tokens <= filling.cap * len(filling.sizes):
+        assert slots is not None
+
+
+@pytest.mark.parametrize(("rise", "fall"), [(0, 0), (4, 0), (0, 3), (4, 8), (12, 12)])
+def test_small_samples_follow_the_profile(rise: int, fall: int) -> None:
+    """To within a sample."""
+    filling = Filling([1] * 2000, 2000, profile(12, rise, fall))
+    slots = fill_slots(filling.costliest_first(), filling.sizes, filling.work())
+    assert slots is not None
+    wanted = [2000 * size / sum(filling.sizes) for size in filling.sizes]
+    assert [len(samples) for samples in slots] == pytest.approx(wanted, abs=1)
+
+
+def test_a_full_slot_is_passed_over_for_the_next_that_lacks() -> None:
+    """Slot 1 lacks most, and again once it is full."""
+    filling = Filling([8, 8, 8, 1], 10, [0.2, 1.0, 0.4])
+    slots = fill_slots(filling.costliest_first(), filling.sizes, filling.work())
+    assert slots == [[2], [0, 3], [1]]
+
+
+def test_empty_slots_take_the_cheapest_of_the_costliest() -> None:
+    work = Filling([5, 4, 3, 9, 1], 100, [1.0] * 4).work()
+    # 5 + 4 + 3 costs more than 9 + 1, and 5 + 4 less.
+    assert settle([[0, 1, 2], [], [3, 4], []], work) == [[0, 1], [2], [3], [4]]
+
+
+def test_empty_slots_that_stay_empty_stand_before_the_last_real_one() -> None:
+    work = Filling([5, 4, 3], 100, [1.0] * 5).work()
+    assert settle([[0, 1], [], [], [2], []], work) == [[0], [1], [], [], [2]]
+    assert settle([[], [], []], work) == [[], [], []]
