@@ -17,19 +17,25 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mcore_batching.planning.candidates import BestStep, Candidate
 from mcore_batching.planning.improvement import improve
+from mcore_batching.planning.layout import Layout
 from mcore_batching.planning.step_work import Slots, StepWork
 from mcore_batching.planning.sums import ordered_sum
-from mcore_batching.planning.taper import fill_slots, profile
+from mcore_batching.planning.taper import Profile, fill_slots, profile, staircase
 
 RESERVED_FOR_IMPROVEMENT = 0.5
 """Share of the effort that is kept for moving single samples."""
 ROUNDS_OF_BALANCING = 4
+MOST_COUNTS_REFINED = 5
+"""Numbers of micro-batches of which all shapes are tried."""
+STRIDE_OF_COUNTS = 4
+"""One in so many counts is tried before the ones between them."""
 MOST_SLOTS_A_STAGE = 16
 """Beyond this many micro-batches for each stage, less than a sixteenth of the step is bubble."""
 
 
 Shape = tuple[int, int, int]
-"""Number of slots, over how many they rise, over how many they fall."""
+"""Number of slots, over how many they rise, over how many they fall; the latter two in groups of
+slots under the interleaved schedule."""
 
 
 def search(work: StepWork, starts: Iterable[Sequence[Sequence[Sequence[int]]]]) -> list[Slots]:
@@ -77,10 +83,11 @@ def best_slots(samples: Sequence[int], count: int | None, work: StepWork) -> Slo
     order = sorted(samples, key=lambda sample: (-work.costs[sample], sample))
     counts = _counts(order, work) if count is None else [count]
     found: tuple[float, Slots] | None = None
-    for shape in _shapes(counts, work.layout.pipeline_parallel):
+    shapes = (shape for each in counts for shape in _shapes(each, work.layout))
+    for shape in shapes:
         if found and work.spent:
             break
-        slots = fill_slots(order, profile(*shape), work)
+        slots = fill_slots(order, _sizes(shape, work.layout), work)
         if slots is None or not work.fits_in_memory(slots):
             continue
         end = work.time(work.slot_costs(slots))
@@ -96,25 +103,47 @@ def evaluate(ranks: list[Slots], work: StepWork) -> Candidate:
 
 def _promising_shapes(even: Sequence[Sequence[int]], work: StepWork, reserved: int) -> list[Shape]:
     """Shapes in the order of how soon they end the rank with the costliest sample, and that with
-    the most samples."""
+    the most samples.
+
+    All counts are tried in one shape, those far apart first so that little effort sees the whole
+    range; then the other shapes of the counts that did best.
+    """
     costliest = min(
         range(len(even)), key=lambda r: (-max((work.costs[i] for i in even[r]), default=0.0), r)
     )
     fullest = min(range(len(even)), key=lambda r: (-len(even[r]), r))
     judges = [even[rank] for rank in sorted({costliest, fullest})]
+    counts = _counts(max(even, key=len), work)
     ranked: list[tuple[float, Shape]] = []
-    for shape in _shapes(_counts(max(even, key=len), work), work.layout.pipeline_parallel):
-        if ranked and work.effort <= 2 * reserved - reserved // 2:
-            break
-        ends = []
-        for samples in judges:
-            slots = fill_slots(samples, profile(*shape), work)
-            if slots is None:
+    for first in range(STRIDE_OF_COUNTS):
+        for count in counts[first::STRIDE_OF_COUNTS]:
+            if ranked and work.effort <= 2 * reserved - reserved // 2:
+                return [shape for _, shape in sorted(ranked)]
+            _rank(_shapes(count, work.layout)[0], judges, work, ranked)
+    # Which shapes keep to a bound on tokens in flight has little to do with when they end.
+    refined = len(ranked) if work.max_inflight_tokens is not None else MOST_COUNTS_REFINED
+    for _, (count, _, _) in sorted(ranked)[:refined]:
+        for shape in _shapes(count, work.layout)[1:]:
+            if work.effort <= 2 * reserved - reserved // 2:
                 break
-            ends.append(work.time(work.slot_costs(slots)))
-        else:
-            ranked.append((max(ends), shape))
+            _rank(shape, judges, work, ranked)
     return [shape for _, shape in sorted(ranked)]
+
+
+def _rank(
+    shape: Shape,
+    judges: Iterable[Sequence[int]],
+    work: StepWork,
+    ranked: list[tuple[float, Shape]],
+) -> None:
+    """Add a shape with the end of the latest judge, if all of them fit into it."""
+    ends = []
+    for samples in judges:
+        slots = fill_slots(samples, _sizes(shape, work.layout), work)
+        if slots is None:
+            return
+        ends.append(work.time(work.slot_costs(slots)))
+    ranked.append((max(ends), shape))
 
 
 def _counts(samples: Sequence[int], work: StepWork) -> list[int]:
@@ -134,13 +163,29 @@ def _counts(samples: Sequence[int], work: StepWork) -> list[int]:
     return counts
 
 
-def _shapes(counts: Iterable[int], stages: int) -> Iterator[Shape]:
-    for count in counts:
-        yield count, 0, 0
-        if stages > 1:
-            for rise, fall in ((1, 1), (2, 2), (3, 3), (1, 2), (2, 1), (3, 2), (1, 0), (0, 1)):
-                if max(rise, fall) * stages <= count:
-                    yield count, rise * stages, fall * stages
+def _shapes(count: int, layout: Layout) -> list[Shape]:
+    """Shapes of so many slots, the one that is best most often first."""
+    flat = (count, 0, 0)
+    if layout.pipeline_parallel == 1:
+        return [flat]
+    if layout.virtual_pipeline > 1:
+        most = -(-count // layout.group_size)
+        steps = ((2, 3), (1, 3), (1, 2), (2, 4), (1, 1), (2, 2), (3, 3), (1, 0), (0, 1))
+        return [*((count, *each) for each in steps if max(each) <= most), flat]
+    stages = layout.pipeline_parallel
+    tapers = [
+        (count, rise * stages, fall * stages)
+        for rise, fall in ((1, 3), (1, 2), (2, 2), (2, 3), (1, 1), (1, 4), (3, 4), (1, 0), (0, 1))
+        if max(rise, fall) * stages <= count
+    ]
+    return [*tapers, flat]
+
+
+def _sizes(shape: Shape, layout: Layout) -> Profile:
+    if layout.virtual_pipeline > 1:
+        count, rise, fall = shape
+        return staircase(count, layout.group_size, rise, fall)
+    return profile(*shape)
 
 
 def _balanced(
@@ -148,7 +193,7 @@ def _balanced(
 ) -> Iterator[Candidate]:
     """Steps of one shape, each round dealing less to the ranks that ended late in the last."""
     ranks, head_start = even, [0.0] * len(even)
-    sizes = profile(*shape)
+    sizes = _sizes(shape, work.layout)
     passes = 1.0 if work.forward_only else 1.0 + work.cost_model.backward_ratio
     for _ in range(ROUNDS_OF_BALANCING):
         filled = []

@@ -19,22 +19,47 @@ from mcore_batching.planning.sums import ordered_sum
 Profile = list[float]
 LOWEST = 0.1
 """Size of the first and the last slot relative to a full one."""
+FIRST_GROUP, LAST_GROUP = 0.2, 0.3
+"""Likewise of every slot of the first and the last group of the interleaved schedule."""
 
 
 def profile(num_slots: int, rise: int, fall: int) -> Profile:
     """Relative sizes that grow over `rise` slots and shrink over the last `fall`.
 
-    With 6 slots, rise 3 and fall 2: 0.1, 0.4, 0.7, 1, 0.55, 0.1.
+    They grow along a line and shrink along a parabola, as the sizes do that end a step soonest when
+    they may be any numbers. With 6 slots, rise 3 and fall 2: 0.1, 0.4, 0.7, 1, 0.775, 0.1.
     """
-    return [
-        LOWEST
-        + (1.0 - LOWEST)
-        * min(
-            slot / rise if slot < rise else 1.0,
-            (num_slots - 1 - slot) / fall if num_slots - 1 - slot < fall else 1.0,
-        )
-        for slot in range(num_slots)
-    ]
+    sizes = []
+    for slot in range(num_slots):
+        left = num_slots - 1 - slot
+        risen = slot / rise if slot < rise else 1.0
+        falling = left / fall if left < fall else 1.0
+        sizes.append(LOWEST + (1.0 - LOWEST) * min(risen, falling * (2.0 - falling)))
+    return sizes
+
+
+def staircase(num_slots: int, group: int, rise: int, fall: int) -> Profile:
+    """Relative sizes for the interleaved schedule: equal within each group of slots.
+
+    A stage runs a group through one model chunk after the other, so what is idle at the ends of
+    the step goes with the sizes of whole groups. With 8 slots, group 2, rise 1 and fall 2:
+    0.2, 0.2, 1, 1, 0.65, 0.65, 0.3, 0.3.
+
+    Args:
+        num_slots: how many.
+        group: slots that the schedule runs together; the last may be fewer.
+        rise: groups until a slot is full.
+        fall: groups from the last full slot to the end.
+    """
+    groups = -(-num_slots // group)
+    sizes = []
+    for slot in range(num_slots):
+        number = slot // group
+        left = groups - 1 - number
+        risen = FIRST_GROUP + (1.0 - FIRST_GROUP) * number / rise if number < rise else 1.0
+        falling = LAST_GROUP + (1.0 - LAST_GROUP) * left / fall if left < fall else 1.0
+        sizes.append(min(risen, falling))
+    return sizes
 
 
 def fill_slots(samples: Sequence[int], sizes: Profile, work: StepWork) -> Slots | None:

@@ -12,7 +12,15 @@ from planning_cases import examples
 
 from mcore_batching.planning import CostModel, Layout, PlannerConfig
 from mcore_batching.planning.step_work import StepWork, step_work
-from mcore_batching.planning.taper import LOWEST, fill_slots, profile, settle
+from mcore_batching.planning.taper import (
+    FIRST_GROUP,
+    LAST_GROUP,
+    LOWEST,
+    fill_slots,
+    profile,
+    settle,
+    staircase,
+)
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,27 @@ def test_sizes_written_out() -> None:
     assert profile(4, 0, 0) == [1.0] * 4
     assert profile(5, 3, 0) == pytest.approx([0.1, 0.4, 0.7, 1, 1])
     assert profile(3, 3, 3)[0] == profile(3, 3, 3)[2] == LOWEST
+    assert staircase(6, 2, 0, 0) == [1.0] * 6
+    assert staircase(8, 2, 1, 2) == pytest.approx([0.2, 0.2, 1, 1, 0.65, 0.65, 0.3, 0.3])
+    # The last group may be short; where the ends meet, the lower of the two holds.
+    assert staircase(5, 3, 2, 2) == pytest.approx([0.2, 0.2, 0.2, 0.3, 0.3])
+
+
+@examples(200)
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(0, 9), st.integers(0, 9))
+def test_steps_are_flat_within_groups_and_rise_then_fall(
+    count: int, group: int, rise: int, fall: int
+) -> None:
+    groups = [staircase(count, group, rise, fall)[i : i + group] for i in range(0, count, group)]
+    assert sum(map(len, groups)) == count
+    assert all(len(set(each)) == 1 for each in groups)
+    heights = [each[0] for each in groups]
+    if rise + fall <= len(groups):
+        full = len(heights) - fall
+        assert heights[rise:full] == [1.0] * (full - rise)
+        assert all(a < b for a, b in pairwise([*heights[:rise], 1.0]))
+        assert all(a > b for a, b in pairwise([1.0, *heights[full:]]))
+    assert min(heights) >= min(FIRST_GROUP, LAST_GROUP)
 
 
 @examples(500)
