@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mcore_batching import compare, report
+from mcore_batching import compare, compare_table, report
 from mcore_batching.cli.options import (
     UsageError,
     add_layout,
@@ -18,7 +18,7 @@ from mcore_batching.cli.options import (
 )
 from mcore_batching.planning.lengths_file import read_lengths
 
-_FORMATS = {".csv": compare.as_csv, ".json": compare.as_json}
+_FORMATS = {".csv": compare_table.as_csv, ".json": compare_table.as_json}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,9 +63,9 @@ def run(options: argparse.Namespace) -> int:
         f"{len(steps)} step{'s' if len(steps) != 1 else ''} of {samples} samples, "
         f"{report.layout_line(layout, config)}"
     )
-    report.print_table(compare.as_table(outcomes), sys.stdout)
-    print(compare.LEGEND)
-    for line in compare.summary(outcomes):
+    report.print_table(compare_table.as_table(outcomes), sys.stdout)
+    print(compare_table.LEGEND)
+    for line in compare_table.summary(outcomes):
         print(line)
     if to_text is not None:
         write(options.out, to_text(outcomes))

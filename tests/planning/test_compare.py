@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_batching import compare
+from mcore_batching import compare, compare_table
 from mcore_batching.cli import main
 from mcore_batching.planning import Layout, LengthError, PlannerConfig, plan_step, step_statistics
 from mcore_batching.planning.peers import PEERS
@@ -72,9 +72,9 @@ def test_cap_violations_are_counted() -> None:
     verl = by_name(found, "verl (cost)")
     assert (verl.over_cap, verl.worst_over_cap) == (2 / 6, 1.2)
     assert not verl.keeps_cap
-    row = next(row for row in compare.as_table(found).rows if row[0] == "verl (cost)")
+    row = next(row for row in compare_table.as_table(found).rows if row[0] == "verl (cost)")
     assert row[3] == "33.3%, 1.20x"
-    assert not any("verl (cost) is best" in line for line in compare.summary(found))
+    assert not any("verl (cost) is best" in line for line in compare_table.summary(found))
 
 
 def test_an_oversize_sample_alone_is_no_violation() -> None:
@@ -92,11 +92,11 @@ def test_a_rule_without_a_plan_is_listed_with_its_reason() -> None:
     assert verl.failure == "3 items do not divide by 2; pass a multiple of 2"
     assert not verl.keeps_cap
     assert verl.time_over_floor is not None
-    (line,) = [line for line in compare.summary(found) if line.startswith("verl 0.9")]
+    (line,) = [line for line in compare_table.summary(found) if line.startswith("verl 0.9")]
     assert line == f"verl 0.9 has no plan for 1 of 2 steps: {verl.failure}"
     never = by_name(compare.compare([[5] * 3], Layout(data_parallel=2), CONFIG_OF_100), "verl 0.9")
     assert (never.planned, never.time_over_floor, never.planning_seconds) == (0, None, None)
-    assert compare.as_table([never]).rows == (("verl 0.9", "0/1", *["-"] * 6),)
+    assert compare_table.as_table([never]).rows == (("verl 0.9", "0/1", *["-"] * 6),)
 
 
 def test_summary_names_the_best_peer_under_the_cap(outcomes: list[compare.Outcome]) -> None:
@@ -107,15 +107,15 @@ def test_summary_names_the_best_peer_under_the_cap(outcomes: list[compare.Outcom
         for o in outcomes
         if o.kind == "peer" and o.keeps_cap and o.time_over_floor
     )
-    line = compare.summary(outcomes)[0]
+    line = compare_table.summary(outcomes)[0]
     assert f"{name} is best" in line
     assert f"{best / ours:.3f} x" in line
 
 
 def test_csv_and_json_hold_every_field(outcomes: list[compare.Outcome]) -> None:
-    from_json = json.loads(compare.as_json(outcomes))
+    from_json = json.loads(compare_table.as_json(outcomes))
     assert [compare.Outcome(**record) for record in from_json] == outcomes
-    rows = list(csv.DictReader(io.StringIO(compare.as_csv(outcomes))))
+    rows = list(csv.DictReader(io.StringIO(compare_table.as_csv(outcomes))))
     assert [row["name"] for row in rows] == [outcome.name for outcome in outcomes]
     assert [float(row["time_over_floor"]) for row in rows if row["time_over_floor"]] == [
         outcome.time_over_floor for outcome in outcomes if outcome.time_over_floor is not None
