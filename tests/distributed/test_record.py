@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from kit.harness import Job, JobFailedError, run_jobs
 
-from mcore_batching.records import read_records
+from mcore_batching.planning.records import read_records
 
 LAYOUT = {"data_parallel": 2, "pipeline_parallel": 2}
 

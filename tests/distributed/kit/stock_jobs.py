@@ -11,9 +11,14 @@ LAYERS = 4
 CAP = 448
 
 DATA = str(REPOSITORY / "examples/data/arithmetic_conversations.jsonl")
+SFT_DATA = [
+    *("--dynamic-batch-data", DATA, "--dynamic-batch-on-too-long", "drop"),
+    *("--dynamic-batch-tokenizer", "bytes"),
+]
+OWN_DATA = ["--own-data", DATA]
+"""The same samples for `kit.stock_script`, without a flag of the plugin."""
 COMMON = [
-    *("--dynamic-batch-on-too-long", "drop", "--split", "80,10,10"),
-    *("--dynamic-batch-tokenizer", "bytes", "--tokenizer-type", "NullTokenizer"),
+    *("--split", "80,10,10", "--tokenizer-type", "NullTokenizer"),
     *("--vocab-size", "258", "--make-vocab-size-divisible-by", "8"),
     *("--seq-length", str(LENGTH), "--max-position-embeddings", str(LENGTH)),
     *("--num-layers", str(LAYERS), "--hidden-size", "32", "--num-attention-heads", "4"),
@@ -68,13 +73,9 @@ AUXILIARY_LOSS = [
 
 
 def job(
-    name: str,
-    *words: str,
-    script: str = SFT,
-    function: str = "train",
-    data: str = "--dynamic-batch-data",
+    name: str, *words: str, script: str = SFT, function: str = "train", data: list[str] = SFT_DATA
 ) -> Job:
-    parameters = {"script": script, "words": [*COMMON, data, DATA, *words]}
+    parameters = {"script": script, "words": [*COMMON, *data, *words]}
     return Job(name, f"kit.stock:{function}", 4, None, parameters)
 
 
@@ -125,7 +126,7 @@ JOBS = {
             *(*steps(5, evaluations=0), *PP2, *FLAG, "--dataloader-type", "external"),
             *("--variant", "data-ends"),
             script=VARIANTS,
-            data="--own-data",
+            data=OWN_DATA,
         ),
     )
 }

@@ -3,8 +3,9 @@
 ``--variant`` names it:
 
 - ``loss-raises``: the loss function raises on the last rank, in the third step.
-- ``data-ends``: rank 0 runs out of data in the third step. Ranks iterate over ``--own-data`` by
-  themselves.
+- ``data-ends``: rank 0 runs out of data in the third step. Ranks iterate by themselves over
+  ``--own-data``, which is read without a flag of the plugin.
+- ``none``: nothing.
 - ``rejected``: the loss is validated as ``pretrain_gpt.py`` does it, and rejected in the third
   step, which Megatron then runs again.
 """
@@ -69,9 +70,10 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Callable[..., 
 def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
     args = get_args()
     args.dynamic_batch_data = args.own_data
-    train, _, _ = sft.datasets_provider(num_samples, vp_stage)
-    if train is None:
-        return None, None, None
+    args.dynamic_batch_tokenizer, args.dynamic_batch_on_too_long = "bytes", "drop"
+    train, valid, test = sft.datasets_provider(num_samples, vp_stage)
+    if args.variant != "data-ends" or train is None:
+        return train, valid, test
     replica = parallel_state.get_data_parallel_rank()
     replicas = parallel_state.get_data_parallel_world_size()
 

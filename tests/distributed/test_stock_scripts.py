@@ -1,0 +1,129 @@
+"""The launcher: without the flag a script runs as by itself; Megatron's own runs unmodified."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.harness import REPOSITORY, environment
+from kit.stock_jobs import COMMON, EXCHANGE, FLAG, OWN_DATA, PP2, SFT, SFT_DATA, VARIANTS, steps
+
+CHECKOUTS = os.environ.get("MCORE_BATCHING_MEGATRON_LM")
+RELEASES = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0")
+
+WITHOUT_LAUNCHER = """
+import os, runpy, sys
+from mcore_batching.megatron import cpu
+if cpu.is_requested():
+    cpu.enable()
+sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+LAUNCHER = ["-m", "mcore_batching.run"]
+
+
+def trained(command: list[str], script: str, words: list[str], folder: Path) -> dict[str, Any]:
+    """Three steps on one process; the checkpoint in the end."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(
+        [
+            *(sys.executable, *command, str(REPOSITORY / script), *COMMON, *steps(3), *words),
+            *("--save", str(folder), "--save-interval", "3", "--ckpt-format", "torch"),
+        ],
+        env=environment(1) | alone | {"MASTER_PORT": "0"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    path = folder / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt"
+    state: dict[str, Any] = torch.load(path, weights_only=False)
+    return state
+
+
+def tensors(state: Any, name: str = "") -> dict[str, torch.Tensor]:
+    """All tensors of a nested state, by their paths."""
+    if torch.is_tensor(state):
+        return {name: state}
+    if not isinstance(state, dict | list | tuple):
+        return {}
+    items = state.items() if isinstance(state, dict) else enumerate(state)
+    return {k: v for key, each in items for k, v in tensors(each, f"{name}/{key}").items()}
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training") is None,
+    reason="this megatron-core ships without megatron.training (it does from 0.19 on)",
+)
+def test_without_the_flag_a_script_trains_bit_for_bit_as_by_itself(tmp_path: Path) -> None:
+    own = [*OWN_DATA, "--variant", "none"]
+    by_itself = trained(["-c", WITHOUT_LAUNCHER], VARIANTS, own, tmp_path / "by itself")
+    launched = trained(LAUNCHER, VARIANTS, own, tmp_path / "launched")
+    with_data = trained(LAUNCHER, SFT, SFT_DATA, tmp_path / "data")
+    expected = tensors({key: by_itself[key] for key in ("model", "optimizer")})
+    assert any(name.endswith("linear_fc1.weight") for name in expected)
+    assert any("exp_avg" in name for name in expected)
+    for state in (launched, with_data):
+        found = tensors({key: state[key] for key in ("model", "optimizer")})
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            assert torch.equal(tensor, expected[name]), name
+        assert state["opt_param_scheduler"] == by_itself["opt_param_scheduler"]
+        assert state["args"].consumed_train_samples == 24
+
+
+def log_lines(checkout: Path, words: list[str]) -> list[dict[str, float]]:
+    """Three steps of ``pretrain_gpt.py`` on two processes, as its log gives them (7 digits)."""
+    variables = environment(2)
+    paths = [str(REPOSITORY), str(checkout), variables["PYTHONPATH"]]
+    # The attention mask is made in the data loader by default, for which not all releases have a
+    # flag of this name.
+    common = [word for word in COMMON if word != "--no-create-attention-mask-in-dataloader"]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+            *("-m", "mcore_batching.run", str(checkout / "pretrain_gpt.py")),
+            *(*common, *SFT_DATA, *steps(3), *words),
+        ],
+        env=variables | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-4000:]
+    wanted = ("consumed samples", "learning rate", "lm loss", "grad norm")
+    return [
+        {name: float(re.findall(rf"{name}: +(\S+)", line)[0]) for name in wanted}
+        | {"packed": float("batching/fill" in line)}
+        for line in output.splitlines()
+        if re.search(r" iteration +\d+/", line)
+    ]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.skipif(
+    CHECKOUTS is None,
+    reason="MCORE_BATCHING_MEGATRON_LM is not set: a folder with checkouts of Megatron-LM's "
+    f"releases, {RELEASES[0]} to {RELEASES[-1]}, their dataset helpers compiled",
+)
+@pytest.mark.parametrize("layout", ["pp2", "dp2-exchange"])
+def test_megatrons_own_script_unmodified(release: str, layout: str) -> None:
+    checkout = Path(CHECKOUTS or "") / release
+    if not checkout.is_dir():
+        pytest.skip(f"no {checkout}")
+    shape, flags = (PP2, FLAG) if layout == "pp2" else ([], EXCHANGE)
+    padded = log_lines(checkout, shape)
+    flagged = log_lines(checkout, [*shape, *flags])
+    assert [line.pop("packed") for line in padded] == [0.0] * 3
+    assert [line.pop("packed") for line in flagged] == [1.0] * 3
+    for line, expected in zip(flagged, padded, strict=True):
+        assert line == pytest.approx(expected, rel=2e-6)
