@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from mcore_batching.planning import CostModel, Layout, PlannerConfig, PlanningError, plan_step
 from mcore_batching.planning.advice import alternatives
 from mcore_batching.planning.bounds import step_time_floor
+from mcore_batching.planning.records import StepRecord
 from mcore_batching.planning.statistics import predicted_step_time
-from mcore_batching.records import StepRecord
 from mcore_batching.report import SHOWN_STEPS_AT_EACH_END, Table
 
 TODAYS_PLAN = "planned by this release, for all ranks"

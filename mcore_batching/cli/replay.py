@@ -9,8 +9,8 @@ from mcore_batching import replay, report
 from mcore_batching.cli.options import add_cost_model, add_plan_effort, cost_model_of, with_flags
 from mcore_batching.planning import ConfigError
 from mcore_batching.planning.checks import at_least
+from mcore_batching.planning.records import read_records
 from mcore_batching.plot import check_picture
-from mcore_batching.records import read_records
 from mcore_batching.replay_plot import draw_replay
 
 MOST_PLANNED_STEPS = 16

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_batching.megatron.schedule import RolloutSchedule
-from mcore_batching.records import StepRecorder
+from mcore_batching.planning.records import StepRecorder
 
 _recorders: dict[str, StepRecorder] = {}
 

@@ -28,8 +28,8 @@ from mcore_batching.planning import (
     plan_step,
 )
 from mcore_batching.planning.bounds import step_time_floor
+from mcore_batching.planning.records import RecordError, StepRecord, StepRecorder, read_records
 from mcore_batching.planning.statistics import predicted_step_time
-from mcore_batching.records import RecordError, StepRecord, StepRecorder, read_records
 
 LAYOUT = Layout(data_parallel=2, pipeline_parallel=4)
 CONFIG = PlannerConfig(max_tokens_per_gpu=1000, balance="cost")
@@ -127,7 +127,7 @@ def test_ranks_that_do_not_write_touch_nothing(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from mcore_batching.planning import *
-from mcore_batching.records import StepRecorder
+from mcore_batching.planning.records import StepRecorder
 recorder = StepRecorder(sys.argv[1])
 for _ in range(3):
     recorder.append(plan_step([5], Layout(), PlannerConfig(max_tokens_per_gpu=9)), [5], 1.0)

@@ -93,7 +93,7 @@ def leave_out_too_long(
         if on_too_long == "drop" and not len(short):
             raise SftDataError(
                 f"all {len(share)} samples of the {split.name} dataset are longer than "
-                f"--seq-length {max_length} (the shortest: {lengths.min()}): raise --seq-length"
+                f"--seq-length {max_length} (the shortest: {min(lengths)}): raise --seq-length"
             )
     if too_long:
         index, length = max(too_long, key=lambda each: each[1])

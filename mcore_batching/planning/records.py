@@ -23,7 +23,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from mcore_batching.planning import CostModel, PlanningError, StepPlan
+from mcore_batching.planning.cost import CostModel
+from mcore_batching.planning.errors import PlanningError
+from mcore_batching.planning.plan import StepPlan
 from mcore_batching.planning.statistics import predicted_step_time
 
 FORMAT = "mcore-batching/record"
