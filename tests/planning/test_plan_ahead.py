@@ -115,18 +115,21 @@ def test_closing_ends_the_process_also_during_a_plan() -> None:
 
 
 ORPHAN = """
-import os, signal, sys
-from mcore_batching.planning import plan_step
+import os, signal, sys, time
 from mcore_batching.planning.ahead import PlanAhead
-ahead = PlanAhead(plan_step)
+ahead = PlanAhead(time.sleep)
 print(ahead._worker._process.pid, flush=True)
+for seconds in sys.argv[1:]:
+    ahead.start(float(seconds))
+    time.sleep(0.2)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_the_process_ends_with_a_job_that_is_killed() -> None:
+@pytest.mark.parametrize("plans", [[], ["600"]], ids=["between plans", "during a plan"])
+def test_the_process_ends_with_a_job_that_is_killed(plans: list[str]) -> None:
     killed = subprocess.run(
-        [sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True, timeout=60
+        [sys.executable, "-c", ORPHAN, *plans], stdout=subprocess.PIPE, text=True, timeout=60
     )
     assert killed.returncode == -signal.SIGKILL
     process = int(killed.stdout)
