@@ -20,6 +20,7 @@ from mcore_batching._version import __version__
 from mcore_batching.planning import (
     ConfigError,
     CostModel,
+    InflightBoundError,
     InvariantError,
     ItemTooLargeError,
     Layout,
@@ -30,6 +31,7 @@ from mcore_batching.planning import (
     PlanFormatError,
     PlannerConfig,
     PlanningError,
+    ShardOutlook,
     StepPlan,
     StepStatistics,
     bin_lower_bound,
@@ -46,7 +48,9 @@ from mcore_batching.planning import (
     row_capacity_tokens,
     row_multiple_tokens,
     sample_multiple_tokens,
-    shape_shard,
+    shard_outlook,
+    shard_packings,
+    soonest_packing,
     step_statistics,
 )
 
@@ -58,6 +62,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ConfigError",
     "CostModel",
+    "InflightBoundError",
     "InvariantError",
     "ItemTooLargeError",
     "Layout",
@@ -68,6 +73,7 @@ __all__ = [
     "PlanFormatError",
     "PlannerConfig",
     "PlanningError",
+    "ShardOutlook",
     "StepPlan",
     "StepStatistics",
     "__version__",
@@ -87,7 +93,9 @@ __all__ = [
     "row_capacity_tokens",
     "row_multiple_tokens",
     "sample_multiple_tokens",
-    "shape_shard",
+    "shard_outlook",
+    "shard_packings",
+    "soonest_packing",
     "step_statistics",
 ]
 

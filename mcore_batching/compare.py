@@ -15,6 +15,7 @@ from typing import Literal
 
 from mcore_batching.planning import (
     CostModel,
+    InflightBoundError,
     Layout,
     LengthError,
     PlannerConfig,
@@ -174,11 +175,18 @@ def _outcome(
         started = time.process_time()
         try:
             plan = planner.plan(lengths, layout, config, cost_model)
-        except PeerFailureError as error:
+        except (PeerFailureError, InflightBoundError) as error:
             failure = failure or str(error)
             continue
-        seconds += time.process_time() - started
+        seconds_of_step = time.process_time() - started
         statistics = step_statistics(plan, lengths, cost_model)
+        held, bound = statistics.peak_inflight_tokens, config.max_inflight_tokens
+        if bound is not None and held > bound:
+            failure = failure or (
+                f"its plan holds {held:.0f} tokens in flight, max_inflight_tokens is {bound}"
+            )
+            continue
+        seconds += seconds_of_step
         made.append(
             (
                 statistics.time_over_floor,
@@ -187,9 +195,11 @@ def _outcome(
                 statistics.rank_balance,
             )
         )
-        held = [samples for rank in plan.micro_batches for samples in rank]
-        rows += len(held)
-        tokens = [row_tokens(samples, lengths, layout, config) for samples in held if samples[1:]]
+        made_rows = [samples for rank in plan.micro_batches for samples in rank]
+        rows += len(made_rows)
+        tokens = [
+            row_tokens(samples, lengths, layout, config) for samples in made_rows if samples[1:]
+        ]
         over += [padded for padded in tokens if padded > capacity]
     count = len(made)
     means = [sum(column) / count for column in zip(*made, strict=True)] if made else [None] * 4

@@ -117,7 +117,12 @@ def step_timeline(
         slot_costs = [slowest] * len(costs)
     passes = []
     for own, taken in zip(costs, slot_costs, strict=True):
-        operations = pipeline_operations(taken, layout, backward_ratio=model.backward_ratio)
+        operations = pipeline_operations(
+            taken,
+            layout,
+            backward_ratio=model.backward_ratio,
+            forward_only=step.forward_only,
+        )
         passes.append(
             tuple(
                 TimedPass(

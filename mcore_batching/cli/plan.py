@@ -49,6 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"{help_text} (default: %(default)s)",
         )
     add_search(parser)
+    parser.add_argument(
+        "--forward-only",
+        action="store_true",
+        help="plan forward passes alone, as for old and reference log-probs",
+    )
     parser.add_argument("--out", metavar="PLAN.json", help="write the plan to this file")
     parser.add_argument(
         "--plot",
@@ -97,6 +102,7 @@ def run(options: argparse.Namespace) -> int:
         groups=groups,
         groups_per_step=options.groups_per_step,
         last=options.last_groups,
+        forward_only=options.forward_only,
     )
     plan.validate(lengths)
     if options.out:
@@ -108,6 +114,8 @@ def run(options: argparse.Namespace) -> int:
     print(report.STEP_LEGEND)
     if len(plan.steps) == 1:
         print(plan.steps[0].explain(lengths))
+    else:
+        print(report.packing_line(plan, lengths))
     print(f"digest {plan.digest()}")
     if options.out:
         print(f"wrote {options.out}")

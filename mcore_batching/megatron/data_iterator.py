@@ -38,13 +38,17 @@ from mcore_batching.planning import (
     CostModel,
     Layout,
     PlannerConfig,
+    ShardOutlook,
     fill_shard,
-    pack_shard,
-    shape_shard,
+    shard_outlook,
+    shard_packings,
+    soonest_packing,
 )
 
-_Packed = list[tuple[list[int], list[list[int]]]]
-"""For every step, its local sample indices and the bins they were packed into."""
+_Packed = list[tuple[list[int], list[list[list[int]]]]]
+"""For every step, its local sample indices and the bins they may be packed into."""
+_Filled = list[list[MicroBatches]]
+"""For every step, what each of these packings comes to [steps][packings]."""
 
 
 class DataIterator:
@@ -271,31 +275,65 @@ def _plan_locally(
         packed = []
         for indices in final.steps_of(num_samples):
             lengths = [final.total_lengths[i] for i in indices]
-            bins = _bins(lengths, args, layout, config, cost_model, forward_only)
-            packed.append((indices, bins))
+            packings = _packings(lengths, args, layout, config, cost_model, forward_only)
+            packed.append((indices, packings))
         return final, packed
 
     def says_packed(result: tuple[RolloutBatch, _Packed]) -> dict[str, Any]:
         final, packed = result
         return {
-            "counts": [len(bins) for _, bins in packed],
+            "counts": [[len(bins) for bins in packings] for _, packings in packed],
             "everywhere": {"number of steps": len(packed), **final.comparable()},
         }
 
     (final, packed), notes = rendezvous.guard(PlanningFailedError, pack_all, says_packed)
     require_equal(notes, lambda note: note.value["everywhere"])
-    counts = [
-        layout.round_up_num_microbatches(max(1, *(note.value["counts"][step] for note in notes)))
-        for step in range(len(packed))
-    ]
+    fewest = [note.value["counts"] for note in notes]
 
-    def fill() -> tuple[MicroBatches, ...]:
-        return tuple(
-            _to_local(indices, final, bins, count, layout, config, cost_model, forward_only)
-            for (indices, bins), count in zip(packed, counts, strict=True)
-        )
+    def fill_all() -> _Filled:
+        return [
+            [
+                _to_local(
+                    indices,
+                    final,
+                    bins,
+                    layout.round_up_num_microbatches(max(1, *(each[step][way] for each in fewest))),
+                    layout,
+                    config,
+                    cost_model,
+                    forward_only,
+                )
+                for way, bins in enumerate(packings)
+            ]
+            for step, (indices, packings) in enumerate(packed)
+        ]
 
-    return final, fill
+    def says_filled(filled: _Filled) -> list[list[ShardOutlook]]:
+        return [
+            [
+                shard_outlook(
+                    micro_batches,
+                    final.total_lengths,
+                    layout,
+                    config,
+                    cost_model,
+                    forward_only=forward_only,
+                )
+                for micro_batches in ways
+            ]
+            for ways in filled
+        ]
+
+    filled, notes = rendezvous.guard(PlanningFailedError, fill_all, says_filled)
+
+    def choose() -> tuple[MicroBatches, ...]:
+        chosen = []
+        for step, ways in enumerate(filled):
+            outlooks = [[note.value[step][way] for note in notes] for way in range(len(ways))]
+            chosen.append(ways[soonest_packing(outlooks, config)])
+        return tuple(chosen)
+
+    return final, choose
 
 
 def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Sequence[Any]]) -> None:
@@ -375,22 +413,24 @@ def _take_stock(
     return layout, config, batch, num_samples
 
 
-def _bins(
+def _packings(
     lengths: list[int],
     args: Any,
     layout: Layout,
     config: PlannerConfig,
     cost_model: CostModel,
     forward_only: bool,
-) -> list[list[int]]:
-    """One step's samples of this rank in bins: packed, or ``micro_batch_size`` to each."""
+) -> list[list[list[int]]]:
+    """What one step's samples of this rank may be packed into, the same number of ways on every
+    rank; without the flag ``micro_batch_size`` samples to each micro-batch."""
     if uses_dynamic_batch_size(args):
-        packed = pack_shard(lengths, layout, config)
-        return shape_shard(packed, lengths, layout, config, cost_model, forward_only=forward_only)
+        return shard_packings(lengths, layout, config, cost_model, forward_only=forward_only)
     size = args.micro_batch_size
     return [
-        list(range(first, min(first + size, len(lengths))))
-        for first in range(0, len(lengths), size)
+        [
+            list(range(first, min(first + size, len(lengths))))
+            for first in range(0, len(lengths), size)
+        ]
     ]
 
 

@@ -9,6 +9,7 @@ from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
 from mcore_batching.planning.errors import (
     ConfigError,
+    InflightBoundError,
     InvariantError,
     ItemTooLargeError,
     LayoutError,
@@ -30,12 +31,20 @@ from mcore_batching.planning.padding import (
 )
 from mcore_batching.planning.plan import Plan, StepPlan
 from mcore_batching.planning.planner import plan_batch, plan_step
-from mcore_batching.planning.shard import fill_shard, pack_shard, shape_shard
+from mcore_batching.planning.shard import (
+    ShardOutlook,
+    fill_shard,
+    pack_shard,
+    shard_outlook,
+    shard_packings,
+    soonest_packing,
+)
 from mcore_batching.planning.statistics import StepStatistics, step_statistics
 
 __all__ = [
     "ConfigError",
     "CostModel",
+    "InflightBoundError",
     "InvariantError",
     "ItemTooLargeError",
     "Layout",
@@ -46,6 +55,7 @@ __all__ = [
     "PlanFormatError",
     "PlannerConfig",
     "PlanningError",
+    "ShardOutlook",
     "StepPlan",
     "StepStatistics",
     "bin_lower_bound",
@@ -62,6 +72,8 @@ __all__ = [
     "row_capacity_tokens",
     "row_multiple_tokens",
     "sample_multiple_tokens",
-    "shape_shard",
+    "shard_outlook",
+    "shard_packings",
+    "soonest_packing",
     "step_statistics",
 ]

@@ -2,7 +2,8 @@
 
 Every suggestion is planned and simulated, with the same samples on the same number of GPUs, at a
 fraction of the effort. A stage of a shorter pipeline holds more layers, so its micro-batches cost
-more; over twice the context-parallel ranks a token costs half, a micro-batch what it did.
+more, and so do the activations of a token; over twice the context-parallel ranks a token costs
+half, a micro-batch what it did.
 
 Guarantees: a suggestion is made only if its predicted gain is a hundredth or more.
 """
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from mcore_batching.planning.cost import CostModel
 from mcore_batching.planning.errors import PlanningError
+from mcore_batching.planning.padding import padded_sample_tokens, row_capacity_tokens
 from mcore_batching.planning.pipeline import pipeline_time
 from mcore_batching.planning.statistics import predicted_step_time
 from mcore_batching.planning.sums import ordered_sum
@@ -47,27 +49,50 @@ def what_holds_back(step: StepPlan, lengths: Sequence[int]) -> str:
     """
     model, layout = step.cost_model, step.layout
     end = predicted_step_time(step, lengths)
+    if not end:
+        return "nothing: by its cost model the step takes no time"
     longest = max(step.sample_indices, key=lambda sample: (lengths[sample], -sample))
-    passes = 1.0 + model.backward_ratio
+    passes = 1.0 if step.forward_only else 1.0 + model.backward_ratio
     way = passes * layout.pipeline_parallel * model.micro_batch([lengths[longest]])
     if way >= 0.95 * end:
+        back = "" if step.forward_only else " and back"
         return (
             f"sample {longest} ({lengths[longest]} tokens): its own way through "
-            f"{_stages(layout)} and back takes {way / end:.0%} of the step"
+            f"{_stages(layout)}{back} takes {way / end:.0%} of the step"
         )
-    ends = [
-        pipeline_time(
-            [model.micro_batch([lengths[i] for i in samples]) for samples in rank],
-            layout,
-            backward_ratio=model.backward_ratio,
-        )
+    costs = [
+        [model.micro_batch([lengths[i] for i in samples]) for samples in rank]
         for rank in step.micro_batches
     ]
-    mean = ordered_sum(ends) / len(ends)
-    if max(ends) > 1.05 * mean:
+    if layout.expert_parallel > 1:
+        slowest = ordered_sum(max(slot) for slot in zip(*costs, strict=True))
+        mean = ordered_sum(ordered_sum(rank) for rank in costs) / len(costs)
+        if slowest > 1.05 * mean:
+            return (
+                f"slots whose micro-batches differ over ranks: with expert parallelism each waits "
+                f"for its slowest, which adds up to {slowest / mean:.2f} x the mean"
+            )
+    else:
+        ends = [
+            pipeline_time(
+                rank,
+                layout,
+                backward_ratio=model.backward_ratio,
+                forward_only=step.forward_only,
+            )
+            for rank in costs
+        ]
+        mean = ordered_sum(ends) / len(ends)
+        if max(ends) > 1.05 * mean:
+            return (
+                f"rank {ends.index(max(ends))}: it ends {max(ends) / mean:.2f} x as late as ranks "
+                "do on average"
+            )
+    if _cap_binds(step, lengths):
         return (
-            f"rank {ends.index(max(ends))}: it ends {max(ends) / mean:.2f} x as late as ranks do "
-            "on average"
+            f"the cap of {step.config.cap_tokens(layout)} tokens: micro-batches are full, and "
+            f"starting each of them costs as much as {model.per_micro_batch / model.sample(1):.0f} "
+            "tokens"
         )
     samples_a_rank = step.num_samples / layout.data_parallel
     if layout.pipeline_parallel > 1 and samples_a_rank < 8 * layout.pipeline_parallel:
@@ -77,6 +102,19 @@ def what_holds_back(step: StepPlan, lengths: Sequence[int]) -> str:
     if layout.pipeline_parallel > 1:
         return f"filling and draining {_stages(layout)} with {step.num_microbatches} micro-batches"
     return "the work itself: ranks are even and there is no pipeline to fill"
+
+
+def _cap_binds(step: StepPlan, lengths: Sequence[int]) -> bool:
+    """Whether micro-batches are full, and what they cost to start is a twentieth of the step."""
+    model, layout = step.cost_model, step.layout
+    capacity = row_capacity_tokens(layout, step.config)
+    tokens = sum(
+        padded_sample_tokens(lengths[sample], layout, step.config) for sample in step.sample_indices
+    )
+    room = capacity * step.num_microbatches * layout.data_parallel
+    starts = step.num_microbatches * layout.data_parallel * model.per_micro_batch
+    work = starts + ordered_sum(model.sample(lengths[sample]) for sample in step.sample_indices)
+    return tokens > 0.9 * room and starts > 0.05 * work and model.sample(1) > 0
 
 
 def what_would_help(step: StepPlan, lengths: Sequence[int]) -> list[Suggestion]:
@@ -94,10 +132,11 @@ def what_would_help(step: StepPlan, lengths: Sequence[int]) -> list[Suggestion]:
     for change, layout, config, model in alternatives(step):
         quick = dataclasses.replace(config, plan_effort=min(config.plan_effort, EFFORT))
         try:
-            then = predicted_step_time(plan_step(own, layout, quick, model), own)
+            plan = plan_step(own, layout, quick, model, forward_only=step.forward_only)
+            then = predicted_step_time(plan, own)
         except PlanningError:
             continue  # a sample does not fit, or the layout does not exist
-        if now >= LEAST_GAIN * then:
+        if then and now >= LEAST_GAIN * then:
             found.append(Suggestion(change=change, gain=now / then))
     return sorted(found, key=lambda suggestion: -suggestion.gain)
 
@@ -123,7 +162,7 @@ def alternatives(
         yield (
             f"context_parallel={2 * size} and data_parallel={ranks // 2}",
             wider,
-            config,
+            _with_bound(config, 2.0),
             _scaled(model, 0.5, per_micro_batch=1.0),
         )
         deeper = dataclasses.replace(
@@ -134,7 +173,7 @@ def alternatives(
         yield (
             f"pipeline_parallel={2 * pipeline} and data_parallel={ranks // 2}",
             deeper,
-            config,
+            _with_bound(config, 2.0),
             _scaled(model, 0.5, per_micro_batch=0.5),
         )
     if pipeline % 2 == 0:
@@ -144,9 +183,17 @@ def alternatives(
         yield (
             f"pipeline_parallel={pipeline // 2} and data_parallel={2 * ranks}",
             shallower,
-            config,
+            _with_bound(config, 0.5),
             _scaled(model, 2.0, per_micro_batch=2.0),
         )
+
+
+def _with_bound(config: PlannerConfig, factor: float) -> PlannerConfig:
+    """The same memory for activations where a token of the first stage takes another share."""
+    bound = config.max_inflight_tokens
+    if bound is None:
+        return config
+    return dataclasses.replace(config, max_inflight_tokens=max(1, int(factor * bound)))
 
 
 def _without_interleaving(layout: Layout) -> Layout:

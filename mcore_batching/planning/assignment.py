@@ -66,7 +66,7 @@ def place(
     weights = [weight(samples) - empty for samples in bins]
     # The first candidate wins ties.
     candidates = [
-        _by_folds(weights, ranks, num_microbatches),
+        by_folds(weights, ranks, num_microbatches),
         _longest_first(weights, ranks, num_microbatches),
     ]
 
@@ -94,7 +94,7 @@ def _longest_first(weights: Sequence[float], ranks: int, limit: int) -> list[lis
     return assigned
 
 
-def _by_folds(weights: Sequence[float], ranks: int, limit: int) -> list[list[int]]:
+def by_folds(weights: Sequence[float], ranks: int, limit: int) -> list[list[int]]:
     """Karmarkar-Karp differencing in which every rank gets one of each `ranks` consecutive weights.
 
     The weights, descending, are cut into `limit` folds. The two folds or partial sums with the

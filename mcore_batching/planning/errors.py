@@ -33,6 +33,10 @@ class ConfigError(PlanningError):
     """A `PlannerConfig` or `CostModel` out of range, or one that leaves no room for any token."""
 
 
+class InflightBoundError(ConfigError):
+    """No plan was found that keeps to `max_inflight_tokens`."""
+
+
 class LengthError(PlanningError):
     """Lengths, owners or counts that describe no batch.
 

@@ -21,7 +21,7 @@ def improve(ranks: list[Slots], ends: list[float], work: StepWork) -> None:
         ends: when each rank's step ends.
         work: the step.
     """
-    random = _Counter()
+    random = Counter()
     in_vain = 0
     tries = (_move_away, _swap_away, _move_inside, _swap_slots)
     while not work.spent and in_vain < GIVE_UP_AFTER:
@@ -30,7 +30,7 @@ def improve(ranks: list[Slots], ends: list[float], work: StepWork) -> None:
         in_vain = 0 if attempt(ranks, ends, slowest, work, random) else in_vain + 1
 
 
-class _Counter:
+class Counter:
     """A linear congruential generator: the same numbers on every platform."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ def _with(slots: Slots, changes: dict[int, list[int]]) -> Slots:
     return [changes.get(number, samples) for number, samples in enumerate(slots)]
 
 
-def _other_rank(ends: list[float], slowest: int, random: _Counter) -> int | None:
+def _other_rank(ends: list[float], slowest: int, random: Counter) -> int | None:
     """One of the ranks that end in the earlier half."""
     if len(ends) < 2:
         return None
@@ -76,7 +76,7 @@ def _other_rank(ends: list[float], slowest: int, random: _Counter) -> int | None
 
 
 def _move_away(
-    ranks: list[Slots], ends: list[float], slowest: int, work: StepWork, random: _Counter
+    ranks: list[Slots], ends: list[float], slowest: int, work: StepWork, random: Counter
 ) -> bool:
     other = _other_rank(ends, slowest, random)
     if other is None:
@@ -99,7 +99,7 @@ def _move_away(
 
 
 def _swap_away(
-    ranks: list[Slots], ends: list[float], slowest: int, work: StepWork, random: _Counter
+    ranks: list[Slots], ends: list[float], slowest: int, work: StepWork, random: Counter
 ) -> bool:
     other = _other_rank(ends, slowest, random)
     if other is None:
@@ -129,7 +129,7 @@ def _both_fit(mine: list[int], given: int, theirs: list[int], taken: int, work: 
 
 
 def _move_inside(
-    ranks: list[Slots], ends: list[float], slowest: int, work: StepWork, random: _Counter
+    ranks: list[Slots], ends: list[float], slowest: int, work: StepWork, random: Counter
 ) -> bool:
     slots = ranks[slowest]
     source, target = random.below(len(slots)), random.below(len(slots))
@@ -144,7 +144,7 @@ def _move_inside(
 
 
 def _swap_slots(
-    ranks: list[Slots], ends: list[float], slowest: int, work: StepWork, random: _Counter
+    ranks: list[Slots], ends: list[float], slowest: int, work: StepWork, random: Counter
 ) -> bool:
     slots = ranks[slowest]
     first, second = random.below(len(slots)), random.below(len(slots))

@@ -11,14 +11,15 @@ rank has a placeholder only if all of its micro-batches hold one sample.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from mcore_batching.planning.candidates import BestStep, Candidate
-from mcore_batching.planning.search import MOST_SLOTS_A_STAGE
+from mcore_batching.planning.lockstep_improvement import improve_lockstep
+from mcore_batching.planning.search import MOST_SLOTS_A_STAGE, folded_ranks, steps_of_counts
 from mcore_batching.planning.splitting import split_until
 from mcore_batching.planning.step_work import Slots, StepWork
 from mcore_batching.planning.sums import ordered_sum
-from mcore_batching.planning.taper import profile
+from mcore_batching.planning.taper import fill_slots, profile
 
 MARGINS = (1.02, 1.0, 1.05)
 """How far above its share of the step a slot's micro-batches may be filled."""
@@ -46,7 +47,7 @@ def search_lockstep(
         every rank's slots, the same number for each.
 
     Raises:
-        ConfigError: nothing was found that holds no more tokens in flight than may be.
+        InflightBoundError: nothing was found that holds no more tokens in flight than may be.
     """
     best = BestStep(work)
 
@@ -58,13 +59,16 @@ def search_lockstep(
     for start in starts:
         end([[list(samples) for samples in slots] for slots in start])
     counts = _counts(work) if work.costs else []
+    folded = folded_ranks(work)
     ranked: list[tuple[float, int]] = []
     for first in range(STRIDE_OF_COUNTS):
         for count in counts[first::STRIDE_OF_COUNTS]:
             if work.spent and best.found:
                 break
             shape = _shapes(count, work.layout.pipeline_parallel)[0]
-            ranked.append((end(_laid_out(shape, work)), count))
+            ends = [end(_laid_out(shape, work))]
+            ends += [end(ranks) for ranks in _rank_by_rank(folded, shape, work)]
+            ranked.append((min(ends), count))
     # Which counts keep to a bound on tokens in flight has little to do with when they end.
     refined = len(ranked) if work.max_inflight_tokens is not None else MOST_COUNTS_REFINED
     for _, count in sorted(ranked)[:refined]:
@@ -72,7 +76,12 @@ def search_lockstep(
             if work.spent and best.found:
                 break
             end(_laid_out(shape, work))
-    return best.result().ranks
+            if shape[-1] == MARGINS[0]:
+                for ranks in _rank_by_rank(folded, shape, work):
+                    end(ranks)
+    found = best.result()
+    improve_lockstep(found.ranks, found.end, work)
+    return found.ranks
 
 
 def lockstep_time(ranks: Sequence[Slots], work: StepWork) -> float:
@@ -87,15 +96,13 @@ def _counts(work: StepWork) -> list[int]:
     tokens = sum(padded for i, padded in enumerate(work.tokens) if i not in work.alone)
     fewest = -(-tokens // work.capacity) + len(work.alone)
     count = layout.round_up_num_microbatches(-(-fewest // layout.data_parallel))
-    useful = count + 4
-    if layout.pipeline_parallel > 1:
-        useful = max(count, MOST_SLOTS_A_STAGE * layout.pipeline_parallel)
     samples_a_rank = -(-len(work.costs) // layout.data_parallel)
-    most = layout.round_up_num_microbatches(max(min(samples_a_rank, useful), count))
-    counts = [count]
-    while counts[-1] < most:
-        counts.append(layout.round_up_num_microbatches(max(counts[-1] + 1, counts[-1] * 8 // 7)))
-    return counts
+    useful = min(samples_a_rank, count + 4)
+    if layout.pipeline_parallel > 1:
+        useful = min(samples_a_rank, MOST_SLOTS_A_STAGE * layout.pipeline_parallel)
+    if work.max_inflight_tokens is not None:
+        useful = samples_a_rank
+    return steps_of_counts(count, max(useful, count), layout)
 
 
 def _shapes(count: int, stages: int) -> list[Shape]:
@@ -116,6 +123,21 @@ def _laid_out(shape: Shape, work: StepWork) -> list[Slots]:
     limits = [share * size / whole for size in sorted(sizes, reverse=True)]
     rows = _even_rows(_rows(limits, work), work)
     return _onto_ranks(_arranged(rows, rise, fall), work)
+
+
+def _rank_by_rank(
+    samples_of: Sequence[Sequence[int]], shape: Shape, work: StepWork
+) -> Iterator[list[Slots]]:
+    """The step of ranks that fill slots of the same relative sizes by themselves; nothing if the
+    samples of some do not fit."""
+    count, rise, fall, _ = shape
+    ranks = []
+    for samples in samples_of:
+        slots = fill_slots(samples, profile(count, rise, fall), work)
+        if slots is None:
+            return
+        ranks.append(slots)
+    yield ranks
 
 
 def _rows(limits: Sequence[float], work: StepWork) -> list[list[list[int]]]:

@@ -41,6 +41,9 @@ class StepPlan:
     cost_model: CostModel = field(default_factory=CostModel, compare=False)
     """What `explain` weighs by. Not part of the plan's identity: neither in the digest nor the
     JSON."""
+    forward_only: bool = field(default=False, compare=False)
+    """Whether it was made for forward passes alone, and is explained as such; like `cost_model` not
+    part of its identity."""
 
     @property
     def num_samples(self) -> int:

@@ -24,7 +24,9 @@ from mcore_batching.planning.shard import (
     fill_shard,
     oversize_samples,
     pack_shard,
-    shape_shard,
+    shard_outlook,
+    shard_packings,
+    soonest_packing,
 )
 from mcore_batching.planning.splitting import split_until
 from mcore_batching.planning.step_work import step_work
@@ -51,7 +53,7 @@ def plan_step(
     they run, so that the slowest rank's pipeline ends first (with expert parallelism: so that
     slots, each as slow as its slowest rank, do). With `balance="cost"` or "tokens" packed
     micro-batches are spread evenly, in the order of descending weight; with "none" they keep the
-    order of packing. Placeholders stand just before a rank's last real micro-batch.
+    order of packing. A rank's last micro-batch is real if it has any sample.
 
     Args:
         lengths: total length of each sample [samples], in tokens; may be empty.
@@ -65,6 +67,7 @@ def plan_step(
         LengthError: a length or an owner is out of range.
         ConfigError: the cap leaves no room for a single token.
         OversizeSampleError: a sample exceeds the cap under `on_oversize="error"`.
+        InflightBoundError: no plan was found that keeps to `max_inflight_tokens`.
     """
     plan = plan_batch(lengths, layout, config, cost_model, owners=owners, forward_only=forward_only)
     return plan.steps[0]
@@ -200,6 +203,7 @@ def _plan_samples(
         config=config,
         scope="global" if owners is None else "local",
         cost_model=cost_model,
+        forward_only=forward_only,
     )
 
 
@@ -210,19 +214,32 @@ def _plan_global(
     cost_model: CostModel,
     forward_only: bool,
 ) -> tuple[RankMicroBatches, ...]:
+    plain = _packed_and_placed(lengths, layout, config, cost_model)
+    if not config.searches or not lengths:
+        if config.max_inflight_tokens is not None:
+            outlooks = [
+                shard_outlook(rank, lengths, layout, config, cost_model, forward_only=forward_only)
+                for rank in plain
+            ]
+            soonest_packing([outlooks], config)
+        return plain
+    work = step_work(lengths, layout, config, cost_model, forward_only=forward_only)
+    by_tokens = dataclasses.replace(config, balance="tokens")
+    starts = (plain, _packed_and_placed(lengths, layout, by_tokens, cost_model))
+    look = search_lockstep if layout.expert_parallel > 1 else search
+    return tuple(tuple(tuple(sorted(samples)) for samples in slots) for slots in look(work, starts))
+
+
+def _packed_and_placed(
+    lengths: Sequence[int], layout: Layout, config: PlannerConfig, cost_model: CostModel
+) -> tuple[RankMicroBatches, ...]:
+    """Micro-batches packed under the cap and spread over ranks, without a search."""
     bins = pack_shard(lengths, layout, config)
     count = layout.round_up_num_microbatches(-(-len(bins) // layout.data_parallel))
     weight = micro_batch_weight(lengths, layout, config, cost_model)
     if config.fill == "split":
         bins = split_until(bins, count * layout.data_parallel, weight)
-    plain = place(bins, count, layout, config, weight)
-    if not config.searches or not lengths:
-        return plain
-    by_tokens = dataclasses.replace(config, balance="tokens")
-    starts = (plain, _plan_global(lengths, layout, by_tokens, cost_model, forward_only))
-    work = step_work(lengths, layout, config, cost_model, forward_only=forward_only)
-    look = search_lockstep if layout.expert_parallel > 1 else search
-    return tuple(tuple(tuple(sorted(samples)) for samples in slots) for slots in look(work, starts))
+    return place(bins, count, layout, config, weight)
 
 
 def _plan_local(
@@ -232,22 +249,32 @@ def _plan_local(
     cost_model: CostModel,
     forward_only: bool,
 ) -> tuple[RankMicroBatches, ...]:
-    packed = [
-        shape_shard(
-            pack_shard(shard, layout, config),
-            shard,
-            layout,
-            config,
-            cost_model,
-            forward_only=forward_only,
-        )
-        for shard in shards
-    ]
-    count = layout.round_up_num_microbatches(max(map(len, packed)))
-    return tuple(
-        fill_shard(bins, shard, count, layout, config, cost_model, forward_only=forward_only)
-        for bins, shard in zip(packed, shards, strict=True)
+    packings = zip(
+        *(
+            shard_packings(shard, layout, config, cost_model, forward_only=forward_only)
+            for shard in shards
+        ),
+        strict=True,
     )
+    filled = []
+    for bins_of_ranks in packings:
+        count = layout.round_up_num_microbatches(max(map(len, bins_of_ranks)))
+        filled.append(
+            tuple(
+                fill_shard(
+                    bins, shard, count, layout, config, cost_model, forward_only=forward_only
+                )
+                for bins, shard in zip(bins_of_ranks, shards, strict=True)
+            )
+        )
+    outlooks = [
+        [
+            shard_outlook(rank, shard, layout, config, cost_model, forward_only=forward_only)
+            for rank, shard in zip(ranks, shards, strict=True)
+        ]
+        for ranks in filled
+    ]
+    return filled[soonest_packing(outlooks, config)]
 
 
 def _renamed(rank: RankMicroBatches, samples: Sequence[int]) -> RankMicroBatches:

@@ -15,12 +15,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 
+from mcore_batching.planning.assignment import by_folds
 from mcore_batching.planning.candidates import BestStep, Candidate
 from mcore_batching.planning.improvement import improve
 from mcore_batching.planning.layout import Layout
 from mcore_batching.planning.step_work import Slots, StepWork
 from mcore_batching.planning.sums import ordered_sum
-from mcore_batching.planning.taper import Profile, fill_slots, profile, staircase
+from mcore_batching.planning.taper import Profile, fill_slots, profile, spread, staircase
 
 RESERVED_FOR_IMPROVEMENT = 0.5
 """Share of the effort that is kept for moving single samples."""
@@ -29,6 +30,8 @@ MOST_COUNTS_REFINED = 5
 """Numbers of micro-batches of which all shapes are tried."""
 STRIDE_OF_COUNTS = 4
 """One in so many counts is tried before the ones between them."""
+SHAPES_OF_FOLDED_RANKS = 2
+"""Shapes that are tried with as many samples on each rank, too."""
 MOST_SLOTS_A_STAGE = 16
 """Beyond this many micro-batches for each stage, less than a sixteenth of the step is bubble."""
 
@@ -49,7 +52,7 @@ def search(work: StepWork, starts: Iterable[Sequence[Sequence[Sequence[int]]]]) 
         every rank's slots, the same number for each.
 
     Raises:
-        ConfigError: nothing was found that holds no more tokens in flight than may be.
+        InflightBoundError: nothing was found that holds no more tokens in flight than may be.
     """
     reserved = int(work.effort * RESERVED_FOR_IMPROVEMENT)
     best = BestStep(work)
@@ -57,8 +60,14 @@ def search(work: StepWork, starts: Iterable[Sequence[Sequence[Sequence[int]]]]) 
         best.consider(evaluate([[list(samples) for samples in slots] for slots in start], work))
     order = sorted(range(len(work.costs)), key=lambda sample: (-work.costs[sample], sample))
     even = _deal(order, work.costs, [0.0] * work.layout.data_parallel)
-    for shape in _promising_shapes(even, work, reserved) if order else ():
-        for candidate in _balanced(order, even, shape, work):
+    folded = folded_ranks(work)
+    shapes = _promising_shapes(even, work, reserved) if order else []
+    if work.max_inflight_tokens is not None:
+        # Only come to if nothing before them keeps to the bound.
+        shapes += [(count, 0, 0) for count in reversed(_counts(max(even, key=len), work))]
+    for number, shape in enumerate(shapes):
+        deals = [folded, even] if number < SHAPES_OF_FOLDED_RANKS else [even]
+        for candidate in _balanced(order, deals, shape, work):
             best.consider(candidate)
             if work.effort <= reserved:
                 break
@@ -88,6 +97,8 @@ def best_slots(samples: Sequence[int], count: int | None, work: StepWork) -> Slo
         if found and work.spent:
             break
         slots = fill_slots(order, _sizes(shape, work.layout), work)
+        if slots is not None and not work.fits_in_memory(slots):
+            slots = spread(slots, work)
         if slots is None or not work.fits_in_memory(slots):
             continue
         end = work.time(work.slot_costs(slots))
@@ -155,11 +166,20 @@ def _counts(samples: Sequence[int], work: StepWork) -> list[int]:
     if layout.pipeline_parallel == 1:
         # No bubble to shrink: further micro-batches only cost more.
         return [layout.round_up_num_microbatches(count + extra) for extra in range(3)]
-    useful = max(count, MOST_SLOTS_A_STAGE * layout.pipeline_parallel)
-    most = layout.round_up_num_microbatches(max(min(len(samples), useful), count))
-    counts = [count]
+    useful = len(samples)
+    if work.max_inflight_tokens is None:
+        useful = min(useful, MOST_SLOTS_A_STAGE * layout.pipeline_parallel)
+    return steps_of_counts(count, max(useful, count), layout)
+
+
+def steps_of_counts(fewest: int, most: int, layout: Layout) -> list[int]:
+    """Numbers of slots that the schedule can run, from the fewest to the most in steps of a
+    seventh."""
+    most = layout.round_up_num_microbatches(most)
+    counts = [layout.round_up_num_microbatches(fewest)]
     while counts[-1] < most:
-        counts.append(layout.round_up_num_microbatches(max(counts[-1] + 1, counts[-1] * 8 // 7)))
+        further = layout.round_up_num_microbatches(max(counts[-1] + 1, counts[-1] * 8 // 7))
+        counts.append(min(further, most))
     return counts
 
 
@@ -189,27 +209,49 @@ def _sizes(shape: Shape, layout: Layout) -> Profile:
 
 
 def _balanced(
-    order: Sequence[int], even: list[list[int]], shape: Shape, work: StepWork
+    order: Sequence[int], deals: Iterable[list[list[int]]], shape: Shape, work: StepWork
 ) -> Iterator[Candidate]:
-    """Steps of one shape, each round dealing less to the ranks that ended late in the last."""
-    ranks, head_start = even, [0.0] * len(even)
+    """Steps of one shape: of every deal, then of rounds that each deal less to the ranks that ended
+    late in the last."""
     sizes = _sizes(shape, work.layout)
+    last: Candidate | None = None
+    for ranks in deals:
+        last = None
+        for last in _filled(ranks, sizes, work):
+            yield last
     passes = 1.0 if work.forward_only else 1.0 + work.cost_model.backward_ratio
-    for _ in range(ROUNDS_OF_BALANCING):
-        filled = []
-        for samples in ranks:
-            slots = fill_slots(samples, sizes, work)
-            if slots is None:
-                return
-            filled.append(slots)
-        candidate = evaluate(filled, work)
-        yield candidate
-        mean = ordered_sum(candidate.ends) / len(ranks)
-        late = [0.7 * (end - mean) / passes for end in candidate.ends]
+    head_start = [0.0] * work.layout.data_parallel
+    for _ in range(ROUNDS_OF_BALANCING - 1):
+        if last is None:
+            return
+        mean = ordered_sum(last.ends) / len(last.ends)
+        late = [0.7 * (end - mean) / passes for end in last.ends]
         head_start = [before + more for before, more in zip(head_start, late, strict=True)]
         least = min(head_start)
         head_start = [each - least for each in head_start]
-        ranks = _deal(order, work.costs, head_start)
+        ranks, last = _deal(order, work.costs, head_start), None
+        for last in _filled(ranks, sizes, work):
+            yield last
+
+
+def _filled(ranks: Sequence[Sequence[int]], sizes: Profile, work: StepWork) -> Iterator[Candidate]:
+    """The step of ranks that hold these samples, costliest first; nothing if some do not fit."""
+    filled = []
+    for samples in ranks:
+        slots = fill_slots(samples, sizes, work)
+        if slots is None:
+            return
+        filled.append(slots)
+    if not all(map(work.fits_in_memory, filled)):
+        yield evaluate([spread(slots, work) for slots in filled], work)
+    yield evaluate(filled, work)
+
+
+def folded_ranks(work: StepWork) -> list[list[int]]:
+    """Samples of each rank, costliest first: as many on each, and as even as that goes."""
+    ranks = work.layout.data_parallel
+    dealt = by_folds(work.costs, ranks, max(1, -(-len(work.costs) // ranks)))
+    return [sorted(samples, key=lambda i: (-work.costs[i], i)) for samples in dealt]
 
 
 def _deal(

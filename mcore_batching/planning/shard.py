@@ -1,20 +1,26 @@
 """Planning for samples that stay where they are: what one data-parallel rank does with its shard.
 
-    bins = shape_shard(pack_shard(lengths, layout, config), lengths, layout, config, cost_model)
-    count = layout.round_up_num_microbatches(all_reduce_max(len(bins)))
-    micro_batches = fill_shard(bins, lengths, count, layout, config, cost_model)
+    for bins in shard_packings(lengths, layout, config, cost_model):
+        count = layout.round_up_num_microbatches(all_reduce_max(len(bins)))
+        micro_batches = fill_shard(bins, lengths, count, layout, config, cost_model)
+        outlooks = all_gather(shard_outlook(micro_batches, lengths, layout, config, cost_model))
+
+and the micro-batches that `soonest_packing` picks by the outlooks.
 
 Guarantees: `plan_step(..., owners=...)` is these calls for each rank and nothing else, so a rank
-that sees only its own lengths reaches the plan that one who sees all of them makes.
+that sees only its own lengths reaches the plan that one who sees all of them makes; where there is
+a search, the step ends no later than with bins packed full and ordered by tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from mcore_batching.planning.assignment import RankMicroBatches, order_slots
 from mcore_batching.planning.bounds import bin_lower_bound
-from mcore_batching.planning.candidates import BestStep
+from mcore_batching.planning.candidates import inflight_error
 from mcore_batching.planning.checks import check_lengths
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
@@ -26,10 +32,11 @@ from mcore_batching.planning.padding import (
     padded_sample_tokens,
     row_capacity_tokens,
 )
-from mcore_batching.planning.search import best_slots, evaluate
+from mcore_batching.planning.pipeline import inflight_tokens, pipeline_time
+from mcore_batching.planning.search import best_slots
 from mcore_batching.planning.splitting import split_until
 from mcore_batching.planning.step_work import step_work
-from mcore_batching.planning.weights import micro_batch_weight
+from mcore_batching.planning.weights import micro_batch_weight, row_tokens
 
 
 def oversize_samples(lengths: Sequence[int], layout: Layout, config: PlannerConfig) -> list[int]:
@@ -85,22 +92,21 @@ def pack_shard(lengths: Sequence[int], layout: Layout, config: PlannerConfig) ->
     return packed + [[index] for index in oversize]
 
 
-def shape_shard(
-    bins: Sequence[Sequence[int]],
+def shard_packings(
     lengths: Sequence[int],
     layout: Layout,
     config: PlannerConfig,
     cost_model: CostModel | None = None,
     *,
     forward_only: bool = False,
-) -> list[list[int]]:
-    """Bring one rank's micro-batches to the number in which its own pipeline would end first.
+) -> list[list[list[int]]]:
+    """What one rank's samples may be packed into: as few micro-batches as hold them, and as many as
+    its own pipeline would end first with.
 
-    Where the planner does not search, or there is no pipeline, or ranks run in lockstep, the
-    micro-batches stay as they were packed.
+    The latter need not be best for ranks that hold other samples, hence both. Where the planner
+    does not search, or there is no pipeline, or ranks run in lockstep, there is the former alone.
 
     Args:
-        bins: what `pack_shard` gave for this rank.
         lengths: total length of each sample of the shard [samples], in tokens.
         layout: as in `pack_shard`.
         config: as in `pack_shard`.
@@ -108,15 +114,81 @@ def shape_shard(
         forward_only: plan for forward passes alone.
 
     Returns:
-        micro-batches, no fewer than a packing needs.
+        one or two lists of micro-batches, equally many on every rank of a job.
+
+    Raises:
+        As `pack_shard`.
     """
-    if not _shapes_slots(layout, config) or not bins:
-        return [list(samples) for samples in bins]
-    cost_model = cost_model or CostModel()
-    work = step_work(lengths, layout, config, cost_model, forward_only=forward_only)
+    packed = pack_shard(lengths, layout, config)
+    if not _shapes_slots(layout, config):
+        return [packed]
+    work = step_work(lengths, layout, config, cost_model or CostModel(), forward_only=forward_only)
     slots = best_slots(range(len(lengths)), None, work) or []
     shaped = [sorted(samples) for samples in slots if samples]
-    return shaped if len(shaped) > len(bins) else [list(samples) for samples in bins]
+    return [packed, shaped if len(shaped) > len(packed) else packed]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardOutlook:
+    """What to expect of one rank's micro-batches."""
+
+    end: float
+    """When its step ends by itself, in units of cost."""
+    inflight_tokens: float
+    """Most padded tokens whose activations its first pipeline stage holds at a time."""
+
+
+def shard_outlook(
+    micro_batches: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    layout: Layout,
+    config: PlannerConfig,
+    cost_model: CostModel | None = None,
+    *,
+    forward_only: bool = False,
+) -> ShardOutlook:
+    """When one rank's step ends, and what it holds meanwhile.
+
+    Args:
+        micro_batches: what `fill_shard` gave.
+        lengths: total length of each sample of the shard [samples], in tokens.
+        layout: as in `pack_shard`.
+        config: as in `pack_shard`.
+        cost_model: the default `CostModel()` if None.
+        forward_only: of the forward passes alone.
+    """
+    model = cost_model or CostModel()
+    costs = [model.micro_batch([lengths[i] for i in samples]) for samples in micro_batches]
+    tokens = [
+        row_tokens(samples, lengths, layout, config) if samples else 0 for samples in micro_batches
+    ]
+    return ShardOutlook(
+        end=pipeline_time(
+            costs, layout, backward_ratio=model.backward_ratio, forward_only=forward_only
+        ),
+        inflight_tokens=inflight_tokens(tokens, layout, forward_only=forward_only),
+    )
+
+
+def soonest_packing(packings: Sequence[Sequence[ShardOutlook]], config: PlannerConfig) -> int:
+    """Which of several packings ends the step first.
+
+    Args:
+        packings: every rank's outlook under each packing [packings][ranks].
+        config: `max_inflight_tokens` is what a first stage may hold.
+
+    Returns:
+        its index; the first of equals.
+
+    Raises:
+        InflightBoundError: under each of them some rank holds more tokens in flight than it may.
+    """
+    bound = math.inf if config.max_inflight_tokens is None else config.max_inflight_tokens
+    held = [max(rank.inflight_tokens for rank in ranks) for ranks in packings]
+    if min(held) > bound:
+        raise inflight_error(config.max_inflight_tokens, min(held))
+    ends = [max(rank.end for rank in ranks) for ranks in packings]
+    return min(range(len(packings)), key=lambda index: (held[index] > bound, ends[index], index))
 
 
 def _shapes_slots(layout: Layout, config: PlannerConfig) -> bool:
@@ -159,8 +231,8 @@ def fill_shard(
     Returns:
         Exactly `num_microbatches` tuples of sample indices; `()` is a placeholder. Order: in a
         pipeline small ones first and last, whatever ends soonest; else real ones by descending
-        weight. Placeholders stand just before the last real one. With `balance="none"` real ones
-        keep the order of packing.
+        weight, or with `balance="none"` in the order of packing. The last is real if there is a
+        sample.
 
     Raises:
         LengthError: there are more `bins` than `num_microbatches`.
@@ -171,15 +243,37 @@ def fill_shard(
             f"into, got {num_microbatches}; set num_microbatches to the maximum over all ranks"
         )
     cost_model = cost_model or CostModel()
+    plain = _split_and_order(bins, num_microbatches, lengths, layout, config, cost_model)
+    if not _shapes_slots(layout, config) or not lengths:
+        return plain
+    by_tokens = replace(config, balance="tokens")
+    work = step_work(lengths, layout, config, cost_model, forward_only=forward_only)
+    candidates = [
+        plain,
+        _split_and_order(bins, num_microbatches, lengths, layout, by_tokens, cost_model),
+        best_slots(range(len(lengths)), num_microbatches, work),
+    ]
+    bound = math.inf if config.max_inflight_tokens is None else config.max_inflight_tokens
+    found = []
+    for number, slots in enumerate(candidates):
+        if slots is not None:
+            outlook = shard_outlook(
+                slots, lengths, layout, config, cost_model, forward_only=forward_only
+            )
+            found.append((max(outlook.inflight_tokens, bound), outlook.end, number))
+    best = candidates[min(found)[2]] or ()
+    return tuple(tuple(sorted(samples)) for samples in best)
+
+
+def _split_and_order(
+    bins: Sequence[Sequence[int]],
+    num_microbatches: int,
+    lengths: Sequence[int],
+    layout: Layout,
+    config: PlannerConfig,
+    cost_model: CostModel,
+) -> RankMicroBatches:
     weight = micro_batch_weight(lengths, layout, config, cost_model)
     if config.fill == "split":
         bins = split_until(bins, num_microbatches, weight)
-    plain = order_slots(bins, num_microbatches, None if config.balance == "none" else weight)
-    if not _shapes_slots(layout, config) or not lengths:
-        return plain
-    work = step_work(lengths, layout, config, cost_model, forward_only=forward_only)
-    best = BestStep(work)
-    for slots in (plain, best_slots(range(len(lengths)), num_microbatches, work)):
-        if slots is not None:
-            best.consider(evaluate([[list(samples) for samples in slots]], work))
-    return tuple(tuple(sorted(samples)) for samples in best.result().ranks[0])
+    return order_slots(bins, num_microbatches, None if config.balance == "none" else weight)

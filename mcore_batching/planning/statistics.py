@@ -123,7 +123,11 @@ def step_statistics(
         slot_maxima_cost=ordered_sum(max(slot) for slot in zip(*costs, strict=True)),
         step_time=predicted_step_time(step, lengths, model),
         floor_time=step_time_floor(
-            [lengths[sample] for sample in step.sample_indices], step.layout, step.config, model
+            [lengths[sample] for sample in step.sample_indices],
+            step.layout,
+            step.config,
+            model,
+            forward_only=step.forward_only,
         ),
         peak_inflight_tokens=max(
             inflight_tokens(
@@ -132,6 +136,7 @@ def step_statistics(
                     for samples in rank
                 ],
                 step.layout,
+                forward_only=step.forward_only,
             )
             for rank in step.micro_batches
         ),
@@ -143,7 +148,7 @@ def predicted_step_time(
     lengths: Sequence[int],
     cost_model: CostModel | None = None,
     *,
-    forward_only: bool = False,
+    forward_only: bool | None = None,
 ) -> float:
     """When the slowest rank's pipeline ends; with expert parallelism, that of slots in lockstep.
 
@@ -151,12 +156,13 @@ def predicted_step_time(
         step: the plan.
         lengths: total length of each sample of the whole batch [samples], in tokens.
         cost_model: the plan's own if None.
-        forward_only: of the forward passes alone.
+        forward_only: of the forward passes alone; None: what the plan was made for.
 
     Returns:
         time in units of cost.
     """
     model = cost_model or step.cost_model
+    forward_only = step.forward_only if forward_only is None else forward_only
     costs = [
         [model.micro_batch([lengths[sample] for sample in samples]) for samples in rank]
         for rank in step.micro_batches

@@ -128,6 +128,10 @@ def step_work(
     """
     capacity = row_capacity_tokens(layout, config)
     tokens = [padded_sample_tokens(length, layout, config) for length in lengths]
+    row_multiple = row_multiple_tokens(layout, config)
+    bound = config.max_inflight_tokens
+    if bound is not None and bound >= sum(round_up(padded, row_multiple) for padded in tokens):
+        bound = None  # all samples together are within it
     return StepWork(
         costs=[cost_model.sample(length) for length in lengths],
         tokens=tokens,
@@ -135,8 +139,8 @@ def step_work(
         capacity=capacity,
         layout=layout,
         cost_model=cost_model,
-        row_multiple=row_multiple_tokens(layout, config),
+        row_multiple=row_multiple,
         forward_only=forward_only,
-        max_inflight_tokens=config.max_inflight_tokens,
+        max_inflight_tokens=bound,
         effort=config.plan_effort * min(len(lengths), MOST_SAMPLES_COUNTED),
     )

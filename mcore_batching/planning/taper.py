@@ -105,7 +105,7 @@ def settle(slots: Slots, work: StepWork) -> Slots:
     """Slots without needless placeholders.
 
     Each empty slot takes the cheapest sample of the costliest slot that holds two or more; those
-    that stay empty move before the last real one.
+    that stay empty come first, where they fill the pipeline in next to no time.
     """
     empty = [number for number, samples in enumerate(slots) if not samples]
     if not empty:
@@ -124,4 +124,26 @@ def settle(slots: Slots, work: StepWork) -> Slots:
         slots[number].append(cheapest)
     real = [samples for samples in slots if samples]
     placeholders: Slots = [[] for _ in range(len(slots) - len(real))]
-    return [*real[:-1], *placeholders, *real[-1:]]
+    return [*placeholders, *real]
+
+
+def spread(slots: Slots, work: StepWork) -> Slots:
+    """The same slots in an order in which few tokens are in flight at a time.
+
+    As many slots in a row as there are stages are in flight: dealing them out by size, to every
+    stage-th place first up and then down again, gives each run of them about as much.
+    """
+    stages = work.layout.pipeline_parallel
+
+    def tokens(number: int) -> int:
+        return sum(work.tokens[sample] for sample in slots[number])
+
+    by_size = sorted(range(len(slots)), key=lambda number: (-tokens(number), number))
+    places: list[int] = []
+    for first in range(min(stages, len(slots))):
+        column = range(first, len(slots), stages)
+        places += column if first % 2 else reversed(column)
+    ordered: Slots = [[] for _ in slots]
+    for place, number in zip(places, by_size, strict=True):
+        ordered[place] = slots[number]
+    return settle(ordered, work)

@@ -92,6 +92,14 @@ def test_every_option_reaches_the_plan(tmp_path: Path, lengths_file: str) -> Non
     assert plan.steps[0].num_microbatches == 5
 
 
+def test_forward_only_plans_are_explained_as_such(
+    lengths_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--max-tokens-per-gpu", "14", "--pp", "2", "--forward-only"]
+    assert main(["plan", lengths_file, *flags]) == 0
+    assert "predicted end of the forward passes" in capsys.readouterr().out
+
+
 def test_standard_input_csv_and_json_lines(
     tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from mcore_batching.planning import (
     step_statistics,
 )
 from mcore_batching.planning.lockstep import lockstep_time, search_lockstep
+from mcore_batching.planning.lockstep_improvement import improve_lockstep
 from mcore_batching.planning.pipeline import pipeline_operations
 from mcore_batching.planning.statistics import predicted_step_time
 from mcore_batching.planning.step_work import step_work
@@ -125,3 +126,34 @@ def test_no_effort_left_gives_the_best_start() -> None:
     work = step_work(lengths, layout, CONFIG, MODEL)
     work.effort = 0
     assert search_lockstep(work, [uneven, even]) == [[list(s) for s in rank] for rank in even]
+
+
+@examples(100)
+@given(cases(), st.sampled_from([1, 300]))
+def test_improving_never_ends_a_step_later_and_keeps_it_legal(case: Case, effort: int) -> None:
+    config = replace(case.config, balance="cost", plan_effort=effort)
+    step = plan_step(case.lengths, case.layout, config)
+    work = step_work(case.lengths, case.layout, config, MODEL)
+    ranks = [[list(samples) for samples in rank] for rank in step.micro_batches]
+    before = lockstep_time(ranks, work)
+    end = improve_lockstep(ranks, before, work)
+    assert end <= before
+    assert end == pytest.approx(lockstep_time(ranks, work), rel=1e-12)
+    improved = replace(
+        step, micro_batches=tuple(tuple(tuple(sorted(s)) for s in rank) for rank in ranks)
+    )
+    assert broken_invariants(improved, case.lengths) == set()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_improving_evens_out_slots_of_few_samples(seed: int, stages: int) -> None:
+    """By a fiftieth of the step and more, over micro-batches packed full."""
+    lengths = log_normal(seed, 48)
+    layout = Layout(data_parallel=4, expert_parallel=4, pipeline_parallel=stages)
+    step = plan_step(lengths, layout, replace(CONFIG, balance="tokens"))
+    work = step_work(lengths, layout, CONFIG, MODEL)
+    ranks = [[list(samples) for samples in rank] for rank in step.micro_batches]
+    assert improve_lockstep(ranks, lockstep_time(ranks, work), work) < 0.98 * predicted_step_time(
+        step, lengths
+    )

@@ -229,7 +229,8 @@ def test_explain_says_where_the_count_comes_from() -> None:
         "  oversize, each alone in its micro-batch: 1 sample over 10 tokens: 5\n"
         "  predicted end of the step: 1593 token units, 1.000 x the time before which no plan's "
         "step ends; the first stage holds 14 tokens at most\n"
-        "  held back by: the work itself: ranks are even and there is no pipeline to fill\n"
+        "  held back by: the cap of 10 tokens: micro-batches are full, and starting each of them "
+        "costs as much as 256 tokens\n"
         "  would help: max_tokens_per_gpu=20 (1.92 x as fast)"
     )
 

@@ -9,6 +9,7 @@ import pytest
 
 from mcore_batching.planning import (
     ConfigError,
+    InflightBoundError,
     InvariantError,
     ItemTooLargeError,
     Layout,
@@ -35,6 +36,7 @@ ERRORS = [
     InvariantError("cap", "too much", indices=(3, 4), step=1, rank=2, slot=0),
     PlanFormatError("version"),
     LengthsFileError("file:3"),
+    InflightBoundError("set max_inflight_tokens"),
 ]
 
 

@@ -13,6 +13,7 @@ from mcore_batching.cli import build_parser
 NAMES = {
     "ConfigError",
     "CostModel",
+    "InflightBoundError",
     "InvariantError",
     "ItemTooLargeError",
     "Layout",
@@ -23,6 +24,7 @@ NAMES = {
     "PlanFormatError",
     "PlannerConfig",
     "PlanningError",
+    "ShardOutlook",
     "StepPlan",
     "StepStatistics",
     "bin_lower_bound",
@@ -39,7 +41,9 @@ NAMES = {
     "row_capacity_tokens",
     "row_multiple_tokens",
     "sample_multiple_tokens",
-    "shape_shard",
+    "shard_outlook",
+    "shard_packings",
+    "soonest_packing",
     "step_statistics",
 }
 
@@ -63,7 +67,11 @@ SIGNATURES = {
     "row_capacity_tokens": "(layout, config)",
     "row_multiple_tokens": "(layout, config)",
     "sample_multiple_tokens": "(layout, config)",
-    "shape_shard": "(bins, lengths, layout, config, cost_model=None, *, forward_only=False)",
+    "shard_outlook": (
+        "(micro_batches, lengths, layout, config, cost_model=None, *, forward_only=False)"
+    ),
+    "shard_packings": "(lengths, layout, config, cost_model=None, *, forward_only=False)",
+    "soonest_packing": "(packings, config)",
     "step_statistics": "(step, lengths, cost_model=None)",
 }
 
@@ -134,6 +142,7 @@ PLAN_FLAGS = {
     "--fill",
     "--packing",
     "--balance",
+    "--forward-only",
     "--out",
     "--plot",
     "--plot-step",
@@ -190,7 +199,14 @@ def test_flags() -> None:
     assert flags_of("plan") == PLAN_FLAGS | {"-h", "--help"}
     assert flags_of("check") == {"-h", "--help", "--column"}
     ours_alone = {"--groups", "--group-column", "--groups-per-step", "--last-groups", "--plot"}
-    ours_alone |= {"--plot-step", "--on-oversize", "--fill", "--packing", "--balance"}
+    ours_alone |= {
+        "--forward-only",
+        "--plot-step",
+        "--on-oversize",
+        "--fill",
+        "--packing",
+        "--balance",
+    }
     compared = PLAN_FLAGS - ours_alone | {"--draws", "--seed"}
     assert flags_of("compare") == compared | {"-h", "--help"}
     replayed = {"--steps", "--plan-effort", "--cost-model", "--plot"}

@@ -16,7 +16,9 @@ from mcore_batching.planning import (
     fill_shard,
     pack_shard,
     plan_step,
-    shape_shard,
+    shard_outlook,
+    shard_packings,
+    soonest_packing,
 )
 
 
@@ -29,18 +31,26 @@ def test_ranks_on_their_own_reach_the_plan_of_all(case: Case) -> None:
     ranks = range(case.layout.data_parallel)
     shards = [[i for i, owner in enumerate(owners) if owner == rank] for rank in ranks]
     lengths = [[case.lengths[i] for i in shard] for shard in shards]
-    packed = [
-        shape_shard(
-            pack_shard(of_rank, case.layout, case.config), of_rank, case.layout, case.config
+    choices = []
+    for bins in zip(
+        *(shard_packings(each, case.layout, case.config) for each in lengths), strict=True
+    ):
+        count = case.layout.round_up_num_microbatches(max(map(len, bins)))
+        choices.append(
+            [
+                fill_shard(bins[rank], lengths[rank], count, case.layout, case.config)
+                for rank in ranks
+            ]
         )
-        for of_rank in lengths
+    outlooks = [
+        [shard_outlook(filled[r], lengths[r], case.layout, case.config) for r in ranks]
+        for filled in choices
     ]
-    count = case.layout.round_up_num_microbatches(max(map(len, packed)))
+    filled = choices[soonest_packing(outlooks, case.config)]
     step = plan_step(case.lengths, case.layout, case.config, owners=owners)
     assert step.scope == "local"
     for rank in ranks:
-        filled = fill_shard(packed[rank], lengths[rank], count, case.layout, case.config)
-        renamed = tuple(tuple(shards[rank][i] for i in samples) for samples in filled)
+        renamed = tuple(tuple(shards[rank][i] for i in samples) for samples in filled[rank])
         assert step.micro_batches[rank] == renamed
 
 

@@ -192,7 +192,7 @@ def test_empty_slots_take_the_cheapest_of_the_costliest() -> None:
     assert settle([[0, 1, 2], [], [3, 4], []], work) == [[0, 1], [2], [3], [4]]
 
 
-def test_empty_slots_that_stay_empty_stand_before_the_last_real_one() -> None:
+def test_empty_slots_that_stay_empty_come_first() -> None:
     work = Filling([5, 4, 3], 100, [1.0] * 5).work()
-    assert settle([[0, 1], [], [], [2], []], work) == [[0], [1], [], [], [2]]
+    assert settle([[0, 1], [], [], [2], []], work) == [[], [], [0], [1], [2]]
     assert settle([[], [], []], work) == [[], [], []]
