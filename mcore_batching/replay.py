@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from typing import Any
 
 from mcore_batching.planning import CostModel, Layout, PlannerConfig, PlanningError, plan_step
 from mcore_batching.planning.advice import alternatives
@@ -79,12 +81,23 @@ def replay(
     return replayed
 
 
+def by_setting(steps: Sequence[ReplayedStep]) -> list[list[ReplayedStep]]:
+    """Consecutive steps of one layout, one planner's options and one cost model together."""
+    return [list(alike) for _, alike in groupby(steps, _setting)]
+
+
+def changed_options(before: ReplayedStep, after: ReplayedStep) -> list[str]:
+    """What the second step's plan was made with that the first one's was not: name=value."""
+    old, new = _named(_setting(before)), _named(_setting(after))
+    return [f"{name}={value}" for name, value in new.items() if value != old[name]]
+
+
 def seconds_per_unit(steps: Sequence[ReplayedStep]) -> float | None:
-    """What a unit of cost took: the median over measured steps; None if none was measured."""
+    """What a unit of cost took: the median over measured steps; None if none took any time."""
     ratios = [
         step.record.measured_seconds / step.predicted
         for step in steps
-        if step.record.measured_seconds is not None and step.predicted > 0
+        if step.record.measured_seconds and step.predicted > 0
     ]
     return statistics.median(ratios) if ratios else None
 
@@ -138,10 +151,19 @@ def better_layouts(
     return sorted(found, key=lambda other: (other.change != TODAYS_PLAN, -other.gain))
 
 
-def _settings(step: ReplayedStep) -> Iterator[tuple[str, Setting]]:
+def _named(setting: Setting) -> dict[str, Any]:
+    layout, config, cost_model = setting
+    return asdict(layout) | asdict(config) | asdict(cost_model)
+
+
+def _setting(step: ReplayedStep) -> Setting:
     plan = step.record.plan
-    yield TODAYS_PLAN, (plan.layout, plan.config, plan.cost_model)
-    for change, layout, config, cost_model in alternatives(plan):
+    return plan.layout, plan.config, plan.cost_model
+
+
+def _settings(step: ReplayedStep) -> Iterator[tuple[str, Setting]]:
+    yield TODAYS_PLAN, _setting(step)
+    for change, layout, config, cost_model in alternatives(step.record.plan):
         yield change, (layout, config, cost_model)
 
 

@@ -1,6 +1,9 @@
 """Draws a recorded job: predicted and measured time of every step, and the floor.
 
-Guarantees: as `plot`; times are in seconds if any step was measured, else in units of cost.
+Steps of another layout, other options or another cost model get a part of the picture of their own.
+
+Guarantees: as `plot`; times are in seconds if any step of a part was measured, else in units of
+cost.
 """
 
 from __future__ import annotations
@@ -10,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_batching.plot import check_picture, save_figure
-from mcore_batching.replay import ReplayedStep, relative_errors, seconds_per_unit
+from mcore_batching.replay import ReplayedStep, by_setting, relative_errors, seconds_per_unit
+from mcore_batching.report import layout_line
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
 
 
 def draw_replay(steps: Sequence[ReplayedStep], path: str | Path) -> None:
@@ -33,12 +37,27 @@ def draw_replay(steps: Sequence[ReplayedStep], path: str | Path) -> None:
 def replay_figure(steps: Sequence[ReplayedStep]) -> Figure:
     """The picture as a matplotlib figure."""
     from matplotlib.figure import Figure
+
+    settings = by_setting(steps)
+    figure = Figure(figsize=(10, 5.5 * len(settings)), layout="constrained")
+    parts = figure.subfigures(len(settings), 1, squeeze=False)[:, 0]
+    first = 0
+    for part, alike in zip(parts, settings, strict=True):
+        if len(settings) > 1:
+            plan = alike[0].record.plan
+            part.suptitle(layout_line(plan.layout, plan.config))
+        _draw(part, alike, first)
+        first += len(alike)
+    return figure
+
+
+def _draw(figure: SubFigure, steps: Sequence[ReplayedStep], first: int) -> None:
+    """Steps of one setting; `first` counts those before."""
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     factor = seconds_per_unit(steps)
     scale = 1.0 if factor is None else factor
-    numbers = list(range(len(steps)))
-    figure = Figure(figsize=(10, 5.5), layout="constrained")
+    numbers = range(first, first + len(steps))
     times, errors = figure.subplots(
         2, 1, sharex=True, height_ratios=[3, 1], gridspec_kw={"hspace": 0.05}
     )
@@ -80,4 +99,3 @@ def replay_figure(steps: Sequence[ReplayedStep]) -> Figure:
     errors.set_ylabel("error")
     errors.set_xlabel("recorded step")
     errors.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return figure

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
+from mcore_batching.planning.bounds import micro_batch_lower_bound
+
 if TYPE_CHECKING:
     from mcore_batching.planning import Layout, Plan, PlannerConfig, StepStatistics
 
@@ -78,6 +80,23 @@ def _step_row(name: str, step: StepStatistics) -> tuple[str, ...]:
         f"{step.rank_balance:.3f}",
         f"{step.slot_balance:.3f}",
         f"{step.time_over_floor:.3f}",
+    )
+
+
+def packing_line(plan: Plan, lengths: Sequence[int]) -> str:
+    """One line: micro-batches with samples of all steps, against the fewest of any packing."""
+    count = sum(
+        samples != () for step in plan.steps for rank in step.micro_batches for samples in rank
+    )
+    bound = sum(
+        micro_batch_lower_bound(
+            [lengths[sample] for sample in step.sample_indices], step.layout, step.config
+        )
+        for step in plan.steps
+    )
+    return (
+        f"{count} micro-batches with samples in all steps, {count / bound if bound else 1.0:.3f} x "
+        f"the {bound} that no packing takes fewer than"
     )
 
 

@@ -8,7 +8,14 @@ import os
 import sys
 
 from mcore_batching import report
-from mcore_batching.cli.options import UsageError, write
+from mcore_batching.cli.options import UsageError, complain, write
+from mcore_batching.planning import ConfigError
+
+_FEWEST_TOKENS = 64
+"""Of the longest row, for as many different rows as a fit needs."""
+_MOST_GROUPS = 8
+_POOR_FIT = 0.2
+"""Relative error of the worst row beyond which a fit is not to be trusted."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,13 +29,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--hidden-size", 1024, "size of the residual stream"),
         ("--ffn-hidden-size", 4096, "inner size of the feed-forward layers"),
         ("--num-attention-heads", 16, "query heads"),
-        ("--num-query-groups", 8, "key-value heads"),
         ("--max-tokens", 16384, "tokens of the longest row"),
         ("--repeats", 5, "timed runs of each row, of which the median counts"),
     ):
         parser.add_argument(
             flag, type=int, default=default, metavar="N", help=f"{help_text} (default: %(default)s)"
         )
+    parser.add_argument(
+        "--num-query-groups",
+        type=int,
+        metavar="N",
+        help="key-value heads, a divisor of the query heads (default: the largest up to "
+        f"{_MOST_GROUPS})",
+    )
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
@@ -41,10 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Time, fit, print, and write what was asked for."""
-    for flag in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"):
-        _at_least_one(options, flag)
-    for flag in ("num_query_groups", "max_tokens", "repeats"):
-        _at_least_one(options, flag)
+    for flag in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "repeats"):
+        _at_least(options, flag, 1)
+    _at_least(options, "max_tokens", _FEWEST_TOKENS)
+    groups = _query_groups(options)
     # megatron-core warns of every optional package that is absent.
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     try:
@@ -69,10 +82,13 @@ def run(options: argparse.Namespace) -> int:
         hidden_size=options.hidden_size,
         ffn_hidden_size=options.ffn_hidden_size,
         num_attention_heads=options.num_attention_heads,
-        num_query_groups=options.num_query_groups,
+        num_query_groups=groups,
         dtype=getattr(torch, dtype),
     )
-    fit, timings = calibrate(stack, max_tokens=options.max_tokens, repeats=options.repeats)
+    try:
+        fit, timings = calibrate(stack, max_tokens=options.max_tokens, repeats=options.repeats)
+    except ConfigError as error:
+        raise UsageError(f"{error}; raise --max-tokens or --repeats") from None
     device = "CPU" if on_cpu else torch.cuda.get_device_name()
     model = fit.cost_model
     rows = [
@@ -96,6 +112,11 @@ def run(options: argparse.Namespace) -> int:
         f"error of the fit: {fit.mean_relative_error:.1%} on average, "
         f"{fit.max_relative_error:.1%} at worst"
     )
+    if fit.max_relative_error > _POOR_FIT:
+        complain(
+            f"the cost model is poor: it is {fit.max_relative_error:.0%} off for one of the rows; "
+            "raise --max-tokens or --repeats, and keep the device free of other work"
+        )
     if options.out:
         document = json.loads(model.to_json()) | {
             "seconds_per_unit": fit.seconds_per_unit,
@@ -108,8 +129,32 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _at_least_one(options: argparse.Namespace, name: str) -> None:
+def _at_least(options: argparse.Namespace, name: str, minimum: int) -> None:
     value = getattr(options, name)
-    if value < 1:
+    if value < minimum:
         flag = f"--{name.replace('_', '-')}"
-        raise UsageError(f"{flag} must be 1 or more, got {value}; set {flag} accordingly")
+        raise UsageError(f"{flag} must be {minimum} or more, got {value}; set {flag} accordingly")
+
+
+def _query_groups(options: argparse.Namespace) -> int:
+    """Key-value heads, the sizes of all heads being checked."""
+    hidden, heads, groups = (
+        options.hidden_size,
+        options.num_attention_heads,
+        options.num_query_groups,
+    )
+    if hidden % (2 * heads):
+        raise UsageError(
+            f"--hidden-size must be a multiple of twice --num-attention-heads, for heads of one "
+            f"even size, got {hidden} and {heads}; set --hidden-size to a multiple of {2 * heads}, "
+            "or --num-attention-heads accordingly"
+        )
+    divisors = [size for size in range(1, heads + 1) if heads % size == 0]
+    if groups is None:
+        return max(size for size in divisors if size <= _MOST_GROUPS)
+    if groups not in divisors:
+        raise UsageError(
+            f"--num-query-groups must divide --num-attention-heads, got {groups} and {heads}; set "
+            f"--num-query-groups to one of {', '.join(map(str, divisors))}"
+        )
+    return int(groups)

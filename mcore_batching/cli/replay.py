@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 from mcore_batching import replay, report
 from mcore_batching.cli.options import add_cost_model, add_plan_effort, cost_model_of, with_flags
@@ -30,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=MOST_PLANNED_STEPS,
         metavar="N",
-        help="plan at most this many steps again, spread over the job (default: %(default)s)",
+        help="plan at most this many steps of each layout again, spread over the job (default: "
+        "%(default)s)",
     )
     add_plan_effort(parser)
     add_cost_model(parser)
@@ -46,6 +48,21 @@ def run(options: argparse.Namespace) -> int:
     if options.plot:
         check_picture(options.plot)
     steps = replay.replay(read_records(options.records), cost_model_of(options))
+    before = None
+    for alike in replay.by_setting(steps):
+        if before is not None:
+            changes = ", ".join(map(with_flags, replay.changed_options(before, alike[0])))
+            print(f"\nthen with {changes}")
+        _print(alike, count, options.plan_effort)
+        before = alike[-1]
+    if options.plot:
+        draw_replay(steps, options.plot)
+        print(f"wrote {options.plot}")
+    return 0
+
+
+def _print(steps: Sequence[replay.ReplayedStep], count: int, plan_effort: int) -> None:
+    """Steps of one setting: their times, and what other plans would have taken."""
     factor = replay.seconds_per_unit(steps)
     plan = steps[0].record.plan
     print(
@@ -54,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     )
     report.print_table(replay.step_table(steps, factor), sys.stdout)
     if factor is None:
-        print("nothing was measured: times are in units of cost")
+        print("no time was measured: times are in units of cost")
     else:
         errors = [abs(error) for error in replay.relative_errors(steps, factor)]
         print(
@@ -62,13 +79,9 @@ def run(options: argparse.Namespace) -> int:
             f"{sum(errors) / len(errors):.1%} on average, {max(errors):.1%} at worst"
         )
     planned = replay.spread_out(steps, count)
-    found = replay.better_layouts(planned, options.plan_effort)
+    found = replay.better_layouts(planned, plan_effort)
     if found:
         print(f"\n{len(planned)} of these steps with the same samples on the same GPUs:")
         table = replay.alternative_table(found, factor)
         named = tuple((with_flags(row[0]), *row[1:]) for row in table.rows)
         report.print_table(report.Table(columns=table.columns, rows=named), sys.stdout)
-    if options.plot:
-        draw_replay(steps, options.plot)
-        print(f"wrote {options.plot}")
-    return 0

@@ -1,7 +1,8 @@
 """Lower bounds: on how few bins any packing can need, on how soon any plan's step can end.
 
 Guarantees: no packing of the sizes uses fewer bins than `bin_lower_bound`; no plan that keeps to
-the cap ends its step sooner than `step_time_floor`.
+the cap has fewer micro-batches with samples than `micro_batch_lower_bound`, or ends its step sooner
+than `step_time_floor`.
 """
 
 from __future__ import annotations
@@ -52,6 +53,23 @@ def bin_lower_bound(sizes: Sequence[int], capacity: int) -> int:
         further = max(0, -(-(small_tokens - room_beside_large) // capacity)) if capacity else 0
         best = max(best, num_items - first_large + further)
     return best
+
+
+def micro_batch_lower_bound(lengths: Sequence[int], layout: Layout, config: PlannerConfig) -> int:
+    """Micro-batches that no packing goes below: an oversize sample is one each, L2 for the rest.
+
+    Args:
+        lengths: total length of each sample of the step [samples], in tokens.
+        layout: the job's layout.
+        config: gives the cap.
+
+    Raises:
+        ConfigError: the cap leaves no room for a single token.
+    """
+    capacity = row_capacity_tokens(layout, config)
+    sizes = [padded_sample_tokens(length, layout, config) for length in lengths]
+    fitting = [size for size in sizes if size <= capacity]
+    return len(sizes) - len(fitting) + bin_lower_bound(fitting, capacity)
 
 
 def step_time_floor(

@@ -49,11 +49,15 @@ class CostModel:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ConfigError(f"{name} must be a number, got {value!r}")
-            if not (math.isfinite(value) and value >= 0):
+            try:
+                number = float(value)
+            except OverflowError:
+                number = math.inf
+            if not (math.isfinite(number) and number >= 0):
                 raise ConfigError(
-                    f"{name} must be finite and 0 or more, got {value}; set {name} accordingly"
+                    f"{name} must be finite and 0 or more, got {number}; set {name} accordingly"
                 )
-            object.__setattr__(self, name, float(value))
+            object.__setattr__(self, name, number)
         if self.window is not None:
             object.__setattr__(self, "window", at_least("window", self.window, 1, ConfigError))
 
@@ -128,19 +132,21 @@ class CostModel:
         """The cost model that `to_json` wrote.
 
         Raises:
-            ConfigError: text that is none.
+            ConfigError: text that is none, or that lacks a coefficient (`window` may be left out).
         """
         try:
             raw = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"expected a cost model in JSON, got text that is none: {error}"
             ) from None
         known = {option.name for option in fields(cls)}
-        if not isinstance(raw, dict) or not set(raw) <= known | _ALSO_WRITTEN:
+        needed = known - {"window"}
+        if not isinstance(raw, dict) or not needed <= set(raw) <= known | _ALSO_WRITTEN:
             raise ConfigError(
-                f"expected a JSON object with {', '.join(sorted(known))}, got {text!r:.80}; write "
-                "one with `mcore-batching calibrate --out` or CostModel.to_json"
+                f"expected a JSON object with {', '.join(sorted(needed))} and perhaps window, got "
+                f"{text!r:.80}; write one with `mcore-batching calibrate --out` or "
+                "CostModel.to_json"
             )
         return cls(**{name: value for name, value in raw.items() if name in known})
 

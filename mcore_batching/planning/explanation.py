@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from mcore_batching.planning.advice import what_holds_back, what_would_help
-from mcore_batching.planning.bounds import bin_lower_bound
+from mcore_batching.planning.bounds import micro_batch_lower_bound
 from mcore_batching.planning.padding import padded_sample_tokens, row_capacity_tokens
 from mcore_batching.planning.shard import pack_shard
 from mcore_batching.planning.statistics import step_statistics
@@ -97,7 +97,8 @@ def _time(step: StepPlan, lengths: Sequence[int]) -> Iterable[str]:
         return
     statistics = step_statistics(step, lengths)
     yield (
-        f"predicted end of the step: {statistics.step_time:.0f} token units, "
+        f"predicted end of {'the forward passes' if step.forward_only else 'the step'}: "
+        f"{statistics.step_time:.0f} token units, "
         f"{statistics.time_over_floor:.3f} x the time before which no plan's step ends; the first "
         f"stage holds {statistics.peak_inflight_tokens:.0f} tokens at most"
     )
@@ -140,7 +141,7 @@ def _bottleneck(step: StepPlan, lengths: Sequence[int]) -> Iterable[str]:
     samples = step.micro_batches[place[0]][place[1]]
     yield (
         f"costliest micro-batch: rank {place[0]} slot {place[1]}, {_some(len(samples), 'sample')}, "
-        f"{costs[place] / max(rank_costs):.1%} of the slowest rank's work"
+        f"{costs[place] / (max(rank_costs) or 1.0):.1%} of the slowest rank's work"
     )
     longest = max(step.sample_indices, key=lambda sample: (lengths[sample], -sample))
     owner = next(
@@ -170,11 +171,9 @@ def _num_bins(step: StepPlan, lengths: Sequence[int], samples: Sequence[int]) ->
 
 
 def _lower_bound(step: StepPlan, lengths: Sequence[int], samples: Sequence[int]) -> int:
-    """Micro-batches that no packing goes below: an oversize sample is one each, L2 for the rest."""
-    capacity = row_capacity_tokens(step.layout, step.config)
-    sizes = [padded_sample_tokens(lengths[sample], step.layout, step.config) for sample in samples]
-    fitting = [size for size in sizes if size <= capacity]
-    return len(sizes) - len(fitting) + bin_lower_bound(fitting, capacity)
+    return micro_batch_lower_bound(
+        [lengths[sample] for sample in samples], step.layout, step.config
+    )
 
 
 def _ranks(step: StepPlan) -> str:

@@ -187,7 +187,7 @@ def _read_file(file: Path) -> Iterator[StepRecord]:
             if header is None:
                 raise ValueError(f'expected a line with "format": "{FORMAT}" before the first step')
             yield _record(raw, header, str(file))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
             raise RecordError(f"{file}:{number}: not a record of a step: {reason}") from None
 

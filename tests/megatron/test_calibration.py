@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from mcore_batching.cli import main
 from mcore_batching.megatron.calibration import rows_to_time
 
 PROGRAM = """
@@ -65,12 +68,85 @@ def test_the_command_writes_a_cost_model_that_plan_takes(tmp_path: Path) -> None
     assert planned.returncode == 0, planned.stderr
 
 
-def test_the_command_names_the_flag_that_is_out_of_range() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "mcore_batching", "calibrate", "--repeats", "0"],
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--repeats 0", "--repeats must be 1 or more, got 0"),
+        ("--max-tokens 63", "--max-tokens must be 64 or more, got 63; set --max-tokens"),
+        (
+            "--hidden-size 64 --num-attention-heads 3",
+            "--hidden-size must be a multiple of twice --num-attention-heads, for heads of one "
+            "even size, got 64 and 3; set --hidden-size to a multiple of 6",
+        ),
+        ("--hidden-size 6 --num-attention-heads 2", "for heads of one even size, got 6 and 2"),
+        (
+            "--num-attention-heads 4 --num-query-groups 8",
+            "--num-query-groups must divide --num-attention-heads, got 8 and 4; set "
+            "--num-query-groups to one of 1, 2, 4",
+        ),
+    ],
+)
+def test_the_command_names_the_flag_that_is_out_of_range(
+    capsys: pytest.CaptureFixture[str], flags: str, message: str
+) -> None:
+    assert main(["calibrate", "--cpu", *flags.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_fewest_tokens_of_the_command_make_enough_rows_for_a_fit() -> None:
+    assert len(rows_to_time(63)) < 3 <= len(rows_to_time(64))
+
+
+FAKED = """
+import sys
+from mcore_batching.cli import main
+from mcore_batching.megatron import calibration
+from mcore_batching.planning import ConfigError, CostModel
+from mcore_batching.planning.cost_fit import CostFit
+
+def calibrate(stack, **options):
+    print("groups", stack.num_query_groups)
+    error = float(sys.argv[1])
+    if error > 1:
+        raise ConfigError("no fit")
+    fit = CostFit(
+        cost_model=CostModel(), seconds_per_unit=1e-6, mean_relative_error=0.1,
+        max_relative_error=error,
+    )
+    return fit, []
+
+calibration.calibrate = calibrate
+sys.exit(main(["calibrate", "--cpu", *sys.argv[2:]]))
+"""
+
+
+def faked(error: float, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command, with a fit whose worst row is off by `error`; beyond 1 there is none."""
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FAKED, str(error), *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
+
+
+def test_a_poor_fit_is_written_with_a_warning(tmp_path: Path) -> None:
+    out = tmp_path / "cost.json"
+    done = faked(0.3, "--hidden-size", "96", "--num-attention-heads", "12", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "mcore-batching: the cost model is poor: it is 30% off for one of" in done.stderr
+    assert json.loads(out.read_text())["max_relative_error"] == 0.3
+    assert "groups 6" in done.stdout
+
+
+def test_a_good_fit_is_written_without_one() -> None:
+    done = faked(0.2, "--hidden-size", "64", "--num-attention-heads", "4")
+    assert done.returncode == 0, done.stderr
+    assert "poor" not in done.stderr
+    assert "groups 4" in done.stdout
+
+
+def test_no_fit_names_the_flags_that_help() -> None:
+    done = faked(2.0)
     assert done.returncode == 2
-    assert "--repeats must be 1 or more, got 0" in done.stderr
+    assert "no fit; raise --max-tokens or --repeats" in done.stderr

@@ -131,6 +131,10 @@ def test_many_steps_are_summarised() -> None:
     assert len(made.stdout.splitlines()) < 40
     assert "(2484 steps)" in made.stdout
     assert "5000 samples in 2500 steps" in made.stdout
+    assert (
+        "2500 micro-batches with samples in all steps, 1.000 x the 2500 that no packing takes "
+        "fewer than\n"
+    ) in made.stdout
 
 
 def plan_document(tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]) -> dict:

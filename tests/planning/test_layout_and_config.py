@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pickle
 from typing import Any
 
@@ -183,4 +184,39 @@ def test_cost_of_samples_and_micro_batches() -> None:
 def test_cost_model_refuses(name: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         CostModel(**{name: value})
+    assert message in str(caught.value)
+
+
+COSTS = CostModel(linear=2.0, quadratic=0.5, per_micro_batch=3.0, backward_ratio=1.5, window=7)
+
+
+def test_cost_model_round_trip_with_and_without_what_calibrate_notes() -> None:
+    assert CostModel.from_json(COSTS.to_json()) == COSTS
+    document = json.loads(COSTS.to_json()) | {"measured_on": "CPU", "seconds_per_unit": 1e-6}
+    assert CostModel.from_json(json.dumps(document)) == COSTS
+    del document["window"]
+    assert CostModel.from_json(json.dumps(document)) == dataclasses.replace(COSTS, window=None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense", "expected a cost model in JSON, got text that is none"),
+        ("[" * 100_000, "expected a cost model in JSON, got text that is none"),
+        (
+            "{}",
+            "expected a JSON object with backward_ratio, linear, per_micro_batch, quadratic and "
+            "perhaps window, got '{}'; write one with `mcore-batching calibrate --out`",
+        ),
+        ('{"linear": 1.0}', "expected a JSON object with backward_ratio, linear"),
+        ("[1]", "expected a JSON object with backward_ratio, linear"),
+        (
+            COSTS.to_json().replace("2.0", "1" + "0" * 400),
+            "linear must be finite and 0 or more, got inf",
+        ),
+    ],
+)
+def test_cost_model_in_json_refuses(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        CostModel.from_json(text)
     assert message in str(caught.value)

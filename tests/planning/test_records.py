@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -370,3 +371,77 @@ def test_replay_command_errors(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_job_whose_times_are_all_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded_job(tmp_path, [0.0, 0.0])
+    assert replay.seconds_per_unit(replay.replay(read_records(tmp_path))) is None
+    assert main(["replay", str(tmp_path), "--steps", "1", "--plan-effort", "1"]) == 0
+    assert "no time was measured: times are in units of cost" in capsys.readouterr().out
+
+
+def two_jobs(directory: Path) -> None:
+    """Jobs of two layouts in one folder, of which the second takes half the time for a unit."""
+    for name, layout, factor in (("a", LAYOUT, 2e-3), ("b", Layout(data_parallel=8), 1e-3)):
+        recorder = StepRecorder(directory / name)
+        for step in range(2):
+            plan = plan_step(lengths_of(step), layout, CONFIG, COSTS)
+            seconds = factor * predicted_step_time(plan, lengths_of(step))
+            recorder.append(plan, lengths_of(step), seconds)
+        recorder.close()
+        the_file(directory / name).rename(directory / f"{name}.jsonl")
+
+
+def test_jobs_of_different_layouts_are_replayed_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two_jobs(tmp_path)
+    assert main(["replay", str(tmp_path), "--plan-effort", "1"]) == 0
+    deep, wide = capsys.readouterr().out.split("\nthen with --dp=8, --pp=1\n")
+    assert deep.startswith("2 recorded steps, DP2 x PP4, cap 1000 tokens\n")
+    assert "a unit of cost took 2.000e-03 s (median)" in deep
+    assert "--pp=8 and --dp=1" in deep
+    assert wide.startswith("2 recorded steps, DP8, cap 1000 tokens\n")
+    assert "a unit of cost took 1.000e-03 s (median)" in wide
+    assert "--pp=2 and --dp=4" in wide
+    for block in (deep, wide):
+        assert "off by 0.0% on average, 0.0% at worst" in block
+
+
+def test_steps_part_where_options_or_costs_change_unless_costs_are_given(tmp_path: Path) -> None:
+    recorder = StepRecorder(tmp_path)
+    for config, costs in (
+        (CONFIG, COSTS),
+        (replace(CONFIG, max_tokens_per_gpu=950), COSTS),
+        (replace(CONFIG, max_tokens_per_gpu=950), replace(COSTS, linear=2.0)),
+        (CONFIG, COSTS),
+    ):
+        recorder.append(plan_step(lengths_of(0), LAYOUT, config, costs), lengths_of(0))
+    recorder.close()
+    records = read_records(tmp_path)
+    alike = replay.by_setting(replay.replay(records))
+    assert [len(steps) for steps in alike] == [1, 1, 1, 1]
+    changes = [
+        replay.changed_options(before[-1], after[0]) for before, after in itertools.pairwise(alike)
+    ]
+    assert changes[:2] == [["max_tokens_per_gpu=950"], ["linear=2.0"]]
+    assert changes[2] == ["max_tokens_per_gpu=1000", "linear=1.0"]
+    given_costs = replay.by_setting(replay.replay(records, COSTS))
+    assert [len(steps) for steps in given_costs] == [1, 2, 1]
+
+
+def test_replay_picture_shows_layouts_apart(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    from mcore_batching.replay_plot import draw_replay, replay_figure
+
+    two_jobs(tmp_path / "records")
+    steps = replay.replay(read_records(tmp_path / "records"))
+    figure = replay_figure(steps)
+    deep, _, wide, _ = figure.axes
+    assert list(deep.lines[0].get_ydata()) == pytest.approx([2e-3 * s.predicted for s in steps[:2]])
+    assert list(wide.lines[0].get_ydata()) == pytest.approx([1e-3 * s.predicted for s in steps[2:]])
+    assert list(wide.lines[1].get_xdata()) == [2, 3]
+    titles = [part.get_suptitle() for part in figure.subfigs]
+    assert titles == ["DP2 x PP4, cap 1000 tokens", "DP8, cap 1000 tokens"]
+    draw_replay(steps, tmp_path / "job.png")
+    assert (tmp_path / "job.png").read_bytes()[:4] == b"\x89PNG"

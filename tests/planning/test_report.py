@@ -75,6 +75,20 @@ def test_many_steps_are_cut_in_the_middle_and_totalled_in_full() -> None:
     assert [row[0] for row in whole.rows] == [str(index) for index in range(16)]
 
 
+def test_packing_of_all_steps_is_held_against_the_fewest_micro_batches() -> None:
+    lengths = [6, 6, 6, 6, 30, 1, 9, 2]
+    plan = plan_batch(
+        lengths,
+        Layout(data_parallel=2, pipeline_parallel=2),
+        PlannerConfig(max_tokens_per_gpu=10, balance="tokens"),
+        samples_per_step=4,
+    )
+    # Four over half a bin; then an oversize one, and 12 tokens.
+    assert report.packing_line(plan, lengths) == (
+        "8 micro-batches with samples in all steps, 1.143 x the 7 that no packing takes fewer than"
+    )
+
+
 def test_heading_names_what_is_more_than_one() -> None:
     layout = Layout(data_parallel=2, pipeline_parallel=4, tensor_parallel=2, sequence_parallel=True)
     plan = plan_batch([3], layout, PlannerConfig(max_tokens_per_gpu=10))
