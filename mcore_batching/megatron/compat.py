@@ -69,6 +69,22 @@ def packed_seq_params(
     return params
 
 
+def forget_padded_length(params: Any) -> None:
+    """Let mixture-of-experts layers take a row as it is.
+
+    From 0.19 on they cut it at multiples of ``tokens_per_sample``, if that is set.
+    """
+    if getattr(params, "tokens_per_sample", None) is not None:
+        params.tokens_per_sample = None
+
+
+def counts_operations_of_samples() -> bool:
+    """Whether stock code counts floating-point operations by samples' lengths (from 0.18 on)."""
+    from megatron.training import training
+
+    return hasattr(training, "consume_seqlen_stats_in_iteration")
+
+
 def local_gpt_layer_spec(config: Any) -> ModuleSpec:
     """Megatron's own layer spec without Transformer Engine, for this model's shape."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

@@ -71,12 +71,11 @@ def check_model_config(config: Any, layout: Layout, planner: PlannerConfig) -> N
     """
     problems = [
         *_pipeline_problems(config, layout),
-        *_cuda_graph_problems(config),
+        *_fixed_size_problems(config),
         *_loss_problems(config),
         *_expert_problems(config),
+        *_low_precision_problems(config, layout, planner),
     ]
-    if getattr(config, "fp8", None):
-        problems += _fp8_problems(config, layout, planner)
     if getattr(config, "sequence_packing_scheduler", None):
         problems.append(
             "Megatron's own sequence packing would pack a second time: unset "
@@ -111,31 +110,46 @@ def _pipeline_problems(config: Any, layout: Layout) -> list[str]:
     return problems
 
 
-def _fp8_problems(config: Any, layout: Layout, planner: PlannerConfig) -> list[str]:
+def _low_precision_problems(config: Any, layout: Layout, planner: PlannerConfig) -> list[str]:
+    if getattr(config, "fp4", None):
+        name, tokens = "FP4", 32
+    elif getattr(config, "fp8", None):
+        name, tokens = "FP8", 32 if getattr(config, "fp8_recipe", None) == "mxfp8" else 16
+    else:
+        return []
     shards = layout.context_parallel * (layout.tensor_parallel if layout.sequence_parallel else 1)
-    tokens = 32 if getattr(config, "fp8_recipe", None) == "mxfp8" else 16
-    row = row_multiple_tokens(layout, planner)
-    if row % (tokens * shards) == 0:
+    wanted, row = tokens * shards, row_multiple_tokens(layout, planner)
+    if row % wanted == 0:
         return []
     return [
-        f"FP8 needs rows whose tokens divide by {tokens} on each rank, so by {tokens * shards} in "
-        f"all, and rows are padded to a multiple of {row}: set {PREFIX}pad-total-to "
-        f"{tokens * shards} (or a multiple)"
+        f"{name} needs rows whose tokens divide by {tokens} on each rank, so by {wanted} in all, "
+        f"and rows are padded to a multiple of {row}: set {PREFIX}pad-total-to {wanted} (or a "
+        "multiple)"
     ]
 
 
-def _cuda_graph_problems(config: Any) -> list[str]:
-    on = (
+def _fixed_size_problems(config: Any) -> list[str]:
+    problems = []
+    if (
         getattr(config, "enable_cuda_graph", False)
         or getattr(config, "external_cuda_graph", False)
         or getattr(config, "cuda_graph_impl", "none") != "none"
-    )
-    if not on:
-        return []
-    return [
-        "CUDA graphs replay fixed shapes and a fixed number of micro-batches: set "
-        "--cuda-graph-impl none (and unset --enable-cuda-graph, --external-cuda-graph)"
-    ]
+    ):
+        problems.append(
+            "CUDA graphs replay fixed shapes and a fixed number of micro-batches: set "
+            "--cuda-graph-impl none (and unset --enable-cuda-graph, --external-cuda-graph)"
+        )
+    if config.tp_comm_overlap:
+        problems.append(
+            "overlapped tensor-parallel communication has buffers of seq_length tokens, which rows "
+            "do not have: unset --tp-comm-overlap"
+        )
+    if config.defer_embedding_wgrad_compute:
+        problems.append(
+            "deferred embedding gradients are gathered as if all rows had the length of the first: "
+            "unset --defer-embedding-wgrad-compute"
+        )
+    return problems
 
 
 def _loss_problems(config: Any) -> list[str]:
@@ -150,8 +164,7 @@ def _loss_problems(config: Any) -> list[str]:
             "global_aux_loss averages over micro-batches, placeholders included: set "
             "--moe-router-load-balancing-type aux_loss or none"
         )
-    auxiliary = config.num_moe_experts and _has_auxiliary_loss(config)
-    if auxiliary and not config.calculate_per_token_loss:
+    if has_auxiliary_loss(config) and not config.calculate_per_token_loss:
         problems.append(
             "the mixture-of-experts auxiliary losses would be averaged over micro-batches however "
             "full, placeholders included, and Megatron leaves no place to rescale them: set "
@@ -165,7 +178,10 @@ def _load_balancing_types(config: Any) -> list[str]:
     return [str(each) for each in kind] if isinstance(kind, list | tuple) else [str(kind)]
 
 
-def _has_auxiliary_loss(config: Any) -> bool:
+def has_auxiliary_loss(config: Any) -> bool:
+    """Whether routers add a load-balancing or z-loss."""
+    if not config.num_moe_experts:
+        return False
     coefficient = config.moe_aux_loss_coeff
     coefficients = list(coefficient) if isinstance(coefficient, list | tuple) else [coefficient]
     balancing = any("aux_loss" in each for each in _load_balancing_types(config)) and any(
@@ -183,9 +199,35 @@ def _expert_problems(config: Any) -> list[str]:
             "the allgather token dispatcher needs equal lengths on all ranks: set "
             "--moe-token-dispatcher-type alltoall"
         )
+    if config.moe_token_dispatcher_type == "flex":
+        problems += _flex_dispatcher_problems(config)
+    for routing in ("sinkhorn", "quantile_balancing"):
+        if routing in _load_balancing_types(config):
+            problems.append(
+                f"{routing} routes a token by all tokens of its micro-batch, padding included: set "
+                "--moe-router-load-balancing-type aux_loss or none"
+            )
     if getattr(config, "moe_expert_capacity_factor", None) is not None:
         problems.append(
             "with an expert capacity, which tokens are dropped depends on what shares their "
             "micro-batch: unset --moe-expert-capacity-factor"
         )
     return problems
+
+
+def _flex_dispatcher_problems(config: Any) -> list[str]:
+    backend = getattr(config, "moe_flex_dispatcher_backend", None)
+    if backend == "hybridep" and not getattr(
+        config, "moe_hybridep_pad_uneven_dispatch_inputs", False
+    ):
+        return [
+            "HybridEP expects equally many tokens on all ranks: set "
+            "--moe-hybridep-pad-uneven-dispatch-inputs (from Megatron-LM 0.19 on), or "
+            "--moe-flex-dispatcher-backend deepep"
+        ]
+    if backend == "ncclep":
+        return [
+            "the NCCL expert-parallel dispatcher sizes its buffers by the first row that it sees: "
+            "set --moe-flex-dispatcher-backend deepep"
+        ]
+    return []

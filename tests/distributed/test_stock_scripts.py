@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -13,10 +14,38 @@ from typing import Any
 import pytest
 import torch
 from kit.harness import REPOSITORY, environment
-from kit.stock_jobs import COMMON, EXCHANGE, FLAG, OWN_DATA, PP2, SFT, SFT_DATA, VARIANTS, steps
+from kit.stock_jobs import (
+    COMMON,
+    EXCHANGE,
+    EXPERTS,
+    FLAG,
+    NO_AUXILIARY_LOSS,
+    OWN_DATA,
+    PP2,
+    RAMP_UP,
+    SFT,
+    SFT_DATA,
+    VARIANTS,
+    steps,
+)
 
 CHECKOUTS = os.environ.get("MCORE_BATCHING_MEGATRON_LM")
 RELEASES = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0")
+
+RAMP_UP_UNTIL_017 = [
+    # From 2 to 5 and 8 samples, a step up after every 6. 0.18 and 0.19 take the flag and ignore it.
+    *("--rampup-batch-size", "2", "3", "12", "--global-batch-size", "8", "--train-samples", "24"),
+    *("--lr-decay-samples", "160", "--lr-warmup-samples", "16"),
+    *("--micro-batch-size", "1", "--eval-iters", "0"),
+]
+LAYOUTS = {
+    "pp2": ([*steps(3), *PP2], FLAG, [8, 16, 24]),
+    "dp2-exchange": (steps(3), EXCHANGE, [8, 16, 24]),
+    "pp2-ramp-up": ([*RAMP_UP_UNTIL_017, *PP2], FLAG, [2, 4, 6, 11, 16, 24]),
+    "pp2-schedule": ([*RAMP_UP, *PP2], FLAG, [2, 4, 8, 12, 20, 28, 36]),
+    "ep2": ([*steps(3), *EXPERTS, *NO_AUXILIARY_LOSS], FLAG, [8, 16, 24]),
+}
+"""By name: what two processes run, with which flags of the plugin, and samples after each step."""
 
 WITHOUT_LAUNCHER = """
 import os, runpy, sys
@@ -81,7 +110,7 @@ def test_without_the_flag_a_script_trains_bit_for_bit_as_by_itself(tmp_path: Pat
 
 
 def log_lines(checkout: Path, words: list[str]) -> list[dict[str, float]]:
-    """Three steps of ``pretrain_gpt.py`` on two processes, as its log gives them (7 digits)."""
+    """Steps of ``pretrain_gpt.py`` on two processes, as its log gives them (7 digits)."""
     variables = environment(2)
     paths = [str(REPOSITORY), str(checkout), variables["PYTHONPATH"]]
     # The attention mask is made in the data loader by default, for which not all releases have a
@@ -91,7 +120,7 @@ def log_lines(checkout: Path, words: list[str]) -> list[dict[str, float]]:
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
             *("-m", "mcore_batching.run", str(checkout / "pretrain_gpt.py")),
-            *(*common, *SFT_DATA, *steps(3), *words),
+            *(*common, *SFT_DATA, *words),
         ],
         env=variables | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
@@ -109,21 +138,29 @@ def log_lines(checkout: Path, words: list[str]) -> list[dict[str, float]]:
     ]
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize(
+    ("release", "layout"),
+    [
+        *itertools.product(RELEASES, ("pp2", "dp2-exchange")),
+        ("core_v0.17.1", "pp2-ramp-up"),
+        ("core_v0.18.2", "pp2-schedule"),
+        ("core_v0.19.0", "ep2"),
+    ],
+)
 @pytest.mark.skipif(
     CHECKOUTS is None,
     reason="MCORE_BATCHING_MEGATRON_LM is not set: a folder with checkouts of Megatron-LM's "
     f"releases, {RELEASES[0]} to {RELEASES[-1]}, their dataset helpers compiled",
 )
-@pytest.mark.parametrize("layout", ["pp2", "dp2-exchange"])
 def test_megatrons_own_script_unmodified(release: str, layout: str) -> None:
     checkout = Path(CHECKOUTS or "") / release
     if not checkout.is_dir():
         pytest.skip(f"no {checkout}")
-    shape, flags = (PP2, FLAG) if layout == "pp2" else ([], EXCHANGE)
-    padded = log_lines(checkout, shape)
-    flagged = log_lines(checkout, [*shape, *flags])
-    assert [line.pop("packed") for line in padded] == [0.0] * 3
-    assert [line.pop("packed") for line in flagged] == [1.0] * 3
+    words, flags, consumed = LAYOUTS[layout]
+    padded = log_lines(checkout, words)
+    flagged = log_lines(checkout, [*words, *flags])
+    assert [line["consumed samples"] for line in padded] == consumed
+    assert [line.pop("packed") for line in padded] == [0.0] * len(consumed)
+    assert [line.pop("packed") for line in flagged] == [1.0] * len(consumed)
     for line, expected in zip(flagged, padded, strict=True):
         assert line == pytest.approx(expected, rel=2e-6)

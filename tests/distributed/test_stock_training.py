@@ -171,6 +171,18 @@ def test_dp2_pp2_ep2(records: list[Ranks]) -> None:
     assert_same_training(flagged, padded, 20)
 
 
+@runs("ep2", "ep2-tokens-per-sample")
+def test_rows_are_not_cut_at_the_length_of_padded_samples(records: list[Ranks]) -> None:
+    """Megatron's own script names that length from 0.19 on, and layers of experts would cut."""
+    usual, named = records
+    assert_packed(named)
+    for record, before in zip(named, usual, strict=True):
+        assert len(record["steps"]) == 5
+        for step, expected in zip(record["steps"], before["steps"], strict=False):
+            assert step["loss"] == expected["loss"]
+            assert step["grad_norm"] == expected["grad_norm"]
+
+
 @runs("ep2-auxiliary-loss")
 def test_routers_losses_are_logged_as_means_over_the_micro_batches_that_ran(
     records: list[Ranks],
@@ -212,19 +224,32 @@ def test_floating_point_operations_are_counted_of_samples_alone(records: list[Ra
         assert values(ranks, "squares") == squares[: len(ranks[-1]["steps"])]
 
 
-@runs("pp2-exchange", "pp2-resumed")
-def test_resumed_run_goes_on_as_the_uninterrupted_one(records: list[Ranks]) -> None:
+@pytest.mark.parametrize(
+    ("records", "num_steps"),
+    [
+        pytest.param(("pp2-exchange", "pp2-resumed"), 20, id="pp2-exchange"),
+        pytest.param(("vpp2", "vpp2-resumed"), 10, id="vpp2"),
+        pytest.param(("tp2-cp2", "tp2-cp2-resumed"), 10, id="tp2-cp2"),
+    ],
+    indirect=["records"],
+)
+def test_resumed_run_goes_on_as_the_uninterrupted_one(records: list[Ranks], num_steps: int) -> None:
     """Bit for bit: loading restores all there is, and nothing else differs between the two."""
     unsaved, ranks = records
+    half = num_steps // 2
+    evaluations = num_steps // 10  # and one each of validation and test data at the end
     for rank, record in enumerate(ranks):
         whole, resumed = record["whole"]["steps"], record["resumed"]["steps"]
-        assert [step["iteration"] for step in resumed] == list(range(11, 21))
-        for step, before in zip(resumed, whole[10:], strict=True):
+        assert [step["iteration"] for step in whole] == list(range(1, num_steps + 1))
+        assert [step["iteration"] for step in resumed] == list(range(half + 1, num_steps + 1))
+        for step, before in zip(resumed, whole[half:], strict=True):
             for name in ("loss", "grad_norm", "learning_rate", "consumed_samples", "tokens"):
                 assert step[name] == before[name], (step["iteration"], name)
-        assert record["resumed"]["evaluations"] == record["whole"]["evaluations"][1:]
-        assert record["whole"]["evaluations"] == unsaved[rank]["evaluations"]
-        for step, before in zip(whole, unsaved[rank]["steps"], strict=True):
+        evaluated = record["whole"]["evaluations"]
+        assert len(evaluated) == evaluations + 2
+        assert record["resumed"]["evaluations"] == evaluated[half // 10 :]
+        assert evaluated[:evaluations] == unsaved[rank]["evaluations"][:evaluations]
+        for step, before in zip(whole, unsaved[rank]["steps"], strict=False):
             assert step["loss"] == before["loss"]
 
 

@@ -83,6 +83,7 @@ def config(**changes: Any) -> TransformerConfig:
 
 
 EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"}
+FLEX = {"num_moe_experts": 4, "moe_token_dispatcher_type": "flex"}
 VIRTUAL = Layout(pipeline_parallel=2, virtual_pipeline=2)
 
 
@@ -135,6 +136,43 @@ VIRTUAL = Layout(pipeline_parallel=2, virtual_pipeline=2)
             {"fp8": "hybrid", "fp8_recipe": "mxfp8"},
             "set --dynamic-batch-pad-total-to 32",
         ),
+        (Layout(), {"fp4": "e2m1"}, "set --dynamic-batch-pad-total-to 32"),
+        (
+            Layout(context_parallel=2, tensor_parallel=2, sequence_parallel=True),
+            {"fp4": "e2m1"},
+            "FP4 needs rows whose tokens divide by 32 on each rank, so by 128 in all",
+        ),
+        (Layout(), {"tp_comm_overlap": True}, "unset --tp-comm-overlap"),
+        (
+            Layout(pipeline_parallel=2),
+            {"defer_embedding_wgrad_compute": True},
+            "unset --defer-embedding-wgrad-compute",
+        ),
+        (
+            Layout(),
+            {**EXPERTS, "moe_router_load_balancing_type": "sinkhorn"},
+            "sinkhorn routes a token by all tokens of its micro-batch",
+        ),
+        (
+            Layout(),
+            {**EXPERTS, "moe_router_load_balancing_type": ["none", "sinkhorn"]},
+            "set --moe-router-load-balancing-type aux_loss or none",
+        ),
+        (
+            Layout(),
+            {**EXPERTS, "moe_router_load_balancing_type": "quantile_balancing"},
+            "quantile_balancing routes a token by all tokens of its micro-batch",
+        ),
+        (
+            Layout(),
+            {**FLEX, "moe_flex_dispatcher_backend": "hybridep"},
+            "set --moe-hybridep-pad-uneven-dispatch-inputs",
+        ),
+        (
+            Layout(),
+            {**FLEX, "moe_flex_dispatcher_backend": "ncclep"},
+            "set --moe-flex-dispatcher-backend deepep",
+        ),
         (
             Layout(),
             {"overlap_moe_expert_parallel_comm": True},
@@ -162,6 +200,8 @@ def test_refused_combination_says_what_to_set(
             Layout(),
             {**EXPERTS, "moe_aux_loss_coeff": 0.01, "calculate_per_token_loss": True},
         ),
+        (Layout(), {**FLEX, "moe_flex_dispatcher_backend": "deepep"}),
+        (Layout(), {**EXPERTS, "moe_flex_dispatcher_backend": "hybridep"}),
     ],
 )
 def test_sound_combination_is_accepted(layout: Layout, changes: dict[str, Any]) -> None:
@@ -173,6 +213,12 @@ def test_all_problems_are_listed_at_once() -> None:
     with pytest.raises(DynamicBatchArgumentError) as caught:
         check_model_config(broken, VIRTUAL, PlannerConfig(max_tokens_per_gpu=128))
     assert str(caught.value).count("\n  - ") == 3
+
+
+def test_padded_inputs_let_hybrid_ep_run() -> None:
+    padded = config(**FLEX, moe_flex_dispatcher_backend="hybridep")
+    padded.moe_hybridep_pad_uneven_dispatch_inputs = True  # a field from 0.19 on
+    check_model_config(padded, Layout(), PlannerConfig(max_tokens_per_gpu=128))
 
 
 def test_rows_that_fp8_can_run_are_accepted() -> None:

@@ -95,6 +95,26 @@ assert install([]).hooked == []
 
 
 @needs_training
+@pytest.mark.parametrize("word", ["--yaml-cfg", "--yaml-cfg=job.yaml"])
+def test_a_yaml_file_that_would_drop_the_flag_is_refused(word: str) -> None:
+    run(
+        """
+from mcore_batching.megatron import DynamicBatchArgumentError
+before = names()
+try:
+    install(["--use-dynamic-batch-size", *sys.argv[1:]])
+except DynamicBatchArgumentError as error:
+    assert "drop --yaml-cfg" in str(error)
+else:
+    raise AssertionError("accepted")
+assert changed(before, names()) == []
+assert install(sys.argv[1:]).hooked == []  # without the flag it is nobody's business
+""",
+        word,
+    )
+
+
+@needs_training
 def test_the_parser_takes_every_flag() -> None:
     run("""
 install(["--use-dynamic-batch-size"])

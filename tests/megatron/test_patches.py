@@ -180,7 +180,8 @@ def train(tree: Path, script: Path, *flags: str) -> list[str]:
         timeout=300,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    iterations = re.findall(r"\] +(iteration +\d+/.*)", done.stdout)
+    # Up to the last column: without a newline, what the other process prints may follow.
+    iterations = re.findall(r"\] +(iteration +\d+/.*\|)", done.stdout)
     assert len(iterations) == 4, done.stdout[-6000:]
     return [re.sub(r"elapsed time[^|]*\||batching/\w+ seconds[^|]*\|", "", i) for i in iterations]
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 PROGRAM = """
-import json, os, sys
+import contextlib, io, json, os, sys
 from mcore_batching.megatron import cpu
 cpu.enable(force=True)
 from mcore_batching.megatron.stock import install
@@ -28,11 +28,14 @@ from megatron.training import arguments
 
 def outcome(words):
     sys.argv = ["script.py", *words]
+    said = io.StringIO()
     try:
-        arguments.validate_args(arguments.parse_args())
+        with contextlib.redirect_stdout(said):
+            arguments.validate_args(arguments.parse_args())
     except BaseException as error:
         return f"{type(error).__name__}: {error}"
-    return "accepted"
+    notes = [line for line in said.getvalue().splitlines() if line.startswith("mcore_batching")]
+    return "; ".join(["accepted", *notes])
 
 def called(name, on, **given):
     "What the hooked function says before it does anything; it cannot do anything with None."
@@ -88,6 +91,23 @@ ACCEPTED = {
     "off-with-cap": ["--max-tokens-per-gpu", "64"],
 }
 
+NOTED = {
+    "auxiliary-loss": (
+        [
+            *(*ON, *ALLTOALL, "--moe-router-load-balancing-type", "aux_loss"),
+            *("--moe-aux-loss-coeff", "0.01"),
+        ],
+        "load-balancing and z-losses are weighted by real tokens",
+    ),
+    "documents-in-transformer-engine": (
+        [
+            *(*ON, "--reset-attention-mask", "--reset-position-ids"),
+            *("--transformer-impl", "transformer_engine"),
+        ],
+        "Transformer Engine ignores that mask",
+    ),
+}
+
 REFUSED: dict[str, tuple[list[str], str]] = {
     "mean-over-micro-batches": (
         ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "64"],
@@ -125,6 +145,24 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ],
         "unset --moe-expert-capacity-factor",
     ),
+    "sinkhorn": (
+        [*ON, *ALLTOALL, "--moe-router-load-balancing-type", "sinkhorn"],
+        "sinkhorn routes a token by all tokens of its micro-batch",
+    ),
+    "hybrid-ep": (
+        [
+            *(*ON, *EXPERTS, "--moe-token-dispatcher-type", "flex"),
+            *("--moe-flex-dispatcher-backend", "hybridep"),
+        ],
+        "set --moe-hybridep-pad-uneven-dispatch-inputs",
+    ),
+    "overlapped-tensor-parallelism": (
+        [
+            *(*ON, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+            "--tp-comm-overlap",
+        ],
+        "unset --tp-comm-overlap",
+    ),
     "interleaved-without-overlap": (
         [
             *(*ON, "--num-layers", "8", "--pipeline-model-parallel-size", "4"),
@@ -139,7 +177,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 def outcomes() -> dict[str, str]:
     """What became of each command line."""
     given = {name: [*BASE, *words] for name, words in ACCEPTED.items()}
-    given |= {name: [*BASE, *words] for name, (words, _) in REFUSED.items()}
+    given |= {name: [*BASE, *words] for name, (words, _) in (REFUSED | NOTED).items()}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM],
         env=os.environ | {"WORLD_SIZE": "4", "RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
@@ -156,6 +194,13 @@ def outcomes() -> dict[str, str]:
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_accepted_flags(outcomes: dict[str, str], name: str) -> None:
     assert outcomes[name] == "accepted"
+
+
+@pytest.mark.parametrize("name", NOTED)
+def test_noted_flags(outcomes: dict[str, str], name: str) -> None:
+    assert outcomes[name].startswith("accepted; mcore_batching: ")
+    assert NOTED[name][1] in outcomes[name]
+    assert outcomes[name].count("mcore_batching: ") == 1
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -17,6 +17,7 @@ from mcore_batching.megatron.arguments import (
 )
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.refusals import check_model_config
+from mcore_batching.megatron.stock.notes import print_notes
 from mcore_batching.megatron.stock.sft_data import add_sft_arguments
 from mcore_batching.planning import ConfigError, Layout, LayoutError
 
@@ -44,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def check_arguments(args: Any) -> None:
     """Refuse flags under which training would hang or differ from what it was without packing.
 
+    Prints what else is to be known of those that run.
+
     Args:
         args: Megatron's arguments, validated.
 
@@ -69,7 +72,9 @@ def check_arguments(args: Any) -> None:
         )
     from megatron.training.arguments import core_transformer_config_from_args
 
-    check_model_config(core_transformer_config_from_args(args), layout, planner)
+    config = core_transformer_config_from_args(args)
+    check_model_config(config, layout, planner)
+    print_notes(args, config)
 
 
 def check_training(

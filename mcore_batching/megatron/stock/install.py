@@ -85,7 +85,8 @@ def install(
         what was hooked; print it.
 
     Raises:
-        DynamicBatchArgumentError: this Megatron lacks ``megatron.training`` or one of its names.
+        DynamicBatchArgumentError: this Megatron lacks ``megatron.training`` or one of its names;
+            the flag is given beside ``--yaml-cfg``.
     """
     global _installed
     if _installed is not None:
@@ -93,6 +94,11 @@ def install(
     given = [word.split("=", 1)[0] for word in (sys.argv[1:] if arguments is None else arguments)]
     installation = Installation()
     enabled = FLAG in given
+    if enabled and "--yaml-cfg" in given:
+        raise DynamicBatchArgumentError(
+            f"--yaml-cfg replaces what the command line says, {FLAG} included: give Megatron's "
+            "arguments on the command line, and drop --yaml-cfg"
+        )
     if enabled or any(word.startswith((PREFIX, "--max-tokens-per-gpu")) for word in given):
         _hook_arguments(installation)
         _installed = installation

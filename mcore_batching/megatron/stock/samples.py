@@ -8,7 +8,8 @@ Guarantees
   could have reached the loss: neither padding nor an untrained tail.
 - Every row gives at least one sample of at least one token, so that none is lost.
 - With ``--reset-attention-mask`` the documents of a row are samples of their own, as they are
-  separate under that mask.
+  separate under that mask (which Transformer Engine ignores in stock training: attention crosses
+  documents there, and does not here).
 """
 
 from __future__ import annotations

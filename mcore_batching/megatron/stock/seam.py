@@ -223,7 +223,8 @@ def _described(result: Any) -> str:
 class _padding_known_to_router:  # noqa: N801 (a context manager, used like a function)
     """While a mixture-of-experts model runs, its forward pass is told which tokens are padding.
 
-    Stock scripts do not pass ``padding_mask``, and padding would be routed and counted.
+    Stock scripts do not pass ``padding_mask``, and padding would be routed and counted. What 0.19's
+    own script says of padded samples' length is taken back: its layers would cut rows there.
     """
 
     def __init__(self, data_iterator: PackedRows, chunk: Any) -> None:
@@ -242,6 +243,7 @@ class _padding_known_to_router:  # noqa: N801 (a context manager, used like a fu
             del module
             row = self._data_iterator.current
             mask = padding_mask(self._chunk, row) if row is not None else None
+            compat.forget_padded_length(keywords.get("packed_seq_params"))
             return arguments, {"padding_mask": mask} | keywords
 
         self._handle = module.register_forward_pre_hook(add, with_kwargs=True)

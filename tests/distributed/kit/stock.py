@@ -72,14 +72,15 @@ def train_and_resume(script: str, words: Sequence[str]) -> dict[str, dict[str, A
 
     Args:
         script: its path in the repository.
-        words: its arguments, with ``--save-interval`` at half of ``--train-iters``.
+        words: its arguments, with ``--save``, and ``--save-interval`` at half of ``--train-iters``.
 
     Returns:
         `train`'s record of both, ``whole`` and ``resumed``.
     """
     half = words[words.index("--save-interval") + 1]
-    whole = train(script, [*words, "--save", "{folder}/checkpoints"])
-    resumed = train(script, [*words, "--load", "{folder}/checkpoints", "--ckpt-step", half])
+    loads = ["--load" if word == "--save" else word for word in words]
+    whole = train(script, words)
+    resumed = train(script, [*loads, "--ckpt-step", half])
     return {"whole": whole, "resumed": resumed}
 
 

@@ -47,6 +47,11 @@ def steps(number: int, *, micro_batch_size: int = 1, evaluations: int = 1) -> li
     ]
 
 
+def saved(folder: str, *, every: int) -> list[str]:
+    """Checkpoints in a folder of this name."""
+    return ["--save", f"{{folder}}/{folder}", "--save-interval", str(every)]
+
+
 RAMP_UP = [
     # From 2 to 4 and 8 samples, after 4 and 12; what --rampup-batch-size was until 0.18.
     *("--step-batch-size-schedule", f"0:2 {4 * LENGTH}:4 {12 * LENGTH}:8"),
@@ -57,6 +62,7 @@ PP2 = ["--pipeline-model-parallel-size", "2"]
 VPP2 = [*PP2, "--num-virtual-stages-per-pipeline-rank", "2"]
 # Megatron pads the vocabulary to a multiple of this times the tensor-parallel size.
 TP2 = ["--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "4"]
+TP2_CP2 = [*TP2, "--context-parallel-size", "2"]
 ONE_ROW = [
     *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "1024"),
     *("--dynamic-batch-balance", "none", "--dynamic-batch-fill", "placeholder"),
@@ -96,17 +102,33 @@ JOBS = {
         job("pp2-ramp-up", *RAMP_UP, *PP2, *FLAG),
         job(
             "pp2-resumed",
-            *(*steps(20), *PP2, *EXCHANGE, "--save-interval", "10"),
+            *(*steps(20), *PP2, *EXCHANGE, *saved("pp2", every=10)),
             function="train_and_resume",
         ),
         job("vpp2-padded", *steps(20), *VPP2),
         job("vpp2", *steps(20), *VPP2, *FLAG),
+        job(
+            "vpp2-resumed",
+            *(*steps(10), *VPP2, *FLAG, *saved("vpp2", every=5)),
+            function="train_and_resume",
+        ),
         job("vpp2-placeholders", *steps(10), *VPP2, *ONE_ROW),
         job("dp4-padded", *steps(20)),
-        job("tp2-cp2", *steps(20), *TP2, "--context-parallel-size", "2", *FLAG),
+        job("tp2-cp2", *steps(20), *TP2_CP2, *FLAG),
+        job(
+            "tp2-cp2-resumed",
+            *(*steps(10), *TP2_CP2, *FLAG, *saved("tp2-cp2", every=5)),
+            function="train_and_resume",
+        ),
         job("tp2-exchange", *steps(10), *TP2, *EXCHANGE),
         job("ep2-padded", *steps(20), *PP2, *EXPERTS, *NO_AUXILIARY_LOSS),
         job("ep2", *steps(20), *PP2, *EXPERTS, *NO_AUXILIARY_LOSS, *FLAG),
+        job(
+            "ep2-tokens-per-sample",
+            *(*steps(5), *PP2, *EXPERTS, *NO_AUXILIARY_LOSS, *FLAG),
+            *("--variant", "tokens-per-sample"),
+            script=VARIANTS,
+        ),
         job("ep2-auxiliary-loss", *steps(5), *PP2, *EXPERTS, *AUXILIARY_LOSS, *FLAG),
         job("ep2-one-row", *steps(3), *PP2, *EXPERTS, *AUXILIARY_LOSS, *ONE_ROW),
         job(

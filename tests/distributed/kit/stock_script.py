@@ -8,6 +8,8 @@
 - ``none``: nothing.
 - ``rejected``: the loss is validated as ``pretrain_gpt.py`` does it, and rejected in the third
   step, which Megatron then runs again.
+- ``tokens-per-sample``: packed rows are said to be of samples of ``--seq-length``, as
+  ``pretrain_gpt.py`` does from 0.19 on.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
@@ -96,6 +99,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 if __name__ == "__main__":
     datasets_provider.is_distributed = True  # type: ignore[attr-defined]
     parsed = parse_and_validate_args(extra_args_provider=add_arguments)
+    if parsed.variant == "tokens-per-sample":
+        sft.PackedSeqParams = functools.partial(
+            PackedSeqParams, tokens_per_sample=parsed.seq_length
+        )
     pretrain(
         pretrain_cfg_container_from_args(parsed, gpt_config_from_args(parsed)),
         datasets_provider,

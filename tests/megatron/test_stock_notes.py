@@ -1,0 +1,79 @@
+"""What is said at the start of a job: each note where it applies, on one rank, and only there."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mcore_batching.megatron import compat
+from mcore_batching.megatron.stock.notes import print_notes, start_notes
+
+DENSE = SimpleNamespace(num_moe_experts=None)
+PLAIN = SimpleNamespace(rank=0)
+
+
+def experts(**changes: Any) -> SimpleNamespace:
+    fields: dict[str, Any] = {
+        "num_moe_experts": 4,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_z_loss_coeff": None,
+    }
+    return SimpleNamespace(**fields | changes)
+
+
+def documents(implementation: str) -> SimpleNamespace:
+    return SimpleNamespace(rank=0, reset_attention_mask=True, transformer_impl=implementation)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        experts(moe_aux_loss_coeff=0.01),
+        experts(
+            moe_router_load_balancing_type=["none", "seq_aux_loss"], moe_aux_loss_coeff=[0.0, 0.01]
+        ),
+        experts(moe_router_load_balancing_type="none", moe_z_loss_coeff=0.001),
+    ],
+)
+def test_auxiliary_losses_weigh_less(config: SimpleNamespace) -> None:
+    (note,) = start_notes(PLAIN, config)
+    assert "weighted by real tokens" in note
+    assert "--moe-aux-loss-coeff and --moe-z-loss-coeff" in note
+
+
+def test_operations_of_padding_are_counted_until_017(monkeypatch: pytest.MonkeyPatch) -> None:
+    logging = SimpleNamespace(rank=0, log_throughput=True)
+    monkeypatch.setattr(compat, "counts_operations_of_samples", lambda: False)
+    (note,) = start_notes(logging, DENSE)
+    assert "TFLOP/s (--log-throughput) as if samples were padded" in note
+    assert start_notes(SimpleNamespace(rank=0, log_throughput=False), DENSE) == []
+    monkeypatch.setattr(compat, "counts_operations_of_samples", lambda: True)
+    assert start_notes(logging, DENSE) == []
+
+
+def test_documents_are_separate_where_transformer_engine_would_mix_them() -> None:
+    (note,) = start_notes(documents("transformer_engine"), DENSE)
+    assert "Transformer Engine ignores that mask" in note
+    assert start_notes(documents("local"), DENSE) == []
+
+
+@pytest.mark.parametrize("config", [DENSE, experts(), experts(moe_z_loss_coeff=0.0)])
+def test_a_job_to_which_none_applies_prints_nothing(
+    config: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_notes(PLAIN, config)
+    assert capsys.readouterr().out == ""
+
+
+def test_rank_0_prints_every_note(capsys: pytest.CaptureFixture[str]) -> None:
+    args, config = documents("transformer_engine"), experts(moe_aux_loss_coeff=0.01)
+    print_notes(args, config)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"mcore_batching: {note}" for note in start_notes(args, config)]
+    assert len(lines) == 2
+    args.rank = 1
+    print_notes(args, config)
+    assert capsys.readouterr().out == ""
