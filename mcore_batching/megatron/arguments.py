@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
+from pathlib import Path
 from typing import Any
 
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.planning import PlannerConfig
+from mcore_batching.planning import ConfigError, CostModel, PlannerConfig
 
 PREFIX = "--dynamic-batch-"
 
@@ -55,6 +57,13 @@ def add_dynamic_batch_arguments(parser: argparse.ArgumentParser) -> argparse.Arg
         default=1500,
         metavar="N",
         help="how long to search for a plan: simulated passes of a micro-batch for each sample",
+    )
+    add(
+        f"{PREFIX}cost-model",
+        default=None,
+        metavar="FILE",
+        help="JSON of what samples and micro-batches cost on these devices, as `mcore-batching "
+        "calibrate --out FILE` writes it",
     )
     add(
         f"{PREFIX}max-inflight-tokens",
@@ -153,3 +162,25 @@ def planner_config(args: Any) -> PlannerConfig:
     }
     chosen = {name: getattr(args, f"dynamic_batch_{name}", was) for name, was in defaults.items()}
     return PlannerConfig(max_tokens_per_gpu=args.max_tokens_per_gpu, **chosen)
+
+
+def planner_cost_model(args: Any) -> CostModel:
+    """What samples and micro-batches cost: the model in ``--dynamic-batch-cost-model``, or the
+    default one.
+
+    Raises:
+        DynamicBatchArgumentError: the file cannot be read, or holds no cost model.
+    """
+    path = getattr(args, "dynamic_batch_cost_model", None)
+    return CostModel() if path is None else _read_cost_model(path)
+
+
+@functools.cache
+def _read_cost_model(path: str) -> CostModel:
+    try:
+        return CostModel.from_json(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        raise DynamicBatchArgumentError(
+            f"{PREFIX}cost-model {path}: {error}; set it to a file that `mcore-batching calibrate "
+            "--out` wrote"
+        ) from None

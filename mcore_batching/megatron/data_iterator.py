@@ -19,7 +19,11 @@ from typing import Any
 from megatron.core import parallel_state
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Schema
-from mcore_batching.megatron.arguments import planner_config, uses_dynamic_batch_size
+from mcore_batching.megatron.arguments import (
+    planner_config,
+    planner_cost_model,
+    uses_dynamic_batch_size,
+)
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, PlanningFailedError
 from mcore_batching.megatron.exchange import plan_globally
 from mcore_batching.megatron.recording import open_record
@@ -159,7 +163,8 @@ def get_data_iterator(
             that falls into it (with equal shards: ``global_batch_size / data_parallel``
             consecutive ones). ``rollout_data["dynamic_global_batch_size"]`` overrides the
             argument.
-        cost_model: what a sample costs, for splitting and ordering.
+        cost_model: what samples and micro-batches cost; None: the one in
+            ``--dynamic-batch-cost-model``, or the default one.
 
     Returns:
         one iterator a virtual pipeline stage, and the number of micro-batches of each step, the
@@ -214,8 +219,7 @@ def plan_micro_batches(
     rendezvous = get_rendezvous(
         getattr(args, "dynamic_batch_rendezvous_timeout_seconds", DEFAULT_TIMEOUT_SECONDS)
     )
-    cost_model = cost_model or CostModel()
-    layout, config, batch, num_samples = _take_stock(
+    layout, config, cost_model, batch, num_samples = _take_stock(
         args, model, read, rendezvous, schema, steps, cost_model
     )
     exchange = bool(getattr(args, "dynamic_batch_exchange", False))
@@ -372,26 +376,31 @@ def _take_stock(
     rendezvous: Rendezvous,
     schema: Schema,
     steps: Sequence[Sequence[int]] | None,
-    cost_model: CostModel,
-) -> tuple[Layout, PlannerConfig, RolloutBatch, dict[int, int]]:
+    given_model: CostModel | None,
+) -> tuple[Layout, PlannerConfig, CostModel, RolloutBatch, dict[int, int]]:
     """Settings that all ranks share, this replica's data, and every replica's number of samples."""
 
-    def take_stock() -> tuple[Layout, PlannerConfig, RolloutBatch | None]:
+    def take_stock() -> tuple[Layout, PlannerConfig, CostModel, RolloutBatch | None]:
         chunks = model_chunks(model)
         layout, config = current_layout(chunks), planner_config(args)
+        cost_model = given_model or planner_cost_model(args)
         prepare_model(chunks, layout, config)
         open_record(args)
-        return layout, config, RolloutBatch.read(read(), args, schema, steps)
+        return layout, config, cost_model, RolloutBatch.read(read(), args, schema, steps)
 
-    def says_stock(stock: tuple[Layout, PlannerConfig, RolloutBatch | None]) -> dict[str, Any]:
-        layout, config, batch = stock
+    def says_stock(
+        stock: tuple[Layout, PlannerConfig, CostModel, RolloutBatch | None],
+    ) -> dict[str, Any]:
+        layout, config, cost_model, batch = stock
         settings = (layout, config, cost_model)
         return {
             "settings": {k: v for each in settings for k, v in dataclasses.asdict(each).items()},
             "batch": batch.summary() if batch is not None else None,
         }
 
-    (layout, config, given), notes = rendezvous.guard(PlanningFailedError, take_stock, says_stock)
+    (layout, config, cost_model, given), notes = rendezvous.guard(
+        PlanningFailedError, take_stock, says_stock
+    )
     require_equal(notes, lambda note: note.value["settings"])
     batch: RolloutBatch = rendezvous.share_within_replica(
         given, [note.value["batch"] is not None for note in notes]
@@ -410,7 +419,7 @@ def _take_stock(
         # Ranks without samples learn from one with samples what a sample looks like.
         batch = batch.with_fields_of(rendezvous.share(batch.fields(), populated[0]))
     num_samples = {rank: summary["num_samples"] for rank, summary in summaries.items()}
-    return layout, config, batch, num_samples
+    return layout, config, cost_model, batch, num_samples
 
 
 def _packings(

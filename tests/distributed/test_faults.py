@@ -54,6 +54,12 @@ def job(name: str, function: str, layout: dict[str, Any], nproc: int, **paramete
             "max_tokens_per_gpu is 56, on rank 0 it is 48",
         ),
         (
+            job("fail-cost-model", "one_rank_fails", DP2_PP2, 4, what="no cost model"),
+            "PlanningFailedError",
+            "DynamicBatchArgumentError",
+            "--dynamic-batch-cost-model /nowhere/cost.json: ",
+        ),
+        (
             job("fail-plan", "one_rank_fails", DP2_PP2, 4, what="other lengths"),
             "PlanMismatchError",
             "NoneType",

@@ -8,18 +8,24 @@ from typing import Any
 import pytest
 from kit.harness import Job, JobFailedError, run_jobs
 
+from mcore_batching.planning import CostModel
 from mcore_batching.planning.records import read_records
 
 LAYOUT = {"data_parallel": 2, "pipeline_parallel": 2}
 
 
-def _run(directory: Path, scratch: Path) -> list[Any]:
+def _run(directory: Path, scratch: Path, cost_model: Path | None = None) -> list[Any]:
     job = Job(
         "record",
         "kit.recording:record",
         4,
         LAYOUT,
-        {"layout": LAYOUT, "directory": str(directory), "steps": 3},
+        {
+            "layout": LAYOUT,
+            "directory": str(directory),
+            "steps": 3,
+            "cost_model": cost_model and str(cost_model),
+        },
     )
     outcome = run_jobs([job], scratch)[job.name]
     if isinstance(outcome, JobFailedError):
@@ -28,13 +34,17 @@ def _run(directory: Path, scratch: Path) -> list[Any]:
 
 
 def test_every_step_of_all_ranks_is_recorded(tmp_path: Path) -> None:
-    assert set(_run(tmp_path / "record", tmp_path / "scratch")) == {""}
+    model = CostModel(quadratic=0.25, per_micro_batch=2.0)
+    (tmp_path / "cost.json").write_text(model.to_json())
+    raised = _run(tmp_path / "record", tmp_path / "scratch", tmp_path / "cost.json")
+    assert set(raised) == {""}
     records = read_records(tmp_path / "record")
     assert [record.step for record in records] == [0, 1, 2]
     for record in records:
         record.plan.validate(record.lengths)
         assert len(record.lengths) == 8
         assert record.plan.layout.data_parallel == 2
+        assert record.plan.cost_model == model
         assert record.measured_seconds is not None
         assert record.measured_seconds > 0
 

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_batching.megatron.arguments import add_dynamic_batch_arguments, planner_config
+from mcore_batching.megatron.arguments import (
+    add_dynamic_batch_arguments,
+    planner_config,
+    planner_cost_model,
+)
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.refusals import check_model_config
-from mcore_batching.planning import Layout, PlannerConfig
+from mcore_batching.planning import CostModel, Layout, PlannerConfig
 
 FLAGS = {
     "--use-dynamic-batch-size",
     "--max-tokens-per-gpu",
     "--dynamic-batch-packing",
     "--dynamic-batch-balance",
+    "--dynamic-batch-cost-model",
     "--dynamic-batch-fill",
     "--dynamic-batch-forward-only-plan",
     "--dynamic-batch-max-inflight-tokens",
@@ -44,6 +50,19 @@ def test_flags_that_a_framework_has_are_left_alone() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--max-tokens-per-gpu", type=int, default=7)
     assert add_dynamic_batch_arguments(parser).parse_args([]).max_tokens_per_gpu == 7
+
+
+def test_cost_model_from_a_file(tmp_path: Path) -> None:
+    model = CostModel(quadratic=1e-3, per_micro_batch=9.0)
+    path = tmp_path / "cost.json"
+    path.write_text(model.to_json())
+    assert planner_cost_model(parse("--dynamic-batch-cost-model", str(path))) == model
+    assert planner_cost_model(parse()) == planner_cost_model(SimpleNamespace()) == CostModel()
+    other = tmp_path / "other.json"
+    other.write_text("[]")
+    for wrong in (other, tmp_path / "missing.json"):
+        with pytest.raises(DynamicBatchArgumentError, match=f"--dynamic-batch-cost-model {wrong}"):
+            planner_cost_model(parse("--dynamic-batch-cost-model", str(wrong)))
 
 
 def test_planner_config_from_flags() -> None:

@@ -14,6 +14,7 @@ from mcore_batching.megatron.arguments import (
     PREFIX,
     add_dynamic_batch_arguments,
     planner_config,
+    planner_cost_model,
 )
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.refusals import check_model_config
@@ -63,6 +64,7 @@ def check_arguments(args: Any) -> None:
     try:
         planner = planner_config(args)
         layout = _layout(args)
+        planner_cost_model(args)
     except (DynamicBatchArgumentError, ConfigError, LayoutError) as error:
         problems.append(str(error))
     if problems:

@@ -17,7 +17,7 @@ from mcore_batching.megatron.bootstrap import build_model, pipeline_config
 from mcore_batching.planning import Layout
 
 
-def record(layout: dict[str, Any], directory: str, steps: int) -> str:
+def record(layout: dict[str, Any], directory: str, steps: int, cost_model: str | None) -> str:
     """Train; what was raised, "" if nothing."""
     shape = Layout(**layout)
     model = build_model(
@@ -27,7 +27,12 @@ def record(layout: dict[str, Any], directory: str, steps: int) -> str:
         ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
     )
     optimizer = adam(model, distributed=False)
-    args = arguments(shape, dynamic_batch_record=directory, global_batch_size=8)
+    args = arguments(
+        shape,
+        dynamic_batch_record=directory,
+        dynamic_batch_cost_model=cost_model,
+        global_batch_size=8,
+    )
     data = rollouts(4 * steps, 16, seed=parallel_state.get_data_parallel_rank())
     try:
         iterators, counts = get_data_iterator(args, model, data)
