@@ -17,8 +17,8 @@ FLAGS = [
     "--iterations=2",
     "--prompts-per-iteration=6",
     "--groups-per-step=4",
-    "--warm-start-steps=60",
-    "--max-tokens-per-gpu=128",
+    "--warm-start-steps=50",
+    "--max-tokens-per-gpu=256",
 ]
 
 
@@ -110,7 +110,7 @@ def test_the_reference_is_the_policy_after_the_warm_start(job):
 
 def test_everything_that_is_promised_is_printed_and_written(job):
     printed, out, _ = job
-    assert printed.count("warm start, step  60  loss") == 2
+    assert printed.count("warm start, step  50  loss") == 2
     assert printed.count("optimizer steps  KL") == 4
     assert printed.count("in the last 2; ") == 2
     for name in ("online", "online-step-wise"):
