@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from kit.harness import Job, JobFailedError, run_jobs
 
-from mcore_batching.planning import CostModel
+from mcore_batching.planning import CostModel, plan_step
 from mcore_batching.planning.records import read_records
 
 LAYOUT = {"data_parallel": 2, "pipeline_parallel": 2}
@@ -45,6 +45,14 @@ def test_every_step_of_all_ranks_is_recorded(tmp_path: Path) -> None:
         assert len(record.lengths) == 8
         assert record.plan.layout.data_parallel == 2
         assert record.plan.cost_model == model
+        owners = [
+            next(r for r, rank in enumerate(record.plan.micro_batches) if any(i in s for s in rank))
+            for i in range(8)
+        ]
+        planned = plan_step(
+            record.lengths, record.plan.layout, record.plan.config, model, owners=owners
+        )
+        assert record.plan.micro_batches == planned.micro_batches
         assert record.measured_seconds is not None
         assert record.measured_seconds > 0
 
