@@ -19,15 +19,11 @@ KINDS = ("dense", "moe", "learned", "qk")
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Model kind to the file with its reference results."""
-    return {kind: str(reference_file(kind, tmp_path_factory)) for kind in KINDS}
-
-
-def reference_file(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("reference") / f"{kind}.pt"
+    folder = tmp_path_factory.mktemp("reference")
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     variables = environment(1) | alone | {"MASTER_PORT": "0"}
     done = subprocess.run(
-        [sys.executable, "-m", "kit.reference", kind, str(out)],
+        [sys.executable, "-m", "kit.reference", str(folder), *KINDS],
         env=variables,
         cwd=REPOSITORY,
         capture_output=True,
@@ -36,7 +32,7 @@ def reference_file(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return out
+    return {kind: str(folder / f"{kind}.pt") for kind in KINDS}
 
 
 @pytest.fixture(scope="session")

@@ -14,57 +14,70 @@ from mcore_batching.planning.records import read_records
 LAYOUT = {"data_parallel": 2, "pipeline_parallel": 2}
 
 
-def _run(directory: Path, scratch: Path, cost_model: Path | None = None) -> list[Any]:
-    job = Job(
-        "record",
-        "kit.recording:record",
-        4,
-        LAYOUT,
-        {
-            "layout": LAYOUT,
-            "directory": str(directory),
-            "steps": 3,
-            "cost_model": cost_model and str(cost_model),
-        },
-    )
-    outcome = run_jobs([job], scratch)[job.name]
+MODEL = CostModel(quadratic=0.25, per_micro_batch=2.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds a file "taken", where no folder can be made, and what the jobs recorded."""
+    made = tmp_path_factory.mktemp("record")
+    (made / "taken").write_text("")
+    (made / "cost.json").write_text(MODEL.to_json())
+    return made
+
+
+@pytest.fixture(scope="module")
+def outcomes_of_jobs(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Any] | JobFailedError]:
+    def job(name: str, **parameters: Any) -> Job:
+        return Job(name, "kit.recording:record", 4, LAYOUT, {"layout": LAYOUT, **parameters})
+
+    jobs = [
+        job(
+            "record",
+            directory=str(folder / "steps"),
+            steps=3,
+            cost_model=str(folder / "cost.json"),
+        ),
+        job("no-folder", directory=str(folder / "taken" / "steps"), steps=1, cost_model=None),
+    ]
+    return run_jobs(jobs, tmp_path_factory.mktemp("jobs"))
+
+
+def _raised(outcome: list[Any] | JobFailedError) -> list[Any]:
     if isinstance(outcome, JobFailedError):
         raise outcome
     return outcome
 
 
-def test_every_step_of_all_ranks_is_recorded(tmp_path: Path) -> None:
-    model = CostModel(quadratic=0.25, per_micro_batch=2.0)
-    (tmp_path / "cost.json").write_text(model.to_json())
-    raised = _run(tmp_path / "record", tmp_path / "scratch", tmp_path / "cost.json")
-    assert set(raised) == {""}
-    records = read_records(tmp_path / "record")
+def test_every_step_of_all_ranks_is_recorded(
+    folder: Path, outcomes_of_jobs: dict[str, Any]
+) -> None:
+    assert set(_raised(outcomes_of_jobs["record"])) == {""}
+    records = read_records(folder / "steps")
     assert [record.step for record in records] == [0, 1, 2]
     for record in records:
         record.plan.validate(record.lengths)
         assert len(record.lengths) == 8
         assert record.plan.layout.data_parallel == 2
-        assert record.plan.cost_model == model
+        assert record.plan.cost_model == MODEL
         owners = [
             next(r for r, rank in enumerate(record.plan.micro_batches) if any(i in s for s in rank))
             for i in range(8)
         ]
         planned = plan_step(
-            record.lengths, record.plan.layout, record.plan.config, model, owners=owners
+            record.lengths, record.plan.layout, record.plan.config, MODEL, owners=owners
         )
         assert record.plan.micro_batches == planned.micro_batches
         assert record.measured_seconds is not None
         assert record.measured_seconds > 0
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    raised = _run(tmp_path / "file" / "record", tmp_path / "scratch")
+def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(
+    outcomes_of_jobs: dict[str, Any],
+) -> None:
+    raised = _raised(outcomes_of_jobs["no-folder"])
     assert len(set(raised)) == 1
     assert "cannot record into" in raised[0]
     assert "set --dynamic-batch-record to a folder" in raised[0]
-
-
-@pytest.fixture(autouse=True)
-def _scratch(tmp_path: Path) -> None:
-    (tmp_path / "scratch").mkdir()

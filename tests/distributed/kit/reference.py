@@ -2,14 +2,15 @@
 
 Megatron's own model with its own local attention, on plain ``[1, length]`` batches; log-probs by
 `torch.log_softmax`, the loss in one piece, `torch.optim.AdamW`. Run as ``python -m kit.reference
-KIND OUT``; writes weights and log-probs, and for every objective its value, gradients and the
-weights after one step.
+FOLDER KIND...``; writes to FOLDER/KIND.pt weights and log-probs, and for every objective its value,
+gradients and the weights after one step.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,10 +78,15 @@ def plain_adam(model: Any) -> torch.optim.Optimizer:
     )
 
 
-def main(kind: str, out: str) -> None:
-    """Write the reference results of a model kind."""
+def main(folder: str, *kinds: str) -> None:
+    """Write the reference results of each model kind."""
     initialize_process_group()
     initialize_model_parallel(Layout())
+    for kind in kinds:
+        torch.save(_results(kind), Path(folder) / f"{kind}.pt")
+
+
+def _results(kind: str) -> dict[str, Any]:
     model = plain_model(kind)
     device = next(model.parameters()).device
     samples = {
@@ -105,15 +111,12 @@ def main(kind: str, out: str) -> None:
             "metrics": {key: float(each.detach()) for key, each in value.items()},
             **_one_step(model, dict(zip(parameters, gradients[name], strict=True)), weights),
         }
-    torch.save(
-        {
-            "weights": weights,
-            "log_probs": [each.detach().cpu() for each in log_probs],
-            "objectives": objectives,
-            **objectives[DEFAULT_OBJECTIVE],
-        },
-        out,
-    )
+    return {
+        "weights": weights,
+        "log_probs": [each.detach().cpu() for each in log_probs],
+        "objectives": objectives,
+        **objectives[DEFAULT_OBJECTIVE],
+    }
 
 
 def _one_step(

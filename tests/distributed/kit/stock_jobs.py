@@ -121,8 +121,8 @@ JOBS = {
             function="train_and_resume",
         ),
         job("tp2-exchange", *steps(10), *TP2, *EXCHANGE),
-        job("ep2-padded", *steps(20), *PP2, *EXPERTS, *NO_AUXILIARY_LOSS),
-        job("ep2", *steps(20), *PP2, *EXPERTS, *NO_AUXILIARY_LOSS, *FLAG),
+        job("ep2-padded", *steps(10), *PP2, *EXPERTS, *NO_AUXILIARY_LOSS),
+        job("ep2", *steps(10), *PP2, *EXPERTS, *NO_AUXILIARY_LOSS, *FLAG),
         job(
             "ep2-tokens-per-sample",
             *(*steps(5), *PP2, *EXPERTS, *NO_AUXILIARY_LOSS, *FLAG),
