@@ -227,7 +227,7 @@ def test_floating_point_operations_are_counted_of_samples_alone(records: list[Ra
 @pytest.mark.parametrize(
     ("records", "num_steps"),
     [
-        pytest.param(("pp2-exchange", "pp2-resumed"), 20, id="pp2-exchange"),
+        pytest.param(("pp2-exchange", "pp2-resumed"), 10, id="pp2-exchange"),
         pytest.param(("vpp2", "vpp2-resumed"), 10, id="vpp2"),
         pytest.param(("tp2-cp2", "tp2-cp2-resumed"), 10, id="tp2-cp2"),
     ],

@@ -90,6 +90,8 @@ def environment(nproc: int) -> dict[str, str]:
     if torch.cuda.device_count() < nproc:
         variables["CUDA_VISIBLE_DEVICES"] = ""
         variables["MCORE_BATCHING_CPU"] = "1"
+        # The stand-in sets it too, but megatron-core, imported before, would load the compiler.
+        variables["TORCHDYNAMO_DISABLE"] = "1"
     return variables
 
 

@@ -102,7 +102,7 @@ JOBS = {
         job("pp2-ramp-up", *RAMP_UP, *PP2, *FLAG),
         job(
             "pp2-resumed",
-            *(*steps(20), *PP2, *EXCHANGE, *saved("pp2", every=10)),
+            *(*steps(10), *PP2, *EXCHANGE, *saved("pp2", every=5)),
             function="train_and_resume",
         ),
         job("vpp2-padded", *steps(20), *VPP2),
