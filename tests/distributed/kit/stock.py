@@ -16,12 +16,19 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core.transformer.moe import moe_logging
-from megatron.training import get_args, training
+from megatron.training import argument_utils, get_args, training
 
 from kit.harness import REPOSITORY
 from mcore_batching import run
 from mcore_batching.megatron.stock import install
 from mcore_batching.megatron.stock.statistics import PREFIX
+
+# Every parser reads the sources of Megatron's dataclasses for its help texts, half a second each
+# time; here once a process.
+_Factory = argument_utils.ArgumentGroupFactory
+_read_docstrings = _Factory._get_field_docstrings
+_docstrings_of = functools.cache(lambda of: _read_docstrings(_Factory.__new__(_Factory), of))
+_Factory._get_field_docstrings = lambda self, of: _docstrings_of(of)
 
 
 def train(script: str, words: Sequence[str]) -> dict[str, Any]:
