@@ -1,18 +1,14 @@
 """The whole job on real processes: two pipeline stages of two model chunks."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from grpo_script import run_grpo
 from metrics import IterationMetrics, read
 
 pytest.importorskip("megatron.core")
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 FLAGS = [
     "--pp=2",
     "--vpp=2",
@@ -25,36 +21,10 @@ FLAGS = [
 ]
 
 
-def run_job(*flags):
-    environment = os.environ | {
-        "MCORE_BATCHING_CPU": "1",
-        "TORCHDYNAMO_DISABLE": "1",  # the stand-in sets it too, with the compiler loaded
-        "CUDA_VISIBLE_DEVICES": "",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "PYTHONPATH": str(REPOSITORY),
-    }
-    return subprocess.run(
-        [
-            sys.executable,
-            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-            str(REPOSITORY / "examples" / "grpo.py"),
-            *FLAGS,
-            *flags,
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-
-
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     out = tmp_path_factory.mktemp("job")
-    done = run_job("--compare", "--out", str(out))
+    done = run_grpo(2, *FLAGS, "--compare", "--out", str(out))
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout, out
 
@@ -101,7 +71,7 @@ def test_everything_that_is_promised_is_printed_and_written(job):
 
 
 def test_what_the_user_can_put_right_is_said_once_without_a_traceback(tmp_path):
-    done = run_job("--dp=2", "--out", str(tmp_path))
+    done = run_grpo(2, *FLAGS, "--dp=2", "--out", str(tmp_path))
     assert done.returncode != 0
     assert done.stderr.count("grpo.py: error: the layout needs 4 processes") == 1
     assert "bootstrap.py" not in done.stderr

@@ -1,17 +1,13 @@
 """The policy plays and learns on two data-parallel ranks of two stages: whole games, and turns."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from grpo_script import run_grpo
 from metrics import OnlineMetrics, read
 
 pytest.importorskip("megatron.core")
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 FLAGS = [
     "--online",
     "--iterations=2",
@@ -22,38 +18,12 @@ FLAGS = [
 ]
 
 
-def run_job(*flags):
-    environment = os.environ | {
-        "MCORE_BATCHING_CPU": "1",
-        "TORCHDYNAMO_DISABLE": "1",  # the stand-in sets it too, with the compiler loaded
-        "CUDA_VISIBLE_DEVICES": "",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "PYTHONPATH": str(REPOSITORY),
-    }
-    return subprocess.run(
-        [
-            sys.executable,
-            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"),
-            str(REPOSITORY / "examples" / "grpo.py"),
-            *FLAGS,
-            *flags,
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     out = tmp_path_factory.mktemp("online")
     printed = ""
     for flags in ([], ["--step-wise"]):
-        done = run_job("--out", str(out), *flags)
+        done = run_grpo(4, *FLAGS, "--out", str(out), *flags)
         assert done.returncode == 0, done.stderr[-3000:]
         printed += done.stdout
     runs = [
