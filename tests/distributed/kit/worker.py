@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -45,6 +46,9 @@ def main() -> None:
             os._exit(1)  # the others may be waiting for this rank: nothing can be taken down
         last.cancel()
         faulthandler.cancel_dump_traceback_later()
+        # Else the collector goes over the modules, and what Megatron keeps, again and again.
+        gc.collect()
+        gc.freeze()
     dist.destroy_process_group()
 
 
