@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kit.harness import REPOSITORY, Job, JobFailedError, environment, run_jobs
+from kit.harness import REPOSITORY, Job, environment, results, run_jobs
 
 KINDS = ("dense", "moe", "learned", "qk")
 
@@ -66,10 +66,7 @@ def ranks(
             if each.nproc == job.nproc and each.name not in outcomes
         ]
         outcomes |= run_jobs(together, tmp_path_factory.mktemp(f"nproc{job.nproc}"))
-    outcome = outcomes[job.name]
-    if isinstance(outcome, JobFailedError):
-        raise outcome
-    return outcome
+    return results(outcomes[job.name])
 
 
 def with_reference(job: Job, references: dict[str, str]) -> Job:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.harness import Job, JobFailedError, run_jobs
+from kit.harness import Job, JobFailedError, results, run_jobs
 
 from mcore_batching.planning import CostModel, plan_step
 from mcore_batching.planning.records import read_records
@@ -45,16 +45,10 @@ def outcomes_of_jobs(
     return run_jobs(jobs, tmp_path_factory.mktemp("jobs"))
 
 
-def _raised(outcome: list[Any] | JobFailedError) -> list[Any]:
-    if isinstance(outcome, JobFailedError):
-        raise outcome
-    return outcome
-
-
 def test_every_step_of_all_ranks_is_recorded(
     folder: Path, outcomes_of_jobs: dict[str, Any]
 ) -> None:
-    assert set(_raised(outcomes_of_jobs["record"])) == {""}
+    assert set(results(outcomes_of_jobs["record"])) == {""}
     records = read_records(folder / "steps")
     assert [record.step for record in records] == [0, 1, 2]
     for record in records:
@@ -77,7 +71,7 @@ def test_every_step_of_all_ranks_is_recorded(
 def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(
     outcomes_of_jobs: dict[str, Any],
 ) -> None:
-    raised = _raised(outcomes_of_jobs["no-folder"])
+    raised = results(outcomes_of_jobs["no-folder"])
     assert len(set(raised)) == 1
     assert "cannot record into" in raised[0]
     assert "set --dynamic-batch-record to a folder" in raised[0]

@@ -12,7 +12,7 @@ import itertools
 from typing import Any
 
 import pytest
-from kit.harness import JobFailedError, run_jobs
+from kit.harness import results, run_jobs
 from kit.stock_jobs import CAP, JOBS, LAYERS
 
 pytestmark = pytest.mark.skipif(
@@ -56,11 +56,7 @@ def records(
         ]
         wanted = [JOBS[name] for name in dict.fromkeys(selected)]
         launched |= run_jobs(wanted, tmp_path_factory.mktemp("stock"))
-    outcomes = [launched[name] for name in request.param]
-    for outcome in outcomes:
-        if isinstance(outcome, JobFailedError):
-            raise outcome
-    return outcomes
+    return [results(launched[name]) for name in request.param]
 
 
 def last_stage(ranks: Ranks) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from kit.harness import Job, run_jobs
+from kit.harness import Job, results, run_jobs
 
 HERE = Path(__file__).resolve().parent
 SEED, MOST_PROMPTS = 5, 5
@@ -56,17 +56,11 @@ def outcomes(tmp_path_factory):
         return found | run_jobs(jobs, folder / "together")
 
 
-def ranks_of(outcomes, name):
-    if isinstance(outcomes[name], Exception):
-        raise outcomes[name]
-    return outcomes[name]
-
-
 @pytest.mark.parametrize(("layout", "num_prompts"), CASES, ids=lambda value: str(value))
 def test_every_layout_draws_the_tokens_of_one_process(outcomes, layout, num_prompts):
-    (reference,) = ranks_of(outcomes, "reference")
+    (reference,) = results(outcomes["reference"])
     expected = {tuple(each["game"]): each for each in reference[: 2 * num_prompts]}
-    ranks = ranks_of(outcomes, name_of(layout, num_prompts))
+    ranks = results(outcomes[name_of(layout, num_prompts)])
     replicas = {}
     for rank in ranks:
         # All ranks of a replica hold the same games.
@@ -84,7 +78,7 @@ def test_every_layout_draws_the_tokens_of_one_process(outcomes, layout, num_prom
 
 @pytest.mark.parametrize(("layout", "num_prompts"), CASES, ids=lambda value: str(value))
 def test_all_ranks_go_on_until_the_last_game_is_over(outcomes, layout, num_prompts):
-    ranks = ranks_of(outcomes, name_of(layout, num_prompts))
+    ranks = results(outcomes[name_of(layout, num_prompts)])
     drawn = [sum(end - start for start, end in g["turns"]) for r in ranks for g in r["games"]]
     assert {rank["passes"] for rank in ranks} == {max(drawn)}
     longest = {}
@@ -97,7 +91,7 @@ def test_all_ranks_go_on_until_the_last_game_is_over(outcomes, layout, num_promp
 
 
 def test_the_games_are_worth_comparing(outcomes):
-    (reference,) = ranks_of(outcomes, "reference")
+    (reference,) = results(outcomes["reference"])
     drawn = [sum(end - start for start, end in game["turns"]) for game in reference]
     assert len(set(drawn)) > 2
     assert len({len(game["turns"]) for game in reference}) > 2

@@ -79,6 +79,17 @@ def run_jobs(jobs: list[Job], scratch: Path) -> dict[str, list[Any] | JobFailedE
     return outcomes
 
 
+def results(outcome: list[Any] | JobFailedError) -> list[Any]:
+    """What every rank returned.
+
+    Raises:
+        JobFailedError: the job failed.
+    """
+    if isinstance(outcome, JobFailedError):
+        raise outcome
+    return outcome
+
+
 def environment(nproc: int) -> dict[str, str]:
     """Variables of the worker processes; the CPU stand-in where there are too few GPUs."""
     variables = dict(os.environ)
