@@ -40,15 +40,18 @@ import torch.distributed as dist
 from comparison import compare
 from figures import draw_comparison, draw_micro_batches
 from online import train_online
-from options import layout_of, parse_arguments, settings_of
+from options import dims_of, parse_arguments, settings_of
 from reporting import Reporter
 from reward_figure import draw_reward
 from rollouts import Rollout, read_groups
 from timeline import Span
 from training import train
 
-from mcore_batching.megatron.bootstrap import initialize_model_parallel, initialize_process_group
-from mcore_batching.planning import Layout
+from mcore_batching.megatron.standalone.bootstrap import (
+    initialize_model_parallel,
+    initialize_process_group,
+)
+from mcore_batching.planning import ParallelDims
 
 
 def main() -> None:
@@ -56,37 +59,37 @@ def main() -> None:
     options = parse_arguments()
     try:
         groups = [] if options.online else read_groups(options.rollouts)
-        layout = layout_of(options, int(os.environ.get("WORLD_SIZE", "1")))
+        dims = dims_of(options, int(os.environ.get("WORLD_SIZE", "1")))
         initialize_process_group()
-        initialize_model_parallel(layout, options.seed)
+        initialize_model_parallel(dims, options.seed)
     except (ValueError, RuntimeError) as error:
         # What the user can put right: every rank finds the same, and one says it.
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"grpo.py: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     if options.online:
-        run_online(options, layout)
+        run_online(options, dims)
     else:
-        run_recorded(options, layout, groups)
+        run_recorded(options, dims, groups)
     dist.destroy_process_group()
 
 
 def run_recorded(
-    options: argparse.Namespace, layout: Layout, groups: Sequence[list[Rollout]]
+    options: argparse.Namespace, dims: ParallelDims, groups: Sequence[list[Rollout]]
 ) -> None:
     """The runs on recorded rollouts that the flags ask for, and their comparison."""
     reporter = Reporter(dist.get_rank() == 0)
     both = ("dynamic", "baseline")
     for name in both if options.compare else both[options.baseline :][:1]:
         train_this = functools.partial(
-            train, options, layout, groups, one_sample_a_micro_batch=name == "baseline"
+            train, options, dims, groups, one_sample_a_micro_batch=name == "baseline"
         )
-        run(name, options, layout, reporter, train_this)
+        run(name, options, dims, reporter, train_this)
     if dist.get_rank() == 0:
         compare_runs(options.out, reporter)
 
 
-def run_online(options: argparse.Namespace, layout: Layout) -> None:
+def run_online(options: argparse.Namespace, dims: ParallelDims) -> None:
     """The run in which the policy plays, and the picture of its reward."""
     reporter = Reporter(
         dist.get_rank() == 0, online_reporting.iteration_line, online_reporting.run_table
@@ -97,8 +100,8 @@ def run_online(options: argparse.Namespace, layout: Layout) -> None:
             reporter.say(f"warm start, step {step:>3}  loss {loss:.3f}")
 
     name = "online-step-wise" if options.step_wise else "online"
-    train_this = functools.partial(train_online, options, layout, on_warm_start=on_warm_start)
-    done = run(name, options, layout, reporter, train_this)
+    train_this = functools.partial(train_online, options, dims, on_warm_start=on_warm_start)
+    done = run(name, options, dims, reporter, train_this)
     if dist.get_rank() == 0:
         draw_reward(done, name, options.out / name / "reward.png")
         reporter.say(f"{online_reporting.reward_summary(done)}\n{options.out / name}: reward.png")
@@ -107,7 +110,7 @@ def run_online(options: argparse.Namespace, layout: Layout) -> None:
 def run(
     name: str,
     options: argparse.Namespace,
-    layout: Layout,
+    dims: ParallelDims,
     reporter: Reporter,
     train_this: Callable[..., list[Span]],
 ) -> list[Any]:
@@ -116,7 +119,7 @@ def run(
     Args:
         name: of its folder.
         options: the job's flags.
-        layout: of the job.
+        dims: of the job.
         reporter: prints.
         train_this: trains; takes ``on_iteration``.
 
@@ -143,7 +146,7 @@ def run(
     if first:
         draw_micro_batches(
             spans,
-            cap_tokens=options.max_tokens_per_gpu * layout.context_parallel,
+            cap_tokens=options.max_tokens_per_gpu * dims.context_parallel,
             title=f"one optimizer step of the {name} run",
             out=folder / "micro_batches.png",
         )

@@ -20,15 +20,15 @@ from trajectories import MAX_TOKENS, Trajectory, samples_of
 from update import Learner, update
 from warm_start import warm_start
 
-from mcore_batching.batch import compute_advantages
 from mcore_batching.megatron import DataIterator
 from mcore_batching.megatron.topology import is_last_stage
-from mcore_batching.planning import Layout, group_steps
+from mcore_batching.planning import ParallelDims, group_steps
+from mcore_batching.rl import compute_advantages
 
 
 def train_online(
     options: argparse.Namespace,
-    layout: Layout,
+    dims: ParallelDims,
     *,
     on_warm_start: Callable[[int, float], None],
     on_iteration: Callable[[OnlineMetrics], None],
@@ -39,7 +39,7 @@ def train_online(
 
     Args:
         options: the job's flags.
-        layout: of the job.
+        dims: of the job.
         on_warm_start: called after each warm-start step with its number and loss, on every rank.
         on_iteration: called with each iteration's metrics, on every rank.
 
@@ -47,7 +47,7 @@ def train_online(
         when each micro-batch of the last iteration's first step ran.
     """
     policy, reference = build_policy_and_reference(
-        layout,
+        dims,
         num_layers=options.num_layers,
         hidden_size=options.hidden_size,
         max_sequence_length=MAX_TOKENS,
@@ -64,7 +64,7 @@ def train_online(
     spans: list[timeline.Span] = []
     for iteration in range(options.iterations):
         uids = uids_of_iteration(options, iteration)
-        mine = share_of_rank(uids, parallel_state.get_data_parallel_rank(), layout.data_parallel)
+        mine = share_of_rank(uids, parallel_state.get_data_parallel_rank(), dims.data_parallel)
         games = [
             Trajectory.begin(uid, number)
             for uid in mine

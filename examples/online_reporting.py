@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from metrics import OnlineMetrics
 
-from mcore_batching.report import Table
+from mcore_batching.tools.report import Table
 
 COLUMNS = (
     "iteration",

@@ -10,7 +10,7 @@ from typing import Any
 from byte_tokens import PADDING
 
 from mcore_batching.megatron import add_dynamic_batch_arguments
-from mcore_batching.planning import Layout
+from mcore_batching.planning import ParallelDims
 
 BUNDLED_ROLLOUTS = Path(__file__).parent / "data" / "arithmetic_rollouts.jsonl"
 ONLINE_DEFAULTS: dict[str, Any] = {
@@ -60,13 +60,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add_dynamic_batch_arguments(parser)
     parser.set_defaults(use_dynamic_batch_size=True, max_tokens_per_gpu=2048)
-    layout = parser.add_argument_group("layout")
-    layout.add_argument("--dp", type=int, help="data parallel (default: what the others leave)")
-    layout.add_argument("--pp", type=int, default=2, help="pipeline stages")
-    layout.add_argument("--vpp", type=int, default=1, help="model chunks a stage")
-    layout.add_argument("--tp", type=int, default=1, help="tensor parallel")
-    layout.add_argument("--cp", type=int, default=1, help="context parallel")
-    layout.add_argument("--sequence-parallel", action="store_true")
+    dims = parser.add_argument_group("layout")
+    dims.add_argument("--dp", type=int, help="data parallel (default: what the others leave)")
+    dims.add_argument("--pp", type=int, default=2, help="pipeline stages")
+    dims.add_argument("--vpp", type=int, default=1, help="model chunks a stage")
+    dims.add_argument("--tp", type=int, default=1, help="tensor parallel")
+    dims.add_argument("--cp", type=int, default=1, help="context parallel")
+    dims.add_argument("--sequence-parallel", action="store_true")
     job = parser.add_argument_group("job")
     job.add_argument("--rollouts", type=Path, default=BUNDLED_ROLLOUTS, metavar="FILE")
     job.add_argument("--iterations", type=int, default=6)
@@ -115,14 +115,14 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def layout_of(options: argparse.Namespace, num_processes: int) -> Layout:
+def dims_of(options: argparse.Namespace, num_processes: int) -> ParallelDims:
     """The layout that the flags ask for.
 
     Raises:
         ValueError: the processes cannot be laid out so.
     """
     model_parallel = options.pp * options.tp * options.cp
-    return Layout(
+    return ParallelDims(
         data_parallel=options.dp or max(num_processes // model_parallel, 1),
         pipeline_parallel=options.pp,
         virtual_pipeline=options.vpp,

@@ -11,15 +11,19 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_batching.megatron.bootstrap import build_model, build_optimizer, pipeline_config
-from mcore_batching.planning import Layout
+from mcore_batching.megatron.standalone.bootstrap import (
+    build_model,
+    build_optimizer,
+    pipeline_config,
+)
+from mcore_batching.planning import ParallelDims
 
 ATTENTION_HEADS = 4
 KEY_VALUE_HEADS = 4
 
 
 def build_policy_and_reference(
-    layout: Layout,
+    dims: ParallelDims,
     *,
     num_layers: int,
     hidden_size: int,
@@ -29,7 +33,7 @@ def build_policy_and_reference(
     """This rank's chunks of the policy, ready to train, and of its frozen copy.
 
     Args:
-        layout: of the job.
+        dims: of the job.
         num_layers: over all pipeline stages.
         hidden_size: of the residual stream.
         max_sequence_length: longest sample, in tokens.
@@ -44,13 +48,11 @@ def build_policy_and_reference(
     tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
     shape: dict[str, Any] = {"vocab_size": VOCABULARY, "max_sequence_length": max_sequence_length}
     policy = build_model(
-        _transformer_config(layout, num_layers, hidden_size),
+        _transformer_config(dims, num_layers, hidden_size),
         ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
         **shape,
     )
-    reference = build_model(
-        _transformer_config(layout, num_layers, hidden_size), wrap=False, **shape
-    )
+    reference = build_model(_transformer_config(dims, num_layers, hidden_size), wrap=False, **shape)
     copy_weights(policy, reference)
     for chunk in reference:
         chunk.requires_grad_(False)
@@ -79,7 +81,7 @@ def build_adam(policy: list[Any], learning_rate: float) -> Any:
     return build_optimizer(policy, config)
 
 
-def _transformer_config(layout: Layout, num_layers: int, hidden_size: int) -> TransformerConfig:
+def _transformer_config(dims: ParallelDims, num_layers: int, hidden_size: int) -> TransformerConfig:
     return TransformerConfig(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -102,5 +104,5 @@ def _transformer_config(layout: Layout, num_layers: int, hidden_size: int) -> Tr
         apply_rope_fusion=False,
         # Gradients are divided by the tokens of the step, not averaged over micro-batches.
         calculate_per_token_loss=True,
-        **pipeline_config(layout),
+        **pipeline_config(dims),
     )

@@ -11,7 +11,7 @@ from metrics import IterationMetrics
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mcore_batching.report import Table, print_table
+from mcore_batching.tools.report import Table, print_table
 
 COLUMNS = (
     "iteration",

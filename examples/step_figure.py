@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from mcore_batching import Layout, PlannerConfig, StepPlan, plan_step
+from mcore_batching import ParallelDims, PlannerConfig, StepPlan, plan_step
 
 CAP_TOKENS = 4096
 RANKS = 4
@@ -86,16 +86,16 @@ def main() -> None:
     out = parser.parse_args().out
     lengths = lengths_of_samples()
     owners = [rank for rank, share in enumerate(SHARES) for _ in range(share)]
-    layout = Layout(data_parallel=RANKS)
+    dims = ParallelDims(data_parallel=RANKS)
     as_it_falls = plan_step(
         lengths,
-        layout,
+        dims,
         PlannerConfig(
             max_tokens_per_gpu=CAP_TOKENS, packing="first-fit", fill="placeholder", balance="none"
         ),
         owners=owners,
     )
-    ours = plan_step(lengths, layout, PlannerConfig(max_tokens_per_gpu=CAP_TOKENS), owners=owners)
+    ours = plan_step(lengths, dims, PlannerConfig(max_tokens_per_gpu=CAP_TOKENS), owners=owners)
     figure, axes = plt.subplots(2, 1, figsize=(8, 4.8), layout="constrained")
     draw(
         axes[0],

@@ -15,12 +15,12 @@ from policy import build_adam, build_policy_and_reference
 from rollouts import Rollout
 from update import Learner, update
 
-from mcore_batching.planning import Layout
+from mcore_batching.planning import ParallelDims
 
 
 def train(
     options: argparse.Namespace,
-    layout: Layout,
+    dims: ParallelDims,
     groups: Sequence[list[Rollout]],
     *,
     one_sample_a_micro_batch: bool,
@@ -32,7 +32,7 @@ def train(
 
     Args:
         options: the job's flags.
-        layout: of the job.
+        dims: of the job.
         groups: all rollouts; every rank has read the whole file.
         one_sample_a_micro_batch: run the baseline.
         on_iteration: called with each iteration's metrics, on every rank.
@@ -42,7 +42,7 @@ def train(
     """
     longest = max(len(rollout_data([group])["tokens"][0]) for group in groups)
     policy, reference = build_policy_and_reference(
-        layout,
+        dims,
         num_layers=options.num_layers,
         hidden_size=options.hidden_size,
         max_sequence_length=longest,
@@ -58,7 +58,7 @@ def train(
     spans: list[timeline.Span] = []
     for iteration in range(options.iterations):
         chosen = groups_of_iteration(groups, iteration, options.prompts_per_iteration)
-        mine = share_of_rank(chosen, parallel_state.get_data_parallel_rank(), layout.data_parallel)
+        mine = share_of_rank(chosen, parallel_state.get_data_parallel_rank(), dims.data_parallel)
         done = update(learner, args, rollout_data(mine), record=iteration == options.iterations - 1)
         spans = done.spans
         rewards = [rollout.reward for group in chosen for rollout in group]

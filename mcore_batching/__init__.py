@@ -1,8 +1,8 @@
 """Dynamic micro-batches for Megatron-LM.
 
-    from mcore_batching import Layout, PlannerConfig, plan_step
+    from mcore_batching import ParallelDims, PlannerConfig, plan_step
 
-    step = plan_step(lengths, Layout(data_parallel=8), PlannerConfig(max_tokens_per_gpu=16384))
+    step = plan_step(lengths, ParallelDims(data_parallel=8), PlannerConfig(max_tokens_per_gpu=16384))
     step.micro_batches[rank][slot]  # sample indices of that rank's micro-batch; () is a placeholder
 
 Guarantees: importing this package imports the planner and nothing else: no PyTorch, no Megatron.
@@ -23,10 +23,10 @@ from mcore_batching.planning import (
     InflightBoundError,
     InvariantError,
     ItemTooLargeError,
-    Layout,
-    LayoutError,
     LengthError,
     OversizeSampleError,
+    ParallelDims,
+    ParallelDimsError,
     Plan,
     PlanFormatError,
     PlannerConfig,
@@ -56,8 +56,8 @@ from mcore_batching.planning import (
 
 if TYPE_CHECKING:
     from mcore_batching.batch import Schema
-    from mcore_batching.megatron.hook import Hook
-    from mcore_batching.megatron.stock import Installation
+    from mcore_batching.integrations.megatron_lm import Installation
+    from mcore_batching.integrations.slime.hook import Hook
 
 __all__ = [
     "ConfigError",
@@ -65,10 +65,10 @@ __all__ = [
     "InflightBoundError",
     "InvariantError",
     "ItemTooLargeError",
-    "Layout",
-    "LayoutError",
     "LengthError",
     "OversizeSampleError",
+    "ParallelDims",
+    "ParallelDimsError",
     "Plan",
     "PlanFormatError",
     "PlannerConfig",
@@ -103,7 +103,7 @@ __all__ = [
 def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
     """Replace ``get_data_iterator``, ``forward_only`` and ``get_batch`` in a framework's modules.
 
-    Imports PyTorch and Megatron. See `mcore_batching.megatron.hook`.
+    Imports PyTorch and Megatron. See `mcore_batching.integrations.slime.hook`.
 
     Args:
         modules: that have the functions, all three between them.
@@ -117,7 +117,7 @@ def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
         HookError: a function is missing or hooked already, or its signature is another.
     """
     from mcore_batching.batch import DEFAULT_SCHEMA
-    from mcore_batching.megatron.hook import hook as hook_modules
+    from mcore_batching.integrations.slime.hook import hook as hook_modules
 
     return hook_modules(*modules, schema=DEFAULT_SCHEMA if schema is None else schema)
 
@@ -127,7 +127,7 @@ def install(
 ) -> Installation:
     """Hook the plugin into ``megatron.training``, for the first lines of a stock training script.
 
-    Imports PyTorch and Megatron. See `mcore_batching.megatron.stock.install`.
+    Imports PyTorch and Megatron. See `mcore_batching.integrations.megatron_lm.install`.
 
     Args:
         arguments: the command line; None: this process's.
@@ -140,6 +140,6 @@ def install(
     Raises:
         DynamicBatchArgumentError: this Megatron lacks ``megatron.training`` or one of its names.
     """
-    from mcore_batching.megatron.stock import install as install_stock
+    from mcore_batching.integrations.megatron_lm import install as install_stock
 
     return install_stock(arguments, batch_fields=batch_fields)

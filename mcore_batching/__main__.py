@@ -2,7 +2,7 @@
 
 import sys
 
-from mcore_batching.cli import main
+from mcore_batching.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -40,11 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # As if the script had been started by itself: its own folder first, not this package's.
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     if os.environ.get("MCORE_BATCHING_CPU", "") not in ("", "0"):
-        from mcore_batching.megatron import cpu
+        from mcore_batching.megatron import cpu_emulation
 
-        cpu.enable()
+        cpu_emulation.enable()
     if any(word.startswith(_FLAGS) for word in words[1:]):
-        from mcore_batching.megatron.stock import install
+        from mcore_batching.integrations.megatron_lm import install
 
         installation = install(words[1:])
         if os.environ.get("RANK", "0") == "0":

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch.fields import Kind
-from mcore_batching.batch.layout import Row
 from mcore_batching.batch.response_tokens import ResponseTokens
+from mcore_batching.batch.row_layout import Row
 from mcore_batching.batch.schema import Schema
 
 

@@ -4,7 +4,8 @@ Importing this package imports torch and megatron.core.
 """
 
 from mcore_batching.megatron.arguments import add_dynamic_batch_arguments
-from mcore_batching.megatron.attention import PackedAttention
+from mcore_batching.megatron.attention.packed_attention import PackedAttention
+from mcore_batching.megatron.attention.specs import packed_layer_spec, use_packed_attention
 from mcore_batching.megatron.data_iterator import DataIterator, add_fields, get_data_iterator
 from mcore_batching.megatron.errors import (
     CollationFailedError,
@@ -16,9 +17,8 @@ from mcore_batching.megatron.errors import (
 )
 from mcore_batching.megatron.forward_only import forward_only
 from mcore_batching.megatron.log_probs import response_entropy, response_log_probs
-from mcore_batching.megatron.refusals import check_settings
-from mcore_batching.megatron.specs import packed_layer_spec, use_packed_attention
 from mcore_batching.megatron.train_step import TrainStepResult, train_step
+from mcore_batching.megatron.validation import check_settings
 
 __all__ = [
     "CollationFailedError",

@@ -24,23 +24,23 @@ from mcore_batching.megatron.arguments import (
     planner_cost_model,
     uses_dynamic_batch_size,
 )
-from mcore_batching.megatron.errors import DynamicBatchArgumentError, PlanningFailedError
-from mcore_batching.megatron.exchange import plan_globally
-from mcore_batching.megatron.recording import open_record
-from mcore_batching.megatron.refusals import prepare_model
-from mcore_batching.megatron.rendezvous import (
+from mcore_batching.megatron.consensus import (
     DEFAULT_TIMEOUT_SECONDS,
-    Rendezvous,
-    get_rendezvous,
+    Consensus,
+    get_consensus,
     require_equal,
     require_equal_within_replicas,
 )
+from mcore_batching.megatron.errors import DynamicBatchArgumentError, PlanningFailedError
+from mcore_batching.megatron.exchange import plan_globally
+from mcore_batching.megatron.recording import open_record
 from mcore_batching.megatron.rollout_batch import RolloutBatch
-from mcore_batching.megatron.schedule import MicroBatches, RolloutSchedule, Shard
-from mcore_batching.megatron.topology import current_layout, model_chunks
+from mcore_batching.megatron.schedule import MicroBatches, MicroBatchSchedule, Shard
+from mcore_batching.megatron.topology import current_dims, model_chunks
+from mcore_batching.megatron.validation import prepare_model
 from mcore_batching.planning import (
     CostModel,
-    Layout,
+    ParallelDims,
     PlannerConfig,
     ShardOutlook,
     fill_shard,
@@ -56,16 +56,16 @@ _Filled = list[list[MicroBatches]]
 
 
 class DataIterator:
-    """Walks through the micro-batches of a `RolloutSchedule`, one virtual pipeline stage's view.
+    """Walks through the micro-batches of a `MicroBatchSchedule`, one virtual pipeline stage's view.
 
     The names that frameworks read are kept: ``rollout_data``, ``micro_batch_indices``, ``offset``,
     ``get_next`` and ``reset``.
     """
 
-    def __init__(self, schedule: RolloutSchedule) -> None:
+    def __init__(self, schedule: MicroBatchSchedule) -> None:
         self.schedule = schedule
         self.offset = 0
-        self._forward_only: RolloutSchedule | None = None
+        self._forward_only: MicroBatchSchedule | None = None
 
     @property
     def rollout_data(self) -> dict[str, list[Any]]:
@@ -100,7 +100,7 @@ class DataIterator:
         self.offset += 1
         return {key: values.get(key) for key in keys}
 
-    def for_forward_passes(self, args: Any, model: list[Any]) -> RolloutSchedule:
+    def for_forward_passes(self, args: Any, model: list[Any]) -> MicroBatchSchedule:
         """The schedule of forward passes alone: the same one, or one planned for them.
 
         A collective over all ranks where it has to be made, at the first call under
@@ -216,60 +216,60 @@ def plan_micro_batches(
     Raises:
         CollectiveError: as `get_data_iterator`.
     """
-    rendezvous = get_rendezvous(
+    consensus = get_consensus(
         getattr(args, "dynamic_batch_rendezvous_timeout_seconds", DEFAULT_TIMEOUT_SECONDS)
     )
-    layout, config, cost_model, batch, num_samples = _take_stock(
-        args, model, read, rendezvous, schema, steps, cost_model
+    dims, config, cost_model, batch, num_samples = _take_stock(
+        args, model, read, consensus, schema, steps, cost_model
     )
     exchange = bool(getattr(args, "dynamic_batch_exchange", False))
     fill: Callable[[], tuple[MicroBatches, ...]]
     if exchange:
         batch, fill = plan_globally(
-            batch, layout, config, cost_model, rendezvous, forward_only=forward_only
+            batch, dims, config, cost_model, consensus, forward_only=forward_only
         )
     else:
         batch, fill = _plan_locally(
-            args, batch, num_samples, layout, config, cost_model, rendezvous, forward_only
+            args, batch, num_samples, dims, config, cost_model, consensus, forward_only
         )
 
     def says_filled(filled: tuple[MicroBatches, ...]) -> dict[str, Any]:
         return {
             "samples and plan (sha256)": _digest([batch.total_lengths, filled]),
-            "shard": Shard(batch.total_lengths, filled) if rendezvous.speaks_for_replica else None,
+            "shard": Shard(batch.total_lengths, filled) if consensus.speaks_for_replica else None,
         }
 
-    filled, notes = rendezvous.guard(PlanningFailedError, fill, says_filled)
+    filled, notes = consensus.guard(PlanningFailedError, fill, says_filled)
     digest = "samples and plan (sha256)"
     require_equal_within_replicas(notes, lambda note: {digest: note.value[digest]})
     shards = {n.data_parallel_rank: n.value["shard"] for n in notes if n.speaks_for_replica}
-    schedule = RolloutSchedule(
+    schedule = MicroBatchSchedule(
         rollout_data=batch.data,
         schema=batch.schema,
         template=batch.template,
         steps=filled,
-        layout=layout,
+        dims=dims,
         config=config,
         context_parallel_rank=parallel_state.get_context_parallel_rank(),
         pad_token_id=getattr(args, "pad_token_id", None) or 0,
-        rendezvous=rendezvous,
+        consensus=consensus,
         plan_digest=_digest([note.value[digest] for note in notes]),
         shards=tuple(shards[rank] for rank in sorted(shards)),
         scope="global" if exchange else "local",
         cost_model=cost_model,
     )
     counts = [len(step) for step in filled]
-    return [DataIterator(schedule) for _ in range(layout.virtual_pipeline)], counts
+    return [DataIterator(schedule) for _ in range(dims.virtual_pipeline)], counts
 
 
 def _plan_locally(
     args: Any,
     batch: RolloutBatch,
     num_samples: Mapping[int, int],
-    layout: Layout,
+    dims: ParallelDims,
     config: PlannerConfig,
     cost_model: CostModel,
-    rendezvous: Rendezvous,
+    consensus: Consensus,
     forward_only: bool,
 ) -> tuple[RolloutBatch, Callable[[], tuple[MicroBatches, ...]]]:
     """What makes every step's micro-batches of this rank's own samples, as many as on all ranks."""
@@ -279,7 +279,7 @@ def _plan_locally(
         packed = []
         for indices in final.steps_of(num_samples):
             lengths = [final.total_lengths[i] for i in indices]
-            packings = _packings(lengths, args, layout, config, cost_model, forward_only)
+            packings = _packings(lengths, args, dims, config, cost_model, forward_only)
             packed.append((indices, packings))
         return final, packed
 
@@ -290,7 +290,7 @@ def _plan_locally(
             "everywhere": {"number of steps": len(packed), **final.comparable()},
         }
 
-    (final, packed), notes = rendezvous.guard(PlanningFailedError, pack_all, says_packed)
+    (final, packed), notes = consensus.guard(PlanningFailedError, pack_all, says_packed)
     require_equal(notes, lambda note: note.value["everywhere"])
     fewest = [note.value["counts"] for note in notes]
 
@@ -301,8 +301,8 @@ def _plan_locally(
                     indices,
                     final,
                     bins,
-                    layout.round_up_num_microbatches(max(1, *(each[step][way] for each in fewest))),
-                    layout,
+                    dims.round_up_num_microbatches(max(1, *(each[step][way] for each in fewest))),
+                    dims,
                     config,
                     cost_model,
                     forward_only,
@@ -318,7 +318,7 @@ def _plan_locally(
                 shard_outlook(
                     micro_batches,
                     final.total_lengths,
-                    layout,
+                    dims,
                     config,
                     cost_model,
                     forward_only=forward_only,
@@ -328,7 +328,7 @@ def _plan_locally(
             for ways in filled
         ]
 
-    filled, notes = rendezvous.guard(PlanningFailedError, fill_all, says_filled)
+    filled, notes = consensus.guard(PlanningFailedError, fill_all, says_filled)
 
     def choose() -> tuple[MicroBatches, ...]:
         chosen = []
@@ -355,13 +355,13 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
         PlanningFailedError: on every rank, if a field does not fit on any (a `SchemaError`).
     """
     schedule = data_iterator[0].schedule
-    rendezvous = schedule.rendezvous
+    consensus = schedule.consensus
     # What one rank's samples leave open (it may have none), another's may tell.
-    own, notes = rendezvous.guard(
+    own, notes = consensus.guard(
         PlanningFailedError, lambda: schedule.kinds_of(fields), lambda kinds: kinds
     )
     told = {name: field for note in notes for name, field in note.value.items()} | own
-    extended, _ = rendezvous.guard(
+    extended, _ = consensus.guard(
         PlanningFailedError, lambda: schedule.with_fields(fields, told), lambda _: None
     )
     for iterator in data_iterator:
@@ -373,36 +373,36 @@ def _take_stock(
     args: Any,
     model: Any,
     read: Callable[[], dict[str, list[Any]] | None],
-    rendezvous: Rendezvous,
+    consensus: Consensus,
     schema: Schema,
     steps: Sequence[Sequence[int]] | None,
     given_model: CostModel | None,
-) -> tuple[Layout, PlannerConfig, CostModel, RolloutBatch, dict[int, int]]:
+) -> tuple[ParallelDims, PlannerConfig, CostModel, RolloutBatch, dict[int, int]]:
     """Settings that all ranks share, this replica's data, and every replica's number of samples."""
 
-    def take_stock() -> tuple[Layout, PlannerConfig, CostModel, RolloutBatch | None]:
+    def take_stock() -> tuple[ParallelDims, PlannerConfig, CostModel, RolloutBatch | None]:
         chunks = model_chunks(model)
-        layout, config = current_layout(chunks), planner_config(args)
+        dims, config = current_dims(chunks), planner_config(args)
         cost_model = given_model or planner_cost_model(args)
-        prepare_model(chunks, layout, config)
+        prepare_model(chunks, dims, config)
         open_record(args)
-        return layout, config, cost_model, RolloutBatch.read(read(), args, schema, steps)
+        return dims, config, cost_model, RolloutBatch.read(read(), args, schema, steps)
 
     def says_stock(
-        stock: tuple[Layout, PlannerConfig, CostModel, RolloutBatch | None],
+        stock: tuple[ParallelDims, PlannerConfig, CostModel, RolloutBatch | None],
     ) -> dict[str, Any]:
-        layout, config, cost_model, batch = stock
-        settings = (layout, config, cost_model)
+        dims, config, cost_model, batch = stock
+        settings = (dims, config, cost_model)
         return {
             "settings": {k: v for each in settings for k, v in dataclasses.asdict(each).items()},
             "batch": batch.summary() if batch is not None else None,
         }
 
-    (layout, config, cost_model, given), notes = rendezvous.guard(
+    (dims, config, cost_model, given), notes = consensus.guard(
         PlanningFailedError, take_stock, says_stock
     )
     require_equal(notes, lambda note: note.value["settings"])
-    batch: RolloutBatch = rendezvous.share_within_replica(
+    batch: RolloutBatch = consensus.share_within_replica(
         given, [note.value["batch"] is not None for note in notes]
     )
     summaries = {
@@ -417,15 +417,15 @@ def _take_stock(
     ]
     if populated and any(not summary["num_samples"] for summary in summaries.values()):
         # Ranks without samples learn from one with samples what a sample looks like.
-        batch = batch.with_fields_of(rendezvous.share(batch.fields(), populated[0]))
+        batch = batch.with_fields_of(consensus.share(batch.fields(), populated[0]))
     num_samples = {rank: summary["num_samples"] for rank, summary in summaries.items()}
-    return layout, config, cost_model, batch, num_samples
+    return dims, config, cost_model, batch, num_samples
 
 
 def _packings(
     lengths: list[int],
     args: Any,
-    layout: Layout,
+    dims: ParallelDims,
     config: PlannerConfig,
     cost_model: CostModel,
     forward_only: bool,
@@ -433,7 +433,7 @@ def _packings(
     """What one step's samples of this rank may be packed into, the same number of ways on every
     rank; without the flag ``micro_batch_size`` samples to each micro-batch."""
     if uses_dynamic_batch_size(args):
-        return shard_packings(lengths, layout, config, cost_model, forward_only=forward_only)
+        return shard_packings(lengths, dims, config, cost_model, forward_only=forward_only)
     size = args.micro_batch_size
     return [
         [
@@ -448,14 +448,14 @@ def _to_local(
     batch: RolloutBatch,
     bins: list[list[int]],
     count: int,
-    layout: Layout,
+    dims: ParallelDims,
     config: PlannerConfig,
     cost_model: CostModel,
     forward_only: bool,
 ) -> MicroBatches:
     """One step's micro-batches with indices into this rank's rollout data."""
     lengths = [batch.total_lengths[i] for i in indices]
-    filled = fill_shard(bins, lengths, count, layout, config, cost_model, forward_only=forward_only)
+    filled = fill_shard(bins, lengths, count, dims, config, cost_model, forward_only=forward_only)
     return tuple(tuple(indices[i] for i in micro_batch) for micro_batch in filled)
 
 

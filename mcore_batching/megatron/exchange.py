@@ -14,19 +14,19 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
+from mcore_batching.megatron.consensus import Consensus, require_equal
 from mcore_batching.megatron.errors import PlanningFailedError
-from mcore_batching.megatron.rendezvous import Rendezvous, require_equal
 from mcore_batching.megatron.rollout_batch import RolloutBatch
 from mcore_batching.megatron.schedule import MicroBatches
-from mcore_batching.planning import CostModel, Layout, PlannerConfig, StepPlan, plan_step
+from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, plan_step
 
 
 def plan_globally(
     batch: RolloutBatch,
-    layout: Layout,
+    dims: ParallelDims,
     config: PlannerConfig,
     cost_model: CostModel,
-    rendezvous: Rendezvous,
+    consensus: Consensus,
     *,
     forward_only: bool = False,
 ) -> tuple[RolloutBatch, Callable[[], tuple[MicroBatches, ...]]]:
@@ -36,7 +36,7 @@ def plan_globally(
 
     Args:
         batch: this replica's samples.
-        layout: the job's layout.
+        dims: the job's layout.
         config: the planner's settings.
         cost_model: what a sample costs.
         rendezvous: where ranks compare notes.
@@ -56,23 +56,23 @@ def plan_globally(
     def says(final: RolloutBatch) -> dict[str, Any]:
         return {"lengths": final.total_lengths, "everywhere": final.comparable()}
 
-    final, notes = rendezvous.guard(PlanningFailedError, resolve, says)
+    final, notes = consensus.guard(PlanningFailedError, resolve, says)
     require_equal(notes, lambda note: note.value["everywhere"])
     shards = {note.data_parallel_rank: note.value["lengths"] for note in notes}
     ranks = sorted(shards)
     lengths = [length for rank in ranks for length in shards[rank]]
     first = dict(zip(ranks, accumulate((len(shards[r]) for r in ranks), initial=0), strict=False))
 
-    plan, notes = rendezvous.guard(
+    plan, notes = consensus.guard(
         PlanningFailedError,
-        lambda: plan_step(lengths, layout, config, cost_model, forward_only=forward_only),
+        lambda: plan_step(lengths, dims, config, cost_model, forward_only=forward_only),
         StepPlan.digest,
     )
     require_equal(notes, lambda note: {"plan (sha256)": note.value})
 
     mine = range(
-        first[rendezvous.data_parallel_rank],
-        first[rendezvous.data_parallel_rank] + len(final.total_lengths),
+        first[consensus.data_parallel_rank],
+        first[consensus.data_parallel_rank] + len(final.total_lengths),
     )
     outgoing = []
     for rank in ranks:
@@ -82,13 +82,13 @@ def plan_globally(
         }
         outgoing.append((leaving, columns))
     held: dict[int, tuple[dict[str, list[Any]], int]] = {}
-    for numbers, columns in rendezvous.exchange(outgoing):
+    for numbers, columns in consensus.exchange(outgoing):
         held |= {number: (columns, place) for place, number in enumerate(numbers)}
-    here = _samples_of(plan, rendezvous.data_parallel_rank)
+    here = _samples_of(plan, consensus.data_parallel_rank)
     data = {name: [held[i][0][name][held[i][1]] for i in here] for name in final.template}
     local = {number: place for place, number in enumerate(here)}
     moved = dataclasses.replace(final, data=data, total_lengths=[lengths[i] for i in here])
-    micro_batches = plan.micro_batches[rendezvous.data_parallel_rank]
+    micro_batches = plan.micro_batches[consensus.data_parallel_rank]
 
     def fill() -> tuple[MicroBatches, ...]:
         return (tuple(tuple(local[i] for i in ids) for ids in micro_batches),)

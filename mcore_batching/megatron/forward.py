@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.megatron import compat
+from mcore_batching.megatron.consensus import Consensus
 from mcore_batching.megatron.errors import ForwardFailedError
-from mcore_batching.megatron.rendezvous import Rendezvous
 
 
 def run_chunk(chunk: Any, row: PackedMicroBatch) -> Tensor:
@@ -44,7 +44,7 @@ def run_chunk(chunk: Any, row: PackedMicroBatch) -> Tensor:
     return output
 
 
-def raise_together(rendezvous: Rendezvous, failed: list[Exception]) -> None:
+def raise_together(consensus: Consensus, failed: list[Exception]) -> None:
     """Raise on every rank if a function of the model's output raised on any.
 
     A collective over all ranks, after the pipeline has run dry.
@@ -61,7 +61,7 @@ def raise_together(rendezvous: Rendezvous, failed: list[Exception]) -> None:
         if failed:
             raise failed[0]
 
-    rendezvous.guard(ForwardFailedError, first_failure, lambda _: None)
+    consensus.guard(ForwardFailedError, first_failure, lambda _: None)
 
 
 def padding_mask(chunk: Any, row: PackedMicroBatch) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from mcore_batching.batch import OrderError, PackedMicroBatch, restore_order
 from mcore_batching.megatron.data_iterator import DataIterator
 from mcore_batching.megatron.forward import raise_together, run_chunk
-from mcore_batching.megatron.schedule import PreparedRow, RolloutSchedule
+from mcore_batching.megatron.schedule import MicroBatchSchedule, PreparedRow
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
 from mcore_batching.planning import sample_multiple_tokens
 
@@ -114,7 +114,7 @@ def forward_only(
                 forward_only=True,
                 collect_non_loss_data=True,
             )
-            raise_together(schedule.rendezvous, failed)
+            raise_together(schedule.consensus, failed)
     finally:
         config.timers = timers
         for chunk, training in zip(model, was_training, strict=True):
@@ -132,7 +132,9 @@ def forward_only(
     }
 
 
-def _with_keywords_it_takes(f: Callable[..., Any], schedule: RolloutSchedule) -> Callable[..., Any]:
+def _with_keywords_it_takes(
+    f: Callable[..., Any], schedule: MicroBatchSchedule
+) -> Callable[..., Any]:
     """``f`` for all keywords that are offered, with logits in the layout that it expects.
 
     A function that does not take ``micro_batch`` expects the samples' tokens one behind the other,
@@ -143,8 +145,8 @@ def _with_keywords_it_takes(f: Callable[..., Any], schedule: RolloutSchedule) ->
     """
     takes = inspect.signature(f).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
-    size = schedule.layout.context_parallel
-    padded_to = sample_multiple_tokens(schedule.layout, schedule.config)
+    size = schedule.dims.context_parallel
+    padded_to = sample_multiple_tokens(schedule.dims, schedule.config)
     by_lengths = "micro_batch" not in takes
     if by_lengths and size > 1 and padded_to != 2 * size:
         raise ValueError(

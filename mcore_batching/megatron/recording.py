@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_batching.megatron.schedule import RolloutSchedule
+from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.planning.records import StepRecorder
 
 _recorders: dict[str, StepRecorder] = {}
@@ -33,7 +33,7 @@ def open_record(args: Any) -> StepRecorder | None:
 
 
 @contextlib.contextmanager
-def recorded(args: Any, schedule: RolloutSchedule, step: int) -> Iterator[None]:
+def recorded(args: Any, schedule: MicroBatchSchedule, step: int) -> Iterator[None]:
     """Write down a step whose forward and backward passes run inside.
 
     Args:

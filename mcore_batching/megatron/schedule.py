@@ -1,6 +1,6 @@
 """The micro-batches of this rank, step by step, and their collation.
 
-A `RolloutSchedule` joins one rank's rollout data with its share of the plan. Its iterators, one a
+A `MicroBatchSchedule` joins one rank's rollout data with its share of the plan. Its iterators, one a
 virtual pipeline stage, walk through the same micro-batches; `prepare` collates a whole optimizer
 step before the pipeline starts, so that whatever is wrong with the data shows while every rank
 can still be told.
@@ -27,11 +27,11 @@ from mcore_batching.batch import (
     pack,
     step_totals,
 )
+from mcore_batching.megatron.consensus import Consensus, Note, require_equal
 from mcore_batching.megatron.errors import CollationFailedError, PlanMismatchError
-from mcore_batching.megatron.rendezvous import Note, Rendezvous, require_equal
 from mcore_batching.planning import (
     CostModel,
-    Layout,
+    ParallelDims,
     PlannerConfig,
     StepPlan,
     row_multiple_tokens,
@@ -55,7 +55,7 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RolloutSchedule:
+class MicroBatchSchedule:
     """One rank's rollout data and the micro-batches made of it.
 
     Attributes:
@@ -64,7 +64,7 @@ class RolloutSchedule:
         template: values of one sample, from whichever rank has any: what a placeholder looks like.
         steps: for every optimizer step, its micro-batches: tuples of local sample indices, ``()``
             for a placeholder. All ranks have the same number of micro-batches in a step.
-        layout: the job's layout.
+        dims: the job's layout.
         config: the planner's settings.
         context_parallel_rank: which slice of every row this rank holds.
         pad_token_id: token that fills padding and placeholders.
@@ -79,11 +79,11 @@ class RolloutSchedule:
     schema: Schema
     template: dict[str, list[Any]]
     steps: tuple[MicroBatches, ...]
-    layout: Layout
+    dims: ParallelDims
     config: PlannerConfig
     context_parallel_rank: int
     pad_token_id: int
-    rendezvous: Rendezvous
+    consensus: Consensus
     plan_digest: str
     shards: tuple[Shard, ...]
     scope: Literal["global", "local"]
@@ -127,7 +127,7 @@ class RolloutSchedule:
             micro_batches=tuple(ranks),
             num_microbatches=len(self.steps[step]),
             sample_indices=tuple(range(len(lengths))),
-            layout=self.layout,
+            dims=self.dims,
             config=self.config,
             scope=self.scope,
             cost_model=self.cost_model,
@@ -169,7 +169,7 @@ class RolloutSchedule:
                 "totals": step_totals(prepared.row for prepared in rows),
             }
 
-        rows, notes = self.rendezvous.guard(CollationFailedError, collate, says)
+        rows, notes = self.consensus.guard(CollationFailedError, collate, says)
         require_equal(notes, lambda note: note.value["compared"])
         return PreparedStep(step=step, rows=rows, totals=_sum_over_replicas(notes))
 
@@ -184,7 +184,7 @@ class RolloutSchedule:
 
     def with_fields(
         self, fields: Mapping[str, Sequence[Any]], kinds: Mapping[str, Field]
-    ) -> RolloutSchedule:
+    ) -> MicroBatchSchedule:
         """Itself with further fields, or with other values of those it has.
 
         Args:
@@ -218,9 +218,9 @@ class RolloutSchedule:
         return pack(
             self.samples(indices, list(self.template)),
             schema=self.schema,
-            sample_alignment_tokens=sample_multiple_tokens(self.layout, self.config),
-            row_alignment_tokens=row_multiple_tokens(self.layout, self.config),
-            context_parallel_size=self.layout.context_parallel,
+            sample_alignment_tokens=sample_multiple_tokens(self.dims, self.config),
+            row_alignment_tokens=row_multiple_tokens(self.dims, self.config),
+            context_parallel_size=self.dims.context_parallel,
             context_parallel_rank=self.context_parallel_rank,
             pad_token_id=self.pad_token_id,
             sample_indices=indices,

@@ -8,18 +8,18 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from mcore_batching.planning import Layout
+from mcore_batching.planning import ParallelDims
 
 
-def current_layout(model: list[Any]) -> Layout:
-    """The `Layout` of the process groups that are set up, and of this model.
+def current_dims(model: list[Any]) -> ParallelDims:
+    """The `ParallelDims` of the process groups that are set up, and of this model.
 
     Args:
         model: this rank's model chunks, one a virtual pipeline stage.
     """
     config = get_model_config(model[0])
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-    return Layout(
+    return ParallelDims(
         data_parallel=parallel_state.get_data_parallel_world_size(),
         pipeline_parallel=parallel_state.get_pipeline_model_parallel_world_size(),
         virtual_pipeline=virtual,

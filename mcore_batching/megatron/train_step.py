@@ -95,7 +95,7 @@ def train_step(
     failed: list[Exception] = []
     with recorded(args, schedule, step):
         collected = _forward_backward(loss_function, args, model, prepared, failed)
-    raise_together(schedule.rendezvous, failed)
+    raise_together(schedule.consensus, failed)
     metrics = _sum_metrics(collected) if is_last_stage() else {}
     update_successful, grad_norm, _ = optimizer.step()
     if update_successful and opt_param_scheduler is not None:

@@ -12,23 +12,15 @@ from mcore_batching.planning.errors import (
     InflightBoundError,
     InvariantError,
     ItemTooLargeError,
-    LayoutError,
     LengthError,
     OversizeSampleError,
+    ParallelDimsError,
     PlanFormatError,
     PlanningError,
 )
 from mcore_batching.planning.groups import group_steps
-from mcore_batching.planning.layout import Layout
 from mcore_batching.planning.packing import first_fit, first_fit_decreasing
-from mcore_batching.planning.padding import (
-    padded_row_tokens,
-    padded_sample_tokens,
-    placeholder_tokens,
-    row_capacity_tokens,
-    row_multiple_tokens,
-    sample_multiple_tokens,
-)
+from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.plan import Plan, StepPlan
 from mcore_batching.planning.planner import plan_batch, plan_step
 from mcore_batching.planning.shard import (
@@ -40,6 +32,14 @@ from mcore_batching.planning.shard import (
     soonest_packing,
 )
 from mcore_batching.planning.statistics import StepStatistics, step_statistics
+from mcore_batching.planning.tokens import (
+    padded_row_tokens,
+    padded_sample_tokens,
+    placeholder_tokens,
+    row_capacity_tokens,
+    row_multiple_tokens,
+    sample_multiple_tokens,
+)
 
 __all__ = [
     "ConfigError",
@@ -47,10 +47,10 @@ __all__ = [
     "InflightBoundError",
     "InvariantError",
     "ItemTooLargeError",
-    "Layout",
-    "LayoutError",
     "LengthError",
     "OversizeSampleError",
+    "ParallelDims",
+    "ParallelDimsError",
     "Plan",
     "PlanFormatError",
     "PlannerConfig",

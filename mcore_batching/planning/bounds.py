@@ -14,9 +14,9 @@ from itertools import accumulate
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
 from mcore_batching.planning.errors import ItemTooLargeError
-from mcore_batching.planning.layout import Layout
-from mcore_batching.planning.padding import padded_sample_tokens, row_capacity_tokens
+from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.sums import ordered_sum
+from mcore_batching.planning.tokens import padded_sample_tokens, row_capacity_tokens
 
 
 def bin_lower_bound(sizes: Sequence[int], capacity: int) -> int:
@@ -55,26 +55,28 @@ def bin_lower_bound(sizes: Sequence[int], capacity: int) -> int:
     return best
 
 
-def micro_batch_lower_bound(lengths: Sequence[int], layout: Layout, config: PlannerConfig) -> int:
+def micro_batch_lower_bound(
+    lengths: Sequence[int], dims: ParallelDims, config: PlannerConfig
+) -> int:
     """Micro-batches that no packing goes below: an oversize sample is one each, L2 for the rest.
 
     Args:
         lengths: total length of each sample of the step [samples], in tokens.
-        layout: the job's layout.
+        dims: the job's layout.
         config: gives the cap.
 
     Raises:
         ConfigError: the cap leaves no room for a single token.
     """
-    capacity = row_capacity_tokens(layout, config)
-    sizes = [padded_sample_tokens(length, layout, config) for length in lengths]
+    capacity = row_capacity_tokens(dims, config)
+    sizes = [padded_sample_tokens(length, dims, config) for length in lengths]
     fitting = [size for size in sizes if size <= capacity]
     return len(sizes) - len(fitting) + bin_lower_bound(fitting, capacity)
 
 
 def step_time_floor(
     lengths: Sequence[int],
-    layout: Layout,
+    dims: ParallelDims,
     config: PlannerConfig,
     cost_model: CostModel,
     *,
@@ -88,7 +90,7 @@ def step_time_floor(
 
     Args:
         lengths: total length of each sample of the step [samples], in tokens.
-        layout: the job's layout.
+        dims: the job's layout.
         config: gives the cap.
         cost_model: what micro-batches cost.
         forward_only: no backward passes.
@@ -99,16 +101,16 @@ def step_time_floor(
     Raises:
         ConfigError: the cap leaves no room for a single token.
     """
-    capacity = row_capacity_tokens(layout, config)
-    stages, ranks = layout.pipeline_parallel, layout.data_parallel
+    capacity = row_capacity_tokens(dims, config)
+    stages, ranks = dims.pipeline_parallel, dims.data_parallel
     passes = 1.0 if forward_only else 1.0 + cost_model.backward_ratio
-    tokens = [padded_sample_tokens(length, layout, config) for length in lengths]
+    tokens = [padded_sample_tokens(length, dims, config) for length in lengths]
     alone = sum(padded > capacity for padded in tokens)
     packed = sum(padded for padded in tokens if padded <= capacity)
-    fewest = layout.round_up_num_microbatches(-(-(alone + -(-packed // capacity)) // ranks))
+    fewest = dims.round_up_num_microbatches(-(-(alone + -(-packed // capacity)) // ranks))
     costs = [cost_model.sample(length) for length in lengths]
     fixed = cost_model.per_micro_batch
     work = ordered_sum(costs) / ranks + fewest * fixed
-    way = (stages - 1) * fixed / layout.virtual_pipeline
+    way = (stages - 1) * fixed / dims.virtual_pipeline
     longest = stages * (max(costs, default=0.0) + fixed)
     return passes * max(work + way, longest)

@@ -13,7 +13,7 @@ from mcore_batching.planning.checks import at_least
 from mcore_batching.planning.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mcore_batching.planning.layout import Layout
+    from mcore_batching.planning.parallel_dims import ParallelDims
 
 Packing = Literal["auto", "first-fit", "first-fit-decreasing"]
 Balance = Literal["auto", "pipeline", "cost", "tokens", "none"]
@@ -97,6 +97,6 @@ class PlannerConfig:
             self.balance in ("auto", "pipeline") and self.packing == "auto" and self.fill == "split"
         )
 
-    def cap_tokens(self, layout: Layout) -> int:
+    def cap_tokens(self, dims: ParallelDims) -> int:
         """The most padded tokens that a micro-batch may hold over its context-parallel ranks."""
-        return self.max_tokens_per_gpu * layout.context_parallel
+        return self.max_tokens_per_gpu * dims.context_parallel

@@ -25,8 +25,8 @@ class PlanningError(ValueError):
         return _rebuild, (type(self), self.args, dict(self.__dict__))
 
 
-class LayoutError(PlanningError):
-    """A `Layout` that no Megatron job can have."""
+class ParallelDimsError(PlanningError):
+    """A `ParallelDims` that no Megatron job can have."""
 
 
 class ConfigError(PlanningError):

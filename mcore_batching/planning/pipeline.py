@@ -14,8 +14,8 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_batching.planning.errors import LayoutError
-from mcore_batching.planning.layout import Layout
+from mcore_batching.planning.errors import ParallelDimsError
+from mcore_batching.planning.parallel_dims import ParallelDims
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ Pass = tuple[bool, int, int]
 
 
 def stage_order(
-    layout: Layout, stage: int, num_microbatches: int, *, forward_only: bool = False
+    dims: ParallelDims, stage: int, num_microbatches: int, *, forward_only: bool = False
 ) -> list[Pass]:
     """The passes of one pipeline rank, in the order in which Megatron runs them.
 
     Args:
-        layout: gives the number of stages and chunks, and the micro-batch group size.
+        dims: gives the number of stages and chunks, and the micro-batch group size.
         stage: pipeline rank.
         num_microbatches: of each data-parallel rank.
         forward_only: no backward passes.
@@ -54,13 +54,13 @@ def stage_order(
     Raises:
         LayoutError: the layout's schedule cannot run this many micro-batches.
     """
-    if not layout.is_legal_num_microbatches(num_microbatches):
-        raise LayoutError(
+    if not dims.is_legal_num_microbatches(num_microbatches):
+        raise ParallelDimsError(
             f"the schedule of this layout cannot run {num_microbatches} micro-batches; set "
-            f"num_microbatches to {layout.round_up_num_microbatches(max(num_microbatches, 0))}"
+            f"num_microbatches to {dims.round_up_num_microbatches(max(num_microbatches, 0))}"
         )
-    chunks = layout.virtual_pipeline
-    group = layout.group_size if chunks > 1 else num_microbatches
+    chunks = dims.virtual_pipeline
+    group = dims.group_size if chunks > 1 else num_microbatches
     forward: list[Pass] = []
     backward: list[Pass] = []
     for first in range(0, num_microbatches, group):
@@ -69,7 +69,7 @@ def stage_order(
         backward += [(True, chunk, slot) for chunk in reversed(range(chunks)) for slot in slots]
     if forward_only:
         return forward
-    behind = layout.pipeline_parallel - stage - 1
+    behind = dims.pipeline_parallel - stage - 1
     warm_up = behind if chunks == 1 else 2 * behind + (chunks - 1) * group
     warm_up = min(warm_up, len(forward))
     order = forward[:warm_up]
@@ -80,7 +80,7 @@ def stage_order(
 
 def pipeline_operations(
     forward_costs: Sequence[float],
-    layout: Layout,
+    dims: ParallelDims,
     *,
     backward_ratio: float = 2.0,
     forward_only: bool = False,
@@ -92,7 +92,7 @@ def pipeline_operations(
     Args:
         forward_costs: of each micro-batch on a whole stage [num_microbatches]; a model chunk takes
             its share of them.
-        layout: gives stages and chunks.
+        dims: gives stages and chunks.
         backward_ratio: cost of a backward pass over its forward pass.
         forward_only: no backward passes.
         transfer: time from the end of a pass until the next stage has its output.
@@ -105,17 +105,15 @@ def pipeline_operations(
         LayoutError: the schedule cannot run this many micro-batches, or there is not one factor for
             each stage.
     """
-    count, stages = len(forward_costs), layout.pipeline_parallel
+    count, stages = len(forward_costs), dims.pipeline_parallel
     if stage_factors is not None and len(stage_factors) != stages:
-        raise LayoutError(
+        raise ParallelDimsError(
             f"stage_factors must give one factor for each of pipeline_parallel={stages} stages, "
             f"got {len(stage_factors)}; set stage_factors to None if all stages cost the same"
         )
     factors = [1.0] * stages if stage_factors is None else [float(f) for f in stage_factors]
-    chunks = layout.virtual_pipeline
-    orders = [
-        stage_order(layout, stage, count, forward_only=forward_only) for stage in range(stages)
-    ]
+    chunks = dims.virtual_pipeline
+    orders = [stage_order(dims, stage, count, forward_only=forward_only) for stage in range(stages)]
     ends: dict[tuple[int, Pass], float] = {}
     made: list[list[Operation]] = [[] for _ in range(stages)]
     clock = [0.0] * stages
@@ -141,7 +139,7 @@ def pipeline_operations(
             if len(made[stage]) == len(order):
                 waiting.remove(stage)
         if waiting and not progress:
-            raise LayoutError(f"the schedule of {layout} waits for itself; this is a bug")
+            raise ParallelDimsError(f"the schedule of {dims} waits for itself; this is a bug")
     return [operation for operations in made for operation in operations]
 
 
@@ -159,7 +157,7 @@ def _input_of(step: Pass, stage: int, stages: int, chunks: int) -> tuple[int, Pa
 
 def pipeline_time(
     forward_costs: Sequence[float],
-    layout: Layout,
+    dims: ParallelDims,
     *,
     backward_ratio: float = 2.0,
     forward_only: bool = False,
@@ -168,24 +166,24 @@ def pipeline_time(
 
     Args:
         forward_costs: of each micro-batch on a stage [num_microbatches].
-        layout: gives stages and chunks.
+        dims: gives stages and chunks.
         backward_ratio: cost of a backward pass over its forward pass.
         forward_only: no backward passes.
 
     Raises:
         LayoutError: the schedule cannot run this many micro-batches.
     """
-    if layout.virtual_pipeline > 1:
-        return _interleaved_time(forward_costs, layout, backward_ratio, forward_only)
+    if dims.virtual_pipeline > 1:
+        return _interleaved_time(forward_costs, dims, backward_ratio, forward_only)
     if not forward_costs:
-        raise LayoutError("a schedule runs one micro-batch or more, got none")
+        raise ParallelDimsError("a schedule runs one micro-batch or more, got none")
     if forward_only:
-        return _forward_time(forward_costs, layout.pipeline_parallel)
-    return _one_f_one_b_time(forward_costs, layout.pipeline_parallel, backward_ratio)
+        return _forward_time(forward_costs, dims.pipeline_parallel)
+    return _one_f_one_b_time(forward_costs, dims.pipeline_parallel, backward_ratio)
 
 
 def inflight_tokens(
-    slot_tokens: Sequence[int], layout: Layout, *, forward_only: bool = False
+    slot_tokens: Sequence[int], dims: ParallelDims, *, forward_only: bool = False
 ) -> float:
     """Most tokens whose activations the first stage holds at a time.
 
@@ -194,23 +192,23 @@ def inflight_tokens(
 
     Args:
         slot_tokens: padded tokens of each micro-batch [num_microbatches].
-        layout: gives stages and chunks.
+        dims: gives stages and chunks.
         forward_only: a micro-batch is held during its own pass alone.
     """
     if forward_only:
         return float(max(slot_tokens))
-    if layout.virtual_pipeline == 1:
-        window = min(layout.pipeline_parallel, len(slot_tokens))
+    if dims.virtual_pipeline == 1:
+        window = min(dims.pipeline_parallel, len(slot_tokens))
         held = most = sum(slot_tokens[:window])
         for slot in range(window, len(slot_tokens)):
             held += slot_tokens[slot] - slot_tokens[slot - window]
             most = max(most, held)
         return float(most)
     held = most = 0
-    for backward, _, slot in stage_order(layout, 0, len(slot_tokens)):
+    for backward, _, slot in stage_order(dims, 0, len(slot_tokens)):
         held += -slot_tokens[slot] if backward else slot_tokens[slot]
         most = max(most, held)
-    return most / layout.virtual_pipeline
+    return most / dims.virtual_pipeline
 
 
 def _forward_time(costs: Sequence[float], stages: int) -> float:
@@ -225,14 +223,14 @@ def _forward_time(costs: Sequence[float], stages: int) -> float:
 
 
 def _interleaved_time(
-    costs: Sequence[float], layout: Layout, backward_ratio: float, forward_only: bool
+    costs: Sequence[float], dims: ParallelDims, backward_ratio: float, forward_only: bool
 ) -> float:
-    chunk_costs = [cost / layout.virtual_pipeline for cost in costs]
+    chunk_costs = [cost / dims.virtual_pipeline for cost in costs]
     # By index: the forward cost of each slot, then the backward cost of each.
     chunk_costs += [backward_ratio * cost for cost in chunk_costs]
-    clock = [0.0] * layout.pipeline_parallel
+    clock = [0.0] * dims.pipeline_parallel
     ends: list[float] = []
-    for stage, needed, cost in _interleaved_program(layout, len(costs), forward_only):
+    for stage, needed, cost in _interleaved_program(dims, len(costs), forward_only):
         start = clock[stage]
         if needed >= 0 and ends[needed] > start:
             start = ends[needed]
@@ -244,7 +242,7 @@ def _interleaved_time(
 
 @functools.lru_cache(maxsize=256)
 def _interleaved_program(
-    layout: Layout, num_microbatches: int, forward_only: bool
+    dims: ParallelDims, num_microbatches: int, forward_only: bool
 ) -> tuple[tuple[int, int, int], ...]:
     """All passes in an order in which every one comes after what it needs.
 
@@ -252,7 +250,7 @@ def _interleaved_program(
         for each its stage, the number of the pass that it needs (-1: none), and the index of its
         cost.
     """
-    operations = pipeline_operations([1.0] * num_microbatches, layout, forward_only=forward_only)
+    operations = pipeline_operations([1.0] * num_microbatches, dims, forward_only=forward_only)
     operations.sort(key=lambda operation: (operation.end, operation.stage))
     number = {(o.stage, (o.backward, o.chunk, o.slot)): index for index, o in enumerate(operations)}
     made = []
@@ -260,8 +258,8 @@ def _interleaved_program(
         needed = _input_of(
             (o.backward, o.chunk, o.slot),
             o.stage,
-            layout.pipeline_parallel,
-            layout.virtual_pipeline,
+            dims.pipeline_parallel,
+            dims.virtual_pipeline,
         )
         cost = o.slot + (num_microbatches if o.backward else 0)
         made.append((o.stage, -1 if needed is None else number[needed], cost))

@@ -1,74 +1,79 @@
-"""Plans as frozen data.
+"""Plans as frozen data, their JSON form and their digest.
 
-Guarantees: a plan never changes once made; its digest depends on what it says and not on the
-platform, the Python version or the hash seed; `from_json(plan.to_json()) == plan`.
+A plan knows nothing of its readers: checking it (`planning.validation`), measuring it
+(`planning.statistics`), explaining and drawing it (`tools`) are functions elsewhere.
+
+A document is
+
+    {"format": "mcore-batching/plan", "version": 1, "layout": {...}, "config": {...},
+     "scope": "global", "num_samples": n, "digest": "...",
+     "steps": [{"num_microbatches": k, "ranks": [[[3, 17], [5], []], ...]}]}
+
+One step out of a batch lists its samples as the step's `sample_indices`, a batch whose steps leave
+samples out lists those as `dropped`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, TypeVar
 
-from mcore_batching.planning import explanation, serialization, validation
+from mcore_batching.planning.checks import as_integer
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
-from mcore_batching.planning.errors import LengthError, PlanFormatError
-from mcore_batching.planning.layout import Layout
+from mcore_batching.planning.errors import LengthError, PlanFormatError, PlanningError
+from mcore_batching.planning.parallel_dims import ParallelDims
+
+FORMAT = "mcore-batching/plan"
+VERSION = 1
 
 Scope = Literal["global", "local"]
+MicroBatches = tuple[tuple[int, ...], ...]
+"""One rank's micro-batches in slot order: sample indices each, `()` for a placeholder."""
+
+_Settings = TypeVar("_Settings", ParallelDims, PlannerConfig)
+_SHOWN = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """Which samples, in which micro-batch, on which rank, in which order, for one optimizer step.
 
-    A plan that was read from a file may be broken; `validate` tells.
+    A plan that was read from a file may be broken; `validate_plan` tells.
     """
 
-    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+    micro_batches: tuple[MicroBatches, ...]
     """`micro_batches[rank][slot]` is a tuple of sample indices; `()` is a placeholder."""
     num_microbatches: int
-    """Micro-batches of each data-parallel rank."""
+    """Micro-batches per data-parallel rank."""
     sample_indices: tuple[int, ...]
     """The samples this step must cover, ascending: positions in the batch's lengths."""
-    layout: Layout
-    """The layout it was made for."""
+    dims: ParallelDims
+    """Sizes of the parallel groups it was made for."""
     config: PlannerConfig
     """The options it was made with."""
     scope: Scope = "global"
     """"global": samples may go to any rank; "local": each stays on the rank that held it."""
     cost_model: CostModel = field(default_factory=CostModel, compare=False)
-    """What `explain` weighs by. Not part of the plan's identity: neither in the digest nor the
-    JSON."""
+    """The costs it was made by. Not part of its identity: neither in the digest nor the JSON."""
     forward_only: bool = field(default=False, compare=False)
-    """Whether it was made for forward passes alone, and is explained as such; like `cost_model` not
-    part of its identity."""
+    """Made for forward passes alone. Not part of its identity, like `cost_model`."""
 
     @property
     def num_samples(self) -> int:
         """Samples this step must cover."""
         return len(self.sample_indices)
 
-    def validate(self, lengths: Sequence[int]) -> None:
-        """Check every invariant that a plan can be checked for.
-
-        Args:
-            lengths: total length of each sample of the whole batch [samples], in tokens.
-
-        Raises:
-            InvariantError: names the broken invariant, the place and the samples.
-        """
-        validation.validate_step(self, lengths)
-
     def digest(self) -> str:
-        """SHA-256 in hex of the plan's content; equal on two ranks exactly if the plans are
-        equal."""
-        return serialization.digest(self._payload())
+        """SHA-256 in hex of the plan's content; equal on two ranks exactly if the plans are."""
+        return _digest(_document([self], self.num_samples, with_samples=True))
 
     def to_json(self) -> str:
-        """The plan as JSON, one step in a `mcore-batching/plan` document."""
-        return serialization.dump(self._payload())
+        """The plan as a `mcore-batching/plan` document of one step."""
+        return _dump(_document([self], self.num_samples, with_samples=True))
 
     @classmethod
     def from_json(cls, text: str, *, verify_digest: bool = True) -> StepPlan:
@@ -79,45 +84,37 @@ class StepPlan:
                 samples, or (unless `verify_digest` is False) content that the digest does not
                 match.
         """
-        document = serialization.load(text)
-        if len(document.steps) != 1:
+        raw = _load(text)
+        if len(raw["steps"]) != 1:
             raise PlanFormatError(
-                f"expected a plan of one step, got {len(document.steps)}; read it with "
-                "Plan.from_json"
+                f"expected a plan of one step, got {len(raw['steps'])}; read it with Plan.from_json"
             )
-        if document.dropped:
+        if raw["dropped"]:
             raise PlanFormatError(
                 f"expected a plan of all of its samples, got one that drops "
-                f"{len(document.dropped)}; read it with Plan.from_json"
+                f"{len(raw['dropped'])}; read it with Plan.from_json"
             )
-        (step,) = document.steps
-        samples = step.sample_indices
-        plan = _step_from_document(
-            document, step, range(document.num_samples) if samples is None else samples
-        )
+        (step,) = raw["steps"]
+        samples = step["sample_indices"]
+        plan = _step(raw, step, range(raw["num_samples"]) if samples is None else samples)
         if verify_digest:
-            serialization.check_digest(document.digest, plan.digest())
+            _check_digest(raw["digest"], plan.digest())
         return plan
 
-    def explain(self, lengths: Sequence[int]) -> str:
-        """Why this many micro-batches, and which rank, micro-batch and sample hold the step up.
-
-        Args:
-            lengths: total length of each sample of the whole batch [samples], in tokens.
-
-        Raises:
-            InvariantError: the plan is broken.
-        """
-        return explanation.explain_step(self, lengths)
-
     def __str__(self) -> str:
-        """The plan for people: a line a rank, long ones cut short."""
-        return explanation.describe_step(self)
-
-    def _payload(self) -> serialization.Payload:
-        return serialization.payload(
-            self.layout, self.config, self.scope, self.num_samples, [self], with_samples=True
-        )
+        """The plan for people: a line per rank, long ones cut short."""
+        lines = [
+            f"StepPlan: {_counted(self.num_samples, 'sample')} on "
+            f"{_counted(len(self.micro_batches), 'data-parallel rank')}, "
+            f"{self.num_microbatches} micro-batches per rank, {self.scope} scope, digest "
+            f"{self.digest()[:12]}"
+        ]
+        for rank, micro_batches in enumerate(self.micro_batches[:_SHOWN]):
+            shown = " ".join(f"[{_abbreviated(samples)}]" for samples in micro_batches[:_SHOWN])
+            lines.append(f"  rank {rank}: {shown}{_more(len(micro_batches))}")
+        if len(self.micro_batches) > _SHOWN:
+            lines.append(f"  {_more(len(self.micro_batches)).strip()} ranks")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +122,7 @@ class Plan:
     """The steps of one batch, in order. Sample indices are positions in the batch's lengths."""
 
     steps: tuple[StepPlan, ...]
-    """One or more, all of one layout, configuration and scope."""
+    """One or more, all of one `ParallelDims`, configuration and scope."""
     num_samples: int
     """Samples of the batch; the steps must cover 0 to `num_samples - 1`, but for `dropped`."""
     dropped: tuple[int, ...] = ()
@@ -137,17 +134,17 @@ class Plan:
             raise LengthError("a plan needs at least one step, got none; pass steps=(step, ...)")
         first = self.steps[0]
         for index, step in enumerate(self.steps):
-            if (step.layout, step.config, step.scope) != (first.layout, first.config, first.scope):
+            if (step.dims, step.config, step.scope) != (first.dims, first.config, first.scope):
                 raise LengthError(
-                    f"all steps of a plan must share layout, config and scope; step {index} "
+                    f"all steps of a plan must share dims, config and scope; step {index} "
                     "differs from step 0; make one Plan for each",
                     index=index,
                 )
 
     @property
-    def layout(self) -> Layout:
-        """The layout it was made for."""
-        return self.steps[0].layout
+    def dims(self) -> ParallelDims:
+        """Sizes of the parallel groups it was made for."""
+        return self.steps[0].dims
 
     @property
     def config(self) -> PlannerConfig:
@@ -159,25 +156,14 @@ class Plan:
         """As in `StepPlan.scope`."""
         return self.steps[0].scope
 
-    def validate(self, lengths: Sequence[int]) -> None:
-        """Check every invariant of every step, and that each sample is in one step or dropped.
-
-        Args:
-            lengths: total length of each sample [num_samples], in tokens.
-
-        Raises:
-            InvariantError: names the broken invariant, the place and the samples.
-        """
-        validation.validate_plan(self, lengths)
-
     def digest(self) -> str:
         """SHA-256 in hex of the plan's content; that of its step if there is one step and nothing
         is dropped."""
-        return serialization.digest(self._payload())
+        return _digest(_document(self.steps, self.num_samples, dropped=self.dropped))
 
     def to_json(self) -> str:
-        """The plan as JSON, a `mcore-batching/plan` document."""
-        return serialization.dump(self._payload())
+        """The plan as a `mcore-batching/plan` document."""
+        return _dump(_document(self.steps, self.num_samples, dropped=self.dropped))
 
     @classmethod
     def from_json(cls, text: str, *, verify_digest: bool = True) -> Plan:
@@ -187,51 +173,272 @@ class Plan:
             PlanFormatError: not a plan, another format or version, or (unless `verify_digest` is
                 False) content that the digest does not match.
         """
-        document = serialization.load(text)
+        raw = _load(text)
         steps = []
-        for step in document.steps:
-            if step.sample_indices is not None:
+        for step in raw["steps"]:
+            if step["sample_indices"] is not None:
                 raise PlanFormatError(
                     "expected a whole batch's plan, got one step out of a batch; read it with "
                     "StepPlan.from_json"
                 )
-            found = {sample for rank in step.ranks for samples in rank for sample in samples}
-            steps.append(_step_from_document(document, step, sorted(found)))
-        plan = cls(steps=tuple(steps), num_samples=document.num_samples, dropped=document.dropped)
+            found = {sample for rank in step["ranks"] for samples in rank for sample in samples}
+            steps.append(_step(raw, step, sorted(found)))
+        plan = cls(steps=tuple(steps), num_samples=raw["num_samples"], dropped=raw["dropped"])
         if verify_digest:
-            serialization.check_digest(document.digest, plan.digest())
+            _check_digest(raw["digest"], plan.digest())
         return plan
 
-    def explain(self, lengths: Sequence[int]) -> str:
-        """`StepPlan.explain` of every step, and which samples are in none."""
-        return explanation.explain_plan(self, lengths)
-
     def __str__(self) -> str:
-        """The plan for people: a line a step, long ones cut short."""
-        return explanation.describe_plan(self)
+        """The plan for people: a line per step, long ones cut short."""
+        lines = [
+            f"Plan: {_counted(self.num_samples, 'sample')} in "
+            f"{_counted(len(self.steps), 'step')} on "
+            f"{_counted(len(self.steps[0].micro_batches), 'data-parallel rank')}, "
+            f"{self.scope} scope, digest {self.digest()[:12]}"
+        ]
+        for index, step in enumerate(self.steps[:_SHOWN]):
+            placeholders = sum(samples == () for rank in step.micro_batches for samples in rank)
+            lines.append(
+                f"  step {index}: {step.num_samples} samples, {step.num_microbatches} "
+                f"micro-batches per rank, {placeholders} placeholders"
+            )
+        if len(self.steps) > _SHOWN:
+            lines.append(f"  {_more(len(self.steps)).strip()} steps")
+        if self.dropped:
+            lines.append(
+                f"  dropped with the groups left over: {_counted(len(self.dropped), 'sample')}: "
+                f"{_abbreviated(self.dropped)}"
+            )
+        return "\n".join(lines)
 
-    def _payload(self) -> serialization.Payload:
-        return serialization.payload(
-            self.layout,
-            self.config,
-            self.scope,
-            self.num_samples,
-            self.steps,
-            with_samples=False,
-            dropped=self.dropped,
+
+def recorded_digest(text: str) -> str | None:
+    """The digest that a document carries, or None.
+
+    Raises:
+        PlanFormatError: not a plan.
+    """
+    digest: str | None = _load(text)["digest"]
+    return digest
+
+
+def step_from_data(
+    *,
+    num_samples: int,
+    ranks: Any,
+    dims: Any,
+    config: Any,
+    scope: Any,
+    cost_model: CostModel,
+) -> StepPlan:
+    """A plan of one step from parts of a JSON document that were read elsewhere.
+
+    Args:
+        num_samples: samples of the step, numbered from 0.
+        ranks: as "ranks" of a document's step.
+        dims: as "layout" of a document.
+        config: as "config" of a document.
+        scope: as "scope" of a document.
+        cost_model: the costs it was made by.
+
+    Raises:
+        PlanFormatError: the parts are not those of a plan.
+    """
+    count = len(ranks[0]) if isinstance(ranks, list) and ranks else 0
+    raw = {"layout": dims, "config": config, "scope": scope, "num_samples": num_samples}
+    raw = _read(raw | {"steps": [{"num_microbatches": count, "ranks": ranks}]})
+    return _step(raw, raw["steps"][0], range(num_samples), cost_model)
+
+
+def _document(
+    steps: Sequence[StepPlan],
+    num_samples: int,
+    *,
+    with_samples: bool = False,
+    dropped: Sequence[int] = (),
+) -> dict[str, Any]:
+    """A document without its digest."""
+    first = steps[0]
+    documents: list[dict[str, Any]] = []
+    for step in steps:
+        document: dict[str, Any] = {
+            "num_microbatches": step.num_microbatches,
+            "ranks": [[list(samples) for samples in rank] for rank in step.micro_batches],
+        }
+        if with_samples and step.sample_indices != tuple(range(num_samples)):
+            document["sample_indices"] = list(step.sample_indices)
+        documents.append(document)
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "layout": asdict(first.dims),
+        "config": _config(first.config),
+        "scope": first.scope,
+        "num_samples": num_samples,
+        **({"dropped": list(dropped)} if dropped else {}),
+        "steps": documents,
+    }
+
+
+def _config(config: PlannerConfig) -> dict[str, Any]:
+    """The options as JSON. Options newer than version 1 of the format are written only where they
+    are not at their default, so that the digests of older plans stay what they were."""
+    options = asdict(config)
+    for newer in ("plan_effort", "max_inflight_tokens"):
+        if options[newer] == PlannerConfig.__dataclass_fields__[newer].default:
+            del options[newer]
+    return options
+
+
+def _digest(document: dict[str, Any]) -> str:
+    # Integers, booleans, strings and null only: nothing depends on how floats print.
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+
+def _dump(document: dict[str, Any]) -> str:
+    head = {key: value for key, value in document.items() if key != "steps"}
+    return json.dumps({**head, "digest": _digest(document), "steps": document["steps"]})
+
+
+def _check_digest(recorded: str | None, found: str) -> None:
+    if recorded is None:
+        raise PlanFormatError(
+            f'the plan carries no "digest"; add "digest": "{found}", or pass verify_digest=False'
+        )
+    if recorded != found:
+        raise PlanFormatError(
+            f"the plan's digest is {recorded}, but its content gives {found}: it was changed after "
+            "it was written; plan again, or pass verify_digest=False to read it anyway"
         )
 
 
-def _step_from_document(
-    document: serialization.Document,
-    step: serialization.StepDocument,
-    sample_indices: Sequence[int],
+def _load(text: str) -> dict[str, Any]:
+    """Read a document. Its digest is read, not compared: that takes the plan made from it."""
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PlanFormatError(f"expected a plan in JSON, got text that is none: {error}") from None
+    if not isinstance(raw, dict):
+        raise PlanFormatError(f"expected a JSON object, got {type(raw).__name__}")
+    if raw.get("format") != FORMAT:
+        raise PlanFormatError(
+            f'expected "format": "{FORMAT}", got {raw.get("format")!r}; pass a file that '
+            "`mcore-batching plan --out` or `to_json` wrote"
+        )
+    if raw.get("version") != VERSION or isinstance(raw.get("version"), bool):
+        raise PlanFormatError(
+            f'expected plan "version" {VERSION}, got {raw.get("version")!r}; read it with the '
+            "release that wrote it, or plan again"
+        )
+    return _read(raw)
+
+
+def _read(raw: dict[str, Any]) -> dict[str, Any]:
+    """The document's parts, checked, with defaults filled in."""
+    scope = raw.get("scope", "global")
+    if scope not in ("global", "local"):
+        raise PlanFormatError(f'"scope" must be "global" or "local", got {scope!r}')
+    steps = _expect(raw, "steps", list)
+    if not steps:
+        raise PlanFormatError('"steps" must hold at least one step, got an empty list')
+    digest = raw.get("digest")
+    if digest is not None and not isinstance(digest, str):
+        raise PlanFormatError(f'"digest" must be a string, got {digest!r:.80}')
+    return {
+        "dims": _settings(ParallelDims, _expect(raw, "layout", dict), "layout"),
+        "config": _settings(PlannerConfig, _expect(raw, "config", dict), "config"),
+        "scope": scope,
+        "num_samples": _count(raw.get("num_samples"), '"num_samples"'),
+        "digest": digest,
+        "steps": [_read_step(step, index) for index, step in enumerate(steps)],
+        "dropped": _indices(raw.get("dropped", []), '"dropped"'),
+    }
+
+
+def _read_step(raw: Any, index: int) -> dict[str, Any]:
+    if not isinstance(raw, dict):
+        raise PlanFormatError(f"step {index} must be a JSON object, got {raw!r:.80}")
+    where = f"step {index}"
+    samples = raw.get("sample_indices")
+    return {
+        "num_microbatches": _count(raw.get("num_microbatches"), f'"num_microbatches" of {where}'),
+        "ranks": tuple(
+            tuple(
+                _indices(micro_batch, f"{where}, rank {rank}, slot {slot}")
+                for slot, micro_batch in enumerate(_list(micro_batches, f"{where}, rank {rank}"))
+            )
+            for rank, micro_batches in enumerate(_expect(raw, "ranks", list))
+        ),
+        "sample_indices": (
+            None if samples is None else _indices(samples, f'{where}, "sample_indices"')
+        ),
+    }
+
+
+def _step(
+    raw: dict[str, Any],
+    step: dict[str, Any],
+    sample_indices: Iterable[int],
+    cost_model: CostModel | None = None,
 ) -> StepPlan:
     return StepPlan(
-        micro_batches=step.ranks,
-        num_microbatches=step.num_microbatches,
+        micro_batches=step["ranks"],
+        num_microbatches=step["num_microbatches"],
         sample_indices=tuple(sample_indices),
-        layout=document.layout,
-        config=document.config,
-        scope=document.scope,
+        dims=raw["dims"],
+        config=raw["config"],
+        scope=raw["scope"],
+        cost_model=cost_model or CostModel(),
     )
+
+
+def _settings(kind: type[_Settings], raw: dict[str, Any], what: str) -> _Settings:
+    known = {option.name for option in fields(kind)}
+    unknown = sorted(set(raw) - known)
+    if unknown:
+        raise PlanFormatError(
+            f'unknown keys in "{what}": {", ".join(unknown)}; expected {", ".join(sorted(known))}'
+        )
+    try:
+        return kind(**raw)
+    except (PlanningError, TypeError) as error:
+        raise PlanFormatError(f'"{what}" is not valid: {error}') from None
+
+
+def _expect(raw: dict[str, Any], key: str, kind: type) -> Any:
+    value = raw.get(key)
+    if not isinstance(value, kind):
+        raise PlanFormatError(
+            f'"{key}" must be a JSON {"object" if kind is dict else "array"}, got {value!r:.80}'
+        )
+    return value
+
+
+def _count(value: Any, what: str) -> int:
+    number = as_integer(value)
+    if number is None or number < 0:
+        raise PlanFormatError(f"{what} must be an integer of 0 or more, got {value!r:.80}")
+    return number
+
+
+def _indices(raw: Any, where: str) -> tuple[int, ...]:
+    return tuple(_count(sample, f"a sample index at {where}") for sample in _list(raw, where))
+
+
+def _list(raw: Any, where: str) -> list[Any]:
+    if not isinstance(raw, list):
+        raise PlanFormatError(f"{where} must be a JSON array, got {raw!r:.80}")
+    return raw
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun if count == 1 else noun + 's'}"
+
+
+def _abbreviated(samples: Sequence[int]) -> str:
+    return " ".join(map(str, samples[:_SHOWN])) + _more(len(samples))
+
+
+def _more(count: int) -> str:
+    return f" … {count - _SHOWN} more" if count > _SHOWN else ""

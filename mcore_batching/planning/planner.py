@@ -10,16 +10,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Sequence
 
-from mcore_batching.planning.assignment import RankMicroBatches, place
 from mcore_batching.planning.checks import at_least, check_lengths, check_owners
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
 from mcore_batching.planning.errors import LengthError
 from mcore_batching.planning.groups import LastStep, group_steps
-from mcore_batching.planning.layout import Layout
-from mcore_batching.planning.lockstep import search_lockstep
+from mcore_batching.planning.parallel_dims import ParallelDims
+from mcore_batching.planning.placement import RankMicroBatches, place
 from mcore_batching.planning.plan import Plan, StepPlan
-from mcore_batching.planning.search import search
+from mcore_batching.planning.search.lockstep_search import search_lockstep
+from mcore_batching.planning.search.pipeline_search import search
 from mcore_batching.planning.shard import (
     fill_shard,
     oversize_samples,
@@ -35,7 +35,7 @@ from mcore_batching.planning.weights import micro_batch_weight
 
 def plan_step(
     lengths: Sequence[int],
-    layout: Layout,
+    dims: ParallelDims,
     config: PlannerConfig,
     cost_model: CostModel | None = None,
     *,
@@ -57,7 +57,7 @@ def plan_step(
 
     Args:
         lengths: total length of each sample [samples], in tokens; may be empty.
-        layout: sizes of the parallel groups.
+        dims: sizes of the parallel groups.
         config: cap and policies.
         cost_model: what micro-batches cost; the default `CostModel()` if None.
         owners: the data-parallel rank that holds each sample [samples], or None.
@@ -69,13 +69,13 @@ def plan_step(
         OversizeSampleError: a sample exceeds the cap under `on_oversize="error"`.
         InflightBoundError: no plan was found that keeps to `max_inflight_tokens`.
     """
-    plan = plan_batch(lengths, layout, config, cost_model, owners=owners, forward_only=forward_only)
+    plan = plan_batch(lengths, dims, config, cost_model, owners=owners, forward_only=forward_only)
     return plan.steps[0]
 
 
 def plan_batch(
     lengths: Sequence[int],
-    layout: Layout,
+    dims: ParallelDims,
     config: PlannerConfig,
     cost_model: CostModel | None = None,
     *,
@@ -91,7 +91,7 @@ def plan_batch(
     Args:
         lengths: total length of each sample of the batch [samples], in tokens; may be empty, which
             gives one step of placeholders.
-        layout: sizes of the parallel groups.
+        dims: sizes of the parallel groups.
         config: cap and policies.
         cost_model: what micro-batches cost; the default `CostModel()` if None.
         samples_per_step: samples of each step over all ranks, in the order of `lengths`; the last
@@ -112,7 +112,7 @@ def plan_batch(
     lengths = check_lengths(lengths)
     cost_model = cost_model or CostModel()
     if owners is not None:
-        owners = check_owners(owners, len(lengths), layout.data_parallel)
+        owners = check_owners(owners, len(lengths), dims.data_parallel)
     if groups is None and groups_per_step is None and last == "keep":
         samples_of_steps = _slices(len(lengths), samples_per_step)
     else:
@@ -120,9 +120,9 @@ def plan_batch(
             len(lengths), groups, groups_per_step, last, samples_per_step
         )
     # Before any planning, so that the error names the sample by its index in the batch.
-    oversize_samples(lengths, layout, config)
+    oversize_samples(lengths, dims, config)
     steps = tuple(
-        _plan_samples(samples, lengths, layout, config, cost_model, owners, forward_only)
+        _plan_samples(samples, lengths, dims, config, cost_model, owners, forward_only)
         for samples in samples_of_steps
     )
     covered = {sample for step in steps for sample in step.sample_indices}
@@ -175,7 +175,7 @@ def _whole_groups(
 def _plan_samples(
     samples: Sequence[int],
     lengths: Sequence[int],
-    layout: Layout,
+    dims: ParallelDims,
     config: PlannerConfig,
     cost_model: CostModel,
     owners: Sequence[int] | None,
@@ -184,22 +184,22 @@ def _plan_samples(
     """Plan the step of these samples, ascending indices into `lengths` and `owners`."""
     if owners is None:
         micro_batches = _plan_global(
-            [lengths[sample] for sample in samples], layout, config, cost_model, forward_only
+            [lengths[sample] for sample in samples], dims, config, cost_model, forward_only
         )
         ranks = tuple(_renamed(rank, samples) for rank in micro_batches)
     else:
         shards = [
             [sample for sample in samples if owners[sample] == rank]
-            for rank in range(layout.data_parallel)
+            for rank in range(dims.data_parallel)
         ]
         shard_lengths = [[lengths[sample] for sample in shard] for shard in shards]
-        local = _plan_local(shard_lengths, layout, config, cost_model, forward_only)
+        local = _plan_local(shard_lengths, dims, config, cost_model, forward_only)
         ranks = tuple(_renamed(rank, shard) for rank, shard in zip(local, shards, strict=True))
     return StepPlan(
         micro_batches=ranks,
         num_microbatches=len(ranks[0]),
         sample_indices=tuple(samples),
-        layout=layout,
+        dims=dims,
         config=config,
         scope="global" if owners is None else "local",
         cost_model=cost_model,
@@ -209,67 +209,65 @@ def _plan_samples(
 
 def _plan_global(
     lengths: Sequence[int],
-    layout: Layout,
+    dims: ParallelDims,
     config: PlannerConfig,
     cost_model: CostModel,
     forward_only: bool,
 ) -> tuple[RankMicroBatches, ...]:
-    plain = _packed_and_placed(lengths, layout, config, cost_model)
+    plain = _packed_and_placed(lengths, dims, config, cost_model)
     if not config.searches or not lengths:
         if config.max_inflight_tokens is not None:
             outlooks = [
-                shard_outlook(rank, lengths, layout, config, cost_model, forward_only=forward_only)
+                shard_outlook(rank, lengths, dims, config, cost_model, forward_only=forward_only)
                 for rank in plain
             ]
             soonest_packing([outlooks], config)
         return plain
-    work = step_work(lengths, layout, config, cost_model, forward_only=forward_only)
+    work = step_work(lengths, dims, config, cost_model, forward_only=forward_only)
     by_tokens = dataclasses.replace(config, balance="tokens")
-    starts = (plain, _packed_and_placed(lengths, layout, by_tokens, cost_model))
-    look = search_lockstep if layout.expert_parallel > 1 else search
+    starts = (plain, _packed_and_placed(lengths, dims, by_tokens, cost_model))
+    look = search_lockstep if dims.expert_parallel > 1 else search
     return tuple(tuple(tuple(sorted(samples)) for samples in slots) for slots in look(work, starts))
 
 
 def _packed_and_placed(
-    lengths: Sequence[int], layout: Layout, config: PlannerConfig, cost_model: CostModel
+    lengths: Sequence[int], dims: ParallelDims, config: PlannerConfig, cost_model: CostModel
 ) -> tuple[RankMicroBatches, ...]:
     """Micro-batches packed under the cap and spread over ranks, without a search."""
-    bins = pack_shard(lengths, layout, config)
-    count = layout.round_up_num_microbatches(-(-len(bins) // layout.data_parallel))
-    weight = micro_batch_weight(lengths, layout, config, cost_model)
+    bins = pack_shard(lengths, dims, config)
+    count = dims.round_up_num_microbatches(-(-len(bins) // dims.data_parallel))
+    weight = micro_batch_weight(lengths, dims, config, cost_model)
     if config.fill == "split":
-        bins = split_until(bins, count * layout.data_parallel, weight)
-    return place(bins, count, layout, config, weight)
+        bins = split_until(bins, count * dims.data_parallel, weight)
+    return place(bins, count, dims, config, weight)
 
 
 def _plan_local(
     shards: Sequence[Sequence[int]],
-    layout: Layout,
+    dims: ParallelDims,
     config: PlannerConfig,
     cost_model: CostModel,
     forward_only: bool,
 ) -> tuple[RankMicroBatches, ...]:
     packings = zip(
         *(
-            shard_packings(shard, layout, config, cost_model, forward_only=forward_only)
+            shard_packings(shard, dims, config, cost_model, forward_only=forward_only)
             for shard in shards
         ),
         strict=True,
     )
     filled = []
     for bins_of_ranks in packings:
-        count = layout.round_up_num_microbatches(max(map(len, bins_of_ranks)))
+        count = dims.round_up_num_microbatches(max(map(len, bins_of_ranks)))
         filled.append(
             tuple(
-                fill_shard(
-                    bins, shard, count, layout, config, cost_model, forward_only=forward_only
-                )
+                fill_shard(bins, shard, count, dims, config, cost_model, forward_only=forward_only)
                 for bins, shard in zip(bins_of_ranks, shards, strict=True)
             )
         )
     outlooks = [
         [
-            shard_outlook(rank, shard, layout, config, cost_model, forward_only=forward_only)
+            shard_outlook(rank, shard, dims, config, cost_model, forward_only=forward_only)
             for rank, shard in zip(ranks, shards, strict=True)
         ]
         for ranks in filled

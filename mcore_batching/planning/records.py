@@ -19,14 +19,15 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from mcore_batching.planning.cost import CostModel
 from mcore_batching.planning.errors import PlanningError
-from mcore_batching.planning.plan import StepPlan
+from mcore_batching.planning.plan import StepPlan, step_from_data
 from mcore_batching.planning.statistics import predicted_step_time
+from mcore_batching.planning.validation import validate_plan
 
 FORMAT = "mcore-batching/record"
 VERSION = 1
@@ -103,7 +104,7 @@ class StepRecorder:
         header = {
             "format": FORMAT,
             "version": VERSION,
-            "layout": asdict(plan.layout),
+            "layout": asdict(plan.dims),
             "config": asdict(plan.config),
             "cost_model": asdict(plan.cost_model),
         }
@@ -203,22 +204,19 @@ def _checked_header(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _record(raw: Mapping[str, Any], header: Mapping[str, Any], file: str) -> StepRecord:
     ranks, lengths = raw["ranks"], tuple(int(length) for length in raw["lengths"])
-    document = {
-        "format": "mcore-batching/plan",
-        "version": 1,
-        "layout": header["layout"],
-        "config": header["config"],
-        "scope": raw["scope"],
-        "num_samples": len(lengths),
-        "steps": [{"num_microbatches": len(ranks[0]) if ranks else 0, "ranks": ranks}],
-    }
-    plan = StepPlan.from_json(json.dumps(document), verify_digest=False)
-    plan.validate(lengths)
+    plan = step_from_data(
+        num_samples=len(lengths),
+        ranks=ranks,
+        dims=header["layout"],
+        config=header["config"],
+        scope=raw["scope"],
+        cost_model=CostModel(**header["cost_model"]),
+    )
+    validate_plan(plan, lengths)
     measured = raw["measured_seconds"]
     return StepRecord(
         step=int(raw["step"]),
-        # Its own document leaves out what it was weighed by.
-        plan=replace(plan, cost_model=CostModel(**header["cost_model"])),
+        plan=plan,
         lengths=lengths,
         predicted=float(raw["predicted"]),
         measured_seconds=None if measured is None else float(measured),

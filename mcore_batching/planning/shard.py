@@ -18,58 +18,62 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mcore_batching.planning.assignment import RankMicroBatches, order_slots
 from mcore_batching.planning.bounds import bin_lower_bound
-from mcore_batching.planning.candidates import inflight_error
 from mcore_batching.planning.checks import check_lengths
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
 from mcore_batching.planning.errors import LengthError, OversizeSampleError
-from mcore_batching.planning.layout import Layout
 from mcore_batching.planning.packing import first_fit, first_fit_decreasing
-from mcore_batching.planning.padding import (
+from mcore_batching.planning.parallel_dims import ParallelDims
+from mcore_batching.planning.pipeline import inflight_tokens, pipeline_time
+from mcore_batching.planning.placement import RankMicroBatches, order_slots
+from mcore_batching.planning.search.best_step import inflight_error
+from mcore_batching.planning.search.pipeline_search import best_slots
+from mcore_batching.planning.splitting import split_until
+from mcore_batching.planning.step_work import step_work
+from mcore_batching.planning.tokens import (
     needed_max_tokens_per_gpu,
     padded_sample_tokens,
     row_capacity_tokens,
 )
-from mcore_batching.planning.pipeline import inflight_tokens, pipeline_time
-from mcore_batching.planning.search import best_slots
-from mcore_batching.planning.splitting import split_until
-from mcore_batching.planning.step_work import step_work
 from mcore_batching.planning.weights import micro_batch_weight, row_tokens
 
 
-def oversize_samples(lengths: Sequence[int], layout: Layout, config: PlannerConfig) -> list[int]:
+def oversize_samples(
+    lengths: Sequence[int], dims: ParallelDims, config: PlannerConfig
+) -> list[int]:
     """Indices of the samples that exceed the cap on their own.
 
     Raises:
         OversizeSampleError: there is one, and `config.on_oversize` is "error".
     """
-    capacity = row_capacity_tokens(layout, config)
+    capacity = row_capacity_tokens(dims, config)
     oversize = [
         index
         for index, length in enumerate(lengths)
-        if padded_sample_tokens(length, layout, config) > capacity
+        if padded_sample_tokens(length, dims, config) > capacity
     ]
     if oversize and config.on_oversize == "error":
         worst = max(oversize, key=lambda index: (lengths[index], -index))
         raise OversizeSampleError(
             index=worst,
             length=lengths[worst],
-            padded_length=padded_sample_tokens(lengths[worst], layout, config),
-            cap=config.cap_tokens(layout),
-            needed_max_tokens_per_gpu=needed_max_tokens_per_gpu(lengths[worst], layout, config),
+            padded_length=padded_sample_tokens(lengths[worst], dims, config),
+            cap=config.cap_tokens(dims),
+            needed_max_tokens_per_gpu=needed_max_tokens_per_gpu(lengths[worst], dims, config),
             num_oversize=len(oversize),
         )
     return oversize
 
 
-def pack_shard(lengths: Sequence[int], layout: Layout, config: PlannerConfig) -> list[list[int]]:
+def pack_shard(
+    lengths: Sequence[int], dims: ParallelDims, config: PlannerConfig
+) -> list[list[int]]:
     """Pack samples under the cap.
 
     Args:
         lengths: total length of each sample [samples], in tokens.
-        layout: gives alignment and the cap's context-parallel factor.
+        dims: gives alignment and the cap's context-parallel factor.
         config: cap, packing rule, padding and what to do with oversize samples.
 
     Returns:
@@ -83,18 +87,18 @@ def pack_shard(lengths: Sequence[int], layout: Layout, config: PlannerConfig) ->
         OversizeSampleError: a sample exceeds the cap under `on_oversize="error"`.
     """
     lengths = check_lengths(lengths)
-    capacity = row_capacity_tokens(layout, config)
-    oversize = oversize_samples(lengths, layout, config)
+    capacity = row_capacity_tokens(dims, config)
+    oversize = oversize_samples(lengths, dims, config)
     alone = set(oversize)
     fitting = [index for index in range(len(lengths)) if index not in alone]
-    sizes = [padded_sample_tokens(lengths[index], layout, config) for index in fitting]
+    sizes = [padded_sample_tokens(lengths[index], dims, config) for index in fitting]
     packed = [sorted(fitting[item] for item in items) for items in _pack(sizes, capacity, config)]
     return packed + [[index] for index in oversize]
 
 
 def shard_packings(
     lengths: Sequence[int],
-    layout: Layout,
+    dims: ParallelDims,
     config: PlannerConfig,
     cost_model: CostModel | None = None,
     *,
@@ -108,7 +112,7 @@ def shard_packings(
 
     Args:
         lengths: total length of each sample of the shard [samples], in tokens.
-        layout: as in `pack_shard`.
+        dims: as in `pack_shard`.
         config: as in `pack_shard`.
         cost_model: the default `CostModel()` if None.
         forward_only: plan for forward passes alone.
@@ -119,10 +123,10 @@ def shard_packings(
     Raises:
         As `pack_shard`.
     """
-    packed = pack_shard(lengths, layout, config)
-    if not _shapes_slots(layout, config):
+    packed = pack_shard(lengths, dims, config)
+    if not _shapes_slots(dims, config):
         return [packed]
-    work = step_work(lengths, layout, config, cost_model or CostModel(), forward_only=forward_only)
+    work = step_work(lengths, dims, config, cost_model or CostModel(), forward_only=forward_only)
     slots = best_slots(range(len(lengths)), None, work) or []
     shaped = [sorted(samples) for samples in slots if samples]
     return [packed, shaped if len(shaped) > len(packed) else packed]
@@ -141,7 +145,7 @@ class ShardOutlook:
 def shard_outlook(
     micro_batches: Sequence[Sequence[int]],
     lengths: Sequence[int],
-    layout: Layout,
+    dims: ParallelDims,
     config: PlannerConfig,
     cost_model: CostModel | None = None,
     *,
@@ -152,7 +156,7 @@ def shard_outlook(
     Args:
         micro_batches: what `fill_shard` gave.
         lengths: total length of each sample of the shard [samples], in tokens.
-        layout: as in `pack_shard`.
+        dims: as in `pack_shard`.
         config: as in `pack_shard`.
         cost_model: the default `CostModel()` if None.
         forward_only: of the forward passes alone.
@@ -160,13 +164,13 @@ def shard_outlook(
     model = cost_model or CostModel()
     costs = [model.micro_batch([lengths[i] for i in samples]) for samples in micro_batches]
     tokens = [
-        row_tokens(samples, lengths, layout, config) if samples else 0 for samples in micro_batches
+        row_tokens(samples, lengths, dims, config) if samples else 0 for samples in micro_batches
     ]
     return ShardOutlook(
         end=pipeline_time(
-            costs, layout, backward_ratio=model.backward_ratio, forward_only=forward_only
+            costs, dims, backward_ratio=model.backward_ratio, forward_only=forward_only
         ),
-        inflight_tokens=inflight_tokens(tokens, layout, forward_only=forward_only),
+        inflight_tokens=inflight_tokens(tokens, dims, forward_only=forward_only),
     )
 
 
@@ -191,8 +195,8 @@ def soonest_packing(packings: Sequence[Sequence[ShardOutlook]], config: PlannerC
     return min(range(len(packings)), key=lambda index: (held[index] > bound, ends[index], index))
 
 
-def _shapes_slots(layout: Layout, config: PlannerConfig) -> bool:
-    return config.searches and layout.pipeline_parallel > 1 and layout.expert_parallel == 1
+def _shapes_slots(dims: ParallelDims, config: PlannerConfig) -> bool:
+    return config.searches and dims.pipeline_parallel > 1 and dims.expert_parallel == 1
 
 
 def _pack(sizes: Sequence[int], capacity: int, config: PlannerConfig) -> list[list[int]]:
@@ -211,7 +215,7 @@ def fill_shard(
     bins: Sequence[Sequence[int]],
     lengths: Sequence[int],
     num_microbatches: int,
-    layout: Layout,
+    dims: ParallelDims,
     config: PlannerConfig,
     cost_model: CostModel | None = None,
     *,
@@ -223,7 +227,7 @@ def fill_shard(
         bins: what `pack_shard` gave for this rank; may be empty.
         lengths: total length of each sample of the shard [samples], in tokens.
         num_microbatches: the common count, `len(bins)` or more.
-        layout: as in `pack_shard`.
+        dims: as in `pack_shard`.
         config: `fill` says whether to split before adding placeholders, `balance` by what to order.
         cost_model: the default `CostModel()` if None.
         forward_only: plan for forward passes alone.
@@ -243,14 +247,14 @@ def fill_shard(
             f"into, got {num_microbatches}; set num_microbatches to the maximum over all ranks"
         )
     cost_model = cost_model or CostModel()
-    plain = _split_and_order(bins, num_microbatches, lengths, layout, config, cost_model)
-    if not _shapes_slots(layout, config) or not lengths:
+    plain = _split_and_order(bins, num_microbatches, lengths, dims, config, cost_model)
+    if not _shapes_slots(dims, config) or not lengths:
         return plain
     by_tokens = replace(config, balance="tokens")
-    work = step_work(lengths, layout, config, cost_model, forward_only=forward_only)
+    work = step_work(lengths, dims, config, cost_model, forward_only=forward_only)
     candidates = [
         plain,
-        _split_and_order(bins, num_microbatches, lengths, layout, by_tokens, cost_model),
+        _split_and_order(bins, num_microbatches, lengths, dims, by_tokens, cost_model),
         best_slots(range(len(lengths)), num_microbatches, work),
     ]
     bound = math.inf if config.max_inflight_tokens is None else config.max_inflight_tokens
@@ -258,7 +262,7 @@ def fill_shard(
     for number, slots in enumerate(candidates):
         if slots is not None:
             outlook = shard_outlook(
-                slots, lengths, layout, config, cost_model, forward_only=forward_only
+                slots, lengths, dims, config, cost_model, forward_only=forward_only
             )
             found.append((max(outlook.inflight_tokens, bound), outlook.end, number))
     best = candidates[min(found)[2]] or ()
@@ -269,11 +273,11 @@ def _split_and_order(
     bins: Sequence[Sequence[int]],
     num_microbatches: int,
     lengths: Sequence[int],
-    layout: Layout,
+    dims: ParallelDims,
     config: PlannerConfig,
     cost_model: CostModel,
 ) -> RankMicroBatches:
-    weight = micro_batch_weight(lengths, layout, config, cost_model)
+    weight = micro_batch_weight(lengths, dims, config, cost_model)
     if config.fill == "split":
         bins = split_until(bins, num_microbatches, weight)
     return order_slots(bins, num_microbatches, None if config.balance == "none" else weight)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mcore_batching.planning.bounds import step_time_floor
-from mcore_batching.planning.padding import padded_sample_tokens, row_capacity_tokens
 from mcore_batching.planning.pipeline import inflight_tokens, pipeline_time
 from mcore_batching.planning.sums import ordered_sum
+from mcore_batching.planning.tokens import padded_sample_tokens, row_capacity_tokens
 from mcore_batching.planning.weights import row_tokens
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def step_statistics(
         cost_model: the plan's own if None.
     """
     model = cost_model or step.cost_model
-    capacity = row_capacity_tokens(step.layout, step.config)
+    capacity = row_capacity_tokens(step.dims, step.config)
     costs = [
         [model.micro_batch([lengths[sample] for sample in samples]) for samples in rank]
         for rank in step.micro_batches
@@ -110,21 +110,19 @@ def step_statistics(
         num_microbatches=step.num_microbatches,
         num_placeholders=num_ranks * step.num_microbatches - len(real),
         num_oversize=sum(
-            padded_sample_tokens(lengths[sample], step.layout, step.config) > capacity
+            padded_sample_tokens(lengths[sample], step.dims, step.config) > capacity
             for sample in step.sample_indices
         ),
         real_tokens=sum(lengths[sample] for sample in step.sample_indices),
-        padded_tokens=sum(
-            row_tokens(samples, lengths, step.layout, step.config) for samples in real
-        ),
-        offered_tokens=num_ranks * step.num_microbatches * step.config.cap_tokens(step.layout),
+        padded_tokens=sum(row_tokens(samples, lengths, step.dims, step.config) for samples in real),
+        offered_tokens=num_ranks * step.num_microbatches * step.config.cap_tokens(step.dims),
         heaviest_rank_cost=max(rank_costs),
         mean_rank_cost=ordered_sum(rank_costs) / num_ranks,
         slot_maxima_cost=ordered_sum(max(slot) for slot in zip(*costs, strict=True)),
         step_time=predicted_step_time(step, lengths, model),
         floor_time=step_time_floor(
             [lengths[sample] for sample in step.sample_indices],
-            step.layout,
+            step.dims,
             step.config,
             model,
             forward_only=step.forward_only,
@@ -132,10 +130,10 @@ def step_statistics(
         peak_inflight_tokens=max(
             inflight_tokens(
                 [
-                    row_tokens(samples, lengths, step.layout, step.config) if samples else 0
+                    row_tokens(samples, lengths, step.dims, step.config) if samples else 0
                     for samples in rank
                 ],
-                step.layout,
+                step.dims,
                 forward_only=step.forward_only,
             )
             for rank in step.micro_batches
@@ -167,11 +165,11 @@ def predicted_step_time(
         [model.micro_batch([lengths[sample] for sample in samples]) for samples in rank]
         for rank in step.micro_batches
     ]
-    if step.layout.expert_parallel > 1:
+    if step.dims.expert_parallel > 1:
         costs = [[max(slot) for slot in zip(*costs, strict=True)]]
     return max(
         pipeline_time(
-            rank, step.layout, backward_ratio=model.backward_ratio, forward_only=forward_only
+            rank, step.dims, backward_ratio=model.backward_ratio, forward_only=forward_only
         )
         for rank in costs
     )

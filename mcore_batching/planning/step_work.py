@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
-from mcore_batching.planning.layout import Layout
-from mcore_batching.planning.padding import (
+from mcore_batching.planning.parallel_dims import ParallelDims
+from mcore_batching.planning.pipeline import inflight_tokens, pipeline_time
+from mcore_batching.planning.tokens import (
     padded_sample_tokens,
     round_up,
     row_capacity_tokens,
     row_multiple_tokens,
 )
-from mcore_batching.planning.pipeline import inflight_tokens, pipeline_time
 
 MOST_SAMPLES_COUNTED = 4096
 """Effort grows with the samples of a step up to here; beyond, there is ever less to gain."""
@@ -37,7 +37,7 @@ class StepWork:
         alone: the samples that exceed the cap.
         capacity: most padded tokens of a micro-batch.
         row_multiple: a micro-batch's tokens are padded to a multiple of this.
-        layout: the job's layout.
+        dims: the job's layout.
         cost_model: the rest of the costs.
         forward_only: whether the step has no backward passes.
         max_inflight_tokens: most padded tokens whose activations the first stage may hold; None: no
@@ -49,7 +49,7 @@ class StepWork:
     tokens: list[int]
     alone: frozenset[int]
     capacity: int
-    layout: Layout
+    dims: ParallelDims
     cost_model: CostModel
     row_multiple: int = 1
     forward_only: bool = False
@@ -60,7 +60,7 @@ class StepWork:
     def __post_init__(self) -> None:
         """Work out what a simulated slot counts."""
         passes = 1 if self.forward_only else 2
-        chunks = self.layout.pipeline_parallel * self.layout.virtual_pipeline
+        chunks = self.dims.pipeline_parallel * self.dims.virtual_pipeline
         self._passes_a_slot = passes * chunks
 
     @property
@@ -81,10 +81,10 @@ class StepWork:
 
     def time(self, slot_costs: Sequence[float]) -> float:
         """When a rank with these slots has ended its step."""
-        self.effort -= self._passes_a_slot * (len(slot_costs) + self.layout.pipeline_parallel)
+        self.effort -= self._passes_a_slot * (len(slot_costs) + self.dims.pipeline_parallel)
         return pipeline_time(
             slot_costs,
-            self.layout,
+            self.dims,
             backward_ratio=self.cost_model.backward_ratio,
             forward_only=self.forward_only,
         )
@@ -96,7 +96,7 @@ class StepWork:
                 round_up(sum(self.tokens[sample] for sample in samples), self.row_multiple)
                 for samples in slots
             ],
-            self.layout,
+            self.dims,
             forward_only=self.forward_only,
         )
 
@@ -108,7 +108,7 @@ class StepWork:
 
 def step_work(
     lengths: Sequence[int],
-    layout: Layout,
+    dims: ParallelDims,
     config: PlannerConfig,
     cost_model: CostModel,
     *,
@@ -118,7 +118,7 @@ def step_work(
 
     Args:
         lengths: total length of each sample [samples], in tokens.
-        layout: the job's layout.
+        dims: the job's layout.
         config: cap, padding and effort.
         cost_model: what micro-batches cost.
         forward_only: whether the step has no backward passes.
@@ -126,9 +126,9 @@ def step_work(
     Raises:
         ConfigError: the cap leaves no room for a single token.
     """
-    capacity = row_capacity_tokens(layout, config)
-    tokens = [padded_sample_tokens(length, layout, config) for length in lengths]
-    row_multiple = row_multiple_tokens(layout, config)
+    capacity = row_capacity_tokens(dims, config)
+    tokens = [padded_sample_tokens(length, dims, config) for length in lengths]
+    row_multiple = row_multiple_tokens(dims, config)
     bound = config.max_inflight_tokens
     if bound is not None and bound >= sum(round_up(padded, row_multiple) for padded in tokens):
         bound = None  # all samples together are within it
@@ -137,7 +137,7 @@ def step_work(
         tokens=tokens,
         alone=frozenset(i for i, padded in enumerate(tokens) if padded > capacity),
         capacity=capacity,
-        layout=layout,
+        dims=dims,
         cost_model=cost_model,
         row_multiple=row_multiple,
         forward_only=forward_only,

@@ -10,19 +10,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from mcore_batching.planning.checks import check_lengths
 from mcore_batching.planning.errors import InvariantError
+from mcore_batching.planning.plan import Plan, StepPlan
 from mcore_batching.planning.weights import row_tokens
 
-if TYPE_CHECKING:
-    from mcore_batching.planning.plan import Plan, StepPlan
 
+def validate_plan(plan: Plan | StepPlan, lengths: Sequence[int]) -> None:
+    """Check every invariant that a plan, or one step of it, can be checked for.
 
-def validate_plan(plan: Plan, lengths: Sequence[int]) -> None:
-    """See `Plan.validate`."""
+    Args:
+        plan: whoever made it.
+        lengths: total length of each sample of the whole batch [samples], in tokens.
+
+    Raises:
+        InvariantError: names the broken invariant, the place and the samples.
+        LengthError: a length is out of range.
+    """
     lengths = check_lengths(lengths)
+    if isinstance(plan, StepPlan):
+        _validate_step(plan, lengths, None)
+        return
     if len(lengths) != plan.num_samples:
         raise InvariantError(
             "exact cover",
@@ -34,11 +43,6 @@ def validate_plan(plan: Plan, lengths: Sequence[int]) -> None:
     _check_cover([*found, *plan.dropped], range(plan.num_samples), "in the plan")
     for index, step in enumerate(plan.steps):
         _validate_step(step, lengths, index)
-
-
-def validate_step(step: StepPlan, lengths: Sequence[int]) -> None:
-    """See `StepPlan.validate`."""
-    _validate_step(step, check_lengths(lengths), None)
 
 
 def _validate_step(step: StepPlan, lengths: Sequence[int], index: int | None) -> None:
@@ -95,11 +99,11 @@ def _check_cover(
 
 
 def _check_equal_count(step: StepPlan, index: int | None) -> None:
-    layout = step.layout
-    if len(step.micro_batches) != layout.data_parallel:
+    dims = step.dims
+    if len(step.micro_batches) != dims.data_parallel:
         raise InvariantError(
             "equal count",
-            f"the layout has {layout.data_parallel} data-parallel ranks, "
+            f"the layout has {dims.data_parallel} data-parallel ranks, "
             f"the plan {len(step.micro_batches)}",
             step=index,
         )
@@ -113,22 +117,22 @@ def _check_equal_count(step: StepPlan, index: int | None) -> None:
                 step=index,
                 rank=rank,
             )
-    if not layout.is_legal_num_microbatches(step.num_microbatches):
+    if not dims.is_legal_num_microbatches(step.num_microbatches):
         raise InvariantError(
             "equal count",
             f"{step.num_microbatches} micro-batches a rank cannot be run with pipeline_parallel="
-            f"{layout.pipeline_parallel}, virtual_pipeline={layout.virtual_pipeline}, "
-            f"microbatch_group_size={layout.group_size}; the next count that can is "
-            f"{layout.round_up_num_microbatches(step.num_microbatches)}",
+            f"{dims.pipeline_parallel}, virtual_pipeline={dims.virtual_pipeline}, "
+            f"microbatch_group_size={dims.group_size}; the next count that can is "
+            f"{dims.round_up_num_microbatches(step.num_microbatches)}",
             step=index,
         )
 
 
 def _check_cap(step: StepPlan, lengths: Sequence[int], index: int | None) -> None:
-    cap = step.config.cap_tokens(step.layout)
+    cap = step.config.cap_tokens(step.dims)
     for rank, micro_batches in enumerate(step.micro_batches):
         for slot, samples in enumerate(micro_batches):
-            tokens = row_tokens(samples, lengths, step.layout, step.config)
+            tokens = row_tokens(samples, lengths, step.dims, step.config)
             if tokens <= cap or (len(samples) == 1 and step.config.on_oversize == "own-bin"):
                 continue
             raise InvariantError(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_batching.batch import compute_advantages
+from mcore_batching.rl import compute_advantages
 
 TIMEOUT = datetime.timedelta(seconds=60)
 

@@ -8,13 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_batching.batch import (
-    BatchError,
-    masked_mean,
-    masked_variance,
-    masked_zscore,
-    sample_metrics,
-)
+from mcore_batching.batch import BatchError
+from mcore_batching.rl import masked_mean, masked_variance, masked_zscore, sample_metrics
 
 TIMEOUT = datetime.timedelta(seconds=60)
 NAN = float("nan")

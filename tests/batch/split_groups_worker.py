@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_batching.batch import check_groups_are_local, compute_advantages
+from mcore_batching.rl import check_groups_are_local, compute_advantages
 
 TIMEOUT = datetime.timedelta(seconds=60)
 

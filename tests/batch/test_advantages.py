@@ -15,11 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spawned import reports_of
 
-from mcore_batching.batch import (
+from mcore_batching.batch import BatchError, SchemaError
+from mcore_batching.rl import (
     OUTCOME_ESTIMATORS,
     TEMPORAL_ESTIMATORS,
-    BatchError,
-    SchemaError,
     compute_advantages,
     discounted_returns,
     generalized_advantages,

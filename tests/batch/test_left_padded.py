@@ -10,15 +10,11 @@ import torch
 from batch_cases import make_samples, sample_shapes
 from hypothesis import given, settings
 
-from mcore_batching.batch import (
-    DEFAULT_SCHEMA,
-    BatchError,
-    Kind,
+from mcore_batching.batch import DEFAULT_SCHEMA, BatchError, Kind, SchemaError, pack
+from mcore_batching.rl import (
     LeftPadded,
-    SchemaError,
     left_pad,
     left_pad_packed,
-    pack,
     pack_left_padded,
     pad_batch,
     response_values,

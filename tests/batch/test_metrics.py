@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from masked_worker import CASES, MASKS, VALUES, batch_of, reduce_all, shard, statistics
 from spawned import reports_of
 
-from mcore_batching.batch import (
-    BatchError,
-    SchemaError,
+from mcore_batching.batch import BatchError, SchemaError
+from mcore_batching.planning import LengthError
+from mcore_batching.rl import (
     group_statistics,
     masked_mean,
     masked_variance,
@@ -26,7 +26,6 @@ from mcore_batching.batch import (
     real_samples,
     sample_metrics,
 )
-from mcore_batching.planning import LengthError
 
 # Sums of the same float64 terms in another order.
 ROUNDING = {"rel": 1e-12, "abs": 1e-12}

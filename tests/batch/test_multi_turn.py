@@ -9,16 +9,17 @@ import pytest
 import torch
 from batch_cases import make_samples
 
-from mcore_batching.batch import (
+from mcore_batching.batch import step_batches
+from mcore_batching.planning import ParallelDims, PlannerConfig, plan_batch
+from mcore_batching.planning.validation import validate_plan
+from mcore_batching.rl import (
     compute_advantages,
     masked_mean,
     pad_batch,
     real_samples,
     required_batch_multiple,
     sample_metrics,
-    step_batches,
 )
-from mcore_batching.planning import Layout, PlannerConfig, plan_batch
 
 
 def turns_as_samples(turns: list[int], trajectories_per_prompt: int, seed: int) -> dict[str, Any]:
@@ -66,13 +67,13 @@ def test_a_multi_turn_batch_from_uids_to_padded_steps(
     assert num_samples in (None, len(batch["uids"]))
     plan = plan_batch(
         batch["total_lengths"],
-        Layout(data_parallel=data_parallel),
+        ParallelDims(data_parallel=data_parallel),
         PlannerConfig(max_tokens_per_gpu=256),
         groups=batch["uids"],
         groups_per_step=prompts_per_step,
         last="error",
     )
-    plan.validate(batch["total_lengths"])
+    validate_plan(plan, batch["total_lengths"])
     steps = [step.sample_indices for step in plan.steps]
     assert len(steps) == num_steps
 

@@ -22,13 +22,12 @@ from mcore_batching.batch import (
     Schema,
     SchemaError,
     pack,
-    pad_batch,
-    required_batch_multiple,
     response_loss_masks,
     sample_mean,
     step_totals,
     token_mean,
 )
+from mcore_batching.rl import pad_batch, required_batch_multiple
 
 PAD, EOS, LAYERS, TOP_K, AXES = 5, 7, 3, 4, 3
 
@@ -357,7 +356,7 @@ def test_skyrl_layout_of_3509_sequences() -> None:
 
 def test_needs_no_megatron() -> None:
     code = (
-        "import sys, mcore_batching.batch.padding_samples; "
+        "import sys, mcore_batching.rl.padding_samples; "
         "sys.exit(any(name.split('.')[0] == 'megatron' for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from mcore_batching.batch import DEFAULT_SCHEMA, left_pad, pack
+from mcore_batching.batch import DEFAULT_SCHEMA, pack
+from mcore_batching.rl import left_pad
 
 LONGEST, LONGEST_PROMPT, LONGEST_RESPONSE = 60_000, 50_000, 55_000
 
@@ -57,13 +58,13 @@ def measure(num_samples: int) -> dict[str, dict[str, int]]:
     }
     blocks = left_pad(samples, pad_token_id=0)
     row = pack(samples, schema=DEFAULT_SCHEMA, sample_indices=range(num_samples))
-    layouts = {
+    dims_list = {
         "two segments": two_segments(samples, [prompt for prompt, _ in shapes]),
         "left-padded": [blocks.tokens, blocks.attention_mask, blocks.position_ids],
         "packed": [row.tokens, row.padding_mask, row.position_ids],
     }
     total = sum(int(value.sum()) for value in samples["tokens"])
-    for name, (tokens, *_) in layouts.items():
+    for name, (tokens, *_) in dims_list.items():
         if int(tokens.sum()) != total:
             raise AssertionError(f"{name} does not hold the tokens of the samples")
     return {
@@ -71,7 +72,7 @@ def measure(num_samples: int) -> dict[str, dict[str, int]]:
             "width_tokens": tensors[0].shape[1],
             "bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         }
-        for name, tensors in layouts.items()
+        for name, tensors in dims_list.items()
     }
 
 

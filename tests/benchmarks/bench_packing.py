@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_batching.planning import bin_lower_bound, first_fit, first_fit_decreasing
-from mcore_batching.report import Table, print_table
+from mcore_batching.tools.report import Table, print_table
 
 CAP = 16384
 Packer = Callable[[], int]

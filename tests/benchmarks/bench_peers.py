@@ -26,9 +26,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from mcore_batching.planning.peers import PeerFailureError, areal, in_order, verl
-from mcore_batching.planning.peers.problem import MicroBatches, Problem, Rule
-from mcore_batching.report import Table, print_table
+from mcore_batching.tools.report import Table, print_table
+from mcore_batching.tools.rules import PeerFailureError, areal, in_order, verl
+from mcore_batching.tools.rules.problem import MicroBatches, Problem, Rule
 
 Original = Callable[[Problem], list[MicroBatches]]
 REFUSALS = (PeerFailureError, AssertionError, ValueError, RuntimeError)

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
 from kit.harness import Job, JobFailedError, run_jobs
 
-from mcore_batching.planning import Layout
+from mcore_batching.planning import ParallelDims
 from mcore_batching.planning.pipeline import pipeline_operations
 
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -34,10 +34,10 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 
 
-def costs_of(layout: dict[str, int], seed: int) -> list[float]:
+def costs_of(dims: dict[str, int], seed: int) -> list[float]:
     """Costs between 1 and 6, as unequal as packed micro-batches of long-tailed samples."""
     generator = random.Random(seed)
-    count = Layout(**layout).round_up_num_microbatches(3 * layout["pipeline_parallel"])
+    count = ParallelDims(**dims).round_up_num_microbatches(3 * dims["pipeline_parallel"])
     return [round(1.0 + 5.0 * generator.random() ** 2, 2) for _ in range(count)]
 
 
@@ -50,17 +50,17 @@ def main() -> None:
         f"{'layout':<12}{'micro-batches':>14}{'predicted s':>13}{'recorded s':>12}"
         f"{'error':>9}{'mean error of a pass end':>26}"
     )
-    for name, layout in LAYOUTS.items():
+    for name, dims in LAYOUTS.items():
         # Each model chunk sleeps the whole cost, so a stage's costs are those of all its chunks.
-        chunks = layout.get("virtual_pipeline", 1)
-        costs = costs_of(layout, seed=7)
+        chunks = dims.get("virtual_pipeline", 1)
+        costs = costs_of(dims, seed=7)
         job = Job(
             name.replace(" ", "-"),
             "kit.operations:operations",
-            layout["pipeline_parallel"],
-            layout,
+            dims["pipeline_parallel"],
+            dims,
             {
-                "layout": layout,
+                "dims": dims,
                 "steps": [(costs, False)] * 2,
                 "seconds_per_cost": options.seconds_per_cost,
             },
@@ -69,7 +69,7 @@ def main() -> None:
             outcome = run_jobs([job], Path(scratch))[job.name]
         if isinstance(outcome, JobFailedError):
             raise outcome
-        predicted = pipeline_operations([chunks * cost for cost in costs], Layout(**layout))
+        predicted = pipeline_operations([chunks * cost for cost in costs], ParallelDims(**dims))
         report(name, costs, predicted, outcome, options.seconds_per_cost)
 
 

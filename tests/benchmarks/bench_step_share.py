@@ -34,7 +34,7 @@ def main() -> None:
         "kit.timing:step_share",
         4,
         LAYOUT,
-        {"layout": LAYOUT, **options},
+        {"dims": LAYOUT, **options},
         seconds=500.0,
     )
     with tempfile.TemporaryDirectory() as scratch:

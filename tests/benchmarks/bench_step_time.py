@@ -32,7 +32,7 @@ from pathlib import Path
 
 from mcore_batching.planning import (
     CostModel,
-    Layout,
+    ParallelDims,
     PlannerConfig,
     StepPlan,
     bin_lower_bound,
@@ -40,10 +40,10 @@ from mcore_batching.planning import (
     plan_step,
     step_statistics,
 )
-from mcore_batching.planning.lengths_file import read_lengths
-from mcore_batching.planning.peers import PEERS, PeerFailureError, peer_plan
 from mcore_batching.planning.statistics import predicted_step_time
-from mcore_batching.report import Table, print_table
+from mcore_batching.tools.lengths_file import read_lengths
+from mcore_batching.tools.report import Table, print_table
+from mcore_batching.tools.rules import PEERS, PeerFailureError, peer_plan
 
 MODEL = CostModel()
 LITTLE_EFFORT = 250
@@ -72,7 +72,7 @@ class Result:
 
     lengths: str
     samples: int
-    layout: str
+    dims: str
     time: float
     """Over the floor, as the next three are."""
     time_little_effort: float
@@ -94,21 +94,21 @@ class Result:
     seconds_little_effort: float
 
 
-def layout_name(layout: Layout) -> str:
-    name = f"DP{layout.data_parallel} PP{layout.pipeline_parallel}"
-    if layout.virtual_pipeline > 1:
-        name += f" VPP{layout.virtual_pipeline}"
-    return name + (" EP" if layout.expert_parallel > 1 else "")
+def layout_name(dims: ParallelDims) -> str:
+    name = f"DP{dims.data_parallel} PP{dims.pipeline_parallel}"
+    if dims.virtual_pipeline > 1:
+        name += f" VPP{dims.virtual_pipeline}"
+    return name + (" EP" if dims.expert_parallel > 1 else "")
 
 
-PP1 = Layout(data_parallel=8)
-PP4 = Layout(data_parallel=8, pipeline_parallel=4)
-PP8 = Layout(data_parallel=4, pipeline_parallel=8)
+PP1 = ParallelDims(data_parallel=8)
+PP4 = ParallelDims(data_parallel=8, pipeline_parallel=4)
+PP8 = ParallelDims(data_parallel=4, pipeline_parallel=8)
 VPP2 = replace(PP4, virtual_pipeline=2)
 EXPERTS = replace(PP4, expert_parallel=8)
-MANY = Layout(data_parallel=64, pipeline_parallel=8)
+MANY = ParallelDims(data_parallel=64, pipeline_parallel=8)
 LAYOUTS = {128: [PP1, PP4, PP8], 512: [PP1, PP4, PP8, VPP2, EXPERTS], 4096: [MANY]}
-LOCKSTEP = Layout(data_parallel=32, expert_parallel=8)
+LOCKSTEP = ParallelDims(data_parallel=32, expert_parallel=8)
 
 
 def log_normal(median: float, sigma: float, count: int) -> list[int]:
@@ -130,11 +130,11 @@ def sources(data: Path) -> Iterator[Lengths]:
     yield Lengths("σ 1.3", wide, 16384 + 64)
 
 
-def floor_of(lengths: Sequence[int], layout: Layout, cap: int) -> float:
+def floor_of(lengths: Sequence[int], dims: ParallelDims, cap: int) -> float:
     """A time that no plan can beat: mean work of a rank, or the longest sample's way."""
     costs = [MODEL.sample(length) for length in lengths]
-    ranks, stages = layout.data_parallel, layout.pipeline_parallel
-    fewest = layout.round_up_num_microbatches(math.ceil(math.ceil(sum(lengths) / cap) / ranks))
+    ranks, stages = dims.data_parallel, dims.pipeline_parallel
+    fewest = dims.round_up_num_microbatches(math.ceil(math.ceil(sum(lengths) / cap) / ranks))
     work = sum(costs) / ranks + fewest * MODEL.per_micro_batch
     way = stages * (max(costs) + MODEL.per_micro_batch)
     return (1 + MODEL.backward_ratio) * max(work, way)
@@ -146,7 +146,7 @@ def over_cap(step: StepPlan, lengths: Sequence[int], cap: int) -> int:
 
 
 def best_peer(
-    steps: Sequence[tuple[list[int], int]], layout: Layout, floors: Sequence[float]
+    steps: Sequence[tuple[list[int], int]], dims: ParallelDims, floors: Sequence[float]
 ) -> tuple[float, str]:
     """Least mean over draws of time over floor, of the rules that keep the cap in all of them."""
     means = []
@@ -156,7 +156,7 @@ def best_peer(
         try:
             over_floor = [
                 predicted_step_time(
-                    peer_plan(peer, lengths, layout, PlannerConfig(max_tokens_per_gpu=cap)), lengths
+                    peer_plan(peer, lengths, dims, PlannerConfig(max_tokens_per_gpu=cap)), lengths
                 )
                 / floor
                 for (lengths, cap), floor in zip(steps, floors, strict=True)
@@ -172,26 +172,26 @@ def mean(values: Sequence[float]) -> float:
 
 
 def timed_plan(
-    lengths: Sequence[int], layout: Layout, config: PlannerConfig
+    lengths: Sequence[int], dims: ParallelDims, config: PlannerConfig
 ) -> tuple[StepPlan, float]:
     started = time.process_time()
-    step = plan_step(lengths, layout, config, MODEL)
+    step = plan_step(lengths, dims, config, MODEL)
     return step, time.process_time() - started
 
 
-def measure(source: Lengths, samples: int, layout: Layout, draws: int) -> Result:
+def measure(source: Lengths, samples: int, dims: ParallelDims, draws: int) -> Result:
     """Plan `draws` steps."""
     steps = [source.draw(samples, seed) for seed in range(draws)]
-    floors = [floor_of(lengths, layout, cap) for lengths, cap in steps]
+    floors = [floor_of(lengths, dims, cap) for lengths, cap in steps]
     rows: list[tuple[float, ...]] = []
     above, even_possible = 0, True
     for (lengths, cap), floor in zip(steps, floors, strict=True):
         config = PlannerConfig(max_tokens_per_gpu=cap)
-        step, seconds = timed_plan(lengths, layout, config)
+        step, seconds = timed_plan(lengths, dims, config)
         little, seconds_little = timed_plan(
-            lengths, layout, replace(config, plan_effort=LITTLE_EFFORT)
+            lengths, dims, replace(config, plan_effort=LITTLE_EFFORT)
         )
-        plain = plan_step(lengths, layout, replace(config, balance="tokens"), MODEL)
+        plain = plan_step(lengths, dims, replace(config, balance="tokens"), MODEL)
         above += over_cap(step, lengths, cap) + over_cap(little, lengths, cap)
         found = step_statistics(step, lengths)
         even_possible &= MODEL.sample(max(lengths)) <= found.mean_rank_cost
@@ -211,11 +211,11 @@ def measure(source: Lengths, samples: int, layout: Layout, draws: int) -> Result
             )
         )
     means = [mean(column) for column in zip(*rows, strict=True)]
-    peer_time, peer = best_peer(steps, layout, floors)
+    peer_time, peer = best_peer(steps, dims, floors)
     return Result(
         lengths=source.name,
         samples=samples,
-        layout=layout_name(layout),
+        dims=layout_name(dims),
         time=means[0],
         time_little_effort=means[1],
         time_plain=means[2],
@@ -238,7 +238,7 @@ def results_table(results: Sequence[Result]) -> Table:
         (
             r.lengths,
             str(r.samples),
-            r.layout,
+            r.dims,
             f"{r.time:.3f}",
             f"{r.time_little_effort:.3f}",
             f"{r.time_plain:.3f}",
@@ -312,18 +312,18 @@ TARGETS = (
 
 def checks(results: Sequence[Result]) -> Iterator[Check]:
     """Every figure that has a target."""
-    by_case = {(r.lengths, r.samples, r.layout): r for r in results}
-    for lengths, samples, layout, target in TARGETS:
-        r = by_case.get((lengths, samples, layout_name(layout)))
+    by_case = {(r.lengths, r.samples, r.dims): r for r in results}
+    for lengths, samples, dims, target in TARGETS:
+        r = by_case.get((lengths, samples, layout_name(dims)))
         if r is None:
             continue
-        what = f"{lengths}, {samples} samples, {r.layout}"
+        what = f"{lengths}, {samples} samples, {r.dims}"
         yield Check(f"time/floor, {what}", target, r.time)
         yield Check(f"little effort over default, {what}", 1.03, r.time_little_effort / r.time)
     for r in results:
-        what = f"{r.lengths}, {r.samples} samples, {r.layout}"
+        what = f"{r.lengths}, {r.samples} samples, {r.dims}"
         target = 1.0
-        if r.layout != layout_name(PP1):
+        if r.dims != layout_name(PP1):
             target = 1.2 if r.lengths == "azure_conv" else 1.05
         yield Check(
             f"gain on {r.best_peer}, {what}",
@@ -333,12 +333,12 @@ def checks(results: Sequence[Result]) -> Iterator[Check]:
             out_of_reach=r.time_best_peer < target,
         )
         yield Check(f"micro-batches over the cap, {what}", 0, r.over_cap)
-        if r.layout == layout_name(PP1) and r.even_ranks_possible:
+        if r.dims == layout_name(PP1) and r.even_ranks_possible:
             yield Check(f"rank balance, {what}", 1.002, r.rank_balance)
-        if r.samples == 512 and r.layout == layout_name(PP4):
+        if r.samples == 512 and r.dims == layout_name(PP4):
             yield Check(f"seconds, {what}", 0.25, r.seconds)
             yield Check(f"seconds at little effort, {what}", 0.05, r.seconds_little_effort)
-        if r.layout == layout_name(MANY):
+        if r.dims == layout_name(MANY):
             yield Check(f"seconds, {what}", 2.0, r.seconds)
 
 
@@ -346,7 +346,7 @@ def lockstep_checks(draws: int) -> Iterator[Check]:
     """32 ranks in lockstep, each slot as slow as its slowest rank."""
     source = Lengths("median 6000, σ 1", log_normal(6000, 1.0, 20_000), 16384)
     r = measure(source, 512, LOCKSTEP, draws)
-    what = f"{r.lengths}, 512 samples, {r.layout}"
+    what = f"{r.lengths}, 512 samples, {r.dims}"
     yield Check(f"slot balance, {what}", 1.04, r.slot_balance)
     yield Check(f"gain on {r.best_peer}, {what}", 1.0, r.time_best_peer / r.time, at_least=True)
     yield Check(f"micro-batches over the cap, {what}", 0, r.over_cap)
@@ -397,9 +397,9 @@ def main() -> int:
     options = parser.parse_args()
     from_sources = list(sources(options.data))
     results = [
-        measure(source, samples, layout, options.draws if samples < 4096 else 2)
+        measure(source, samples, dims, options.draws if samples < 4096 else 2)
         for samples in options.samples
-        for layout in LAYOUTS[samples]
+        for dims in LAYOUTS[samples]
         for source in from_sources
     ]
     found = [*checks(results), *lockstep_checks(options.draws), *packing_checks(from_sources)]

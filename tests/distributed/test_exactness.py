@@ -96,11 +96,11 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
     "dp2-pp2-padding-samples-on-one-rank": ("dp2-pp2", {"padded_to": 7, "spread": "empty"}),
     "cp2-padding-samples": ("cp2", {"padded_to": 40}),
     **{
-        f"{layout}-padding-samples-{objective}": (
-            layout,
+        f"{dims}-padding-samples-{objective}": (
+            dims,
             {"padded_to": padded_to, "objective": objective},
         )
-        for layout, padded_to in (("dp2-pp2", 8), ("cp2", 40))
+        for dims, padded_to in (("dp2-pp2", 8), ("cp2", 40))
         for objective in OBJECTIVES
         if objective != DEFAULT_OBJECTIVE
     },
@@ -125,18 +125,18 @@ def special_jobs() -> list[Job]:
     """The settings beside the matrix."""
     made = []
     for name, (layout_name, changes) in SPECIAL.items():
-        nproc, kind, layout = LAYOUTS[layout_name]
-        parameters = {"layout": layout, "kind": kind, **changes}
+        nproc, kind, dims = LAYOUTS[layout_name]
+        parameters = {"dims": dims, "kind": kind, **changes}
         parameters["reference"] = parameters["kind"]
-        made.append(Job(name, "kit.exactness:compare", nproc, layout, parameters))
+        made.append(Job(name, "kit.exactness:compare", nproc, dims, parameters))
     return made
 
 
 def jobs() -> list[Job]:
     """Every layout, with uneven and empty ranks, both ways of dividing the loss, and optimizers."""
     made = []
-    for layout_name, (nproc, kind, layout) in LAYOUTS.items():
-        spreads = ["fewer", "uneven", "empty"] if layout.get("data_parallel", 1) > 1 else ["uneven"]
+    for layout_name, (nproc, kind, dims) in LAYOUTS.items():
+        spreads = ["fewer", "uneven", "empty"] if dims.get("data_parallel", 1) > 1 else ["uneven"]
         variants = {
             "": {},
             "-mean-over-micro-batches": {"per_token_loss": False},
@@ -147,7 +147,7 @@ def jobs() -> list[Job]:
                 if spread == "fewer" and changes:
                     continue
                 parameters = changes | {
-                    "layout": layout,
+                    "dims": dims,
                     "kind": kind,
                     "reference": kind,
                     "spread": spread,
@@ -157,7 +157,7 @@ def jobs() -> list[Job]:
                         f"{layout_name}-{spread}{variant}",
                         "kit.exactness:compare",
                         nproc,
-                        layout,
+                        dims,
                         parameters,
                     )
                 )
@@ -176,7 +176,7 @@ def test_equals_reference(
     assert any(rank["oversize"] for rank in ranks)  # the cap holds 48 tokens, one sample has 200
     short_of_samples = job.parameters.get("spread", "uneven") != "fewer"
     short_of_samples &= job.parameters.get("padded_to") is None
-    if short_of_samples and job.layout.get("data_parallel", 1) > 1:
+    if short_of_samples and job.dims.get("data_parallel", 1) > 1:
         assert any(rank["placeholders"] for rank in ranks)
     assert max(rank["log_probs"] for rank in ranks) < LOG_PROBS
     assert max(rank["gradients"] for rank in ranks) < GRADIENTS
@@ -199,7 +199,7 @@ def test_equals_reference(
             4,
             LAYOUTS["dp2-pp2"][2],
             {
-                "layout": LAYOUTS["dp2-pp2"][2],
+                "dims": LAYOUTS["dp2-pp2"][2],
                 "kind": "dense",
                 "reference": "dense",
                 "spread": "empty",

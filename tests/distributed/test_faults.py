@@ -12,10 +12,10 @@ DP2_PP2 = {"data_parallel": 2, "pipeline_parallel": 2}
 SECONDS = 10.0  # an error that came by a collective's timeout takes 60
 
 
-def job(name: str, function: str, layout: dict[str, Any], nproc: int, **parameters: Any) -> Job:
+def job(name: str, function: str, dims: dict[str, Any], nproc: int, **parameters: Any) -> Job:
     kind = parameters.pop("reference", "dense")
-    parameters = {"layout": layout, "reference": kind, **parameters}
-    return Job(name, f"kit.faults:{function}", nproc, layout, parameters)
+    parameters = {"dims": dims, "reference": kind, **parameters}
+    return Job(name, f"kit.faults:{function}", nproc, dims, parameters)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ PLACEHOLDERS = {
         job(
             f"placeholders-{name}{'' if per_token else '-mean-over-micro-batches'}",
             "extra_placeholders",
-            layout,
+            dims,
             nproc,
             reference=kind,
             kind=kind,
@@ -116,7 +116,7 @@ PLACEHOLDERS = {
             per_token_loss=per_token,
             settings={},
         )
-        for name, (nproc, kind, layout) in PLACEHOLDERS.items()
+        for name, (nproc, kind, dims) in PLACEHOLDERS.items()
         for per_token in (True, False)
     ]
     + [
@@ -172,7 +172,7 @@ def test_placeholders_contribute_exactly_zero(job: Job, ranks: list[dict[str, An
 )
 def test_batch_without_samples_changes_nothing(job: Job, ranks: list[dict[str, Any]]) -> None:
     """slime crashed in torch.cat of nothing; later it raises for samples < ranks × group."""
-    legal = 2 if job.layout and "virtual_pipeline" in job.layout else 1
+    legal = 2 if job.dims and "virtual_pipeline" in job.dims else 1
     for rank in ranks:
         assert rank["counts"] == [legal]
         assert rank["unchanged"]

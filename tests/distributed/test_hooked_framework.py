@@ -25,20 +25,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def jobs() -> list[Job]:
     made = []
-    for name, layout in LAYOUTS.items():
+    for name, dims in LAYOUTS.items():
         for per_token_loss in (True, False):
             for spread in ("uneven", "empty") if name == "dp2" else ("uneven",):
                 parameters = {
-                    "layout": layout,
+                    "dims": dims,
                     "reference": "dense",
                     "spread": spread,
                     "per_token_loss": per_token_loss,
                 }
                 mean = "tokens" if per_token_loss else "samples"
                 made.append(
-                    Job(
-                        f"hook-{name}-{spread}-{mean}", "kit.hooking:compare", 2, layout, parameters
-                    )
+                    Job(f"hook-{name}-{spread}-{mean}", "kit.hooking:compare", 2, dims, parameters)
                 )
     return made
 
@@ -48,7 +46,7 @@ def test_hooked_framework_equals_the_engine(job: Job, ranks: list[dict[str, Any]
     assert len({tuple(rank["counts"]) for rank in ranks}) == 1
     assert max(rank["log_probs"] for rank in ranks) < LOG_PROBS
     assert max(rank["gradients"] for rank in ranks) < GRADIENTS
-    if job.layout.get("data_parallel", 1) > 1:
+    if job.dims.get("data_parallel", 1) > 1:
         assert ranks[1]["placeholders"] > 0
     if job.parameters["per_token_loss"]:
         for rank in ranks:
@@ -59,7 +57,7 @@ def test_hooked_framework_equals_the_engine(job: Job, ranks: list[dict[str, Any]
 
 def on_two_replicas(function: str) -> Any:
     """A job of `kit.hooking` on two data-parallel ranks."""
-    parameters = {"layout": LAYOUTS["dp2"], "reference": "dense"}
+    parameters = {"dims": LAYOUTS["dp2"], "reference": "dense"}
     job = Job(f"hook-{function}", f"kit.hooking:{function}", 2, LAYOUTS["dp2"], parameters)
     return pytest.mark.parametrize("job", [job], ids=str)
 

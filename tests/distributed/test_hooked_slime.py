@@ -26,9 +26,9 @@ if not SOURCE:  # not a mark: its jobs would still be launched beside those of o
     )
 
 
-def job_of(name: str, layout: dict[str, Any], **parameters: Any) -> Job:
-    parameters = {"layout": layout, "reference": "dense", "source": SOURCE} | parameters
-    return Job(f"slime-{name}", "kit.slime:compare", 2, layout, parameters)
+def job_of(name: str, dims: dict[str, Any], **parameters: Any) -> Job:
+    parameters = {"dims": dims, "reference": "dense", "source": SOURCE} | parameters
+    return Job(f"slime-{name}", "kit.slime:compare", 2, dims, parameters)
 
 
 JOBS = [
@@ -46,7 +46,7 @@ def test_slime_equals_itself(job: Job, ranks: list[dict[str, Any]]) -> None:
     assert max(rank["log_probs"] for rank in ranks) < LOG_PROBS
     assert max(rank["gradients"] for rank in ranks) < GRADIENTS
     for rank in ranks:
-        if job.layout.get("data_parallel", 1) > 1:
+        if job.dims.get("data_parallel", 1) > 1:
             assert rank["placeholders"] > 0
         if not rank["last_stage"]:
             continue

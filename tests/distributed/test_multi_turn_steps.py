@@ -37,11 +37,11 @@ JOBS = [
         f"multi-turn-{system}-{name}",
         "kit.multi_turn:train",
         nproc,
-        layout,
-        {"system": system, "layout": layout, "seed": seed},
+        dims,
+        {"system": system, "dims": dims, "seed": seed},
         seconds=180.0,
     )
-    for system, name, layout, nproc, seed in LAYOUTS
+    for system, name, dims, nproc, seed in LAYOUTS
 ]
 with_every_layout = pytest.mark.parametrize("job", JOBS, ids=str)
 with_and_without_padding = pytest.mark.parametrize("run", ["unpadded", "padded"])

@@ -10,6 +10,7 @@ from kit.harness import Job, JobFailedError, results, run_jobs
 
 from mcore_batching.planning import CostModel, plan_step
 from mcore_batching.planning.records import read_records
+from mcore_batching.planning.validation import validate_plan
 
 LAYOUT = {"data_parallel": 2, "pipeline_parallel": 2}
 
@@ -31,7 +32,7 @@ def outcomes_of_jobs(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Any] | JobFailedError]:
     def job(name: str, **parameters: Any) -> Job:
-        return Job(name, "kit.recording:record", 4, LAYOUT, {"layout": LAYOUT, **parameters})
+        return Job(name, "kit.recording:record", 4, LAYOUT, {"dims": LAYOUT, **parameters})
 
     jobs = [
         job(
@@ -52,16 +53,16 @@ def test_every_step_of_all_ranks_is_recorded(
     records = read_records(folder / "steps")
     assert [record.step for record in records] == [0, 1, 2]
     for record in records:
-        record.plan.validate(record.lengths)
+        validate_plan(record.plan, record.lengths)
         assert len(record.lengths) == 8
-        assert record.plan.layout.data_parallel == 2
+        assert record.plan.dims.data_parallel == 2
         assert record.plan.cost_model == MODEL
         owners = [
             next(r for r, rank in enumerate(record.plan.micro_batches) if any(i in s for s in rank))
             for i in range(8)
         ]
         planned = plan_step(
-            record.lengths, record.plan.layout, record.plan.config, MODEL, owners=owners
+            record.lengths, record.plan.dims, record.plan.config, MODEL, owners=owners
         )
         assert record.plan.micro_batches == planned.micro_batches
         assert record.measured_seconds is not None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from kit.harness import Job
 
-from mcore_batching.planning import Layout
+from mcore_batching.planning import ParallelDims
 from mcore_batching.planning.pipeline import pipeline_operations, stage_order
 
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -26,12 +26,12 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 
 
-def steps_of(layout: dict[str, int]) -> list[tuple[list[float], bool]]:
+def steps_of(dims: dict[str, int]) -> list[tuple[list[float], bool]]:
     """Every legal number of micro-batches up to three a stage, of unequal costs; both passes."""
     legal = [
         count
-        for count in range(1, 3 * layout["pipeline_parallel"] + 1)
-        if Layout(**layout).is_legal_num_microbatches(count)
+        for count in range(1, 3 * dims["pipeline_parallel"] + 1)
+        if ParallelDims(**dims).is_legal_num_microbatches(count)
     ]
     costs = [[1.0 + slot % 3 for slot in range(count)] for count in legal]
     return [(each, False) for each in costs] + [(costs[-1], True)]
@@ -41,25 +41,25 @@ JOBS = [
     Job(
         f"order-{name}",
         "kit.operations:operations",
-        layout["pipeline_parallel"],
-        layout,
-        {"layout": layout, "steps": steps_of(layout)},
+        dims["pipeline_parallel"],
+        dims,
+        {"dims": dims, "steps": steps_of(dims)},
     )
-    for name, layout in LAYOUTS.items()
+    for name, dims in LAYOUTS.items()
 ]
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_simulated_order_is_megatrons(job: Job, ranks: list[Any]) -> None:
-    layout = Layout(**job.parameters["layout"])
-    for number, (costs, forward_only) in enumerate(steps_of(job.parameters["layout"])):
+    dims = ParallelDims(**job.parameters["dims"])
+    for number, (costs, forward_only) in enumerate(steps_of(job.parameters["dims"])):
         ran = [
             (stage, kind == "B", chunk, slot)
             for stage, steps in enumerate(ranks)
             for kind, chunk, slot, *_ in steps[number]
         ]
-        simulated = pipeline_operations(costs, layout, forward_only=forward_only)
+        simulated = pipeline_operations(costs, dims, forward_only=forward_only)
         assert [(o.stage, o.backward, o.chunk, o.slot) for o in simulated] == ran
         assert [step for s, *step in ran if s == 0] == [
-            list(step) for step in stage_order(layout, 0, len(costs), forward_only=forward_only)
+            list(step) for step in stage_order(dims, 0, len(costs), forward_only=forward_only)
         ]

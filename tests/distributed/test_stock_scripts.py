@@ -49,9 +49,9 @@ LAYOUTS = {
 
 WITHOUT_LAUNCHER = """
 import os, runpy, sys
-from mcore_batching.megatron import cpu
-if cpu.is_requested():
-    cpu.enable()
+from mcore_batching.megatron import cpu_emulation
+if cpu_emulation.is_requested():
+    cpu_emulation.enable()
 sys.argv = sys.argv[1:]
 sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -139,7 +139,7 @@ def log_lines(checkout: Path, words: list[str]) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("release", "layout"),
+    ("release", "dims"),
     [
         *itertools.product(RELEASES, ("pp2", "dp2-exchange")),
         ("core_v0.17.1", "pp2-ramp-up"),
@@ -152,11 +152,11 @@ def log_lines(checkout: Path, words: list[str]) -> list[dict[str, float]]:
     reason="MCORE_BATCHING_MEGATRON_LM is not set: a folder with checkouts of Megatron-LM's "
     f"releases, {RELEASES[0]} to {RELEASES[-1]}, their dataset helpers compiled",
 )
-def test_megatrons_own_script_unmodified(release: str, layout: str) -> None:
+def test_megatrons_own_script_unmodified(release: str, dims: str) -> None:
     checkout = Path(CHECKOUTS or "") / release
     if not checkout.is_dir():
         pytest.skip(f"no {checkout}")
-    words, flags, consumed = LAYOUTS[layout]
+    words, flags, consumed = LAYOUTS[dims]
     padded = log_lines(checkout, words)
     flagged = log_lines(checkout, [*words, *flags])
     assert [line["consumed samples"] for line in padded] == consumed

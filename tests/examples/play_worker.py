@@ -21,7 +21,7 @@ from policy import build_policy_and_reference
 from sampling import play, uniform
 from trajectories import MAX_TOKENS, Trajectory
 
-from mcore_batching.planning import Layout
+from mcore_batching.planning import ParallelDims
 
 SHAPE: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "max_sequence_length": MAX_TOKENS}
 
@@ -46,16 +46,16 @@ def games_of(num_prompts: int, seed: int) -> list[list[Trajectory]]:
     return groups
 
 
-def played(layout: dict[str, Any], weights: str, num_prompts: int, seed: int) -> dict[str, Any]:
+def played(dims: dict[str, Any], weights: str, num_prompts: int, seed: int) -> dict[str, Any]:
     """What this rank holds after play.
 
     Args:
-        layout: of the job.
+        dims: of the job.
         weights: file with the whole model's.
         num_prompts: over all ranks.
         seed: of games and tokens.
     """
-    shape = Layout(**layout)
+    shape = ParallelDims(**dims)
     policy, _ = build_policy_and_reference(shape, seed=0, **SHAPE)
     whole = torch.load(weights, weights_only=True)
     with torch.no_grad():
@@ -82,7 +82,7 @@ def reference(weights: str, num_prompts: int, seed: int) -> list[dict[str, Any]]
         num_prompts: as in `played`.
         seed: as in `played`.
     """
-    policy, _ = build_policy_and_reference(Layout(), seed=0, **SHAPE)
+    policy, _ = build_policy_and_reference(ParallelDims(), seed=0, **SHAPE)
     model = GPTModel(
         config=get_model_config(policy[0]),
         transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),

@@ -4,23 +4,23 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from options import BUNDLED_ROLLOUTS, layout_of, parse_arguments, settings_of
+from options import BUNDLED_ROLLOUTS, dims_of, parse_arguments, settings_of
 from training import baseline_arguments
 
-from mcore_batching.planning import Layout
+from mcore_batching.planning import ParallelDims
 
 
 def test_defaults_are_two_ranks_of_two_stages_on_four_processes():
     options = parse_arguments([])
-    assert layout_of(options, 4) == Layout(data_parallel=2, pipeline_parallel=2)
+    assert dims_of(options, 4) == ParallelDims(data_parallel=2, pipeline_parallel=2)
     assert options.rollouts == BUNDLED_ROLLOUTS
     assert options.rollouts.exists()
 
 
 def test_data_parallelism_is_what_the_other_sizes_leave_unless_given():
     options = parse_arguments(["--pp", "1", "--tp", "2", "--cp", "2"])
-    assert layout_of(options, 8).data_parallel == 2
-    assert layout_of(parse_arguments(["--dp", "3"]), 8).data_parallel == 3
+    assert dims_of(options, 8).data_parallel == 2
+    assert dims_of(parse_arguments(["--dp", "3"]), 8).data_parallel == 3
 
 
 @pytest.mark.parametrize(

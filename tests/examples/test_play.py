@@ -26,8 +26,8 @@ CASES = [
 ]
 
 
-def name_of(layout, num_prompts):
-    return f"{layout}-{num_prompts}"
+def name_of(dims, num_prompts):
+    return f"{dims}-{num_prompts}"
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +40,13 @@ def outcomes(tmp_path_factory):
     )
     jobs = [
         Job(
-            name_of(layout, num_prompts),
+            name_of(dims, num_prompts),
             "play_worker:played",
             4,
-            LAYOUTS[layout],
-            parameters | {"layout": LAYOUTS[layout], "num_prompts": num_prompts},
+            LAYOUTS[dims],
+            parameters | {"dims": LAYOUTS[dims], "num_prompts": num_prompts},
         )
-        for layout, num_prompts in CASES
+        for dims, num_prompts in CASES
     ]
     with pytest.MonkeyPatch.context() as patch:
         examples = HERE.parents[1] / "examples"
@@ -56,11 +56,11 @@ def outcomes(tmp_path_factory):
         return found | run_jobs(jobs, folder / "together")
 
 
-@pytest.mark.parametrize(("layout", "num_prompts"), CASES, ids=lambda value: str(value))
-def test_every_layout_draws_the_tokens_of_one_process(outcomes, layout, num_prompts):
+@pytest.mark.parametrize(("dims", "num_prompts"), CASES, ids=lambda value: str(value))
+def test_every_layout_draws_the_tokens_of_one_process(outcomes, dims, num_prompts):
     (reference,) = results(outcomes["reference"])
     expected = {tuple(each["game"]): each for each in reference[: 2 * num_prompts]}
-    ranks = results(outcomes[name_of(layout, num_prompts)])
+    ranks = results(outcomes[name_of(dims, num_prompts)])
     replicas = {}
     for rank in ranks:
         # All ranks of a replica hold the same games.
@@ -76,9 +76,9 @@ def test_every_layout_draws_the_tokens_of_one_process(outcomes, layout, num_prom
         assert each["log_probs"] == pytest.approx(ours["log_probs"], abs=1e-4)
 
 
-@pytest.mark.parametrize(("layout", "num_prompts"), CASES, ids=lambda value: str(value))
-def test_all_ranks_go_on_until_the_last_game_is_over(outcomes, layout, num_prompts):
-    ranks = results(outcomes[name_of(layout, num_prompts)])
+@pytest.mark.parametrize(("dims", "num_prompts"), CASES, ids=lambda value: str(value))
+def test_all_ranks_go_on_until_the_last_game_is_over(outcomes, dims, num_prompts):
+    ranks = results(outcomes[name_of(dims, num_prompts)])
     drawn = [sum(end - start for start, end in g["turns"]) for r in ranks for g in r["games"]]
     assert {rank["passes"] for rank in ranks} == {max(drawn)}
     longest = {}

@@ -13,7 +13,8 @@ from trajectories import (
     scripted_trajectory,
 )
 
-from mcore_batching.batch import DEFAULT_SCHEMA, compute_advantages
+from mcore_batching.batch import DEFAULT_SCHEMA
+from mcore_batching.rl import compute_advantages
 
 
 def begin(start=7, changes=(1, -1, 1)):

@@ -2,8 +2,11 @@
 
 import json
 
-from mcore_batching.megatron.stock.conversations import Conversation
-from mcore_batching.megatron.stock.sample_tokens import SampleTokenizer, byte_level_tokenizer
+from mcore_batching.integrations.megatron_lm.sft.conversations import Conversation
+from mcore_batching.integrations.megatron_lm.sft.sample_tokens import (
+    SampleTokenizer,
+    byte_level_tokenizer,
+)
 
 END = 256
 BYTES = SampleTokenizer(byte_level_tokenizer())

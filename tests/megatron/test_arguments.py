@@ -16,8 +16,8 @@ from mcore_batching.megatron.arguments import (
     planner_cost_model,
 )
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.refusals import check_model_config
-from mcore_batching.planning import CostModel, Layout, PlannerConfig
+from mcore_batching.megatron.validation import check_model_config
+from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig
 
 FLAGS = {
     "--use-dynamic-batch-size",
@@ -103,24 +103,28 @@ def config(**changes: Any) -> TransformerConfig:
 
 EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"}
 FLEX = {"num_moe_experts": 4, "moe_token_dispatcher_type": "flex"}
-VIRTUAL = Layout(pipeline_parallel=2, virtual_pipeline=2)
+VIRTUAL = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
 
 
 @pytest.mark.parametrize(
-    ("layout", "changes", "expected"),
+    ("dims", "changes", "expected"),
     [
         (VIRTUAL, {}, "drop --no-overlap-p2p-communication"),
         (VIRTUAL, {"overlap_p2p_comm": True}, "batch_p2p_comm=False"),
-        (Layout(pipeline_parallel=2), {"overlap_p2p_comm": True}, "1F1B schedule does not overlap"),
-        (Layout(), {"cuda_graph_impl": "local"}, "set --cuda-graph-impl none"),
-        (Layout(), {"enable_cuda_graph": True}, "set --cuda-graph-impl none"),
         (
-            Layout(),
+            ParallelDims(pipeline_parallel=2),
+            {"overlap_p2p_comm": True},
+            "1F1B schedule does not overlap",
+        ),
+        (ParallelDims(), {"cuda_graph_impl": "local"}, "set --cuda-graph-impl none"),
+        (ParallelDims(), {"enable_cuda_graph": True}, "set --cuda-graph-impl none"),
+        (
+            ParallelDims(),
             {**EXPERTS, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01},
             "set --calculate-per-token-loss",
         ),
         (
-            Layout(),
+            ParallelDims(),
             {
                 **EXPERTS,
                 "moe_router_load_balancing_type": ["none", "seq_aux_loss"],
@@ -128,103 +132,103 @@ VIRTUAL = Layout(pipeline_parallel=2, virtual_pipeline=2)
             },
             "set --calculate-per-token-loss",
         ),
-        (Layout(), {**EXPERTS, "moe_z_loss_coeff": 0.01}, "set --calculate-per-token-loss"),
-        (Layout(), {"mtp_num_layers": 1}, "unset --mtp-num-layers"),
+        (ParallelDims(), {**EXPERTS, "moe_z_loss_coeff": 0.01}, "set --calculate-per-token-loss"),
+        (ParallelDims(), {"mtp_num_layers": 1}, "unset --mtp-num-layers"),
         (
-            Layout(),
+            ParallelDims(),
             {**EXPERTS, "moe_router_load_balancing_type": "global_aux_loss"},
             "set --moe-router-load-balancing-type aux_loss or none",
         ),
         (
-            Layout(),
+            ParallelDims(),
             {"num_moe_experts": 4, "moe_token_dispatcher_type": "allgather"},
             "set --moe-token-dispatcher-type alltoall",
         ),
         (
-            Layout(),
+            ParallelDims(),
             {**EXPERTS, "moe_expert_capacity_factor": 1.0},
             "unset --moe-expert-capacity-factor",
         ),
         (
-            Layout(context_parallel=2, tensor_parallel=2, sequence_parallel=True),
+            ParallelDims(context_parallel=2, tensor_parallel=2, sequence_parallel=True),
             {"fp8": "hybrid"},
             "set --dynamic-batch-pad-total-to 64",
         ),
         (
-            Layout(),
+            ParallelDims(),
             {"fp8": "hybrid", "fp8_recipe": "mxfp8"},
             "set --dynamic-batch-pad-total-to 32",
         ),
-        (Layout(), {"fp4": "e2m1"}, "set --dynamic-batch-pad-total-to 32"),
+        (ParallelDims(), {"fp4": "e2m1"}, "set --dynamic-batch-pad-total-to 32"),
         (
-            Layout(context_parallel=2, tensor_parallel=2, sequence_parallel=True),
+            ParallelDims(context_parallel=2, tensor_parallel=2, sequence_parallel=True),
             {"fp4": "e2m1"},
             "FP4 needs rows whose tokens divide by 32 on each rank, so by 128 in all",
         ),
-        (Layout(), {"tp_comm_overlap": True}, "unset --tp-comm-overlap"),
+        (ParallelDims(), {"tp_comm_overlap": True}, "unset --tp-comm-overlap"),
         (
-            Layout(pipeline_parallel=2),
+            ParallelDims(pipeline_parallel=2),
             {"defer_embedding_wgrad_compute": True},
             "unset --defer-embedding-wgrad-compute",
         ),
         (
-            Layout(),
+            ParallelDims(),
             {**EXPERTS, "moe_router_load_balancing_type": "sinkhorn"},
             "sinkhorn routes a token by all tokens of its micro-batch",
         ),
         (
-            Layout(),
+            ParallelDims(),
             {**EXPERTS, "moe_router_load_balancing_type": ["none", "sinkhorn"]},
             "set --moe-router-load-balancing-type aux_loss or none",
         ),
         (
-            Layout(),
+            ParallelDims(),
             {**EXPERTS, "moe_router_load_balancing_type": "quantile_balancing"},
             "quantile_balancing routes a token by all tokens of its micro-batch",
         ),
         (
-            Layout(),
+            ParallelDims(),
             {**FLEX, "moe_flex_dispatcher_backend": "hybridep"},
             "set --moe-hybridep-pad-uneven-dispatch-inputs",
         ),
         (
-            Layout(),
+            ParallelDims(),
             {**FLEX, "moe_flex_dispatcher_backend": "ncclep"},
             "set --moe-flex-dispatcher-backend deepep",
         ),
         (
-            Layout(),
+            ParallelDims(),
             {"overlap_moe_expert_parallel_comm": True},
             "unset --overlap-moe-expert-parallel-comm",
         ),
     ],
 )
 def test_refused_combination_says_what_to_set(
-    layout: Layout, changes: dict[str, Any], expected: str
+    dims: ParallelDims, changes: dict[str, Any], expected: str
 ) -> None:
     planner = PlannerConfig(max_tokens_per_gpu=128)
     with pytest.raises(DynamicBatchArgumentError) as caught:
-        check_model_config(config(**changes), layout, planner)
+        check_model_config(config(**changes), dims, planner)
     assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("layout", "changes"),
+    ("dims", "changes"),
     [
-        (Layout(), {}),
-        (Layout(pipeline_parallel=4), {}),
+        (ParallelDims(), {}),
+        (ParallelDims(pipeline_parallel=4), {}),
         (VIRTUAL, {"overlap_p2p_comm": True, "batch_p2p_comm": False}),
-        (Layout(), EXPERTS),  # a load-balancing loss with coefficient 0
+        (ParallelDims(), EXPERTS),  # a load-balancing loss with coefficient 0
         (
-            Layout(),
+            ParallelDims(),
             {**EXPERTS, "moe_aux_loss_coeff": 0.01, "calculate_per_token_loss": True},
         ),
-        (Layout(), {**FLEX, "moe_flex_dispatcher_backend": "deepep"}),
-        (Layout(), {**EXPERTS, "moe_flex_dispatcher_backend": "hybridep"}),
+        (ParallelDims(), {**FLEX, "moe_flex_dispatcher_backend": "deepep"}),
+        (ParallelDims(), {**EXPERTS, "moe_flex_dispatcher_backend": "hybridep"}),
     ],
 )
-def test_sound_combination_is_accepted(layout: Layout, changes: dict[str, Any]) -> None:
-    check_model_config(config(**changes), layout, PlannerConfig(max_tokens_per_gpu=128))
+def test_sound_combination_is_accepted(dims: ParallelDims, changes: dict[str, Any]) -> None:
+    check_model_config(config(**changes), dims, PlannerConfig(max_tokens_per_gpu=128))
 
 
 def test_all_problems_are_listed_at_once() -> None:
@@ -237,11 +241,13 @@ def test_all_problems_are_listed_at_once() -> None:
 def test_padded_inputs_let_hybrid_ep_run() -> None:
     padded = config(**FLEX, moe_flex_dispatcher_backend="hybridep")
     padded.moe_hybridep_pad_uneven_dispatch_inputs = True  # a field from 0.19 on
-    check_model_config(padded, Layout(), PlannerConfig(max_tokens_per_gpu=128))
+    check_model_config(padded, ParallelDims(), PlannerConfig(max_tokens_per_gpu=128))
 
 
 def test_rows_that_fp8_can_run_are_accepted() -> None:
     fp8 = config(fp8="hybrid")
-    check_model_config(fp8, Layout(), PlannerConfig(max_tokens_per_gpu=128, pad_total_to=48))
+    check_model_config(fp8, ParallelDims(), PlannerConfig(max_tokens_per_gpu=128, pad_total_to=48))
     with pytest.raises(DynamicBatchArgumentError, match="padded to a multiple of 8"):
-        check_model_config(fp8, Layout(), PlannerConfig(max_tokens_per_gpu=128, pad_total_to=8))
+        check_model_config(
+            fp8, ParallelDims(), PlannerConfig(max_tokens_per_gpu=128, pad_total_to=8)
+        )

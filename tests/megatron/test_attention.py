@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_batching.megatron.attention import PackedAttention, host_cu_seqlens
-from mcore_batching.megatron.attention_runs import (
+from mcore_batching.megatron.attention.packed_attention import PackedAttention, host_cu_seqlens
+from mcore_batching.megatron.attention.segments import (
     attend_run_by_run,
     attention_runs,
     zigzag_restore_index,

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from mcore_batching.cli import main
-from mcore_batching.megatron.calibration import rows_to_time
+from mcore_batching.megatron.standalone.calibration import rows_to_time
+from mcore_batching.tools.cli import main
 
 PROGRAM = """
 import torch
-from mcore_batching.megatron import cpu
-cpu.enable(force=True)
-from mcore_batching.megatron.calibration import LayerStack, calibrate
+from mcore_batching.megatron import cpu_emulation
+cpu_emulation.enable(force=True)
+from mcore_batching.megatron.standalone.calibration import LayerStack, calibrate
 stack = LayerStack(
     num_layers=1, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4,
     num_query_groups=2, dtype=torch.float32,
@@ -99,8 +99,8 @@ def test_the_fewest_tokens_of_the_command_make_enough_rows_for_a_fit() -> None:
 
 FAKED = """
 import sys
-from mcore_batching.cli import main
-from mcore_batching.megatron import calibration
+from mcore_batching.tools.cli import main
+from mcore_batching.megatron.standalone import calibration
 from mcore_batching.planning import ConfigError, CostModel
 from mcore_batching.planning.cost_fit import CostFit
 

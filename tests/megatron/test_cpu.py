@@ -24,7 +24,7 @@ def test_import_touches_nothing() -> None:
     done = run(
         "import torch\n"
         "before = torch.cuda.current_device, torch.cuda.Stream\n"
-        "import mcore_batching.megatron.cpu as cpu\n"
+        "import mcore_batching.megatron.cpu_emulation as cpu\n"
         "assert (torch.cuda.current_device, torch.cuda.Stream) == before\n"
         "assert not cpu.is_enabled()\n"
     )
@@ -77,7 +77,7 @@ def test_bootstrap_needs_the_stand_in_to_be_asked_for() -> None:
         "import os, torch\n"
         "os.environ.pop('MCORE_BATCHING_CPU', None)\n"
         "torch.cuda.is_available = lambda: False\n"
-        "from mcore_batching.megatron.bootstrap import initialize_process_group\n"
+        "from mcore_batching.megatron.standalone.bootstrap import initialize_process_group\n"
         "try:\n"
         "    initialize_process_group()\n"
         "except RuntimeError as error:\n"

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 
+from mcore_batching.megatron.consensus import Note, require_equal, require_equal_within_replicas
 from mcore_batching.megatron.errors import (
     CollationFailedError,
     CollectiveError,
@@ -13,7 +14,6 @@ from mcore_batching.megatron.errors import (
     PlanMismatchError,
     PlanningFailedError,
 )
-from mcore_batching.megatron.rendezvous import Note, require_equal, require_equal_within_replicas
 
 
 @pytest.mark.parametrize("kind", [CollationFailedError, PlanMismatchError, PlanningFailedError])

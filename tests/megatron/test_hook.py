@@ -14,9 +14,8 @@ import pytest
 import torch
 
 import mcore_batching
-from mcore_batching.megatron import framework
-from mcore_batching.megatron.hook import NAMES, HookError
-from mcore_batching.megatron.uncounted import uncounted
+from mcore_batching.integrations.slime.hook import NAMES, HookError
+from mcore_batching.integrations.slime.uncounted_mask import uncounted
 
 SOURCES = {
     "get_data_iterator": "def get_data_iterator(args, model, rollout_data): return 'own'",

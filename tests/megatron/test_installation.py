@@ -20,8 +20,8 @@ needs_training = pytest.mark.skipif(
 
 NAMES = """
 import os, sys
-from mcore_batching.megatron import cpu
-cpu.enable(force=True)
+from mcore_batching.megatron import cpu_emulation
+cpu_emulation.enable(force=True)
 import importlib, types
 MODULES = [importlib.import_module(name) for name in (
     "megatron.training", "megatron.training.arguments", "megatron.training.initialize",
@@ -37,7 +37,7 @@ def names():
 def changed(before, after):
     return sorted(name for name in before | after if before.get(name) != after.get(name))
 
-from mcore_batching.megatron.stock import install
+from mcore_batching.integrations.megatron_lm import install
 """
 
 

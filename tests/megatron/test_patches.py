@@ -118,7 +118,7 @@ def test_calls_only_what_the_plugin_has(release: str) -> None:
     imports = [line.split() for line in added if line.startswith("from ")]
     assert len(imports) == 7
     for _, module, _, *names in imports:
-        assert module.startswith("mcore_batching.megatron.stock")
+        assert module.startswith("mcore_batching.integrations.megatron_lm")
         for name in names:
             assert callable(getattr(importlib.import_module(module), name.rstrip(",")))
 

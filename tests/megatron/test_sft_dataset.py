@@ -7,8 +7,8 @@ from megatron.core.datasets.utils import Split
 from sft_cases import BYTES, END, write
 from torch.utils.data import DataLoader
 
-from mcore_batching.megatron.stock.jsonl import JsonLines
-from mcore_batching.megatron.stock.sft_dataset import SftDataset, TokenizedLines, collate
+from mcore_batching.integrations.megatron_lm.sft.dataset import SftDataset, TokenizedLines, collate
+from mcore_batching.integrations.megatron_lm.sft.jsonl import JsonLines
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ import pickle
 import pytest
 from sft_cases import BYTES, trained_text, write
 
-from mcore_batching.megatron.stock.conversations import (
+from mcore_batching.integrations.megatron_lm.sft.conversations import (
     Completion,
     Conversation,
     RecordError,
     parse_record,
 )
-from mcore_batching.megatron.stock.jsonl import JsonLines, SftDataError
-from mcore_batching.megatron.stock.sft_dataset import TokenizedLines
+from mcore_batching.integrations.megatron_lm.sft.dataset import TokenizedLines
+from mcore_batching.integrations.megatron_lm.sft.jsonl import JsonLines, SftDataError
 
 
 def test_records_are_found_by_offset_over_files_and_blank_lines(tmp_path):

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sft_cases import BYTES, END, Wrapped, conversation, trained_text, whole_text
 
-from mcore_batching.megatron.stock.conversations import Completion
-from mcore_batching.megatron.stock.sample_tokens import (
+from mcore_batching.integrations.megatron_lm.sft.conversations import Completion
+from mcore_batching.integrations.megatron_lm.sft.sample_tokens import (
     SampleTokenizer,
     TokenizationError,
     byte_level_tokenizer,

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.skipif(
 
 PROGRAM = """
 import contextlib, io, json, os, sys
-from mcore_batching.megatron import cpu
-cpu.enable(force=True)
-from mcore_batching.megatron.stock import install
+from mcore_batching.megatron import cpu_emulation
+cpu_emulation.enable(force=True)
+from mcore_batching.integrations.megatron_lm import install
 install(["--use-dynamic-batch-size"])
 from megatron.training import arguments
 

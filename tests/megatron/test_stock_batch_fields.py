@@ -13,21 +13,21 @@ import pytest
 import torch
 
 from mcore_batching.batch import make_placeholder, owned_num_tokens, pack
-from mcore_batching.megatron import DynamicBatchArgumentError
-from mcore_batching.megatron.schedule import PreparedRow
-from mcore_batching.megatron.stock import next_batch
-from mcore_batching.megatron.stock.batch_fields import (
+from mcore_batching.integrations.megatron_lm import next_batch
+from mcore_batching.integrations.megatron_lm.batch_fields import (
     SIX_FIELDS,
     TEN_FIELDS,
     PackedRows,
     fields_unpacked_by,
 )
-from mcore_batching.megatron.stock.samples import FIELDS, STOCK_SCHEMA
-from mcore_batching.megatron.stock.script import (
+from mcore_batching.integrations.megatron_lm.samples import FIELDS, STOCK_SCHEMA
+from mcore_batching.integrations.megatron_lm.script import (
     declare_batch_fields,
     restore_batches,
     use_packed_batches,
 )
+from mcore_batching.megatron import DynamicBatchArgumentError
+from mcore_batching.megatron.schedule import PreparedRow
 
 PAD = 9
 SAMPLES: dict[str, list[Any]] = {
@@ -252,7 +252,7 @@ def test_a_script_that_calls_next_batch_itself_is_left_alone(tmp_path: Path) -> 
     module = script(
         tmp_path,
         """
-        from mcore_batching.megatron.stock import next_batch
+        from mcore_batching.integrations.megatron_lm import next_batch
 
         def get_batch(data_iterator):
             packed = next_batch(data_iterator, ("tokens", "packed_seq_params"))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from mcore_batching.integrations.megatron_lm.start_notes import print_notes, start_notes
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.stock.notes import print_notes, start_notes
 
 DENSE = SimpleNamespace(num_moe_experts=None)
 PLAIN = SimpleNamespace(rank=0)

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_batching.integrations.megatron_lm import check_arguments, next_batch
+from mcore_batching.integrations.megatron_lm.batch_fields import check_fields, fields_unpacked_by
+from mcore_batching.integrations.megatron_lm.forward_backward import (
+    PackedForwardBackward,
+    _check_loss,
+)
+from mcore_batching.integrations.megatron_lm.script import use_packed_batches
 from mcore_batching.megatron import DynamicBatchArgumentError
-from mcore_batching.megatron.stock import check_arguments, next_batch
-from mcore_batching.megatron.stock.batch_fields import check_fields, fields_unpacked_by
-from mcore_batching.megatron.stock.script import use_packed_batches
-from mcore_batching.megatron.stock.seam import PackedForwardBackward, _check_loss
 
 
 def arguments(**changes: Any) -> SimpleNamespace:

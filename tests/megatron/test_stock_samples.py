@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mcore_batching.batch import Kind
-from mcore_batching.megatron.stock.samples import FIELDS, STOCK_SCHEMA, draw, rollout_data
+from mcore_batching.integrations.megatron_lm.samples import FIELDS, STOCK_SCHEMA, draw, rollout_data
 
 Rows = list[list[tuple[int, bool]]]
 """For every row its positions: which one of its document, and whether it is trained."""

@@ -55,7 +55,7 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def get_batch(data_iterator: Any) -> list[Any]:
-    from mcore_batching.megatron.stock import next_batch
+    from mcore_batching.integrations.megatron_lm import next_batch
 
     packed = next_batch(data_iterator, len(FIELDS))
     if packed is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from mcore_batching.planning import Layout, PlannerConfig, StepPlan
+from mcore_batching.planning import ParallelDims, PlannerConfig, StepPlan
 
 
 def examples(count: int) -> settings:
@@ -22,54 +22,54 @@ class Case:
     """One planning problem; `owners` is None for the global scope."""
 
     lengths: list[int]
-    layout: Layout
+    dims: ParallelDims
     config: PlannerConfig
     owners: list[int] | None
 
 
-def sample_multiple(layout: Layout, config: PlannerConfig) -> int:
+def sample_multiple(dims: ParallelDims, config: PlannerConfig) -> int:
     alignment = 1
-    if layout.context_parallel > 1:
-        alignment *= 2 * layout.context_parallel
-    if layout.sequence_parallel:
-        alignment *= layout.tensor_parallel
+    if dims.context_parallel > 1:
+        alignment *= 2 * dims.context_parallel
+    if dims.sequence_parallel:
+        alignment *= dims.tensor_parallel
     return math.lcm(alignment, config.pad_each_to or 1)
 
 
-def row_multiple(layout: Layout, config: PlannerConfig) -> int:
+def row_multiple(dims: ParallelDims, config: PlannerConfig) -> int:
     alignment = 1
-    if layout.context_parallel > 1:
-        alignment *= 2 * layout.context_parallel
-    if layout.sequence_parallel:
-        alignment *= layout.tensor_parallel
+    if dims.context_parallel > 1:
+        alignment *= 2 * dims.context_parallel
+    if dims.sequence_parallel:
+        alignment *= dims.tensor_parallel
     return math.lcm(alignment, config.pad_total_to or 1)
 
 
 def row_tokens(samples: Sequence[int], lengths: Sequence[int], step: StepPlan) -> int:
     """Padded tokens of a micro-batch, by counting up."""
-    each = sample_multiple(step.layout, step.config)
+    each = sample_multiple(step.dims, step.config)
     total = 0
     for sample in samples:
         padded = each
         while padded < lengths[sample]:
             padded += each
         total += padded
-    row = row_multiple(step.layout, step.config)
+    row = row_multiple(step.dims, step.config)
     return math.ceil(total / row) * row
 
 
-def megatron_runs(count: int, layout: Layout) -> bool:
+def megatron_runs(count: int, dims: ParallelDims) -> bool:
     """The conditions of Megatron's schedules on the number of micro-batches."""
-    if layout.virtual_pipeline == 1:
+    if dims.virtual_pipeline == 1:
         return count >= 1
-    stages = layout.pipeline_parallel
-    group = layout.microbatch_group_size or stages
+    stages = dims.pipeline_parallel
+    group = dims.microbatch_group_size or stages
     return stages <= group <= count and (count % group == 0 or count % group >= stages)
 
 
-def least_count(wanted: int, layout: Layout) -> int:
+def least_count(wanted: int, dims: ParallelDims) -> int:
     count = max(1, wanted)
-    while not megatron_runs(count, layout):
+    while not megatron_runs(count, dims):
         count += 1
     return count
 
@@ -80,7 +80,7 @@ def broken_invariants(step: StepPlan, lengths: Sequence[int]) -> set[str]:
     placed = sorted(s for rank in step.micro_batches for samples in rank for s in samples)
     if placed != list(range(len(lengths))):
         broken.add("exact cover")
-    cap = step.config.max_tokens_per_gpu * step.layout.context_parallel
+    cap = step.config.max_tokens_per_gpu * step.dims.context_parallel
     for rank in step.micro_batches:
         for samples in rank:
             allowed = step.config.on_oversize == "own-bin" and len(samples) == 1
@@ -94,20 +94,20 @@ def broken_invariants(step: StepPlan, lengths: Sequence[int]) -> set[str]:
             broken.add("split before placeholder")
     counts = {len(rank) for rank in step.micro_batches}
     if (
-        len(step.micro_batches) != step.layout.data_parallel
+        len(step.micro_batches) != step.dims.data_parallel
         or counts != {step.num_microbatches}
-        or not megatron_runs(step.num_microbatches, step.layout)
+        or not megatron_runs(step.num_microbatches, step.dims)
     ):
         broken.add("equal count")
     return broken
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
+def dims_list(draw: st.DrawFn) -> ParallelDims:
     stages = draw(st.integers(1, 4))
     chunks = draw(st.integers(1, 3)) if stages > 1 else 1
     group = draw(st.none() | st.integers(stages, 2 * stages + 3))
-    return Layout(
+    return ParallelDims(
         data_parallel=draw(st.integers(1, 6)),
         pipeline_parallel=stages,
         virtual_pipeline=chunks,
@@ -121,7 +121,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 @st.composite
 def cases(draw: st.DrawFn, fill: tuple[str, ...] = ("split", "split", "placeholder")) -> Case:
-    layout = draw(layouts())
+    dims = draw(dims_list())
     options = {
         "packing": draw(st.sampled_from(["auto", "first-fit", "first-fit-decreasing"])),
         "balance": draw(st.sampled_from(["auto", "cost", "tokens", "none"])),
@@ -132,13 +132,13 @@ def cases(draw: st.DrawFn, fill: tuple[str, ...] = ("split", "split", "placehold
         "plan_effort": draw(st.sampled_from([1, 20, 100])),
     }
     probe = PlannerConfig(max_tokens_per_gpu=1, **options)
-    unit = sample_multiple(layout, probe)
-    smallest_row = math.ceil(unit / row_multiple(layout, probe)) * row_multiple(layout, probe)
-    least = math.ceil(smallest_row / layout.context_parallel)
+    unit = sample_multiple(dims, probe)
+    smallest_row = math.ceil(unit / row_multiple(dims, probe)) * row_multiple(dims, probe)
+    least = math.ceil(smallest_row / dims.context_parallel)
     config = PlannerConfig(
         max_tokens_per_gpu=least + draw(st.sampled_from([0, 1, 7, 20, 64, 200])), **options
     )
-    cap = config.max_tokens_per_gpu * layout.context_parallel
+    cap = config.max_tokens_per_gpu * dims.context_parallel
     lengths = draw(
         st.lists(
             st.integers(0, cap)
@@ -151,9 +151,9 @@ def cases(draw: st.DrawFn, fill: tuple[str, ...] = ("split", "split", "placehold
     if draw(st.booleans()):
         owners = draw(
             st.lists(
-                st.integers(0, layout.data_parallel - 1),
+                st.integers(0, dims.data_parallel - 1),
                 min_size=len(lengths),
                 max_size=len(lengths),
             )
         )
-    return Case(lengths, layout, config, owners)
+    return Case(lengths, dims, config, owners)

@@ -7,19 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_batching.planning import CostModel, Layout, PlannerConfig, StepPlan, plan_step
-from mcore_batching.planning.advice import what_holds_back, what_would_help
+from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, plan_step
 from mcore_batching.planning.statistics import predicted_step_time
+from mcore_batching.tools.advice import what_holds_back, what_would_help
+from mcore_batching.tools.explain import explain
 
-PP4 = Layout(data_parallel=4, pipeline_parallel=4)
+PP4 = ParallelDims(data_parallel=4, pipeline_parallel=4)
 CONFIG = PlannerConfig(max_tokens_per_gpu=16384, plan_effort=200)
 GENERATOR = random.Random(0)
 MANY = [int(GENERATOR.lognormvariate(7, 0.8)) + 1 for _ in range(512)]
 
 
-def held_back(lengths: list[int], layout: Layout, **options: object) -> str:
+def held_back(lengths: list[int], dims: ParallelDims, **options: object) -> str:
     config = replace(CONFIG, **options)  # type: ignore[arg-type]
-    return what_holds_back(plan_step(lengths, layout, config), lengths)
+    return what_holds_back(plan_step(lengths, dims, config), lengths)
 
 
 def test_the_longest_sample() -> None:
@@ -28,13 +29,13 @@ def test_the_longest_sample() -> None:
 
 def test_the_slowest_rank() -> None:
     lengths = [1000] * 40
-    step = plan_step(lengths, Layout(data_parallel=2), CONFIG, owners=[0] * 30 + [1] * 10)
+    step = plan_step(lengths, ParallelDims(data_parallel=2), CONFIG, owners=[0] * 30 + [1] * 10)
     assert what_holds_back(step, lengths).startswith("rank 0: it ends 1.49 x")
 
 
 def test_slots_in_lockstep() -> None:
-    layout = Layout(data_parallel=8, expert_parallel=8)
-    said = held_back(MANY, layout, balance="none", packing="first-fit")
+    dims = ParallelDims(data_parallel=8, expert_parallel=8)
+    said = held_back(MANY, dims, balance="none", packing="first-fit")
     assert said.startswith("slots whose micro-batches differ over ranks")
 
 
@@ -53,7 +54,7 @@ def test_the_pipeline_s_ends() -> None:
 
 
 def test_nothing_but_the_work() -> None:
-    assert held_back(MANY, Layout(data_parallel=4)).startswith("the work itself")
+    assert held_back(MANY, ParallelDims(data_parallel=4)).startswith("the work itself")
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
@@ -80,13 +81,13 @@ def test_gains_are_those_of_plans_made_so(forward_only: bool, bound: int | None)
 def test_a_plan_for_forward_passes_is_explained_as_one() -> None:
     step = plan_step(MANY, PP4, CONFIG, forward_only=True)
     training = plan_step(MANY, PP4, CONFIG)
-    text = step.explain(MANY)
+    text = explain(step, MANY)
     assert "predicted end of the forward passes" in text
     assert predicted_step_time(step, MANY) < 0.5 * predicted_step_time(training, MANY)
     assert f"{predicted_step_time(step, MANY):.0f} token units" in text
 
 
 def test_a_step_that_costs_nothing_is_explained() -> None:
-    step = plan_step([0, 0], Layout(), CONFIG, CostModel(per_micro_batch=0))
-    assert "held back by: nothing" in step.explain([0, 0])
+    step = plan_step([0, 0], ParallelDims(), CONFIG, CostModel(per_micro_batch=0))
+    assert "held back by: nothing" in explain(step, [0, 0])
     assert isinstance(step, StepPlan)

@@ -8,7 +8,7 @@ import pytest
 
 from mcore_batching.planning import (
     CostModel,
-    Layout,
+    ParallelDims,
     PlannerConfig,
     StepPlan,
     plan_step,
@@ -30,12 +30,12 @@ def loads(step: StepPlan, lengths: list[int]) -> list[int]:
 def test_ranks_are_evened_out_by_cost() -> None:
     lengths = [30, 29, 28, 27, 26, 25, 24, 23]
     step = plan_step(
-        lengths, Layout(data_parallel=2), PlannerConfig(max_tokens_per_gpu=40), PROPORTIONAL
+        lengths, ParallelDims(data_parallel=2), PlannerConfig(max_tokens_per_gpu=40), PROPORTIONAL
     )
     assert loads(step, lengths) == [106, 106]
     dealt = plan_step(
         lengths,
-        Layout(data_parallel=2),
+        ParallelDims(data_parallel=2),
         PlannerConfig(max_tokens_per_gpu=40, balance="none"),
         PROPORTIONAL,
     )
@@ -50,7 +50,7 @@ def test_cost_and_tokens_balance_differently() -> None:
     balances: dict[str, tuple[float, float]] = {}
     for balance in ("cost", "tokens"):
         config = PlannerConfig(max_tokens_per_gpu=100, balance=balance)  # type: ignore[arg-type]
-        step = plan_step(lengths, Layout(data_parallel=2), config, squares)
+        step = plan_step(lengths, ParallelDims(data_parallel=2), config, squares)
         in_squares = step_statistics(step, lengths).rank_balance
         in_tokens = step_statistics(step, lengths, PROPORTIONAL).rank_balance
         balances[balance] = (in_squares, in_tokens)
@@ -61,7 +61,7 @@ def test_cost_and_tokens_balance_differently() -> None:
 def test_a_very_long_sample_gets_light_company() -> None:
     lengths = [1000, 150, 140, 130, 120, 110, 100, 90]
     config = PlannerConfig(max_tokens_per_gpu=160, balance="cost")
-    step = plan_step(lengths, Layout(data_parallel=2), config, PROPORTIONAL)
+    step = plan_step(lengths, ParallelDims(data_parallel=2), config, PROPORTIONAL)
     rank = next(rank for rank in step.micro_batches if any(0 in slot for slot in rank))
     assert sorted(s for slot in rank for s in slot) == [0, 5, 6, 7]
 
@@ -70,8 +70,8 @@ def test_a_very_long_sample_gets_light_company() -> None:
 def test_experts_even_out_slots_and_others_ranks(seed: int) -> None:
     lengths = log_normal(256, seed)
     config = PlannerConfig(max_tokens_per_gpu=16384)
-    dense = plan_step(lengths, Layout(data_parallel=4), config)
-    experts = plan_step(lengths, Layout(data_parallel=4, expert_parallel=4), config)
+    dense = plan_step(lengths, ParallelDims(data_parallel=4), config)
+    experts = plan_step(lengths, ParallelDims(data_parallel=4, expert_parallel=4), config)
     of_dense, of_experts = step_statistics(dense, lengths), step_statistics(experts, lengths)
     assert of_experts.slot_balance <= of_dense.slot_balance
     assert of_dense.rank_balance <= of_experts.rank_balance
@@ -80,8 +80,10 @@ def test_experts_even_out_slots_and_others_ranks(seed: int) -> None:
 def test_experts_and_dense_models_are_planned_differently() -> None:
     lengths = [1000, 150, 140, 130, 120, 110, 100, 90]
     config = PlannerConfig(max_tokens_per_gpu=160)
-    dense = plan_step(lengths, Layout(data_parallel=2), config, PROPORTIONAL)
-    experts = plan_step(lengths, Layout(data_parallel=2, expert_parallel=2), config, PROPORTIONAL)
+    dense = plan_step(lengths, ParallelDims(data_parallel=2), config, PROPORTIONAL)
+    experts = plan_step(
+        lengths, ParallelDims(data_parallel=2, expert_parallel=2), config, PROPORTIONAL
+    )
     of_dense = step_statistics(dense, lengths)
     of_experts = step_statistics(experts, lengths)
     assert of_dense.rank_balance < of_experts.rank_balance
@@ -93,6 +95,6 @@ def test_global_plans_are_nearly_even_on_log_normal_lengths(seed: int) -> None:
     """512 samples on 8 ranks: the heaviest rank within 5 % of the mean."""
     lengths = log_normal(512, seed)
     config = PlannerConfig(max_tokens_per_gpu=16384)
-    even = step_statistics(plan_step(lengths, Layout(data_parallel=8), config), lengths)
+    even = step_statistics(plan_step(lengths, ParallelDims(data_parallel=8), config), lengths)
     assert even.rank_balance < 1.05
     assert even.slot_balance < 1.15

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_batching.cli import main
 from mcore_batching.planning import Plan
+from mcore_batching.tools.cli import main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

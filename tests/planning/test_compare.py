@@ -10,14 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from mcore_batching import compare, compare_table
-from mcore_batching.cli import main
-from mcore_batching.planning import Layout, LengthError, PlannerConfig, plan_step, step_statistics
-from mcore_batching.planning.peers import PEERS
+from mcore_batching.planning import (
+    LengthError,
+    ParallelDims,
+    PlannerConfig,
+    plan_step,
+    step_statistics,
+)
+from mcore_batching.tools import compare, compare_table
+from mcore_batching.tools.cli import main
+from mcore_batching.tools.rules import PEERS
 
 GENERATOR = random.Random(0)
 LENGTHS = [min(900, round(GENERATOR.lognormvariate(5, 1))) for _ in range(64)]
-LAYOUT = Layout(data_parallel=2, pipeline_parallel=2)
+LAYOUT = ParallelDims(data_parallel=2, pipeline_parallel=2)
 CONFIG = PlannerConfig(max_tokens_per_gpu=1000, plan_effort=100)
 CONFIG_OF_100 = PlannerConfig(max_tokens_per_gpu=100, plan_effort=10)
 
@@ -68,7 +74,7 @@ def test_modes_differ_and_ours_is_never_later(outcomes: list[compare.Outcome]) -
 
 def test_cap_violations_are_counted() -> None:
     # verl's three micro-batches a rank hold 120, 60 and 60 of these tokens.
-    found = compare.compare([[60] * 8], Layout(data_parallel=2), CONFIG_OF_100)
+    found = compare.compare([[60] * 8], ParallelDims(data_parallel=2), CONFIG_OF_100)
     verl = by_name(found, "verl (cost)")
     assert (verl.over_cap, verl.worst_over_cap) == (2 / 6, 1.2)
     assert not verl.keeps_cap
@@ -78,14 +84,14 @@ def test_cap_violations_are_counted() -> None:
 
 
 def test_an_oversize_sample_alone_is_no_violation() -> None:
-    found = compare.compare([[150, 20, 30, 40]], Layout(data_parallel=2), CONFIG_OF_100)
+    found = compare.compare([[150, 20, 30, 40]], ParallelDims(data_parallel=2), CONFIG_OF_100)
     assert by_name(found, "mcore_batching").over_cap == 0
     assert by_name(found, "slime (pack first)").over_cap == 0
 
 
 def test_a_rule_without_a_plan_is_listed_with_its_reason() -> None:
     found = compare.compare(
-        [[20, 30, 40], [20, 30, 40, 50]], Layout(data_parallel=2), CONFIG_OF_100
+        [[20, 30, 40], [20, 30, 40, 50]], ParallelDims(data_parallel=2), CONFIG_OF_100
     )
     verl = by_name(found, "verl 0.9")
     assert (verl.steps, verl.planned) == (2, 1)
@@ -94,7 +100,9 @@ def test_a_rule_without_a_plan_is_listed_with_its_reason() -> None:
     assert verl.time_over_floor is not None
     (line,) = [line for line in compare_table.summary(found) if line.startswith("verl 0.9")]
     assert line == f"verl 0.9 has no plan for 1 of 2 steps: {verl.failure}"
-    never = by_name(compare.compare([[5] * 3], Layout(data_parallel=2), CONFIG_OF_100), "verl 0.9")
+    never = by_name(
+        compare.compare([[5] * 3], ParallelDims(data_parallel=2), CONFIG_OF_100), "verl 0.9"
+    )
     assert (never.planned, never.time_over_floor, never.planning_seconds) == (0, None, None)
     assert compare_table.as_table([never]).rows == (("verl 0.9", "0/1", *["-"] * 6),)
 
@@ -190,9 +198,9 @@ def test_command_errors(
 
 
 def test_plans_that_hold_too_many_tokens_in_flight_are_no_plans() -> None:
-    layout = Layout(data_parallel=2, pipeline_parallel=4)
+    dims = ParallelDims(data_parallel=2, pipeline_parallel=4)
     config = PlannerConfig(max_tokens_per_gpu=16384, max_inflight_tokens=4000, plan_effort=100)
-    found = compare.compare([[1000] * 64], layout, config)
+    found = compare.compare([[1000] * 64], dims, config)
     ours = by_name(found, "mcore_batching")
     assert ours.planned == 1
     for name in ("mcore_batching, balance cost", "verl 0.9"):

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import broken_invariants, examples
 
-from mcore_batching.cli import main
 from mcore_batching.planning import (
     InvariantError,
-    Layout,
     LengthError,
+    ParallelDims,
     Plan,
     PlanFormatError,
     PlannerConfig,
@@ -23,7 +22,10 @@ from mcore_batching.planning import (
     group_steps,
     plan_batch,
 )
-from mcore_batching.planning.lengths_file import LengthsFileError, read_groups
+from mcore_batching.planning.validation import validate_plan
+from mcore_batching.tools.cli import main
+from mcore_batching.tools.explain import explain
+from mcore_batching.tools.lengths_file import LengthsFileError, read_groups
 
 CONFIG = PlannerConfig(max_tokens_per_gpu=16)
 UIDS = st.lists(st.integers(0, 9) | st.sampled_from(["a", "b", ("c", 1)]), max_size=40)
@@ -125,13 +127,13 @@ def test_plan_batch_plans_every_step(
     owners = [draw.randrange(ranks) for _ in groups] if local else None
     plan = plan_batch(
         lengths,
-        Layout(data_parallel=ranks),
+        ParallelDims(data_parallel=ranks),
         CONFIG,
         owners=owners,
         groups=groups,
         groups_per_step=per_step,
     )
-    plan.validate(lengths)
+    validate_plan(plan, lengths)
     expected = group_steps(groups, per_step) or [[]]
     assert [list(step.sample_indices) for step in plan.steps] == expected
     for step, samples in zip(plan.steps, expected, strict=True):
@@ -144,7 +146,7 @@ def test_plan_batch_plans_every_step(
             ),
             num_microbatches=step.num_microbatches,
             sample_indices=tuple(range(len(samples))),
-            layout=step.layout,
+            dims=step.dims,
             config=step.config,
         )
         assert not broken_invariants(renamed, [lengths[sample] for sample in samples])
@@ -158,7 +160,7 @@ def test_plan_batch_plans_every_step(
 def dropping() -> Plan:
     return plan_batch(
         [3, 4, 5, 6, 7],
-        Layout(data_parallel=2),
+        ParallelDims(data_parallel=2),
         CONFIG,
         groups=["a", "b", "c", "a", "c"],
         groups_per_step=2,
@@ -168,23 +170,23 @@ def dropping() -> Plan:
 
 def test_dropped_samples_are_listed() -> None:
     plan = dropping()
-    plan.validate([3, 4, 5, 6, 7])
+    validate_plan(plan, [3, 4, 5, 6, 7])
     assert plan.dropped == (2, 4)
     assert plan.num_samples == 5
     assert [step.sample_indices for step in plan.steps] == [(0, 1, 3)]
     assert json.loads(plan.to_json())["dropped"] == [2, 4]
     assert Plan.from_json(plan.to_json()) == plan
     assert plan.digest() != plan.steps[0].digest()
-    assert "dropped with the groups left over: 2 samples: 2 4" in plan.explain([3, 4, 5, 6, 7])
+    assert "dropped with the groups left over: 2 samples: 2 4" in explain(plan, [3, 4, 5, 6, 7])
     assert "dropped with the groups left over: 2 samples: 2 4" in str(plan)
     with pytest.raises(PlanFormatError, match=r"that drops 2; read it with Plan\.from_json"):
         StepPlan.from_json(plan.to_json())
 
 
 def test_a_plan_that_drops_nothing_does_not_mention_it() -> None:
-    plan = plan_batch([3, 4], Layout(), CONFIG, groups=[0, 1], groups_per_step=1, last="drop")
+    plan = plan_batch([3, 4], ParallelDims(), CONFIG, groups=[0, 1], groups_per_step=1, last="drop")
     assert plan.dropped == ()
-    assert "dropped" not in plan.to_json() + plan.explain([3, 4]) + str(plan)
+    assert "dropped" not in plan.to_json() + explain(plan, [3, 4]) + str(plan)
 
 
 @pytest.mark.parametrize(
@@ -201,13 +203,13 @@ def test_validate_checks_what_is_dropped(
 ) -> None:
     plan = Plan(steps=dropping().steps, num_samples=5, dropped=dropped)
     with pytest.raises(InvariantError, match=message) as caught:
-        plan.validate([3, 4, 5, 6, 7])
+        validate_plan(plan, [3, 4, 5, 6, 7])
     assert (caught.value.invariant, caught.value.indices) == ("exact cover", indices)
 
 
 def test_arguments_that_exclude_or_need_each_other() -> None:
     def plan(**arguments: object) -> None:
-        plan_batch([3, 4], Layout(), CONFIG, **arguments)  # type: ignore[arg-type]
+        plan_batch([3, 4], ParallelDims(), CONFIG, **arguments)  # type: ignore[arg-type]
 
     with pytest.raises(LengthError, match="leave samples_per_step out"):
         plan(groups=[0, 1], groups_per_step=1, samples_per_step=1)
@@ -236,13 +238,13 @@ def test_verl_layout_takes_three_steps_whatever_the_turns(seed: int) -> None:
     lengths = [generator.randint(2, 400) for _ in groups]
     plan = plan_batch(
         lengths,
-        Layout(data_parallel=2),
+        ParallelDims(data_parallel=2),
         PlannerConfig(max_tokens_per_gpu=2048),
         groups=groups,
         groups_per_step=15,
         last="error",
     )
-    plan.validate(lengths)
+    validate_plan(plan, lengths)
     assert len(plan.steps) == 3
     assert len(groups) > 3 * 15 * 8
     for step in plan.steps:
@@ -262,13 +264,13 @@ def test_skyrl_layout_of_3509_sequences() -> None:
     lengths = [generator.randint(2, 3000) for _ in groups]
     plan = plan_batch(
         lengths,
-        Layout(data_parallel=8),
+        ParallelDims(data_parallel=8),
         PlannerConfig(max_tokens_per_gpu=8192),
         groups=groups,
         groups_per_step=64,
         last="error",
     )
-    plan.validate(lengths)
+    validate_plan(plan, lengths)
     assert (len(groups), len(plan.steps)) == (3509, 2)
     for step in plan.steps:
         assert len({groups[sample] for sample in step.sample_indices}) == 64

@@ -1,4 +1,4 @@
-"""`Layout`, `PlannerConfig` and `CostModel`: values, rules and the texts of their refusals."""
+"""`ParallelDims`, `PlannerConfig` and `CostModel`: values, rules and the texts of their refusals."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import examples, layouts, least_count, megatron_runs
+from planning_cases import dims_list, examples, least_count, megatron_runs
 
 from mcore_batching.planning import (
     ConfigError,
     CostModel,
-    Layout,
-    LayoutError,
+    ParallelDims,
+    ParallelDimsError,
     PlannerConfig,
     plan_step,
 )
@@ -38,20 +38,22 @@ from mcore_batching.planning import (
     ],
 )
 def test_sample_alignment(sizes: dict[str, Any], alignment: int) -> None:
-    assert Layout(**sizes).sample_alignment_tokens == alignment
+    assert ParallelDims(**sizes).sample_alignment_tokens == alignment
 
 
 @examples(1000)
-@given(layouts(), st.integers(0, 60))
-def test_count_is_legal_for_megatron_and_the_least_not_below(layout: Layout, count: int) -> None:
-    rounded = layout.round_up_num_microbatches(count)
-    assert rounded == least_count(count, layout)
-    assert layout.is_legal_num_microbatches(count) == megatron_runs(count, layout)
+@given(dims_list(), st.integers(0, 60))
+def test_count_is_legal_for_megatron_and_the_least_not_below(
+    dims: ParallelDims, count: int
+) -> None:
+    rounded = dims.round_up_num_microbatches(count)
+    assert rounded == least_count(count, dims)
+    assert dims.is_legal_num_microbatches(count) == megatron_runs(count, dims)
 
 
 def test_group_size_defaults_to_the_stages() -> None:
-    assert Layout(pipeline_parallel=4).group_size == 4
-    assert Layout(pipeline_parallel=4, microbatch_group_size=6).group_size == 6
+    assert ParallelDims(pipeline_parallel=4).group_size == 4
+    assert ParallelDims(pipeline_parallel=4, microbatch_group_size=6).group_size == 6
 
 
 @pytest.mark.parametrize(
@@ -86,15 +88,15 @@ def test_group_size_defaults_to_the_stages() -> None:
     ],
 )
 def test_layout_refuses(sizes: dict[str, Any], message: str) -> None:
-    with pytest.raises(LayoutError) as caught:
-        Layout(**sizes)
+    with pytest.raises(ParallelDimsError) as caught:
+        ParallelDims(**sizes)
     assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("count", [-1, 1.5, True])
 def test_a_count_that_is_none_is_refused(count: Any) -> None:
-    with pytest.raises(LayoutError, match="num_microbatches must be"):
-        Layout().round_up_num_microbatches(count)
+    with pytest.raises(ParallelDimsError, match="num_microbatches must be"):
+        ParallelDims().round_up_num_microbatches(count)
 
 
 @pytest.mark.parametrize(
@@ -139,20 +141,21 @@ def test_config_refuses(options: dict[str, Any], message: str) -> None:
 
 
 def test_cap_counts_all_context_parallel_ranks() -> None:
-    assert PlannerConfig(max_tokens_per_gpu=10).cap_tokens(Layout(context_parallel=4)) == 40
+    assert PlannerConfig(max_tokens_per_gpu=10).cap_tokens(ParallelDims(context_parallel=4)) == 40
 
 
 def test_numbers_that_convert_to_int_are_stored_as_int() -> None:
     numpy = pytest.importorskip("numpy", reason="NumPy integers need NumPy")
-    layout = Layout(data_parallel=numpy.int64(2))
+    dims = ParallelDims(data_parallel=numpy.int64(2))
     config = PlannerConfig(max_tokens_per_gpu=numpy.int32(10))
-    assert type(layout.data_parallel) is type(config.max_tokens_per_gpu) is int
+    assert type(dims.data_parallel) is type(config.max_tokens_per_gpu) is int
     lengths = numpy.array([6, 4, 3, 9, 2, 14])
-    assert plan_step(lengths, layout, config) == plan_step(lengths.tolist(), layout, config)
+    assert plan_step(lengths, dims, config) == plan_step(lengths.tolist(), dims, config)
 
 
 @pytest.mark.parametrize(
-    "value", [Layout(data_parallel=2), PlannerConfig(max_tokens_per_gpu=3), CostModel(linear=2)]
+    "value",
+    [ParallelDims(data_parallel=2), PlannerConfig(max_tokens_per_gpu=3), CostModel(linear=2)],
 )
 def test_options_are_frozen_hashable_and_picklable(value: Any) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_batching.planning.lengths_file import LengthsFileError, read_lengths
+from mcore_batching.tools.lengths_file import LengthsFileError, read_lengths
 
 
 def written(tmp_path: Path, name: str, text: str) -> str:

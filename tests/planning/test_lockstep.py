@@ -12,15 +12,15 @@ from planning_cases import Case, broken_invariants, cases, examples
 
 from mcore_batching.planning import (
     CostModel,
-    Layout,
+    ParallelDims,
     PlannerConfig,
     StepPlan,
     plan_step,
     step_statistics,
 )
-from mcore_batching.planning.lockstep import lockstep_time, search_lockstep
-from mcore_batching.planning.lockstep_improvement import improve_lockstep
 from mcore_batching.planning.pipeline import pipeline_operations
+from mcore_batching.planning.search.lockstep_moves import improve_lockstep
+from mcore_batching.planning.search.lockstep_search import lockstep_time, search_lockstep
 from mcore_batching.planning.statistics import predicted_step_time
 from mcore_batching.planning.step_work import step_work
 
@@ -46,7 +46,7 @@ def slot_costs(step: StepPlan, lengths: list[int]) -> list[list[float]]:
 def test_32_ranks_in_lockstep_lose_at_most_4_percent(seed: int) -> None:
     """Sum over slots of the slowest rank over the mean rank; evenly packed ones lose 6 to 10."""
     lengths = log_normal(seed)
-    step = plan_step(lengths, Layout(data_parallel=32, expert_parallel=8), CONFIG)
+    step = plan_step(lengths, ParallelDims(data_parallel=32, expert_parallel=8), CONFIG)
     slots = slot_costs(step, lengths)
     lost = sum(map(max, slots)) / (sum(map(sum, slots)) / 32)
     assert lost <= 1.04
@@ -57,43 +57,43 @@ def test_32_ranks_in_lockstep_lose_at_most_4_percent(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_ends_sooner_than_evenly_packed_micro_batches(seed: int, stages: int) -> None:
     lengths = log_normal(seed)
-    layout = Layout(data_parallel=32, expert_parallel=8, pipeline_parallel=stages)
-    searched = predicted_step_time(plan_step(lengths, layout, CONFIG), lengths)
+    dims = ParallelDims(data_parallel=32, expert_parallel=8, pipeline_parallel=stages)
+    searched = predicted_step_time(plan_step(lengths, dims, CONFIG), lengths)
     for balance in ("cost", "tokens"):
-        plain = plan_step(lengths, layout, replace(CONFIG, balance=balance))
+        plain = plan_step(lengths, dims, replace(CONFIG, balance=balance))
         assert 1.03 * searched < predicted_step_time(plain, lengths)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ranks_are_even_too(seed: int) -> None:
     lengths = log_normal(seed)
-    step = plan_step(lengths, Layout(data_parallel=32, expert_parallel=8), CONFIG)
+    step = plan_step(lengths, ParallelDims(data_parallel=32, expert_parallel=8), CONFIG)
     assert step_statistics(step, lengths).rank_balance < 1.02
 
 
 def test_slots_are_small_at_both_ends_of_a_pipeline_s_step() -> None:
     lengths = [200 + 10 * (i % 40) for i in range(900)]
-    layout = Layout(data_parallel=4, expert_parallel=4, pipeline_parallel=4)
-    costs = [max(slot) for slot in slot_costs(plan_step(lengths, layout, CONFIG), lengths)]
+    dims = ParallelDims(data_parallel=4, expert_parallel=4, pipeline_parallel=4)
+    costs = [max(slot) for slot in slot_costs(plan_step(lengths, dims, CONFIG), lengths)]
     assert max(costs[0], costs[-1]) < min(costs[4:-4])
 
 
 @examples(300)
 @given(cases(fill=("split",)), st.sampled_from([1, 30, 1500]))
 def test_no_later_than_any_start_and_legal(case: Case, effort: int) -> None:
-    layout = replace(case.layout, expert_parallel=2)
+    dims = replace(case.dims, expert_parallel=2)
     config = replace(case.config, packing="auto", plan_effort=effort)
     starts = [
-        plan_step(case.lengths, layout, replace(config, balance=balance)).micro_batches
+        plan_step(case.lengths, dims, replace(config, balance=balance)).micro_batches
         for balance in ("none", "tokens")
     ]
-    work = step_work(case.lengths, layout, config, MODEL)
+    work = step_work(case.lengths, dims, config, MODEL)
     found = search_lockstep(work, starts)
     step = StepPlan(
         micro_batches=tuple(tuple(tuple(sorted(s)) for s in slots) for slots in found),
         num_microbatches=len(found[0]),
         sample_indices=tuple(range(len(case.lengths))),
-        layout=layout,
+        dims=dims,
         config=config,
     )
     assert broken_invariants(step, case.lengths) == set()
@@ -107,11 +107,11 @@ def test_no_later_than_any_start_and_legal(case: Case, effort: int) -> None:
 @examples(200)
 @given(cases(fill=("split",)))
 def test_lockstep_time_is_that_of_the_slowest_rank_of_every_slot(case: Case) -> None:
-    layout = replace(case.layout, expert_parallel=2)
-    step = plan_step(case.lengths, layout, case.config)
-    work = step_work(case.lengths, layout, case.config, MODEL)
+    dims = replace(case.dims, expert_parallel=2)
+    step = plan_step(case.lengths, dims, case.config)
+    work = step_work(case.lengths, dims, case.config, MODEL)
     slowest = [max(slot) for slot in slot_costs(step, case.lengths)]
-    expected = max(o.end for o in pipeline_operations(slowest, layout))
+    expected = max(o.end for o in pipeline_operations(slowest, dims))
     ranks = [list(map(list, rank)) for rank in step.micro_batches]
     assert lockstep_time(ranks, work) == pytest.approx(expected, rel=1e-9)
     assert predicted_step_time(step, case.lengths) == pytest.approx(expected, rel=1e-9)
@@ -120,10 +120,10 @@ def test_lockstep_time_is_that_of_the_slowest_rank_of_every_slot(case: Case) -> 
 def test_no_effort_left_gives_the_best_start() -> None:
     """Not even one candidate of the search's own."""
     lengths = log_normal(0, count=64)
-    layout = Layout(data_parallel=4, expert_parallel=4)
-    even = plan_step(lengths, layout, replace(CONFIG, balance="cost")).micro_batches
-    uneven = plan_step(lengths, layout, replace(CONFIG, balance="none")).micro_batches
-    work = step_work(lengths, layout, CONFIG, MODEL)
+    dims = ParallelDims(data_parallel=4, expert_parallel=4)
+    even = plan_step(lengths, dims, replace(CONFIG, balance="cost")).micro_batches
+    uneven = plan_step(lengths, dims, replace(CONFIG, balance="none")).micro_batches
+    work = step_work(lengths, dims, CONFIG, MODEL)
     work.effort = 0
     assert search_lockstep(work, [uneven, even]) == [[list(s) for s in rank] for rank in even]
 
@@ -132,8 +132,8 @@ def test_no_effort_left_gives_the_best_start() -> None:
 @given(cases(), st.sampled_from([1, 300]))
 def test_improving_never_ends_a_step_later_and_keeps_it_legal(case: Case, effort: int) -> None:
     config = replace(case.config, balance="cost", plan_effort=effort)
-    step = plan_step(case.lengths, case.layout, config)
-    work = step_work(case.lengths, case.layout, config, MODEL)
+    step = plan_step(case.lengths, case.dims, config)
+    work = step_work(case.lengths, case.dims, config, MODEL)
     ranks = [[list(samples) for samples in rank] for rank in step.micro_batches]
     before = lockstep_time(ranks, work)
     end = improve_lockstep(ranks, before, work)
@@ -150,9 +150,9 @@ def test_improving_never_ends_a_step_later_and_keeps_it_legal(case: Case, effort
 def test_improving_evens_out_slots_of_few_samples(seed: int, stages: int) -> None:
     """By a fiftieth of the step and more, over micro-batches packed full."""
     lengths = log_normal(seed, 48)
-    layout = Layout(data_parallel=4, expert_parallel=4, pipeline_parallel=stages)
-    step = plan_step(lengths, layout, replace(CONFIG, balance="tokens"))
-    work = step_work(lengths, layout, CONFIG, MODEL)
+    dims = ParallelDims(data_parallel=4, expert_parallel=4, pipeline_parallel=stages)
+    step = plan_step(lengths, dims, replace(CONFIG, balance="tokens"))
+    work = step_work(lengths, dims, CONFIG, MODEL)
     ranks = [[list(samples) for samples in rank] for rank in step.micro_batches]
     assert improve_lockstep(ranks, lockstep_time(ranks, work), work) < 0.98 * predicted_step_time(
         step, lengths

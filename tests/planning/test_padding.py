@@ -9,7 +9,7 @@ from planning_cases import Case, cases, examples, row_multiple, sample_multiple
 
 from mcore_batching.planning import (
     ConfigError,
-    Layout,
+    ParallelDims,
     PlannerConfig,
     padded_row_tokens,
     padded_sample_tokens,
@@ -19,47 +19,48 @@ from mcore_batching.planning import (
     row_multiple_tokens,
     sample_multiple_tokens,
 )
+from mcore_batching.planning.validation import validate_plan
 
 
 def test_the_worked_example() -> None:
-    layout = Layout(context_parallel=2)
+    dims = ParallelDims(context_parallel=2)
     config = PlannerConfig(max_tokens_per_gpu=100, pad_total_to=16)
 
     def row(*lengths: int) -> int:
-        padded = sum(padded_sample_tokens(length, layout, config) for length in lengths)
-        return padded_row_tokens(padded, layout, config)
+        padded = sum(padded_sample_tokens(length, dims, config) for length in lengths)
+        return padded_row_tokens(padded, dims, config)
 
-    assert [padded_sample_tokens(length, layout, config) for length in (3, 5, 0)] == [4, 8, 4]
+    assert [padded_sample_tokens(length, dims, config) for length in (3, 5, 0)] == [4, 8, 4]
     assert (row(3, 5, 0), row(4, 5, 0), row(5, 5, 0)) == (16, 16, 32)
 
 
 @examples(500)
 @given(cases(), st.integers(0, 500))
 def test_padded_sizes_are_the_least_multiples(case: Case, length: int) -> None:
-    layout, config = case.layout, case.config
-    each, row = sample_multiple(layout, config), row_multiple(layout, config)
-    assert sample_multiple_tokens(layout, config) == each
-    assert row_multiple_tokens(layout, config) == row
-    padded = padded_sample_tokens(length, layout, config)
+    dims, config = case.dims, case.config
+    each, row = sample_multiple(dims, config), row_multiple(dims, config)
+    assert sample_multiple_tokens(dims, config) == each
+    assert row_multiple_tokens(dims, config) == row
+    padded = padded_sample_tokens(length, dims, config)
     assert padded % each == 0
     assert padded - each < max(length, 1) <= padded
-    total = padded_row_tokens(padded, layout, config)
+    total = padded_row_tokens(padded, dims, config)
     assert total % row == 0
     assert total - row < padded <= total
-    assert placeholder_tokens(layout, config) == -(-each // row) * row
+    assert placeholder_tokens(dims, config) == -(-each // row) * row
 
 
 @examples(500)
 @given(cases(), st.integers(0, 2000))
 def test_row_capacity_admits_exactly_the_rows_under_the_cap(case: Case, tokens: int) -> None:
-    layout, config = case.layout, case.config
-    cap = config.max_tokens_per_gpu * layout.context_parallel
-    fits = padded_row_tokens(tokens, layout, config) <= cap
-    assert fits == (tokens <= row_capacity_tokens(layout, config))
+    dims, config = case.dims, case.config
+    cap = config.max_tokens_per_gpu * dims.context_parallel
+    fits = padded_row_tokens(tokens, dims, config) <= cap
+    assert fits == (tokens <= row_capacity_tokens(dims, config))
 
 
 def test_a_cap_that_holds_no_placeholder_is_refused() -> None:
-    layout = Layout(context_parallel=2, tensor_parallel=2, sequence_parallel=True)
+    dims = ParallelDims(context_parallel=2, tensor_parallel=2, sequence_parallel=True)
     config = PlannerConfig(max_tokens_per_gpu=7, pad_total_to=16)
     message = (
         "the smallest micro-batch takes 16 tokens once padded (context_parallel=2, "
@@ -68,13 +69,13 @@ def test_a_cap_that_holds_no_placeholder_is_refused() -> None:
     )
     for lengths in ([], [1, 2]):
         with pytest.raises(ConfigError) as caught:
-            plan_step(lengths, layout, config)
+            plan_step(lengths, dims, config)
         assert str(caught.value) == message
     enough = PlannerConfig(max_tokens_per_gpu=8, pad_total_to=16)
-    plan_step([1, 2], layout, enough).validate([1, 2])
+    validate_plan(plan_step([1, 2], dims, enough), [1, 2])
 
 
 def test_a_sample_of_no_tokens_occupies_one_unit() -> None:
     """Eleven empty samples of one padded token each do not fit one micro-batch of ten."""
-    step = plan_step([0] * 11, Layout(), PlannerConfig(max_tokens_per_gpu=10))
+    step = plan_step([0] * 11, ParallelDims(), PlannerConfig(max_tokens_per_gpu=10))
     assert step.num_microbatches == 2

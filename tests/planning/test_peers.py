@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import examples, megatron_runs, row_tokens
 
-from mcore_batching.planning import Layout, LengthError, PlannerConfig, StepPlan
-from mcore_batching.planning.peers import PEERS, Peer, PeerFailureError, peer_plan
-from mcore_batching.planning.peers.differencing import karmarkar_karp
+from mcore_batching.planning import LengthError, ParallelDims, PlannerConfig, StepPlan
+from mcore_batching.tools.rules import PEERS, Peer, PeerFailureError, peer_plan
+from mcore_batching.tools.rules.differencing import karmarkar_karp
 
 BY_NAME = {peer.name: peer for peer in PEERS}
 LENGTHS = [70, 20, 55, 10, 35, 90, 15, 40, 25, 60, 5, 30]
 CONFIG = PlannerConfig(max_tokens_per_gpu=100)
 
-PLAIN = Layout(data_parallel=2)
-INTERLEAVED = Layout(data_parallel=2, pipeline_parallel=2, virtual_pipeline=2)
+PLAIN = ParallelDims(data_parallel=2)
+INTERLEAVED = ParallelDims(data_parallel=2, pipeline_parallel=2, virtual_pipeline=2)
 
 # What the originals make of LENGTHS under a cap of 100; `tests/benchmarks/bench_peers.py` runs
 # those that can be installed.
@@ -53,7 +53,7 @@ def as_lists(plan: StepPlan) -> list[list[list[int]]]:
 
 def over_cap(plan: StepPlan, lengths: Sequence[int]) -> float:
     """Tokens of the fullest micro-batch over the cap."""
-    cap = plan.config.cap_tokens(plan.layout)
+    cap = plan.config.cap_tokens(plan.dims)
     return max(row_tokens(m, lengths, plan) for rank in plan.micro_batches for m in rank) / cap
 
 
@@ -77,7 +77,7 @@ def test_interleaved_plans_are_the_originals(name: str) -> None:
 @examples(60)
 def test_a_plan_covers_every_sample_with_equal_counts(peer: Peer, data: st.DataObject) -> None:
     stages = data.draw(st.sampled_from([1, 2, 4]))
-    layout = Layout(
+    dims = ParallelDims(
         data_parallel=data.draw(st.sampled_from([1, 2, 3])),
         pipeline_parallel=stages,
         virtual_pipeline=data.draw(st.sampled_from([1, 1, 2])) if stages > 1 else 1,
@@ -86,24 +86,24 @@ def test_a_plan_covers_every_sample_with_equal_counts(peer: Peer, data: st.DataO
     config = PlannerConfig(max_tokens_per_gpu=data.draw(st.sampled_from([32, 40, 100])))
     lengths = data.draw(st.lists(st.integers(0, 45), max_size=40))
     try:
-        plan = peer_plan(peer, lengths, layout, config)
+        plan = peer_plan(peer, lengths, dims, config)
     except PeerFailureError:
         return
     placed = sorted(s for rank in plan.micro_batches for held in rank for s in held)
     assert placed == list(range(len(lengths)))
     assert {len(rank) for rank in plan.micro_batches} == {plan.num_microbatches}
-    assert len(plan.micro_batches) == layout.data_parallel
-    assert megatron_runs(plan.num_microbatches, layout)
+    assert len(plan.micro_batches) == dims.data_parallel
+    assert megatron_runs(plan.num_microbatches, dims)
     if peer.keeps_cap:
         several = [held for rank in plan.micro_batches for held in rank if len(held) > 1]
-        cap = config.cap_tokens(layout)
+        cap = config.cap_tokens(dims)
         assert all(row_tokens(held, lengths, plan) <= cap for held in several)
 
 
 def test_nemo_rl_puts_the_smallest_and_the_largest_that_fits_beside_a_large_one() -> None:
     lengths = [35, 11, 12, 13, 14, 19]
     config = PlannerConfig(max_tokens_per_gpu=60)
-    plan = peer_plan(BY_NAME["NeMo-RL"], lengths, Layout(), config)
+    plan = peer_plan(BY_NAME["NeMo-RL"], lengths, ParallelDims(), config)
     assert as_lists(plan) == [[[0, 1, 4], [5, 3, 2]]]
 
 
@@ -124,7 +124,7 @@ def test_verl_broke_the_cap_until_it_counted_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "lengths", "layout", "message"),
+    ("name", "lengths", "dims", "message"),
     [
         ("slime (PR 1860)", [5, 6, 7], PLAIN, "3 items do not divide by 2"),
         ("slime (pack first)", [5] * 3, INTERLEAVED, "3 samples cannot make 4 micro-batches"),
@@ -143,9 +143,9 @@ def test_verl_broke_the_cap_until_it_counted_up() -> None:
         ("first-fit in order", [60, 60], INTERLEAVED, "the next count that can is 2"),
     ],
 )
-def test_failures_say_why(name: str, lengths: list[int], layout: Layout, message: str) -> None:
+def test_failures_say_why(name: str, lengths: list[int], dims: ParallelDims, message: str) -> None:
     with pytest.raises(PeerFailureError) as caught:
-        peer_plan(BY_NAME[name], lengths, layout, CONFIG)
+        peer_plan(BY_NAME[name], lengths, dims, CONFIG)
     assert message in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
@@ -159,9 +159,9 @@ def test_no_samples_and_bad_lengths(peer: Peer) -> None:
 
 
 def test_padding_counts_against_the_cap() -> None:
-    layout = Layout(data_parallel=1, context_parallel=2)
+    dims = ParallelDims(data_parallel=1, context_parallel=2)
     config = PlannerConfig(max_tokens_per_gpu=8)
-    plan = peer_plan(BY_NAME["first-fit in order"], [5, 5, 5], layout, config)
+    plan = peer_plan(BY_NAME["first-fit in order"], [5, 5, 5], dims, config)
     assert as_lists(plan) == [[[0, 1], [2]]]
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from mcore_batching.planning import (
     CostModel,
-    Layout,
     LengthError,
+    ParallelDims,
     Plan,
     PlanFormatError,
     PlannerConfig,
@@ -21,13 +21,14 @@ from mcore_batching.planning import (
     plan_batch,
     plan_step,
 )
+from mcore_batching.tools.explain import explain
 
 LENGTHS = [6, 4, 3, 9, 2, 14]
 STEP = StepPlan(
     micro_batches=(((0, 1), (3,)), ((2, 4), (5,))),
     num_microbatches=2,
     sample_indices=(0, 1, 2, 3, 4, 5),
-    layout=Layout(data_parallel=2),
+    dims=ParallelDims(data_parallel=2),
     config=PlannerConfig(max_tokens_per_gpu=10),
 )
 PLAN = Plan(steps=(STEP,), num_samples=6)
@@ -68,12 +69,14 @@ def test_json_is_the_documented_format() -> None:
 def test_json_and_back() -> None:
     assert StepPlan.from_json(STEP.to_json()) == STEP
     assert Plan.from_json(PLAN.to_json()) == PLAN
-    plan = plan_batch(LENGTHS, Layout(data_parallel=2), STEP.config, samples_per_step=4)
+    plan = plan_batch(LENGTHS, ParallelDims(data_parallel=2), STEP.config, samples_per_step=4)
     assert Plan.from_json(plan.to_json()) == plan
     for step in plan.steps:
         assert StepPlan.from_json(step.to_json()) == step
         assert pickle.loads(pickle.dumps(step)) == step
-    local = plan_step(LENGTHS, Layout(data_parallel=2), STEP.config, owners=[0, 0, 1, 1, 1, 1])
+    local = plan_step(
+        LENGTHS, ParallelDims(data_parallel=2), STEP.config, owners=[0, 0, 1, 1, 1, 1]
+    )
     assert StepPlan.from_json(local.to_json()).scope == local.scope == "local"
 
 
@@ -92,7 +95,7 @@ def test_digest_is_sha256_of_the_canonical_document() -> None:
     [
         {"micro_batches": (((0, 1), (3,)), ((2,), (4, 5)))},
         {"micro_batches": (((3,), (0, 1)), ((2, 4), (5,)))},
-        {"layout": Layout(data_parallel=2, tensor_parallel=2)},
+        {"dims": ParallelDims(data_parallel=2, tensor_parallel=2)},
         {"config": PlannerConfig(max_tokens_per_gpu=11)},
         {"scope": "local"},
         {"num_microbatches": 3},
@@ -176,7 +179,7 @@ def test_the_digest_check_can_be_left_out() -> None:
 
 
 def test_several_steps_are_no_step_and_one_of_several_is_no_batch() -> None:
-    plan = plan_batch(LENGTHS, Layout(data_parallel=2), STEP.config, samples_per_step=4)
+    plan = plan_batch(LENGTHS, ParallelDims(data_parallel=2), STEP.config, samples_per_step=4)
     with pytest.raises(PlanFormatError, match="expected a plan of one step, got 2; read it with"):
         StepPlan.from_json(plan.to_json())
     with pytest.raises(PlanFormatError, match=r"one step out of a batch; read it with StepPlan"):
@@ -207,16 +210,16 @@ def test_str_shows_every_micro_batch_of_a_small_plan() -> None:
 
 def test_str_of_a_large_plan_is_short() -> None:
     lengths = [1] * 20_000
-    step = plan_step(lengths, Layout(data_parallel=64), PlannerConfig(max_tokens_per_gpu=10))
+    step = plan_step(lengths, ParallelDims(data_parallel=64), PlannerConfig(max_tokens_per_gpu=10))
     assert len(str(step)) < 20_000
     assert "… 48 more ranks" in str(step)
-    plan = plan_batch(lengths, Layout(), STEP.config, samples_per_step=100)
+    plan = plan_batch(lengths, ParallelDims(), STEP.config, samples_per_step=100)
     assert len(str(plan)) < 5000
     assert "… 184 more steps" in str(plan)
 
 
 def test_explain_says_where_the_count_comes_from() -> None:
-    text = STEP.explain(LENGTHS)
+    text = explain(STEP, LENGTHS)
     assert text == (
         "6 samples on 2 data-parallel ranks: 2 micro-batches a rank\n"
         "  count: packing under the cap of 10 tokens takes 4 micro-batches "
@@ -236,24 +239,24 @@ def test_explain_says_where_the_count_comes_from() -> None:
 
 
 def test_explain_of_rounding_scopes_and_foreign_plans() -> None:
-    layout = Layout(data_parallel=2, pipeline_parallel=2, virtual_pipeline=2)
+    dims = ParallelDims(data_parallel=2, pipeline_parallel=2, virtual_pipeline=2)
     config = PlannerConfig(max_tokens_per_gpu=10)
     lengths = [10] * 5
-    text = plan_step(lengths, layout, config).explain(lengths)
+    text = explain(plan_step(lengths, dims, config), lengths)
     assert "takes 5 micro-batches" in text
     assert "3 a rank; the interleaved schedule with groups of 2 over 2 stages makes it 4" in text
     assert "5 micro-batches with samples, 3 placeholders" in text
-    text = plan_step(lengths, layout, config, owners=[1, 1, 1, 0, 1]).explain(lengths)
+    text = explain(plan_step(lengths, dims, config, owners=[1, 1, 1, 0, 1]), lengths)
     assert "rank 1 packs its own 4 samples into 4 micro-batches (no packing takes fewer" in text
     assert "the one with the fewest packs 1" in text
-    assert "no samples: one micro-batch a rank is the least" in plan_step(
-        [], layout, config
-    ).explain([])
+    assert "no samples: one micro-batch a rank is the least" in explain(
+        plan_step([], dims, config), []
+    )
     foreign = dataclasses.replace(
         STEP, micro_batches=(((0,), (1,), (3,)), ((2,), (4,), (5,))), num_microbatches=3
     )
-    assert "2 a rank; 3 end the step sooner" in foreign.explain(LENGTHS)
+    assert "2 a rank; 3 end the step sooner" in explain(foreign, LENGTHS)
     packed = dataclasses.replace(
         foreign, config=dataclasses.replace(foreign.config, balance="cost")
     )
-    assert "2 a rank; this plan has 3" in packed.explain(LENGTHS)
+    assert "2 a rank; this plan has 3" in explain(packed, LENGTHS)

@@ -25,37 +25,39 @@ from planning_cases import (
 )
 
 from mcore_batching.planning import (
-    Layout,
     OversizeSampleError,
+    ParallelDims,
     PlannerConfig,
     StepPlan,
     pack_shard,
     plan_batch,
     plan_step,
 )
+from mcore_batching.planning.validation import validate_plan
+from mcore_batching.tools.explain import explain
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 many = examples(700)
 
-EMPTY = Case([], Layout(data_parallel=3), PlannerConfig(max_tokens_per_gpu=8), None)
-EMPTY_LOCAL = Case([], Layout(data_parallel=3), PlannerConfig(max_tokens_per_gpu=8), [])
+EMPTY = Case([], ParallelDims(data_parallel=3), PlannerConfig(max_tokens_per_gpu=8), None)
+EMPTY_LOCAL = Case([], ParallelDims(data_parallel=3), PlannerConfig(max_tokens_per_gpu=8), [])
 FEWER_THAN_RANKS_TIMES_GROUP = Case(
     [5, 1],
-    Layout(data_parallel=4, pipeline_parallel=4, virtual_pipeline=2, microbatch_group_size=6),
+    ParallelDims(data_parallel=4, pipeline_parallel=4, virtual_pipeline=2, microbatch_group_size=6),
     PlannerConfig(max_tokens_per_gpu=8),
     None,
 )
 ONE_RANK_HAS_NONE = Case(
     [5, 1, 8, 30],
-    Layout(data_parallel=3, pipeline_parallel=2, virtual_pipeline=2),
+    ParallelDims(data_parallel=3, pipeline_parallel=2, virtual_pipeline=2),
     PlannerConfig(max_tokens_per_gpu=8),
     [0, 0, 0, 2],
 )
 
 
 def planned(case: Case) -> StepPlan:
-    return plan_step(case.lengths, case.layout, case.config, owners=case.owners)
+    return plan_step(case.lengths, case.dims, case.config, owners=case.owners)
 
 
 @many
@@ -80,7 +82,7 @@ def test_exact_cover(case: Case) -> None:
 @given(cases())
 def test_cap(case: Case) -> None:
     step = planned(case)
-    cap = case.config.max_tokens_per_gpu * case.layout.context_parallel
+    cap = case.config.max_tokens_per_gpu * case.dims.context_parallel
     for micro_batches in step.micro_batches:
         for samples in micro_batches:
             tokens = row_tokens(samples, case.lengths, step)
@@ -89,8 +91,8 @@ def test_cap(case: Case) -> None:
 
 def fewest(case: Case) -> int:
     """Micro-batches of a rank that can hold all tokens, were they to fit without gaps."""
-    cap = case.config.max_tokens_per_gpu * case.layout.context_parallel
-    return -(-sum(min(length, cap) for length in case.lengths) // (cap * case.layout.data_parallel))
+    cap = case.config.max_tokens_per_gpu * case.dims.context_parallel
+    return -(-sum(min(length, cap) for length in case.lengths) // (cap * case.dims.data_parallel))
 
 
 @many
@@ -99,23 +101,23 @@ def fewest(case: Case) -> int:
 @example(ONE_RANK_HAS_NONE)
 def test_equal_count(case: Case) -> None:
     step = planned(case)
-    assert len(step.micro_batches) == case.layout.data_parallel
+    assert len(step.micro_batches) == case.dims.data_parallel
     assert {len(rank) for rank in step.micro_batches} == {step.num_microbatches}
-    assert megatron_runs(step.num_microbatches, case.layout)
+    assert megatron_runs(step.num_microbatches, case.dims)
     if case.owners is None:
-        num_bins = len(pack_shard(case.lengths, case.layout, case.config))
-        needed = -(-num_bins // case.layout.data_parallel)
+        num_bins = len(pack_shard(case.lengths, case.dims, case.config))
+        needed = -(-num_bins // case.dims.data_parallel)
     else:
         shards = [
             [length for length, o in zip(case.lengths, case.owners, strict=True) if o == rank]
-            for rank in range(case.layout.data_parallel)
+            for rank in range(case.dims.data_parallel)
         ]
-        needed = max(len(pack_shard(shard, case.layout, case.config)) for shard in shards)
+        needed = max(len(pack_shard(shard, case.dims, case.config)) for shard in shards)
     if case.config.searches:
         # As many as end the step soonest; these can be fewer than a packing finds, too.
-        assert step.num_microbatches >= least_count(fewest(case), case.layout)
+        assert step.num_microbatches >= least_count(fewest(case), case.dims)
     else:
-        assert step.num_microbatches == least_count(needed, case.layout)
+        assert step.num_microbatches == least_count(needed, case.dims)
 
 
 @many
@@ -126,9 +128,9 @@ def test_equal_count(case: Case) -> None:
 def test_feasible_for_any_input(case: Case) -> None:
     step = planned(case)
     assert broken_invariants(step, case.lengths) == set()
-    step.validate(case.lengths)
+    validate_plan(step, case.lengths)
     assert StepPlan.from_json(step.to_json()) == step
-    assert str(len(case.lengths)) in step.explain(case.lengths)
+    assert str(len(case.lengths)) in explain(step, case.lengths)
     assert step.digest()[:12] in str(step)
 
 
@@ -149,7 +151,7 @@ def test_split_before_placeholder(case: Case) -> None:
 def test_placeholder_fill_never_splits(case: Case) -> None:
     step = planned(case)
     if case.owners is None:
-        packed = pack_shard(case.lengths, case.layout, case.config)
+        packed = pack_shard(case.lengths, case.dims, case.config)
         real = [s for rank in step.micro_batches for s in rank if s]
         assert sorted(real) == sorted(map(tuple, packed))
     for micro_batches in step.micro_batches:
@@ -159,24 +161,22 @@ def test_placeholder_fill_never_splits(case: Case) -> None:
 @examples(300)
 @given(cases())
 def test_steps_of_a_batch_are_the_plans_of_their_samples(case: Case) -> None:
-    plan = plan_batch(
-        case.lengths, case.layout, case.config, samples_per_step=4, owners=case.owners
-    )
-    plan.validate(case.lengths)
+    plan = plan_batch(case.lengths, case.dims, case.config, samples_per_step=4, owners=case.owners)
+    validate_plan(plan, case.lengths)
     assert type(plan).from_json(plan.to_json()) == plan
     assert len(plan.steps) == max(1, -(-len(case.lengths) // 4))
     for index, step in enumerate(plan.steps):
         first = 4 * index
         lengths = case.lengths[first : first + 4]
         owners = None if case.owners is None else case.owners[first : first + 4]
-        alone = plan_step(lengths, case.layout, case.config, owners=owners)
+        alone = plan_step(lengths, case.dims, case.config, owners=owners)
         shifted = tuple(
             tuple(tuple(sample + first for sample in samples) for samples in rank)
             for rank in alone.micro_batches
         )
         assert step.micro_batches == shifted
         assert step.sample_indices == tuple(range(first, first + len(lengths)))
-        step.validate(case.lengths)
+        validate_plan(step, case.lengths)
         assert StepPlan.from_json(step.to_json()) == step
 
 
@@ -191,7 +191,7 @@ def test_oversize_is_refused_or_alone(case: Case) -> None:
         plan_effort=case.config.plan_effort,
     )
     step = planned(case)
-    cap = case.config.max_tokens_per_gpu * case.layout.context_parallel
+    cap = case.config.max_tokens_per_gpu * case.dims.context_parallel
     oversize = [
         sample
         for sample in range(len(case.lengths))
@@ -200,10 +200,10 @@ def test_oversize_is_refused_or_alone(case: Case) -> None:
     for samples in (samples for rank in step.micro_batches for samples in rank):
         assert len(samples) == 1 or not set(samples) & set(oversize)
     if not oversize:
-        plan_step(case.lengths, case.layout, strict, owners=case.owners).validate(case.lengths)
+        validate_plan(plan_step(case.lengths, case.dims, strict, owners=case.owners), case.lengths)
         return
     with pytest.raises(OversizeSampleError) as caught:
-        plan_step(case.lengths, case.layout, strict, owners=case.owners)
+        plan_step(case.lengths, case.dims, strict, owners=case.owners)
     error = caught.value
     assert error.index in oversize
     assert case.lengths[error.index] == max(case.lengths)
@@ -214,21 +214,21 @@ def test_oversize_is_refused_or_alone(case: Case) -> None:
         pad_total_to=case.config.pad_total_to,
         plan_effort=case.config.plan_effort,
     )
-    plan_step(case.lengths, case.layout, enough, owners=case.owners).validate(case.lengths)
+    validate_plan(plan_step(case.lengths, case.dims, enough, owners=case.owners), case.lengths)
 
 
 DIGESTS = """
 import random
-from mcore_batching.planning import CostModel, Layout, PlannerConfig, plan_batch
+from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, plan_batch
 
 generator = random.Random(7)
 lengths = [generator.randrange(2 ** generator.randrange(1, 15)) for _ in range(300)]
 owners = [generator.randrange(4) for _ in lengths]
 for layout in (
-    Layout(data_parallel=4),
-    Layout(data_parallel=4, pipeline_parallel=4),
-    Layout(data_parallel=4, pipeline_parallel=2, virtual_pipeline=2, context_parallel=2),
-    Layout(data_parallel=4, expert_parallel=4, tensor_parallel=2, sequence_parallel=True),
+    ParallelDims(data_parallel=4),
+    ParallelDims(data_parallel=4, pipeline_parallel=4),
+    ParallelDims(data_parallel=4, pipeline_parallel=2, virtual_pipeline=2, context_parallel=2),
+    ParallelDims(data_parallel=4, expert_parallel=4, tensor_parallel=2, sequence_parallel=True),
 ):
     for balance in ("pipeline", "cost", "tokens", "none"):
         config = PlannerConfig(max_tokens_per_gpu=8192, balance=balance)
@@ -266,7 +266,7 @@ def test_deterministic(case: Case) -> None:
 
     again = plan_step(
         tuple(Integer(length) for length in case.lengths),  # type: ignore[misc]
-        case.layout,
+        case.dims,
         case.config,
         owners=case.owners,
     )

@@ -11,16 +11,17 @@ from planning_cases import Case, broken_invariants, cases, examples
 
 from mcore_batching.planning import (
     InvariantError,
-    Layout,
+    ParallelDims,
     Plan,
     PlannerConfig,
     StepPlan,
     plan_batch,
     plan_step,
 )
+from mcore_batching.planning.validation import validate_plan
 
 LENGTHS = [6, 4, 3, 9, 2, 14]
-LAYOUT = Layout(data_parallel=2)
+LAYOUT = ParallelDims(data_parallel=2)
 CONFIG = PlannerConfig(max_tokens_per_gpu=10)
 
 
@@ -30,7 +31,7 @@ def step_of(*ranks: tuple[tuple[int, ...], ...], **changes: object) -> StepPlan:
         "micro_batches": ranks,
         "num_microbatches": len(ranks[0]),
         "sample_indices": tuple(range(len(LENGTHS))),
-        "layout": LAYOUT,
+        "dims": LAYOUT,
         "config": CONFIG,
     }
     return StepPlan(**{**options, **changes})  # type: ignore[arg-type]
@@ -41,13 +42,13 @@ GOOD = (((0, 1), (3,)), ((2, 4), (5,)))
 
 def refusal(plan: StepPlan | Plan, lengths: list[int] = LENGTHS) -> InvariantError:
     with pytest.raises(InvariantError) as caught:
-        plan.validate(lengths)
+        validate_plan(plan, lengths)
     return caught.value
 
 
 def test_a_good_plan_passes() -> None:
-    step_of(*GOOD).validate(LENGTHS)
-    Plan(steps=(step_of(*GOOD),), num_samples=6).validate(LENGTHS)
+    validate_plan(step_of(*GOOD), LENGTHS)
+    validate_plan(Plan(steps=(step_of(*GOOD),), num_samples=6), LENGTHS)
 
 
 def test_a_missing_sample() -> None:
@@ -90,8 +91,8 @@ def test_padding_counts_against_the_cap() -> None:
     error = refusal(step_of(*GOOD, config=replace(CONFIG, pad_total_to=7)))
     assert (error.invariant, error.indices) == ("cap", (0, 1))
     assert "14 padded tokens" in str(error)
-    context = Layout(data_parallel=2, context_parallel=2)
-    error = refusal(step_of(*GOOD, layout=context, config=replace(CONFIG, max_tokens_per_gpu=5)))
+    context = ParallelDims(data_parallel=2, context_parallel=2)
+    error = refusal(step_of(*GOOD, dims=context, config=replace(CONFIG, max_tokens_per_gpu=5)))
     assert (error.invariant, error.indices) == ("cap", (0, 1))
     assert "12 padded tokens, the cap is 10" in str(error)
 
@@ -124,8 +125,8 @@ def test_no_micro_batch_at_all() -> None:
 
 
 def test_a_count_that_the_interleaved_schedule_refuses() -> None:
-    layout = Layout(data_parallel=2, pipeline_parallel=3, virtual_pipeline=2)
-    error = refusal(step_of(*GOOD, layout=layout))
+    dims = ParallelDims(data_parallel=2, pipeline_parallel=3, virtual_pipeline=2)
+    error = refusal(step_of(*GOOD, dims=dims))
     assert error.invariant == "equal count"
     assert "2 micro-batches a rank cannot be run" in str(error)
     assert "the next count that can is 3" in str(error)
@@ -137,11 +138,11 @@ def test_a_placeholder_beside_what_could_be_split() -> None:
     assert (error.invariant, error.rank, error.slot) == ("split before placeholder", 1, 2)
     assert error.indices == (1, 2, 4)
     assert "slot 1 is a placeholder" in str(error)
-    step_of(*ranks, config=replace(CONFIG, fill="placeholder")).validate(LENGTHS)
+    validate_plan(step_of(*ranks, config=replace(CONFIG, fill="placeholder")), LENGTHS)
 
 
 def test_a_plan_names_the_step() -> None:
-    plan = plan_batch([5, 6, 7, 4], Layout(), CONFIG, samples_per_step=2)
+    plan = plan_batch([5, 6, 7, 4], ParallelDims(), CONFIG, samples_per_step=2)
     second = replace(plan.steps[1], micro_batches=(((2, 3), ()),), num_microbatches=2)
     error = refusal(replace(plan, steps=(plan.steps[0], second)), [5, 6, 7, 4])
     assert (error.invariant, error.step, error.rank, error.slot) == ("cap", 1, 0, 0)
@@ -149,7 +150,7 @@ def test_a_plan_names_the_step() -> None:
 
 
 def test_a_plan_covers_its_batch_over_all_steps() -> None:
-    plan = plan_batch([5, 6, 7, 4], Layout(), CONFIG, samples_per_step=2)
+    plan = plan_batch([5, 6, 7, 4], ParallelDims(), CONFIG, samples_per_step=2)
     error = refusal(replace(plan, steps=(plan.steps[0], plan.steps[0])), [5, 6, 7, 4])
     assert (error.invariant, error.indices) == ("exact cover", (0, 1))
     error = refusal(replace(plan, steps=plan.steps[:1]), [5, 6, 7, 4])
@@ -168,7 +169,7 @@ def test_validate_agrees_with_the_independent_checker_on_corrupted_plans(
     from random import Random
 
     assert isinstance(random, Random)
-    step = plan_step(case.lengths, case.layout, case.config, owners=case.owners)
+    step = plan_step(case.lengths, case.dims, case.config, owners=case.owners)
     ranks = [[list(samples) for samples in rank] for rank in step.micro_batches]
     for _ in range(random.randint(1, 2)):
         rank = random.choice(ranks)
@@ -199,7 +200,7 @@ def test_validate_agrees_with_the_independent_checker_on_corrupted_plans(
     assume(corrupted.micro_batches != step.micro_batches)
     broken = broken_invariants(corrupted, case.lengths)
     if not broken:
-        corrupted.validate(case.lengths)
+        validate_plan(corrupted, case.lengths)
         return
     error = refusal(corrupted, case.lengths)
     assert error.invariant in broken

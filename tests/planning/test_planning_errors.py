@@ -12,21 +12,21 @@ from mcore_batching.planning import (
     InflightBoundError,
     InvariantError,
     ItemTooLargeError,
-    Layout,
-    LayoutError,
     LengthError,
     OversizeSampleError,
+    ParallelDims,
+    ParallelDimsError,
     PlanFormatError,
     PlannerConfig,
     PlanningError,
     plan_batch,
     plan_step,
 )
-from mcore_batching.planning.lengths_file import LengthsFileError
+from mcore_batching.tools.lengths_file import LengthsFileError
 
 CONFIG = PlannerConfig(max_tokens_per_gpu=10)
 ERRORS = [
-    LayoutError("set pipeline_parallel"),
+    ParallelDimsError("set pipeline_parallel"),
     ConfigError("set max_tokens_per_gpu"),
     LengthError("sample 3", index=3),
     ItemTooLargeError(index=1, size=9, capacity=8),
@@ -100,7 +100,7 @@ def test_invariant_error_names_the_place() -> None:
 )
 def test_lengths_that_are_none_are_named(lengths: list[Any], message: str, index: int) -> None:
     with pytest.raises(LengthError) as caught:
-        plan_step(lengths, Layout(), CONFIG)
+        plan_step(lengths, ParallelDims(), CONFIG)
     assert str(caught.value) == message
     assert caught.value.index == index
 
@@ -116,23 +116,23 @@ def test_lengths_that_are_none_are_named(lengths: list[Any], message: str, index
 )
 def test_owners_that_are_none_are_named(owners: list[Any], message: str) -> None:
     with pytest.raises(LengthError) as caught:
-        plan_step([3, 4], Layout(data_parallel=2), CONFIG, owners=owners)
+        plan_step([3, 4], ParallelDims(data_parallel=2), CONFIG, owners=owners)
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [0, -3, 2.0, True])
 def test_samples_per_step_is_checked(value: Any) -> None:
     with pytest.raises(LengthError, match="samples_per_step must be"):
-        plan_batch([3, 4], Layout(), CONFIG, samples_per_step=value)
+        plan_batch([3, 4], ParallelDims(), CONFIG, samples_per_step=value)
 
 
 def test_an_oversize_sample_is_named_by_its_index_in_the_batch() -> None:
     strict = PlannerConfig(max_tokens_per_gpu=10, on_oversize="error", pad_total_to=3)
-    layout = Layout(data_parallel=2, context_parallel=2)
+    dims = ParallelDims(data_parallel=2, context_parallel=2)
     lengths = [3, 21, 1, 2, 25, 7]
     for options in ({}, {"samples_per_step": 3}, {"owners": [0, 0, 1, 1, 1, 0]}):
         with pytest.raises(OversizeSampleError) as caught:
-            plan_batch(lengths, layout, strict, **options)  # type: ignore[arg-type]
+            plan_batch(lengths, dims, strict, **options)  # type: ignore[arg-type]
         error = caught.value
         assert str(error) == (
             "sample 4 has 25 tokens, 28 after padding, but a micro-batch may hold at most 20 "

@@ -36,7 +36,7 @@ sys.meta_path.insert(0, Blocker())
 COMMAND = """
 import io
 sys.stdin = io.StringIO("5\\n3\\n")
-from mcore_batching.cli import main
+from mcore_batching.tools.cli import main
 assert main(["plan", "-", "--max-tokens-per-gpu", "10"]) == 0
 """
 
@@ -64,7 +64,7 @@ def third_party_loaded_by(code: str, path: Path | None = None) -> set[str]:
     [
         "import mcore_batching",
         "import mcore_batching.planning",
-        "import mcore_batching.cli, mcore_batching.report",
+        "import mcore_batching.tools.cli, mcore_batching.tools.report",
         COMMAND,
     ],
     ids=["package", "planning", "cli", "command"],

@@ -8,7 +8,7 @@ import inspect
 
 import mcore_batching
 from mcore_batching import planning
-from mcore_batching.cli import build_parser
+from mcore_batching.tools.cli import build_parser
 
 NAMES = {
     "ConfigError",
@@ -16,8 +16,8 @@ NAMES = {
     "InflightBoundError",
     "InvariantError",
     "ItemTooLargeError",
-    "Layout",
-    "LayoutError",
+    "ParallelDims",
+    "ParallelDimsError",
     "LengthError",
     "OversizeSampleError",
     "Plan",
@@ -76,7 +76,7 @@ SIGNATURES = {
 }
 
 FIELDS = {
-    "Layout": {
+    "ParallelDims": {
         "data_parallel": 1,
         "pipeline_parallel": 1,
         "virtual_pipeline": 1,
@@ -107,7 +107,7 @@ FIELDS = {
 }
 
 METHODS = {
-    "Layout": {
+    "ParallelDims": {
         "group_size",
         "is_legal_num_microbatches",
         "round_up_num_microbatches",

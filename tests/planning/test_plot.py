@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from test_planning_imports import BLOCKED, run
 
-from mcore_batching.cli import main
-from mcore_batching.picture_page import picture_page
-from mcore_batching.planning import CostModel, Layout, PlannerConfig, StepPlan, plan_step
-from mcore_batching.plot import MOST_ROWS, PlotError, check_picture, draw_step, step_figure
+from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, plan_step
+from mcore_batching.tools.cli import main
+from mcore_batching.tools.picture_page import picture_page
+from mcore_batching.tools.plot import MOST_ROWS, PlotError, check_picture, draw_step, step_figure
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 
@@ -31,7 +31,7 @@ COSTS = CostModel(linear=1, quadratic=0, per_micro_batch=0)
 
 
 def planned(lengths: list[int], config: PlannerConfig = CONFIG, **sizes: int) -> StepPlan:
-    return plan_step(lengths, Layout(**sizes), config, COSTS)
+    return plan_step(lengths, ParallelDims(**sizes), config, COSTS)
 
 
 def boxes(figure: Figure, prefix: str) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_the_error_names_the_extra() -> None:
-    code = "from mcore_batching.plot import check_picture\ncheck_picture('a.png')"
+    code = "from mcore_batching.tools.plot import check_picture\ncheck_picture('a.png')"
     finished = run(BLOCKED.format(blocked=("matplotlib",), code=code))
     assert finished.returncode == 1
     assert "pip install 'mcore_batching[plot]'" in finished.stderr
@@ -188,9 +188,9 @@ def test_without_matplotlib_the_error_names_the_extra() -> None:
 
 def test_no_backend_is_chosen_for_the_caller() -> None:
     code = (
-        "import sys\nfrom mcore_batching.plot import step_figure\n"
+        "import sys\nfrom mcore_batching.tools.plot import step_figure\n"
         "from mcore_batching.planning import *\n"
-        "step_figure(plan_step([5], Layout(), PlannerConfig(max_tokens_per_gpu=9)), [5])\n"
+        "step_figure(plan_step([5], ParallelDims(), PlannerConfig(max_tokens_per_gpu=9)), [5])\n"
         "print('matplotlib.pyplot' in sys.modules)"
     )
     finished = subprocess.run(

@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 from planning_cases import broken_invariants
 
-from mcore_batching.planning import Layout, PlannerConfig, plan_batch, plan_step, step_statistics
-from mcore_batching.planning.lengths_file import read_lengths
+from mcore_batching.planning import (
+    ParallelDims,
+    PlannerConfig,
+    plan_batch,
+    plan_step,
+    step_statistics,
+)
+from mcore_batching.planning.validation import validate_plan
+from mcore_batching.tools.lengths_file import read_lengths
 
 DATA = Path(
     os.environ.get(
@@ -35,28 +42,28 @@ def trace(name: str, count: int) -> list[int]:
 @pytest.mark.parametrize(("name", "count", "cap"), TRACES)
 def test_every_step_of_a_trace_keeps_the_invariants(name: str, count: int, cap: int) -> None:
     lengths = trace(name, count)
-    layout = Layout(data_parallel=8, pipeline_parallel=4, virtual_pipeline=2)
+    dims = ParallelDims(data_parallel=8, pipeline_parallel=4, virtual_pipeline=2)
     config = PlannerConfig(max_tokens_per_gpu=cap, plan_effort=10)
-    plan = plan_batch(lengths, layout, config, samples_per_step=512)
-    plan.validate(lengths)
+    plan = plan_batch(lengths, dims, config, samples_per_step=512)
+    validate_plan(plan, lengths)
     assert len(plan.steps) == -(-count // 512)
     for index, step in enumerate(plan.steps):
         assert step.num_microbatches % 4 == 0
         # The split leaves no placeholder: every step has far more samples than micro-batches.
         assert step_statistics(step, lengths).num_placeholders == 0
         part = lengths[512 * index : 512 * (index + 1)]
-        assert broken_invariants(plan_step(part, layout, config), part) == set()
+        assert broken_invariants(plan_step(part, dims, config), part) == set()
 
 
 @pytest.mark.parametrize(("name", "count", "cap"), TRACES)
 def test_local_shards_of_a_trace(name: str, count: int, cap: int) -> None:
     lengths = trace(name, count)[:1024]
-    layout = Layout(data_parallel=8, context_parallel=2, pipeline_parallel=2)
+    dims = ParallelDims(data_parallel=8, context_parallel=2, pipeline_parallel=2)
     config = PlannerConfig(max_tokens_per_gpu=cap // 2, pad_total_to=128)
     # A quarter of the ranks holds three quarters of the samples, and one rank none.
     owners = [index % 2 if index % 4 else 2 + index // 4 % 5 for index in range(1024)]
-    step = plan_step(lengths, layout, config, owners=owners)
-    step.validate(lengths)
+    step = plan_step(lengths, dims, config, owners=owners)
+    validate_plan(step, lengths)
     assert broken_invariants(step, lengths) == set()
     assert set(owners) == set(range(7))
     assert set(step.micro_batches[7]) == {()}

@@ -18,11 +18,9 @@ import pytest
 from hypothesis import given
 from planning_cases import Case, cases, examples
 
-from mcore_batching import replay
-from mcore_batching.cli import main
 from mcore_batching.planning import (
     CostModel,
-    Layout,
+    ParallelDims,
     PlannerConfig,
     StepPlan,
     plan_batch,
@@ -31,8 +29,10 @@ from mcore_batching.planning import (
 from mcore_batching.planning.bounds import step_time_floor
 from mcore_batching.planning.records import RecordError, StepRecord, StepRecorder, read_records
 from mcore_batching.planning.statistics import predicted_step_time
+from mcore_batching.tools import replay
+from mcore_batching.tools.cli import main
 
-LAYOUT = Layout(data_parallel=2, pipeline_parallel=4)
+LAYOUT = ParallelDims(data_parallel=2, pipeline_parallel=4)
 CONFIG = PlannerConfig(max_tokens_per_gpu=1000, balance="cost")
 COSTS = CostModel(quadratic=1 / 3000, per_micro_batch=7.0)
 
@@ -73,7 +73,7 @@ def test_round_trip(tmp_path: Path) -> None:
 @examples(40)
 def test_any_plan_comes_back(tmp_path_factory: pytest.TempPathFactory, case: Case) -> None:
     folder = tmp_path_factory.mktemp("records")
-    plan = plan_step(case.lengths, case.layout, case.config, COSTS, owners=case.owners)
+    plan = plan_step(case.lengths, case.dims, case.config, COSTS, owners=case.owners)
     recorder = StepRecorder(folder)
     recorder.append(plan, case.lengths)
     recorder.close()
@@ -100,12 +100,12 @@ def test_a_step_out_of_a_batch_is_numbered_anew(tmp_path: Path) -> None:
 def test_layout_is_written_once_and_again_when_it_changes(tmp_path: Path) -> None:
     recorder = StepRecorder(tmp_path)
     other = replace(LAYOUT, pipeline_parallel=1)
-    for layout in (LAYOUT, LAYOUT, other, other):
-        recorder.append(plan_step([5, 6], layout, CONFIG), [5, 6])
+    for dims in (LAYOUT, LAYOUT, other, other):
+        recorder.append(plan_step([5, 6], dims, CONFIG), [5, 6])
     recorder.close()
     lines = [json.loads(line) for line in the_file(tmp_path).read_text().splitlines()]
     assert ["format" in line for line in lines] == [True, False, False, True, False, False]
-    assert [record.plan.layout for record in read_records(tmp_path)] == [LAYOUT] * 2 + [other] * 2
+    assert [record.plan.dims for record in read_records(tmp_path)] == [LAYOUT] * 2 + [other] * 2
 
 
 def test_jobs_have_files_of_their_own(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ from mcore_batching.planning import *
 from mcore_batching.planning.records import StepRecorder
 recorder = StepRecorder(sys.argv[1])
 for _ in range(3):
-    recorder.append(plan_step([5], Layout(), PlannerConfig(max_tokens_per_gpu=9)), [5], 1.0)
+    recorder.append(plan_step([5], ParallelDims(), PlannerConfig(max_tokens_per_gpu=9)), [5], 1.0)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -343,7 +343,7 @@ def test_replay_command_with_another_cost_model_and_a_picture(
 
 def test_replay_picture_shows_seconds(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
-    from mcore_batching.replay_plot import replay_figure
+    from mcore_batching.tools.replay_plot import replay_figure
 
     steps = replay.replay(measured_job(tmp_path))
     times, errors = replay_figure(steps).axes
@@ -382,10 +382,10 @@ def test_a_job_whose_times_are_all_0(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def two_jobs(directory: Path) -> None:
     """Jobs of two layouts in one folder, of which the second takes half the time for a unit."""
-    for name, layout, factor in (("a", LAYOUT, 2e-3), ("b", Layout(data_parallel=8), 1e-3)):
+    for name, dims, factor in (("a", LAYOUT, 2e-3), ("b", ParallelDims(data_parallel=8), 1e-3)):
         recorder = StepRecorder(directory / name)
         for step in range(2):
-            plan = plan_step(lengths_of(step), layout, CONFIG, COSTS)
+            plan = plan_step(lengths_of(step), dims, CONFIG, COSTS)
             seconds = factor * predicted_step_time(plan, lengths_of(step))
             recorder.append(plan, lengths_of(step), seconds)
         recorder.close()
@@ -432,7 +432,7 @@ def test_steps_part_where_options_or_costs_change_unless_costs_are_given(tmp_pat
 
 def test_replay_picture_shows_layouts_apart(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
-    from mcore_batching.replay_plot import draw_replay, replay_figure
+    from mcore_batching.tools.replay_plot import draw_replay, replay_figure
 
     two_jobs(tmp_path / "records")
     steps = replay.replay(read_records(tmp_path / "records"))

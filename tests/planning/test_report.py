@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from mcore_batching import report
-from mcore_batching.planning import Layout, PlannerConfig, plan_batch, step_statistics
+from mcore_batching.planning import ParallelDims, PlannerConfig, plan_batch, step_statistics
+from mcore_batching.tools import report
 
 TABLE = report.Table(
     columns=("name", "n"), rows=(("a", "1"), ("longer", "20")), total=("total", "21")
@@ -62,7 +62,10 @@ def test_a_terminal_too_narrow_gets_plain_text(monkeypatch: pytest.MonkeyPatch) 
 def test_many_steps_are_cut_in_the_middle_and_totalled_in_full() -> None:
     lengths = [index % 9 + 1 for index in range(100)]
     plan = plan_batch(
-        lengths, Layout(data_parallel=2), PlannerConfig(max_tokens_per_gpu=10), samples_per_step=4
+        lengths,
+        ParallelDims(data_parallel=2),
+        PlannerConfig(max_tokens_per_gpu=10),
+        samples_per_step=4,
     )
     statistics = [step_statistics(step, lengths) for step in plan.steps]
     table = report.step_table(statistics)
@@ -79,7 +82,7 @@ def test_packing_of_all_steps_is_held_against_the_fewest_micro_batches() -> None
     lengths = [6, 6, 6, 6, 30, 1, 9, 2]
     plan = plan_batch(
         lengths,
-        Layout(data_parallel=2, pipeline_parallel=2),
+        ParallelDims(data_parallel=2, pipeline_parallel=2),
         PlannerConfig(max_tokens_per_gpu=10, balance="tokens"),
         samples_per_step=4,
     )
@@ -90,8 +93,10 @@ def test_packing_of_all_steps_is_held_against_the_fewest_micro_batches() -> None
 
 
 def test_heading_names_what_is_more_than_one() -> None:
-    layout = Layout(data_parallel=2, pipeline_parallel=4, tensor_parallel=2, sequence_parallel=True)
-    plan = plan_batch([3], layout, PlannerConfig(max_tokens_per_gpu=10))
+    dims = ParallelDims(
+        data_parallel=2, pipeline_parallel=4, tensor_parallel=2, sequence_parallel=True
+    )
+    plan = plan_batch([3], dims, PlannerConfig(max_tokens_per_gpu=10))
     assert report.plan_heading(plan) == (
         "1 sample in 1 step, DP2 x PP4 x TP2 with sequence parallel, cap 10 tokens"
     )

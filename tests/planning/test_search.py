@@ -9,24 +9,24 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from planning_cases import broken_invariants, examples, layouts, megatron_runs, row_tokens
+from planning_cases import broken_invariants, dims_list, examples, megatron_runs, row_tokens
 
 from mcore_batching.planning import (
     ConfigError,
     CostModel,
-    Layout,
+    ParallelDims,
     PlannerConfig,
     StepPlan,
     plan_step,
     step_statistics,
 )
-from mcore_batching.planning.candidates import BestStep, Candidate
-from mcore_batching.planning.improvement import improve
-from mcore_batching.planning.peers import PEERS, peer_plan
 from mcore_batching.planning.pipeline import stage_order
-from mcore_batching.planning.search import best_slots, evaluate, search
+from mcore_batching.planning.search.best_step import BestStep, Candidate
+from mcore_batching.planning.search.local_moves import improve
+from mcore_batching.planning.search.pipeline_search import best_slots, evaluate, search
 from mcore_batching.planning.statistics import predicted_step_time
 from mcore_batching.planning.step_work import StepWork, step_work
+from mcore_batching.tools.rules import PEERS, peer_plan
 
 ROUNDING = 1e-9
 """Costs are added in another order here than in the search."""
@@ -37,7 +37,7 @@ class Problem:
     """A step to be searched for."""
 
     lengths: list[int]
-    layout: Layout
+    dims: ParallelDims
     config: PlannerConfig
     cost_model: CostModel
     forward_only: bool
@@ -45,7 +45,7 @@ class Problem:
     def plan(self, owners: list[int] | None = None, **options: Any) -> StepPlan:
         return plan_step(
             self.lengths,
-            self.layout,
+            self.dims,
             replace(self.config, **options),
             self.cost_model,
             owners=owners,
@@ -59,14 +59,14 @@ class Problem:
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
     """None to many samples for their ranks, of one size or of all, oversize ones among them."""
-    layout = draw(layouts())
+    dims = draw(dims_list())
     config = PlannerConfig(
         max_tokens_per_gpu=draw(st.sampled_from([24, 100, 1000])),
         plan_effort=draw(st.sampled_from([1, 20, 150])),
         pad_each_to=draw(st.sampled_from([None, None, 8])),
         pad_total_to=draw(st.sampled_from([None, None, 12])),
     )
-    cap = config.max_tokens_per_gpu * layout.context_parallel
+    cap = config.max_tokens_per_gpu * dims.context_parallel
     kinds = {
         "any": st.integers(0, cap),
         "small": st.integers(0, cap // 6),
@@ -79,7 +79,7 @@ def problems(draw: st.DrawFn) -> Problem:
     lengths = kinds[draw(st.sampled_from(sorted(kinds)))]
     return Problem(
         lengths=draw(st.lists(lengths, min_size=count, max_size=count)),
-        layout=layout,
+        dims=dims,
         config=config,
         cost_model=CostModel(
             quadratic=draw(st.sampled_from([0.0, 1 / 24576, 1 / 20])),
@@ -91,7 +91,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 TAKES_A_SAMPLE_BESIDE_A_PLACEHOLDER = Problem(
     [0, 0, 0, 1, 1, 2, 5, 6],
-    Layout(data_parallel=2, pipeline_parallel=4, virtual_pipeline=3),
+    ParallelDims(data_parallel=2, pipeline_parallel=4, virtual_pipeline=3),
     PlannerConfig(max_tokens_per_gpu=8),
     CostModel(),
     False,
@@ -105,7 +105,7 @@ def test_every_plan_is_legal(problem: Problem) -> None:
     """Exact cover, the cap, equal counts, no needless placeholder and none in the last slot."""
     step = problem.plan()
     assert broken_invariants(step, problem.lengths) == set()
-    cap = problem.config.max_tokens_per_gpu * problem.layout.context_parallel
+    cap = problem.config.max_tokens_per_gpu * problem.dims.context_parallel
     for rank in step.micro_batches:
         assert rank[-1] or not any(rank)
         for samples in rank:
@@ -130,11 +130,11 @@ def test_a_local_plan_never_ends_later_than_first_fit_decreasing(
     problem: Problem, data: st.DataObject
 ) -> None:
     """Samples stay on ranks that may hold many or none; without expert parallelism."""
-    layout = replace(problem.layout, expert_parallel=1)
-    rank = st.sampled_from([0, 0, *range(layout.data_parallel)])
+    dims = replace(problem.dims, expert_parallel=1)
+    rank = st.sampled_from([0, 0, *range(dims.data_parallel)])
     count = len(problem.lengths)
     owners = data.draw(st.lists(rank, min_size=count, max_size=count))
-    local = replace(problem, layout=layout)
+    local = replace(problem, dims=dims)
     end = local.end(local.plan(owners))
     plain = local.plan(owners, balance="tokens")
     assert end <= local.end(plain) * (1 + ROUNDING)
@@ -145,11 +145,11 @@ def test_more_micro_batches_are_made_only_if_all_ranks_are_done_sooner(seed: int
     """A rank with many samples wants many; one with few long ones then runs placeholders."""
     generator = random.Random(seed)
     for _ in range(25):
-        layout = Layout(data_parallel=4, pipeline_parallel=generator.choice([2, 4, 8]))
+        dims = ParallelDims(data_parallel=4, pipeline_parallel=generator.choice([2, 4, 8]))
         lengths = log_normal(16, generator.randrange(1000), median=1100, sigma=1.2, cap=16000)
         owners = [int(4 * generator.random() ** 2) for _ in lengths]
-        plain = plan_step(lengths, layout, replace(CONFIG, balance="tokens"), owners=owners)
-        searched = plan_step(lengths, layout, CONFIG, owners=owners)
+        plain = plan_step(lengths, dims, replace(CONFIG, balance="tokens"), owners=owners)
+        searched = plan_step(lengths, dims, CONFIG, owners=owners)
         end = predicted_step_time(plain, lengths)
         assert predicted_step_time(searched, lengths) <= end * (1 + ROUNDING)
 
@@ -158,13 +158,13 @@ def test_one_rank_s_wish_for_many_micro_batches_does_not_hold_up_another() -> No
     """Rank 1 has two long samples, and would wait for the first one's way back."""
     lengths = [12433, 3919, 212, 10329, 1028, 436, 875, 8511]
     owners = [1, 1, 0, 0, 0, 0, 0, 0]
-    layout = Layout(data_parallel=2, pipeline_parallel=4)
-    step = plan_step(lengths, layout, PlannerConfig(max_tokens_per_gpu=16384), owners=owners)
+    dims = ParallelDims(data_parallel=2, pipeline_parallel=4)
+    step = plan_step(lengths, dims, PlannerConfig(max_tokens_per_gpu=16384), owners=owners)
     assert predicted_step_time(step, lengths) < 237346
 
 
 def test_between_steps_that_end_together_the_one_that_holds_fewer_tokens_is_taken() -> None:
-    work = step_work([10, 10, 10, 10], Layout(pipeline_parallel=2), CONFIG, CostModel())
+    work = step_work([10, 10, 10, 10], ParallelDims(pipeline_parallel=2), CONFIG, CostModel())
     slots = {"more": [[0, 1], [2, 3]], "fewer": [[0], [1, 2, 3]], "last": [[0, 1, 2], [3]]}
     best = BestStep(work)
     work.tokens = [10, 30, 10, 10]
@@ -196,7 +196,7 @@ def test_the_search_is_what_auto_means(problem: Problem) -> None:
 def test_tokens_in_flight_are_bounded_or_the_bound_is_refused(
     problem: Problem, caps: float
 ) -> None:
-    bound = int(caps * problem.config.max_tokens_per_gpu * problem.layout.context_parallel)
+    bound = int(caps * problem.config.max_tokens_per_gpu * problem.dims.context_parallel)
     refusal = ""
     try:
         step = problem.plan(max_inflight_tokens=bound)
@@ -215,8 +215,8 @@ def test_tokens_in_flight_are_bounded_or_the_bound_is_refused(
 
 def held_one_by_one(problem: Problem) -> float:
     """Tokens in flight if the samples ran as they come, one to a micro-batch."""
-    ranks = problem.layout.data_parallel
-    count = problem.layout.round_up_num_microbatches(-(-len(problem.lengths) // ranks))
+    ranks = problem.dims.data_parallel
+    count = problem.dims.round_up_num_microbatches(-(-len(problem.lengths) // ranks))
     slots = [
         [(i,) if i < len(problem.lengths) else () for i in range(r, count * ranks, ranks)]
         for r in range(ranks)
@@ -228,31 +228,31 @@ def held_one_by_one(problem: Problem) -> float:
 @pytest.mark.parametrize("options", [{"balance": "cost"}, {"packing": "first-fit"}, {}])
 @pytest.mark.parametrize("owners", [None, [0] * 40 + [1] * 24])
 @pytest.mark.parametrize(
-    "layout",
+    "dims",
     [
-        Layout(data_parallel=2, pipeline_parallel=4),
-        Layout(data_parallel=2),
-        Layout(data_parallel=2, expert_parallel=2),
+        ParallelDims(data_parallel=2, pipeline_parallel=4),
+        ParallelDims(data_parallel=2),
+        ParallelDims(data_parallel=2, expert_parallel=2),
     ],
     ids=["PP4", "PP1", "EP2"],
 )
 def test_the_bound_on_tokens_in_flight_holds_without_a_search_too(
-    layout: Layout, owners: list[int] | None, options: dict[str, Any]
+    dims: ParallelDims, owners: list[int] | None, options: dict[str, Any]
 ) -> None:
     config = PlannerConfig(max_tokens_per_gpu=100, max_inflight_tokens=9, **options)
     with pytest.raises(ConfigError, match="at most max_inflight_tokens=9 tokens at a time"):
-        plan_step([10] * 64, layout, config, owners=owners)
+        plan_step([10] * 64, dims, config, owners=owners)
 
 
 @pytest.mark.parametrize("owners", [None, [i % 2 for i in range(100)]])
 def test_a_bound_that_only_one_sample_a_micro_batch_keeps(owners: list[int] | None) -> None:
-    layout = Layout(data_parallel=2, pipeline_parallel=4)
+    dims = ParallelDims(data_parallel=2, pipeline_parallel=4)
     config = PlannerConfig(max_tokens_per_gpu=16384, max_inflight_tokens=4000, plan_effort=300)
-    step = plan_step([1000] * 100, layout, config, owners=owners)
+    step = plan_step([1000] * 100, dims, config, owners=owners)
     assert step.num_microbatches == 50
     assert not any(samples == () for rank in step.micro_batches for samples in rank)
     small_and_large = [100, 3000] * 50
-    step = plan_step(small_and_large, layout, replace(config, max_inflight_tokens=6300))
+    step = plan_step(small_and_large, dims, replace(config, max_inflight_tokens=6300))
     assert step_statistics(step, small_and_large).peak_inflight_tokens <= 6300
 
 
@@ -262,19 +262,19 @@ def most_in_flight(rank: tuple[tuple[int, ...], ...], step: StepPlan, problem: P
     if problem.forward_only:
         return max(tokens)
     held = most = 0
-    for backward, _, slot in stage_order(problem.layout, 0, len(tokens)):
+    for backward, _, slot in stage_order(problem.dims, 0, len(tokens)):
         held += -tokens[slot] if backward else tokens[slot]
         most = max(most, held)
-    return most / problem.layout.virtual_pipeline
+    return most / problem.dims.virtual_pipeline
 
 
 @examples(100)
 @given(problems())
 def test_a_bound_that_nothing_can_exceed_changes_nothing(problem: Problem) -> None:
-    stages, chunks = problem.layout.pipeline_parallel, problem.layout.virtual_pipeline
-    most_held = 2 * stages + chunks * problem.layout.group_size
+    stages, chunks = problem.dims.pipeline_parallel, problem.dims.virtual_pipeline
+    most_held = 2 * stages + chunks * problem.dims.group_size
     longest = max(problem.lengths, default=0) + 4 * problem.config.max_tokens_per_gpu
-    bound = most_held * longest * 4 * problem.layout.context_parallel
+    bound = most_held * longest * 4 * problem.dims.context_parallel
     assert problem.plan(max_inflight_tokens=bound).micro_batches == problem.plan().micro_batches
 
 
@@ -285,7 +285,7 @@ def log_normal(count: int, seed: int, *, median: float, sigma: float, cap: int) 
     ]
 
 
-PP4 = Layout(data_parallel=4, pipeline_parallel=4)
+PP4 = ParallelDims(data_parallel=4, pipeline_parallel=4)
 CONFIG = PlannerConfig(max_tokens_per_gpu=16384, plan_effort=300)
 
 
@@ -303,21 +303,21 @@ def test_a_bound_on_tokens_in_flight_costs_time() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
-    ("layout", "gain"),
+    ("dims", "gain"),
     [
-        (Layout(data_parallel=8, pipeline_parallel=4), 1.2),
-        (Layout(data_parallel=4, pipeline_parallel=8), 1.2),
-        (Layout(data_parallel=8, pipeline_parallel=4, virtual_pipeline=2), 1.1),
+        (ParallelDims(data_parallel=8, pipeline_parallel=4), 1.2),
+        (ParallelDims(data_parallel=4, pipeline_parallel=8), 1.2),
+        (ParallelDims(data_parallel=8, pipeline_parallel=4, virtual_pipeline=2), 1.1),
     ],
     ids=["PP4", "PP8", "PP4 VPP2"],
 )
 def test_ends_much_sooner_than_full_micro_batches_in_a_deep_pipeline(
-    seed: int, layout: Layout, gain: float
+    seed: int, dims: ParallelDims, gain: float
 ) -> None:
     """Least gain over micro-batches filled to the cap, at a fifth of the default effort."""
     lengths = log_normal(512, seed, median=1024, sigma=0.8, cap=16384)
-    searched = plan_step(lengths, layout, CONFIG)
-    plain = plan_step(lengths, layout, replace(CONFIG, balance="tokens"))
+    searched = plan_step(lengths, dims, CONFIG)
+    plain = plan_step(lengths, dims, replace(CONFIG, balance="tokens"))
     ours, theirs = (predicted_step_time(step, lengths) for step in (searched, plain))
     assert gain * ours < theirs
 
@@ -326,8 +326,8 @@ def test_ends_much_sooner_than_full_micro_batches_in_a_deep_pipeline(
 def test_ranks_without_a_pipeline_are_even(seed: int) -> None:
     """Within 2 in a thousand of the mean, as no sample here is longer than a rank's share."""
     lengths = log_normal(512, seed, median=2048, sigma=1, cap=16384)
-    layout = Layout(data_parallel=8)
-    step = plan_step(lengths, layout, PlannerConfig(max_tokens_per_gpu=16384))
+    dims = ParallelDims(data_parallel=8)
+    step = plan_step(lengths, dims, PlannerConfig(max_tokens_per_gpu=16384))
     assert step_statistics(step, lengths).rank_balance <= 1.002
 
 
@@ -336,10 +336,10 @@ def test_few_samples_a_rank_are_no_worse_than_dealt_out_by_differencing(seed: in
     """Four on each of eight ranks, where the order of moves alone misses what a fold finds."""
     generator = random.Random(seed)
     lengths = [generator.randint(1, 16000) for _ in range(32)]
-    layout, config = Layout(data_parallel=8), PlannerConfig(max_tokens_per_gpu=16384)
+    dims, config = ParallelDims(data_parallel=8), PlannerConfig(max_tokens_per_gpu=16384)
     (verl,) = [peer for peer in PEERS if peer.name == "verl 0.9"]
-    theirs = peer_plan(verl, lengths, layout, config, CostModel())
-    ours = plan_step(lengths, layout, config)
+    theirs = peer_plan(verl, lengths, dims, config, CostModel())
+    ours = plan_step(lengths, dims, config)
     assert predicted_step_time(ours, lengths) <= predicted_step_time(theirs, lengths)
 
 
@@ -369,7 +369,7 @@ def test_micro_batches_are_small_at_both_ends_of_a_pipeline_s_step() -> None:
 def works(problem: Problem) -> StepWork:
     return step_work(
         problem.lengths,
-        problem.layout,
+        problem.dims,
         problem.config,
         problem.cost_model,
         forward_only=problem.forward_only,
@@ -411,22 +411,22 @@ def test_the_result_is_no_later_than_any_start(problem: Problem) -> None:
 def test_slots_of_one_rank_are_legal(problem: Problem, count: int | None) -> None:
     """Of all samples; as many slots as asked for, or any number that the schedule runs."""
     if count is not None:
-        count = problem.layout.round_up_num_microbatches(count)
+        count = problem.dims.round_up_num_microbatches(count)
     work = works(problem)
     slots = best_slots(range(len(problem.lengths)), count, work)
     if slots is None:
         # Alone or packed, so many samples may not fit into so few slots; without a pipeline only
         # the fewest are tried.
-        assert count is not None or problem.layout.pipeline_parallel == 1
+        assert count is not None or problem.dims.pipeline_parallel == 1
         assert len(problem.lengths) > (count or 1)
         return
-    assert megatron_runs(len(slots), problem.layout)
+    assert megatron_runs(len(slots), problem.dims)
     assert count in (None, len(slots))
     step = StepPlan(
         micro_batches=(tuple(tuple(sorted(samples)) for samples in slots),),
         num_microbatches=len(slots),
         sample_indices=tuple(range(len(problem.lengths))),
-        layout=replace(problem.layout, data_parallel=1),
+        dims=replace(problem.dims, data_parallel=1),
         config=problem.config,
     )
     assert broken_invariants(step, problem.lengths) == set()

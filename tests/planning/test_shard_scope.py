@@ -10,8 +10,8 @@ from planning_cases import Case, cases, examples
 
 from mcore_batching.planning import (
     CostModel,
-    Layout,
     LengthError,
+    ParallelDims,
     PlannerConfig,
     fill_shard,
     pack_shard,
@@ -27,27 +27,24 @@ from mcore_batching.planning import (
 def test_ranks_on_their_own_reach_the_plan_of_all(case: Case) -> None:
     owners = case.owners
     if owners is None:
-        owners = [index % case.layout.data_parallel for index in range(len(case.lengths))]
-    ranks = range(case.layout.data_parallel)
+        owners = [index % case.dims.data_parallel for index in range(len(case.lengths))]
+    ranks = range(case.dims.data_parallel)
     shards = [[i for i, owner in enumerate(owners) if owner == rank] for rank in ranks]
     lengths = [[case.lengths[i] for i in shard] for shard in shards]
     choices = []
     for bins in zip(
-        *(shard_packings(each, case.layout, case.config) for each in lengths), strict=True
+        *(shard_packings(each, case.dims, case.config) for each in lengths), strict=True
     ):
-        count = case.layout.round_up_num_microbatches(max(map(len, bins)))
+        count = case.dims.round_up_num_microbatches(max(map(len, bins)))
         choices.append(
-            [
-                fill_shard(bins[rank], lengths[rank], count, case.layout, case.config)
-                for rank in ranks
-            ]
+            [fill_shard(bins[rank], lengths[rank], count, case.dims, case.config) for rank in ranks]
         )
     outlooks = [
-        [shard_outlook(filled[r], lengths[r], case.layout, case.config) for r in ranks]
+        [shard_outlook(filled[r], lengths[r], case.dims, case.config) for r in ranks]
         for filled in choices
     ]
     filled = choices[soonest_packing(outlooks, case.config)]
-    step = plan_step(case.lengths, case.layout, case.config, owners=owners)
+    step = plan_step(case.lengths, case.dims, case.config, owners=owners)
     assert step.scope == "local"
     for rank in ranks:
         renamed = tuple(tuple(shards[rank][i] for i in samples) for samples in filled[rank])
@@ -59,11 +56,11 @@ CONFIG = PlannerConfig(max_tokens_per_gpu=10)
 
 def test_packing_takes_the_rule_that_needs_fewer_and_decreasing_on_a_tie() -> None:
     worse_decreasing = [4, 7, 9, 10, 6, 4]
-    layout = Layout(context_parallel=1)
+    dims = ParallelDims(context_parallel=1)
 
     def packed(lengths: list[int], cap: int, packing: str) -> list[list[int]]:
         config = PlannerConfig(max_tokens_per_gpu=cap, packing=packing)  # type: ignore[arg-type]
-        return pack_shard(lengths, layout, config)
+        return pack_shard(lengths, dims, config)
 
     assert packed(worse_decreasing, 20, "auto") == [[0, 1, 2], [3, 4, 5]]
     assert packed(worse_decreasing, 20, "first-fit") == [[0, 1, 2], [3, 4, 5]]
@@ -81,19 +78,19 @@ def test_packing_takes_the_rule_that_needs_fewer_and_decreasing_on_a_tie() -> No
 
 
 def test_oversize_samples_come_last_and_alone() -> None:
-    assert pack_shard([12, 4, 30, 6, 10], Layout(), CONFIG) == [[4], [1, 3], [0], [2]]
+    assert pack_shard([12, 4, 30, 6, 10], ParallelDims(), CONFIG) == [[4], [1, 3], [0], [2]]
 
 
 def test_the_costliest_is_split_into_even_halves_first() -> None:
     lengths = [5, 4, 3, 3, 3, 1]
-    layout = Layout()
+    dims = ParallelDims()
     config = PlannerConfig(max_tokens_per_gpu=100)
     bins = [[0, 1, 2, 3, 4], [5]]
-    assert fill_shard(bins, lengths, 2, layout, config) == ((0, 1, 2, 3, 4), (5,))
+    assert fill_shard(bins, lengths, 2, dims, config) == ((0, 1, 2, 3, 4), (5,))
     # 5, 4, 3, 3, 3 dealt to the lighter side: 5+3 against 4+3+3. Then 4 against 3+3.
-    assert fill_shard(bins, lengths, 3, layout, config) == ((1, 2, 4), (0, 3), (5,))
-    assert fill_shard(bins, lengths, 4, layout, config) == ((0, 3), (2, 4), (1,), (5,))
-    assert fill_shard(bins, lengths, 8, layout, config) == (
+    assert fill_shard(bins, lengths, 3, dims, config) == ((1, 2, 4), (0, 3), (5,))
+    assert fill_shard(bins, lengths, 4, dims, config) == ((0, 3), (2, 4), (1,), (5,))
+    assert fill_shard(bins, lengths, 8, dims, config) == (
         (0,),
         (1,),
         (2,),
@@ -109,9 +106,9 @@ def test_the_heavier_of_two_is_split_first() -> None:
     bins = [[0, 1], [2, 3], [4, 5]]
     lengths = [2, 2, 5, 5, 3, 3]
     config = PlannerConfig(max_tokens_per_gpu=100)
-    assert set(fill_shard(bins, lengths, 4, Layout(), config)) == {(0, 1), (2,), (3,), (4, 5)}
+    assert set(fill_shard(bins, lengths, 4, ParallelDims(), config)) == {(0, 1), (2,), (3,), (4, 5)}
     halved_twice = {(0, 1), (2,), (3,), (4,), (5,)}
-    assert set(fill_shard(bins, lengths, 5, Layout(), config)) == halved_twice
+    assert set(fill_shard(bins, lengths, 5, ParallelDims(), config)) == halved_twice
 
 
 def test_halves_are_even_in_cost_and_not_in_tokens() -> None:
@@ -121,34 +118,34 @@ def test_halves_are_even_in_cost_and_not_in_tokens() -> None:
     by_cost = PlannerConfig(max_tokens_per_gpu=100)
     by_tokens = PlannerConfig(max_tokens_per_gpu=100, balance="tokens")
     bins = [[0, 1, 2, 3, 4]]
-    assert fill_shard(bins, lengths, 2, Layout(), by_cost, steep) == ((0,), (1, 2, 3, 4))
-    assert fill_shard(bins, lengths, 2, Layout(), by_tokens, steep) == ((0, 3), (1, 2, 4))
+    assert fill_shard(bins, lengths, 2, ParallelDims(), by_cost, steep) == ((0,), (1, 2, 3, 4))
+    assert fill_shard(bins, lengths, 2, ParallelDims(), by_tokens, steep) == ((0, 3), (1, 2, 4))
 
 
 def test_samples_of_no_tokens_are_split_too() -> None:
-    filled = fill_shard([[0, 1, 2, 3]], [0, 0, 0, 0], 4, Layout(), CONFIG)
+    filled = fill_shard([[0, 1, 2, 3]], [0, 0, 0, 0], 4, ParallelDims(), CONFIG)
     assert sorted(filled) == [(0,), (1,), (2,), (3,)]
 
 
 def test_order_is_by_descending_cost_with_placeholders_before_the_last_real_one() -> None:
     lengths = [2, 9, 4]
     bins = [[0], [1], [2]]
-    assert fill_shard(bins, lengths, 5, Layout(), CONFIG) == ((1,), (2,), (), (), (0,))
+    assert fill_shard(bins, lengths, 5, ParallelDims(), CONFIG) == ((1,), (2,), (), (), (0,))
     none = PlannerConfig(max_tokens_per_gpu=10, balance="none")
-    assert fill_shard(bins, lengths, 5, Layout(), none) == ((0,), (1,), (), (), (2,))
-    assert fill_shard([[0, 1, 2]], [1, 9, 2], 3, Layout(), none) == ((1,), (2,), (0,))
-    assert fill_shard([], [], 3, Layout(), CONFIG) == ((), (), ())
-    assert fill_shard([[0]], [3], 3, Layout(), CONFIG) == ((), (), (0,))
+    assert fill_shard(bins, lengths, 5, ParallelDims(), none) == ((0,), (1,), (), (), (2,))
+    assert fill_shard([[0, 1, 2]], [1, 9, 2], 3, ParallelDims(), none) == ((1,), (2,), (0,))
+    assert fill_shard([], [], 3, ParallelDims(), CONFIG) == ((), (), ())
+    assert fill_shard([[0]], [3], 3, ParallelDims(), CONFIG) == ((), (), (0,))
 
 
 def test_placeholder_fill_leaves_micro_batches_whole() -> None:
     config = PlannerConfig(max_tokens_per_gpu=10, fill="placeholder")
-    assert fill_shard([[0, 1, 2]], [1, 1, 1], 3, Layout(), config) == ((), (), (0, 1, 2))
+    assert fill_shard([[0, 1, 2]], [1, 1, 1], 3, ParallelDims(), config) == ((), (), (0, 1, 2))
 
 
 def test_more_micro_batches_than_the_count_is_refused() -> None:
     with pytest.raises(LengthError) as caught:
-        fill_shard([[0], [1]], [9, 9], 1, Layout(), CONFIG)
+        fill_shard([[0], [1]], [9, 9], 1, ParallelDims(), CONFIG)
     assert str(caught.value) == (
         "num_microbatches must be at least the 2 micro-batches this shard packs into, got 1; "
         "set num_microbatches to the maximum over all ranks"
@@ -159,9 +156,9 @@ def test_splitting_many_samples_stays_fast() -> None:
     """20 000 samples of one micro-batch are split down to single ones within a test."""
     lengths = [1 + index % 7 for index in range(20_000)]
     config = PlannerConfig(max_tokens_per_gpu=10**6, balance="cost")
-    layout = Layout(data_parallel=2, pipeline_parallel=2, virtual_pipeline=2)
-    bins = pack_shard(lengths, layout, config)
-    filled = fill_shard(bins, lengths, 20_000, layout, config)
+    dims = ParallelDims(data_parallel=2, pipeline_parallel=2, virtual_pipeline=2)
+    bins = pack_shard(lengths, dims, config)
+    filled = fill_shard(bins, lengths, 20_000, dims, config)
     assert all(len(samples) == 1 for samples in filled)
     weights = [lengths[sample] for (sample,) in filled]
     assert all(before >= after for before, after in pairwise(weights))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_batching.planning import Layout, PlannerConfig, StepPlan, plan_step
+from mcore_batching.planning import ParallelDims, PlannerConfig, StepPlan, plan_step
+from mcore_batching.planning.validation import validate_plan
 
 CONFIG = PlannerConfig(max_tokens_per_gpu=10)
-LAYOUT = Layout(data_parallel=2, pipeline_parallel=4, virtual_pipeline=2)
+LAYOUT = ParallelDims(data_parallel=2, pipeline_parallel=4, virtual_pipeline=2)
 
 
 def fullest(step: StepPlan, lengths: list[int]) -> int:
@@ -24,7 +25,7 @@ def test_the_count_is_not_rounded_down_under_virtual_pipeline(local: bool) -> No
     step = plan_step(lengths, LAYOUT, CONFIG, owners=owners)
     assert step.num_microbatches == 8
     assert fullest(step, lengths) == 10
-    step.validate(lengths)
+    validate_plan(step, lengths)
 
 
 def karmarkar_karp(sizes: list[int], count: int) -> list[list[int]]:
@@ -44,10 +45,10 @@ def test_balancing_does_not_repartition_past_the_cap(local: bool) -> None:
     lengths = [5, 5, 4, 3, 3]
     parts = karmarkar_karp(lengths, 2)
     assert max(sum(lengths[i] for i in part) for part in parts) == 11
-    step = plan_step(lengths, Layout(), CONFIG, owners=[0] * 5 if local else None)
+    step = plan_step(lengths, ParallelDims(), CONFIG, owners=[0] * 5 if local else None)
     assert step.num_microbatches == 2
     assert fullest(step, lengths) == 10
-    step.validate(lengths)
+    validate_plan(step, lengths)
 
 
 @pytest.mark.parametrize("local", [False, True])
@@ -56,7 +57,7 @@ def test_fewer_samples_than_ranks_times_group_is_no_error(num_samples: int, loca
     lengths = [5] * num_samples
     assert num_samples < LAYOUT.data_parallel * LAYOUT.group_size
     step = plan_step(lengths, LAYOUT, CONFIG, owners=[0] * num_samples if local else None)
-    step.validate(lengths)
+    validate_plan(step, lengths)
     placed = sorted(s for rank in step.micro_batches for samples in rank for s in samples)
     assert placed == list(range(num_samples))
     assert step.num_microbatches == 4

@@ -6,7 +6,7 @@ import pytest
 
 from mcore_batching.planning import (
     CostModel,
-    Layout,
+    ParallelDims,
     PlannerConfig,
     StepPlan,
     plan_step,
@@ -22,7 +22,7 @@ def test_by_hand() -> None:
         micro_batches=(((3,), (), (0, 1)), ((2,), (), ())),
         num_microbatches=3,
         sample_indices=(0, 1, 2, 3),
-        layout=Layout(data_parallel=2),
+        dims=ParallelDims(data_parallel=2),
         config=PlannerConfig(max_tokens_per_gpu=16, pad_each_to=4, fill="placeholder"),
         cost_model=PROPORTIONAL,
     )
@@ -47,7 +47,9 @@ def test_by_hand() -> None:
 
 
 def test_a_step_without_samples_has_all_ratios() -> None:
-    step = plan_step([], Layout(data_parallel=2), PlannerConfig(max_tokens_per_gpu=8), PROPORTIONAL)
+    step = plan_step(
+        [], ParallelDims(data_parallel=2), PlannerConfig(max_tokens_per_gpu=8), PROPORTIONAL
+    )
     statistics = step_statistics(step, [])
     assert (statistics.fill, statistics.padding) == (0, 0)
     assert (statistics.rank_balance, statistics.slot_balance) == (1, 1)
@@ -60,7 +62,7 @@ def test_slots_are_compared_across_ranks() -> None:
         micro_batches=(((0,), (1,)), ((2,), (3,))),
         num_microbatches=2,
         sample_indices=(0, 1, 2, 3),
-        layout=Layout(data_parallel=2),
+        dims=ParallelDims(data_parallel=2),
         config=PlannerConfig(max_tokens_per_gpu=10),
         cost_model=PROPORTIONAL,
     )

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from planning_cases import Case, cases, examples
 
-from mcore_batching.planning import CostModel, Layout, PlannerConfig, plan_step
+from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, plan_step
 from mcore_batching.planning.pipeline import pipeline_operations
 from mcore_batching.planning.statistics import predicted_step_time
-from mcore_batching.timeline import step_timeline
+from mcore_batching.tools.timeline import step_timeline
 
 # A sample of n tokens costs n, a micro-batch nothing, a backward pass two forward ones.
 PLAIN_COSTS = CostModel(linear=1, quadratic=0, per_micro_batch=0)
@@ -21,15 +21,15 @@ CONFIG = PlannerConfig(max_tokens_per_gpu=100, balance="none")
 @given(case=cases())
 @examples(60)
 def test_the_last_pass_ends_at_the_predicted_step_time(case: Case) -> None:
-    step = plan_step(case.lengths, case.layout, case.config, owners=case.owners)
+    step = plan_step(case.lengths, case.dims, case.config, owners=case.owners)
     timeline = step_timeline(step, case.lengths)
     predicted = predicted_step_time(step, case.lengths)
     assert timeline.end == pytest.approx(predicted, rel=1e-12)
     assert timeline.end == max(rank.end for rank in timeline.ranks)
-    layout = case.layout
+    dims = case.dims
     for rank in timeline.ranks:
         assert len(rank.passes) == (
-            2 * step.num_microbatches * layout.pipeline_parallel * layout.virtual_pipeline
+            2 * step.num_microbatches * dims.pipeline_parallel * dims.virtual_pipeline
         )
         assert 0 <= rank.busy <= 1 + 1e-12
     assert 0 <= timeline.busy <= 1 + 1e-12
@@ -37,12 +37,12 @@ def test_the_last_pass_ends_at_the_predicted_step_time(case: Case) -> None:
 
 def test_passes_without_expert_parallelism_are_the_simulation() -> None:
     lengths = [30, 20, 40, 10]
-    layout = Layout(data_parallel=1, pipeline_parallel=2)
-    step = plan_step(lengths, layout, PlannerConfig(max_tokens_per_gpu=40), PLAIN_COSTS)
+    dims = ParallelDims(data_parallel=1, pipeline_parallel=2)
+    step = plan_step(lengths, dims, PlannerConfig(max_tokens_per_gpu=40), PLAIN_COSTS)
     (rank,) = step_timeline(step, lengths).ranks
     costs = [float(sum(lengths[i] for i in held)) for held in step.micro_batches[0]]
     assert [(p.stage, p.slot, p.backward, p.start, p.end) for p in rank.passes] == [
-        (o.stage, o.slot, o.backward, o.start, o.end) for o in pipeline_operations(costs, layout)
+        (o.stage, o.slot, o.backward, o.start, o.end) for o in pipeline_operations(costs, dims)
     ]
     assert rank.tokens == tuple(costs)
     assert rank.num_samples == tuple(map(len, step.micro_batches[0]))
@@ -50,8 +50,8 @@ def test_passes_without_expert_parallelism_are_the_simulation() -> None:
 
 def test_with_expert_parallelism_ranks_wait_within_the_slot() -> None:
     lengths = [80, 20]
-    layout = Layout(data_parallel=2, pipeline_parallel=2, expert_parallel=2)
-    step = plan_step(lengths, layout, CONFIG, PLAIN_COSTS)
+    dims = ParallelDims(data_parallel=2, pipeline_parallel=2, expert_parallel=2)
+    step = plan_step(lengths, dims, CONFIG, PLAIN_COSTS)
     timeline = step_timeline(step, lengths)
     by_tokens = {rank.tokens: rank for rank in timeline.ranks}
     slow, fast = by_tokens[80,], by_tokens[20,]
@@ -63,7 +63,7 @@ def test_with_expert_parallelism_ranks_wait_within_the_slot() -> None:
 
 def test_extremes_are_by_end() -> None:
     lengths = [50, 90, 10, 70]
-    step = plan_step(lengths, Layout(data_parallel=4), CONFIG, PLAIN_COSTS)
+    step = plan_step(lengths, ParallelDims(data_parallel=4), CONFIG, PLAIN_COSTS)
     ends = {rank.rank: rank.end for rank in step_timeline(step, lengths).ranks}
     assert sorted(ends.values()) == [30, 150, 210, 270]
     found = step_timeline(step, lengths).extremes()
@@ -75,11 +75,11 @@ def test_extremes_are_by_end() -> None:
 
 
 def test_working_stages_by_hand() -> None:
-    layout = Layout(data_parallel=1, pipeline_parallel=2)
-    step = plan_step([10], layout, CONFIG, PLAIN_COSTS)
+    dims = ParallelDims(data_parallel=1, pipeline_parallel=2)
+    step = plan_step([10], dims, CONFIG, PLAIN_COSTS)
     # Stage 0: forward 0 to 10, backward 40 to 60; stage 1: 10 to 20, 20 to 40.
     assert step_timeline(step, [10]).working_stages(0, 3) == pytest.approx([0.5, 0.5, 0.5])
-    step = plan_step([10, 10], layout, PlannerConfig(max_tokens_per_gpu=10), PLAIN_COSTS)
+    step = plan_step([10, 10], dims, PlannerConfig(max_tokens_per_gpu=10), PLAIN_COSTS)
     # Stage 0: forward 0 to 20, backward 40 to 60 and 70 to 90; stage 1: 10 to 20, 20 to 40, 40 to
     # 50, 50 to 70.
     shares = step_timeline(step, [10, 10]).working_stages(0, 9)
@@ -89,8 +89,8 @@ def test_working_stages_by_hand() -> None:
 def test_working_stages_add_up_to_the_busy_share() -> None:
     generator = random.Random(2)
     lengths = [generator.randint(1, 100) for _ in range(30)]
-    layout = Layout(data_parallel=2, pipeline_parallel=3)
-    timeline = step_timeline(plan_step(lengths, layout, CONFIG), lengths)
+    dims = ParallelDims(data_parallel=2, pipeline_parallel=3)
+    timeline = step_timeline(plan_step(lengths, dims, CONFIG), lengths)
     for rank in timeline.ranks:
         shares = timeline.working_stages(rank.rank, 17)
         assert sum(shares) / 17 == pytest.approx(rank.busy)
@@ -99,6 +99,6 @@ def test_working_stages_add_up_to_the_busy_share() -> None:
 
 def test_a_step_that_costs_nothing_has_a_time_line() -> None:
     free = CostModel(linear=0, quadratic=0, per_micro_batch=0)
-    timeline = step_timeline(plan_step([5], Layout(), CONFIG, free), [5])
+    timeline = step_timeline(plan_step([5], ParallelDims(), CONFIG, free), [5])
     assert (timeline.end, timeline.busy) == (0, 0)
     assert timeline.working_stages(0, 4) == [0, 0, 0, 0]

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import examples
 
-from mcore_batching.planning import CostModel, Layout, PlannerConfig
-from mcore_batching.planning.step_work import StepWork, step_work
-from mcore_batching.planning.taper import (
+from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig
+from mcore_batching.planning.search.profiles import (
     FIRST_GROUP,
     LAST_GROUP,
     LOWEST,
@@ -21,6 +20,7 @@ from mcore_batching.planning.taper import (
     settle,
     staircase,
 )
+from mcore_batching.planning.step_work import StepWork, step_work
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Filling:
     def work(self) -> StepWork:
         return step_work(
             self.lengths,
-            Layout(),
+            ParallelDims(),
             PlannerConfig(max_tokens_per_gpu=self.cap),
             CostModel(quadratic=0.01, per_micro_batch=3.0),
         )

@@ -14,7 +14,7 @@ from megatron.core.utils import get_model_config
 from kit.model import adam, local_part, named_parameters, sharded_model
 from kit.objective import DEFAULT_OBJECTIVE, packed_objective
 from kit.samples import CAP_TOKENS, make_samples, share, take
-from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, pad_batch
+from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch
 from mcore_batching.megatron import (
     forward_only,
     get_data_iterator,
@@ -22,12 +22,13 @@ from mcore_batching.megatron import (
     train_step,
 )
 from mcore_batching.megatron.topology import is_last_stage
-from mcore_batching.planning import Layout
+from mcore_batching.planning import ParallelDims
+from mcore_batching.rl import pad_batch
 
 
-def arguments(layout: Layout, **changes: Any) -> SimpleNamespace:
+def arguments(dims: ParallelDims, **changes: Any) -> SimpleNamespace:
     """Megatron's arguments, as far as the engine reads them."""
-    cap = CAP_TOKENS // layout.context_parallel
+    cap = CAP_TOKENS // dims.context_parallel
     return SimpleNamespace(
         **{"max_tokens_per_gpu": cap, "global_batch_size": None, "seq_length": 1} | changes
     )
@@ -49,7 +50,7 @@ def difference(ours: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def compare(
-    layout: dict[str, Any],
+    dims: dict[str, Any],
     kind: str,
     reference: str,
     spread: str = "uneven",
@@ -68,7 +69,7 @@ def compare(
         ``log_probs``, ``gradients``, ``weights`` (largest relative differences), ``metrics``,
         ``grad_norm``, and the plan's ``counts``, ``placeholders`` and ``oversize`` micro-batches.
     """
-    shape = Layout(**layout)
+    shape = ParallelDims(**dims)
     expected = torch.load(reference, weights_only=True)
     expected |= expected["objectives"][objective]
     ddp = DistributedDataParallelConfig(

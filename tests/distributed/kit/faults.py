@@ -26,29 +26,31 @@ from mcore_batching.megatron import (
     train_step,
 )
 from mcore_batching.megatron.topology import is_last_stage
-from mcore_batching.planning import Layout
+from mcore_batching.planning import ParallelDims
 
 
-def small_model(layout: dict[str, Any], reference: str, **settings: Any) -> list[Any]:
+def small_model(dims: dict[str, Any], reference: str, **settings: Any) -> list[Any]:
     """The test model in Megatron's data-parallel wrapper."""
     weights = torch.load(reference, weights_only=True)["weights"]
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    return sharded_model(Layout(**layout), settings.pop("kind", "dense"), weights, ddp, **settings)
+    return sharded_model(
+        ParallelDims(**dims), settings.pop("kind", "dense"), weights, ddp, **settings
+    )
 
 
-def my_samples(layout: dict[str, Any], spread: str = "uneven") -> dict[str, list[Any]]:
+def my_samples(dims: dict[str, Any], spread: str = "uneven") -> dict[str, list[Any]]:
     """The samples of this rank's replica."""
     samples = make_samples()
-    ranks = layout.get("data_parallel", 1)
+    ranks = dims.get("data_parallel", 1)
     mine = share(samples, spread, parallel_state.get_data_parallel_rank(), ranks)
     return take(samples, mine)
 
 
-def one_rank_fails(layout: dict[str, Any], reference: str, what: str) -> dict[str, Any]:
+def one_rank_fails(dims: dict[str, Any], reference: str, what: str) -> dict[str, Any]:
     """Something is wrong on the last rank alone; what every rank raises, and how soon."""
-    model = small_model(layout, reference)
-    args = arguments(Layout(**layout))
-    data = my_samples(layout)
+    model = small_model(dims, reference)
+    args = arguments(ParallelDims(**dims))
+    data = my_samples(dims)
     at_fault = dist.get_rank() == dist.get_world_size() - 1
     if at_fault and what == "undeclared field":
         data["my_scores"] = [torch.zeros(3, 2) for _ in data["tokens"]]
@@ -82,7 +84,7 @@ def one_rank_fails(layout: dict[str, Any], reference: str, what: str) -> dict[st
 
 
 def extra_placeholders(
-    layout: dict[str, Any],
+    dims: dict[str, Any],
     reference: str,
     count: int,
     kind: str,
@@ -91,9 +93,9 @@ def extra_placeholders(
 ) -> dict[str, Any]:
     """Gradients of a step, and of the same step with more placeholders at its start."""
     settings = {"kind": kind, "calculate_per_token_loss": per_token_loss, **settings}
-    model = small_model(layout, reference, **settings)
-    args = arguments(Layout(**layout))
-    iterators, counts = get_data_iterator(args, model, my_samples(layout))
+    model = small_model(dims, reference, **settings)
+    args = arguments(ParallelDims(**dims))
+    iterators, counts = get_data_iterator(args, model, my_samples(dims))
     plain = _gradients(args, model, iterators, counts)
     schedule = iterators[0].schedule
     more = dataclasses.replace(schedule, steps=(((),) * count + schedule.steps[0],))
@@ -126,10 +128,10 @@ def _gradients(args: Any, model: list[Any], iterators: Any, counts: list[int]) -
     return {"metrics": result.metrics, **gradients}
 
 
-def no_samples_anywhere(layout: dict[str, Any], reference: str) -> dict[str, Any]:
+def no_samples_anywhere(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     """A batch without a single sample goes through every collective and changes nothing."""
-    model = small_model(layout, reference)
-    args = arguments(Layout(**layout))
+    model = small_model(dims, reference)
+    args = arguments(ParallelDims(**dims))
     data = take(make_samples(), [])
     before = {name: p.detach().clone() for name, p in named_parameters(model)}
     iterators, counts = get_data_iterator(args, model, data)
@@ -145,11 +147,11 @@ def no_samples_anywhere(layout: dict[str, Any], reference: str) -> dict[str, Any
     }
 
 
-def data_on_some_ranks(layout: dict[str, Any], reference: str) -> dict[str, Any]:
+def data_on_some_ranks(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     """Only the first rank of each replica holds the data; the outputs of the last stage."""
-    model = small_model(layout, reference)
-    args = arguments(Layout(**layout))
-    data = my_samples(layout)
+    model = small_model(dims, reference)
+    args = arguments(ParallelDims(**dims))
+    data = my_samples(dims)
     first = (
         parallel_state.is_pipeline_first_stage(ignore_virtual=True)
         and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -170,27 +172,27 @@ def data_on_some_ranks(layout: dict[str, Any], reference: str) -> dict[str, Any]
     }
 
 
-def nobody_has_data(layout: dict[str, Any], reference: str) -> dict[str, Any]:
+def nobody_has_data(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     """No rank of the last replica passes data."""
-    model = small_model(layout, reference)
+    model = small_model(dims, reference)
     replica = parallel_state.get_data_parallel_rank()
-    data = my_samples(layout) if replica == 0 else None
+    data = my_samples(dims) if replica == 0 else None
     try:
-        get_data_iterator(arguments(Layout(**layout)), model, data)
+        get_data_iterator(arguments(ParallelDims(**dims)), model, data)
     except Exception as error:
         return {"type": type(error).__name__, "message": str(error)}
     return {"type": None}
 
 
 def several_steps(
-    layout: dict[str, Any], reference: str, sizes: list[int], batch: int
+    dims: dict[str, Any], reference: str, sizes: list[int], batch: int
 ) -> dict[str, Any]:
     """How samples fall into optimizer steps when rank ``r`` holds ``sizes[r]`` of them."""
-    model = small_model(layout, reference)
+    model = small_model(dims, reference)
     replica = parallel_state.get_data_parallel_rank()
     count = len(make_samples()["tokens"])
     data = take(make_samples(), [i % count for i in range(sizes[replica])])
-    args = arguments(Layout(**layout), global_batch_size=batch)
+    args = arguments(ParallelDims(**dims), global_batch_size=batch)
     iterators, counts = get_data_iterator(args, model, data)
     optimizer = adam(model, distributed=False)
     trained = [
@@ -211,11 +213,11 @@ def several_steps(
     }
 
 
-def wrong_number_of_outputs(layout: dict[str, Any], reference: str) -> str:
+def wrong_number_of_outputs(dims: dict[str, Any], reference: str) -> str:
     """A function for `forward_only` that forgets one sample."""
-    model = small_model(layout, reference)
-    args = arguments(Layout(**layout))
-    iterators, counts = get_data_iterator(args, model, my_samples(layout))
+    model = small_model(dims, reference)
+    args = arguments(ParallelDims(**dims))
+    iterators, counts = get_data_iterator(args, model, my_samples(dims))
 
     def forgets(logits: torch.Tensor, *, micro_batch: Any) -> dict[str, list[torch.Tensor]]:
         return {"log_probs": log_probs_of(logits, micro_batch=micro_batch)["log_probs"][1:]}
@@ -227,11 +229,11 @@ def wrong_number_of_outputs(layout: dict[str, Any], reference: str) -> str:
     return "no error"
 
 
-def function_fails(layout: dict[str, Any], reference: str, where: str) -> dict[str, Any]:
+def function_fails(dims: dict[str, Any], reference: str, where: str) -> dict[str, Any]:
     """A function of the logits raises on the last rank alone; then everything goes on."""
-    model = small_model(layout, reference)
-    args = arguments(Layout(**layout))
-    iterators, counts = get_data_iterator(args, model, my_samples(layout))
+    model = small_model(dims, reference)
+    args = arguments(ParallelDims(**dims))
+    iterators, counts = get_data_iterator(args, model, my_samples(dims))
     optimizer = adam(model, distributed=False)
     before = {name: p.detach().clone() for name, p in named_parameters(model)}
     at_fault = dist.get_rank() == dist.get_world_size() - 1
@@ -260,12 +262,12 @@ def function_fails(layout: dict[str, Any], reference: str, where: str) -> dict[s
     return caught | {"unchanged": unchanged, "grad_norm": result.grad_norm}
 
 
-def found_by_lengths(layout: dict[str, Any], reference: str) -> dict[str, Any]:
+def found_by_lengths(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     """A function that walks through the logits by total lengths, as slime's do."""
-    model = small_model(layout, reference)
-    shape = Layout(**layout)
+    model = small_model(dims, reference)
+    shape = ParallelDims(**dims)
     args = arguments(shape, dynamic_batch_pad_each_to=12 if shape.context_parallel > 1 else 8)
-    iterators, counts = get_data_iterator(args, model, my_samples(layout))
+    iterators, counts = get_data_iterator(args, model, my_samples(dims))
 
     def walks(
         logits: torch.Tensor,
@@ -295,11 +297,11 @@ def found_by_lengths(layout: dict[str, Any], reference: str) -> dict[str, Any]:
     return {"difference": max(float((a - b).abs().max()) for a, b in pairs if a.numel())}
 
 
-def slime_style(layout: dict[str, Any], reference: str) -> dict[str, Any]:
+def slime_style(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     """A function with slime's keywords, which returns a pair; and `get_next`."""
-    model = small_model(layout, reference)
-    args = arguments(Layout(**layout))
-    data = my_samples(layout, "empty")
+    model = small_model(dims, reference)
+    args = arguments(ParallelDims(**dims))
+    data = my_samples(dims, "empty")
     iterators, counts = get_data_iterator(args, model, data)
     seen = []
 
@@ -339,7 +341,7 @@ def slime_style(layout: dict[str, Any], reference: str) -> dict[str, Any]:
     }
 
 
-def expert_bias_counts(layout: dict[str, Any], reference: str) -> dict[str, Any]:
+def expert_bias_counts(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     """Tokens that the router counts towards the expert bias: real ones alone."""
     settings = {
         "moe_router_enable_expert_bias": True,
@@ -348,9 +350,9 @@ def expert_bias_counts(layout: dict[str, Any], reference: str) -> dict[str, Any]
     }
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     weights = torch.load(reference, weights_only=True)["weights"]
-    model = sharded_model(Layout(**layout), "moe", weights, ddp, **settings)
-    args = arguments(Layout(**layout), dynamic_batch_pad_each_to=16)
-    data = my_samples(layout, "empty")
+    model = sharded_model(ParallelDims(**dims), "moe", weights, ddp, **settings)
+    args = arguments(ParallelDims(**dims), dynamic_batch_pad_each_to=16)
+    data = my_samples(dims, "empty")
     counted: list[torch.Tensor] = []
 
     def record(model_chunks: Any, *unused: Any, **also_unused: Any) -> None:
@@ -369,11 +371,11 @@ def expert_bias_counts(layout: dict[str, Any], reference: str) -> dict[str, Any]
     }
 
 
-def adds_fields(layout: dict[str, Any], reference: str, spread: str, fault: str) -> dict[str, Any]:
+def adds_fields(dims: dict[str, Any], reference: str, spread: str, fault: str) -> dict[str, Any]:
     """Log-probs of the last stage become a field of the samples, and the loss reads them."""
-    model = small_model(layout, reference)
-    args = arguments(Layout(**layout))
-    iterators, counts = get_data_iterator(args, model, my_samples(layout, spread))
+    model = small_model(dims, reference)
+    args = arguments(ParallelDims(**dims))
+    iterators, counts = get_data_iterator(args, model, my_samples(dims, spread))
     outputs = forward_only(log_probs_of, args, model, iterators, counts)
     if dist.get_rank() == dist.get_world_size() - 1:
         if fault == "wrong length":

@@ -34,7 +34,7 @@ class Job:
         name: names the result.
         function: ``module:function``, called as ``function(**parameters)``.
         nproc: processes.
-        layout: arguments of `Layout`; None: Megatron's groups are not set up.
+        dims: arguments of `ParallelDims`; None: Megatron's groups are not set up.
         parameters: keyword arguments, JSON values.
         seconds: time after which the job counts as hanging.
     """
@@ -42,7 +42,7 @@ class Job:
     name: str
     function: str
     nproc: int
-    layout: dict[str, Any] | None = None
+    dims: dict[str, Any] | None = None
     parameters: dict[str, Any] = dataclasses.field(default_factory=dict)
     seconds: float = JOB_SECONDS
 

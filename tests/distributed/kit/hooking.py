@@ -31,13 +31,13 @@ from mcore_batching.megatron import (
     train_step,
 )
 from mcore_batching.megatron.topology import is_last_stage
-from mcore_batching.planning import Layout
+from mcore_batching.planning import ParallelDims
 
 PAD_MULTIPLIER = 4
 
 
 def compare(
-    layout: dict[str, Any], reference: str, spread: str = "uneven", per_token_loss: bool = True
+    dims: dict[str, Any], reference: str, spread: str = "uneven", per_token_loss: bool = True
 ) -> dict[str, Any]:
     """One step of the hooked framework against one of the engine, on this rank.
 
@@ -46,7 +46,7 @@ def compare(
         ``counts`` and ``placeholders``, the ``tokens`` that the framework counted, and how many the
         rank's samples have: ``trainable`` ones, and samples that are ``untrainable``.
     """
-    shape = Layout(**layout)
+    shape = ParallelDims(**dims)
     samples = make_samples()
     # A response that is the whole sample has a first token that nothing predicts; functions that
     # find tokens by lengths do not provide for it.
@@ -86,7 +86,7 @@ def compare(
 
 
 def _framework_step(
-    args: Any, shape: Layout, reference: str, per_token_loss: bool, data: dict[str, Any]
+    args: Any, shape: ParallelDims, reference: str, per_token_loss: bool, data: dict[str, Any]
 ) -> dict[str, Any]:
     model = _model(shape, reference, per_token_loss)
     with mcore_batching.hook(framework):
@@ -129,7 +129,7 @@ def _framework_step(
 
 
 def _engine_step(
-    args: Any, shape: Layout, reference: str, per_token_loss: bool, data: dict[str, Any]
+    args: Any, shape: ParallelDims, reference: str, per_token_loss: bool, data: dict[str, Any]
 ) -> dict[str, Any]:
     model = _model(shape, reference, per_token_loss)
     optimizer = adam(model, distributed=False)
@@ -163,7 +163,7 @@ def _num_untrainable(samples: dict[str, Any]) -> int:
     return sum(not mask.any() for mask in samples["loss_masks"])
 
 
-def _model(shape: Layout, reference: str, per_token_loss: bool) -> list[Any]:
+def _model(shape: ParallelDims, reference: str, per_token_loss: bool) -> list[Any]:
     weights = torch.load(reference, weights_only=True)["weights"]
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     return sharded_model(shape, "dense", weights, ddp, calculate_per_token_loss=per_token_loss)
@@ -182,9 +182,9 @@ def _whole(part: Tensor, total_length: int, response_length: int) -> Tensor:
     return whole
 
 
-def batches(layout: dict[str, Any], reference: str) -> dict[str, Any]:
+def batches(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     """What the hooked ``get_batch`` returns: two ranks, the second without a sample."""
-    shape = Layout(**layout)
+    shape = ParallelDims(**dims)
     model = _model(shape, reference, True)
     args = arguments(shape, data_pad_size_multiplier=PAD_MULTIPLIER)
     args.max_tokens_per_gpu = 24
@@ -244,10 +244,10 @@ def batches(layout: dict[str, Any], reference: str) -> dict[str, Any]:
     }
 
 
-def positions(layout: dict[str, Any], reference: str) -> dict[str, Any]:
+def positions(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     """Whether the model is given position ids, with and without multimodal inputs in the batch."""
-    model = _model(Layout(**layout), reference, True)
-    args = arguments(Layout(**layout))
+    model = _model(ParallelDims(**dims), reference, True)
+    args = arguments(ParallelDims(**dims))
     seen: list[bool] = []
     forward = model[0].module.forward
 
@@ -269,9 +269,9 @@ def positions(layout: dict[str, Any], reference: str) -> dict[str, Any]:
     return report
 
 
-def refusals(layout: dict[str, Any], reference: str) -> dict[str, str]:
+def refusals(dims: dict[str, Any], reference: str) -> dict[str, str]:
     """The message of everything that is refused."""
-    shape = Layout(**layout)
+    shape = ParallelDims(**dims)
     model = _model(shape, reference, True)
     data = take(make_samples(), [0, 5])
     last = parallel_state.get_data_parallel_rank() == shape.data_parallel - 1

@@ -15,8 +15,12 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from kit.samples import VOCABULARY
-from mcore_batching.megatron.bootstrap import build_model, build_optimizer, pipeline_config
-from mcore_batching.planning import Layout
+from mcore_batching.megatron.standalone.bootstrap import (
+    build_model,
+    build_optimizer,
+    pipeline_config,
+)
+from mcore_batching.planning import ParallelDims
 
 MAX_SEQUENCE_LENGTH = 256
 # A large epsilon keeps Adam's first step smooth: with a small one it is a sign function, which
@@ -72,14 +76,14 @@ def gpt_options(kind: str) -> dict[str, Any]:
 
 
 def sharded_model(
-    layout: Layout,
+    dims: ParallelDims,
     kind: str,
     weights: dict[str, Tensor],
     ddp: DistributedDataParallelConfig,
     **settings: Any,
 ) -> list[Any]:
     """This rank's chunks, holding its part of ``weights``."""
-    config = transformer_config(kind, **pipeline_config(layout), **settings)
+    config = transformer_config(kind, **pipeline_config(dims), **settings)
     model = build_model(
         config,
         vocab_size=VOCABULARY,

@@ -21,18 +21,18 @@ from kit.model import CLIP_GRAD, adam, local_part, named_parameters, sharded_mod
 from kit.objective import packed_objective, plain_objective
 from kit.reference import plain_adam, plain_log_probs, plain_model
 from kit.samples import VOCABULARY
-from mcore_batching.batch import (
+from mcore_batching.batch import step_batches, take
+from mcore_batching.megatron import forward_only, get_data_iterator, train_step
+from mcore_batching.megatron.topology import is_last_stage
+from mcore_batching.planning import ParallelDims, PlannerConfig, group_steps, plan_batch
+from mcore_batching.planning.validation import validate_plan
+from mcore_batching.rl import (
     compute_advantages,
     pad_batch,
     real_indices,
     real_samples,
     required_batch_multiple,
-    step_batches,
-    take,
 )
-from mcore_batching.megatron import forward_only, get_data_iterator, train_step
-from mcore_batching.megatron.topology import is_last_stage
-from mcore_batching.planning import Layout, PlannerConfig, group_steps, plan_batch
 
 TRAJECTORIES_PER_PROMPT = {"verl": 8, "skyrl": 5}
 PROMPTS = {"verl": 45, "skyrl": 256}
@@ -86,17 +86,17 @@ def multi_turn_batch(system: str, seed: int) -> dict[str, list[Any]]:
     }
 
 
-def steps_by_prompt(batch: dict[str, Any], system: str, layout: Layout) -> list[list[int]]:
+def steps_by_prompt(batch: dict[str, Any], system: str, dims: ParallelDims) -> list[list[int]]:
     """Sample indices of every optimizer step, from a plan by groups."""
     plan = plan_batch(
         batch["total_lengths"],
-        layout,
+        dims,
         PlannerConfig(max_tokens_per_gpu=CAP_TOKENS[system]),
         groups=batch["uids"],
         groups_per_step=PROMPTS_PER_STEP[system],
         last="error",
     )
-    plan.validate(batch["total_lengths"])
+    validate_plan(plan, batch["total_lengths"])
     return [list(step.sample_indices) for step in plan.steps]
 
 
@@ -175,13 +175,13 @@ def consecutive(parts: Sequence[dict[str, Any]]) -> list[list[int]]:
     return [list(range(start, end)) for start, end in itertools.pairwise(ends)]
 
 
-def train(system: str, layout: dict[str, Any], seed: int = 0) -> dict[str, Any]:
+def train(system: str, dims: dict[str, Any], seed: int = 0) -> dict[str, Any]:
     """Train on a batch with padding samples and without, and plainly.
 
     Returns:
         what the steps held, and the largest relative differences to the plain run.
     """
-    shape = Layout(**layout)
+    shape = ParallelDims(**dims)
     batch = multi_turn_batch(system, seed)
     steps = steps_by_prompt(batch, system, shape)
     plain = plain_run(batch, steps)
@@ -244,7 +244,7 @@ def _responses(model: Any, batch: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def engine_run(
-    shape: Layout, args: Any, mine: list[dict[str, Any]], plain: dict[str, Any]
+    shape: ParallelDims, args: Any, mine: list[dict[str, Any]], plain: dict[str, Any]
 ) -> dict[str, Any]:
     """Every step of this rank's shares by the engine, compared with the plain run."""
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)

@@ -16,16 +16,16 @@ from kit.exactness import arguments
 from kit.model import transformer_config
 from kit.samples import VOCABULARY
 from mcore_batching.megatron import get_data_iterator
-from mcore_batching.megatron.bootstrap import build_model, pipeline_config
 from mcore_batching.megatron.forward import run_chunk
-from mcore_batching.planning import Layout
+from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
+from mcore_batching.planning import ParallelDims
 
 Operation = list[Any]
 """``["F" or "B", model chunk, slot, start, end]``, times in seconds since the step began."""
 
 
 def operations(
-    layout: dict[str, Any],
+    dims: dict[str, Any],
     steps: list[tuple[list[float], bool]],
     seconds_per_cost: float = 0.0,
     backward_ratio: float = 2.0,
@@ -33,7 +33,7 @@ def operations(
     """The passes of this rank in the order in which Megatron's own schedule ran them.
 
     Args:
-        layout: of the job; one data-parallel rank.
+        dims: of the job; one data-parallel rank.
         steps: for each step, the forward cost of its micro-batches in every model chunk, and
             whether there is no backward pass.
         seconds_per_cost: how long a forward pass sleeps for each unit of cost.
@@ -42,7 +42,7 @@ def operations(
     Returns:
         the passes of every step.
     """
-    shape = Layout(**layout)
+    shape = ParallelDims(**dims)
     model = build_model(
         transformer_config(
             "dense",
@@ -62,7 +62,7 @@ def operations(
 
 
 def _one_step(
-    shape: Layout,
+    shape: ParallelDims,
     model: list[Any],
     forward_costs: list[float],
     forward_only: bool,

@@ -13,13 +13,13 @@ from kit.objective import packed_objective
 from kit.samples import VOCABULARY
 from kit.timing import rollouts
 from mcore_batching.megatron import PlanningFailedError, get_data_iterator, train_step
-from mcore_batching.megatron.bootstrap import build_model, pipeline_config
-from mcore_batching.planning import Layout
+from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
+from mcore_batching.planning import ParallelDims
 
 
-def record(layout: dict[str, Any], directory: str, steps: int, cost_model: str | None) -> str:
+def record(dims: dict[str, Any], directory: str, steps: int, cost_model: str | None) -> str:
     """Train; what was raised, "" if nothing."""
-    shape = Layout(**layout)
+    shape = ParallelDims(**dims)
     model = build_model(
         transformer_config("dense", **pipeline_config(shape)),
         vocab_size=VOCABULARY,

@@ -28,17 +28,17 @@ from kit.model import (
 )
 from kit.objective import DEFAULT_OBJECTIVE, OBJECTIVES, plain_objective
 from kit.samples import VOCABULARY, make_samples
-from mcore_batching.megatron.bootstrap import (
+from mcore_batching.megatron.standalone.bootstrap import (
     initialize_model_parallel,
     initialize_process_group,
     pipeline_config,
 )
-from mcore_batching.planning import Layout
+from mcore_batching.planning import ParallelDims
 
 
 def plain_model(kind: str, **settings: Any) -> Any:
     """The whole model on this rank, whatever stage of a pipeline it is, on Megatron's own spec."""
-    config = transformer_config(kind, **pipeline_config(Layout()), **settings)
+    config = transformer_config(kind, **pipeline_config(ParallelDims()), **settings)
     model = GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(
@@ -81,7 +81,7 @@ def plain_adam(model: Any) -> torch.optim.Optimizer:
 def main(folder: str, *kinds: str) -> None:
     """Write the reference results of each model kind."""
     initialize_process_group()
-    initialize_model_parallel(Layout())
+    initialize_model_parallel(ParallelDims())
     for kind in kinds:
         torch.save(_results(kind), Path(folder) / f"{kind}.pt")
 

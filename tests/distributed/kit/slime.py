@@ -28,7 +28,7 @@ from kit.exactness import difference
 from kit.model import named_parameters, sharded_model
 from kit.samples import make_samples, take
 from mcore_batching.megatron.topology import is_last_stage
-from mcore_batching.planning import Layout
+from mcore_batching.planning import ParallelDims
 
 STAND_INS = ("ray", "wandb", "httpx", "psutil", "megatron.training")
 
@@ -56,7 +56,7 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def compare(
-    layout: dict[str, Any],
+    dims: dict[str, Any],
     reference: str,
     source: str,
     per_token_loss: bool,
@@ -71,7 +71,7 @@ def compare(
         largest relative differences of ``log_probs`` and ``gradients``, both reported losses,
         and the hooked ``counts``, ``samples`` and ``placeholders``, the last two over all ranks.
     """
-    shape = Layout(**layout)
+    shape = ParallelDims(**dims)
     torch.compiler.set_stance("force_eager")
     sys.meta_path.append(_StandIns())
     sys.path.append(source)
@@ -116,7 +116,7 @@ def compare(
 
 
 def _step(
-    slime: SimpleNamespace, args: Any, shape: Layout, reference: str, rollout: dict[str, Any]
+    slime: SimpleNamespace, args: Any, shape: ParallelDims, reference: str, rollout: dict[str, Any]
 ) -> dict[str, Any]:
     weights = torch.load(reference, weights_only=True)["weights"]
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
@@ -177,7 +177,9 @@ def _arguments_of(module: Any, args: Any) -> Iterator[None]:
         module.get_args = original
 
 
-def _arguments(shape: Layout, per_token_loss: bool, advantage_estimator: str) -> SimpleNamespace:
+def _arguments(
+    shape: ParallelDims, per_token_loss: bool, advantage_estimator: str
+) -> SimpleNamespace:
     """slime's arguments, as far as its step reads them; the defaults of its command line."""
     return SimpleNamespace(
         advantage_estimator=advantage_estimator,

@@ -20,8 +20,8 @@ from megatron.training import argument_utils, get_args, training
 
 from kit.harness import REPOSITORY
 from mcore_batching import run
-from mcore_batching.megatron.stock import install
-from mcore_batching.megatron.stock.statistics import PREFIX
+from mcore_batching.integrations.megatron_lm import install
+from mcore_batching.integrations.megatron_lm.step_log import PREFIX
 
 # Every parser reads the sources of Megatron's dataclasses for its help texts, half a second each
 # time; here once a process.

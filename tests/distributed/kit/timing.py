@@ -16,8 +16,8 @@ from kit.model import adam, transformer_config
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY
 from mcore_batching.megatron import forward_only, get_data_iterator, train_step
-from mcore_batching.megatron.bootstrap import build_model, pipeline_config
-from mcore_batching.planning import Layout
+from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
+from mcore_batching.planning import ParallelDims
 
 
 def rollouts(num_samples: int, median_tokens: int, seed: int) -> dict[str, list[Any]]:
@@ -39,13 +39,13 @@ def rollouts(num_samples: int, median_tokens: int, seed: int) -> dict[str, list[
 
 
 def step_share(
-    layout: dict[str, Any], hidden_size: int, num_samples: int, median_tokens: int, repeats: int
+    dims: dict[str, Any], hidden_size: int, num_samples: int, median_tokens: int, repeats: int
 ) -> list[dict[str, float]]:
     """Seconds of planning, collating, the forward-only pass and the training step, each repeat.
 
     Planning and collating include the collectives in which ranks compare notes.
     """
-    shape = Layout(**layout)
+    shape = ParallelDims(**dims)
     settings = {"hidden_size": hidden_size, "ffn_hidden_size": 4 * hidden_size}
     config = transformer_config("dense", **pipeline_config(shape), **settings)
     model = build_model(

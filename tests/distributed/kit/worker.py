@@ -17,8 +17,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mcore_batching.megatron.bootstrap import initialize_model_parallel, initialize_process_group
-from mcore_batching.planning import Layout
+from mcore_batching.megatron.standalone.bootstrap import (
+    initialize_model_parallel,
+    initialize_process_group,
+)
+from mcore_batching.planning import ParallelDims
 
 SECONDS_FOR_ALL_STACKS = 5.0
 
@@ -55,10 +58,10 @@ def main() -> None:
 def _do(job: dict[str, Any]) -> Any:
     module, function = job["function"].split(":")
     torch.manual_seed(0)
-    if job["layout"] is not None:
-        initialize_model_parallel(Layout(**job["layout"]))
+    if job["dims"] is not None:
+        initialize_model_parallel(ParallelDims(**job["dims"]))
     value = getattr(importlib.import_module(module), function)(**job["parameters"])
-    if job["layout"] is not None:
+    if job["dims"] is not None:
         parallel_state.destroy_model_parallel()
         _close_groups()
     return value

@@ -1,0 +1,163 @@
+"""`pack`: from per-sample lists to one packed row.
+
+Guarantees
+- Samples never touch: labels, positions and masks stop at a sample's end.
+- A loss mask is where its response token is predicted (`mcore_batching.batch.response_tokens`);
+  nothing wraps around.
+- The values in `fields` are the ones given.
+- A sample of any length from 0 and a response of any length from 0 to the whole sample will do; a
+  row of no samples at all is refused, with the name of what makes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_batching.batch.checks import read_lengths
+from mcore_batching.batch.errors import SchemaError
+from mcore_batching.batch.fields import Kind
+from mcore_batching.batch.packed import PackedMicroBatch
+from mcore_batching.batch.response_tokens import loss_masks, predicted_positions, response_tokens
+from mcore_batching.batch.row_layout import Row, padded_offsets, require_alignment
+from mcore_batching.batch.schema import Schema
+
+
+def pack(
+    samples: Mapping[str, Any],
+    *,
+    schema: Schema,
+    sample_indices: Sequence[int],
+    sample_alignment_tokens: int = 1,
+    row_alignment_tokens: int = 1,
+    context_parallel_size: int = 1,
+    context_parallel_rank: int = 0,
+    pad_token_id: int = 0,
+    is_placeholder: bool = False,
+) -> PackedMicroBatch:
+    """Pack samples one behind the other, and cut the row for a context-parallel rank.
+
+    Args:
+        samples: field name to one value a sample: ``tokens``, ``total_lengths``,
+            ``response_lengths`` and any others that the schema declares. ``loss_masks`` are all
+            ones over the response if absent.
+        schema: the kind of every field.
+        sample_indices: origin index of each sample, empty for a placeholder.
+        sample_alignment_tokens: each sample is padded to a multiple of this; itself a multiple of
+            ``2 * context_parallel_size`` under context parallelism.
+        row_alignment_tokens: the row is padded to a multiple of this.
+        context_parallel_size: ranks that share the row.
+        context_parallel_rank: this rank among them.
+        pad_token_id: fills padding, and labels where there is no next token.
+        is_placeholder: the one sample is fabricated; its loss mask is all zero.
+
+    Returns:
+        the row, on the device of the first sample's tokens.
+
+    Raises:
+        SchemaError: a field is not declared, or a value is not what its kind says.
+        ValueError: no samples, not one index a sample, or alignments that leave segments which
+            cannot be cut.
+    """
+    require_alignment(sample_alignment_tokens, row_alignment_tokens, context_parallel_size)
+    schema.validate(samples)
+    totals, responses = read_lengths(samples)
+    _require_indices(sample_indices, len(totals), is_placeholder)
+    fields = {key: list(values) for key, values in samples.items() if values is not None}
+    first = fields["tokens"][0]
+    device = first.device if isinstance(first, Tensor) else torch.device("cpu")
+    row = Row(totals, padded_offsets(totals, sample_alignment_tokens, row_alignment_tokens))
+    tokens = [_as_tensor(value, torch.int64, device) for value in fields["tokens"]]
+    predicted_at = predicted_positions(row.offsets, totals, responses)
+    weights = loss_masks(
+        fields, responses, predicted_at, is_placeholder=is_placeholder, device=device
+    )
+
+    def local(full: Tensor, dim: int = 0) -> Tensor:
+        return row.local(full, context_parallel_size, context_parallel_rank, dim)
+
+    return PackedMicroBatch(
+        tokens=local(row.lay_out(tokens, pad_token_id))[None],
+        labels=local(row.lay_out([each[1:] for each in tokens], pad_token_id))[None],
+        position_ids=local(_position_ids(row, fields, schema, device), -1).unsqueeze(-2),
+        loss_mask=local(_at_positions(predicted_at, weights, row.num_tokens))[None],
+        padding_mask=local(
+            row.lay_out([torch.zeros_like(each, dtype=torch.bool) for each in tokens], True)
+        )[None],
+        cu_seqlens_padded=torch.tensor(row.offsets, dtype=torch.int32, device=device),
+        host_cu_seqlens_padded=tuple(row.offsets),
+        cu_seqlens=torch.tensor([0, *accumulate(totals)], dtype=torch.int32, device=device),
+        max_seqlen=max(end - start for start, end in pairwise(row.offsets)),
+        total_lengths=totals,
+        response_lengths=responses,
+        sample_indices=tuple(sample_indices),
+        is_placeholder=is_placeholder,
+        responses=response_tokens(
+            weights,
+            predicted_at,
+            row.offsets,
+            context_parallel_size=context_parallel_size,
+            context_parallel_rank=context_parallel_rank,
+        ),
+        fields=fields,
+        schema=schema,
+        context_parallel_size=context_parallel_size,
+        context_parallel_rank=context_parallel_rank,
+    )
+
+
+def _require_indices(sample_indices: Sequence[int], num_samples: int, is_placeholder: bool) -> None:
+    if not num_samples:
+        raise ValueError(
+            "expected at least one sample, got none: pack make_placeholder(schema, keys, batch) "
+            "with is_placeholder=True and sample_indices=()"
+        )
+    expected = 0 if is_placeholder else num_samples
+    if len(sample_indices) != expected:
+        raise ValueError(
+            f"expected {expected} sample_indices for {num_samples} samples with "
+            f"is_placeholder={is_placeholder}, got {len(sample_indices)}: give the origin index of "
+            "each real sample, () for a placeholder"
+        )
+
+
+def _at_positions(positions: Tensor, values: Tensor, num_tokens: int) -> Tensor:
+    """``[num_tokens]``, each value at its position, those at -1 left out, 0 elsewhere."""
+    kept = positions >= 0
+    full = values.new_zeros(num_tokens)
+    full[positions[kept].to(values.device)] = values[kept.to(values.device)]
+    return full
+
+
+def _position_ids(
+    row: Row, fields: Mapping[str, list[Any]], schema: Schema, device: torch.device
+) -> Tensor:
+    """int64 ``[row tokens]``, or ``[axes, row tokens]``."""
+    names = [name for name in fields if schema[name].kind is Kind.POSITION_IDS]
+    if len(names) > 1:
+        raise SchemaError(
+            names[1],
+            expected="one field of kind POSITION_IDS in a batch",
+            found=f"{len(names)}: {', '.join(names)}",
+        )
+    if not names:
+        return row.lay_out([torch.arange(n, device=device) for n in row.total_lengths], 0)
+    name = names[0]
+    pieces = [_as_tensor(value, torch.int64, device) for value in fields[name]]
+    axes = {tuple(piece.shape[:-1]) for piece in pieces if piece.numel()}
+    if len(axes) > 1:
+        raise SchemaError(
+            name,
+            expected="position ids of the same number of axes for every sample",
+            found=f"shapes {', '.join(str(list(piece.shape)) for piece in pieces)}",
+        )
+    # Axes behind the tokens, so that they are trailing dimensions like any other's.
+    return row.lay_out([piece.movedim(-1, 0) for piece in pieces], 0).movedim(0, -1)
+
+
+def _as_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.as_tensor(value, device=device).to(dtype)

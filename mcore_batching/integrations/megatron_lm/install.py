@@ -1,0 +1,208 @@
+"""`install`: the plugin in a stock training script, without a patch.
+
+Guarantees
+- Without ``--use-dynamic-batch-size`` on the command line no Megatron name is touched, unless
+  another flag of the plugin is there: then the parser learns the flags, ``--dynamic-batch-data``
+  brings its datasets (padded, as stock code needs them), and nothing else changes.
+- What is replaced is listed, by module and name, and `Installation.undo` puts every original back.
+- A second call does nothing and returns the first installation.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mcore_batching.integrations.megatron_lm.arguments import (
+    FLAG,
+    add_arguments,
+    check_arguments,
+    check_training,
+)
+from mcore_batching.integrations.megatron_lm.forward_backward import wrap_schedule
+from mcore_batching.integrations.megatron_lm.script import declare_batch_fields, restore_batches
+from mcore_batching.integrations.megatron_lm.sft.install_data import provider_for
+from mcore_batching.integrations.megatron_lm.step_log import with_statistics
+from mcore_batching.megatron import compat
+from mcore_batching.megatron.arguments import PREFIX
+from mcore_batching.megatron.attention.packed_attention import PackedAttention
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
+
+_installed: Installation | None = None
+
+
+class Installation:
+    """What `install` replaced.
+
+    Attributes:
+        hooked: dotted names of what was replaced, in order.
+    """
+
+    def __init__(self) -> None:
+        self.hooked: list[str] = []
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def __str__(self) -> str:
+        if not self.hooked:
+            return f"mcore_batching: nothing hooked ({FLAG} is not given)"
+        return "mcore_batching: hooked " + ", ".join(self.hooked)
+
+    def replace(self, module: Any, name: str, replacement: Any) -> None:
+        """Put something in a name's place, and remember what was there."""
+        self._originals.append((module, name, getattr(module, name)))
+        self.hooked.append(f"{module.__name__}.{name}")
+        setattr(module, name, replacement)
+
+    def undo(self) -> None:
+        """Put everything back. A second call does nothing."""
+        global _installed
+        while self._originals:
+            module, name, original = self._originals.pop()
+            setattr(module, name, original)
+        restore_batches()
+        self.hooked.clear()
+        if _installed is self:
+            _installed = None
+
+
+def install(
+    arguments: Sequence[str] | None = None, *, batch_fields: Sequence[str] | None = None
+) -> Installation:
+    """Hook the plugin into ``megatron.training``, if the command line asks for it.
+
+    For the first lines of a training script; ``python -m mcore_batching.run SCRIPT`` does it
+    without a change to the script.
+
+    Args:
+        arguments: the command line; None: this process's.
+        batch_fields: what the script's ``get_batch`` returns, by name and in order, where that
+            cannot be read from its forward step.
+
+    Returns:
+        what was hooked; print it.
+
+    Raises:
+        DynamicBatchArgumentError: this Megatron lacks ``megatron.training`` or one of its names;
+            the flag is given beside ``--yaml-cfg``.
+    """
+    global _installed
+    if _installed is not None:
+        return _installed
+    given = [word.split("=", 1)[0] for word in (sys.argv[1:] if arguments is None else arguments)]
+    installation = Installation()
+    enabled = FLAG in given
+    if enabled and "--yaml-cfg" in given:
+        raise DynamicBatchArgumentError(
+            f"--yaml-cfg replaces what the command line says, {FLAG} included: give Megatron's "
+            "arguments on the command line, and drop --yaml-cfg"
+        )
+    if enabled or any(word.startswith((PREFIX, "--max-tokens-per-gpu")) for word in given):
+        _hook_arguments(installation)
+        _installed = installation
+    if f"{PREFIX}data" in given:
+        _hook_datasets(installation)
+    if enabled:
+        declare_batch_fields(batch_fields)
+        _hook_training(installation)
+    return installation
+
+
+def _hook_arguments(installation: Installation) -> None:
+    arguments = _module("arguments")
+    installation.replace(
+        arguments,
+        "add_megatron_arguments",
+        _then(_original(arguments, "add_megatron_arguments"), add_arguments),
+    )
+    validate = _original(arguments, "validate_args")
+
+    @functools.wraps(validate)
+    def validate_args(args: Any, *rest: Any, **options: Any) -> Any:
+        validated = validate(args, *rest, **options)
+        check_arguments(args)
+        return validated
+
+    initialize = _module("initialize")
+    installation.replace(arguments, "validate_args", validate_args)
+    if hasattr(initialize, "validate_args"):  # imported by name until 0.17
+        installation.replace(initialize, "validate_args", validate_args)
+
+
+def _hook_datasets(installation: Installation) -> None:
+    training = _module("training")
+    build = _original(training, "build_train_valid_test_data_iterators")
+
+    @functools.wraps(build)
+    def build_train_valid_test_data_iterators(provider: Any) -> Any:
+        from megatron.training import get_args
+
+        return build(provider_for(get_args(), provider))
+
+    installation.replace(
+        training, "build_train_valid_test_data_iterators", build_train_valid_test_data_iterators
+    )
+
+
+def _hook_training(installation: Installation) -> None:
+    training = _module("training")
+    installation.replace(
+        training,
+        "get_forward_backward_func",
+        _then(_original(training, "get_forward_backward_func"), wrap_schedule),
+    )
+    for name in ("train", "evaluate"):
+        installation.replace(training, name, _checked(_original(training, name)))
+    log = _original(training, "training_log")
+
+    @functools.wraps(log)
+    def training_log(loss_dict: Any, *rest: Any, **options: Any) -> Any:
+        return log(with_statistics(loss_dict), *rest, **options)
+
+    installation.replace(training, "training_log", training_log)
+    installation.replace(*compat.local_core_attention_name(), PackedAttention)
+
+
+def _then(function: Callable[..., Any], after: Callable[[Any], Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def composed(*arguments: Any, **options: Any) -> Any:
+        return after(function(*arguments, **options))
+
+    return composed
+
+
+def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``train`` or ``evaluate``, once the script has been looked at."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def checked(*arguments: Any, **options: Any) -> Any:
+        given = signature.bind(*arguments, **options).arguments
+        check_training(given["forward_step_func"], given.get("process_non_loss_data_func"))
+        return function(*arguments, **options)
+
+    return checked
+
+
+def _module(name: str) -> Any:
+    try:
+        import importlib
+
+        return importlib.import_module(f"megatron.training.{name}")
+    except ImportError as error:
+        raise DynamicBatchArgumentError(
+            f"cannot import megatron.training ({error}): megatron-core's wheels ship it from 0.19 "
+            "on; with an older one put a Megatron-LM checkout on PYTHONPATH"
+        ) from error
+
+
+def _original(module: Any, name: str) -> Callable[..., Any]:
+    if not hasattr(module, name):
+        raise DynamicBatchArgumentError(
+            f"{module.__name__} has no {name}, which every release from 0.16 to 0.19 has: this "
+            "Megatron-LM is another; see patches/ for how to hook it by hand"
+        )
+    original: Callable[..., Any] = getattr(module, name)
+    return original

@@ -1,0 +1,1 @@
+"""Supervised fine-tuning data for a stock training script: JSON lines, tokens, datasets."""

@@ -1,0 +1,176 @@
+"""A dataset of supervised fine-tuning samples, as Megatron's data loaders expect one.
+
+Guarantees
+- An index is the same sample in every process and every run with the same seed, files and
+  tokenizer, however many samples are drawn: a resumed job goes on where it was.
+- Each epoch holds every sample once, in an order of its own.
+- Nothing is cut off. Padded or not, the trained tokens are the same.
+- Unpadded samples of a micro-batch come as lists, through Megatron's own data loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets.utils import Split
+from torch import Tensor
+from torch.utils.data import Dataset
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from mcore_batching.integrations.megatron_lm.sft.conversations import RecordError, parse_record
+from mcore_batching.integrations.megatron_lm.sft.jsonl import JsonLines
+from mcore_batching.integrations.megatron_lm.sft.sample_tokens import (
+    SampleTokenizer,
+    SampleTokens,
+    TokenizationError,
+)
+
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+"""Of records: the first one of the first file is 0."""
+
+
+class TokenizedLines:
+    """The samples of some JSON-lines files as tokens, made anew whenever they are asked for.
+
+    Args:
+        lines: the records.
+        tokenizer: writes them.
+    """
+
+    def __init__(self, lines: JsonLines, tokenizer: SampleTokenizer) -> None:
+        self.lines = lines
+        self.tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, index: int) -> SampleTokens:
+        """Tokens of one record.
+
+        Raises:
+            SftDataError: naming the file and the line.
+        """
+        record = self.lines[index]
+        try:
+            return self.tokenizer(parse_record(record))
+        except (RecordError, TokenizationError) as error:
+            raise self.lines.error(index, str(error)) from error
+
+
+class UnpaddedSample(dict[str, Tensor]):
+    """A sample of any length; several make a batch of lists, where dicts would be stacked."""
+
+
+def collate(
+    samples: Sequence[Mapping[str, Tensor]], *, collate_fn_map: Any = None
+) -> dict[str, list[Tensor]]:
+    """A micro-batch of samples of any length: a list of tensors for each key.
+
+    PyTorch's default collation calls it for samples of an unpadded `SftDataset`, so that a data
+    loader needs no ``collate_fn``. With another one, give it this function.
+
+    Args:
+        samples: as an `SftDataset` gives them.
+        collate_fn_map: PyTorch's, unused.
+    """
+    del collate_fn_map
+    return {key: [sample[key] for sample in samples] for key in samples[0]}
+
+
+default_collate_fn_map[UnpaddedSample] = collate
+
+
+class SftDataset(Dataset[Mapping[str, Tensor]]):
+    """Samples for next-token prediction, epoch after epoch.
+
+    An item is a dict of ``tokens``, ``labels`` (the token that follows) and ``position_ids``, int64
+    ``[length]``, and ``loss_mask``, float32 ``[length]``, 1 where the label is trained. A sample of
+    n tokens has length n - 1. Memory: 8 bytes for every sample drawn.
+
+    Args:
+        samples: all samples of the files.
+        members: indices into ``samples`` that are in this dataset, at least one.
+        split: which of training, validation and test this is.
+        num_samples: how many are drawn, over all epochs; None: each member once.
+        seed: of the epochs' orders, 0 or more; None: in the order of ``members``.
+        pad_to: pad every item to this length, in tokens, with loss mask 0; None: no padding.
+        attention_mask: give padded items a causal ``attention_mask``, bool ``[1, pad_to, pad_to]``,
+            True where no attention is paid, as stock datasets do with
+            ``--create-attention-mask-in-dataloader``.
+
+    Attributes:
+        split: read by Megatron's data loaders.
+
+    Raises:
+        ValueError: there are no members.
+    """
+
+    def __init__(
+        self,
+        samples: TokenizedLines,
+        members: Indices,
+        *,
+        split: Split,
+        num_samples: int | None = None,
+        seed: int | None = None,
+        pad_to: int | None = None,
+        attention_mask: bool = False,
+    ) -> None:
+        if not len(members):
+            raise ValueError(f"the {split.name} dataset has no sample: give it one member or more")
+        self.split = split
+        self._samples = samples
+        self._order = _order(members, num_samples, seed)
+        self._pad_to = pad_to
+        self._attention_mask = attention_mask
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        """The sample drawn as number ``index``.
+
+        Raises:
+            SftDataError: its line is not what it was when the dataset was made.
+            ValueError: it is longer than ``pad_to``.
+        """
+        sample = self._samples[int(self._order[index])]
+        ids = torch.tensor(sample.ids)
+        trained = torch.tensor(sample.trained, dtype=torch.float32)
+        length = len(ids) - 1
+        if self._pad_to is None:
+            padding = 0
+        elif length <= self._pad_to:
+            padding = self._pad_to - length
+        else:
+            raise ValueError(
+                f"a sample of length {length} does not fit into pad_to={self._pad_to} tokens: "
+                f"leave it out, or set pad_to to {length} or more"
+            )
+        item = {
+            # Any id of the vocabulary does for padding, which causal attention keeps apart.
+            "tokens": torch.nn.functional.pad(ids[:-1], (0, padding), value=sample.ids[-1]),
+            "labels": torch.nn.functional.pad(ids[1:], (0, padding), value=sample.ids[-1]),
+            "loss_mask": torch.nn.functional.pad(trained[1:], (0, padding)),
+            "position_ids": torch.arange(length + padding),
+        }
+        if self._pad_to is None:
+            return UnpaddedSample(item)
+        if self._attention_mask:
+            item["attention_mask"] = ~torch.ones(1, self._pad_to, self._pad_to).tril().bool()
+        return item
+
+
+def _order(members: Indices, num_samples: int | None, seed: int | None) -> Indices:
+    """Which member is drawn at each index."""
+    num_samples = len(members) if num_samples is None else num_samples
+    epochs = range(-(-num_samples // len(members)))
+    if seed is None:
+        drawn = [members for _ in epochs]
+    else:
+        # numpy promises that RandomState draws the same in every version.
+        drawn = [np.random.RandomState([seed, epoch]).permutation(members) for epoch in epochs]
+    return np.concatenate([members[:0], *drawn])[:num_samples]

@@ -1,0 +1,212 @@
+"""Token ids of a sample, and which of them are trained, by any of Megatron's tokenizers.
+
+Guarantees
+- Trained are the completion and the end mark behind it; of a conversation, what the assistant
+  says and the end mark behind it. Nothing else.
+- Trained and untrained text is tokenized apart, as it is at inference, where the model goes on from
+  a tokenized prompt: no token lies across the border.
+- What is trained first is predicted too: a sample without a prompt begins with the token that
+  the tokenizer puts before every text, or, if there is none, with the end-of-document token.
+
+Conversations are written by the tokenizer's chat template, if it has one; by an ``SFTTokenizer`` in
+its own way; and else, with ``EOD`` for the tokenizer's end-of-document token, as
+
+    <|user|>
+    the message
+    <|assistant|>
+    the answerEOD
+    <|user|>
+    ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from mcore_batching.integrations.megatron_lm.sft.conversations import (
+    TRAINED_ROLE,
+    Completion,
+    Conversation,
+)
+
+IGNORED_TARGET = -100
+"""What an ``SFTTokenizer`` puts in place of targets that are not trained."""
+
+
+_Piece = tuple[list[int], bool]
+"""Some tokens, and whether they are trained."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleTokens:
+    """A sample as tokens.
+
+    Attributes:
+        ids: token ids ``[tokens]``.
+        trained: whether the model learns to predict the token ``[tokens]``; never the first.
+    """
+
+    ids: list[int]
+    trained: list[bool]
+
+
+class TokenizationError(ValueError):
+    """A sample that the tokenizer, or its chat template, cannot write."""
+
+
+class SampleTokenizer:
+    """Writes samples as tokens.
+
+    Args:
+        tokenizer: as ``megatron.training.get_tokenizer()`` returns it: with ``tokenize`` and
+            ``eod``, and perhaps a ``chat_template``.
+
+    Attributes:
+        end: the end-of-document token's id.
+
+    Raises:
+        TokenizationError: the tokenizer has no end-of-document token.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        end = _optional(tokenizer, "eod")
+        if end is None:
+            raise TokenizationError(
+                f"{type(tokenizer).__name__} has no end-of-document token (eod), which ends every "
+                "answer: choose a --tokenizer-type that has one"
+            )
+        self.end: int = end
+        self._tokenizer = tokenizer
+        self._before, self._behind = _added_to_every_text(tokenizer, end)
+
+    def __call__(self, sample: Completion | Conversation) -> SampleTokens:
+        """Tokens of one sample.
+
+        Raises:
+            TokenizationError: the tokenizer cannot write it.
+        """
+        try:
+            pieces = self._pieces(sample)
+        except TokenizationError:
+            raise
+        except Exception as error:  # tokenizers and templates raise what they like
+            raise TokenizationError(
+                f"{type(self._tokenizer).__name__} cannot write this sample: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        ids = [token for piece, _ in pieces for token in piece]
+        trained = [learnt for piece, learnt in pieces for _ in piece]
+        if not any(trained):
+            raise TokenizationError("no token of this sample would be trained: leave it out")
+        if trained[0]:
+            ids, trained = [self.end, *ids], [False, *trained]
+        return SampleTokens(ids, trained)
+
+    def _pieces(self, sample: Completion | Conversation) -> list[_Piece]:
+        if isinstance(sample, Completion):
+            return [
+                (self._before, False),
+                (self._ids(sample.prompt), False),
+                ([*self._ids(sample.completion), self.end], True),
+            ]
+        messages = list(sample.messages)
+        if _optional(self._tokenizer, "library") == "sft":
+            return self._by_sft_tokenizer(messages)
+        if _optional(self._tokenizer, "chat_template") is not None:
+            return self._by_chat_template(messages)
+        return [(self._before, False), *self._plainly(messages)]
+
+    def _ids(self, text: str) -> list[int]:
+        """A text's tokens, without what the tokenizer adds to every text."""
+        ids = list(self._tokenizer.tokenize(text))
+        if self._before and ids[: len(self._before)] == self._before:
+            ids = ids[len(self._before) :]
+        if self._behind and ids[-len(self._behind) :] == self._behind:
+            ids = ids[: -len(self._behind)]
+        return ids
+
+    def _plainly(self, messages: list[dict[str, Any]]) -> list[_Piece]:
+        pieces: list[_Piece] = []
+        lead = ""
+        for message in messages:
+            lead += f"<|{message['role']}|>\n"
+            if message["role"] == TRAINED_ROLE:
+                pieces.append((self._ids(lead), False))
+                pieces.append(([*self._ids(message["content"]), self.end], True))
+                lead = "\n"
+            else:
+                lead += f"{message['content']}\n"
+        return pieces
+
+    def _by_chat_template(self, messages: list[dict[str, Any]]) -> list[_Piece]:
+        pieces: list[_Piece] = []
+        written = ""
+        for number, message in enumerate(messages):
+            if message["role"] != TRAINED_ROLE:
+                continue
+            asked = self._rendered(messages[:number], add_generation_prompt=True)
+            answered = self._rendered(messages[: number + 1], add_generation_prompt=False)
+            if not asked.startswith(written) or not answered.startswith(asked):
+                raise TokenizationError(
+                    f"the chat template writes what precedes message {number + 1} differently once "
+                    "that message is there, so it is not known what the answer is: give the "
+                    "conversation turn by turn, as 'prompt' and 'completion', or set "
+                    "--chat-template to one that only appends"
+                )
+            pieces.append((self._ids(asked[len(written) :]), False))
+            pieces.append((self._ids(answered[len(asked) :]), True))
+            written = answered
+        return pieces
+
+    def _rendered(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+        if not messages:
+            return ""
+        text: str = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        return text
+
+    def _by_sft_tokenizer(self, messages: list[dict[str, Any]]) -> list[_Piece]:
+        ids, targets = self._tokenizer.tokenize_conversation(
+            messages, return_target=True, add_generation_prompt=False
+        )
+        return [
+            ([int(token)], bool(target != IGNORED_TARGET))
+            for token, target in zip(ids, targets, strict=True)
+        ]
+
+
+def byte_level_tokenizer() -> Any:
+    """megatron.core's byte-level tokenizer, for which ``--tokenizer-type`` has no name.
+
+    Ids 0 to 255 are bytes of UTF-8 text, 256 ends a document, 257 is padding. It needs no file.
+    """
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    return MegatronTokenizer.from_pretrained(
+        metadata_path={"library": "byte-level"},
+        # Special tokens get the ids from the end of the vocabulary on, the first one the last.
+        vocab_size=256,
+        special_tokens=["<pad>", "<end>"],
+        _eos_id=256,
+        _pad_id=257,
+    )
+
+
+def _added_to_every_text(tokenizer: Any, end: int) -> tuple[list[int], list[int]]:
+    """The tokens that a tokenizer puts before and behind any text: those of no text at all."""
+    try:
+        added = list(tokenizer.tokenize(""))
+    except Exception:  # some know no empty text
+        return [], []
+    before = next((at for at, token in enumerate(added) if token == end), len(added))
+    return added[:before], added[before:]
+
+
+def _optional(tokenizer: Any, name: str) -> Any:
+    """An attribute that not every tokenizer has, or has for every vocabulary."""
+    try:
+        return getattr(tokenizer, name)
+    except (AttributeError, NotImplementedError):
+        return None

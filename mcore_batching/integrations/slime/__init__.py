@@ -1,0 +1,5 @@
+"""The engine inside slime and frameworks with the same three functions."""
+
+from mcore_batching.integrations.slime.hook import Hook, HookError, hook
+
+__all__ = ["Hook", "HookError", "hook"]

@@ -1,0 +1,116 @@
+"""The iterator that a framework's own ``get_batch`` and forward step may read.
+
+Guarantees
+- It reads the caller's ``rollout_data`` as it is when a micro-batch is drawn: fields that the
+  framework adds after planning are there, without a collective.
+- A placeholder has one value for every key that is there, of the real ones' type, on the device.
+- A field without a declared kind is an error on every rank at the first micro-batch, and not on the
+  one that comes to need a placeholder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_batching.batch import Schema, SchemaError, make_placeholder
+from mcore_batching.megatron.data_iterator import DataIterator
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.schedule import MicroBatchSchedule
+
+
+class FrameworkIterator(DataIterator):
+    """A `DataIterator` over the framework's own ``rollout_data``, read when it is drawn from.
+
+    Args:
+        schedule: the plan.
+        rollout_data: the framework's dict, kept and not copied.
+        schema: the kind of every field that will be asked for.
+    """
+
+    def __init__(
+        self, schedule: MicroBatchSchedule, rollout_data: Mapping[str, Any], schema: Schema
+    ) -> None:
+        super().__init__(schedule)
+        self._live = rollout_data
+        self._schema = schema
+        self._checked: set[tuple[str, ...]] = set()
+
+    @property
+    def rollout_data(self) -> Any:
+        """The framework's own dict."""
+        return self._live
+
+    def get_next(self, keys: Sequence[str]) -> dict[str, list[Any] | None]:
+        """The next micro-batch: one value a sample, one fabricated for a placeholder.
+
+        Args:
+            keys: fields to return; None for those that the rollout data lacks.
+
+        Raises:
+            IndexError: all micro-batches have been drawn.
+            SchemaError: a field is not declared, or has not one value a sample.
+        """
+        return self.draw(keys)[1]
+
+    def draw(self, keys: Sequence[str]) -> tuple[tuple[int, ...], dict[str, list[Any] | None]]:
+        """`get_next`, and which samples they are: ``()`` for a placeholder."""
+        micro_batches = self.schedule.micro_batches
+        if self.offset >= len(micro_batches):
+            raise IndexError(
+                f"all {len(micro_batches)} micro-batches have been drawn; call reset() first"
+            )
+        indices = micro_batches[self.offset]
+        live = {key: self._live[key] for key in keys if self._live.get(key) is not None}
+        present = list(live)
+        fabricated = {}
+        if not indices or tuple(present) not in self._checked:
+            fabricated = self._fabricate(present)
+            self._checked.add(tuple(present))
+        self.offset += 1
+        if not indices:
+            return indices, {key: fabricated.get(key) for key in keys}
+        drawn: dict[str, list[Any] | None] = dict.fromkeys(keys)
+        for key, values in live.items():
+            drawn[key] = [values[i] for i in indices]
+        return indices, drawn
+
+    def _fabricate(self, keys: list[str]) -> dict[str, list[Any]]:
+        examples = {}
+        for key in keys:
+            values = self._live[key]
+            if len(values) != self.schedule.num_samples:
+                raise SchemaError(
+                    key,
+                    expected=f"{self.schedule.num_samples} values, one for each sample of the rank",
+                    found=f"{len(values)}",
+                )
+            examples[key] = values if len(values) else self.schedule.template.get(key)
+        made = make_placeholder(
+            self._schema, keys, examples, pad_token_id=self.schedule.pad_token_id
+        )
+        return {key: [_to_device(value) for value in values] for key, values in made.items()}
+
+
+def framework_iterator(data_iterator: Any) -> FrameworkIterator:
+    """The argument itself.
+
+    Raises:
+        DynamicBatchArgumentError: it is another's iterator.
+    """
+    if not isinstance(data_iterator, FrameworkIterator):
+        raise DynamicBatchArgumentError(
+            "expected an iterator from the hooked get_data_iterator, got "
+            f"{type(data_iterator).__name__}: call get_data_iterator after mcore_batching.hook, "
+            "and give what it returns to forward_only and get_batch"
+        )
+    return data_iterator
+
+
+def _to_device(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(torch.device(torch.cuda.current_device()), non_blocking=True)

@@ -1,0 +1,202 @@
+"""Core attention for packed rows, for layer specs without Transformer Engine.
+
+Megatron's local `DotProductAttention` refuses packed sequences and context parallelism. This
+module stands in its place in a layer spec: causal within each sequence of the row, grouped-query
+heads, context parallel by all-gathering keys and values.
+
+Guarantees
+- A token attends to the earlier tokens of its own sequence and to nothing else: a packed row
+  gives what its sequences give alone.
+- With context parallelism the queries stay where they are; keys and values are gathered over the
+  group (backward: summed over the group, own part kept). That costs cp times the key and value
+  memory of ring attention; Transformer Engine's attention is the one to use at scale.
+- On CPU `scaled_dot_product_attention` runs once per run of queries; on CUDA PyTorch's
+  variable-length attention runs once per row where it exists (half precision, no dropout).
+  Elsewhere on CUDA (float32, dropout) context parallelism gives scaled-dot-product attention a
+  dense mask, whose memory is quadratic in a sample's length.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import divide
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from mcore_batching.megatron import compat
+from mcore_batching.megatron.attention.segments import (
+    Run,
+    attend_by_variable_length_kernel,
+    attend_run_by_run,
+    attention_runs,
+    has_variable_length_kernel,
+    zigzag_restore_index,
+)
+
+
+class _GatherTokens(torch.autograd.Function):
+    """``[tokens / cp, ...]`` on each rank to ``[tokens, ...]`` on all, rank after rank."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        ctx.local_tokens = local.shape[0]
+        gathered = local.new_empty((local.shape[0] * group.size(), *local.shape[1:]))
+        dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        first = ctx.group.rank() * ctx.local_tokens
+        return grad[first : first + ctx.local_tokens], None
+
+
+class PackedAttention(MegatronModule):  # type: ignore[misc]
+    """Drop-in for ``DotProductAttention`` in a layer spec, for packed (THD) and plain rows.
+
+    Takes the constructor arguments that Megatron's attention layers give to a core attention.
+
+    Raises:
+        ValueError: the configuration asks for something that only Transformer Engine has here
+            (sliding windows, attention sinks, query-key layer scaling).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        del attn_mask_type, attention_type, cp_comm_type, unused
+        _refuse_unsupported(config)
+        self.config: TransformerConfig = config
+        self.layer_number = layer_number
+        tp_group, self.cp_group = compat.attention_groups(pg_collection)
+        projection = config.kv_channels * config.num_attention_heads
+        self.hidden_size_per_partition = divide(projection, tp_group.size())
+        head_size = divide(projection, config.num_attention_heads)
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(head_size)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **unused: Any,
+    ) -> Tensor:
+        """Causal attention within each sequence.
+
+        Args:
+            query: ``[tokens, heads, dim]`` packed, or ``[sequence, batch, heads, dim]``.
+            key: like ``query`` with key-value heads.
+            value: like ``key``; its dim may differ.
+            attention_mask: not used; the mask follows from the sequence offsets.
+            attn_mask_type: not used.
+            attention_bias: must be None.
+            packed_seq_params: offsets of the padded sequences, None for plain rows.
+            unused: what newer versions add for other attentions.
+
+        Returns:
+            ``[tokens, heads * dim]`` packed, or ``[sequence, batch, heads * dim]``.
+        """
+        del attention_mask, attn_mask_type, unused
+        if attention_bias is not None:
+            raise ValueError(
+                "PackedAttention takes no attention_bias; use Transformer Engine's attention"
+            )
+        dropout = self.dropout if self.training else 0.0
+        if packed_seq_params is None:
+            return self._plain(query, key, value, dropout)
+        runs, restore = self._geometry(packed_seq_params, key.device)
+        if restore is not None:
+            # One collective for both: keys and values side by side on the last axis.
+            both = _GatherTokens.apply(  # type: ignore[no-untyped-call]
+                torch.cat((key, value), dim=-1), self.cp_group
+            )
+            both = both.index_select(0, restore)
+            key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
+        if has_variable_length_kernel(query) and dropout == 0.0:
+            out = attend_by_variable_length_kernel(query, key, value, runs, self.softmax_scale)
+        else:
+            out = attend_run_by_run(query, key, value, runs, self.softmax_scale, dropout)
+        return out.reshape(out.shape[0], -1)
+
+    def _geometry(
+        self, packed_seq_params: Any, device: torch.device
+    ) -> tuple[list[Run], Tensor | None]:
+        """The row's runs, and the order of gathered keys; kept for the other layers."""
+        geometry = getattr(packed_seq_params, "attention_geometry", None)
+        if geometry is None:
+            cu_seqlens = host_cu_seqlens(packed_seq_params)
+            size, rank = self.cp_group.size(), self.cp_group.rank()
+            runs = attention_runs(cu_seqlens, size, rank)
+            restore = zigzag_restore_index(cu_seqlens, size).to(device) if size > 1 else None
+            geometry = packed_seq_params.attention_geometry = (runs, restore)
+        return geometry
+
+    def _plain(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+        if self.cp_group.size() > 1:
+            raise ValueError(
+                "PackedAttention needs packed_seq_params under context parallelism: "
+                "give the model packed rows, or set --context-parallel-size 1"
+            )
+        out = scaled_dot_product_attention(
+            query.permute(1, 2, 0, 3),
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
+            is_causal=True,
+            scale=self.softmax_scale,
+            dropout_p=dropout,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        sequence, batch = query.shape[:2]
+        return out.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
+
+
+def host_cu_seqlens(packed_seq_params: Any) -> list[int]:
+    """Offsets of the padded sequences as Python ints.
+
+    Rows packed by this project carry them (attribute ``host_cu_seqlens``), so that no layer waits
+    for the device; others are read back.
+    """
+    offsets = getattr(packed_seq_params, "host_cu_seqlens", None)
+    if offsets is None:
+        padded = packed_seq_params.cu_seqlens_q_padded
+        chosen = packed_seq_params.cu_seqlens_q if padded is None else padded
+        offsets = chosen.tolist()
+    return list(offsets)
+
+
+def _refuse_unsupported(config: TransformerConfig) -> None:
+    asked = []
+    if getattr(config, "window_size", None) is not None:
+        asked.append("window_size (sliding window)")
+    if getattr(config, "softmax_type", "vanilla") != "vanilla":
+        asked.append(f"softmax_type={config.softmax_type!r}")
+    if config.apply_query_key_layer_scaling:
+        asked.append("apply_query_key_layer_scaling")
+    if asked:
+        raise ValueError(
+            f"PackedAttention does not support {', '.join(asked)}: install Transformer Engine and "
+            "set --transformer-impl transformer_engine, or turn it off"
+        )

@@ -1,0 +1,83 @@
+"""Layer specs whose attention understands packed rows.
+
+With Transformer Engine its own spec already does. Without it, `packed_layer_spec` takes
+Megatron's local spec and puts `PackedAttention` in, and, under sequence parallelism, norms whose
+gradients Megatron sums over tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mcore_batching.megatron import compat, cpu_emulation
+from mcore_batching.megatron.attention.packed_attention import PackedAttention
+
+
+def packed_layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """A GPT layer spec for packed rows, dense or mixture of experts.
+
+    With Transformer Engine installed this is Megatron's Transformer Engine spec, untouched.
+    Without it, and on the CPU stand-in, Megatron's local spec as changed by
+    `use_packed_attention`.
+    """
+    if compat.HAVE_TRANSFORMER_ENGINE and not cpu_emulation.is_enabled():
+        from megatron.core.models.gpt.gpt_layer_specs import (
+            get_gpt_layer_with_transformer_engine_spec,
+        )
+
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
+        )
+    return use_packed_attention(compat.local_gpt_layer_spec(config), config)
+
+
+def use_packed_attention(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+    """A copy of a local layer spec with `PackedAttention` as its core attention.
+
+    Under ``config.sequence_parallel`` the layer norms are replaced as well, and so is the final
+    norm of transformer blocks built from then on: Megatron's torch norms refuse sequence
+    parallelism.
+    """
+    norm = SequenceParallelNorm if config.sequence_parallel else None
+    if norm is not None:
+        compat.replace_final_norm(norm)
+    return dataclasses.replace(
+        spec, submodules=compat.packed_submodules(spec.submodules, PackedAttention, norm)
+    )
+
+
+class SequenceParallelNorm:
+    """Builds torch's LayerNorm or RMSNorm with parameters marked for sequence parallelism.
+
+    Each tensor-parallel rank normalises its own tokens, so a parameter's gradient is the sum over
+    ranks. Megatron forms that sum for parameters that carry ``sequence_parallel=True``.
+    """
+
+    def __new__(
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
+    ) -> Any:
+        """Return the torch module (never an instance of this class)."""
+        del unused
+        if config.layernorm_zero_centered_gamma:
+            raise ValueError(
+                "torch norms have no zero-centered gamma: unset --apply-layernorm-1p, or install "
+                "Transformer Engine"
+            )
+        norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+        if config.normalization not in norms:
+            raise ValueError(
+                f"normalization={config.normalization!r} has no torch norm: set --normalization "
+                "to LayerNorm or RMSNorm"
+            )
+        module = norms[config.normalization](hidden_size, eps=eps)
+        for parameter in module.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return module

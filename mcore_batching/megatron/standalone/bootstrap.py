@@ -1,0 +1,184 @@
+"""From nothing to a Megatron model and optimizer, for programs built on megatron.core alone.
+
+A job on ``megatron.training`` has all of this already. The examples and the tests use it, and it
+shows the few settings that dynamic micro-batches need.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mcore_batching.megatron import cpu_emulation
+from mcore_batching.megatron.attention.specs import packed_layer_spec
+from mcore_batching.planning import ParallelDims
+
+
+def initialize_process_group(timeout_seconds: float = 600.0) -> None:
+    """Join torchrun's process group: NCCL on GPUs, gloo on the CPU stand-in.
+
+    Under ``MCORE_BATCHING_CPU=1`` the stand-in is turned on first.
+
+    Raises:
+        RuntimeError: there is no CUDA device and nobody asked for the stand-in, or the reverse.
+    """
+    if cpu_emulation.is_requested():
+        cpu_emulation.enable()
+    if not cpu_emulation.is_enabled():
+        if not torch.cuda.is_available():
+            raise RuntimeError(
+                "no CUDA device: set MCORE_BATCHING_CPU=1 to run Megatron on the CPU with gloo, or "
+                "check the driver and CUDA_VISIBLE_DEVICES"
+            )
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(
+        "gloo" if cpu_emulation.is_enabled() else "nccl",
+        timeout=datetime.timedelta(seconds=timeout_seconds),
+    )
+
+
+def initialize_model_parallel(dims: ParallelDims, seed: int = 1234) -> None:
+    """Lay Megatron's process groups over the default group and seed its generators.
+
+    Raises:
+        ValueError: the number of processes is not what ``layout`` needs.
+    """
+    model_parallel = dims.tensor_parallel * dims.pipeline_parallel * dims.context_parallel
+    needed = dims.data_parallel * model_parallel
+    if needed != dist.get_world_size():
+        raise ValueError(
+            f"the layout needs {needed} processes (data {dims.data_parallel} × pipeline "
+            f"{dims.pipeline_parallel} × tensor {dims.tensor_parallel} × context "
+            f"{dims.context_parallel}), torchrun started {dist.get_world_size()}: set "
+            f"--nproc-per-node to {needed} or change the layout"
+        )
+    virtual = dims.virtual_pipeline if dims.virtual_pipeline > 1 else None
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=dims.tensor_parallel,
+        pipeline_model_parallel_size=dims.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=virtual,
+        context_parallel_size=dims.context_parallel,
+        expert_model_parallel_size=dims.expert_parallel,
+        expert_tensor_parallel_size=1,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def pipeline_config(dims: ParallelDims) -> dict[str, Any]:
+    """`TransformerConfig` arguments that follow from the layout.
+
+    The interleaved schedule with variable lengths runs only with overlapped point-to-point
+    communication: upstream swaps shapes, or deadlocks, with batched sends and receives.
+    """
+    interleaved = dims.virtual_pipeline > 1
+    return {
+        "tensor_model_parallel_size": dims.tensor_parallel,
+        "pipeline_model_parallel_size": dims.pipeline_parallel,
+        "virtual_pipeline_model_parallel_size": dims.virtual_pipeline if interleaved else None,
+        "context_parallel_size": dims.context_parallel,
+        "expert_model_parallel_size": dims.expert_parallel,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": dims.sequence_parallel,
+        "microbatch_group_size_per_vp_stage": dims.microbatch_group_size,
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+    }
+
+
+def build_model(
+    config: TransformerConfig,
+    *,
+    vocab_size: int,
+    max_sequence_length: int,
+    spec: Callable[[TransformerConfig], Any] = packed_layer_spec,
+    ddp: DistributedDataParallelConfig | None = None,
+    wrap: bool = True,
+    **gpt_options: Any,
+) -> list[Any]:
+    """This rank's `GPTModel` chunks, each wrapped in Megatron's data-parallel wrapper.
+
+    In half precision Megatron's `Float16Module` comes in between.
+
+    Args:
+        config: the model's shape and parallelism.
+        vocab_size: padded vocabulary, in entries.
+        max_sequence_length: longest sequence, in tokens.
+        spec: makes the layer spec from the configuration.
+        ddp: data-parallel settings; None: Megatron's defaults, gradients reduced in float32.
+        wrap: False gives bare chunks, for inference alone.
+        gpt_options: further `GPTModel` arguments.
+
+    Returns:
+        one chunk a virtual pipeline stage.
+    """
+    options: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "share_embeddings_and_output_weights": False,
+    } | gpt_options
+    virtual = config.virtual_pipeline_model_parallel_size or 1
+    layer_spec = spec(config)
+    chunks: list[Any] = []
+    for stage in range(virtual):
+        at = {"vp_stage": stage if virtual > 1 else None}
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=layer_spec,
+            vocab_size=vocab_size,
+            max_sequence_length=max_sequence_length,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=virtual == 1, **at),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=virtual == 1, **at),
+            vp_stage=at["vp_stage"],
+            **options,
+        )
+        chunk.model_type = ModelType.encoder_or_decoder
+        chunks.append(
+            chunk if cpu_emulation.is_enabled() else chunk.cuda(torch.cuda.current_device())
+        )
+    if config.fp16 or config.bf16:
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    if not wrap:
+        return chunks
+    ddp = ddp or DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    wrapped = [
+        DistributedDataParallel(
+            config=config,
+            ddp_config=ddp,
+            module=chunk,
+            # As megatron.training does: only the first chunk's gradients are reduced in buckets
+            # while the backward pass still runs.
+            disable_bucketing=stage > 0,
+        )
+        for stage, chunk in enumerate(chunks)
+    ]
+    for chunk in wrapped:
+        chunk.broadcast_params()
+    config.finalize_model_grads_func = finalize_model_grads
+    if ddp.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if virtual > 1 else no_sync[0]
+    return wrapped
+
+
+def build_optimizer(model: list[Any], config: OptimizerConfig) -> Any:
+    """Megatron's optimizer over the chunks, with ``config.grad_scale_func`` connected."""
+    optimizer = get_megatron_optimizer(config, model)
+    model[0].config.grad_scale_func = optimizer.scale_loss
+    return optimizer

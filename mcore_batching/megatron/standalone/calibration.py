@@ -1,0 +1,169 @@
+"""Times a real Megatron layer stack on the present device, for the planner's cost model.
+
+The stack is what a middle pipeline stage holds: transformer layers, no embedding, no logits. Rows
+of several sizes are run forward and backward, each filled with sequences of one length, so that
+the work that grows with tokens and that which grows with their squares can be told apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch._C._distributed_c10d import HashStore
+
+from mcore_batching.megatron import compat, cpu_emulation
+from mcore_batching.megatron.attention.specs import packed_layer_spec
+from mcore_batching.megatron.standalone.bootstrap import initialize_model_parallel, pipeline_config
+from mcore_batching.planning import ParallelDims
+from mcore_batching.planning.cost_fit import CostFit, Timing, fit_cost_model
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerStack:
+    """What is timed: the layers of one pipeline stage on one GPU.
+
+    Attributes:
+        num_layers: of the stage.
+        hidden_size: of the residual stream.
+        ffn_hidden_size: of the feed-forward layers.
+        num_attention_heads: query heads.
+        num_query_groups: key-value heads.
+        dtype: of weights and activations.
+    """
+
+    num_layers: int = 4
+    hidden_size: int = 1024
+    ffn_hidden_size: int = 4096
+    num_attention_heads: int = 16
+    num_query_groups: int = 8
+    dtype: torch.dtype = torch.bfloat16
+
+
+def calibrate(
+    stack: LayerStack,
+    *,
+    max_tokens: int,
+    repeats: int = 5,
+    rows: Sequence[Sequence[int]] | None = None,
+) -> tuple[CostFit, list[Timing]]:
+    """Time a layer stack and fit the cost model.
+
+    Joins a process group of its own if there is none.
+
+    Args:
+        stack: the layers.
+        max_tokens: of the longest row.
+        repeats: timed runs of each row, of which the median counts.
+        rows: sequence lengths of each row; None: `rows_to_time`.
+
+    Returns:
+        the fit, and what it was fitted to.
+
+    Raises:
+        ConfigError: the measured times do not grow with tokens.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "gloo" if cpu_emulation.is_enabled() else "nccl",
+            store=HashStore(),
+            rank=0,
+            world_size=1,
+        )
+        initialize_model_parallel(ParallelDims())
+    model = _stack(stack)
+    timings = [
+        _time(model, stack, tuple(lengths), repeats) for lengths in rows or rows_to_time(max_tokens)
+    ]
+    return fit_cost_model(timings), timings
+
+
+def rows_to_time(max_tokens: int) -> list[tuple[int, ...]]:
+    """Rows of `max_tokens`, a half, a quarter … of it, each of one, four and sixteen sequences."""
+    made = []
+    for divisor in (1, 2, 4, 8, 16):
+        tokens = max_tokens // divisor
+        for number in (1, 4, 16):
+            if tokens // number >= 16:
+                made.append((tokens // number,) * number)
+    return made
+
+
+def _stack(stack: LayerStack) -> Any:
+    config = TransformerConfig(
+        num_layers=stack.num_layers,
+        hidden_size=stack.hidden_size,
+        ffn_hidden_size=stack.ffn_hidden_size,
+        num_attention_heads=stack.num_attention_heads,
+        num_query_groups=stack.num_query_groups,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=stack.dtype,
+        pipeline_dtype=stack.dtype,
+        bf16=stack.dtype == torch.bfloat16,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        **pipeline_config(ParallelDims()),
+    )
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=packed_layer_spec(config),
+        vocab_size=128,
+        max_sequence_length=1 << 20,
+        pre_process=False,
+        post_process=False,
+        position_embedding_type="rope",
+    )
+    return model.to(device=torch.cuda.current_device(), dtype=stack.dtype)
+
+
+def _time(model: Any, stack: LayerStack, lengths: tuple[int, ...], repeats: int) -> Timing:
+    offsets = [0]
+    for length in lengths:
+        offsets.append(offsets[-1] + length)
+    device = torch.cuda.current_device()
+    hidden = torch.randn(
+        offsets[-1], 1, stack.hidden_size, dtype=stack.dtype, device=device, requires_grad=True
+    )
+    forward, backward = [], []
+    for run in range(repeats + 1):
+        params = compat.packed_seq_params(
+            torch.tensor(offsets, dtype=torch.int32, device=device), max(lengths), offsets
+        )
+        model.set_input_tensor(hidden)
+        started = _now()
+        output = model(
+            input_ids=None, position_ids=None, attention_mask=None, packed_seq_params=params
+        )
+        between = _now()
+        output.backward(torch.ones_like(output))
+        ended = _now()
+        if run:  # the first run allocates, and compiles kernels
+            forward.append(between - started)
+            backward.append(ended - between)
+    return Timing(
+        lengths=lengths,
+        forward_seconds=statistics.median(forward),
+        backward_seconds=statistics.median(backward),
+    )
+
+
+def _now() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()

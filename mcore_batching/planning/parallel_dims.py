@@ -1,0 +1,119 @@
+"""How a training job is laid out over processes, as far as a plan depends on it.
+
+Guarantees: a `ParallelDims` that exists is one Megatron's schedules can run; the number of micro-batches
+is only ever rounded up, because rounding down would pack more tokens into each than the cap allows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_batching.planning.checks import at_least
+from mcore_batching.planning.errors import ParallelDimsError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelDims:
+    """Sizes of the parallel groups.
+
+    Raises:
+        LayoutError: a size is no integer or below 1, or the interleaved schedule cannot run it.
+    """
+
+    data_parallel: int = 1
+    """Ranks that hold different samples."""
+    pipeline_parallel: int = 1
+    """Pipeline stages."""
+    virtual_pipeline: int = 1
+    """Model chunks a pipeline stage holds; more than 1 selects the interleaved schedule."""
+    context_parallel: int = 1
+    """Ranks over which each sample is cut."""
+    tensor_parallel: int = 1
+    """Ranks over which each layer is cut."""
+    expert_parallel: int = 1
+    """Ranks over which experts are spread; these run every slot in step."""
+    sequence_parallel: bool = False
+    """Whether activations are cut along the sequence over the tensor-parallel ranks."""
+    microbatch_group_size: int | None = None
+    """Micro-batches a model chunk runs before the next chunk does, under the interleaved schedule;
+    None is Megatron's default, `pipeline_parallel`."""
+
+    def __post_init__(self) -> None:
+        """Check ranges, and the interleaved schedule's own conditions."""
+        for name in (
+            "data_parallel",
+            "pipeline_parallel",
+            "virtual_pipeline",
+            "context_parallel",
+            "tensor_parallel",
+            "expert_parallel",
+        ):
+            object.__setattr__(
+                self, name, at_least(name, getattr(self, name), 1, ParallelDimsError)
+            )
+        if not isinstance(self.sequence_parallel, bool):
+            raise ParallelDimsError(
+                f"sequence_parallel must be True or False, got {self.sequence_parallel!r}"
+            )
+        if self.microbatch_group_size is not None:
+            group_size = at_least(
+                "microbatch_group_size", self.microbatch_group_size, 1, ParallelDimsError
+            )
+            object.__setattr__(self, "microbatch_group_size", group_size)
+        if self.virtual_pipeline > 1:
+            if self.pipeline_parallel == 1:
+                raise ParallelDimsError(
+                    f"virtual_pipeline={self.virtual_pipeline} needs more than one pipeline stage, "
+                    "got pipeline_parallel=1; set pipeline_parallel to 2 or more, or "
+                    "virtual_pipeline to 1"
+                )
+            if self.group_size < self.pipeline_parallel:
+                raise ParallelDimsError(
+                    f"microbatch_group_size must be at least pipeline_parallel="
+                    f"{self.pipeline_parallel} when virtual_pipeline > 1, got {self.group_size}; "
+                    f"set microbatch_group_size to {self.pipeline_parallel} or more, or to None"
+                )
+
+    @property
+    def sample_alignment_tokens(self) -> int:
+        """Each sample's padded length is a multiple of this.
+
+        Context parallelism cuts a sample into `2 * context_parallel` chunks of one size; sequence
+        parallelism cuts what a rank then holds into `tensor_parallel` parts.
+        """
+        context = 2 * self.context_parallel if self.context_parallel > 1 else 1
+        sequence = self.tensor_parallel if self.sequence_parallel else 1
+        return context * sequence
+
+    @property
+    def group_size(self) -> int:
+        """The interleaved schedule's micro-batch group size, Megatron's default filled in."""
+        return self.microbatch_group_size or self.pipeline_parallel
+
+    def is_legal_num_microbatches(self, num_microbatches: int) -> bool:
+        """Whether Megatron's schedule for this layout runs `num_microbatches` on each rank."""
+        if num_microbatches < 1:
+            return False
+        if self.virtual_pipeline == 1:
+            return True
+        if num_microbatches < self.group_size:
+            return False
+        remainder = num_microbatches % self.group_size
+        return remainder == 0 or remainder >= self.pipeline_parallel
+
+    def round_up_num_microbatches(self, num_microbatches: int) -> int:
+        """The least legal number of micro-batches that is at least `num_microbatches`.
+
+        0 gives the least legal count, because even an empty step runs one micro-batch.
+
+        Raises:
+            LayoutError: `num_microbatches` is negative or no integer.
+        """
+        count = max(1, at_least("num_microbatches", num_microbatches, 0, ParallelDimsError))
+        if self.virtual_pipeline == 1:
+            return count
+        count = max(count, self.group_size)
+        remainder = count % self.group_size
+        if 0 < remainder < self.pipeline_parallel:
+            count += self.pipeline_parallel - remainder
+        return count

@@ -1,0 +1,1 @@
+"""The search for the micro-batches whose step ends first."""

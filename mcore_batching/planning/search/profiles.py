@@ -1,0 +1,149 @@
+"""Slots filled to a profile: small at both ends of the step, full in between.
+
+A pipeline idles while its first micro-batches travel down and its last ones travel back; both
+times shrink with the size of those micro-batches. A profile says how large each slot is to be
+relative to the others; samples, costliest first, go to the slot that lacks most.
+
+Guarantees: every sample is in one slot; the cap holds; a sample over the cap is alone; a slot is
+empty only if no other holds two samples, and then it is not the last.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from mcore_batching.planning.step_work import Slots, StepWork
+from mcore_batching.planning.sums import ordered_sum
+
+Profile = list[float]
+LOWEST = 0.1
+"""Size of the first and the last slot relative to a full one."""
+FIRST_GROUP, LAST_GROUP = 0.2, 0.3
+"""Likewise of every slot of the first and the last group of the interleaved schedule."""
+
+
+def profile(num_slots: int, rise: int, fall: int) -> Profile:
+    """Relative sizes that grow over `rise` slots and shrink over the last `fall`.
+
+    They grow along a line and shrink along a parabola, as the sizes do that end a step soonest when
+    they may be any numbers. With 6 slots, rise 3 and fall 2: 0.1, 0.4, 0.7, 1, 0.775, 0.1.
+    """
+    sizes = []
+    for slot in range(num_slots):
+        left = num_slots - 1 - slot
+        risen = slot / rise if slot < rise else 1.0
+        falling = left / fall if left < fall else 1.0
+        sizes.append(LOWEST + (1.0 - LOWEST) * min(risen, falling * (2.0 - falling)))
+    return sizes
+
+
+def staircase(num_slots: int, group: int, rise: int, fall: int) -> Profile:
+    """Relative sizes for the interleaved schedule: equal within each group of slots.
+
+    A stage runs a group through one model chunk after the other, so what is idle at the ends of
+    the step goes with the sizes of whole groups. With 8 slots, group 2, rise 1 and fall 2:
+    0.2, 0.2, 1, 1, 0.65, 0.65, 0.3, 0.3.
+
+    Args:
+        num_slots: how many.
+        group: slots that the schedule runs together; the last may be fewer.
+        rise: groups until a slot is full.
+        fall: groups from the last full slot to the end.
+    """
+    groups = -(-num_slots // group)
+    sizes = []
+    for slot in range(num_slots):
+        number = slot // group
+        left = groups - 1 - number
+        risen = FIRST_GROUP + (1.0 - FIRST_GROUP) * number / rise if number < rise else 1.0
+        falling = LAST_GROUP + (1.0 - LAST_GROUP) * left / fall if left < fall else 1.0
+        sizes.append(min(risen, falling))
+    return sizes
+
+
+def fill_slots(samples: Sequence[int], sizes: Profile, work: StepWork) -> Slots | None:
+    """Fill a rank's slots.
+
+    Args:
+        samples: the rank's samples, costliest first.
+        sizes: relative size of each slot [slots].
+        work: costs, tokens and the cap.
+
+    Returns:
+        the slots; None if the samples do not fit into so many.
+    """
+    work.effort -= 4 * len(samples)
+    costs, tokens, capacity = work.costs, work.tokens, work.capacity
+    total = ordered_sum(costs[sample] for sample in samples)
+    sum_of_sizes = ordered_sum(sizes)
+    # Most lacking first; the lowest slot wins ties.
+    lacking = [(-total * size / sum_of_sizes, slot) for slot, size in enumerate(sizes)]
+    heapq.heapify(lacking)
+    room = [capacity] * len(sizes)
+    slots: Slots = [[] for _ in sizes]
+    for sample in samples:
+        needed = tokens[sample]
+        alone = sample in work.alone
+        passed_over = []
+        while lacking:
+            lack, slot = heapq.heappop(lacking)
+            if room[slot] == capacity if alone else room[slot] >= needed:
+                break
+            passed_over.append((lack, slot))
+        else:
+            return None
+        slots[slot].append(sample)
+        room[slot] = -1 if alone else room[slot] - needed
+        heapq.heappush(lacking, (lack + costs[sample], slot))
+        for entry in passed_over:
+            heapq.heappush(lacking, entry)
+    return settle(slots, work)
+
+
+def settle(slots: Slots, work: StepWork) -> Slots:
+    """Slots without needless placeholders.
+
+    Each empty slot takes the cheapest sample of the costliest slot that holds two or more; those
+    that stay empty come first, where they fill the pipeline in next to no time.
+    """
+    empty = [number for number, samples in enumerate(slots) if not samples]
+    if not empty:
+        return slots
+    for number in empty:
+        shared = [
+            (-ordered_sum(work.costs[sample] for sample in samples), other)
+            for other, samples in enumerate(slots)
+            if len(samples) > 1
+        ]
+        if not shared:
+            break
+        giver = slots[min(shared)[1]]
+        cheapest = min(giver, key=lambda sample: (work.costs[sample], sample))
+        giver.remove(cheapest)
+        slots[number].append(cheapest)
+    real = [samples for samples in slots if samples]
+    placeholders: Slots = [[] for _ in range(len(slots) - len(real))]
+    return [*placeholders, *real]
+
+
+def spread(slots: Slots, work: StepWork) -> Slots:
+    """The same slots in an order in which few tokens are in flight at a time.
+
+    As many slots in a row as there are stages are in flight: dealing them out by size, to every
+    stage-th place first up and then down again, gives each run of them about as much.
+    """
+    stages = work.dims.pipeline_parallel
+
+    def tokens(number: int) -> int:
+        return sum(work.tokens[sample] for sample in slots[number])
+
+    by_size = sorted(range(len(slots)), key=lambda number: (-tokens(number), number))
+    places: list[int] = []
+    for first in range(min(stages, len(slots))):
+        column = range(first, len(slots), stages)
+        places += column if first % 2 else reversed(column)
+    ordered: Slots = [[] for _ in slots]
+    for place, number in zip(places, by_size, strict=True):
+        ordered[place] = slots[number]
+    return settle(ordered, work)

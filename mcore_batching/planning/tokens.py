@@ -1,0 +1,79 @@
+"""How many tokens samples and micro-batches occupy once padded.
+
+With sample alignment 4 (context parallel 2) and `pad_total_to=16`, samples of 3, 5 and 0 tokens
+take 4 + 8 + 4 = 16 tokens, a row of 16; one more token in the first changes nothing, two more make
+32.
+
+Guarantees: a padded sample is never empty, because an empty row segment breaks attention kernels,
+so a sample of no tokens takes one alignment unit; whatever is counted against the cap is the padded
+*row*; sizes that sum to at most `row_capacity_tokens` make a row of at most the cap, and only
+those.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from mcore_batching.planning.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mcore_batching.planning.config import PlannerConfig
+    from mcore_batching.planning.parallel_dims import ParallelDims
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+def sample_multiple_tokens(dims: ParallelDims, config: PlannerConfig) -> int:
+    """Every padded sample is a multiple of this: the layout's alignment and `pad_each_to`."""
+    return math.lcm(dims.sample_alignment_tokens, config.pad_each_to or 1)
+
+
+def row_multiple_tokens(dims: ParallelDims, config: PlannerConfig) -> int:
+    """Every padded micro-batch is a multiple of this: the layout's alignment and `pad_total_to`."""
+    return math.lcm(dims.sample_alignment_tokens, config.pad_total_to or 1)
+
+
+def padded_sample_tokens(length: int, dims: ParallelDims, config: PlannerConfig) -> int:
+    """Tokens that a sample of `length` tokens occupies; one alignment unit if it has none."""
+    return round_up(max(length, 1), sample_multiple_tokens(dims, config))
+
+
+def padded_row_tokens(sum_of_padded_tokens: int, dims: ParallelDims, config: PlannerConfig) -> int:
+    """Tokens of a micro-batch whose padded samples sum to `sum_of_padded_tokens`."""
+    return round_up(sum_of_padded_tokens, row_multiple_tokens(dims, config))
+
+
+def placeholder_tokens(dims: ParallelDims, config: PlannerConfig) -> int:
+    """Tokens of a placeholder micro-batch: one real token and the padding around it."""
+    return padded_row_tokens(padded_sample_tokens(1, dims, config), dims, config)
+
+
+def needed_max_tokens_per_gpu(length: int, dims: ParallelDims, config: PlannerConfig) -> int:
+    """The least `max_tokens_per_gpu` under which a sample of `length` tokens fits the cap."""
+    row = padded_row_tokens(padded_sample_tokens(length, dims, config), dims, config)
+    return -(-row // dims.context_parallel)
+
+
+def row_capacity_tokens(dims: ParallelDims, config: PlannerConfig) -> int:
+    """The largest padded micro-batch that keeps to the cap, in tokens.
+
+    Raises:
+        ConfigError: not even a placeholder fits.
+    """
+    cap = config.cap_tokens(dims)
+    placeholder = placeholder_tokens(dims, config)
+    if placeholder > cap:
+        raise ConfigError(
+            f"the smallest micro-batch takes {placeholder} tokens once padded (context_parallel="
+            f"{dims.context_parallel}, tensor_parallel={dims.tensor_parallel}, "
+            f"sequence_parallel={dims.sequence_parallel}, pad_each_to={config.pad_each_to}, "
+            f"pad_total_to={config.pad_total_to}), but the cap is {cap}; set max_tokens_per_gpu to "
+            f"{needed_max_tokens_per_gpu(1, dims, config)} or more, or lower pad_each_to and "
+            "pad_total_to"
+        )
+    multiple = row_multiple_tokens(dims, config)
+    return cap // multiple * multiple

@@ -1,0 +1,160 @@
+"""`mcore-batching calibrate`: time a real Megatron layer stack, write the planner's cost model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+from mcore_batching.planning import ConfigError
+from mcore_batching.tools import report
+from mcore_batching.tools.cli.options import UsageError, complain, write
+
+_FEWEST_TOKENS = 64
+"""Of the longest row, for as many different rows as a fit needs."""
+_MOST_GROUPS = 8
+_POOR_FIT = 0.2
+"""Relative error of the worst row beyond which a fit is not to be trusted."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.description = (
+        "Time a layer stack of megatron-core on the present device over rows of several sizes, and "
+        "fit what a micro-batch costs. Needs mcore_batching[megatron]."
+    )
+    for flag, default, help_text in (
+        ("--num-layers", 4, "layers of a pipeline stage"),
+        ("--hidden-size", 1024, "size of the residual stream"),
+        ("--ffn-hidden-size", 4096, "inner size of the feed-forward layers"),
+        ("--num-attention-heads", 16, "query heads"),
+        ("--max-tokens", 16384, "tokens of the longest row"),
+        ("--repeats", 5, "timed runs of each row, of which the median counts"),
+    ):
+        parser.add_argument(
+            flag, type=int, default=default, metavar="N", help=f"{help_text} (default: %(default)s)"
+        )
+    parser.add_argument(
+        "--num-query-groups",
+        type=int,
+        metavar="N",
+        help="key-value heads, a divisor of the query heads (default: the largest up to "
+        f"{_MOST_GROUPS})",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="of weights and activations (default: bfloat16 on a GPU, float32 on the CPU)",
+    )
+    parser.add_argument("--cpu", action="store_true", help="on the CPU, though there is a GPU")
+    parser.add_argument("--out", metavar="FILE", help="write the cost model to this file, as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Time, fit, print, and write what was asked for."""
+    for flag in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "repeats"):
+        _at_least(options, flag, 1)
+    _at_least(options, "max_tokens", _FEWEST_TOKENS)
+    groups = _query_groups(options)
+    # megatron-core warns of every optional package that is absent.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    try:
+        import torch
+
+        from mcore_batching.megatron import cpu_emulation
+    except ImportError as error:
+        raise UsageError(
+            f"calibrate needs PyTorch and megatron-core ({error}): pip install "
+            "'mcore_batching[megatron]'"
+        ) from None
+    if options.cpu or not torch.cuda.is_available():
+        cpu_emulation.enable(force=options.cpu)
+    else:
+        torch.cuda.set_device(0)
+    from mcore_batching.megatron.standalone.calibration import LayerStack, calibrate
+
+    on_cpu = cpu_emulation.is_enabled()
+    dtype = options.dtype or ("float32" if on_cpu else "bfloat16")
+    stack = LayerStack(
+        num_layers=options.num_layers,
+        hidden_size=options.hidden_size,
+        ffn_hidden_size=options.ffn_hidden_size,
+        num_attention_heads=options.num_attention_heads,
+        num_query_groups=groups,
+        dtype=getattr(torch, dtype),
+    )
+    try:
+        fit, timings = calibrate(stack, max_tokens=options.max_tokens, repeats=options.repeats)
+    except ConfigError as error:
+        raise UsageError(f"{error}; raise --max-tokens or --repeats") from None
+    device = "CPU" if on_cpu else torch.cuda.get_device_name()
+    model = fit.cost_model
+    rows = [
+        (
+            f"{len(timing.lengths)} x {timing.lengths[0]}",
+            f"{1e3 * timing.forward_seconds:.2f}",
+            f"{1e3 * timing.backward_seconds:.2f}",
+            f"{1e3 * fit.seconds_per_unit * model.micro_batch(timing.lengths):.2f}",
+        )
+        for timing in timings
+    ]
+    columns = ("sequences x tokens", "forward ms", "backward ms", "fitted forward ms")
+    report.print_table(report.Table(columns=columns, rows=tuple(rows)), sys.stdout)
+    print(
+        f"{options.num_layers} layers in {dtype} on {device}: a token takes "
+        f"{1e6 * fit.seconds_per_unit:.3g} µs, attention as much at "
+        f"{1 / model.quadratic if model.quadratic else float('inf'):.0f} tokens, a micro-batch as "
+        f"much as {model.per_micro_batch:.0f} tokens, backward {model.backward_ratio:.2f} x forward"
+    )
+    print(
+        f"error of the fit: {fit.mean_relative_error:.1%} on average, "
+        f"{fit.max_relative_error:.1%} at worst"
+    )
+    if fit.max_relative_error > _POOR_FIT:
+        complain(
+            f"the cost model is poor: it is {fit.max_relative_error:.0%} off for one of the rows; "
+            "raise --max-tokens or --repeats, and keep the device free of other work"
+        )
+    if options.out:
+        document = json.loads(model.to_json()) | {
+            "seconds_per_unit": fit.seconds_per_unit,
+            "mean_relative_error": fit.mean_relative_error,
+            "max_relative_error": fit.max_relative_error,
+            "measured_on": device,
+        }
+        write(options.out, json.dumps(document, indent=1))
+        print(f"wrote {options.out}")
+    return 0
+
+
+def _at_least(options: argparse.Namespace, name: str, minimum: int) -> None:
+    value = getattr(options, name)
+    if value < minimum:
+        flag = f"--{name.replace('_', '-')}"
+        raise UsageError(f"{flag} must be {minimum} or more, got {value}; set {flag} accordingly")
+
+
+def _query_groups(options: argparse.Namespace) -> int:
+    """Key-value heads, the sizes of all heads being checked."""
+    hidden, heads, groups = (
+        options.hidden_size,
+        options.num_attention_heads,
+        options.num_query_groups,
+    )
+    if hidden % (2 * heads):
+        raise UsageError(
+            f"--hidden-size must be a multiple of twice --num-attention-heads, for heads of one "
+            f"even size, got {hidden} and {heads}; set --hidden-size to a multiple of {2 * heads}, "
+            "or --num-attention-heads accordingly"
+        )
+    divisors = [size for size in range(1, heads + 1) if heads % size == 0]
+    if groups is None:
+        return max(size for size in divisors if size <= _MOST_GROUPS)
+    if groups not in divisors:
+        raise UsageError(
+            f"--num-query-groups must divide --num-attention-heads, got {groups} and {heads}; set "
+            f"--num-query-groups to one of {', '.join(map(str, divisors))}"
+        )
+    return int(groups)

@@ -1,0 +1,46 @@
+"""`mcore-batching check`: check a plan against its lengths."""
+
+from __future__ import annotations
+
+import argparse
+
+from mcore_batching.planning import InvariantError, Plan
+from mcore_batching.planning.plan import recorded_digest
+from mcore_batching.planning.validation import validate_plan
+from mcore_batching.tools import report
+from mcore_batching.tools.cli.options import add_lengths, complain, read
+from mcore_batching.tools.lengths_file import read_lengths
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.description = "Check a plan against its lengths, and name the invariant that it breaks."
+    parser.add_argument("plan", metavar="PLAN.json", help="a plan, as --out writes it")
+    add_lengths(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check; status 1 if an invariant is broken."""
+    text = read(options.plan)
+    lengths = read_lengths(options.lengths, options.column)
+    # The digest comes last: "changed after it was written" says less than what the change broke.
+    plan = Plan.from_json(text, verify_digest=False)
+    try:
+        validate_plan(plan, lengths)
+    except InvariantError as error:
+        complain(f"{options.plan}: {error}")
+        return 1
+    recorded, found = recorded_digest(text), plan.digest()
+    if recorded not in (None, found):
+        complain(
+            f"{options.plan}: the invariants hold, but the digest is {recorded} and the content "
+            f"gives {found}: the plan was changed after it was written"
+        )
+        return 1
+    held = ["exact cover", "cap", "equal count"]
+    if plan.config.fill == "split":
+        held.append("split before placeholder")
+    digest = "digest matches" if recorded else "no digest recorded"
+    print(f"{options.plan}: {report.plan_heading(plan)}: {', '.join(held)} hold; {digest}")
+    return 0

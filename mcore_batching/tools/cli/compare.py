@@ -1,0 +1,73 @@
+"""`mcore-batching compare`: this planner, its plainer modes and other frameworks' rules."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from mcore_batching.tools import compare, compare_table, report
+from mcore_batching.tools.cli.options import (
+    UsageError,
+    add_dims,
+    add_lengths,
+    add_search,
+    config_of,
+    cost_model_of,
+    dims_of,
+    write,
+)
+from mcore_batching.tools.lengths_file import read_lengths
+
+_FORMATS = {".csv": compare_table.as_csv, ".json": compare_table.as_json}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.description = (
+        "Plan the same steps with this planner, its plainer modes and the rules of other "
+        "frameworks, and predict how long each step takes."
+    )
+    add_lengths(parser)
+    add_dims(parser)
+    parser.add_argument(
+        "--draws",
+        type=int,
+        metavar="N",
+        help="draw this many steps of --samples-per-step at random (default: consecutive steps)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of --draws (default: %(default)s)"
+    )
+    add_search(parser)
+    parser.add_argument(
+        "--out", metavar="FILE", help="also write the table, to a .csv or a .json file"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compare and print the table."""
+    dims, config = dims_of(options), config_of(options)
+    cost_model = cost_model_of(options)
+    to_text = None
+    if options.out:
+        to_text = next((f for end, f in _FORMATS.items() if options.out.endswith(end)), None)
+        if to_text is None:
+            raise UsageError(f"--out must end in .csv or .json, got {options.out}")
+    lengths = read_lengths(options.lengths, options.column)
+    steps = compare.draw_steps(lengths, options.samples_per_step, options.draws, options.seed)
+    outcomes = compare.compare(steps, dims, config, cost_model)
+    per_step = sorted({len(step) for step in steps})
+    samples = str(per_step[0]) if len(per_step) == 1 else f"{per_step[0]} to {per_step[-1]}"
+    print(
+        f"{len(steps)} step{'s' if len(steps) != 1 else ''} of {samples} samples, "
+        f"{report.layout_line(dims, config)}"
+    )
+    report.print_table(compare_table.as_table(outcomes), sys.stdout)
+    print(compare_table.LEGEND)
+    for line in compare_table.summary(outcomes):
+        print(line)
+    if to_text is not None:
+        write(options.out, to_text(outcomes))
+        print(f"wrote {options.out}")
+    return 0

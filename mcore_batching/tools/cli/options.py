@@ -1,0 +1,181 @@
+"""What several commands share: their arguments, files and messages."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig
+from mcore_batching.planning.config import CHOICES
+
+FLAG_OF_SIZE = {
+    "data_parallel": "--dp",
+    "pipeline_parallel": "--pp",
+    "virtual_pipeline": "--vpp",
+    "context_parallel": "--cp",
+    "tensor_parallel": "--tp",
+    "expert_parallel": "--ep",
+}
+_FLAG_OF_ARGUMENT = {
+    **FLAG_OF_SIZE,
+    "max_tokens_per_gpu": "--max-tokens-per-gpu",
+    "microbatch_group_size": "--microbatch-group-size",
+    "samples_per_step": "--samples-per-step",
+    "draws": "--draws",
+    "groups_per_step": "--groups-per-step",
+    "last=": "--last-groups ",
+    "plan_effort": "--plan-effort",
+    "max_inflight_tokens": "--max-inflight-tokens",
+}
+_LENGTHS_HELP = (
+    "lengths in tokens: a text file with one integer a line, a .csv or .jsonl file (with "
+    "--column), or - for text on standard input"
+)
+
+
+class UsageError(Exception):
+    """Something that the user can put right; its text is shown after `mcore-batching:`."""
+
+
+def add_lengths(parser: argparse.ArgumentParser) -> None:
+    """LENGTHS and --column."""
+    parser.add_argument("lengths", metavar="LENGTHS", help=_LENGTHS_HELP)
+    parser.add_argument("--column", help="column of a CSV file or key of JSON lines")
+
+
+def add_dims(parser: argparse.ArgumentParser) -> None:
+    """The cap, and the sizes of the parallel groups."""
+    parser.add_argument(
+        "--max-tokens-per-gpu",
+        type=int,
+        required=True,
+        metavar="N",
+        help="most padded tokens one GPU holds of a micro-batch",
+    )
+    for option, flag in FLAG_OF_SIZE.items():
+        parser.add_argument(
+            flag,
+            dest=option,
+            type=int,
+            default=default(ParallelDims, option),
+            metavar="N",
+            help=f"{option.replace('_', '-')} size (default: %(default)s)",
+        )
+    parser.add_argument(
+        "--sequence-parallel", action="store_true", help="sequence parallelism is on"
+    )
+    parser.add_argument(
+        "--microbatch-group-size",
+        type=int,
+        metavar="N",
+        help="micro-batches a model chunk runs in turn, with --vpp (default: --pp)",
+    )
+    parser.add_argument(
+        "--samples-per-step",
+        type=int,
+        metavar="N",
+        help="cut the samples into consecutive steps of this many (default: one step)",
+    )
+
+
+def add_search(parser: argparse.ArgumentParser) -> None:
+    """How long to search, within which memory, by which costs."""
+    add_plan_effort(parser)
+    parser.add_argument(
+        "--max-inflight-tokens",
+        type=int,
+        metavar="N",
+        help="most padded tokens whose activations the first pipeline stage may hold at a time",
+    )
+    add_cost_model(parser)
+
+
+def add_cost_model(parser: argparse.ArgumentParser) -> None:
+    """What samples and micro-batches cost."""
+    parser.add_argument(
+        "--cost-model",
+        metavar="FILE",
+        help="JSON of what samples and micro-batches cost, as `calibrate` writes it (default: "
+        "L + L²/24576 tokens a sample of L tokens, 256 a micro-batch, backward twice forward)",
+    )
+
+
+def add_plan_effort(parser: argparse.ArgumentParser) -> None:
+    """How long to search."""
+    parser.add_argument(
+        "--plan-effort",
+        type=int,
+        default=default(PlannerConfig, "plan_effort"),
+        metavar="N",
+        help="how long to search: simulated passes of a micro-batch for each sample of a step "
+        "(default: %(default)s)",
+    )
+
+
+def default(options: type[ParallelDims] | type[PlannerConfig], name: str) -> Any:
+    """The default of a field of the planner's options."""
+    return next(option.default for option in fields(options) if option.name == name)
+
+
+def dims_of(options: argparse.Namespace) -> ParallelDims:
+    """The layout that `add_layout`'s arguments say."""
+    return ParallelDims(
+        **{option: getattr(options, option) for option in FLAG_OF_SIZE},
+        sequence_parallel=options.sequence_parallel,
+        microbatch_group_size=options.microbatch_group_size,
+    )
+
+
+def config_of(options: argparse.Namespace) -> PlannerConfig:
+    """The planner's options, as far as the command has flags for its policies."""
+    return PlannerConfig(
+        max_tokens_per_gpu=options.max_tokens_per_gpu,
+        **{option: getattr(options, option) for option in CHOICES if hasattr(options, option)},
+        plan_effort=options.plan_effort,
+        max_inflight_tokens=options.max_inflight_tokens,
+    )
+
+
+def cost_model_of(options: argparse.Namespace) -> CostModel | None:
+    """The model in `--cost-model`, None without the flag."""
+    return CostModel.from_json(read(options.cost_model)) if options.cost_model else None
+
+
+def read(path: str) -> str:
+    """A file's text.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from None
+
+
+def write(path: str, text: str) -> None:
+    """Write a line or more to a file.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error}; set --out to a writable file") from None
+
+
+def complain(message: str) -> None:
+    """One line on standard error."""
+    print(f"mcore-batching: {' '.join(message.split())}", file=sys.stderr)
+
+
+def with_flags(message: str) -> str:
+    """A library error in the command's words: argument names become flags."""
+    for option, flag in _FLAG_OF_ARGUMENT.items():
+        message = re.sub(rf"\b(?<!-){option}\b", flag, message)
+    return message

@@ -1,0 +1,149 @@
+"""`mcore-batching plan`: make a plan from a file of lengths."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import get_args
+
+from mcore_batching.planning import Plan, PlannerConfig, plan_batch, step_statistics
+from mcore_batching.planning.config import CHOICES
+from mcore_batching.planning.groups import LastStep
+from mcore_batching.planning.validation import validate_plan
+from mcore_batching.tools import report
+from mcore_batching.tools.cli.options import (
+    UsageError,
+    add_dims,
+    add_lengths,
+    add_search,
+    config_of,
+    cost_model_of,
+    default,
+    dims_of,
+    write,
+)
+from mcore_batching.tools.explain import explain
+from mcore_batching.tools.lengths_file import read_groups, read_lengths
+from mcore_batching.tools.plot import check_picture, draw_step
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.description = "Decide which samples share a micro-batch, on which rank, in which order."
+    add_lengths(parser)
+    add_dims(parser)
+    _add_groups(parser)
+    for option, help_text in (
+        ("on_oversize", "a sample over the cap runs alone, or is an error"),
+        ("fill", "split micro-batches before adding placeholders, or never split"),
+        ("packing", "auto takes the one of the others that needs fewer micro-batches"),
+        (
+            "balance",
+            "what the plan is made for: the pipeline's end, or full micro-batches evened out by "
+            "cost or tokens; auto is pipeline",
+        ),
+    ):
+        parser.add_argument(
+            f"--{option.replace('_', '-')}",
+            choices=CHOICES[option],
+            default=default(PlannerConfig, option),
+            help=f"{help_text} (default: %(default)s)",
+        )
+    add_search(parser)
+    parser.add_argument(
+        "--forward-only",
+        action="store_true",
+        help="plan forward passes alone, as for old and reference log-probs",
+    )
+    parser.add_argument("--out", metavar="PLAN.json", help="write the plan to this file")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw the pipeline's time line and the fill of each micro-batch, to a .png, .svg or "
+        ".html file",
+    )
+    parser.add_argument(
+        "--plot-step", type=int, default=0, metavar="N", help="step to draw (default: %(default)s)"
+    )
+    parser.set_defaults(run=run)
+
+
+def _add_groups(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--groups",
+        metavar="FILE",
+        help="group (prompt) of each sample, in files as for LENGTHS: steps hold whole groups",
+    )
+    parser.add_argument("--group-column", help="--column, for --groups")
+    parser.add_argument(
+        "--groups-per-step", type=int, metavar="N", help="groups of each step, with --groups"
+    )
+    parser.add_argument(
+        "--last-groups",
+        choices=get_args(LastStep),
+        default="keep",
+        help="groups left over: a shorter last step, left out, or an error (default: %(default)s)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan, check the plan, say what it is."""
+    dims, config = dims_of(options), config_of(options)
+    cost_model = cost_model_of(options)
+    groups = _read_groups(options)
+    if options.plot:
+        check_picture(options.plot)
+    lengths = read_lengths(options.lengths, options.column)
+    plan = plan_batch(
+        lengths,
+        dims,
+        config,
+        cost_model,
+        samples_per_step=options.samples_per_step,
+        groups=groups,
+        groups_per_step=options.groups_per_step,
+        last=options.last_groups,
+        forward_only=options.forward_only,
+    )
+    validate_plan(plan, lengths)
+    if options.out:
+        write(options.out, plan.to_json())
+    print(report.plan_heading(plan))
+    report.print_table(
+        report.step_table([step_statistics(step, lengths) for step in plan.steps]), sys.stdout
+    )
+    print(report.STEP_LEGEND)
+    if len(plan.steps) == 1:
+        print(explain(plan.steps[0], lengths))
+    else:
+        print(report.packing_line(plan, lengths))
+    print(f"digest {plan.digest()}")
+    if options.out:
+        print(f"wrote {options.out}")
+    if options.plot:
+        _draw(options, plan, lengths)
+        print(f"wrote {options.plot}")
+    return 0
+
+
+def _draw(options: argparse.Namespace, plan: Plan, lengths: Sequence[int]) -> None:
+    number = options.plot_step
+    if not 0 <= number < len(plan.steps):
+        raise UsageError(
+            f"--plot-step must be from 0 to {len(plan.steps) - 1}, the plan's last step, "
+            f"got {number}"
+        )
+    where = f"step {number}, " if len(plan.steps) > 1 else ""
+    title = f"{where}{report.layout_line(plan.dims, plan.config)}"
+    draw_step(plan.steps[number], lengths, options.plot, title=title)
+
+
+def _read_groups(options: argparse.Namespace) -> list[str | int] | None:
+    if options.groups is None:
+        if options.group_column is not None:
+            raise UsageError("--group-column needs --groups; set --groups to the file with it")
+        return None
+    if options.groups == options.lengths == "-":
+        raise UsageError("LENGTHS and --groups are both -; write one of them to a file")
+    return read_groups(options.groups, options.group_column)

@@ -1,0 +1,101 @@
+"""Draws a recorded job: predicted and measured time of every step, and the floor.
+
+Steps of another layout, other options or another cost model get a part of the picture of their own.
+
+Guarantees: as `plot`; times are in seconds if any step of a part was measured, else in units of
+cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mcore_batching.tools.plot import check_picture, save_figure
+from mcore_batching.tools.replay import ReplayedStep, by_setting, relative_errors, seconds_per_unit
+from mcore_batching.tools.report import layout_line
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure, SubFigure
+
+
+def draw_replay(steps: Sequence[ReplayedStep], path: str | Path) -> None:
+    """Draw a job.
+
+    Args:
+        steps: at least one.
+        path: .png, .svg or .html.
+
+    Raises:
+        PlotError: see `check_picture`, or the file cannot be written.
+    """
+    check_picture(path)
+    save_figure(replay_figure(steps), path, {})
+
+
+def replay_figure(steps: Sequence[ReplayedStep]) -> Figure:
+    """The picture as a matplotlib figure."""
+    from matplotlib.figure import Figure
+
+    settings = by_setting(steps)
+    figure = Figure(figsize=(10, 5.5 * len(settings)), layout="constrained")
+    parts = figure.subfigures(len(settings), 1, squeeze=False)[:, 0]
+    first = 0
+    for part, alike in zip(parts, settings, strict=True):
+        if len(settings) > 1:
+            plan = alike[0].record.plan
+            part.suptitle(layout_line(plan.dims, plan.config))
+        _draw(part, alike, first)
+        first += len(alike)
+    return figure
+
+
+def _draw(figure: SubFigure, steps: Sequence[ReplayedStep], first: int) -> None:
+    """Steps of one setting; `first` counts those before."""
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    factor = seconds_per_unit(steps)
+    scale = 1.0 if factor is None else factor
+    numbers = range(first, first + len(steps))
+    times, errors = figure.subplots(
+        2, 1, sharex=True, height_ratios=[3, 1], gridspec_kw={"hspace": 0.05}
+    )
+    times.fill_between(
+        numbers,
+        [scale * step.floor for step in steps],
+        color="#ededed",
+        label="floor: no plan ends sooner",
+    )
+    times.plot(
+        numbers, [scale * step.predicted for step in steps], color="#3b6fb6", label="predicted"
+    )
+    measured = [
+        (number, step.record.measured_seconds)
+        for number, step in zip(numbers, steps, strict=True)
+        if step.record.measured_seconds
+    ]
+    times.plot(
+        [number for number, _ in measured],
+        [seconds for _, seconds in measured],
+        color="#d9762b",
+        linestyle="none",
+        marker="o",
+        markersize=4,
+        label="measured",
+    )
+    times.set_ylabel("seconds a step" if factor is not None else "units of cost a step")
+    times.set_ylim(bottom=0)
+    times.legend(fontsize=8, frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
+    if factor is not None:
+        wrong = relative_errors(steps, factor)
+        mean = sum(map(abs, wrong)) / len(wrong)
+        errors.bar([number for number, _ in measured], wrong, color="#7ea6d9")
+        times.set_title(
+            f"{len(steps)} steps; predictions are off by {mean:.1%} on average", loc="left"
+        )
+    errors.axhline(0, color="#333333", linewidth=0.8)
+    errors.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    errors.set_ylabel("error")
+    errors.set_xlabel("recorded step")
+    errors.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -1,0 +1,171 @@
+"""Tables for people.
+
+Guarantees: the same cells with and without `rich`; without it, or when the output is not a terminal
+that fits, columns are aligned with spaces and nothing is wrapped or cut.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TextIO
+
+from mcore_batching.planning.bounds import micro_batch_lower_bound
+
+if TYPE_CHECKING:
+    from mcore_batching.planning import ParallelDims, Plan, PlannerConfig, StepStatistics
+
+SHOWN_STEPS_AT_EACH_END = 8
+
+STEP_COLUMNS = (
+    "step",
+    "samples",
+    "micro-batches/rank",
+    "token fill",
+    "padding",
+    "placeholders",
+    "oversize",
+    "rank balance",
+    "slot balance",
+    "time/floor",
+)
+
+STEP_LEGEND = """\
+token fill    tokens of samples / (cap x micro-batches of all ranks, placeholders included)
+padding       share of padding in the tokens of micro-batches that hold samples
+rank balance  cost of the heaviest rank / mean over ranks; 1 is even
+slot balance  costliest micro-batch of each slot, added up / mean over ranks; 1 is even
+time/floor    predicted end of the step / a time before which no plan's step ends"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table of strings."""
+
+    columns: tuple[str, ...]
+    """Headings [columns]."""
+    rows: tuple[tuple[str, ...], ...]
+    """Cells [rows][columns]."""
+    total: tuple[str, ...] | None = None
+    """A last row [columns], set apart."""
+
+
+def step_table(statistics: Sequence[StepStatistics]) -> Table:
+    """One row a step and a total; of many steps only the first and the last few.
+
+    Args:
+        statistics: of each step, in order; at least one.
+    """
+    shown = SHOWN_STEPS_AT_EACH_END
+    rows = [_step_row(str(index), step) for index, step in enumerate(statistics)]
+    if len(rows) > 2 * shown:
+        left_out = ("…", f"({len(rows) - 2 * shown} steps)", *[""] * (len(STEP_COLUMNS) - 2))
+        rows = [*rows[:shown], left_out, *rows[-shown:]]
+    total = statistics[0]
+    for step in statistics[1:]:
+        total += step
+    return Table(columns=STEP_COLUMNS, rows=tuple(rows), total=_step_row("total", total))
+
+
+def _step_row(name: str, step: StepStatistics) -> tuple[str, ...]:
+    return (
+        name,
+        str(step.num_samples),
+        str(step.num_microbatches),
+        f"{step.fill:.1%}",
+        f"{step.padding:.1%}",
+        str(step.num_placeholders),
+        str(step.num_oversize),
+        f"{step.rank_balance:.3f}",
+        f"{step.slot_balance:.3f}",
+        f"{step.time_over_floor:.3f}",
+    )
+
+
+def packing_line(plan: Plan, lengths: Sequence[int]) -> str:
+    """One line: micro-batches with samples of all steps, against the fewest of any packing."""
+    count = sum(
+        samples != () for step in plan.steps for rank in step.micro_batches for samples in rank
+    )
+    bound = sum(
+        micro_batch_lower_bound(
+            [lengths[sample] for sample in step.sample_indices], step.dims, step.config
+        )
+        for step in plan.steps
+    )
+    return (
+        f"{count} micro-batches with samples in all steps, {count / bound if bound else 1.0:.3f} x "
+        f"the {bound} that no packing takes fewer than"
+    )
+
+
+def plan_heading(plan: Plan) -> str:
+    """One line: what was planned, for which layout, under which cap."""
+    samples, steps = plan.num_samples, len(plan.steps)
+    return (
+        f"{samples} sample{'s' if samples != 1 else ''} in {steps} "
+        f"step{'s' if steps != 1 else ''}, "
+        f"{f'{len(plan.dropped)} dropped, ' if plan.dropped else ''}"
+        f"{layout_line(plan.dims, plan.config)}"
+    )
+
+
+def layout_line(dims: ParallelDims, config: PlannerConfig) -> str:
+    """The layout's sizes, and the cap."""
+    sizes = [
+        f"{name}{size}"
+        for name, size in (
+            ("DP", dims.data_parallel),
+            ("PP", dims.pipeline_parallel),
+            ("VPP", dims.virtual_pipeline),
+            ("CP", dims.context_parallel),
+            ("TP", dims.tensor_parallel),
+            ("EP", dims.expert_parallel),
+        )
+        if size > 1 or name == "DP"
+    ]
+    sequence = " with sequence parallel" if dims.sequence_parallel else ""
+    return f"{' x '.join(sizes)}{sequence}, cap {config.cap_tokens(dims)} tokens"
+
+
+def format_plain(table: Table) -> str:
+    """The table as text, columns right-aligned and two spaces apart."""
+    rows = [table.columns, *table.rows, *([table.total] if table.total else [])]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+    rule = "-" * len(lines[0])
+    lines.insert(1, rule)
+    if table.total:
+        lines.insert(-1, rule)
+    return "\n".join(lines)
+
+
+def print_table(table: Table, file: TextIO) -> None:
+    """Write the table to `file`, by `rich` where it is installed and a wide enough terminal."""
+    if file.isatty() and _print_rich(table, file):
+        return
+    print(format_plain(table), file=file)
+
+
+def _print_rich(table: Table, file: TextIO) -> bool:
+    """Whether `rich` is there, the terminal holds the table, and it was written."""
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.measure import Measurement
+        from rich.table import Table as RichTable
+    except ImportError:
+        return False
+    drawn = RichTable(box=box.SIMPLE_HEAD, show_footer=table.total is not None)
+    for column, heading in enumerate(table.columns):
+        footer = table.total[column] if table.total else ""
+        drawn.add_column(heading, footer, justify="right", no_wrap=True)
+    for row in table.rows:
+        drawn.add_row(*row)
+    console = Console(file=file, width=shutil.get_terminal_size((120, 24)).columns)
+    needed = Measurement.get(console, console.options.update(max_width=10_000), drawn).minimum
+    if needed > console.width:
+        return False
+    console.print(drawn)
+    return True
