@@ -7,15 +7,12 @@ instead; it survives pickling with its message and attributes, so that a rank ca
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+
+from mcore_batching.planning.errors import MCoreBatchingError
 
 
-class BatchError(ValueError):
-    """Base of the errors that `mcore_batching.batch` raises on purpose."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Rebuild from message and attributes: subclasses' constructors take other arguments."""
-        return _rebuild, (type(self), self.args, dict(self.__dict__))
+class BatchError(MCoreBatchingError, ValueError):
+    """Base of the errors that `mcore_batching.batch` and `mcore_batching.rl` raise on purpose."""
 
 
 class SchemaError(BatchError):
@@ -79,9 +76,3 @@ class SplitGroupError(BatchError):
         """Take the message as it is."""
         super().__init__(message)
         self.ranks_of_group = ranks_of_group
-
-
-def _rebuild(cls: type[BatchError], args: tuple[object, ...], state: dict[str, Any]) -> BatchError:
-    error = cls.__new__(cls, *args)
-    error.__dict__.update(state)
-    return error

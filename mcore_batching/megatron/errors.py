@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mcore_batching.planning.errors import MCoreBatchingError
 
-class DynamicBatchArgumentError(ValueError):
+
+class DynamicBatchArgumentError(MCoreBatchingError, ValueError):
     """Flags, or model settings, with which dynamic micro-batches would hang or train wrongly.
 
     The message lists every problem found, each with what to set instead.
     """
 
 
-class CollectiveError(RuntimeError):
+class CollectiveError(MCoreBatchingError, RuntimeError):
     """Base of the errors that all ranks raise together.
 
     Attributes:
@@ -30,9 +32,6 @@ class CollectiveError(RuntimeError):
         self.failures = dict(failures)
         lines = [f"  rank {rank}: {text}" for rank, text in sorted(self.failures.items())]
         super().__init__("\n".join([f"{self.headline}:", *lines]))
-
-    def __reduce__(self) -> tuple[type[CollectiveError], tuple[dict[int, str]]]:
-        return type(self), (self.failures,)
 
 
 class PlanningFailedError(CollectiveError):

@@ -8,11 +8,13 @@ from mcore_batching.planning.bounds import bin_lower_bound
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
 from mcore_batching.planning.errors import (
+    Argument,
     ConfigError,
     InflightBoundError,
     InvariantError,
     ItemTooLargeError,
     LengthError,
+    MCoreBatchingError,
     OversizeSampleError,
     ParallelDimsError,
     PlanFormatError,
@@ -42,12 +44,14 @@ from mcore_batching.planning.tokens import (
 )
 
 __all__ = [
+    "Argument",
     "ConfigError",
     "CostModel",
     "InflightBoundError",
     "InvariantError",
     "ItemTooLargeError",
     "LengthError",
+    "MCoreBatchingError",
     "OversizeSampleError",
     "ParallelDims",
     "ParallelDimsError",

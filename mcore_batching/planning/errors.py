@@ -1,28 +1,69 @@
-"""The planner's errors.
+"""The root of this package's errors, and the planner's.
 
-Guarantees: each is a `ValueError`; its message says what was expected, what came, and what to set;
-it survives pickling with its message and attributes, so that a rank can send it to the others.
+An error that a user can mend names the argument to set as data, an `Argument` among the parts of
+its message. Each face spells it in its own way: the library `max_tokens_per_gpu`, the command line
+`--max-tokens-per-gpu`, training `--max-tokens-per-gpu` or `--dynamic-batch-...`:
+
+    error = ConfigError("the cap is too small; set ", Argument("on_oversize", "own-bin"))
+    str(error)                                              # ... set on_oversize='own-bin'
+    error.text(lambda argument: f"--{argument.name}")       # ... set --on_oversize
+
+Every error survives pickling with its message and attributes, so that a rank can send it to others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """An argument that a message speaks of, and the value that it says to give, if any."""
+
+    name: str
+    """As the library spells it."""
+    value: object = None
+    """What to set it to; None: the message says it in words."""
+
+    def __str__(self) -> str:
+        """`name`, or `name=value`."""
+        return self.name if self.value is None else f"{self.name}={self.value!r}"
+
+
 def _rebuild(
-    cls: type[PlanningError], args: tuple[object, ...], state: dict[str, Any]
-) -> PlanningError:
+    cls: type[MCoreBatchingError], args: tuple[object, ...], state: dict[str, Any]
+) -> MCoreBatchingError:
     error = cls.__new__(cls, *args)
     error.__dict__.update(state)
     return error
 
 
-class PlanningError(ValueError):
-    """Base of every error that the planner raises on purpose."""
+class MCoreBatchingError(Exception):
+    """Root of every error that this package raises on purpose.
+
+    Each class below it is also a built-in one (`ValueError`, `RuntimeError`, ...).
+
+    Args:
+        parts: of the message, in order: texts, and the arguments that it speaks of.
+    """
+
+    def __init__(self, *parts: str | Argument) -> None:
+        self.parts = parts
+        super().__init__("".join(map(str, parts)))
+
+    def text(self, spell: Callable[[Argument], str]) -> str:
+        """The message with its arguments spelled by `spell`."""
+        return "".join(spell(part) if isinstance(part, Argument) else part for part in self.parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Rebuild from message and attributes: subclasses' constructors take other arguments."""
         return _rebuild, (type(self), self.args, dict(self.__dict__))
+
+
+class PlanningError(MCoreBatchingError, ValueError):
+    """Base of every error that the planner raises on purpose."""
 
 
 class ParallelDimsError(PlanningError):
@@ -43,9 +84,8 @@ class LengthError(PlanningError):
     Attributes: `index`, the position of the offending entry, or None if the whole is at fault.
     """
 
-    def __init__(self, message: str, *, index: int | None = None) -> None:
-        """Take the message as it is."""
-        super().__init__(message)
+    def __init__(self, *parts: str | Argument, index: int | None = None) -> None:
+        super().__init__(*parts)
         self.index = index
 
 
@@ -53,10 +93,10 @@ class ItemTooLargeError(PlanningError):
     """An item that fits no bin. Attributes: `index`, `size`, `capacity`."""
 
     def __init__(self, *, index: int, size: int, capacity: int) -> None:
-        """Compose the message from the item and the bin."""
         super().__init__(
-            f"item {index} has size {size}, more than a bin's capacity of {capacity}; "
-            f"set capacity to {size} or more, or leave the item out"
+            f"item {index} has size {size}, more than a bin's capacity of {capacity}; set ",
+            Argument("capacity"),
+            f" to {size} or more, or leave the item out",
         )
         self.index = index
         self.size = size
@@ -80,12 +120,14 @@ class OversizeSampleError(PlanningError):
         needed_max_tokens_per_gpu: int,
         num_oversize: int = 1,
     ) -> None:
-        """Compose the message from the sample, the cap and what to set."""
         others = f" (and {num_oversize - 1} more samples)" if num_oversize > 1 else ""
         super().__init__(
             f"sample {index} has {length} tokens, {padded_length} after padding, but a micro-batch "
-            f"may hold at most {cap}{others}; set --max-tokens-per-gpu >= "
-            f"{needed_max_tokens_per_gpu}, or --on-oversize own-bin to run such samples alone"
+            f"may hold at most {cap}{others}; set ",
+            Argument("max_tokens_per_gpu"),
+            f" to {needed_max_tokens_per_gpu} or more, or ",
+            Argument("on_oversize", "own-bin"),
+            " to run such samples alone",
         )
         self.index = index
         self.length = length
@@ -113,7 +155,6 @@ class InvariantError(PlanningError):
         rank: int | None = None,
         slot: int | None = None,
     ) -> None:
-        """Put the invariant's name and the place before `message`."""
         where = [
             f"{name} {value}"
             for name, value in (("step", step), ("rank", rank), ("slot", slot))

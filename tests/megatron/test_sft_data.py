@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.datasets.utils import Split
 from sft_cases import Wrapped, write
 
-from mcore_batching.integrations.megatron_lm import sft_data
+from mcore_batching.integrations.megatron_lm.sft import install_data as sft_data
 from mcore_batching.integrations.megatron_lm.sft.jsonl import SftDataError
 from mcore_batching.integrations.megatron_lm.sft.sample_tokens import byte_level_tokenizer
 
