@@ -1,0 +1,250 @@
+"""Agreement between ranks: an error on one rank is raised on all, and settings must be the same.
+
+    consensus = Consensus(group)
+    agreed = consensus.agree(
+        "reading the batch",
+        lambda: read(path),
+        lambda batch: Statement(equal={"fields": sorted(batch)}, tell=len(batch["tokens"])),
+    )
+    agreed.result           # this rank's batch
+    agreed.told             # {0: 12, 1: 9}: what every rank told, by global rank
+
+A rank that raises while others wait in a collective leaves them waiting. So what may fail is done
+inside `Consensus.agree`: it exchanges how the work went before anybody goes on.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch.distributed as dist
+
+from mcore_batching.batch.errors import BatchError
+from mcore_batching.planning.errors import Argument, MCoreBatchingError
+
+Result = TypeVar("Result")
+
+
+class CollectiveError(MCoreBatchingError, RuntimeError):
+    """Base of the errors that all ranks raise together.
+
+    Attributes:
+        failures: global rank to what was wrong there.
+    """
+
+    headline = "a collective step failed"
+
+    def __init__(self, failures: Mapping[int, str]) -> None:
+        self.failures = dict(failures)
+        lines = [f"  rank {rank}: {text}" for rank, text in sorted(self.failures.items())]
+        super().__init__("\n".join([f"{self.headline}:", *lines]))
+
+
+class RankFailedError(CollectiveError, BatchError):
+    """Work that some ranks could not do."""
+
+    headline = "failed on some ranks, so none goes on"
+
+
+class DisagreementError(CollectiveError, BatchError):
+    """Ranks that differ in what must be the same on all."""
+
+    headline = "the ranks disagree, so none goes on"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    """One rank's part in an agreement.
+
+    Attributes:
+        equal: names to values that must be the same on all ranks; compared by their ``repr``. A
+            name that a rank leaves out is not compared there.
+        equal_in_replica: the same, among the ranks of each replica.
+        tell: what every rank is to know of this one; small, picklable.
+        largest: numbers of which every rank is to know the largest; as many on each rank.
+        total: numbers of which every rank is to know the sum over replicas; as many on each rank,
+            and the same on all ranks of a replica.
+    """
+
+    equal: Mapping[str, Any] = field(default_factory=dict)
+    equal_in_replica: Mapping[str, Any] = field(default_factory=dict)
+    tell: Any = None
+    largest: Sequence[float] = ()
+    total: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Agreement(Generic[Result]):
+    """What came of `Consensus.agree`.
+
+    Attributes:
+        result: what this rank's work returned.
+        told: every rank's `Statement.tell`, by global rank, in the order of the group.
+        largest: of each number in `Statement.largest`, the largest of all ranks.
+        total: of each number in `Statement.total`, the sum over replicas.
+    """
+
+    result: Result
+    told: dict[int, Any]
+    largest: list[Any]
+    total: list[Any]
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What travels: how a rank's work went. Values that are only compared travel as texts."""
+
+    stage: str
+    error: str | None = None
+    equal: Mapping[str, str] = field(default_factory=dict)
+    equal_in_replica: Mapping[str, str] = field(default_factory=dict)
+    tell: bytes = b""
+    largest: Sequence[float] = ()
+    total: Sequence[float] = ()
+
+
+def no_statement(result: object) -> Statement:
+    """The statement of a rank that only has to have succeeded."""
+    del result
+    return Statement()
+
+
+class Consensus:
+    """Agreement between the ranks of a process group.
+
+    Args:
+        group: the ranks; None for this process alone, which then makes no collective call.
+        replicas: global ranks that hold the same samples, replica by replica, every rank of the
+            group in one of them; None: each rank has samples of its own.
+        mismatch: the error for values that differ and must not.
+        spell: how messages spell the arguments that they speak of.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        replicas: Sequence[Sequence[int]] | None = None,
+        mismatch: type[CollectiveError] = DisagreementError,
+        spell: Callable[[Argument], str] = str,
+    ) -> None:
+        self.group = group
+        self.rank: int = dist.get_rank() if dist.is_initialized() else 0
+        self.ranks: list[int] = (
+            [self.rank] if group is None else dist.get_process_group_ranks(group)
+        )
+        self.replicas = [[rank] for rank in self.ranks] if replicas is None else replicas
+        self._mismatch = mismatch
+        self._spell = spell
+
+    def agree(
+        self,
+        stage: str,
+        work: Callable[[], Result],
+        says: Callable[[Result], Statement] = no_statement,
+        *,
+        failure: type[CollectiveError] = RankFailedError,
+        mismatch: type[CollectiveError] | None = None,
+    ) -> Agreement[Result]:
+        """Do ``work`` on every rank, and go on only if it went well and alike on all.
+
+        A collective over the group.
+
+        Args:
+            stage: what is being done, in words; ranks in different stages disagree.
+            work: what may fail; makes no collective calls.
+            says: this rank's part, made of the work's result.
+            failure: the error to raise if ``work`` or ``says`` raised on any rank.
+            mismatch: the error to raise if a statement's values differ; None: the constructor's.
+
+        Raises:
+            CollectiveError: on every rank, the same: ``failure``, chained to this rank's own
+                exception, or the mismatch. Where all ranks raised alike, that exception itself.
+        """
+        cause: Exception | None = None
+        note = _Note(stage)
+        try:
+            result = work()
+            note = _noted(stage, says(result))
+        except Exception as exception:
+            cause = exception
+            note = _Note(stage, error=self._described(exception))
+        notes = self._gather(note)
+        _require_equal(
+            {rank: {"stage": each.stage} for rank, each in notes.items()}, self._mismatch
+        )
+        failures = {rank: each.error for rank, each in notes.items() if each.error is not None}
+        if cause is not None and list(failures.values()) == [note.error] * len(notes):
+            raise cause
+        if failures:
+            raise failure(failures) from cause
+        self._compare(notes, mismatch or self._mismatch)
+        firsts = [notes[replica[0]] for replica in self.replicas]
+        return Agreement(
+            result,
+            told={rank: pickle.loads(each.tell) for rank, each in notes.items()},
+            largest=[max(each) for each in zip(*(n.largest for n in notes.values()), strict=True)],
+            total=[sum(each) for each in zip(*(n.total for n in firsts), strict=True)],
+        )
+
+    def _compare(self, notes: Mapping[int, _Note], mismatch: type[CollectiveError]) -> None:
+        _require_equal({rank: note.equal for rank, note in notes.items()}, mismatch)
+        failures: dict[int, str] = {}
+        for replica in self.replicas:
+            failures |= _differences({rank: notes[rank].equal_in_replica for rank in replica})
+        if failures:
+            raise mismatch(failures)
+
+    def _gather(self, note: _Note) -> dict[int, _Note]:
+        if self.group is None:
+            return {self.rank: note}
+        notes: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(notes, note, group=self.group)
+        return dict(zip(self.ranks, notes, strict=True))
+
+    def _described(self, error: Exception) -> str:
+        """Type and message. Messages of this package spell their arguments, on this rank too."""
+        name = type(error).__name__
+        try:
+            if isinstance(error, MCoreBatchingError):
+                error.args = (error.text(self._spell),)
+            return f"{name}: {error}"
+        except Exception as another:
+            return f"{name} (its message raised {type(another).__name__})"
+
+
+def _noted(stage: str, statement: Statement) -> _Note:
+    counts = {"number of maxima": len(statement.largest), "number of sums": len(statement.total)}
+    return _Note(
+        stage,
+        equal={name: repr(value) for name, value in {**statement.equal, **counts}.items()},
+        equal_in_replica={n: repr(value) for n, value in statement.equal_in_replica.items()},
+        tell=pickle.dumps(statement.tell),
+        largest=list(statement.largest),
+        total=list(statement.total),
+    )
+
+
+def _require_equal(said: Mapping[int, Mapping[str, str]], mismatch: type[CollectiveError]) -> None:
+    failures = _differences(said)
+    if failures:
+        raise mismatch(failures)
+
+
+def _differences(said: Mapping[int, Mapping[str, str]]) -> dict[int, str]:
+    """For each rank that differs from the most common value of a name, in what it does."""
+    failures: dict[int, list[str]] = {}
+    for name in sorted({name for values in said.values() for name in values}):
+        by_rank = {rank: values[name] for rank, values in said.items() if name in values}
+        usual = Counter(by_rank.values()).most_common(1)[0][0]  # ties: the first rank's
+        witness = next(rank for rank, value in by_rank.items() if value == usual)
+        for rank, value in by_rank.items():
+            if value != usual:
+                failures.setdefault(rank, []).append(
+                    f"{name} is {value}, on rank {witness} it is {usual}"
+                )
+    return {rank: "; ".join(texts) for rank, texts in failures.items()}
