@@ -156,7 +156,7 @@ def _log_prob_gap(iterators: Sequence[DataIterator]) -> float:
     """Largest difference between a token's log-probability as it was drawn and as it is trained."""
     gap = torch.zeros(1, device=torch.device(torch.cuda.current_device()))
     if is_last_stage():
-        data = iterators[0].schedule.rollout_data
+        data = iterators[0].rollout_data
         for drawn, old, mask in zip(
             data["rollout_log_probs"], data["log_probs"], data["loss_masks"], strict=True
         ):

@@ -26,7 +26,7 @@ from torch import Tensor
 from trajectories import Trajectory
 
 from mcore_batching.batch import PackedMicroBatch, gather_response
-from mcore_batching.megatron import forward_only, get_data_iterator
+from mcore_batching.megatron import forward_only, get_data_iterator, schedule_of
 
 
 @dataclasses.dataclass
@@ -96,7 +96,7 @@ def _play_one_token(open_games: list[Trajectory], args: Any, policy: list[Any]) 
     outputs = forward_only(_next_token_logits, args, policy, iterators, counts)
     if open_games:
         _share_and_play(open_games, outputs)
-    shards = iterators[0].schedule.shards
+    shards = schedule_of(iterators).shards
     return sum(not micro_batch for shard in shards for micro_batch in shard.steps[0])
 
 

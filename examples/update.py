@@ -19,6 +19,7 @@ from mcore_batching.megatron import (
     add_fields,
     forward_only,
     get_data_iterator,
+    schedule_of,
     train_step,
 )
 from mcore_batching.planning import StepStatistics, step_statistics
@@ -143,7 +144,7 @@ def from_last_stage(metrics: dict[str, float]) -> dict[str, float]:
 def _statistics(iterators: Sequence[DataIterator]) -> StepStatistics:
     """Of all steps together. The baseline, too, is measured by the cap that the flags give, which
     is the memory it has."""
-    schedule = iterators[0].schedule
+    schedule = schedule_of(iterators)
     first, *others = (
         step_statistics(*schedule.step_plan(step)) for step in range(len(schedule.steps))
     )
@@ -153,7 +154,7 @@ def _statistics(iterators: Sequence[DataIterator]) -> StepStatistics:
 
 
 def _tokens_of_slots(iterators: Sequence[DataIterator], step: int) -> list[int]:
-    schedule = iterators[0].schedule
+    schedule = schedule_of(iterators)
     lengths = schedule.rollout_data["total_lengths"]
     return [sum(lengths[i] for i in micro_batch) for micro_batch in schedule.steps[step]]
 

@@ -175,7 +175,7 @@ class Consensus:
             note = _Note(stage, error=self._described(exception))
         notes = self._gather(note)
         _require_equal(
-            {rank: {"stage": each.stage} for rank, each in notes.items()}, self._mismatch
+            {rank: {"stage": repr(each.stage)} for rank, each in notes.items()}, self._mismatch
         )
         failures = {rank: each.error for rank, each in notes.items() if each.error is not None}
         if cause is not None and list(failures.values()) == [note.error] * len(notes):

@@ -1,15 +1,20 @@
-"""Dynamic micro-batches in Megatron: planning with all ranks, forward passes, train steps.
+"""The engine on megatron.core: planning with all ranks, forward passes, train steps.
 
 Importing this package imports torch and megatron.core.
 """
 
+from mcore_batching.batch.consensus import CollectiveError
 from mcore_batching.megatron.arguments import add_dynamic_batch_arguments
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
 from mcore_batching.megatron.attention.specs import packed_layer_spec, use_packed_attention
-from mcore_batching.megatron.data_iterator import DataIterator, add_fields, get_data_iterator
+from mcore_batching.megatron.data_iterator import (
+    DataIterator,
+    add_fields,
+    get_data_iterator,
+    schedule_of,
+)
 from mcore_batching.megatron.errors import (
     CollationFailedError,
-    CollectiveError,
     DynamicBatchArgumentError,
     ForwardFailedError,
     PlanMismatchError,
@@ -38,6 +43,7 @@ __all__ = [
     "packed_layer_spec",
     "response_entropy",
     "response_log_probs",
+    "schedule_of",
     "train_step",
     "use_packed_attention",
 ]

@@ -1,4 +1,7 @@
-"""Flags for Megatron's argument parser, and the planner's settings made from them."""
+"""Flags for Megatron's argument parser, and the planner's settings made from them.
+
+`FLAGS` is the one table from the library's names of arguments to training's flags.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,47 @@ from pathlib import Path
 from typing import Any
 
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.planning import ConfigError, CostModel, PlannerConfig
+from mcore_batching.planning import (
+    Argument,
+    ConfigError,
+    CostModel,
+    MCoreBatchingError,
+    PlannerConfig,
+)
 
 PREFIX = "--dynamic-batch-"
+
+_PLANNER_DEFAULTS: dict[str, Any] = {
+    "packing": "auto",
+    "balance": "auto",
+    "fill": "split",
+    "on_oversize": "own-bin",
+    "pad_each_to": None,
+    "pad_total_to": None,
+    "plan_effort": 1500,
+    "max_inflight_tokens": None,
+}
+"""Fields of `PlannerConfig` that are read from ``args.dynamic_batch_*``, and their defaults."""
+
+FLAGS = {
+    "max_tokens_per_gpu": "--max-tokens-per-gpu",
+    **{
+        name: PREFIX + name.replace("_", "-")
+        for name in (*_PLANNER_DEFAULTS, "cost_model", "forward_only_plan", "record")
+    },
+}
+"""Argument of the library to the flag that sets it."""
+
+
+def flag_of(argument: Argument) -> str:
+    """The argument as the flag that sets it; as the library spells it where no flag does.
+
+    flag_of(Argument("on_oversize", "own-bin"))      "--dynamic-batch-on-oversize own-bin"
+    """
+    if argument.name not in FLAGS:
+        return str(argument)
+    flag = FLAGS[argument.name]
+    return flag if argument.value is None else f"{flag} {argument.value}"
 
 
 def add_dynamic_batch_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -21,9 +62,9 @@ def add_dynamic_batch_arguments(parser: argparse.ArgumentParser) -> argparse.Arg
     """
     group = parser.add_argument_group("dynamic micro-batches (mcore_batching)")
 
-    def add(flag: str, **options: Any) -> None:
-        if flag not in parser._option_string_actions:
-            group.add_argument(flag, **options)
+    def add(*flags: str, **options: Any) -> None:
+        if flags[0] not in parser._option_string_actions:
+            group.add_argument(*flags, **options)
 
     add(
         "--use-dynamic-batch-size",
@@ -76,8 +117,8 @@ def add_dynamic_batch_arguments(parser: argparse.ArgumentParser) -> argparse.Arg
         f"{PREFIX}fill",
         choices=["split", "placeholder"],
         default="split",
-        help="how a rank with too few micro-batches reaches the common count: split its own "
-        "first, or use placeholders at once",
+        help="how a data-parallel rank with too few micro-batches reaches the common count: split "
+        "its own first, or use placeholders at once",
     )
     add(
         f"{PREFIX}on-oversize",
@@ -114,11 +155,12 @@ def add_dynamic_batch_arguments(parser: argparse.ArgumentParser) -> argparse.Arg
         "`mcore-batching replay DIR`",
     )
     add(
+        f"{PREFIX}consensus-timeout-seconds",
         f"{PREFIX}rendezvous-timeout-seconds",
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="how long a rank waits for the others to have planned or collated before it raises",
+        help="how long to wait for the other ranks to have planned or collated before raising",
     )
     return parser
 
@@ -136,6 +178,7 @@ def planner_config(args: Any) -> PlannerConfig:
 
     Raises:
         DynamicBatchArgumentError: ``--max-tokens-per-gpu`` is missing.
+        ConfigError: a value is out of range.
     """
     if not uses_dynamic_batch_size(args):
         return PlannerConfig(
@@ -150,23 +193,19 @@ def planner_config(args: Any) -> PlannerConfig:
             "--use-dynamic-batch-size needs a cap: set --max-tokens-per-gpu to the most tokens "
             "that fit into one GPU's memory in one micro-batch (16384, say)"
         )
-    defaults: dict[str, Any] = {
-        "packing": "auto",
-        "balance": "auto",
-        "fill": "split",
-        "on_oversize": "own-bin",
-        "pad_each_to": None,
-        "pad_total_to": None,
-        "plan_effort": 1500,
-        "max_inflight_tokens": None,
+    chosen = {
+        name: getattr(args, f"dynamic_batch_{name}", default)
+        for name, default in _PLANNER_DEFAULTS.items()
     }
-    chosen = {name: getattr(args, f"dynamic_batch_{name}", was) for name, was in defaults.items()}
-    return PlannerConfig(max_tokens_per_gpu=args.max_tokens_per_gpu, **chosen)
+    try:
+        return PlannerConfig(max_tokens_per_gpu=args.max_tokens_per_gpu, **chosen)
+    except MCoreBatchingError as error:
+        error.args = (error.text(flag_of),)
+        raise
 
 
 def planner_cost_model(args: Any) -> CostModel:
-    """What samples and micro-batches cost: the model in ``--dynamic-batch-cost-model``, or the
-    default one.
+    """The cost model in ``--dynamic-batch-cost-model``, or the default one.
 
     Raises:
         DynamicBatchArgumentError: the file cannot be read, or holds no cost model.

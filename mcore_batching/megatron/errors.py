@@ -1,14 +1,13 @@
-"""Errors: wrong settings, and those that every rank raises together.
+"""Errors of wrong settings, and those that every rank raises together.
 
-An exception on one rank of a pipeline leaves the others waiting in a collective. The engine
-therefore finds out about it before the pipeline starts, and raises the same named error on every
-rank; the rank on which it happened chains its own exception to it.
+An exception on one rank of a pipeline leaves the others waiting in a collective. So what may fail
+is done before or after the pipeline, in an agreement of all ranks, and every rank raises the same
+named error; the rank on which it happened chains its own exception to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from mcore_batching.batch.consensus import CollectiveError
 from mcore_batching.planning.errors import MCoreBatchingError
 
 
@@ -19,21 +18,6 @@ class DynamicBatchArgumentError(MCoreBatchingError, ValueError):
     """
 
 
-class CollectiveError(MCoreBatchingError, RuntimeError):
-    """Base of the errors that all ranks raise together.
-
-    Attributes:
-        failures: global rank to what was wrong there.
-    """
-
-    headline = "a collective step failed"
-
-    def __init__(self, failures: Mapping[int, str]) -> None:
-        self.failures = dict(failures)
-        lines = [f"  rank {rank}: {text}" for rank, text in sorted(self.failures.items())]
-        super().__init__("\n".join([f"{self.headline}:", *lines]))
-
-
 class PlanningFailedError(CollectiveError):
     """Planning, or reading the rollout data, raised an exception on some rank."""
 
@@ -41,21 +25,22 @@ class PlanningFailedError(CollectiveError):
 
 
 class CollationFailedError(CollectiveError):
-    """Packing the samples of a step raised an exception on some rank."""
+    """Packing the samples of a step, or reading a call's arguments, raised on some rank."""
 
     headline = "collating the micro-batches failed; no rank started the pipeline"
 
 
 class ForwardFailedError(CollectiveError):
-    """A loss function, or a function given to ``forward_only``, raised on some rank.
+    """A loss function, or a function given to `forward_only`, failed on some rank.
 
-    Raised once the pipeline has run dry: the micro-batch counts as 0, no update is made.
+    It raised, or returned what it must not, or returned other names than elsewhere. Raised once
+    the pipeline has run dry: the micro-batch counts as 0, no parameter is updated.
     """
 
     headline = "a function of the model's output failed; no parameter was updated"
 
 
 class PlanMismatchError(CollectiveError):
-    """Ranks that must agree on settings, plan, counts or field names do not."""
+    """Ranks that must agree on settings, plan, counts, field names or the call do not."""
 
     headline = "the ranks disagree about the plan; no rank started the pipeline"

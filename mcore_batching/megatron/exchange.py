@@ -1,99 +1,96 @@
-"""One plan for the samples of all data-parallel ranks, and the exchange that it asks for.
+"""Planning of all data-parallel ranks' samples as one step, and the exchange that it asks for.
 
-Guarantees
-- Lengths are gathered first, and every rank makes the same plan of them; only then do samples
-  move, each once, to the rank that runs it.
-- Every sample of the step ends up on exactly one data-parallel rank.
-- All ranks of a replica hold the same samples afterwards, as before.
+Lengths are gathered first, and every rank makes the same plan of them; only then do samples move,
+each once, to the rank that runs it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
-from mcore_batching.megatron.consensus import Consensus, require_equal
+from mcore_batching.batch.consensus import Statement
 from mcore_batching.megatron.errors import PlanningFailedError
+from mcore_batching.megatron.planning_protocol import PlanningProtocol
 from mcore_batching.megatron.rollout_batch import RolloutBatch
 from mcore_batching.megatron.schedule import MicroBatches
-from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, plan_step
+from mcore_batching.planning import StepPlan, plan_step
 
 
-def plan_globally(
-    batch: RolloutBatch,
-    dims: ParallelDims,
-    config: PlannerConfig,
-    cost_model: CostModel,
-    consensus: Consensus,
-    *,
-    forward_only: bool = False,
-) -> tuple[RolloutBatch, Callable[[], tuple[MicroBatches, ...]]]:
-    """Plan one step over all ranks' samples and move them where the plan wants them.
+class ExchangingProtocol(PlanningProtocol):
+    """Planning of one step over all ranks' samples, which move where the plan wants them.
 
-    A collective over all ranks.
+    Samples are numbered through, data-parallel rank after data-parallel rank:
 
-    Args:
-        batch: this replica's samples.
-        dims: the job's layout.
-        config: the planner's settings.
-        cost_model: what a sample costs.
-        rendezvous: where ranks compare notes.
-        forward_only: plan for forward passes alone.
-
-    Returns:
-        the samples that this replica runs, and what gives its micro-batches of them, in one step.
-
-    Raises:
-        PlanningFailedError: on every rank, if planning failed on any.
-        PlanMismatchError: on every rank, if their fields or plans differ.
+        rank 0 holds samples 0 1 2, rank 1 holds 3 4
+        plan: rank 0 runs ((1, 4),), rank 1 ((0, 3), (2,))
+        moved: 4 to rank 0, 0 and 2 to rank 1
     """
 
-    def resolve() -> RolloutBatch:
-        return batch if batch.template else batch.resolved()
+    scope: Literal["local", "global"] = "global"
 
-    def says(final: RolloutBatch) -> dict[str, Any]:
-        return {"lengths": final.total_lengths, "everywhere": final.comparable()}
+    def lay_out(self) -> None:
+        """Plan all ranks' samples, and move them."""
+        shards = self._gather_lengths()
+        self._make_plan([length for shard in shards for length in shard])
+        self._move_samples([len(shard) for shard in shards])
 
-    final, notes = consensus.guard(PlanningFailedError, resolve, says)
-    require_equal(notes, lambda note: note.value["everywhere"])
-    shards = {note.data_parallel_rank: note.value["lengths"] for note in notes}
-    ranks = sorted(shards)
-    lengths = [length for rank in ranks for length in shards[rank]]
-    first = dict(zip(ranks, accumulate((len(shards[r]) for r in ranks), initial=0), strict=False))
-
-    plan, notes = consensus.guard(
-        PlanningFailedError,
-        lambda: plan_step(lengths, dims, config, cost_model, forward_only=forward_only),
-        StepPlan.digest,
-    )
-    require_equal(notes, lambda note: {"plan (sha256)": note.value})
-
-    mine = range(
-        first[consensus.data_parallel_rank],
-        first[consensus.data_parallel_rank] + len(final.total_lengths),
-    )
-    outgoing = []
-    for rank in ranks:
-        leaving = [i for i in _samples_of(plan, rank) if i in mine]
-        columns = {
-            name: [values[i - mine.start] for i in leaving] for name, values in final.data.items()
-        }
-        outgoing.append((leaving, columns))
-    held: dict[int, tuple[dict[str, list[Any]], int]] = {}
-    for numbers, columns in consensus.exchange(outgoing):
-        held |= {number: (columns, place) for place, number in enumerate(numbers)}
-    here = _samples_of(plan, consensus.data_parallel_rank)
-    data = {name: [held[i][0][name][held[i][1]] for i in here] for name in final.template}
-    local = {number: place for place, number in enumerate(here)}
-    moved = dataclasses.replace(final, data=data, total_lengths=[lengths[i] for i in here])
-    micro_batches = plan.micro_batches[consensus.data_parallel_rank]
-
-    def fill() -> tuple[MicroBatches, ...]:
+    def choose(self) -> tuple[MicroBatches, ...]:
+        """This rank's micro-batches of the one step, as indices of the samples it now holds."""
+        micro_batches = self._plan.micro_batches[self.consensus.data_parallel_rank]
+        local = {number: place for place, number in enumerate(self._samples_of_own)}
         return (tuple(tuple(local[i] for i in ids) for ids in micro_batches),)
 
-    return moved, fill
+    def _gather_lengths(self) -> list[list[int]]:
+        def says(batch: RolloutBatch) -> Statement:
+            return Statement(equal=batch.comparable(), tell=batch.total_lengths)
+
+        agreed = self.consensus.agree(
+            "gathering lengths", self.batch.resolved, says, failure=PlanningFailedError
+        )
+        self.batch = agreed.result
+        return self.consensus.of_replicas(agreed.told)
+
+    def _make_plan(self, lengths: list[int]) -> None:
+        self._lengths = lengths
+        settings = self.settings
+        self._plan = self.consensus.agree(
+            "planning all samples",
+            lambda: plan_step(
+                lengths,
+                settings.dims,
+                settings.config,
+                settings.cost_model,
+                forward_only=self.forward_only,
+            ),
+            lambda plan: Statement(equal={"plan (sha256)": plan.digest()}),
+            failure=PlanningFailedError,
+        ).result
+
+    def _move_samples(self, counts: Sequence[int]) -> None:
+        own = self.consensus.data_parallel_rank
+        first = list(accumulate(counts, initial=0))
+        mine = range(first[own], first[own + 1])
+        outgoing = []
+        for rank in range(len(counts)):
+            leaving = [i for i in _samples_of(self._plan, rank) if i in mine]
+            columns = {
+                name: [values[i - mine.start] for i in leaving]
+                for name, values in self.batch.data.items()
+            }
+            outgoing.append((leaving, columns))
+        held: dict[int, tuple[dict[str, list[Any]], int]] = {}
+        for numbers, columns in self.consensus.exchange(outgoing):
+            held |= {number: (columns, place) for place, number in enumerate(numbers)}
+        here = self._samples_of_own = _samples_of(self._plan, own)
+        data = {
+            name: [columns[name][place] for columns, place in (held[i] for i in here)]
+            for name in self.batch.template
+        }
+        lengths = [self._lengths[i] for i in here]
+        self.batch = dataclasses.replace(self.batch, data=data, total_lengths=lengths)
 
 
 def _samples_of(plan: StepPlan, rank: int) -> list[int]:

@@ -1,14 +1,14 @@
 """`forward_only`: log-probs and the like for all samples, in the order they came in.
 
-Guarantees
-- Every real sample of the rank has exactly one output, at its own index; a placeholder's output
-  is dropped. A function that returns too few or too many is an error, never a `None`.
-- A rank without samples returns empty lists, and hangs nobody.
+Every real sample of the rank has exactly one output, at its own index; a placeholder's output is
+dropped. A function that returns too few or too many is an error, never a `None`. A rank without
+samples returns empty lists.
 """
 
 from __future__ import annotations
 
-import inspect
+import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,12 +17,22 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from mcore_batching.batch import OrderError, PackedMicroBatch, restore_order
-from mcore_batching.megatron.data_iterator import DataIterator
-from mcore_batching.megatron.forward import raise_together, run_chunk
-from mcore_batching.megatron.schedule import MicroBatchSchedule, PreparedRow
+from mcore_batching.batch import OrderError, restore_order
+from mcore_batching.batch.consensus import Statement
+from mcore_batching.megatron.chunk_forward import run_chunk
+from mcore_batching.megatron.consensus import agree_after_pipeline, get_consensus
+from mcore_batching.megatron.data_iterator import (
+    DataIterator,
+    PlannedRollout,
+    has_own_forward_plan,
+    rollout_of,
+)
+from mcore_batching.megatron.errors import CollationFailedError, ForwardFailedError
+from mcore_batching.megatron.logits_function import adapted, real_outputs
+from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep, prepare
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
-from mcore_batching.planning import sample_multiple_tokens
+
+_OPERATION = "forward_only"
 
 
 @torch.no_grad()
@@ -42,8 +52,9 @@ def forward_only(
         f: called on the last stage as ``f(logits, args=, unconcat_tokens=, total_lengths=,
             response_lengths=, with_entropy=)``, and with ``micro_batch=`` (the
             `PackedMicroBatch`) if it takes that; keywords that it does not take are left out.
-            Returns a dict of lists with one tensor a sample of the micro-batch (one for a
-            placeholder), or a pair whose second element is such a dict.
+            Returns a dict of lists with one tensor per sample of the micro-batch (one for a
+            placeholder), or a pair whose second element is such a dict. The same names for every
+            micro-batch on every rank; for a placeholder it may leave names out.
         args: Megatron's arguments.
         model: this rank's model chunks.
         data_iterator: from `get_data_iterator`.
@@ -53,23 +64,98 @@ def forward_only(
         store_prefix: put before every key of the result.
 
     Returns:
-        on the last stage, for each key of ``f`` one tensor a sample of this rank, in the order of
+        on the last stage, for each key of ``f`` one tensor per sample of this rank, in the order of
         the rollout data; ``{}`` on other stages.
 
     Raises:
-        CollationFailedError: on every rank, if any could not collate.
-        ForwardFailedError: on every rank, if ``f`` raised on any, or did not return one output a
-            sample (an `OrderError`).
+        CollationFailedError: on every rank, if the arguments could not be read or the samples not
+            be collated on any.
+        ForwardFailedError: on every rank, if ``f`` raised on any, did not return one output per
+            sample (an `OrderError`), or returned other names than elsewhere.
         ValueError: ``f`` finds the samples' tokens in the logits by their lengths, as slime's
-            functions do, and this layout pads samples.
+            functions do, and these parallel dims pad samples.
     """
-    model = model_chunks(model)
-    schedule = data_iterator[0].for_forward_passes(args, model)
-    if schedule is not data_iterator[0].schedule:
-        num_microbatches = schedule.num_microbatches
-    f = _with_keywords_it_takes(f, schedule)
+    chunks, rollout, function = _opened(f, args, model, data_iterator, num_microbatches)
+    schedule = rollout.for_forward_passes(args, chunks)
+    outputs: list[_RowOutputs] = []
+    names: list[str] = []
+    with _evaluation_mode(chunks):
+        for step in range(len(schedule.steps)):
+            prepared = prepare(args, _OPERATION, step, lambda: schedule)
+            made, failed = _run(function, args, chunks, prepared)
+            outputs += made
+            names = _agreed_names(args, outputs, failed)
+    if not is_last_stage():
+        return {}
+    indices = [i for micro_batch in schedule.micro_batches for i in micro_batch]
+    real = [each.values for each in outputs if not each.is_placeholder]
+    return {
+        f"{store_prefix}{name}": restore_order(
+            [value for values in real for value in values[name]], indices, schedule.num_samples
+        )
+        for name in names
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowOutputs:
+    """What ``f`` returned for one micro-batch: name to one value per real sample."""
+
+    is_placeholder: bool
+    values: dict[str, list[Tensor]]
+
+
+def _opened(
+    f: Callable[..., Any],
+    args: Any,
+    model: Any,
+    data_iterator: Sequence[DataIterator],
+    num_microbatches: Sequence[int],
+) -> tuple[list[Any], PlannedRollout, Callable[..., Any]]:
+    """Model chunks, batch and adapted ``f``, once every rank has read its arguments."""
+
+    def work() -> tuple[list[Any], PlannedRollout, Callable[..., Any]]:
+        chunks = model_chunks(model)
+        get_model_config(chunks[0])
+        rollout = rollout_of(data_iterator)
+        if not has_own_forward_plan(args):
+            for step in range(len(rollout.schedule.steps)):
+                rollout.schedule.check_step(step, num_microbatches)
+        return chunks, rollout, adapted(f, rollout.schedule)
+
+    def says(opened: tuple[list[Any], PlannedRollout, Callable[..., Any]]) -> Statement:
+        return Statement(
+            equal={
+                "plan (sha256)": opened[1].schedule.plan_digest,
+                "plan of its own": has_own_forward_plan(args),
+            }
+        )
+
+    consensus = get_consensus(args)
+    return consensus.agree(_OPERATION, work, says, failure=CollationFailedError).result
+
+
+@contextlib.contextmanager
+def _evaluation_mode(chunks: list[Any]) -> Iterator[None]:
+    """No dropout, and none of Megatron's timers, which expect a training step."""
+    config = get_model_config(chunks[0])
+    was_training = [chunk.training for chunk in chunks]
+    timers, config.timers = config.timers, None
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        config.timers = timers
+        for chunk, training in zip(chunks, was_training, strict=True):
+            chunk.train(training)
+
+
+def _run(
+    f: Callable[..., Any], args: Any, chunks: list[Any], prepared: PreparedStep
+) -> tuple[list[_RowOutputs], list[Exception]]:
+    """Outputs of a step's micro-batches on the last stage, in slot order; what ``f`` raised."""
     failed: list[Exception] = []
-    config = get_model_config(model[0])
 
     def forward_step(
         rows: Iterator[PreparedRow], chunk: Any, *unused: Any
@@ -77,7 +163,7 @@ def forward_only(
         del unused
         row = next(rows).row
 
-        def collect(output: Tensor, non_loss_data: bool = True) -> dict[str, list[Tensor]]:
+        def collect(output: Tensor, non_loss_data: bool = True) -> _RowOutputs:
             del non_loss_data
             offered = {
                 "args": args,
@@ -88,95 +174,71 @@ def forward_only(
                 "micro_batch": row,
             }
             try:
-                return _real_outputs(f(output, **offered), row)
+                values = real_outputs(f(output, **offered), row)
             except Exception as exception:
+                # The pipeline has to run dry before all ranks can be told.
                 failed.append(exception)
-                return {}
+                values = {}
+            return _RowOutputs(row.is_placeholder, values)
 
         return run_chunk(chunk, row), collect
 
-    was_training = [chunk.training for chunk in model]
-    timers, config.timers = config.timers, None
-    for chunk in model:
-        chunk.eval()
-    collected: list[dict[str, list[Tensor]]] = []
-    try:
-        for step, count in enumerate(num_microbatches):
-            prepared = schedule.prepare(step, count)
-            rows = prepared.iterators(len(model))
-            collected += get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=rows if len(rows) > 1 else rows[0],
-                model=model if len(model) > 1 else model[0],
-                num_microbatches=count,
-                seq_length=getattr(args, "seq_length", 1),  # not read: lengths vary
-                micro_batch_size=1,
-                forward_only=True,
-                collect_non_loss_data=True,
-            )
-            raise_together(schedule.consensus, failed)
-    finally:
-        config.timers = timers
-        for chunk, training in zip(model, was_training, strict=True):
-            chunk.train(training)
-    if not is_last_stage():
-        return {}
-    indices = [i for micro_batch in schedule.micro_batches for i in micro_batch]
-    return {
-        f"{store_prefix}{key}": restore_order(
-            [value for outputs in collected for value in outputs[key]],
-            indices,
-            schedule.num_samples,
-        )
-        for key in collected[0]
+    rows = prepared.iterators(len(chunks))
+    made: list[_RowOutputs] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=rows if len(rows) > 1 else rows[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(prepared.rows),
+        seq_length=getattr(args, "seq_length", 1),  # not read: lengths vary
+        micro_batch_size=1,
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+    return made, failed
+
+
+def _agreed_names(
+    args: Any, outputs: Sequence[_RowOutputs], failed: Sequence[Exception]
+) -> list[str]:
+    """The names that ``f`` returns for real samples, of whichever rank has any.
+
+    A collective over all ranks.
+
+    Args:
+        args: Megatron's arguments.
+        outputs: of this rank's micro-batches so far; none on other stages than the last.
+        failed: what ``f`` raised in them.
+
+    Raises:
+        ForwardFailedError: ``f`` raised, or its names differ between micro-batches or ranks, or a
+            placeholder has one that real samples lack.
+    """
+
+    def work() -> tuple[list[str] | None, list[str]]:
+        real = [list(each.values) for each in outputs if not each.is_placeholder]
+        for names in real:
+            if set(names) != set(real[0]):
+                raise OrderError(
+                    f"the function given to forward_only returned {sorted(names)} for one "
+                    f"micro-batch and {sorted(real[0])} for another: return the same names for all"
+                )
+        extra = {name: None for each in outputs if each.is_placeholder for name in each.values}
+        return (real[0] if real else None), list(extra)
+
+    def says(names: tuple[list[str] | None, list[str]]) -> Statement:
+        equal = {} if names[0] is None else {"names that f returned": sorted(names[0])}
+        return Statement(equal=equal, tell=names)
+
+    told = agree_after_pipeline(args, _OPERATION, failed, work, says).told
+    known: list[str] | None = next((real for real, _ in told.values() if real is not None), None)
+    if known is None:  # placeholders everywhere
+        return list(dict.fromkeys(name for _, names in told.values() for name in names))
+    unknown = {
+        rank: f"f returned {sorted(set(names) - set(known))} for a placeholder alone: return names "
+        f"of {sorted(known)}, as for real samples"
+        for rank, (_, names) in told.items()
+        if not set(names) <= set(known)
     }
-
-
-def _with_keywords_it_takes(
-    f: Callable[..., Any], schedule: MicroBatchSchedule
-) -> Callable[..., Any]:
-    """``f`` for all keywords that are offered, with logits in the layout that it expects.
-
-    A function that does not take ``micro_batch`` expects the samples' tokens one behind the other,
-    padded to twice the context-parallel size at most: slime's layout.
-
-    Raises:
-        ValueError: that layout cannot be had.
-    """
-    takes = inspect.signature(f).parameters
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
-    size = schedule.dims.context_parallel
-    padded_to = sample_multiple_tokens(schedule.dims, schedule.config)
-    by_lengths = "micro_batch" not in takes
-    if by_lengths and size > 1 and padded_to != 2 * size:
-        raise ValueError(
-            f"{getattr(f, '__name__', f)} does not take micro_batch, so it finds tokens by lengths "
-            f"padded to {2 * size}, and this layout pads samples to {padded_to}: let it take "
-            "micro_batch (gather_response and response_log_probs do), or turn off sequence "
-            "parallelism and --dynamic-batch-pad-each-to"
-        )
-
-    def with_offered(logits: Tensor, **offered: Any) -> Any:
-        if by_lengths and size == 1 and padded_to > 1:
-            logits = logits[:, ~offered["micro_batch"].padding_mask[0]]
-        return f(logits, **{k: v for k, v in offered.items() if takes_all or k in takes})
-
-    return with_offered
-
-
-def _real_outputs(made: Any, row: PackedMicroBatch) -> dict[str, list[Tensor]]:
-    """What ``f`` returned for the real samples of a row.
-
-    Raises:
-        OrderError: not one output a sample.
-    """
-    outputs: dict[str, list[Tensor]] = made[1] if isinstance(made, tuple) else made
-    expected = len(row.total_lengths)
-    for key, values in outputs.items():
-        if len(values) != expected or any(value is None for value in values):
-            raise OrderError(
-                f"the function given to forward_only returned {len(values)} values for "
-                f"{key!r} in a micro-batch of {expected} samples; it must return one tensor for "
-                "each, a placeholder's included"
-            )
-    return {key: list(values)[: row.num_samples] for key, values in outputs.items()}
+    if unknown:
+        raise ForwardFailedError(unknown)
+    return known

@@ -1,4 +1,4 @@
-"""``--dynamic-batch-record``: what a training job did, for ``mcore-batching replay``."""
+"""Records of a training job's steps, for ``mcore-batching replay``: ``--dynamic-batch-record``."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mcore_batching.batch import Schema, make_placeholder
@@ -16,7 +16,7 @@ class RolloutBatch:
     """The rollout data of one replica, read and checked.
 
     Attributes:
-        data: field name to one value a sample.
+        data: field name to one value per sample.
         schema: the kind of every field.
         template: one fabricated sample, empty if this rank has no samples to copy it from.
         total_lengths: tokens of every sample.
@@ -60,7 +60,7 @@ class RolloutBatch:
         if missing:
             raise KeyError(
                 f"rollout_data lacks {', '.join(missing)}; it needs {', '.join(REQUIRED_FIELDS)}, "
-                "one value a sample (empty lists on a rank without samples)"
+                "one value per sample (empty lists on a rank without samples)"
             )
         lengths = [int(length) for length in data["total_lengths"]]
         if steps is not None:
@@ -70,17 +70,15 @@ class RolloutBatch:
 
     def resolved(self) -> RolloutBatch:
         """Itself with the kind of every field known, its values checked, and a template."""
+        if self.template:
+            return self
         schema = self.schema.resolve(self.data)
         schema.validate(self.data)
         template = make_placeholder(schema, list(self.data), self.data)
         return dataclasses.replace(self, schema=schema, template=template)
 
-    def summary(self) -> dict[str, Any]:
-        """What other ranks need to know of it."""
-        return {"num_samples": len(self.total_lengths)}
-
     def comparable(self) -> dict[str, Any]:
-        """What all ranks must have alike."""
+        """Names and kinds of the fields, which all ranks must have alike."""
         names = sorted(self.template)
         return {
             "field names": names,
@@ -88,7 +86,7 @@ class RolloutBatch:
         }
 
     def fields(self) -> tuple[Schema, dict[str, list[Any]]]:
-        """What a rank without samples takes from one with samples."""
+        """Schema and template, which a rank without samples takes from one with samples."""
         return self.schema, self.template
 
     def with_fields_of(self, fields: tuple[Schema, dict[str, list[Any]]]) -> RolloutBatch:
@@ -100,7 +98,7 @@ class RolloutBatch:
             self, schema=schema, template=template, data={key: [] for key in template}
         )
 
-    def steps_of(self, num_samples: Mapping[int, int]) -> list[list[int]]:
+    def steps_of(self, num_samples: Sequence[int]) -> list[list[int]]:
         """Local sample indices of every step.
 
         Args:
@@ -108,7 +106,7 @@ class RolloutBatch:
         """
         if self.steps is not None:
             return [list(step) for step in self.steps]
-        mine, total = len(self.total_lengths), sum(num_samples.values())
+        mine, total = len(self.total_lengths), sum(num_samples)
         size = self.global_batch_size or max(total, 1)
         # The first k samples of the whole batch are the first k/total of every rank's.
         ends = [mine * min(end, total) // total for end in range(size, total + size, size) if total]

@@ -1,4 +1,4 @@
-"""The layout of the running job, read from Megatron."""
+"""The parallel dims of the running job, read from Megatron."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def current_dims(model: list[Any]) -> ParallelDims:
     """The `ParallelDims` of the process groups that are set up, and of this model.
 
     Args:
-        model: this rank's model chunks, one a virtual pipeline stage.
+        model: this rank's model chunks, one per virtual pipeline stage.
     """
     config = get_model_config(model[0])
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1

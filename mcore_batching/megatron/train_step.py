@@ -1,4 +1,4 @@
-"""`train_step`: one optimizer step over a step's micro-batches, exact whatever the packing.
+"""`train_step`: one optimizer step over its micro-batches, exact whatever the packing.
 
 The loss function returns shares (see `mcore_batching.batch.loss`): what it returns for all
 micro-batches of all ranks adds up to the step's loss. Megatron's schedules and its data-parallel
@@ -23,11 +23,16 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch, StepTotals
-from mcore_batching.megatron.data_iterator import DataIterator
-from mcore_batching.megatron.forward import raise_together, run_chunk
+from mcore_batching.batch.consensus import Statement
+from mcore_batching.megatron.chunk_forward import run_chunk
+from mcore_batching.megatron.consensus import agree_after_pipeline
+from mcore_batching.megatron.data_iterator import DataIterator, schedule_of
+from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep, prepare
 from mcore_batching.megatron.recording import recorded
-from mcore_batching.megatron.schedule import PreparedRow, PreparedStep
+from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
+
+_OPERATION = "train_step"
 
 LossFunction = Callable[[Tensor, PackedMicroBatch, StepTotals], tuple[Tensor, Mapping[str, Tensor]]]
 """``(logits, micro_batch, totals) -> (share of the loss, name to share of a metric)``."""
@@ -35,7 +40,7 @@ LossFunction = Callable[[Tensor, PackedMicroBatch, StepTotals], tuple[Tensor, Ma
 
 @dataclasses.dataclass(frozen=True)
 class TrainStepResult:
-    """What one optimizer step did.
+    """The outcome of one optimizer step.
 
     Attributes:
         metrics: name to the mean over the step, ``loss`` among them; on ranks of the last
@@ -71,8 +76,8 @@ def train_step(
     Args:
         loss_function: called on the last stage with the logits
             ``[1, local tokens, local vocabulary]``, the micro-batch and the step's totals; returns
-            this micro-batch's share of the loss and shares of metrics, with the same names for
-            every micro-batch, placeholders included.
+            this micro-batch's share of the loss and shares of metrics, each a tensor of one
+            value, with the same names for every micro-batch on every rank, placeholders included.
         args: Megatron's arguments.
         model: this rank's model chunks in Megatron's data-parallel wrapper.
         data_iterator: from `get_data_iterator`.
@@ -82,21 +87,30 @@ def train_step(
         step: which of the schedule's steps.
 
     Raises:
-        CollationFailedError: on every rank, if any could not collate.
-        ForwardFailedError: on every rank, if the loss function raised on any; nothing is updated.
+        CollationFailedError: on every rank, if the arguments could not be read or the samples not
+            be collated on any.
+        ForwardFailedError: on every rank, if the loss function raised on any, or returned no
+            tensors of one value, or other names than elsewhere; nothing is updated.
     """
+
+    def schedule() -> MicroBatchSchedule:
+        get_model_config(model_chunks(model)[0])
+        if not callable(loss_function):
+            raise TypeError(f"loss_function must be a function, got {type(loss_function).__name__}")
+        found = schedule_of(data_iterator)
+        found.check_step(step, num_microbatches)
+        return found
+
+    prepared = prepare(args, _OPERATION, step, schedule)
     model = model_chunks(model)
-    schedule = data_iterator[0].schedule
-    prepared = schedule.prepare(step, num_microbatches[step])
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     _connect(model, optimizer)
-    failed: list[Exception] = []
-    with recorded(args, schedule, step):
-        collected = _forward_backward(loss_function, args, model, prepared, failed)
-    raise_together(schedule.consensus, failed)
-    metrics = _sum_metrics(collected) if is_last_stage() else {}
+    with recorded(args, prepared.schedule, step):
+        collected, failed = _forward_backward(loss_function, args, model, prepared)
+    names = _agreed_names(args, collected, failed)
+    metrics = _sum_metrics(collected, names) if is_last_stage() else {}
     update_successful, grad_norm, _ = optimizer.step()
     if update_successful and opt_param_scheduler is not None:
         opt_param_scheduler.step(increment=prepared.totals.num_samples)
@@ -105,7 +119,7 @@ def train_step(
         grad_norm=None if grad_norm is None else float(grad_norm),
         update_successful=bool(update_successful),
         totals=prepared.totals,
-        num_microbatches=num_microbatches[step],
+        num_microbatches=len(prepared.rows),
     )
 
 
@@ -114,13 +128,13 @@ def _forward_backward(
     args: Any,
     model: list[Any],
     prepared: PreparedStep,
-    failed: list[Exception],
-) -> list[Mapping[str, Tensor]]:
+) -> tuple[list[Mapping[str, Tensor]], list[Exception]]:
     """Gradients of the step in the model's buffers; each micro-batch's shares of the metrics.
 
-    An exception in the loss function is put into ``failed``, and the micro-batch counts as 0: the
-    pipeline has to run dry before all ranks can be told.
+    Also what the loss function raised: such a micro-batch counts as 0, since the pipeline has to
+    run dry before all ranks can be told.
     """
+    failed: list[Exception] = []
     config = get_model_config(model[0])
     num_microbatches = len(prepared.rows)
     totals = prepared.totals
@@ -140,7 +154,7 @@ def _forward_backward(
             nothing = output.reshape(-1)[:0].float().sum()
             reported: dict[str, Tensor] = {}
             try:
-                share, metrics = loss_function(output, prepared_row.row, totals)
+                share, metrics = _shares(loss_function(output, prepared_row.row, totals))
                 reported = {"loss": share, **metrics}
                 reported = {name: value.detach().clone() for name, value in reported.items()}
                 attached = (share + nothing.to(share.dtype)) * undo
@@ -166,7 +180,63 @@ def _forward_backward(
         micro_batch_size=1,
         forward_only=False,
     )
-    return collected
+    return collected, failed
+
+
+def _shares(made: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a loss function returned, as scalars.
+
+    Raises:
+        TypeError: it is no pair of a loss and a dict, or one of them is no tensor.
+        ValueError: a tensor has not one value.
+    """
+    if not (isinstance(made, tuple | list) and len(made) == 2 and isinstance(made[1], Mapping)):
+        raise TypeError(
+            "the loss function must return (share of the loss, dict of shares of metrics), got "
+            f"{type(made).__name__}"
+        )
+    scalars = {}
+    for name, value in [("the loss", made[0]), *made[1].items()]:
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{name} must be a tensor of one value, got {type(value).__name__}: return "
+                "shares as tensors, the loss attached to the graph"
+            )
+        if value.numel() != 1:
+            raise ValueError(
+                f"{name} must be a tensor of one value, got shape {list(value.shape)}: return "
+                "token_mean(...), or a sum over the step's totals"
+            )
+        scalars[name] = value.reshape(())
+    share = scalars.pop("the loss")
+    return share, scalars
+
+
+def _agreed_names(
+    args: Any, collected: Sequence[Mapping[str, Tensor]], failed: Sequence[Exception]
+) -> list[str]:
+    """The names of the metrics, the same for every micro-batch on all ranks of the last stage.
+
+    A collective over all ranks.
+
+    Raises:
+        ForwardFailedError: the loss function raised, or names differ.
+    """
+
+    def work() -> list[str]:
+        for each in collected:
+            if set(each) != set(collected[0]):
+                raise ValueError(
+                    f"the loss function returned metrics {sorted(each)} for one micro-batch and "
+                    f"{sorted(collected[0])} for another: return the same names for all"
+                )
+        return list(collected[0]) if collected else []
+
+    def says(names: list[str]) -> Statement:
+        return Statement(equal={"names of metrics": sorted(names)} if collected else {})
+
+    names: list[str] = agree_after_pipeline(args, _OPERATION, failed, work, says).result
+    return names
 
 
 def _connect(model: list[Any], optimizer: Any) -> None:
@@ -191,12 +261,15 @@ def _num_averaged_replicas() -> int:
     return size
 
 
-def _sum_metrics(collected: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+def _sum_metrics(
+    collected: Sequence[Mapping[str, Tensor]], names: Sequence[str]
+) -> dict[str, float]:
     """Shares of all micro-batches, added up over them and over the ranks of the stage."""
-    names = list(collected[0])
+    order = sorted(names)  # the same on every rank, in whatever order the metrics were returned
     sums = torch.stack(
-        [torch.stack([each[name].double() for each in collected]).sum() for name in names]
+        [torch.stack([each[name].double() for each in collected]).sum() for name in order]
     )
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     torch.distributed.all_reduce(sums, group=group)
-    return dict(zip(names, sums.tolist(), strict=True))
+    total = dict(zip(order, sums.tolist(), strict=True))
+    return {name: total[name] for name in names}

@@ -86,8 +86,8 @@ def test_what_all_ranks_raise_alike_is_raised_as_it_is(reports: list[dict[str, A
                 2: "number of sums is 2, on rank 0 it is 0",
             },
         ),
-        ("stage differs", {2: "stage is sums, on rank 0 it is counts"}),
-        ("stage differs and one raises", {2: "stage is sums, on rank 0 it is counts"}),
+        ("stage differs", {2: "stage is 'sums', on rank 0 it is 'counts'"}),
+        ("stage differs and one raises", {2: "stage is 'sums', on rank 0 it is 'counts'"}),
     ],
 )
 def test_a_difference_names_the_rank_and_a_witness(

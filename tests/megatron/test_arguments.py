@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +11,17 @@ from typing import Any
 import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mcore_batching.megatron import arguments
 from mcore_batching.megatron.arguments import (
     add_dynamic_batch_arguments,
+    flag_of,
     planner_config,
     planner_cost_model,
 )
+from mcore_batching.megatron.consensus import DEFAULT_TIMEOUT_SECONDS
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.validation import check_model_config
-from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig
+from mcore_batching.planning import Argument, ConfigError, CostModel, ParallelDims, PlannerConfig
 
 FLAGS = {
     "--use-dynamic-batch-size",
@@ -33,6 +37,7 @@ FLAGS = {
     "--dynamic-batch-on-oversize",
     "--dynamic-batch-pad-each-to",
     "--dynamic-batch-pad-total-to",
+    "--dynamic-batch-consensus-timeout-seconds",
     "--dynamic-batch-rendezvous-timeout-seconds",
 }
 
@@ -50,6 +55,42 @@ def test_flags_that_a_framework_has_are_left_alone() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--max-tokens-per-gpu", type=int, default=7)
     assert add_dynamic_batch_arguments(parser).parse_args([]).max_tokens_per_gpu == 7
+
+
+def test_the_timeout_has_its_former_spelling_too() -> None:
+    for word in ("consensus", "rendezvous"):
+        args = parse(f"--dynamic-batch-{word}-timeout-seconds", "7")
+        assert args.dynamic_batch_consensus_timeout_seconds == 7.0
+    assert parse().dynamic_batch_consensus_timeout_seconds == DEFAULT_TIMEOUT_SECONDS
+
+
+def test_every_argument_in_the_table_has_its_flag() -> None:
+    parser = add_dynamic_batch_arguments(argparse.ArgumentParser())
+    assert set(arguments.FLAGS.values()) <= set(parser._option_string_actions)
+    settings = {field.name for field in dataclasses.fields(PlannerConfig)}
+    assert settings <= set(arguments.FLAGS)
+
+
+@pytest.mark.parametrize(
+    ("argument", "spelled"),
+    [
+        (Argument("max_tokens_per_gpu"), "--max-tokens-per-gpu"),
+        (Argument("on_oversize", "own-bin"), "--dynamic-batch-on-oversize own-bin"),
+        (Argument("pad_total_to", 16), "--dynamic-batch-pad-total-to 16"),
+        (Argument("capacity", 8), "capacity=8"),
+    ],
+)
+def test_arguments_are_spelled_as_training_flags(argument: Argument, spelled: str) -> None:
+    assert flag_of(argument) == spelled
+
+
+def test_a_value_out_of_range_is_named_as_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**settings: Any) -> None:
+        raise ConfigError("too small; set ", Argument("pad_each_to", 8))
+
+    monkeypatch.setattr(arguments, "PlannerConfig", refuse)
+    with pytest.raises(ConfigError, match="too small; set --dynamic-batch-pad-each-to 8"):
+        planner_config(SimpleNamespace(max_tokens_per_gpu=9))
 
 
 def test_cost_model_from_a_file(tmp_path: Path) -> None:

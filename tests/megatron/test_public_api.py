@@ -25,6 +25,7 @@ NAMES = {
     "packed_layer_spec",
     "response_entropy",
     "response_log_probs",
+    "schedule_of",
     "train_step",
     "use_packed_attention",
 }

@@ -19,6 +19,7 @@ from mcore_batching.megatron import (
     forward_only,
     get_data_iterator,
     response_log_probs,
+    schedule_of,
     train_step,
 )
 from mcore_batching.megatron.topology import is_last_stage
@@ -136,7 +137,7 @@ def compare(
         )
         for name, parameter in named_parameters(model)
     )
-    (step,) = iterators[0].schedule.steps
+    (step,) = schedule_of(iterators).steps
     longest = max((samples["total_lengths"][i] for i in mine), default=0)
     report |= {
         "counts": counts,

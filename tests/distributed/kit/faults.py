@@ -23,8 +23,10 @@ from mcore_batching.megatron import (
     forward_only,
     get_data_iterator,
     response_log_probs,
+    schedule_of,
     train_step,
 )
+from mcore_batching.megatron.data_iterator import rollout_of
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
 
@@ -97,10 +99,9 @@ def extra_placeholders(
     args = arguments(ParallelDims(**dims))
     iterators, counts = get_data_iterator(args, model, my_samples(dims))
     plain = _gradients(args, model, iterators, counts)
-    schedule = iterators[0].schedule
+    schedule = schedule_of(iterators)
     more = dataclasses.replace(schedule, steps=(((),) * count + schedule.steps[0],))
-    for iterator in iterators:
-        iterator.schedule = more
+    rollout_of(iterators).replace(more)
     padded = _gradients(args, model, iterators, [counts[0] + count])
     differences = {
         name: float((padded[name] - gradient).abs().max() / (gradient.abs().max() + 1e-30))
@@ -205,7 +206,7 @@ def several_steps(
     return {
         "steps": [
             sorted(i for micro_batch in step for i in micro_batch)
-            for step in iterators[0].schedule.steps
+            for step in schedule_of(iterators).steps
         ],
         "trained": trained,
         "outputs": len(outputs.get("log_probs", [])),

@@ -15,8 +15,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from kit.exactness import arguments
 from kit.model import transformer_config
 from kit.samples import VOCABULARY
-from mcore_batching.megatron import get_data_iterator
-from mcore_batching.megatron.forward import run_chunk
+from mcore_batching.megatron import get_data_iterator, schedule_of
+from mcore_batching.megatron.chunk_forward import run_chunk
+from mcore_batching.megatron.prepared_step import prepare
 from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
 from mcore_batching.planning import ParallelDims
 
@@ -77,7 +78,7 @@ def _one_step(
     }
     one_each = arguments(shape, use_dynamic_batch_size=False, micro_batch_size=1)
     iterators, (count,) = get_data_iterator(one_each, model, data)
-    prepared = iterators[0].schedule.prepare(0, count)
+    prepared = prepare(one_each, "timing", 0, lambda: schedule_of(iterators))
 
     def sleep(slot: int, factor: float) -> None:
         if seconds_per_cost:

@@ -15,7 +15,8 @@ from kit.exactness import arguments, log_probs_of
 from kit.model import adam, transformer_config
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY
-from mcore_batching.megatron import forward_only, get_data_iterator, train_step
+from mcore_batching.megatron import forward_only, get_data_iterator, schedule_of, train_step
+from mcore_batching.megatron.prepared_step import prepare
 from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
 from mcore_batching.planning import ParallelDims
 
@@ -64,9 +65,8 @@ def step_share(
         times = [time.perf_counter()]
         iterators, counts = get_data_iterator(args, model, data)
         times.append(time.perf_counter())
-        iterators[0].schedule.prepare(
-            0, counts[0]
-        )  # done once more inside each of the two passes below
+        # Done once more inside each of the two passes below.
+        prepare(args, "timing", 0, lambda planned=iterators: schedule_of(planned))
         times.append(time.perf_counter())
         forward_only(log_probs_of, args, model, iterators, counts)
         times.append(time.perf_counter())

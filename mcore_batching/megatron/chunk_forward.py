@@ -1,4 +1,4 @@
-"""One micro-batch through one model chunk, and what went wrong with its output."""
+"""The forward pass of one packed row through one model chunk."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.consensus import Consensus
-from mcore_batching.megatron.errors import ForwardFailedError
+from mcore_batching.megatron.model_inputs import joined_multimodal_inputs
 
 
 def run_chunk(chunk: Any, row: PackedMicroBatch) -> Tensor:
@@ -40,28 +39,9 @@ def run_chunk(chunk: Any, row: PackedMicroBatch) -> Tensor:
     }
     if get_model_config(chunk).num_moe_experts:
         arguments["padding_mask"] = padding_mask(chunk, row)
-    output: Tensor = chunk(**arguments, **_multimodal_inputs(row))
+    multimodal = joined_multimodal_inputs(row.fields.get("multimodal_train_inputs") or [])
+    output: Tensor = chunk(**arguments, **multimodal)
     return output
-
-
-def raise_together(consensus: Consensus, failed: list[Exception]) -> None:
-    """Raise on every rank if a function of the model's output raised on any.
-
-    A collective over all ranks, after the pipeline has run dry.
-
-    Args:
-        rendezvous: where ranks compare notes.
-        failed: this rank's exceptions, in the order of micro-batches.
-
-    Raises:
-        ForwardFailedError: if any rank has an exception.
-    """
-
-    def first_failure() -> None:
-        if failed:
-            raise failed[0]
-
-    consensus.guard(ForwardFailedError, first_failure, lambda _: None)
 
 
 def padding_mask(chunk: Any, row: PackedMicroBatch) -> Tensor:
@@ -78,12 +58,3 @@ def padding_mask(chunk: Any, row: PackedMicroBatch) -> Tensor:
     size = parallel_state.get_tensor_model_parallel_world_size()
     own: Tensor = mask.chunk(size, dim=1)[rank].contiguous()
     return own
-
-
-def _multimodal_inputs(row: PackedMicroBatch) -> dict[str, Tensor]:
-    """Model inputs of all samples, concatenated name by name."""
-    gathered: dict[str, list[Tensor]] = {}
-    for inputs in row.fields.get("multimodal_train_inputs") or []:
-        for name, tensor in (inputs or {}).items():
-            gathered.setdefault(name, []).append(tensor)
-    return {name: torch.cat(tensors) for name, tensors in gathered.items()}

@@ -1,0 +1,69 @@
+"""The function that `forward_only` is given: how it is called, and what it must return."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mcore_batching.batch import OrderError, PackedMicroBatch
+from mcore_batching.megatron.schedule import MicroBatchSchedule
+from mcore_batching.planning import sample_multiple_tokens
+
+
+def adapted(f: Callable[..., Any], schedule: MicroBatchSchedule) -> Callable[..., Any]:
+    """``f`` for all keywords that are offered, with logits in the layout that it expects.
+
+    A function that does not take ``micro_batch`` expects the samples' tokens one behind the other,
+    padded to twice the context-parallel size at most: slime's layout.
+
+    Raises:
+        TypeError: ``f`` is no function.
+        ValueError: that layout cannot be had.
+    """
+    if not callable(f):
+        raise TypeError(f"f must be a function of the logits, got {type(f).__name__}")
+    takes = inspect.signature(f).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
+    size = schedule.dims.context_parallel
+    padded_to = sample_multiple_tokens(schedule.dims, schedule.config)
+    by_lengths = "micro_batch" not in takes
+    if by_lengths and size > 1 and padded_to != 2 * size:
+        raise ValueError(
+            f"{getattr(f, '__name__', f)} does not take micro_batch, so it finds tokens by lengths "
+            f"padded to {2 * size}, but samples are padded to {padded_to}: let it take micro_batch "
+            "(gather_response and response_log_probs do), or turn off sequence parallelism and "
+            "--dynamic-batch-pad-each-to"
+        )
+
+    def with_offered(logits: Tensor, **offered: Any) -> Any:
+        if by_lengths and size == 1 and padded_to > 1:
+            logits = logits[:, ~offered["micro_batch"].padding_mask[0]]
+        return f(logits, **{k: v for k, v in offered.items() if takes_all or k in takes})
+
+    return with_offered
+
+
+def real_outputs(made: Any, row: PackedMicroBatch) -> dict[str, list[Tensor]]:
+    """What ``f`` returned for the real samples of a row.
+
+    Raises:
+        OrderError: no dict of lists, or not one output per sample.
+    """
+    outputs = made[1] if isinstance(made, tuple) and len(made) == 2 else made
+    if not isinstance(outputs, Mapping):
+        raise OrderError(
+            "the function given to forward_only must return a dict of lists, or a pair whose "
+            f"second element is one, got {type(outputs).__name__}"
+        )
+    expected = len(row.total_lengths)
+    for key, values in outputs.items():
+        if len(values) != expected or any(value is None for value in values):
+            raise OrderError(
+                f"the function given to forward_only returned {len(values)} values for {key!r} in "
+                f"a micro-batch of {expected} samples; return one tensor for each, a placeholder's "
+                "included"
+            )
+    return {key: list(values)[: row.num_samples] for key, values in outputs.items()}

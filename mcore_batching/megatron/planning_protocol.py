@@ -1,0 +1,225 @@
+"""The planning protocol: from rollout data on every rank to this rank's micro-batches.
+
+All ranks take its steps together, each an agreement (`mcore_batching.batch.consensus`):
+
+1. take stock: settings and rollout data are read; settings must be the same everywhere;
+2. share data: ranks without data get their replica's, replicas without samples learn the fields;
+3. pack: each replica packs its own samples of every optimizer step, in one way or several;
+4. fill: each way is brought to the largest count of all ranks, rounded up;
+5. choose: the way in which the step ends first, by the outlooks of all ranks.
+
+`mcore_batching.megatron.exchange` replaces 3 to 5 by one plan of all samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from megatron.core import parallel_state
+
+from mcore_batching.batch import Schema
+from mcore_batching.batch.consensus import Statement
+from mcore_batching.megatron.arguments import planner_config, planner_cost_model
+from mcore_batching.megatron.consensus import get_consensus
+from mcore_batching.megatron.errors import PlanningFailedError
+from mcore_batching.megatron.recording import open_record
+from mcore_batching.megatron.rollout_batch import RolloutBatch
+from mcore_batching.megatron.schedule import MicroBatches, MicroBatchSchedule, Shard
+from mcore_batching.megatron.step_shard import Settings, StepShard
+from mcore_batching.megatron.topology import current_dims, model_chunks
+from mcore_batching.megatron.validation import prepare_model
+from mcore_batching.planning import CostModel, ShardOutlook
+
+
+class PlanningProtocol:
+    """Planning of samples that stay on their data-parallel rank.
+
+    Args:
+        args: Megatron's arguments.
+        model: this rank's model chunks.
+        read: gives this rank's rollout data; what it raises is raised on every rank.
+        schema: the kind of every field.
+        steps: local sample indices of every optimizer step; None: by ``global_batch_size``.
+        cost_model: what samples and micro-batches cost; None: by the arguments.
+        forward_only: plan for forward passes alone.
+
+    Attributes:
+        settings: from `take_stock` on.
+        batch: this replica's samples, from `share_data` on.
+        num_samples: of every data-parallel rank, from `take_stock` on.
+    """
+
+    scope: Literal["local", "global"] = "local"
+    settings: Settings
+    batch: RolloutBatch
+    num_samples: list[int]
+
+    def __init__(
+        self,
+        args: Any,
+        model: Any,
+        read: Callable[[], dict[str, list[Any]] | None],
+        *,
+        schema: Schema,
+        steps: Sequence[Sequence[int]] | None,
+        cost_model: CostModel | None,
+        forward_only: bool,
+    ) -> None:
+        self.args = args
+        self.model = model
+        self.read = read
+        self.schema = schema
+        self.steps = steps
+        self.given_cost_model = cost_model
+        self.forward_only = forward_only
+        self.consensus = get_consensus(args)
+        self._shards: list[StepShard] = []
+        self._outlooks: list[list[list[ShardOutlook]]] = []
+
+    def run(self) -> MicroBatchSchedule:
+        """All steps of the protocol. A collective over all ranks.
+
+        Raises:
+            PlanningFailedError: on every rank, if a step failed on any.
+            PlanMismatchError: on every rank, if they disagree on settings, fields or plan.
+        """
+        self.take_stock()
+        self.share_data()
+        self.lay_out()
+        return self.conclude()
+
+    def take_stock(self) -> None:
+        """Read settings and rollout data; hear how many samples each replica has."""
+
+        def work() -> tuple[Settings, RolloutBatch | None]:
+            chunks = model_chunks(self.model)
+            settings = Settings(
+                current_dims(chunks),
+                planner_config(self.args),
+                self.given_cost_model or planner_cost_model(self.args),
+            )
+            prepare_model(chunks, settings.dims, settings.config)
+            open_record(self.args)
+            return settings, RolloutBatch.read(self.read(), self.args, self.schema, self.steps)
+
+        def says(stock: tuple[Settings, RolloutBatch | None]) -> Statement:
+            settings, batch = stock
+            equal = {
+                name: value
+                for part in dataclasses.asdict(settings).values()
+                for name, value in part.items()
+            }
+            return Statement(equal=equal, tell=None if batch is None else len(batch.total_lengths))
+
+        agreed = self.consensus.agree("taking stock", work, says, failure=PlanningFailedError)
+        self.settings, self._given = agreed.result
+        self._samples_at = agreed.told
+
+    def share_data(self) -> None:
+        """Hand the data to ranks that lack it, and the fields to ranks without samples."""
+        samples_at = self._samples_at
+        self.batch = self.consensus.share_within_replica(
+            self._given, {rank: count is not None for rank, count in samples_at.items()}
+        )
+        self.num_samples = [
+            next(count for rank in replica if (count := samples_at[rank]) is not None)
+            for replica in self.consensus.replicas
+        ]
+        if any(self.num_samples) and not all(self.num_samples):
+            populated = next(rank for rank, count in samples_at.items() if count)
+            self.batch = self.batch.with_fields_of(
+                self.consensus.share(self.batch.fields(), populated)
+            )
+
+    def lay_out(self) -> None:
+        """Prepare what `choose` needs of the other ranks: here, pack and fill."""
+        self._fill(self._pack())
+
+    def choose(self) -> tuple[MicroBatches, ...]:
+        """Every step's micro-batches of this rank, as local sample indices. Not a collective."""
+        return tuple(
+            shard.chosen(
+                [
+                    [outlooks[number][way] for outlooks in self._outlooks]
+                    for way in range(len(shard.packings))
+                ]
+            )
+            for number, shard in enumerate(self._shards)
+        )
+
+    def conclude(self) -> MicroBatchSchedule:
+        """The schedule, once the ranks of each replica have chosen the same."""
+
+        def says(chosen: tuple[MicroBatches, ...]) -> Statement:
+            lengths = self.batch.total_lengths
+            digest = _digest([lengths, chosen])
+            first = self.consensus.is_first_of_replica
+            return Statement(
+                equal_in_replica={"samples and plan (sha256)": digest},
+                tell=(digest, Shard(lengths, chosen) if first else None),
+            )
+
+        agreed = self.consensus.agree("choosing", self.choose, says, failure=PlanningFailedError)
+        told = self.consensus.of_replicas(agreed.told)
+        return MicroBatchSchedule(
+            rollout_data=self.batch.data,
+            schema=self.batch.schema,
+            template=self.batch.template,
+            steps=agreed.result,
+            dims=self.settings.dims,
+            config=self.settings.config,
+            context_parallel_rank=parallel_state.get_context_parallel_rank(),
+            pad_token_id=getattr(self.args, "pad_token_id", None) or 0,
+            plan_digest=_digest([digest for digest, _ in told]),
+            shards=tuple(shard for _, shard in told),
+            scope=self.scope,
+            cost_model=self.settings.cost_model,
+        )
+
+    def _pack(self) -> list[Any]:
+        """Pack this rank's samples of every step; the largest counts of all ranks."""
+
+        def work() -> tuple[RolloutBatch, list[StepShard]]:
+            batch = self.batch.resolved()
+            steps = batch.steps_of(self.num_samples)
+            return batch, [
+                StepShard(
+                    self.args,
+                    self.settings,
+                    indices,
+                    [batch.total_lengths[i] for i in indices],
+                    self.forward_only,
+                )
+                for indices in steps
+            ]
+
+        def says(packed: tuple[RolloutBatch, list[StepShard]]) -> Statement:
+            batch, shards = packed
+            return Statement(
+                equal={"number of steps": len(shards), **batch.comparable()},
+                largest=[len(bins) for shard in shards for bins in shard.packings],
+            )
+
+        agreed = self.consensus.agree("packing", work, says, failure=PlanningFailedError)
+        self.batch, self._shards = agreed.result
+        return agreed.largest
+
+    def _fill(self, largest: list[Any]) -> None:
+        """Bring every way of packing to the common count; hear what each rank expects of it."""
+
+        def work() -> list[list[ShardOutlook]]:
+            counts = iter(largest)
+            return [shard.fill([next(counts) for _ in shard.packings]) for shard in self._shards]
+
+        agreed = self.consensus.agree(
+            "filling", work, lambda outlooks: Statement(tell=outlooks), failure=PlanningFailedError
+        )
+        self._outlooks = list(agreed.told.values())
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

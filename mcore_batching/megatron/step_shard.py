@@ -1,0 +1,101 @@
+"""This rank's samples of one optimizer step, packed and filled by the planner."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from mcore_batching.megatron.arguments import uses_dynamic_batch_size
+from mcore_batching.megatron.schedule import MicroBatches
+from mcore_batching.planning import (
+    CostModel,
+    ParallelDims,
+    PlannerConfig,
+    ShardOutlook,
+    fill_shard,
+    shard_outlook,
+    shard_packings,
+    soonest_packing,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the planner is told beside the lengths; the same on every rank."""
+
+    dims: ParallelDims
+    config: PlannerConfig
+    cost_model: CostModel
+
+
+class StepShard:
+    """This rank's samples of one optimizer step, and what the planner makes of them.
+
+    Args:
+        args: Megatron's arguments; without ``--use-dynamic-batch-size`` micro-batches hold
+            ``micro_batch_size`` samples each.
+        settings: the same on every rank.
+        indices: local sample indices of the step.
+        lengths: total length of each of them, in tokens.
+        forward_only: plan for forward passes alone.
+
+    Attributes:
+        packings: ways to pack the samples, as places in ``indices`` [ways][micro-batches]; the
+            same number of ways on every rank.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        settings: Settings,
+        indices: list[int],
+        lengths: list[int],
+        forward_only: bool,
+    ) -> None:
+        self._problem = (settings.dims, settings.config, settings.cost_model)
+        self._forward_only = forward_only
+        self._indices = indices
+        self._lengths = lengths
+        self._filled: list[MicroBatches] = []
+        if uses_dynamic_batch_size(args):
+            self.packings = shard_packings(lengths, *self._problem, forward_only=forward_only)
+        else:
+            size, everything = args.micro_batch_size, list(range(len(lengths)))
+            self.packings = [[everything[i : i + size] for i in range(0, len(lengths), size)]]
+
+    def fill(self, largest: Sequence[int]) -> list[ShardOutlook]:
+        """Bring each packing to a count that is legal for the pipeline schedule.
+
+        Args:
+            largest: of each packing, the most micro-batches that any rank has.
+
+        Returns:
+            what to expect of each.
+        """
+        dims = self._problem[0]
+        self._filled = [
+            fill_shard(
+                bins,
+                self._lengths,
+                dims.round_up_num_microbatches(max(1, count)),
+                *self._problem,
+                forward_only=self._forward_only,
+            )
+            for bins, count in zip(self.packings, largest, strict=True)
+        ]
+        return [
+            shard_outlook(
+                micro_batches, self._lengths, *self._problem, forward_only=self._forward_only
+            )
+            for micro_batches in self._filled
+        ]
+
+    def chosen(self, outlooks: Sequence[Sequence[ShardOutlook]]) -> MicroBatches:
+        """Local sample indices of the packing with which the step ends first.
+
+        Args:
+            outlooks: of every rank [packings][ranks].
+        """
+        filled = self._filled[soonest_packing(outlooks, self._problem[1])]
+        return tuple(tuple(self._indices[i] for i in places) for places in filled)
