@@ -27,7 +27,7 @@ from mcore_batching.integrations.megatron_lm.script import (
     use_packed_batches,
 )
 from mcore_batching.megatron import DynamicBatchArgumentError
-from mcore_batching.megatron.schedule import PreparedRow
+from mcore_batching.megatron.prepared_step import PreparedRow
 
 PAD = 9
 SAMPLES: dict[str, list[Any]] = {

@@ -17,7 +17,7 @@ import torch
 from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.schedule import PreparedRow
+from mcore_batching.megatron.prepared_step import PreparedRow
 
 SIX_FIELDS = (
     "tokens",

@@ -30,9 +30,11 @@ from mcore_batching.integrations.megatron_lm.samples import STOCK_SCHEMA, draw, 
 from mcore_batching.integrations.megatron_lm.script import use_packed_batches
 from mcore_batching.integrations.megatron_lm.step_log import note_step
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.data_iterator import plan_micro_batches
+from mcore_batching.megatron.chunk_forward import padding_mask
+from mcore_batching.megatron.consensus import agree_after_pipeline
+from mcore_batching.megatron.data_iterator import plan_micro_batches, schedule_of
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.forward import padding_mask, raise_together
+from mcore_batching.megatron.prepared_step import prepare
 from mcore_batching.megatron.recording import recorded
 from mcore_batching.megatron.topology import model_chunks
 
@@ -117,14 +119,16 @@ class PackedForwardBackward:
         use_packed_batches(forward_step_func)
         chunks = model_chunks(model)
         started = time.monotonic()
-        iterators, (count,) = plan_micro_batches(
+        iterators, _ = plan_micro_batches(
             self._args,
             chunks,
             lambda: self._read(data_iterator, num_microbatches),
             schema=STOCK_SCHEMA,
         )
-        schedule = iterators[0].schedule
-        prepared = schedule.prepare(0, count)
+        schedule = schedule_of(iterators)
+        operation = "evaluation" if forward_only else "training"
+        prepared = prepare(self._args, operation, 0, lambda: schedule)
+        count = len(prepared.rows)
         rows = [
             # One model chunk of a rank counts for all: each of them runs every row.
             PackedRows(stage, counts_flops=number == 0 and not forward_only)
@@ -143,7 +147,7 @@ class PackedForwardBackward:
                 forward_only=forward_only,
                 **others,
             )
-        raise_together(schedule.consensus, failed)
+        agree_after_pipeline(self._args, operation, failed)
         if not forward_only:
             compat.scale_moe_metrics(num_microbatches / count)
             torch.cuda.synchronize()

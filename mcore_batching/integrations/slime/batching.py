@@ -31,7 +31,12 @@ from mcore_batching.batch import DEFAULT_SCHEMA, Schema, SchemaError, pack
 from mcore_batching.integrations.slime.iterator import FrameworkIterator, framework_iterator
 from mcore_batching.integrations.slime.uncounted_mask import uncounted
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.data_iterator import DataIterator, plan_micro_batches
+from mcore_batching.megatron.data_iterator import (
+    DataIterator,
+    PlannedRollout,
+    plan_micro_batches,
+    schedule_of,
+)
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.forward_only import forward_only as run_forward_only
 from mcore_batching.megatron.rollout_batch import REQUIRED_FIELDS
@@ -83,13 +88,14 @@ def get_data_iterator(
     planning_args = copy.copy(args)
     planning_args.dynamic_batch_pad_total_to = _row_multiple(args)
     iterators, counts = plan_micro_batches(planning_args, model, lambda: _planned(rollout_data))
-    planned = iterators[0].schedule
+    planned = schedule_of(iterators)
     # The row's multiple covers what sequence parallelism needs, so samples are not padded for it.
     schedule = dataclasses.replace(
         planned, dims=dataclasses.replace(planned.dims, sequence_parallel=False)
     )
     live = schedule.rollout_data if rollout_data is None else rollout_data
-    return [FrameworkIterator(schedule, live, schema) for _ in iterators], counts
+    rollout = PlannedRollout(schedule)
+    return [FrameworkIterator(rollout, live, schema) for _ in iterators], counts
 
 
 def forward_only(

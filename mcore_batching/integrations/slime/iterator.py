@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch import Schema, SchemaError, make_placeholder
-from mcore_batching.megatron.data_iterator import DataIterator
+from mcore_batching.megatron.data_iterator import DataIterator, PlannedRollout
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 
@@ -26,18 +26,23 @@ class FrameworkIterator(DataIterator):
     """A `DataIterator` over the framework's own ``rollout_data``, read when it is drawn from.
 
     Args:
-        schedule: the plan.
+        rollout: the planned batch, shared by all stages' iterators.
         rollout_data: the framework's dict, kept and not copied.
         schema: the kind of every field that will be asked for.
     """
 
     def __init__(
-        self, schedule: MicroBatchSchedule, rollout_data: Mapping[str, Any], schema: Schema
+        self, rollout: PlannedRollout, rollout_data: Mapping[str, Any], schema: Schema
     ) -> None:
-        super().__init__(schedule)
+        super().__init__(rollout)
         self._live = rollout_data
         self._schema = schema
         self._checked: set[tuple[str, ...]] = set()
+
+    @property
+    def schedule(self) -> MicroBatchSchedule:
+        """The micro-batches of training."""
+        return self._rollout.schedule
 
     @property
     def rollout_data(self) -> Any:
