@@ -1,11 +1,11 @@
-"""Samples as fields with declared kinds, packed into rows, and their outputs back in order.
+"""Packed micro-batches: fields with declared kinds, rows, outputs in order, and shares of a loss.
 
 Needs torch and the standard library; never imports megatron.
 """
 
+from mcore_batching.batch.consensus import DisagreementError, RankFailedError
 from mcore_batching.batch.context_parallel import gather_response, owned_response_mask
-from mcore_batching.batch.default_schema import DEFAULT_SCHEMA
-from mcore_batching.batch.errors import BatchError, OrderError, SchemaError, SplitGroupError
+from mcore_batching.batch.errors import BatchError, OrderError, SchemaError
 from mcore_batching.batch.fields import Field, Kind
 from mcore_batching.batch.loss import (
     StepTotals,
@@ -16,33 +16,32 @@ from mcore_batching.batch.loss import (
     token_mean,
 )
 from mcore_batching.batch.order import apply_order, restore_order
+from mcore_batching.batch.pack import pack
 from mcore_batching.batch.packed import PackedMicroBatch
-from mcore_batching.batch.packing import pack
-from mcore_batching.batch.placeholder import check_filled, make_placeholder
-from mcore_batching.batch.schema import Schema
+from mcore_batching.batch.placeholder import make_placeholder
+from mcore_batching.batch.schema import DEFAULT_SCHEMA, Schema
 from mcore_batching.batch.select import step_batches, take
 from mcore_batching.batch.zigzag import (
     merge_packed,
     packed_positions,
     slice_packed,
     zigzag_merge,
-    zigzag_positions,
     zigzag_slice,
 )
 
 __all__ = [
     "DEFAULT_SCHEMA",
     "BatchError",
+    "DisagreementError",
     "Field",
     "Kind",
     "OrderError",
     "PackedMicroBatch",
+    "RankFailedError",
     "Schema",
     "SchemaError",
-    "SplitGroupError",
     "StepTotals",
     "apply_order",
-    "check_filled",
     "gather_response",
     "make_placeholder",
     "merge_packed",
@@ -59,6 +58,5 @@ __all__ = [
     "take",
     "token_mean",
     "zigzag_merge",
-    "zigzag_positions",
     "zigzag_slice",
 ]

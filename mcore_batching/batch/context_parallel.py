@@ -1,17 +1,17 @@
-"""Values of whole responses from a packed row that context-parallel ranks share.
+"""Whole responses from the slices of a packed row that context-parallel ranks hold.
 
-The model gives each rank one value a token of its slice, for instance the log-probability of the
-next token. `gather_response` makes of it one tensor a sample, with a value for every response
-token, the same on all ranks.
+The model gives each rank one value per token of its slice, for instance the log-probability of the
+next token. `gather_response` turns them into one tensor per sample with a value for every response
+token, the same on all ranks:
 
-Guarantees
-- Every response token is predicted on exactly one rank; the first token of a response that is the
-  whole sample is predicted on none: its value is 0.0 and carries no gradient.
-- Gathering is differentiable, and its backward is the exact adjoint: incoming gradients are summed
-  over the ranks. So the sum of what all ranks compute from the result is differentiated rightly,
-  whether each takes its own positions or all positions interact.
-- One collective a micro-batch forward, one backward; none if there is no response token at all.
-- The result hangs on the graph even if every response is empty.
+    row of one sample, prompt p, response a b c; cp 2     p a b c
+    rank 0 has positions 0 and 3                          log p(a), .
+    rank 1 has positions 1 and 2                          log p(b), log p(c)
+    gather_response, on both ranks                        [log p(a), log p(b), log p(c)]
+    owned_response_mask                                   [1 0 0] on rank 0, [0 1 1] on rank 1
+
+The first token of a response that is the whole sample is predicted on no rank: its value is 0.0 and
+carries no gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.packed import PackedMicroBatch
+from mcore_batching.planning.errors import Argument
 
 
 def gather_response(
@@ -31,38 +33,42 @@ def gather_response(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> list[Tensor]:
-    """Each sample's values of its response tokens, from what the positions before them hold.
+    """Each sample's values of its response tokens, from the positions that predict them.
 
-    A collective over ``group``. If one rank goes backward through the result, all must. A loss
-    that every rank computes in full counts once a rank: divide it by the ranks, or let each rank
-    sum its own positions (`owned_response_mask`).
+    A collective over ``group``, one per call; none if the row has no response token. So is its
+    backward, which sums the incoming gradients over the ranks, the exact adjoint: if one rank goes
+    backward through the result, all must. A loss that every rank computes in full therefore counts
+    as often as there are ranks: divide it by their number, or let each rank sum its own positions
+    (`owned_response_mask`).
 
     Args:
         local_stream: ``[T_local, ...]``, at each position of this rank's slice a value that
             belongs to the next token.
-        micro_batch: the row that the slice is of.
+        micro_batch: the row of which it is a slice.
         group: the context-parallel group, ranks in the order of their slices; None without
             context parallelism.
 
     Returns:
-        ``[response_length, ...]`` for each sample, of the stream's type.
+        ``[response_length, ...]`` for each sample, of the stream's type; attached to the graph even
+        if every response is empty.
 
     Raises:
-        ValueError: the stream is not as long as the slice, or the group is not of the size for
+        BatchError: the stream is not as long as the slice, or the group is not of the size for
             which the row was cut.
     """
     expected = micro_batch.tokens.shape[1]
     if not local_stream.dim() or local_stream.shape[0] != expected:
-        raise ValueError(
-            f"expected local_stream of shape [{expected}, ...], one value a token of this rank's "
+        raise BatchError(
+            f"expected local_stream of shape [{expected}, ...], one value per token of this rank's "
             f"slice, got {list(local_stream.shape)}"
         )
     size = 1 if group is None else group.size()
     if size != micro_batch.context_parallel_size:
-        raise ValueError(
-            f"expected a group of {micro_batch.context_parallel_size} ranks, since the row was "
-            f"packed with that context_parallel_size, got "
-            f"{'no group' if group is None else f'one of {size}'}; pass the context-parallel group"
+        raise BatchError(
+            f"expected a group of {micro_batch.context_parallel_size} ranks, the row's "
+            f"context_parallel_size, got {'no group' if group is None else f'one of {size}'}; set ",
+            Argument("group"),
+            " to the context-parallel group",
         )
     responses, device = micro_batch.responses, local_stream.device
     own_values = local_stream.index_select(0, responses.owned_positions.to(device))
@@ -74,11 +80,11 @@ def gather_response(
 
 
 def owned_response_mask(micro_batch: PackedMicroBatch) -> list[Tensor]:
-    """Which response tokens are predicted at positions of this context-parallel rank's slice.
+    """Mask of the response tokens that this context-parallel rank predicts.
 
     Returns:
-        bool ``[response_length]`` for each sample, on the tokens' device. Over all ranks each token
-        is True exactly once, but for one without a predecessor, which is True nowhere.
+        bool ``[response_length]`` for each sample, on the tokens' device. Each token is True on
+        exactly one rank, one without a predecessor on none.
     """
     return list(torch.split(micro_batch.responses.owned, micro_batch.response_lengths))
 

@@ -1,12 +1,9 @@
-"""Errors about the fields of a batch, the order of its outputs, and groups over ranks.
+"""Errors about the fields of a batch and the order of its outputs.
 
-Guarantees: each is a `ValueError`; its message says what was expected, what came, and what to write
-instead; it survives pickling with its message and attributes, so that a rank can send it to others.
+Each is a `ValueError` and survives pickling with its message and attributes.
 """
 
 from __future__ import annotations
-
-from collections.abc import Hashable
 
 from mcore_batching.planning.errors import MCoreBatchingError
 
@@ -20,7 +17,7 @@ class SchemaError(BatchError):
 
     Attributes: `key` of the field; `sample_index`, the entry concerned, or None if the whole field
     is; `expected` and `found` in words; `declaration`, the line of code that declares the field
-    (or the lines, one for each reading that is left), empty if no declaration would help.
+    (or the lines, one for each possible kind), empty if no declaration would help.
     """
 
     def __init__(
@@ -64,15 +61,3 @@ class OrderError(BatchError):
         self.missing = missing
         self.doubled = doubled
         self.extra = extra
-
-
-class SplitGroupError(BatchError):
-    """Groups whose samples are on several ranks, so that none can compute their statistics.
-
-    Attributes: `ranks_of_group`, global ranks of each such group, by its uid.
-    """
-
-    def __init__(self, message: str, *, ranks_of_group: dict[Hashable, tuple[int, ...]]) -> None:
-        """Take the message as it is."""
-        super().__init__(message)
-        self.ranks_of_group = ranks_of_group

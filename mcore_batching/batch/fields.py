@@ -1,8 +1,4 @@
-"""The declaration of one field: what a sample's value of it is, and how long.
-
-Guarantees: a `Field` that exists can be met by some batch; `Field.declaration` is the line of code
-that makes it.
-"""
+"""Declaration of one field: the kind and length of a sample's value."""
 
 from __future__ import annotations
 
@@ -13,9 +9,9 @@ from mcore_batching.batch.errors import SchemaError
 
 
 class Kind(enum.Enum):
-    """What one sample's value of a field is.
+    """Kind of a sample's value, from which follows how it is sliced, padded and packed.
 
-    Lengths are in tokens: T is the sample's total length, R its response length.
+    Shapes in tokens: T is the sample's total length, R its response length.
     """
 
     TOKENS = "tokens"
@@ -29,7 +25,7 @@ class Kind(enum.Enum):
     POSITION_IDS = "position ids"
     """``[T]`` integers, or ``[axes, T]`` for multimodal rotary embeddings."""
     ROUTED_EXPERTS = "routed experts"
-    """``[T + length_offset, layers, top_k]`` integers: the experts that each token went to."""
+    """``[T + length_offset, layers, top_k]`` integers: the experts that each token is routed to."""
     MULTIMODAL = "multimodal inputs"
     """A dict of model inputs, or None. Present but empty in a fabricated sample."""
     METADATA = "metadata"
@@ -41,17 +37,18 @@ _WITH_ROWS = (Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.ROUTED_EXPERTS)
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """The declaration of one field.
+    """Declaration of one field.
 
     Attributes:
         name: the field's key in a batch.
-        kind: what one sample's value is.
+        kind: of a sample's value.
         length_offset: rows beyond the kind's own length, negative for fewer; for the kinds per
             token, per response token and routed experts.
         required: every batch has the field.
 
     Raises:
-        SchemaError: an offset on a kind without rows, or kind TOKENS on another field.
+        SchemaError: no batch could meet it: an offset on a kind without rows, kind TOKENS on
+            another field than ``tokens``.
     """
 
     name: str
@@ -61,7 +58,7 @@ class Field:
     required: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse declarations that no batch could meet."""
+        """Refuse a declaration that no batch could meet."""
         if not isinstance(self.kind, Kind):
             raise SchemaError(
                 self.name,
@@ -85,7 +82,7 @@ class Field:
             )
 
     def num_rows(self, total_length: int, response_length: int) -> int | None:
-        """How many rows the value of a sample of these lengths has; None for a kind without."""
+        """Rows of a value, for a sample of these lengths; None for a kind without rows."""
         if self.kind is Kind.PER_RESPONSE_TOKEN:
             natural = response_length
         elif self.kind in (Kind.METADATA, Kind.MULTIMODAL, Kind.PER_SAMPLE):

@@ -1,4 +1,4 @@
-"""The kind of an undeclared field, where the data of all samples leaves exactly one reading.
+"""Inference of an undeclared field's kind, where the data fits exactly one.
 
     total_lengths [5, 7], response_lengths [2, 7]
     values of 5 and 7 rows                    per token
@@ -6,9 +6,9 @@
     numbers, or tensors without dimensions    per sample
     strings, None, dicts of strings           metadata
 
-Guarantees: a guess is never made. If every response is its whole sample, if there are no samples,
-if integers might be position ids or routed experts, a `SchemaError` lists the readings left and
-the line that declares each.
+No guess is ever made. If every response is its whole sample, if there are no samples, if integers
+might be position ids or routed experts, a `SchemaError` lists the kinds that fit and the line that
+declares each.
 """
 
 from __future__ import annotations
@@ -16,62 +16,57 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_batching.batch.checks import read_lengths
 from mcore_batching.batch.errors import SchemaError
+from mcore_batching.batch.field_checks import read_lengths, require_one_per_sample
 from mcore_batching.batch.fields import Field, Kind, declaration_line
-from mcore_batching.batch.values import count_of, describe, is_integral, shape_of
+from mcore_batching.batch.value_shapes import describe, is_integral, shape_of
 
 _INFERRED = (Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.PER_SAMPLE, Kind.METADATA)
 
 
 def infer_field(name: str, batch: Mapping[str, Any]) -> Field:
-    """The declaration that the data of a batch leaves for an undeclared field.
+    """The declaration of an undeclared field, from its values in a batch.
 
     Args:
         name: key of the field.
-        batch: field name to one value a sample, with ``total_lengths`` and ``response_lengths``.
+        batch: field name to one value per sample, with ``total_lengths`` and ``response_lengths``.
 
     Raises:
-        SchemaError: it leaves none or several, or one that must be declared.
+        SchemaError: the values fit no kind, several, or one that must be declared.
     """
     total_lengths, response_lengths = read_lengths(batch)
     values = batch[name]
-    count = count_of(values)
-    if count != len(total_lengths):
-        raise SchemaError(
-            name,
-            expected=f"a list of {len(total_lengths)} values, one a sample",
-            found=describe(values) if count is None else f"{count} values",
-        )
-    readings = _readings(list(values), total_lengths, response_lengths)
-    if len(readings) == 1 and readings[0] in _INFERRED:
-        return Field(name, readings[0])
-    left = readings or [Kind.METADATA]
+    require_one_per_sample(name, values, len(total_lengths))
+    fitting = _fitting_kinds(list(values), total_lengths, response_lengths)
+    if len(fitting) == 1 and fitting[0] in _INFERRED:
+        return Field(name, fitting[0])
     raise SchemaError(
         name,
-        expected="a declared field, or values that leave exactly one reading",
-        found=_found(count, values, readings),
-        declaration=" or ".join(_line(name, kind, values, total_lengths) for kind in left),
+        expected="a declared field, or values that fit exactly one kind",
+        found=_found(values, fitting),
+        declaration=" or ".join(
+            _declaration(name, kind, values, total_lengths) for kind in fitting or [Kind.METADATA]
+        ),
     )
 
 
-def _found(count: int, values: Any, readings: Sequence[Kind]) -> str:
-    if not count:
+def _found(values: Any, fitting: Sequence[Kind]) -> str:
+    if not len(values):
         return "an undeclared field of no samples, which may be anything"
-    example = f"{count} values such as {describe(values[0])}"
-    if not readings:
+    example = f"{len(values)} values such as {describe(values[0])}"
+    if not fitting:
         return (
             f"an undeclared field whose {example} fit no kind by their lengths (as metadata they "
             "would be carried along as they are)"
         )
-    names = " or ".join(kind.value for kind in readings)
+    names = " or ".join(kind.value for kind in fitting)
     return f"an undeclared field whose {example} may be {names}"
 
 
-def _readings(
+def _fitting_kinds(
     values: Sequence[Any], total_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> list[Kind]:
-    """The kinds that the values may be of."""
+    """Kinds that the values may be of."""
     if not values:
         return [kind for kind in Kind if kind is not Kind.TOKENS]
     if all(_is_text(value) for value in values):
@@ -88,23 +83,23 @@ def _readings(
         return []
     rows = [shape[0] for shape in known]
     integral = all(is_integral(value) for value in values)
-    readings = []
+    fitting = []
     if rows == list(total_lengths):
-        readings.append(Kind.PER_TOKEN)
+        fitting.append(Kind.PER_TOKEN)
     if rows == list(response_lengths):
-        readings.append(Kind.PER_RESPONSE_TOKEN)
+        fitting.append(Kind.PER_RESPONSE_TOKEN)
     if integral and all(
         len(shape) == 2 and shape[1] == total
         for shape, total in zip(known, total_lengths, strict=True)
     ):
-        readings.append(Kind.POSITION_IDS)
+        fitting.append(Kind.POSITION_IDS)
     if (
         integral
         and all(len(shape) == 3 for shape in known)
         and _routed_offset(rows, total_lengths) is not None
     ):
-        readings.append(Kind.ROUTED_EXPERTS)
-    return readings
+        fitting.append(Kind.ROUTED_EXPERTS)
+    return fitting
 
 
 def _is_text(value: Any) -> bool:
@@ -115,14 +110,14 @@ def _is_text(value: Any) -> bool:
 
 
 def _routed_offset(rows: Sequence[int], total_lengths: Sequence[int]) -> int | None:
-    """0 or -1, whichever explains the rows: rollout engines leave out the last token's."""
+    """0, or -1 where the last token's row is left out, as rollout engines do; None if neither."""
     for offset in (0, -1):
         if list(rows) == [max(0, total + offset) for total in total_lengths]:
             return offset
     return None
 
 
-def _line(name: str, kind: Kind, values: Any, total_lengths: Sequence[int]) -> str:
+def _declaration(name: str, kind: Kind, values: Any, total_lengths: Sequence[int]) -> str:
     if kind is not Kind.ROUTED_EXPERTS or not total_lengths:
         return declaration_line(name, kind)
     rows = [(shape_of(value) or (0,))[0] for value in values]

@@ -1,19 +1,19 @@
-"""Shares of a step's loss that add up exactly, whatever shares a micro-batch with what.
+"""Shares of a step's loss, which add up to its mean however samples were packed.
 
 A share is one micro-batch's part of a mean over the whole step: its numerator over the *step's*
 denominator. Shares of all micro-batches on all ranks add up to the mean, so means with different
-denominators can be added, and nothing is ever averaged over micro-batches.
+denominators can be added, and nothing is ever averaged over micro-batches:
+
+    micro-batch 1    values [6.0, 2.0]    micro-batch 2    values [1.0]
+    token_mean       8 / 3                                 1 / 3            sum 3.0
+    sample_mean      4 / 2                                 1 / 2            sum 2.5
 
     loss = token_mean(policy_loss, row, totals) + 0.01 * sample_mean(kl, row, totals)
 
-Guarantees
-- A placeholder's share is exactly 0, and it counts 0 in every denominator; so does a padding
-  sample (field ``is_padding``).
-- Under context parallelism each rank counts the response tokens that it predicts itself, so the
-  shares of the group add up to the sample's.
-- A response token without a predecessor (the response is the whole sample) is never predicted and
-  counts nowhere.
-- Shares stay attached to the graph, even where they are 0.
+The share of a placeholder is exactly 0, and it counts 0 in every denominator; so does a padding
+sample (field ``is_padding``). Shares stay attached to the graph even where they are 0. Under
+context parallelism each rank counts the response tokens that it predicts itself. A response token
+without a predecessor (the response is the whole sample) is never predicted and counts nowhere.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch.context_parallel import owned_response_mask
+from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.packed import PackedMicroBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """What the samples of an optimizer step add up to.
+    """Sums over the samples of an optimizer step: the denominators of its means.
 
     Attributes:
-        num_samples: real samples, with or without trainable tokens.
-        num_trained_samples: samples with a loss mask that is not all zero.
+        num_samples: real samples, trainable tokens or not.
+        num_trained_samples: samples whose loss mask is not all zero.
         num_tokens: predicted response tokens whose loss mask is not zero.
         token_weight: sum of the loss masks of the predicted response tokens.
     """
@@ -65,7 +66,7 @@ def response_loss_masks(row: PackedMicroBatch) -> list[Tensor]:
 
 
 def step_totals(rows: Iterable[PackedMicroBatch]) -> StepTotals:
-    """What this rank's micro-batches of a step add up to, each sample counted once.
+    """Totals over this data-parallel rank's micro-batches of a step, each sample counted once.
 
     The same on all ranks of a replica, context-parallel ones included.
     """
@@ -86,6 +87,8 @@ def step_totals(rows: Iterable[PackedMicroBatch]) -> StepTotals:
 def token_mean(per_token: Sequence[Tensor], row: PackedMicroBatch, totals: StepTotals) -> Tensor:
     """Share of the mean over all trainable tokens of the step.
 
+        token_mean([tensor([6.0, 2.0])], row, StepTotals(token_weight=3.0, ...))    8 / 3
+
     Args:
         per_token: ``[response_length]`` for each sample of the row, whole responses on every
             context-parallel rank.
@@ -97,7 +100,7 @@ def token_mean(per_token: Sequence[Tensor], row: PackedMicroBatch, totals: StepT
         ``sum(mask * value) / sum(mask)``, to 0 if the step has no trainable token.
 
     Raises:
-        ValueError: a value's length is not its sample's response length.
+        BatchError: a value's length is not its sample's response length.
     """
     return _weighted_sum(per_token, row, response_loss_masks(row)) / (totals.token_weight or 1.0)
 
@@ -110,6 +113,8 @@ def sample_mean(
     over_trained_samples: bool = False,
 ) -> Tensor:
     """Share of the mean over samples of each sample's own mean over its trainable tokens.
+
+        sample_mean([tensor([6.0, 2.0])], row, StepTotals(num_samples=2, ...))    4 / 2
 
     A sample without trainable tokens contributes 0. It counts in the denominator, as it does
     where frameworks divide by the batch size, unless ``over_trained_samples`` is set.
@@ -124,7 +129,7 @@ def sample_mean(
         scalar; the shares add up to the mean.
 
     Raises:
-        ValueError: a value's length is not its sample's response length.
+        BatchError: a value's length is not its sample's response length.
     """
     # A sample whose mask is all zero divides 0 by 1, not by 0.
     weights = [mask / (mask.sum() + (mask.sum() == 0)) for mask in response_loss_masks(row)]
@@ -141,7 +146,7 @@ def owned_num_tokens(row: PackedMicroBatch) -> int:
 
 
 def _are_padding(row: PackedMicroBatch) -> list[bool]:
-    """For each sample of the row, whether it is a padding sample."""
+    """True for each sample of the row that is a padding sample."""
     tags = row.fields.get("is_padding")
     return [False] * len(row.total_lengths) if tags is None else [bool(tag) for tag in tags]
 
@@ -150,7 +155,7 @@ def _weighted_sum(
     per_token: Sequence[Tensor], row: PackedMicroBatch, weights: Sequence[Tensor]
 ) -> Tensor:
     if len(per_token) != len(weights):
-        raise ValueError(
+        raise BatchError(
             f"expected values of {len(weights)} samples, got {len(per_token)}: give one tensor "
             "for each sample of the micro-batch, a placeholder's included"
         )
@@ -159,7 +164,7 @@ def _weighted_sum(
         zip(per_token, weights, owned_response_mask(row), strict=True)
     ):
         if value.shape != weight.shape:
-            raise ValueError(
+            raise BatchError(
                 f"sample {i} of the micro-batch: expected values of shape {list(weight.shape)} "
                 f"(its response length), got {list(value.shape)}"
             )

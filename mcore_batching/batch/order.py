@@ -1,12 +1,10 @@
-"""Outputs in the order their samples came in, and back.
+"""Permutation of per-sample values between plan order and the order the samples came in.
 
-    plan order    ["c", "a", "b"]      sample_indices [2, 0, 1]
-    origin order  ["a", "b", "c"]
+    restore_order(["c", "a", "b"], sample_indices=[2, 0, 1], num_samples=3)    ["a", "b", "c"]
+    apply_order(["a", "b", "c"], sample_indices=[2, 0, 1])                     ["c", "a", "b"]
 
-Guarantees
-- `restore_order` and `apply_order` are each other's inverse.
-- Every sample has exactly one output: nothing is lost, doubled, cut off or filled with None. Where
-  that cannot be, both raise and name the indices.
+The two are each other's inverse. Every sample has exactly one value: nothing is lost, doubled, cut
+off or filled with None, or both raise an `OrderError` that names the indices.
 """
 
 from __future__ import annotations
@@ -19,22 +17,22 @@ from mcore_batching.batch.errors import OrderError
 
 T = TypeVar("T")
 
-_SHOWN = 10  # indices of each fault that a message lists
+_MAX_LISTED = 10  # indices of each fault in a message
 
 
 def restore_order(values: Sequence[T], sample_indices: Sequence[int], num_samples: int) -> list[T]:
-    """Values in plan order, put into origin order.
+    """Values in plan order, put into origin order. Inverse of `apply_order`.
 
     Args:
-        values: one output a sample, in the order in which the samples were run.
+        values: one output per sample, in the order in which the samples were run.
         sample_indices: origin index of each of them.
-        num_samples: how many samples there are; the indices are 0 to ``num_samples - 1``.
+        num_samples: of the batch; the indices are 0 to ``num_samples - 1``.
 
     Returns:
         ``num_samples`` values: ``result[sample_indices[k]] is values[k]``.
 
     Raises:
-        OrderError: not one index a value, or the indices are not 0 to ``num_samples - 1``, each
+        OrderError: not one index per value, or the indices are not 0 to ``num_samples - 1``, each
             exactly once.
     """
     _require_permutation(values, sample_indices, num_samples)
@@ -43,10 +41,10 @@ def restore_order(values: Sequence[T], sample_indices: Sequence[int], num_sample
 
 
 def apply_order(values: Sequence[T], sample_indices: Sequence[int]) -> list[T]:
-    """Values in origin order, put into plan order.
+    """Values in origin order, put into plan order. Inverse of `restore_order`.
 
     Args:
-        values: one a sample, in origin order.
+        values: one per sample, in origin order.
         sample_indices: origin index of each sample in plan order.
 
     Returns:
@@ -69,8 +67,8 @@ def _require_permutation(
     if len(values) == len(sample_indices) and not (missing or doubled or extra):
         return
     faults = [
-        f"{name} {', '.join(map(str, indices[:_SHOWN]))}"
-        + (f" and {len(indices) - _SHOWN} more" if len(indices) > _SHOWN else "")
+        f"{name} {', '.join(map(str, indices[:_MAX_LISTED]))}"
+        + (f" and {len(indices) - _MAX_LISTED} more" if len(indices) > _MAX_LISTED else "")
         for name, indices in (("missing", missing), ("doubled", doubled), ("extra", extra))
         if indices
     ]

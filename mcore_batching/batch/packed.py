@@ -1,11 +1,11 @@
-"""A micro-batch as one packed row: what `pack` makes and the model, the loss and the order need.
+"""A micro-batch as one packed row, with all that the model, the loss and the order need.
 
 Two samples of 3 and 2 tokens (responses 2 and 1), each padded to a multiple of 2, the row to 8:
 
     tokens             a b c . | d e | . .      . is padding
     labels             b c . . | e . | . .      next token within the sample
     position_ids       0 1 2 0 | 0 1 | 0 0
-    loss_mask          1 1 0 0 | 1 0 | 0 0      where a response token is predicted
+    loss_mask          1 1 0 0 | 1 0 | 0 0      1 where a response token is predicted
     cu_seqlens_padded  0 4 6 8                  the row's own padding is the last segment
 
 Under context parallelism the row is cut as in `mcore_batching.batch.zigzag`; the offsets are those
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.fields import Kind
 from mcore_batching.batch.response_tokens import ResponseTokens
 from mcore_batching.batch.row_layout import Row
@@ -50,10 +51,10 @@ class PackedMicroBatch:
         total_lengths: tokens of each sample.
         response_lengths: tokens of each sample's response.
         sample_indices: origin index of each sample, ``()`` in a placeholder.
-        is_placeholder: whether the row's one sample is fabricated.
-        responses: the response tokens of all samples: loss weights, and where this rank predicts
-            which of them.
-        fields: every field that the samples had, one value a sample, as given.
+        is_placeholder: True if the row's one sample is fabricated.
+        responses: the response tokens of all samples: loss weights, and the positions of this rank
+            that predict them.
+        fields: every field that the samples had, one value per sample, the very values given.
         schema: the kinds of the fields.
         context_parallel_size: ranks that share the row.
         context_parallel_rank: this rank among them.
@@ -89,7 +90,7 @@ class PackedMicroBatch:
         return list(self.total_lengths)
 
     def __getitem__(self, key: str) -> list[Any]:
-        """One value a sample of a field, as given.
+        """The values of a field, one per sample, as given.
 
         Raises:
             KeyError: the samples had no such field; names those that they had.
@@ -101,8 +102,8 @@ class PackedMicroBatch:
     def packed(self, key: str, pad_value: float = 0) -> Tensor:
         """A field with rows per token, packed, padded and cut like `tokens`.
 
-        Routed experts are padded with experts that differ from slot to slot and go round over
-        those that the row has seen, whatever ``pad_value``.
+        Routed experts are padded, whatever ``pad_value``, with experts that differ from slot to
+        slot and take turns over those in the row.
 
         Args:
             key: a field of kind PER_TOKEN or ROUTED_EXPERTS (or TOKENS).
@@ -113,12 +114,12 @@ class PackedMicroBatch:
 
         Raises:
             KeyError: the samples had no such field.
-            ValueError: the field is of another kind, has more rows than tokens, or its trailing
+            BatchError: the field is of another kind, has more rows than tokens, or its trailing
                 shapes differ between samples.
         """
         values, field = self[key], self.schema[key]
         if field.kind not in (Kind.TOKENS, Kind.PER_TOKEN, Kind.ROUTED_EXPERTS):
-            raise ValueError(
+            raise BatchError(
                 f"field {key!r} is declared as Kind.{field.kind.name}, and only fields with rows "
                 "per token can be packed: read its per-sample values from "
                 f"micro_batch[{key!r}], or declare it as Kind.PER_TOKEN if that is what it holds"
@@ -126,9 +127,9 @@ class PackedMicroBatch:
         rows = [torch.as_tensor(value, device=self.tokens.device) for value in values]
         trailing = {tuple(row.shape[1:]) for row in rows if row.shape[0]}
         if len(trailing) > 1 or field.length_offset > 0:
-            raise ValueError(
-                f"field {key!r} cannot be packed: expected rows of one shape, at most one a token; "
-                f"found shapes {[list(row.shape) for row in rows]} for samples of "
+            raise BatchError(
+                f"field {key!r} cannot be packed: expected rows of one shape, at most one per "
+                f"token, found shapes {[list(row.shape) for row in rows]} for samples of "
                 f"{self.total_lengths} tokens; read its values from micro_batch[{key!r}]"
             )
         row = Row(self.total_lengths, self.host_cu_seqlens_padded)
@@ -142,7 +143,7 @@ class PackedMicroBatch:
         """A copy with every tensor on a device, those in `fields` included.
 
         Args:
-            device: where to.
+            device: of the copy.
             non_blocking: do not wait for copies from pinned memory.
         """
 

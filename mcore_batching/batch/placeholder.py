@@ -1,16 +1,14 @@
 """One fabricated sample for a micro-batch that has no real one.
 
 It has one token and an empty response, so that it contributes to no sum over response tokens, and
-one value for every requested field, of the type, device and trailing shape that real values have.
+one value for every requested field, of the type, device and trailing shape that real values have;
+without a real sample to copy from, of the kind's default type and shape.
 
     make_placeholder(schema, ["tokens", "loss_masks", "rewards"], batch)
     {"tokens": [tensor([0])], "loss_masks": [tensor([], dtype=torch.int32)], "rewards": [0.0]}
 
-Guarantees
-- Every requested field has exactly one value of the right length, or `check_filled` raises here
-  and not in some `torch.cat` later. The check runs in production.
-- A rank that holds no sample gets values of the kind's default type and shape.
-- The slots of a routed token are distinct experts: all zeros would send every slot to one expert.
+`check_filled` then finds a field without a value, or of a wrong length, here and not in some
+`torch.cat` later. It runs in production.
 """
 
 from __future__ import annotations
@@ -21,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_batching.batch.checks import check_values
 from mcore_batching.batch.errors import SchemaError
+from mcore_batching.batch.field_checks import check_values
 from mcore_batching.batch.fields import Field, Kind, declaration_line
-from mcore_batching.batch.values import is_array, shape_of
+from mcore_batching.batch.value_shapes import is_array, shape_of
 
 _TOTAL_LENGTH, _RESPONSE_LENGTH = 1, 0
 
@@ -84,15 +82,15 @@ def check_filled(
     """Check that fabricated samples have a value for every requested field.
 
     Args:
-        filled: field name to one value a fabricated sample.
+        filled: field name to one value per fabricated sample.
         schema: the kind of every requested field.
         keys: the fields that were requested.
         total_lengths: tokens of each fabricated sample.
         response_lengths: tokens of its response.
 
     Raises:
-        SchemaError: a requested field is not declared, has not exactly one value a sample, a value
-            has the wrong length, or a token is routed to one expert twice.
+        SchemaError: a requested field is not declared or has not exactly one value per sample, a
+            value has the wrong length, or a token is routed to one expert twice.
     """
     for key in keys:
         if key not in schema:
@@ -107,7 +105,7 @@ def check_filled(
         if filled.get(key) is None:
             raise SchemaError(
                 key,
-                expected=f"{len(total_lengths)} values, one a fabricated sample",
+                expected=f"{len(total_lengths)} values, one per fabricated sample",
                 found=f"none: Kind.{field.kind.name} has no rule for fabricated samples",
                 declaration=field.declaration,
                 advice="declare the field with a Kind that has one, otherwise than by",
@@ -173,13 +171,14 @@ def _fill_position_ids(field: Field, example: Any, pad_token_id: int) -> Any:
 def _fill_routed_experts(field: Field, example: Any, pad_token_id: int) -> Any:
     del pad_token_id
     rows = field.num_rows(_TOTAL_LENGTH, _RESPONSE_LENGTH) or 0
-    # Nobody knows the number of layers on a rank that has never seen a sample.
+    # A rank that has never seen a sample cannot know the number of layers.
     layers, top_k = (shape_of(example) or ())[1:] or (0, 0)
     if isinstance(example, list | tuple):
         return [[list(range(top_k)) for _ in range(layers)] for _ in range(rows)]
     if example is None:
         return torch.zeros((rows, layers, top_k), dtype=torch.int64)
     experts = _zero_rows(example, rows, torch.int64)
+    # Zeros would send every slot of the token to expert 0.
     for slot in range(top_k):
         experts[..., slot] = slot
     return experts
@@ -194,6 +193,7 @@ def _fill_metadata(field: Field, example: Any, pad_token_id: int) -> Any:
     del field, example, pad_token_id
 
 
+# To fill a value of each kind, given the field, an example value or None, and the pad token.
 _FILL: dict[Kind, Callable[[Field, Any, int], Any]] = {
     Kind.TOKENS: _fill_tokens,
     Kind.PER_TOKEN: _fill_per_token,

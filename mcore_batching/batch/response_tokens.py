@@ -1,14 +1,16 @@
-"""What a packed row knows of its response tokens: where each is predicted, and its loss weight.
+"""Response tokens of a packed row: the position that predicts each, and its loss weight.
 
-    samples of 3 and 2 tokens, responses 2 and 2, offsets 0 4 6, masks 1 1 | 1 1
-    predicted_at   0  1 | -1  4
-    loss_masks     1  1 |  0  1
+Two samples, one of 3 tokens with a response of 2, one of 2 tokens that are all response, each
+padded to a multiple of 2:
 
-Guarantees
-- Response token j of a sample with p prompt tokens is predicted at position p - 1 + j of the
-  sample. With p = 0 the first token has no predecessor: it is predicted nowhere and weighs nothing.
-- A token of a placeholder or of a padding sample (field ``is_padding``) weighs nothing.
-- The loss and the row's own mask have their weights from here, made once a micro-batch.
+    position            0 1 2 3 | 4 5          offsets 0 4 6
+    tokens              p a b . | c d          a b c d are the response tokens
+    predicted_positions           0  1 -1  4   a at p, b at a, d at c
+    loss_masks                    1  1  0  1   c has no predecessor: it weighs nothing
+
+Response token j of a sample with p prompt tokens is predicted at position p - 1 + j of the sample.
+Tokens of a placeholder or of a padding sample (field ``is_padding``) weigh nothing. The loss and
+the row's own mask take their weights from here, made once per micro-batch.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ from mcore_batching.batch.zigzag import locate
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class ResponseTokens:
-    """The R response tokens of a row, sample behind sample.
+    """The R response tokens of a row, sample after sample.
 
     Attributes:
         loss_masks: float32 ``[R]``, the loss weight of each; the same on all context-parallel
             ranks.
-        owned: bool ``[R]``, whether a token is predicted at a position of this rank's slice.
-        owned_indices: int64 ``[owned]``, which of the R those are.
-        owned_positions: int64 ``[owned]``, at which positions of the slice.
+        owned: bool ``[R]``, True for tokens predicted at a position of this rank's slice.
+        owned_indices: int64 ``[owned]``, indices of those among the R.
+        owned_positions: int64 ``[owned]``, positions of the slice that predict them.
     """
 
     loss_masks: Tensor
@@ -45,12 +47,17 @@ class ResponseTokens:
 def predicted_positions(
     offsets: Sequence[int], total_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> Tensor:
-    """int64 ``[R]`` on the host: where in the full row each response token is predicted, or -1.
+    """Position in the full row that predicts each response token, -1 if none does.
+
+        predicted_positions([0, 4, 6], [3, 2], [2, 2])    [0 1 -1 4]
 
     Args:
-        offsets: where each sample starts; further entries are not read.
+        offsets: start of each sample; further entries are not read.
         total_lengths: tokens of each sample.
         response_lengths: tokens of each sample's response.
+
+    Returns:
+        int64 ``[R]`` on the host.
     """
     pieces = []
     for start, total, response in zip(offsets, total_lengths, response_lengths, strict=False):
@@ -69,17 +76,20 @@ def loss_masks(
     is_placeholder: bool,
     device: torch.device,
 ) -> Tensor:
-    """float32 ``[R]``, the loss weight of each response token.
+    """Loss weight of each response token.
 
     Args:
-        fields: one value a sample; ``loss_masks`` are all ones if absent.
+        fields: one value per sample; ``loss_masks`` are all ones if absent.
         response_lengths: tokens of each sample's response.
         predicted_at: from `predicted_positions`.
-        is_placeholder: the row is fabricated.
-        device: where the weights go.
+        is_placeholder: the row's one sample is fabricated.
+        device: of the weights.
+
+    Returns:
+        float32 ``[R]``.
 
     Raises:
-        SchemaError: a mask is not one number a response token.
+        SchemaError: a mask is not one number per response token.
     """
     given, padding = fields.get("loss_masks"), fields.get("is_padding")
     masks = []
@@ -89,16 +99,25 @@ def loss_masks(
         elif given is None:
             masks.append(torch.ones(response, dtype=torch.float32, device=device))
         else:
-            mask = torch.as_tensor(given[i], device=device).to(torch.float32)
-            if mask.shape != (response,):
-                raise SchemaError(
-                    "loss_masks",
-                    sample_index=i,
-                    expected=f"shape [{response}], one number a response token",
-                    found=f"shape {list(mask.shape)}",
-                )
-            masks.append(mask)
+            masks.append(given_loss_mask(given, i, response).to(device, torch.float32))
     return torch.cat(masks).masked_fill_(predicted_at.to(device) < 0, 0.0)
+
+
+def given_loss_mask(given: Sequence[Any], index: int, response_length: int) -> Tensor:
+    """The loss mask of one sample as given, ``[response_length]``.
+
+    Raises:
+        SchemaError: it is not one number per response token.
+    """
+    mask = torch.as_tensor(given[index])
+    if mask.shape != (response_length,):
+        raise SchemaError(
+            "loss_masks",
+            sample_index=index,
+            expected=f"shape [{response_length}], one number per response token",
+            found=f"shape {list(mask.shape)}",
+        )
+    return mask
 
 
 def response_tokens(
@@ -109,7 +128,7 @@ def response_tokens(
     context_parallel_size: int,
     context_parallel_rank: int,
 ) -> ResponseTokens:
-    """What a context-parallel rank needs to know of the response tokens of its row.
+    """The response tokens of a row, as one context-parallel rank sees them.
 
     Args:
         weights: from `loss_masks`.

@@ -1,21 +1,25 @@
-"""Where the tokens of packed samples lie in a row.
+"""Layout of a packed row: offsets of the padded samples, and per-token values at their places.
 
     samples of 3 and 2 tokens, each padded to a multiple of 2, the row to a multiple of 8
-    offsets  0 4 6 8      the last segment is the row's own padding
+    padded_offsets([3, 2], 2, 8)                        (0, 4, 6, 8)
+    Row([3, 2], (0, 4, 6, 8)).lay_out([abc, de], .)     a b c . d e . .
 
-Guarantees: a sample without tokens takes one alignment unit, since attention kernels break on
-empty segments; every offset divides by twice the context-parallel size; what is laid out is cut as
-`mcore_batching.batch.zigzag` cuts it.
+The last segment is the row's own padding. A sample without tokens takes one alignment unit, since
+attention kernels break on empty segments.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
 
+from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.zigzag import slice_packed
+from mcore_batching.planning.errors import Argument
+from mcore_batching.planning.tokens import round_up
 
 
 def padded_offsets(
@@ -30,9 +34,8 @@ def padded_offsets(
     """
     offsets = [0]
     for length in total_lengths:
-        padded = -(-max(length, 1) // sample_alignment_tokens) * sample_alignment_tokens
-        offsets.append(offsets[-1] + padded)
-    end = -(-offsets[-1] // row_alignment_tokens) * row_alignment_tokens
+        offsets.append(offsets[-1] + round_up(max(length, 1), sample_alignment_tokens))
+    end = round_up(offsets[-1], row_alignment_tokens)
     return (*offsets, end) if end > offsets[-1] else tuple(offsets)
 
 
@@ -42,7 +45,7 @@ def require_alignment(
     """Check that every segment of a row can be cut over context-parallel ranks.
 
     Raises:
-        ValueError: an alignment is not positive, or leaves segments that cannot be cut.
+        BatchError: an alignment is not positive, or leaves segments that cannot be cut.
     """
     for name, value in (
         ("sample_alignment_tokens", sample_alignment_tokens),
@@ -50,21 +53,23 @@ def require_alignment(
         ("context_parallel_size", context_parallel_size),
     ):
         if value < 1:
-            raise ValueError(f"{name} must be 1 or more, got {value}")
+            raise BatchError(Argument(name), f" must be 1 or more, got {value}")
     if context_parallel_size == 1:
         return
     multiple = 2 * context_parallel_size
     if sample_alignment_tokens % multiple:
-        raise ValueError(
-            f"sample_alignment_tokens must be a multiple of {multiple} (2 * context_parallel_size),"
-            f" got {sample_alignment_tokens}; set it to a common multiple of {multiple} and "
-            "whatever else samples are padded to"
+        raise BatchError(
+            Argument("sample_alignment_tokens"),
+            f" must be a multiple of {multiple} (2 * context_parallel_size), got "
+            f"{sample_alignment_tokens}; set it to "
+            f"{math.lcm(sample_alignment_tokens, multiple)}",
         )
     if row_alignment_tokens % multiple and sample_alignment_tokens % row_alignment_tokens:
-        raise ValueError(
-            f"row_alignment_tokens must be a multiple of {multiple} (2 * context_parallel_size), or"
-            f" divide sample_alignment_tokens ({sample_alignment_tokens}), got "
-            f"{row_alignment_tokens}; the row's own padding could not be cut otherwise"
+        raise BatchError(
+            Argument("row_alignment_tokens"),
+            f" must be a multiple of {multiple} (2 * context_parallel_size) or divide "
+            f"sample_alignment_tokens={sample_alignment_tokens}, got {row_alignment_tokens}; set "
+            f"it to {math.lcm(row_alignment_tokens, multiple)}",
         )
 
 
@@ -97,7 +102,7 @@ class Row:
         Args:
             pieces: ``[rows, ...]`` for each sample, no longer than the sample.
             pad_value: between the pieces.
-            padding: ``[tokens of the row, ...]`` to be seen between the pieces instead.
+            padding: ``[tokens of the row, ...]``, between the pieces instead of `pad_value`.
 
         Returns:
             ``[tokens of the row, ...]`` of the pieces' type, device and trailing shape.
@@ -118,5 +123,5 @@ class Row:
     def local(
         self, full: Tensor, context_parallel_size: int, context_parallel_rank: int, dim: int = 0
     ) -> Tensor:
-        """The part of a full row that a context-parallel rank holds."""
+        """The slice of a full row that a context-parallel rank holds."""
         return slice_packed(full, self.offsets, context_parallel_size, context_parallel_rank, dim)

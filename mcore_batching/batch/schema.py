@@ -1,17 +1,12 @@
-"""What each field of a rollout batch holds, so that nobody has to guess how to slice or fill it.
+"""Declarations of a rollout batch's fields.
 
-A batch is a dict of fields; a field is a list with one value a sample. The kind of a field says how
-long each value is, how it is packed, and what its value in a fabricated sample is.
+A batch is a dict of fields; a field is a list with one value per sample. The kind of a field says
+how long each value is, how it is packed, and what its value in a fabricated sample is. A field that
+is None for the whole batch is absent.
 
     schema = DEFAULT_SCHEMA.declare("entropies", Kind.PER_RESPONSE_TOKEN)
-    schema = schema.resolve(batch)   # infers what is left, where the data has one reading
+    schema = schema.resolve(batch)   # infers the kinds of undeclared fields from their values
     schema.validate(batch)           # or a SchemaError that names key, sample and shapes
-
-Guarantees
-- A schema never changes; `declare` and `resolve` return new ones.
-- An undeclared field gets a kind only if the data of all samples leaves exactly one.
-- After `validate`, every field has one value a sample, each as long as its kind says.
-- A field whose value is None for the whole batch is absent.
 """
 
 from __future__ import annotations
@@ -20,18 +15,18 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mcore_batching.batch.checks import check_batch
 from mcore_batching.batch.errors import SchemaError
+from mcore_batching.batch.field_checks import check_batch
 from mcore_batching.batch.fields import Field, Kind
 from mcore_batching.batch.infer import infer_field
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schema(Mapping[str, Field]):
-    """Field names to their declarations.
+    """Field names to their declarations; `declare` and `resolve` return new schemas.
 
     Attributes:
-        fields: the declarations, one a name.
+        fields: the declarations, one per name.
 
     Raises:
         SchemaError: a name is declared twice.
@@ -63,7 +58,7 @@ class Schema(Mapping[str, Field]):
         return iter(self._by_name)
 
     def __len__(self) -> int:
-        """How many fields are declared."""
+        """Number of declared fields."""
         return len(self._by_name)
 
     def declare(
@@ -73,7 +68,7 @@ class Schema(Mapping[str, Field]):
 
         Args:
             name: the field's key in a batch.
-            kind: what one sample's value is.
+            kind: of a sample's value.
             length_offset: rows beyond the kind's own length.
             required: every batch has the field.
 
@@ -87,14 +82,14 @@ class Schema(Mapping[str, Field]):
         """This schema with a kind for every field of a batch.
 
         Args:
-            batch: field name to one value a sample.
+            batch: field name to one value per sample.
 
         Returns:
             the schema with the inferred fields added; itself if all were declared.
 
         Raises:
-            SchemaError: an undeclared field has no reading or more than one; the message lists
-                those left and the line that declares each.
+            SchemaError: the values of an undeclared field fit no kind or several; the message
+                lists them with the line that declares each.
         """
         inferred = [
             infer_field(name, batch)
@@ -107,10 +102,63 @@ class Schema(Mapping[str, Field]):
         """Check that every field of a batch holds what its declaration says.
 
         Args:
-            batch: field name to one value a sample.
+            batch: field name to one value per sample.
 
         Raises:
             SchemaError: a required field is absent, a field is not declared, or a value is not
                 what its kind says.
         """
         check_batch(self, batch)
+
+
+_PER_RESPONSE_TOKEN = (
+    "loss_masks",
+    "log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+    "teacher_log_probs",
+    "values",
+    "advantages",
+    "returns",
+    "kl",
+    "entropy",
+    "opd_reverse_kl",
+)
+_PER_SAMPLE = (
+    "rewards",
+    "raw_reward",
+    "truncated",
+    "round_number",
+    "rollout_mask_sums",
+    "max_seq_lens",
+    "is_padding",
+)
+# Identifiers are metadata: a zero in a placeholder would pass for somebody else's.
+_METADATA = (
+    "uids",
+    "trajectory_ids",
+    "sample_indices",
+    "rollout_ids",
+    "source_names",
+    "prompt",
+    "metadata",
+    "rollout_top_p_token_ids",
+)
+
+DEFAULT_SCHEMA = Schema(
+    (
+        Field("tokens", Kind.TOKENS, required=True),
+        Field("total_lengths", Kind.PER_SAMPLE, required=True),
+        Field("response_lengths", Kind.PER_SAMPLE, required=True),
+        *(Field(name, Kind.PER_RESPONSE_TOKEN) for name in _PER_RESPONSE_TOKEN),
+        *(Field(name, Kind.PER_SAMPLE) for name in _PER_SAMPLE),
+        *(Field(name, Kind.METADATA) for name in _METADATA),
+        Field("position_ids", Kind.POSITION_IDS),
+        Field("multimodal_train_inputs", Kind.MULTIMODAL),
+        # Rollout engines route no token after the last one.
+        Field("rollout_routed_experts", Kind.ROUTED_EXPERTS, length_offset=-1),
+        # Offsets into rollout_top_p_token_ids begin with a 0.
+        Field("rollout_top_p_token_offsets", Kind.PER_RESPONSE_TOKEN, length_offset=1),
+    )
+)
+"""Fields that slime's Megatron backend reads (``rollout_data``), and common ones of others."""

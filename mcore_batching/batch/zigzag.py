@@ -1,16 +1,15 @@
-"""The slices of a row that context-parallel ranks hold, and the row back from them.
+"""Slices of a row for context-parallel ranks, and the row back from them.
 
 A sequence is cut into 2·cp equal chunks; rank r holds chunks r and 2·cp−1−r, so that causal
-attention costs every rank the same. With cp = 2 and 8 tokens:
+attention costs every rank the same. In a packed row each segment is cut by itself:
 
-    zigzag_slice([0 1 2 3 4 5 6 7], 2, rank 0)  ->  [0 1 6 7]
-    zigzag_slice([0 1 2 3 4 5 6 7], 2, rank 1)  ->  [2 3 4 5]
-    zigzag_merge([[0 1 6 7], [2 3 4 5]])        ->  [0 1 2 3 4 5 6 7]
+    row of two segments                     0 1 2 3 | 4 5 6 7 8 9 10 11      cu_seqlens [0, 4, 12]
+    slice_packed(row, cu_seqlens, 2, 0)     0     3   4 5           10 11
+    slice_packed(row, cu_seqlens, 2, 1)       1 2         6 7 8 9
+    merge_packed([rank 0's, rank 1's], cu_seqlens)                           the row again
 
-In a packed row each segment is cut by itself (`slice_packed`, `merge_packed`).
-
-Guarantees: slicing and merging are each other's inverse; every token is on exactly one rank; one
-rank holds the row as it is, of any length; a length that does not divide is refused, never cut.
+With one rank the row is its own slice, of any length. A length that does not divide is refused,
+never cut.
 """
 
 from __future__ import annotations
@@ -21,27 +20,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-
-def zigzag_positions(length: int, context_parallel_size: int, rank: int) -> Tensor:
-    """Positions within a sequence of the tokens that a rank holds.
-
-    Args:
-        length: tokens of the sequence, a multiple of ``2 * context_parallel_size`` (any where
-            that size is 1).
-        context_parallel_size: ranks that share the sequence.
-        rank: this rank among them.
-
-    Returns:
-        int64 ``[length / context_parallel_size]`` on the host, ascending.
-
-    Raises:
-        ValueError: the length does not divide, or there is no such rank.
-    """
-    return packed_positions((0, length), context_parallel_size, rank)
+from mcore_batching.batch.errors import BatchError
 
 
 def zigzag_slice(x: Tensor, context_parallel_size: int, rank: int, dim: int = 0) -> Tensor:
-    """The tokens of one sequence that a rank holds.
+    """The slice of one sequence that a context-parallel rank holds.
+
+        zigzag_slice([0 1 2 3 4 5 6 7], 2, rank=0)    [0 1 6 7]
+        zigzag_slice([0 1 2 3 4 5 6 7], 2, rank=1)    [2 3 4 5]
 
     Args:
         x: ``[..., length, ...]`` with the tokens on dimension ``dim``.
@@ -53,7 +39,7 @@ def zigzag_slice(x: Tensor, context_parallel_size: int, rank: int, dim: int = 0)
         ``[..., length / context_parallel_size, ...]``; ``x`` itself where that size is 1.
 
     Raises:
-        ValueError: the length does not divide, or there is no such rank.
+        BatchError: the length does not divide, or there is no such rank.
     """
     return slice_packed(x, (0, x.shape[dim]), context_parallel_size, rank, dim)
 
@@ -61,12 +47,14 @@ def zigzag_slice(x: Tensor, context_parallel_size: int, rank: int, dim: int = 0)
 def zigzag_merge(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """The sequence whose slices the ranks hold. Inverse of `zigzag_slice`.
 
+        zigzag_merge([[0 1 6 7], [2 3 4 5]])    [0 1 2 3 4 5 6 7]
+
     Args:
         parts: rank 0's slice, rank 1's, …
         dim: the dimension of tokens.
 
     Raises:
-        ValueError: there are no parts, or they are not slices of one sequence.
+        BatchError: there are no parts, or they are not slices of one sequence.
     """
     return merge_packed(parts, (0, sum(part.shape[dim] for part in parts)), dim)
 
@@ -74,7 +62,9 @@ def zigzag_merge(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 def packed_positions(
     cu_seqlens_padded: Sequence[int], context_parallel_size: int, rank: int
 ) -> Tensor:
-    """Positions within a packed row of the tokens that a rank holds.
+    """Positions within a packed row of the tokens that a context-parallel rank holds.
+
+        packed_positions([0, 4, 12], 2, rank=0)    [0 3 4 5 10 11]
 
     Args:
         cu_seqlens_padded: ``[segments + 1]`` offsets of the segments in the full row.
@@ -85,10 +75,10 @@ def packed_positions(
         int64 ``[row tokens / context_parallel_size]`` on the host, ascending.
 
     Raises:
-        ValueError: a segment's length does not divide, or there is no such rank.
+        BatchError: a segment's length does not divide, or there is no such rank.
     """
     if not 0 <= rank < context_parallel_size:
-        raise ValueError(
+        raise BatchError(
             f"expected a rank from 0 to {context_parallel_size - 1}, since context_parallel_size "
             f"is {context_parallel_size}; got {rank}"
         )
@@ -99,7 +89,7 @@ def packed_positions(
     for start, end in itertools.pairwise(cu_seqlens_padded):
         chunk, rest = divmod(end - start, num_chunks)
         if rest:
-            raise ValueError(
+            raise BatchError(
                 f"a sequence of {end - start} tokens cannot be cut into {num_chunks} equal chunks "
                 f"(2 * context_parallel_size); pad it to a multiple of {num_chunks}, "
                 f"for example {(chunk + 1) * num_chunks}"
@@ -117,7 +107,9 @@ def slice_packed(
     rank: int,
     dim: int = 0,
 ) -> Tensor:
-    """The tokens of a packed row that a rank holds, each segment cut by itself.
+    """The slice of a packed row that a context-parallel rank holds, each segment cut by itself.
+
+        slice_packed(arange(12), [0, 4, 12], 2, rank=1)    [1 2 6 7 8 9]
 
     Args:
         x: ``[..., row tokens, ...]`` with the tokens on dimension ``dim``.
@@ -130,7 +122,7 @@ def slice_packed(
         ``[..., row tokens / context_parallel_size, ...]``; ``x`` itself where that size is 1.
 
     Raises:
-        ValueError: the offsets are not the row's, a segment does not divide, or no such rank.
+        BatchError: the offsets are not the row's, a segment does not divide, or no such rank.
     """
     _require_row(x.shape[dim], cu_seqlens_padded)
     positions = packed_positions(cu_seqlens_padded, context_parallel_size, rank)
@@ -140,20 +132,22 @@ def slice_packed(
 def merge_packed(parts: Sequence[Tensor], cu_seqlens_padded: Sequence[int], dim: int = 0) -> Tensor:
     """The packed row whose slices the ranks hold. Inverse of `slice_packed`.
 
+        merge_packed([[0 3 4 5 10 11], [1 2 6 7 8 9]], [0, 4, 12])    arange(12)
+
     Args:
         parts: rank 0's slice, rank 1's, …
         cu_seqlens_padded: ``[segments + 1]`` offsets of the segments in the full row.
         dim: the dimension of tokens.
 
     Raises:
-        ValueError: there are no parts, or they are not slices of one row with these offsets.
+        BatchError: there are no parts, or they are not slices of one row with these offsets.
     """
     if not parts:
-        raise ValueError("expected the slice of every context-parallel rank, got no parts")
+        raise BatchError("expected the slice of every context-parallel rank, got no parts")
     sizes = [part.shape[dim] for part in parts]
     _require_row(sum(sizes), cu_seqlens_padded)
     if len(set(sizes)) > 1:
-        raise ValueError(f"expected slices of one length, got slices of {sizes} tokens")
+        raise BatchError(f"expected slices of one length, got slices of {sizes} tokens")
     places = torch.cat(
         [packed_positions(cu_seqlens_padded, len(parts), rank) for rank in range(len(parts))]
     )
@@ -163,7 +157,9 @@ def merge_packed(parts: Sequence[Tensor], cu_seqlens_padded: Sequence[int], dim:
 def locate(
     positions: Tensor, cu_seqlens_padded: Sequence[int], context_parallel_size: int
 ) -> tuple[Tensor, Tensor]:
-    """On which rank, and where there, tokens of a packed row are.
+    """Rank and place in that rank's slice of tokens of a packed row.
+
+        locate([0 1 2 11], [0, 4, 12], 2)    ranks [0 1 1 0], places [0 0 1 5]
 
     Args:
         positions: int64 ``[n]`` on the host, positions in the full row.
@@ -189,7 +185,7 @@ def locate(
 
 def _require_row(num_tokens: int, cu_seqlens_padded: Sequence[int]) -> None:
     if num_tokens != cu_seqlens_padded[-1]:
-        raise ValueError(
+        raise BatchError(
             f"expected a row of {cu_seqlens_padded[-1]} tokens, the last entry of "
             f"cu_seqlens_padded, got {num_tokens}"
         )

@@ -1,40 +1,41 @@
-"""Batches of reinforcement learning: padding samples, metrics, prompt groups, advantages, left padding.
+"""Batches of reinforcement learning: padding samples, metrics, groups, advantages, left padding.
 
 Needs torch and the standard library; never imports megatron.
 """
 
-from mcore_batching.rl.advantages import TEMPORAL_ESTIMATORS, compute_advantages
-from mcore_batching.rl.group_locality import check_groups_are_local
-from mcore_batching.rl.left_padded import LeftPadded, response_values
-from mcore_batching.rl.left_padding import left_pad, left_pad_packed, pack_left_padded, unpad
-from mcore_batching.rl.masked import masked_mean, masked_variance, masked_zscore
+from mcore_batching.rl.advantages import (
+    OUTCOME_ESTIMATORS,
+    compute_advantages,
+    outcome_advantages,
+)
+from mcore_batching.rl.group_locality import SplitGroupError, check_groups_are_local
+from mcore_batching.rl.left_padding import (
+    LeftPadded,
+    left_pad,
+    left_pad_packed,
+    pack_left_padded,
+    response_values,
+    unpad,
+)
 from mcore_batching.rl.metrics import (
     GroupStatistics,
     group_statistics,
-    real_indices,
-    real_samples,
+    masked_mean,
+    masked_variance,
+    masked_zscore,
     sample_metrics,
 )
-from mcore_batching.rl.outcome import OUTCOME_ESTIMATORS, outcome_advantages
 from mcore_batching.rl.padding_samples import pad_batch, required_batch_multiple
-from mcore_batching.rl.right_aligned import right_align, right_aligned_rows
-from mcore_batching.rl.temporal import (
-    discounted_returns,
-    generalized_advantages,
-    last_token_rewards,
-)
+from mcore_batching.rl.real_samples import real_indices, real_samples
 
 __all__ = [
     "OUTCOME_ESTIMATORS",
-    "TEMPORAL_ESTIMATORS",
     "GroupStatistics",
     "LeftPadded",
+    "SplitGroupError",
     "check_groups_are_local",
     "compute_advantages",
-    "discounted_returns",
-    "generalized_advantages",
     "group_statistics",
-    "last_token_rewards",
     "left_pad",
     "left_pad_packed",
     "masked_mean",
@@ -47,8 +48,6 @@ __all__ = [
     "real_samples",
     "required_batch_multiple",
     "response_values",
-    "right_align",
-    "right_aligned_rows",
     "sample_metrics",
     "unpad",
 ]

@@ -1,55 +1,45 @@
-"""Advantages of every response token of a batch, one sequence or one sample a turn.
+"""Advantages of response tokens: the rewards of trajectories, compared within their group.
 
     trajectory_ids  [7, 7, 8]    uids  [a, a, a]    rewards  [0, 1, 0]
     loss_masks  [[1], [1, 0], [1]]
     compute_advantages(batch, "dr_grpo", step_wise=True)    [[0.5], [0.5, 0.0], [-0.5]]
 
-With `step_wise`, a sample is one turn. The outcome of a trajectory is compared with those of its
-group, and the advantage goes to all of its turns, to each through that turn's own mask.
+    estimator            advantage of reward r among the n rewards of a group
+    grpo                 (r - mean) / (deviation + 1e-6), with n - 1 degrees of freedom
+    dr_grpo              r - mean
+    rloo                 r - mean of the n - 1 others
+    reinforce_baseline   r - mean; with normalisation over the step, that is REINFORCE++-baseline
+    opo                  r - mean weighted by the trajectories' lengths
 
-Guarantees
-- Every trajectory counts once in its group, whatever its number of turns; padding samples never.
-- No turn is lost: early turns have the advantage of their trajectory's outcome.
-- Estimators that pass from token to token are refused where the tokens of a trajectory are spread
-  over samples.
-- Normalisation is by optimizer step, over its unmasked tokens of all ranks. The same collectives
-  run on every rank; what is wrong on one is an error on all.
-- A group that is split over the ranks of ``group`` is an error on all, naming it and them.
-- Where the mask is 0 the advantage is 0.0.
+With `step_wise` a sample is one turn of a trajectory. Every trajectory counts once in its group,
+whatever its number of turns; its advantage goes to all of them, through each turn's own mask.
+Padding samples are in no group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_batching.batch.checks import read_lengths
-from mcore_batching.batch.errors import BatchError, SchemaError
+from mcore_batching.batch.consensus import Consensus, Statement
+from mcore_batching.batch.errors import BatchError
+from mcore_batching.batch.field_checks import num_samples, read_lengths, require_one_per_sample
+from mcore_batching.batch.response_tokens import given_loss_mask
 from mcore_batching.batch.select import step_batches
-from mcore_batching.rl.group_locality import (
-    gather_notes,
-    groups_held,
-    raise_together,
-    require_local,
-)
-from mcore_batching.rl.masked import masked_zscore
-from mcore_batching.rl.metrics import real_indices
-from mcore_batching.rl.outcome import OUTCOME_ESTIMATORS, outcome_advantages
-from mcore_batching.rl.temporal import (
-    discounted_returns,
-    generalized_advantages,
-    last_token_rewards,
-)
-from mcore_batching.rl.trajectories import Outcome, outcome_of, trajectories_of, values_of
+from mcore_batching.planning.errors import Argument
+from mcore_batching.rl.group_locality import groups_held, require_local
+from mcore_batching.rl.metrics import masked_zscore
+from mcore_batching.rl.real_samples import indices_by_group, real_indices
 
-TEMPORAL_ESTIMATORS = ("gae", "reinforce_plus_plus")
-"""Estimators in which a token's advantage depends on the tokens after it."""
+EPSILON = 1e-6
+"""Added to the deviation under "grpo", as verl does."""
 
-_NORMALIZED = ("reinforce_baseline", *TEMPORAL_ESTIMATORS)
+_TEMPORAL = ("gae", "reinforce_plus_plus")
 
 
 def compute_advantages(
@@ -57,11 +47,9 @@ def compute_advantages(
     estimator: str = "grpo",
     *,
     step_wise: bool = False,
-    outcome: Outcome = "last",
+    outcome: Literal["last", "sum"] = "last",
     steps: Sequence[Sequence[int]] | None = None,
     normalize: bool | None = None,
-    gamma: float = 1.0,
-    gae_lambda: float = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> list[Tensor]:
     """The advantage of every response token.
@@ -69,170 +57,237 @@ def compute_advantages(
     A collective over ``group``.
 
     Args:
-        batch: field name to one value a sample: ``response_lengths``, ``rewards``, ``uids``,
-            ``loss_masks`` (all ones if absent), ``is_padding`` (none if absent), ``values`` for
-            "gae", ``trajectory_ids`` with ``step_wise``. Every group is whole on this rank; that
-            is checked where ``group`` is given and an outcome estimator compares rewards.
-        estimator: one of `OUTCOME_ESTIMATORS` or `TEMPORAL_ESTIMATORS`.
+        batch: field name to one value per sample: ``total_lengths``, ``response_lengths``,
+            ``rewards``, ``uids``, ``loss_masks`` (all ones if absent), ``is_padding`` (none if
+            absent), ``trajectory_ids`` with ``step_wise``. Every group is whole on this rank;
+            that is checked where ``group`` is given.
+        estimator: one of `OUTCOME_ESTIMATORS`.
         step_wise: a sample is one turn; those with the same ``trajectory_ids`` entry within a group
             are one trajectory.
         outcome: the reward of a trajectory: that of its "last" turn (by ``round_number`` where the
             batch has it, else the last in the batch), or the "sum" over its turns.
         steps: sample indices of each optimizer step, as from `group_steps`; one step of all if
-            None. As many on every rank. What is in no step is not normalised.
-        normalize: to mean 0 and variance 1 over the unmasked tokens of each step; None leaves it
-            to the estimator: "reinforce_baseline" and temporal ones are, the others not.
-        gamma: discount an action, for temporal estimators.
-        gae_lambda: as in `generalized_advantages`.
+            None. As many on every rank. Samples in no step are not normalised.
+        normalize: to mean 0 and variance 1 over the unmasked tokens of each step, of all ranks;
+            None: only under "reinforce_baseline".
         group: the data-parallel ranks, each with samples of its own; None for this process alone.
 
     Returns:
-        float32 ``[response_length]`` for each sample.
+        float32 ``[response_length]`` for each sample, 0.0 where the mask is 0.
 
     Raises:
-        BatchError: on every rank, if on any: an unknown estimator, a temporal one with
-            ``step_wise``, several samples of a trajectory without it, a reward that is not finite,
-            a field that is absent or does not fit, or arguments that differ between ranks.
+        BatchError: on every rank, if on any: an estimator that is not offered, several samples of
+            a trajectory without ``step_wise``, a reward that is not finite, a field that is absent
+            or does not fit, or arguments that differ between ranks.
         SplitGroupError: on every rank: samples of a group are on several of them.
     """
-    normalize = estimator in _NORMALIZED if normalize is None else normalize
-    held: list[Hashable] = []
-    fault: Exception | None = None
-    masks: list[Tensor] = []
-    advantages: list[Tensor] = []
-    try:
+    normalize = estimator == "reinforce_baseline" if normalize is None else normalize
+
+    def work() -> tuple[list[Tensor], list[dict[str, Any]], list[Hashable]]:
+        _require_offered(estimator, step_wise)
         masks = _masks(batch)
-        _require_known(estimator)
-        if estimator in TEMPORAL_ESTIMATORS:
-            _refuse_step_wise(estimator, step_wise)
-            advantages = _temporal(batch, estimator, masks, gamma, gae_lambda)
-        else:
-            advantages = _broadcast(batch, estimator, masks, step_wise, outcome)
-            held = groups_held(batch) if group is not None else []
-        steps = [range(len(masks))] if steps is None else steps
-        parts = step_batches({"masks": masks, "advantages": advantages}, steps)
-    except Exception as error:
-        # Whatever it is: the other ranks must learn of it.
-        fault, parts = error, []
-    settings = {"number of steps": len(parts), "estimator": estimator, "normalize": normalize}
-    _agree(settings, held, fault, group)
+        advantages = _advantages(batch, estimator, masks, step_wise, outcome)
+        parts = step_batches(
+            {"masks": masks, "advantages": advantages},
+            [range(len(masks))] if steps is None else steps,
+        )
+        return advantages, parts, groups_held(batch) if group is not None else []
+
+    alike = {"estimator": estimator, "normalize": normalize}
+    agreed = Consensus(group).agree(
+        "advantages",
+        work,
+        lambda done: Statement(equal={**alike, "number of steps": len(done[1])}, tell=done[2]),
+    )
+    require_local(agreed.told)
+    advantages, parts, _ = agreed.result
     if not normalize:
         return advantages
-    for step, part in zip(steps or [], parts, strict=True):
+    for step, part in zip(steps or [range(len(advantages))], parts, strict=True):
         scores = masked_zscore(part["advantages"], part["masks"], group=group)
         for index, score in zip(step, scores, strict=True):
             advantages[index] = score
     return advantages
 
 
-def _agree(
-    settings: Mapping[str, object],
-    held: Sequence[Hashable],
-    fault: Exception | None,
-    group: dist.ProcessGroup | None,
-) -> None:
-    """Raise on all ranks what is wrong on one, before a collective that it would not join."""
-    if group is None:
-        if fault is not None:
-            raise fault
+def _require_offered(estimator: str, step_wise: bool) -> None:
+    if estimator in OUTCOME_ESTIMATORS:
         return
-    notes = gather_notes((settings, held, None if fault is None else str(fault)), group)
-    raise_together(fault, {rank: text for rank, (_, _, text) in notes.items()})
-    first = next(iter(notes))
-    for rank, (theirs, _, _) in notes.items():
-        for name, value in notes[first][0].items():
-            if theirs[name] != value:
-                raise BatchError(
-                    f"expected the same {name} on every rank of the group, got {value!r} on rank "
-                    f"{first} and {theirs[name]!r} on rank {rank}; pass the same arguments "
-                    "everywhere, with a step that is empty where a rank has no sample of it"
-                )
-    require_local({rank: held for rank, (_, held, _) in notes.items()})
+    reason = " is unknown"
+    if estimator in _TEMPORAL and step_wise:
+        reason = (
+            " passes advantages from token to token, but with step_wise=True a trajectory is "
+            "spread over samples, whose tokens would never see later rewards"
+        )
+    elif estimator in _TEMPORAL:
+        reason = " compares no trajectories and is not offered here: use the framework's own"
+    offered = f"; set one of {', '.join(OUTCOME_ESTIMATORS)}"
+    raise BatchError(Argument("estimator", estimator), reason, offered)
 
 
 def _masks(batch: Mapping[str, Any]) -> list[Tensor]:
     """bool ``[response_length]`` for each sample, False throughout for a padding sample."""
     _, responses = read_lengths(batch)
     given = batch.get("loss_masks")
-    if given is not None and len(given) != len(responses):
-        raise SchemaError(
-            "loss_masks", expected=f"{len(responses)} values", found=f"{len(given)} values"
-        )
+    if given is not None:
+        require_one_per_sample("loss_masks", given, len(responses))
     real = set(real_indices(batch))
     masks = []
     for index, length in enumerate(responses):
-        mask = torch.ones(length) if given is None else torch.as_tensor(given[index])
-        if mask.shape != (length,):
-            raise SchemaError(
-                "loss_masks",
-                sample_index=index,
-                expected=f"shape [{length}], one number a response token",
-                found=f"shape {list(mask.shape)}",
-            )
+        mask = torch.ones(length) if given is None else given_loss_mask(given, index, length)
         masks.append((mask != 0) if index in real else torch.zeros_like(mask, dtype=torch.bool))
     return masks
 
 
-def _broadcast(
+def _advantages(
     batch: Mapping[str, Any],
     estimator: str,
     masks: Sequence[Tensor],
     step_wise: bool,
-    outcome: Outcome,
+    outcome: Literal["last", "sum"],
 ) -> list[Tensor]:
-    uids, rewards = values_of(batch, "uids"), values_of(batch, "rewards")
-    trajectories = trajectories_of(batch, uids, step_wise)
+    uids = _values(batch, "uids")
+    trajectories = _trajectories(batch, uids, step_wise)
     found = outcome_advantages(
-        [outcome_of(batch, rewards, turns, outcome) for turns in trajectories],
+        [_outcome(batch, turns, outcome) for turns in trajectories],
         [uids[turns[0]] for turns in trajectories],
         estimator=estimator,
         lengths=[sum(int(masks[turn].sum()) for turn in turns) for turns in trajectories],
     )
-    of_sample = [0.0] * len(masks)
+    advantages = [torch.zeros_like(mask, dtype=torch.float32) for mask in masks]
     for turns, advantage in zip(trajectories, found, strict=True):
         for turn in turns:
-            of_sample[turn] = advantage
-    return [mask.float() * advantage for mask, advantage in zip(masks, of_sample, strict=True)]
+            advantages[turn] = masks[turn].float() * advantage
+    return advantages
 
 
-def _temporal(
-    batch: Mapping[str, Any],
-    estimator: str,
-    masks: Sequence[Tensor],
-    gamma: float,
-    gae_lambda: float,
-) -> list[Tensor]:
-    rewards = values_of(batch, "rewards")
-    # Refuses several samples of a trajectory.
-    uids = [0] * len(masks) if batch.get("uids") is None else values_of(batch, "uids")
-    trajectories_of(batch, uids, step_wise=False)
-    token_rewards = last_token_rewards(rewards, masks)
-    if estimator == "gae":
-        values = [
-            torch.as_tensor(value).to(token_rewards[i])
-            for i, value in enumerate(values_of(batch, "values"))
-        ]
-        advantages, _ = generalized_advantages(
-            token_rewards, values, masks, gamma=gamma, gae_lambda=gae_lambda
-        )
-        return advantages
-    return discounted_returns(token_rewards, masks, gamma=gamma)
+def _trajectories(
+    batch: Mapping[str, Any], uids: Sequence[Any], step_wise: bool
+) -> list[list[int]]:
+    """Indices of the real samples of each trajectory [trajectories][turns]."""
+    real = real_indices(batch)
+    if not step_wise and batch.get("trajectory_ids") is None:
+        return [[index] for index in real]
+    ids = _values(batch, "trajectory_ids")
+    # By group first: some number the trajectories of each prompt from 0.
+    trajectories = [
+        (trajectory, turns)
+        for members in indices_by_group(uids, real).values()
+        for trajectory, turns in indices_by_group(ids, members).items()
+    ]
+    for trajectory, turns in trajectories:
+        if len(turns) > 1 and not step_wise:
+            raise BatchError(
+                f"expected one sample per trajectory, got {len(turns)} of trajectory "
+                f"{trajectory!r} (samples {', '.join(map(str, turns[:10]))}); if a sample is one "
+                "turn, set ",
+                Argument("step_wise", True),
+            )
+    return [turns for _, turns in trajectories]
 
 
-def _require_known(estimator: str) -> None:
-    known = (*OUTCOME_ESTIMATORS, *TEMPORAL_ESTIMATORS)
-    if estimator not in known:
+def _outcome(
+    batch: Mapping[str, Any], turns: Sequence[int], outcome: Literal["last", "sum"]
+) -> float:
+    """The reward of the trajectory that has these turns."""
+    if outcome not in ("last", "sum"):
+        raise BatchError(Argument("outcome"), f" must be 'last' or 'sum', got {outcome!r}")
+    rewards = _values(batch, "rewards")
+    if outcome == "sum":
+        return sum(float(rewards[turn]) for turn in turns)
+    if batch.get("round_number") is None:
+        return float(rewards[turns[-1]])
+    numbers = _values(batch, "round_number")
+    return float(rewards[max(turns, key=lambda turn: int(numbers[turn]))])
+
+
+def _values(batch: Mapping[str, Any], name: str) -> Any:
+    values = batch.get(name)
+    require_one_per_sample(name, values, num_samples(batch), ", to compute advantages from")
+    return values
+
+
+def outcome_advantages(
+    rewards: Sequence[float],
+    groups: Sequence[Hashable],
+    *,
+    estimator: str = "grpo",
+    lengths: Sequence[int] | None = None,
+) -> list[float]:
+    """The advantage of each trajectory; 0 for one that is alone in its group.
+
+        outcome_advantages([1.0, 0.0, 0.0], ["a", "a", "a"], estimator="rloo")    [1.0, -0.5, -0.5]
+
+    Args:
+        rewards: of each trajectory.
+        groups: the group (uid) of each trajectory; every group whole.
+        estimator: one of `OUTCOME_ESTIMATORS`.
+        lengths: trained tokens of each trajectory, for "opo".
+
+    Raises:
+        BatchError: an estimator that is not offered, a reward that is not finite, not one group or
+            length per trajectory, or no lengths for "opo".
+        LengthError: a group is None or not hashable.
+    """
+    _require_offered(estimator, step_wise=False)
+    if estimator == "opo" and lengths is None:
+        raise BatchError("estimator='opo' weighs rewards by length; set ", Argument("lengths"))
+    lengths = [1] * len(rewards) if lengths is None else lengths
+    if not len(rewards) == len(groups) == len(lengths):
         raise BatchError(
-            f"unknown estimator {estimator!r}; set estimator to one of {', '.join(known)}"
+            f"expected one group and one length for each of {len(rewards)} rewards, got "
+            f"{len(groups)} groups and {len(lengths)} lengths"
         )
+    advantages = [0.0] * len(rewards)
+    for group, indices in indices_by_group(groups, range(len(rewards))).items():
+        for index in indices:
+            if not math.isfinite(rewards[index]):
+                raise BatchError(
+                    f"expected finite rewards, got {rewards[index]} for trajectory {index} of "
+                    f"group {group!r}; correct the reward function, or leave the trajectory out"
+                )
+        if len(indices) < 2:
+            continue
+        found = OUTCOME_ESTIMATORS[estimator](
+            [float(rewards[index]) for index in indices], [lengths[index] for index in indices]
+        )
+        for index, advantage in zip(indices, found, strict=True):
+            advantages[index] = advantage
+    return advantages
 
 
-def _refuse_step_wise(estimator: str, step_wise: bool) -> None:
-    if step_wise:
-        raise BatchError(
-            f"estimator={estimator!r} passes advantages from token to token, but with "
-            "step_wise=True the tokens of a trajectory are spread over samples: each turn would "
-            "end as if the trajectory did, and its tokens would never see later rewards. Set "
-            f"estimator to one of {', '.join(OUTCOME_ESTIMATORS)}, or keep a trajectory in one "
-            "sample"
-        )
+def _minus_mean(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    del lengths
+    mean = math.fsum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def _grpo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    centered = _minus_mean(rewards, lengths)
+    variance = math.fsum(each**2 for each in centered) / (len(rewards) - 1)
+    return [each / (math.sqrt(variance) + EPSILON) for each in centered]
+
+
+def _rloo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    # r - (sum - r) / (n - 1) = (r - mean) · n / (n - 1), without the difference of large sums.
+    count = len(rewards)
+    return [each * count / (count - 1) for each in _minus_mean(rewards, lengths)]
+
+
+def _opo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    total = sum(lengths)
+    if not total:
+        return [0.0] * len(rewards)
+    weighted = (reward * length for reward, length in zip(rewards, lengths, strict=True))
+    baseline = math.fsum(weighted) / total
+    return [reward - baseline for reward in rewards]
+
+
+OUTCOME_ESTIMATORS: dict[str, Callable[[Sequence[float], Sequence[int]], list[float]]] = {
+    "grpo": _grpo,
+    "dr_grpo": _minus_mean,
+    "rloo": _rloo,
+    "reinforce_baseline": _minus_mean,
+    "opo": _opo,
+}
+"""Advantages by the rewards and lengths of a group of two or more, by estimator."""

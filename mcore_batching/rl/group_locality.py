@@ -1,14 +1,10 @@
-"""Whether every group's samples are on one rank, where its statistics can be computed.
+"""Check that every group's samples are on one rank, where its rewards are compared.
 
     rank 0  uids [a, a, b]    rank 1  uids [b, c]
     check_groups_are_local(batch, group=data_parallel_group)    SplitGroupError: b on ranks 0 and 1
 
-A group split over ranks is compared with half of its own rewards, and nothing looks wrong.
-
-Guarantees
-- Every rank raises the same error, or none does; what is wrong on one rank is an error on all.
-- Padding samples belong to no group, whatever their uid.
-- Uids are equal by value: integers of any library, and whatever compares equal after pickling.
+A group split over ranks would be compared with half of its own rewards, and nothing would look
+wrong. Padding samples belong to no group, whatever their uid.
 """
 
 from __future__ import annotations
@@ -19,12 +15,24 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcore_batching.batch.errors import BatchError, SchemaError, SplitGroupError
-from mcore_batching.batch.values import count_of
-from mcore_batching.planning.groups import group_key
-from mcore_batching.rl.metrics import num_samples_of, real_indices
+from mcore_batching.batch.consensus import Consensus, Statement
+from mcore_batching.batch.errors import BatchError
+from mcore_batching.batch.field_checks import num_samples, require_one_per_sample
+from mcore_batching.rl.real_samples import indices_by_group, real_indices
 
-_SHOWN = 5  # groups that a message lists
+_MAX_LISTED = 5  # groups in a message
+
+
+class SplitGroupError(BatchError):
+    """Groups whose samples are on several ranks, so that none can compute their statistics.
+
+    Attributes: `ranks_of_group`, global ranks of each such group, by its uid.
+    """
+
+    def __init__(self, message: str, *, ranks_of_group: dict[Hashable, tuple[int, ...]]) -> None:
+        """Take the message as it is."""
+        super().__init__(message)
+        self.ranks_of_group = ranks_of_group
 
 
 def check_groups_are_local(batch: Mapping[str, Any], *, group: dist.ProcessGroup) -> None:
@@ -33,7 +41,7 @@ def check_groups_are_local(batch: Mapping[str, Any], *, group: dist.ProcessGroup
     A collective over ``group``.
 
     Args:
-        batch: field name to one value a sample, of this rank: ``uids``, and ``is_padding`` if any
+        batch: field name to one value per sample, of this rank: ``uids``, and ``is_padding`` if any
             are padding samples. A rank may have no samples.
         group: the data-parallel ranks, each with samples of its own. Ranks that hold the same
             samples (context-parallel ones, pipeline stages) are not to be in it.
@@ -42,34 +50,25 @@ def check_groups_are_local(batch: Mapping[str, Any], *, group: dist.ProcessGroup
         SplitGroupError: on every rank, the same: some group is on more than one.
         BatchError: on every rank, if on any the uids are absent or cannot be compared.
     """
-    fault: Exception | None = None
-    held: Collection[Hashable] = ()
-    try:
-        held = groups_held(batch)
-    except Exception as error:
-        # Whatever it is: the other ranks must learn of it.
-        fault = error
-    notes = gather_notes((held, None if fault is None else str(fault)), group)
-    raise_together(fault, {rank: text for rank, (_, text) in notes.items()})
-    require_local({rank: held for rank, (held, _) in notes.items()})
+    agreed = Consensus(group).agree(
+        "which groups are on this rank",
+        lambda: groups_held(batch),
+        lambda held: Statement(tell=held),
+    )
+    require_local(agreed.told)
 
 
 def groups_held(batch: Mapping[str, Any]) -> list[Hashable]:
     """The groups of this rank's real samples, each once, in order of first appearance.
 
     Raises:
-        SchemaError: there is not one uid a sample.
+        SchemaError: there is not one uid per sample.
         LengthError: a uid is None or not hashable.
         BatchError: a uid cannot be sent to other ranks.
     """
-    real, uids, num_samples = real_indices(batch), batch.get("uids"), num_samples_of(batch)
-    if uids is None or count_of(uids) != num_samples:
-        raise SchemaError(
-            "uids",
-            expected=f"{num_samples} values, one a sample, to see which groups are on this rank",
-            found="no such field" if uids is None else f"{count_of(uids)} values",
-        )
-    held = list(dict.fromkeys(group_key(uids[index], index) for index in real))
+    uids: Any = batch.get("uids")
+    require_one_per_sample("uids", uids, num_samples(batch), ", to see which groups are here")
+    held = list(indices_by_group(uids, real_indices(batch)))
     try:
         pickle.dumps(held)
     except Exception as error:
@@ -84,7 +83,7 @@ def require_local(held: Mapping[int, Collection[Hashable]]) -> None:
     """Check that no group is on two ranks.
 
     Args:
-        held: the groups of each rank.
+        held: the groups of each rank; equal by value, after pickling.
 
     Raises:
         SplitGroupError: some are.
@@ -96,40 +95,15 @@ def require_local(held: Mapping[int, Collection[Hashable]]) -> None:
     split = {each: tuple(ranks) for each, ranks in ranks_of.items() if len(ranks) > 1}
     if not split:
         return
-    shown = [
+    listed = [
         f"{each!r:.60} on ranks {', '.join(map(str, ranks))}"
-        for each, ranks in list(split.items())[:_SHOWN]
+        for each, ranks in list(split.items())[:_MAX_LISTED]
     ]
-    more = f" and {len(split) - _SHOWN} more" if len(split) > _SHOWN else ""
+    more = f" and {len(split) - _MAX_LISTED} more" if len(split) > _MAX_LISTED else ""
     raise SplitGroupError(
-        "expected every group whole on one rank, since its rewards are compared there, got "
-        f"{'; '.join(shown)}{more}; hand all samples of a uid to one rank, or compute advantages "
-        "before the batch is split; if those ranks hold the same samples, pass as group the "
-        "data-parallel ranks alone, without context-parallel ones",
+        f"expected every group whole on one rank, where its rewards are compared, got "
+        f"{'; '.join(listed)}{more}; hand all samples of a uid to one rank, or compute advantages "
+        "before the batch is split; ranks that hold the same samples (context-parallel ones) must "
+        "not be in the group",
         ranks_of_group=split,
     )
-
-
-def gather_notes(note: Any, group: dist.ProcessGroup) -> dict[int, Any]:
-    """What each rank of a group says, by its global rank. A collective over ``group``."""
-    notes: list[Any] = [None] * group.size()
-    dist.all_gather_object(notes, note, group=group)
-    return dict(zip(dist.get_process_group_ranks(group), notes, strict=True))
-
-
-def raise_together(fault: Exception | None, faults: Mapping[int, str | None]) -> None:
-    """Raise on every rank if anything is wrong on one.
-
-    Args:
-        fault: what is wrong on this rank.
-        faults: what is wrong on each rank of the group, None where nothing is.
-
-    Raises:
-        Exception: `fault` itself, if there is one.
-        BatchError: the first rank at fault and what is wrong there, if there is nothing here.
-    """
-    if fault is not None:
-        raise fault
-    for rank, text in faults.items():
-        if text is not None:
-            raise BatchError(f"on rank {rank}: {text}")

@@ -1,34 +1,117 @@
-"""Per-sample lists and packed rows into left-padded blocks, and back.
+"""Left-padded blocks `[PAD … PROMPT RESPONSE]` of samples, and per-sample values back from them.
 
-    per-sample lists    left_pad          →   LeftPadded   →   unpad               per-sample lists
-    packed row          left_pad_packed   →   LeftPadded   →   pack_left_padded    packed row
+    tokens [[4, 5], [6, 7, 8, 9, 1]]    response_lengths [1, 2]    log_probs [[-0.3], [-0.1, -0.2]]
 
-Guarantees
-- Each is the inverse of the other: nothing is cut off, whatever the lengths. Past ``max_seq_len``
-  there is a warning.
-- Padding of routed experts names a different expert in every slot; tokens are padded with
-  ``pad_token_id``, all else with 0.
+    blocks = left_pad(samples, pad_token_id=0)
+    blocks.tokens                            [[0, 0, 0, 4, 5], [6, 7, 8, 9, 1]]
+    blocks.blocks["log_probs"]               [[0.0, -0.3], [-0.1, -0.2]]
+    response_values(blocks, "log_probs")     [[-0.3], [-0.1, -0.2]]
+    unpad(blocks)                            the samples again, their lists as tensors
+
+Every sample ends in the last column, prompt and response in one segment. The width is that of the
+longest sample, max(prompt_i + response_i), not max(prompt) + max(response): where long prompts have
+short answers and the other way round, that is nearly half. Against packed rows it still is padding:
+it costs ``num_samples * width`` tokens, whatever the lengths.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from mcore_batching.batch.default_schema import DEFAULT_SCHEMA
+from mcore_batching.batch.errors import BatchError, SchemaError
 from mcore_batching.batch.fields import Field, Kind
+from mcore_batching.batch.pack import pack
 from mcore_batching.batch.packed import PackedMicroBatch
-from mcore_batching.batch.packing import pack
-from mcore_batching.batch.schema import Schema
-from mcore_batching.rl.left_padded import LeftPadded, row_dimension
-from mcore_batching.rl.right_aligned import column_mask, right_align, right_aligned_rows
+from mcore_batching.batch.schema import DEFAULT_SCHEMA, Schema
+from mcore_batching.rl._right_aligned import column_mask, right_align, right_aligned_rows
 
 _WITHOUT_ROWS = (Kind.PER_SAMPLE, Kind.MULTIMODAL, Kind.METADATA)
 _INTEGRAL = (Kind.TOKENS, Kind.POSITION_IDS, Kind.ROUTED_EXPERTS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LeftPadded:
+    """Samples whose rows end in the last column.
+
+    Attributes:
+        blocks: ``[samples, rows, ...]`` for each field with rows: ``width`` rows per token,
+            ``max(response_lengths)`` per response token, plus the field's offset;
+            ``[samples, axes, width]`` for position ids of several axes.
+        others: one value per sample for each other field, lengths included.
+        total_lengths: tokens of each sample.
+        response_lengths: tokens of its response.
+        schema: the kind of every field.
+
+    Raises:
+        SchemaError: a block has another number of samples or rows.
+    """
+
+    blocks: Mapping[str, Tensor]
+    others: Mapping[str, list[Any]]
+    total_lengths: tuple[int, ...]
+    response_lengths: tuple[int, ...]
+    schema: Schema
+
+    def __post_init__(self) -> None:
+        """Refuse blocks that are not aligned to these lengths."""
+        for name, block in self.blocks.items():
+            dimension = _row_dimension(self.schema[name], block)
+            expected = (self.num_samples, max(self.num_rows(name), default=0))
+            if block.dim() < 2 or (block.shape[0], block.shape[dimension]) != expected:
+                raise SchemaError(
+                    name,
+                    expected=f"a block of {expected[0]} samples, {expected[1]} rows each",
+                    found=f"shape {list(block.shape)}",
+                )
+
+    @property
+    def num_samples(self) -> int:
+        """Samples, each a line of every block."""
+        return len(self.total_lengths)
+
+    @property
+    def width(self) -> int:
+        """Columns of the tokens: those of the longest sample."""
+        return max(self.total_lengths, default=0)
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 ``[samples, width]``."""
+        return self.blocks["tokens"]
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """bool ``[samples, width]``, True where there is a token."""
+        return column_mask(self.total_lengths, device=self.tokens.device)
+
+    @property
+    def response_mask(self) -> Tensor:
+        """bool ``[samples, max response]``, True where there is a response token."""
+        return column_mask(self.response_lengths, device=self.tokens.device)
+
+    @property
+    def position_ids(self) -> Tensor:
+        """The batch's own, or ``[samples, width]`` counted from each sample's first token."""
+        for name, block in self.blocks.items():
+            if self.schema[name].kind is Kind.POSITION_IDS:
+                return block
+        return (self.attention_mask.long().cumsum(1) - 1).clamp(min=0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the blocks."""
+        return sum(block.numel() * block.element_size() for block in self.blocks.values())
+
+    def num_rows(self, name: str) -> list[int]:
+        """Rows of each sample's own value of a field, without padding."""
+        lengths = zip(self.total_lengths, self.response_lengths, strict=True)
+        return [self.schema[name].num_rows(*each) or 0 for each in lengths]
 
 
 def left_pad(
@@ -40,9 +123,12 @@ def left_pad(
 ) -> LeftPadded:
     """Blocks of per-sample values.
 
+    Padding of tokens is ``pad_token_id``, of routed experts a different expert in every slot, of
+    all else 0.
+
     Args:
-        samples: field name to one value a sample, as for `pack`; may be of no samples.
-        schema: the kind of every field, where the data does not leave exactly one.
+        samples: field name to one value per sample, as for `pack`; may be of no samples.
+        schema: the kind of every field, unless its values fit exactly one.
         pad_token_id: fills the tokens.
         max_seq_len: tokens that a sample should not exceed; longer ones are warned of and kept.
 
@@ -73,10 +159,10 @@ def left_pad(
 
 
 def unpad(left_padded: LeftPadded) -> dict[str, list[Any]]:
-    """Per-sample values of blocks: what `left_pad` was given, with its lists as tensors.
+    """Per-sample values of blocks, lists as tensors. Inverse of `left_pad`.
 
     Returns:
-        field name to one value a sample; those of blocks are views.
+        field name to one value per sample; those of blocks are views.
     """
     values = {
         name: _rows_of(left_padded, name, block) for name, block in left_padded.blocks.items()
@@ -89,13 +175,7 @@ def left_pad_packed(
 ) -> LeftPadded:
     """Blocks of the samples of a packed row, in its order, whole ones under context parallelism.
 
-    Args:
-        row: the micro-batch.
-        pad_token_id: as for `left_pad`.
-        max_seq_len: as for `left_pad`.
-
-    Raises:
-        SchemaError: as `left_pad`.
+    Arguments and errors as for `left_pad`.
     """
     return left_pad(row.fields, row.schema, pad_token_id=pad_token_id, max_seq_len=max_seq_len)
 
@@ -103,19 +183,71 @@ def left_pad_packed(
 def pack_left_padded(
     left_padded: LeftPadded, *, sample_indices: Sequence[int], **options: Any
 ) -> PackedMicroBatch:
-    """A packed row of the samples of blocks, in their order.
+    """A packed row of the samples of blocks, in their order. Inverse of `left_pad_packed`.
 
-    Args:
-        left_padded: the blocks.
-        sample_indices: as for `pack`.
-        **options: as for `pack`.
-
-    Raises:
-        SchemaError, ValueError: as `pack`.
+    Arguments and errors as for `pack`.
     """
     return pack(
         unpad(left_padded), schema=left_padded.schema, sample_indices=sample_indices, **options
     )
+
+
+@overload
+def response_values(left_padded: LeftPadded, values: str | Tensor, index: int) -> Tensor: ...
+
+
+@overload
+def response_values(
+    left_padded: LeftPadded, values: str | Tensor, index: None = None
+) -> list[Tensor]: ...
+
+
+def response_values(
+    left_padded: LeftPadded, values: str | Tensor, index: int | None = None
+) -> Tensor | list[Tensor]:
+    """The values of the response tokens, without padding.
+
+    Reads the last ``response_length`` columns: ``[:n]`` would be padding, ``[-0:]`` everything.
+
+    Args:
+        left_padded: the blocks.
+        values: a field per response token, or a right-aligned ``[samples, max response, ...]``
+            tensor that was computed from them.
+        index: of one sample, None for all.
+
+    Returns:
+        ``[response_length, ...]`` (plus the field's offset), a view: of the sample, or a list.
+
+    Raises:
+        BatchError: no such field, no such sample, or a tensor of another shape.
+    """
+    lengths: Sequence[int] = left_padded.response_lengths
+    if isinstance(values, str):
+        per_response_token = [
+            name
+            for name in left_padded.blocks
+            if left_padded.schema[name].kind is Kind.PER_RESPONSE_TOKEN
+        ]
+        if values not in per_response_token:
+            raise BatchError(
+                f"expected a field per response token, got {values!r}; name one of "
+                f"{', '.join(per_response_token) or 'none'}"
+            )
+        lengths = left_padded.num_rows(values)
+        values = left_padded.blocks[values]
+    expected = [left_padded.num_samples, max(lengths, default=0)]
+    if list(values.shape[:2]) != expected:
+        raise BatchError(
+            f"expected values of shape {expected} and any further dimensions, right-aligned to the "
+            f"longest response, got {list(values.shape)}"
+        )
+    if index is None:
+        return right_aligned_rows(values, lengths)
+    if not 0 <= index < left_padded.num_samples:
+        raise BatchError(
+            f"expected a sample from 0 to {left_padded.num_samples - 1}, got index={index}"
+        )
+    return values[index, values.shape[1] - lengths[index] :]
 
 
 def _block(field: Field, values: Sequence[Any], fill: int) -> Tensor:
@@ -141,8 +273,13 @@ def _block(field: Field, values: Sequence[Any], fill: int) -> Tensor:
     return block.movedim(1, -1) if tokens_last else block
 
 
+def _row_dimension(field: Field, block: Tensor) -> int:
+    """The dimension of rows of a field's block."""
+    return block.dim() - 1 if field.kind is Kind.POSITION_IDS else 1
+
+
 def _rows_of(left_padded: LeftPadded, name: str, block: Tensor) -> list[Tensor]:
-    dimension = row_dimension(left_padded.schema[name], block)
+    dimension = _row_dimension(left_padded.schema[name], block)
     rows = right_aligned_rows(block.movedim(dimension, 1), left_padded.num_rows(name))
     return [row.movedim(0, -1) for row in rows] if dimension != 1 else rows
 

@@ -1,13 +1,14 @@
-"""Metrics of the real samples of a batch: padding samples are left out of each of them.
+"""Metrics of the real samples of a batch, and statistics of the values that a mask leaves.
 
-    sample_metrics(batch, ["rewards", "response_lengths"], group=data_parallel_group)
-    {"rewards/mean": 0.4, "rewards/max": 1.0, "rewards/min": 0.0, "response_lengths/mean": 211.7, …}
+    sample_metrics(batch, ["rewards"], group=data_parallel_group)
+    {"rewards/mean": 0.4, "rewards/max": 1.0, "rewards/min": 0.0}
 
-Guarantees
-- A metric of which there is no real sample on any rank is absent, not 0 and not NaN.
-- The same collectives run on every rank, whatever it holds; what is wrong on one rank is an error
-  on all of them, never a hang.
-- A group's statistics count each of its real samples once.
+    masked_mean([tensor([1., 9.]), tensor([3.])], [tensor([1, 0]), tensor([1])])    2.0
+
+With a ``group`` each of these is a collective, and counts the values of all ranks together, not a
+mean of means. Every rank makes the same calls, whatever it holds: no sample, or all of them masked.
+What is wrong on one rank is an error on all. Of no value at all a metric is absent, a statistic
+None and a z-score 0.0, never NaN.
 """
 
 from __future__ import annotations
@@ -17,18 +18,75 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from mcore_batching.batch.consensus import Consensus, Statement
 from mcore_batching.batch.errors import BatchError, SchemaError
-from mcore_batching.batch.select import take
-from mcore_batching.batch.values import count_of
-from mcore_batching.planning.groups import group_key
-from mcore_batching.rl.masked import reduce_over
+from mcore_batching.batch.field_checks import num_samples, require_one_per_sample
+from mcore_batching.rl.real_samples import indices_by_group, real_indices
+
+
+def sample_metrics(
+    batch: Mapping[str, Any], fields: Sequence[str], *, group: dist.ProcessGroup | None = None
+) -> dict[str, float]:
+    """Mean, greatest and least value of numbers per sample, over the real samples of all ranks.
+
+    Args:
+        batch: field name to one value per sample.
+        fields: the same on every rank; each holds one number per sample.
+        group: the ranks whose samples count together; None for this process alone.
+
+    Returns:
+        ``field/mean``, ``field/max`` and ``field/min`` for each field, the same on all ranks;
+        none of them if there is no real sample.
+
+    Raises:
+        BatchError: on every rank, if on any a field is absent or has not one number per sample,
+            or if the fields differ between ranks.
+    """
+
+    def numbers() -> list[list[float]]:
+        real = real_indices(batch)
+        return [_numbers(name, batch.get(name), real, num_samples(batch)) for name in fields]
+
+    def says(numbers: list[list[float]]) -> Statement:
+        return Statement(
+            equal={"fields": list(fields)},
+            total=[each for of_field in numbers for each in (len(of_field), sum(of_field))],
+            largest=[
+                each
+                for of_field in numbers
+                for each in (max(of_field, default=-math.inf), -min(of_field, default=math.inf))
+            ],
+        )
+
+    agreed = Consensus(group).agree("metrics of samples", numbers, says)
+    metrics: dict[str, float] = {}
+    for index, name in enumerate(fields):
+        count, total = agreed.total[2 * index : 2 * index + 2]
+        if count:
+            metrics[f"{name}/mean"] = total / count
+            metrics[f"{name}/max"] = agreed.largest[2 * index]
+            metrics[f"{name}/min"] = -agreed.largest[2 * index + 1]
+    return metrics
+
+
+def _numbers(name: str, values: Any, real: Sequence[int], count: int) -> list[float]:
+    """The values of the real samples."""
+    require_one_per_sample(name, values, count, " and each a number, to compute a metric of")
+    try:
+        return [float(values[index]) for index in real]
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise SchemaError(
+            name, expected="one number per sample, to compute a metric of", found=str(error)
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupStatistics:
-    """What the values of one group have in common.
+    """Statistics of the values of one group.
 
     Attributes:
         num_values: values of the group, 1 or more.
@@ -44,95 +102,6 @@ class GroupStatistics:
     deviation: float | None
 
 
-def real_indices(batch: Mapping[str, Any]) -> list[int]:
-    """Positions of the samples that are not padding samples, ascending.
-
-    Args:
-        batch: field name to one value a sample; without ``is_padding`` all are real.
-
-    Raises:
-        SchemaError: there is not one tag a sample.
-    """
-    tags, num_samples = batch.get("is_padding"), num_samples_of(batch)
-    if tags is None:
-        return list(range(num_samples))
-    if count_of(tags) != num_samples:
-        raise SchemaError(
-            "is_padding",
-            expected=f"{num_samples} values, one a sample",
-            found=f"{count_of(tags)} values",
-        )
-    return [index for index, tag in enumerate(tags) if not bool(tag)]
-
-
-def real_samples(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch without its padding samples, every field sliced alike.
-
-    Raises:
-        SchemaError: a field has not one value a sample.
-    """
-    return take(batch, real_indices(batch))
-
-
-def num_samples_of(batch: Mapping[str, Any]) -> int:
-    """Samples of a batch, padding samples included, 0 if it has no fields."""
-    counts = [count_of(values) for values in batch.values() if values is not None]
-    lengths = batch.get("total_lengths")
-    return (count_of(lengths) if lengths is not None else next(iter(counts), 0)) or 0
-
-
-def sample_metrics(
-    batch: Mapping[str, Any], fields: Sequence[str], *, group: dist.ProcessGroup | None = None
-) -> dict[str, float]:
-    """Mean, greatest and least value of numbers per sample, over the real samples of all ranks.
-
-    A collective over ``group``.
-
-    Args:
-        batch: field name to one value a sample.
-        fields: the same on every rank; each holds one number a sample.
-        group: the ranks whose samples count together; None for this process alone.
-
-    Returns:
-        ``field/mean``, ``field/max`` and ``field/min`` for each field, the same on all ranks;
-        none of them if there is no real sample.
-
-    Raises:
-        SchemaError: on every rank, if on any of them a field is absent or has not one number a
-            sample.
-    """
-    fault: SchemaError | None = None
-    real: list[int] = []
-    try:
-        real = real_indices(batch)
-    except SchemaError as error:
-        fault = error
-    sums: list[float] = []
-    extremes: list[float] = []
-    for name in fields:
-        numbers = None if fault else _numbers(batch.get(name), real, num_samples_of(batch))
-        sums += [len(numbers or []), sum(numbers or []), float(numbers is None)]
-        extremes += [max(numbers or [-math.inf]), -min(numbers or [math.inf])]
-    sums = reduce_over(sums, group, dist.ReduceOp.SUM)
-    extremes = reduce_over(extremes, group, dist.ReduceOp.MAX)
-    if fault is not None:
-        raise fault
-    metrics: dict[str, float] = {}
-    for index, name in enumerate(fields):
-        count, total, ranks_without = sums[3 * index : 3 * index + 3]
-        if ranks_without:
-            raise SchemaError(
-                name,
-                expected="one number a sample on every rank, since a metric of it is wanted",
-                found=f"none on {int(ranks_without)} of {group.size() if group else 1} ranks",
-            )
-        if count:
-            metrics[f"{name}/mean"] = total / count
-            metrics[f"{name}/max"] = extremes[2 * index]
-            metrics[f"{name}/min"] = -extremes[2 * index + 1]
-    return metrics
-
-
 def group_statistics(
     values: Sequence[float],
     groups: Sequence[Hashable],
@@ -142,9 +111,9 @@ def group_statistics(
     """Statistics of each group, over its real samples.
 
     Args:
-        values: one number a sample.
+        values: one number per sample.
         groups: the group (uid) of each sample.
-        is_padding: whether a sample is a padding sample; None if none is.
+        is_padding: True for padding samples; None if there are none.
 
     Returns:
         group to its statistics, in order of first appearance; a group without a real sample is
@@ -160,11 +129,11 @@ def group_statistics(
             f"expected one group and one is_padding for each of {len(values)} values, got "
             f"{len(groups)} groups and {len(tags)} tags"
         )
-    members: dict[Hashable, list[float]] = {}
-    for index, (value, group) in enumerate(zip(values, groups, strict=True)):
-        if not bool(tags[index]):
-            members.setdefault(group_key(group, index), []).append(float(value))
-    return {group: _statistics(numbers) for group, numbers in members.items()}
+    real = (index for index, tag in enumerate(tags) if not bool(tag))
+    return {
+        group: _statistics([float(values[index]) for index in members])
+        for group, members in indices_by_group(groups, real).items()
+    }
 
 
 def _statistics(numbers: Sequence[float]) -> GroupStatistics:
@@ -179,11 +148,124 @@ def _statistics(numbers: Sequence[float]) -> GroupStatistics:
     )
 
 
-def _numbers(values: Any, real: Sequence[int], num_samples: int) -> list[float] | None:
-    """The values of the real samples, None if they are no numbers."""
-    if values is None or count_of(values) != num_samples:
-        return None
-    try:
-        return [float(values[index]) for index in real]
-    except (TypeError, ValueError, IndexError, RuntimeError):
-        return None
+def masked_mean(
+    values: Sequence[Tensor], masks: Sequence[Tensor], *, group: dist.ProcessGroup | None = None
+) -> float | None:
+    """Mean of the values where the mask is not 0. Others have no influence, NaN included.
+
+    Args:
+        values: any number of tensors of any shapes; a ``[samples, tokens]`` tensor will do.
+        masks: one for each, of its shape.
+        group: the ranks whose values count together; None for this process alone.
+
+    Returns:
+        the mean, None if there is no such value on any rank.
+
+    Raises:
+        BatchError: on every rank, if on any there is not one mask of its shape for each tensor.
+    """
+    return _kept_and_mean(values, masks, group)[1]
+
+
+def masked_variance(
+    values: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    *,
+    group: dist.ProcessGroup | None = None,
+    correction: int = 0,
+) -> float | None:
+    """Mean squared deviation from the mean, of the values where the mask is not 0.
+
+    Args:
+        values, masks, group: as for `masked_mean`.
+        correction: 1 for the sample variance, with ``count - 1`` degrees of freedom.
+
+    Returns:
+        the variance, None if there are no more values than ``correction``.
+
+    Raises:
+        BatchError: as `masked_mean`.
+    """
+    kept, mean, count = _kept_and_mean(values, masks, group)
+    return _variance(kept, mean, count, group, correction)
+
+
+def masked_zscore(
+    values: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    *,
+    group: dist.ProcessGroup | None = None,
+    epsilon: float = 1e-8,
+) -> list[Tensor]:
+    """Deviation from the mean in standard deviations (whitening).
+
+        masked_zscore([tensor([10., 20., 0.])], [tensor([1, 1, 0])])    [tensor([-1., 1., 0.])]
+
+    Args:
+        values, masks, group: as for `masked_mean`.
+        epsilon: added to the variance, so that equal values become 0.
+
+    Returns:
+        for each tensor one of its shape, device and floating type: ``(value - mean) /
+        sqrt(variance + epsilon)``, with the mean and variance of all ranks, and 0 where the mask
+        is 0.
+
+    Raises:
+        BatchError: as `masked_mean`.
+    """
+    kept, mean, count = _kept_and_mean(values, masks, group)
+    variance = _variance(kept, mean, count, group, 0)
+    if mean is None or variance is None:
+        mean, variance = 0.0, 0.0
+    scale = (variance + epsilon) ** -0.5 if variance + epsilon > 0 else 0.0
+    scores = []
+    for value, mask in zip(values, masks, strict=True):
+        score = (value.detach().double() - mean) * scale
+        floating = value.dtype if value.is_floating_point() else torch.get_default_dtype()
+        # Chosen, not multiplied: 0 · NaN would be NaN.
+        scores.append(torch.where(mask != 0, score, 0.0).to(floating))
+    return scores
+
+
+def _kept_and_mean(
+    values: Sequence[Tensor], masks: Sequence[Tensor], group: dist.ProcessGroup | None
+) -> tuple[list[Tensor], float | None, int]:
+    """The values where the mask is not 0, flat and in double precision; mean and count of all."""
+    agreed = Consensus(group).agree(
+        "mean of masked values",
+        lambda: _kept(values, masks),
+        lambda kept: Statement(
+            total=(sum(float(v.sum()) for v in kept), sum(v.numel() for v in kept))
+        ),
+    )
+    total, count = agreed.total
+    return agreed.result, (total / count if count else None), count
+
+
+def _kept(values: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
+    if len(values) != len(masks):
+        raise BatchError(f"expected {len(values)} masks, one for each value, got {len(masks)}")
+    for index, (value, mask) in enumerate(zip(values, masks, strict=True)):
+        if value.shape != mask.shape:
+            raise BatchError(
+                f"expected a mask of shape {list(value.shape)} for value {index}, got "
+                f"{list(mask.shape)}; give each value the mask of its own tokens"
+            )
+    return [value.detach()[mask != 0].double() for value, mask in zip(values, masks, strict=True)]
+
+
+def _variance(
+    kept: Sequence[Tensor],
+    mean: float | None,
+    count: int,
+    group: dist.ProcessGroup | None,
+    correction: int,
+) -> float | None:
+    # From the deviations, since the difference of large sums of squares loses its digits.
+    agreed = Consensus(group).agree(
+        "variance of masked values",
+        lambda: 0.0 if mean is None else sum(float(((v - mean) ** 2).sum()) for v in kept),
+        lambda squares: Statement(total=(squares,)),
+    )
+    (total,) = agreed.total
+    return total / (count - correction) if count > correction else None

@@ -1,21 +1,19 @@
 """Fabricated samples that make the size of a batch divisible.
 
-    padded = pad_batch(batch, required_batch_multiple(...), pad_token_id=tokenizer.pad_token_id)
-    padded["is_padding"]    # [False, …, False, True, True]
+    pad_batch({"tokens": [[4, 5, 6]], "total_lengths": [3], "response_lengths": [2],
+               "loss_masks": [[1, 1]], "uids": ["a"]}, 2, pad_token_id=0)
+    {"tokens": [[4, 5, 6], [0, 0]], "total_lengths": [3, 2], "response_lengths": [2, 1],
+     "loss_masks": [[1, 1], [0]], "uids": ["a", "padding-0"], "is_padding": [False, True]}
 
-This package's own plans take any number of samples and need none of this; it is for frameworks that
-cut a batch into equal parts. A padding sample costs a micro-batch two tokens before alignment.
+`real_samples` takes them off again. This package's own plans take any number of samples and need
+none of this; it is for frameworks that cut a batch into equal parts. A padding sample costs a
+micro-batch two tokens before alignment.
 
-Guarantees
-- The fewest samples that make the size a multiple, however many; they come last.
-- One prompt token and one response token each, with a loss mask of zero and `is_padding` True, so
-  that a padding sample adds nothing to any sum, mean, count or gradient.
-- Identifiers (uids, trajectory ids, …) are new and unlike each other: no statistics of a group ever
-  include a padding sample.
-- Values have the type, device, trailing shape and number of axes of the real ones; the slots of a
-  routed token are distinct experts; multimodal inputs are there, but empty.
-- The given batch is not changed, its lists are not shared, and what is fabricated shares memory
-  with nothing.
+It has one prompt token and one response token with a loss mask of zero, so it adds nothing to any
+sum, mean, count or gradient. Its identifiers (uids, trajectory ids, …) are new and unlike each
+other, so it is in no group's statistics. Other values have the type, device, trailing shape and
+number of axes of the real ones; the slots of a routed token are distinct experts; multimodal inputs
+are there, but empty.
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_batching.batch.checks import read_lengths
-from mcore_batching.batch.default_schema import DEFAULT_SCHEMA
 from mcore_batching.batch.errors import BatchError
+from mcore_batching.batch.field_checks import read_lengths
 from mcore_batching.batch.fields import Field, Kind
 from mcore_batching.batch.placeholder import check_filled, make_placeholder
-from mcore_batching.batch.schema import Schema
-from mcore_batching.batch.values import is_array, shape_of
+from mcore_batching.batch.schema import DEFAULT_SCHEMA, Schema
+from mcore_batching.batch.value_shapes import is_array, shape_of
+from mcore_batching.planning.errors import Argument
 
 IDENTIFIERS = ("uids", "trajectory_ids", "rollout_ids", "sample_indices")
 """Fields that tell samples or groups of them apart."""
@@ -55,7 +53,7 @@ def required_batch_multiple(
     critic_mini_batch_size: int | None = None,
     actor_trains: bool = True,
 ) -> int:
-    """What the number of samples must be a multiple of, to be cut equally by all who cut it.
+    """Number of which a batch's size must be a multiple, so that every mini-batch is whole.
 
     Args:
         data_parallel_size: ranks that share the batch.
@@ -97,12 +95,15 @@ def pad_batch(
     identifiers: Iterable[str] = IDENTIFIERS,
     first_padding_number: int = 0,
 ) -> dict[str, Any]:
-    """The batch with padding samples behind its own, until its size is a multiple.
+    """The batch with the fewest padding samples behind its own that make its size a multiple.
+
+    The given batch is not changed, its lists are not shared, and fabricated values share memory
+    with nothing.
 
     Args:
-        batch: field name to one value a sample; at least one sample.
-        multiple: what to divide by, as from `required_batch_multiple`.
-        schema: the kind of every field, where the data does not leave exactly one.
+        batch: field name to one value per sample; at least one sample.
+        multiple: of which the size is to be a multiple, as from `required_batch_multiple`.
+        schema: the kind of every field, unless its values fit exactly one.
         pad_token_id: the prompt token of a padding sample.
         response_token_id: its response token, the end of a sequence for instance; the prompt token
             if None.
@@ -112,8 +113,8 @@ def pad_batch(
             batches that are padded apart and joined later differ.
 
     Returns:
-        field name to a new list of one value a sample; the values of given samples are the given
-        ones. ``is_padding`` is always there: what the batch says, else False, for given samples.
+        field name to a new list of one value per sample; the values of given samples are the given
+        ones. ``is_padding`` is always there, for given samples as given, else False.
 
     Raises:
         SchemaError: a value of the batch is not what its kind says, or a kind is not known.
@@ -123,8 +124,8 @@ def pad_batch(
     total_lengths, _ = read_lengths(batch)
     if not total_lengths:
         raise BatchError(
-            "cannot pad a batch of no samples: there is no value to take types and shapes from. "
-            "Leave the step out, or plan it with plan_batch, whose placeholders need no example"
+            "expected at least one sample to take types and shapes from, got none: leave the step "
+            "out, or plan it with plan_batch, whose placeholders need no example"
         )
     schema = schema.resolve(batch)
     schema.validate(batch)
@@ -155,7 +156,7 @@ def pad_batch(
 
 def _require_positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise BatchError(f"{name} must be an integer of 1 or more, got {value!r}; set {name}")
+        raise BatchError(Argument(name), f" must be an integer of 1 or more, got {value!r}")
 
 
 def _padding_sample(

@@ -155,11 +155,11 @@ def test_the_type_is_kept() -> None:
 
 @pytest.mark.parametrize("shape", [(3,), (1, 4), ()], ids=str)
 def test_a_stream_of_another_length_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"shape \[4, ...\], one value a token .* got \["):
+    with pytest.raises(ValueError, match=r"shape \[4, ...\], one value per token .* got \["):
         gather_response(torch.rand(shape), single([(4, 2)]))
 
 
 def test_a_sliced_row_without_its_group_is_refused() -> None:
     row = row_of("mixed", 2, 0)
-    with pytest.raises(ValueError, match=r"a group of 2 ranks, .* got no group; pass the context-"):
+    with pytest.raises(ValueError, match=r"a group of 2 ranks, .* got no group; set group to the"):
         gather_response(torch.rand(row.tokens.shape[1]), row)

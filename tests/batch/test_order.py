@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,12 +67,3 @@ def test_too_few_values_are_refused_where_slime_fills_in_none() -> None:
 def test_apply_order_is_as_strict() -> None:
     with pytest.raises(OrderError, match=r"missing 1; doubled 0"):
         apply_order(["a", "b"], [0, 0])
-
-
-def test_errors_survive_pickling() -> None:
-    with pytest.raises(OrderError) as caught:
-        restore_order(["a"], [3], 2)
-    again = pickle.loads(pickle.dumps(caught.value))
-    assert type(again) is OrderError
-    assert str(again) == str(caught.value)
-    assert (again.missing, again.doubled, again.extra) == ((0, 1), (), (3,))

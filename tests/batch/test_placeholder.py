@@ -9,15 +9,9 @@ import pytest
 import torch
 from batch_cases import make_samples
 
-from mcore_batching.batch import (
-    DEFAULT_SCHEMA,
-    Kind,
-    SchemaError,
-    check_filled,
-    make_placeholder,
-    pack,
-)
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind, SchemaError, make_placeholder, pack
 from mcore_batching.batch import placeholder as placeholder_module
+from mcore_batching.batch.placeholder import check_filled
 
 SCHEMA = DEFAULT_SCHEMA.declare("hidden", Kind.PER_TOKEN).declare(
     "scores", Kind.PER_RESPONSE_TOKEN, length_offset=1
@@ -209,13 +203,13 @@ def test_a_kind_without_a_rule_fails_at_the_check_after_filling(
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ([], "expected a list of 1 values, one a sample, found 0 values"),
+        ([], "expected 1 values, one per sample, found 0 values"),
         ([torch.zeros(0), torch.zeros(0)], "found 2 values"),
         (
             [torch.zeros(1)],
-            r"sample 0: expected 0 rows, one a response token, found a Tensor of .*1",
+            r"sample 0: expected 0 rows, one per response token, found a Tensor of .*1",
         ),
-        ([None], "sample 0: expected 0 rows, one a response token, found None"),
+        ([None], "sample 0: expected 0 rows, one per response token, found None"),
     ],
     ids=["none", "two", "a row too many", "None"],
 )

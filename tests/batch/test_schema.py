@@ -122,51 +122,51 @@ def test_batches_that_keep_to_the_schema_pass(kind: Kind, offset: int, values: A
             Kind.PER_TOKEN,
             [torch.rand(5), torch.rand(4)],
             1,
-            "3 rows, one a token",
+            "3 rows, one per token",
             "a Tensor of shape [4] and type torch.float32",
         ),
         (
             Kind.PER_RESPONSE_TOKEN,
             [[1, 2, 3, 4, 5], [1, 2, 3]],
             0,
-            "2 rows, one a response token",
+            "2 rows, one per response token",
             "a list of shape [5]",
         ),
         (
             Kind.PER_RESPONSE_TOKEN,
             [None, [1, 2, 3]],
             0,
-            "2 rows, one a response token",
+            "2 rows, one per response token",
             "None",
         ),
-        (Kind.PER_TOKEN, [1.5, [1, 2, 3]], 0, "5 rows, one a token", "1.5"),
+        (Kind.PER_TOKEN, [1.5, [1, 2, 3]], 0, "5 rows, one per token", "1.5"),
         (Kind.PER_SAMPLE, [1, "one"], 1, "a number or a tensor", "str 'one'"),
         (Kind.PER_SAMPLE, [1, None], 1, "a number or a tensor", "None"),
         (
             Kind.POSITION_IDS,
             [torch.arange(5), torch.arange(9).view(3, 3, 1)],
             1,
-            "3 positions, one a token, as [tokens] or [axes, tokens]",
+            "3 positions, one per token, as [tokens] or [axes, tokens]",
             "a Tensor of shape [3, 3, 1] and type torch.int64",
         ),
         (
             Kind.POSITION_IDS,
             [torch.rand(5), torch.arange(3)],
             0,
-            "5 positions, one a token, of an integer type",
+            "5 positions, one per token, of an integer type",
             "a Tensor of shape [5] and type torch.float32",
         ),
         (
             Kind.ROUTED_EXPERTS,
             [torch.zeros(5, 2).int(), torch.zeros(3, 2, 2).int()],
             0,
-            "5 rows, one a token, as [rows, layers, top_k]",
+            "5 rows, one per token, as [rows, layers, top_k]",
             "a Tensor of shape [5, 2] and type torch.int32",
         ),
         (Kind.MULTIMODAL, [{}, [1]], 1, "a dict of model inputs, or None", "a list of shape [1]"),
-        (Kind.PER_TOKEN, [[1]], None, "a list of 2 values, one a sample", "1 values"),
-        (Kind.PER_SAMPLE, 3, None, "a list of 2 values, one a sample", "3"),
-        (Kind.METADATA, "ab", None, "a list of 2 values, one a sample", "str 'ab'"),
+        (Kind.PER_TOKEN, [[1]], None, "2 values, one per sample", "1 values"),
+        (Kind.PER_SAMPLE, 3, None, "2 values, one per sample", "3"),
+        (Kind.METADATA, "ab", None, "2 values, one per sample", "str 'ab'"),
     ],
     ids=lambda value: value.name if isinstance(value, Kind) else "",
 )
@@ -206,7 +206,7 @@ def test_tokens_must_be_integers_of_the_total_length() -> None:
         ("total_lengths", [5, -1], "sample 1: expected a length in tokens.* found -1"),
         ("response_lengths", [6, 0], "sample 0: expected at most the .* total length, 5, found 6"),
         ("response_lengths", [2], "expected 2 values, as many as total_lengths, found 1"),
-        ("total_lengths", 5, "'total_lengths': expected a list of one length a sample, found 5"),
+        ("total_lengths", 5, "'total_lengths': expected a list of one length per sample, found 5"),
     ],
     ids=["float", "negative", "response", "number", "no list"],
 )
@@ -219,7 +219,7 @@ def test_lengths_must_be_lengths(name: str, values: Any, text: str) -> None:
 def test_a_required_field_must_be_there(absent: bool) -> None:
     schema = DEFAULT_SCHEMA.declare("mine", Kind.PER_SAMPLE, required=True)
     batch = make_samples([(5, 2)]) | ({} if absent else {"mine": None})
-    with pytest.raises(SchemaError, match="'mine': expected one value a sample, since the schema"):
+    with pytest.raises(SchemaError, match="'mine': expected one value per sample, since"):
         schema.validate(batch)
 
 
@@ -235,12 +235,3 @@ def test_an_undeclared_field_is_an_error_with_the_line_that_declares_it() -> Non
 
 def test_a_batch_without_samples_passes() -> None:
     DEFAULT_SCHEMA.validate({key: [] for key in DEFAULT_SCHEMA})
-
-
-def test_errors_survive_pickling() -> None:
-    with pytest.raises(SchemaError) as caught:
-        DEFAULT_SCHEMA.validate(batch_of("rewards", ["a", "b"]))
-    again = pickle.loads(pickle.dumps(caught.value))
-    assert type(again) is SchemaError
-    assert str(again) == str(caught.value)
-    assert vars(again) == vars(caught.value)

@@ -1,4 +1,4 @@
-"""`Schema.resolve`: a kind where the data leaves exactly one, else an error, never a guess."""
+"""`Schema.resolve`: a kind where the data fits exactly one, else an error, never a guess."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def resolve(shapes: list[tuple[int, int]], values: Any) -> Any:
     ],
     ids=str,
 )
-def test_one_reading_is_taken(values: Any, kind: Kind) -> None:
+def test_the_only_kind_that_fits_is_taken(values: Any, kind: Kind) -> None:
     field = resolve(MIXED, values)
     assert (field.kind, field.length_offset, field.required) == (kind, 0, False)
 
@@ -107,7 +107,7 @@ def test_one_reading_is_taken(values: Any, kind: Kind) -> None:
         "no samples",
     ],
 )
-def test_anything_else_is_an_error_with_a_line_for_each_reading_left(
+def test_anything_else_is_an_error_with_a_line_for_each_kind_that_fits(
     shapes: list[tuple[int, int]], values: Any, left: list[str]
 ) -> None:
     with pytest.raises(SchemaError) as caught:
@@ -117,12 +117,12 @@ def test_anything_else_is_an_error_with_a_line_for_each_reading_left(
     assert str(caught.value).endswith(f"; declare the field by what it holds: {lines}")
 
 
-def test_the_message_says_which_readings_are_left() -> None:
+def test_the_message_says_which_kinds_fit() -> None:
     with pytest.raises(SchemaError) as caught:
         resolve(WHOLE_RESPONSES, [torch.rand(5), torch.rand(3)])
     assert str(caught.value) == (
-        "field 'mine': expected a declared field, or values that leave exactly one reading, found "
-        "an undeclared field whose 2 values such as a Tensor of shape [5] and type torch.float32 "
+        "field 'mine': expected a declared field, or values that fit exactly one kind, found an "
+        "undeclared field whose 2 values such as a Tensor of shape [5] and type torch.float32 "
         "may be per token or per response token; declare the field by what it holds: "
         'schema = schema.declare("mine", Kind.PER_TOKEN) or '
         'schema = schema.declare("mine", Kind.PER_RESPONSE_TOKEN)'
@@ -131,7 +131,7 @@ def test_the_message_says_which_readings_are_left() -> None:
 
 @pytest.mark.parametrize(("values", "found"), [([1], "1 values"), (3, "3"), ({}, "dict {}")])
 def test_what_is_not_one_value_a_sample_is_refused(values: Any, found: str) -> None:
-    with pytest.raises(SchemaError, match=f"a list of 2 values, one a sample, found {found}"):
+    with pytest.raises(SchemaError, match=f"2 values, one per sample, found {found}"):
         resolve(MIXED, values)
 
 

@@ -15,7 +15,6 @@ from mcore_batching.batch import (
     packed_positions,
     slice_packed,
     zigzag_merge,
-    zigzag_positions,
     zigzag_slice,
 )
 from mcore_batching.batch.zigzag import locate
@@ -41,7 +40,7 @@ def rows(draw: st.DrawFn) -> tuple[int, list[int]]:
 )
 def test_a_rank_holds_chunk_r_and_its_mirror_image(rank: int, expected: list[int]) -> None:
     assert zigzag_slice(torch.arange(8), 2, rank).tolist() == expected
-    assert zigzag_positions(8, 2, rank).tolist() == expected
+    assert packed_positions((0, 8), 2, rank).tolist() == expected
 
 
 def test_each_segment_is_cut_by_itself() -> None:
@@ -119,7 +118,7 @@ def test_a_length_that_does_not_divide_is_refused() -> None:
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_that_does_not_exist_is_refused(rank: int) -> None:
     with pytest.raises(ValueError, match=f"a rank from 0 to 1, .*got {rank}"):
-        zigzag_positions(8, 2, rank)
+        zigzag_slice(torch.arange(8), 2, rank)
 
 
 def test_what_is_no_row_or_no_slices_of_one_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""What each process of test_split_groups.py runs."""
+"""What each process of test_group_locality.py runs."""
 
 from __future__ import annotations
 
@@ -78,9 +78,6 @@ def check_all(rank: int, size: int, store: str, results: str) -> None:
         report["check", name] = outcome_of(lambda b=batch: check_groups_are_local(b, group=group))
         report["advantages", name] = outcome_of(lambda b=batch: compute_advantages(b, group=group))
     split = BATCHES["split"][rank]
-    report["temporal"] = outcome_of(
-        lambda: compute_advantages(split, "reinforce_plus_plus", group=group)
-    )
     report["alone"] = outcome_of(lambda: compute_advantages(split))
     for name, arguments in ESTIMATORS.items():
         whole = BATCHES["whole"][rank]

@@ -18,10 +18,9 @@ from mcore_batching.rl import (
     pack_left_padded,
     pad_batch,
     response_values,
-    right_align,
-    right_aligned_rows,
     unpad,
 )
+from mcore_batching.rl._right_aligned import right_align, right_aligned_rows
 
 PAD, AXES, LAYERS, TOP_K = 999, 3, 2, 4
 

@@ -1,7 +1,11 @@
-"""Shapes of per-sample values, whether they are tensors, NumPy arrays, numbers or nested lists.
+"""Shape, type and number of values, be they tensors, NumPy arrays, numbers or nested lists.
 
-Guarantees: NumPy is never imported, so it need not be installed; no value is copied or converted;
-only the first element of a list is looked at, so the cost does not depend on its length.
+    shape_of([[1, 2, 3], [4, 5, 6]])          (2, 3)
+    describe(torch.zeros(2, 3))               "a Tensor of shape [2, 3] and type torch.float32"
+    count_of({"for": "the whole batch"})      None
+
+NumPy is never imported, so it need not be installed. Of a list only the first element is looked at,
+so the cost does not depend on its length.
 """
 
 from __future__ import annotations
@@ -33,12 +37,12 @@ def shape_of(value: Any) -> tuple[int, ...] | None:
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is a NumPy array or scalar."""
+    """True for a NumPy array or scalar."""
     return hasattr(getattr(value, "dtype", None), "kind") and hasattr(value, "shape")
 
 
 def is_integral(value: Any) -> bool:
-    """Whether its elements are integers; True where there are no elements to tell by."""
+    """True if the elements are integers, or if there are none."""
     if isinstance(value, Tensor):
         return not value.numel() or not (
             value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool
@@ -68,7 +72,7 @@ def _short(value: Any) -> str:
 
 
 def count_of(values: Any) -> int | None:
-    """How many per-sample values a field holds; None if it is no list of values at all."""
+    """Number of per-sample values of a field; None if it is not a list of values."""
     if isinstance(values, str | bytes | Mapping):
         return None
     if isinstance(values, Tensor) or is_array(values):

@@ -1,12 +1,7 @@
-"""`pack`: from per-sample lists to one packed row.
+"""`pack`: per-sample lists into one packed row (drawn in `mcore_batching.batch.packed`).
 
-Guarantees
-- Samples never touch: labels, positions and masks stop at a sample's end.
-- A loss mask is where its response token is predicted (`mcore_batching.batch.response_tokens`);
-  nothing wraps around.
-- The values in `fields` are the ones given.
-- A sample of any length from 0 and a response of any length from 0 to the whole sample will do; a
-  row of no samples at all is refused, with the name of what makes one.
+Samples never touch: labels, positions and masks stop at a sample's end. A sample may have any
+number of tokens from 0, its response any number from 0 to the whole sample.
 """
 
 from __future__ import annotations
@@ -18,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_batching.batch.checks import read_lengths
-from mcore_batching.batch.errors import SchemaError
+from mcore_batching.batch.errors import BatchError, SchemaError
+from mcore_batching.batch.field_checks import read_lengths
 from mcore_batching.batch.fields import Kind
 from mcore_batching.batch.packed import PackedMicroBatch
 from mcore_batching.batch.response_tokens import loss_masks, predicted_positions, response_tokens
 from mcore_batching.batch.row_layout import Row, padded_offsets, require_alignment
 from mcore_batching.batch.schema import Schema
+from mcore_batching.planning.errors import Argument
 
 
 def pack(
@@ -38,11 +34,22 @@ def pack(
     context_parallel_rank: int = 0,
     pad_token_id: int = 0,
     is_placeholder: bool = False,
+    validated: bool = False,
 ) -> PackedMicroBatch:
-    """Pack samples one behind the other, and cut the row for a context-parallel rank.
+    """Pack samples one after the other, and cut the row for a context-parallel rank.
+
+        row = pack(
+            {"tokens": [[1, 2, 3], [4, 5]], "total_lengths": [3, 2], "response_lengths": [2, 1]},
+            schema=DEFAULT_SCHEMA,
+            sample_indices=(0, 1),
+            sample_alignment_tokens=2,
+        )
+        row.tokens        [[1, 2, 3, 0, 4, 5]]
+        row.loss_mask     [[1, 1, 0, 0, 1, 0]]
+        row["tokens"]     [[1, 2, 3], [4, 5]]      the samples as they were given
 
     Args:
-        samples: field name to one value a sample: ``tokens``, ``total_lengths``,
+        samples: field name to one value per sample: ``tokens``, ``total_lengths``,
             ``response_lengths`` and any others that the schema declares. ``loss_masks`` are all
             ones over the response if absent.
         schema: the kind of every field.
@@ -54,17 +61,20 @@ def pack(
         context_parallel_rank: this rank among them.
         pad_token_id: fills padding, and labels where there is no next token.
         is_placeholder: the one sample is fabricated; its loss mask is all zero.
+        validated: the samples are of a batch that ``schema.validate`` has passed, so that they need
+            not be checked again.
 
     Returns:
         the row, on the device of the first sample's tokens.
 
     Raises:
         SchemaError: a field is not declared, or a value is not what its kind says.
-        ValueError: no samples, not one index a sample, or alignments that leave segments which
+        BatchError: no samples, not one index per sample, or alignments that leave segments which
             cannot be cut.
     """
     require_alignment(sample_alignment_tokens, row_alignment_tokens, context_parallel_size)
-    schema.validate(samples)
+    if not validated:
+        schema.validate(samples)
     totals, responses = read_lengths(samples)
     _require_indices(sample_indices, len(totals), is_placeholder)
     fields = {key: list(values) for key, values in samples.items() if values is not None}
@@ -112,16 +122,20 @@ def pack(
 
 def _require_indices(sample_indices: Sequence[int], num_samples: int, is_placeholder: bool) -> None:
     if not num_samples:
-        raise ValueError(
+        raise BatchError(
             "expected at least one sample, got none: pack make_placeholder(schema, keys, batch) "
-            "with is_placeholder=True and sample_indices=()"
+            "with ",
+            Argument("is_placeholder", True),
+            " and ",
+            Argument("sample_indices", ()),
         )
     expected = 0 if is_placeholder else num_samples
     if len(sample_indices) != expected:
-        raise ValueError(
+        raise BatchError(
             f"expected {expected} sample_indices for {num_samples} samples with "
-            f"is_placeholder={is_placeholder}, got {len(sample_indices)}: give the origin index of "
-            "each real sample, () for a placeholder"
+            f"is_placeholder={is_placeholder}, got {len(sample_indices)}; set ",
+            Argument("sample_indices"),
+            " to the origin index of each real sample, () for a placeholder",
         )
 
 

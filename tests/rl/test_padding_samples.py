@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
-import random
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -236,7 +232,7 @@ def test_numpy_and_lists() -> None:
 
 
 def test_no_samples_are_refused_with_what_to_do() -> None:
-    with pytest.raises(BatchError, match=r"no samples: .* Leave the step out, or plan it"):
+    with pytest.raises(BatchError, match=r"at least one sample .*: leave the step out, or plan it"):
         pad_batch(make_samples([]), 4, pad_token_id=PAD)
 
 
@@ -248,9 +244,8 @@ def test_multiple_out_of_range(multiple: Any) -> None:
 
 def test_a_field_of_unknown_kind_is_refused() -> None:
     batch = {**make_samples([(2, 2)]), "mystery": [torch.zeros(2)]}
-    with pytest.raises(SchemaError, match="mystery") as caught:
+    with pytest.raises(SchemaError, match="mystery"):
         pad_batch(batch, 2, pad_token_id=PAD)
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     schema = DEFAULT_SCHEMA.declare("mystery", Kind.PER_RESPONSE_TOKEN)
     assert pad_batch(batch, 2, schema, pad_token_id=PAD)["mystery"][1].tolist() == [0.0]
 
@@ -322,41 +317,3 @@ def test_required_multiple_names_what_is_out_of_range(name: str) -> None:
     sizes = {"data_parallel_size": 2, "samples_per_prompt": 8, "actor_mini_batch_size": 15}
     with pytest.raises(BatchError, match=f"{name} must be an integer of 1 or more, got 0"):
         required_batch_multiple(**{**sizes, name: 0})
-
-
-def multi_turn(num_trajectories: int, most: int, seed: int) -> dict[str, Any]:
-    generator = random.Random(seed)
-    turns = [generator.randint(1, most) for _ in range(num_trajectories)]
-    shapes = [(generator.randint(3, 9), generator.randint(1, 3)) for _ in range(sum(turns))]
-    ids = [i for i, count in enumerate(turns) for _ in range(count)]
-    return {
-        **make_samples(shapes, seed),
-        "trajectory_ids": ids,
-        "uids": [f"prompt {i // 8}" for i in ids],
-    }
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_verl_layout_pads_to_its_multiple(seed: int) -> None:
-    batch = multi_turn(45 * 8, 5, seed)
-    real = len(batch["tokens"])
-    result = pad_batch(batch, 120, pad_token_id=PAD)
-    assert len(result["tokens"]) % 120 == 0
-    assert sum(result["is_padding"]) == -real % 120
-    assert len(set(result["uids"])) == 45 + sum(result["is_padding"])
-
-
-def test_skyrl_layout_of_3509_sequences() -> None:
-    shapes = [(3, 1)] * 3509
-    batch = {**make_samples(shapes), "uids": [i // 7 for i in range(3509)]}
-    result = pad_batch(batch, 640, pad_token_id=PAD)
-    assert (len(result["tokens"]), sum(result["is_padding"])) == (3840, 331)
-    assert result["uids"][3509:] == [-1 - i for i in range(331)]
-
-
-def test_needs_no_megatron() -> None:
-    code = (
-        "import sys, mcore_batching.rl.padding_samples; "
-        "sys.exit(any(name.split('.')[0] == 'megatron' for name in sys.modules))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

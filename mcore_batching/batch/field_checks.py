@@ -1,8 +1,7 @@
-"""Whether the values of a batch are what the declarations of its fields say.
+"""Checks that the values of a batch are what the declarations of its fields say.
 
-Guarantees: the first value that is not raises a `SchemaError` naming field, sample, what was
-expected and what was found; nothing else raises, whatever the values are. Runs in production: the
-cost is a few attribute reads a value.
+The first value that is not raises a `SchemaError` naming field, sample, what was expected and what
+was found. They run in production: the cost is a few attribute reads per value.
 """
 
 from __future__ import annotations
@@ -13,20 +12,61 @@ from typing import Any
 
 from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.fields import Field, Kind, declaration_line
-from mcore_batching.batch.values import count_of, describe, is_integral, shape_of
+from mcore_batching.batch.value_shapes import count_of, describe, is_integral, shape_of
 
 _ROWS_OF = {
     Kind.TOKENS: "tokens",
-    Kind.PER_TOKEN: "rows, one a token",
-    Kind.PER_RESPONSE_TOKEN: "rows, one a response token",
-    Kind.POSITION_IDS: "positions, one a token",
-    Kind.ROUTED_EXPERTS: "rows, one a token",
+    Kind.PER_TOKEN: "rows, one per token",
+    Kind.PER_RESPONSE_TOKEN: "rows, one per response token",
+    Kind.POSITION_IDS: "positions, one per token",
+    Kind.ROUTED_EXPERTS: "rows, one per token",
 }
 _NUM_DIMENSIONS = {
     Kind.TOKENS: (1, "[tokens]"),
     Kind.ROUTED_EXPERTS: (3, "[rows, layers, top_k]"),
 }
 _INTEGRAL = (Kind.TOKENS, Kind.POSITION_IDS, Kind.ROUTED_EXPERTS)
+
+
+def num_samples(batch: Mapping[str, Any]) -> int:
+    """Samples of a batch, padding samples included: values of ``total_lengths``.
+
+    Without that field, values of the first field that is not None; 0 if there is none.
+
+    Raises:
+        SchemaError: the field is not a list of values.
+    """
+    fields = ("total_lengths", *batch)
+    name = next((name for name in fields if batch.get(name) is not None), None)
+    if name is None:
+        return 0
+    count = count_of(batch[name])
+    if count is None:
+        raise SchemaError(name, expected="one value per sample", found=describe(batch[name]))
+    return count
+
+
+def require_one_per_sample(name: str, values: Any, num_samples: int, use: str = "") -> None:
+    """Check that a field has as many values as the batch has samples.
+
+    Args:
+        name: key of the field, for the error.
+        values: of the field.
+        num_samples: samples of the batch.
+        use: purpose of the values, for the error.
+
+    Raises:
+        SchemaError: it does not, or it is None.
+    """
+    count = count_of(values)
+    if count == num_samples:
+        return
+    found = describe(values) if count is None else f"{count} values"
+    raise SchemaError(
+        name,
+        expected=f"{num_samples} values, one per sample{use}",
+        found="no such field" if values is None else found,
+    )
 
 
 def check_batch(schema: Mapping[str, Field], batch: Mapping[str, Any]) -> None:
@@ -40,7 +80,7 @@ def check_batch(schema: Mapping[str, Field], batch: Mapping[str, Any]) -> None:
         if field.required and batch.get(field.name) is None:
             raise SchemaError(
                 field.name,
-                expected="one value a sample, since the schema requires the field",
+                expected="one value per sample, since the schema requires the field",
                 found="no such field in the batch" if field.name not in batch else "None",
             )
     total_lengths, response_lengths = read_lengths(batch)
@@ -70,7 +110,7 @@ def read_lengths(batch: Mapping[str, Any]) -> tuple[list[int], list[int]]:
     for name in ("total_lengths", "response_lengths"):
         values = batch.get(name)
         if values is None or count_of(values) is None:
-            raise SchemaError(name, expected="a list of one length a sample", found=repr(values))
+            raise SchemaError(name, expected="a list of one length per sample", found=repr(values))
         read[name] = [_read_length(name, index, value) for index, value in enumerate(values)]
     total_lengths, response_lengths = read["total_lengths"], read["response_lengths"]
     if len(response_lengths) != len(total_lengths):
@@ -108,33 +148,27 @@ def _read_length(name: str, index: int, value: Any) -> int:
 def check_values(
     field: Field, values: Any, total_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> None:
-    """Check that a field holds one value a sample, each what the field's kind says.
+    """Check that a field holds one value per sample, each what the field's kind says.
 
     Raises:
         SchemaError: it does not.
     """
-    count = count_of(values)
-    if count != len(total_lengths):
-        raise SchemaError(
-            field.name,
-            expected=f"a list of {len(total_lengths)} values, one a sample",
-            found=describe(values) if count is None else f"{count} values",
-        )
+    require_one_per_sample(field.name, values, len(total_lengths))
     for index, value in enumerate(values):
-        wrong = _fault(field, value, total_lengths[index], response_lengths[index])
-        if wrong is not None:
+        expected = _unmet(field, value, total_lengths[index], response_lengths[index])
+        if expected is not None:
             raise SchemaError(
                 field.name,
                 sample_index=index,
-                expected=wrong,
+                expected=expected,
                 found=describe(value),
                 declaration=field.declaration,
                 advice="correct the values, or declare the field otherwise than by",
             )
 
 
-def _fault(field: Field, value: Any, total_length: int, response_length: int) -> str | None:
-    """What was expected of a value, None if the value is that."""
+def _unmet(field: Field, value: Any, total_length: int, response_length: int) -> str | None:
+    """The expectation, in words, that a value does not meet; None if it meets them all."""
     kind = field.kind
     if kind is Kind.METADATA:
         return None
@@ -153,10 +187,10 @@ def _fault(field: Field, value: Any, total_length: int, response_length: int) ->
             return f"{expected}, as [tokens] or [axes, tokens]"
     elif shape[0] != rows:
         return expected
-    dimensions, layout = _NUM_DIMENSIONS.get(kind, (len(shape), ""))
+    dimensions, axes = _NUM_DIMENSIONS.get(kind, (len(shape), ""))
     # An empty list has lost its trailing dimensions.
     if len(shape) != dimensions and not (rows == 0 and isinstance(value, list | tuple)):
-        return f"{expected}, as {layout}"
+        return f"{expected}, as {axes}"
     if kind in _INTEGRAL and not is_integral(value):
         return f"{expected}, of an integer type"
     return None

@@ -1,12 +1,9 @@
-"""Tensors of different lengths as the ends of equally long rows, and back.
+"""Right alignment of tensors of different lengths in one block, and its inverse.
 
-    right_align([tensor([1, 2, 3]), tensor([4])])      [[1, 2, 3], [0, 0, 4]]
-    right_aligned_rows(block, [3, 1])                  [tensor([1, 2, 3]), tensor([4])]
+    right_align([tensor([1, 2, 3]), tensor([4])])                  [[1, 2, 3], [0, 0, 4]]
+    right_aligned_rows([[1, 2, 3], [0, 0, 4]], lengths=[3, 1])     [tensor([1, 2, 3]), tensor([4])]
 
-Guarantees
-- `right_aligned_rows` is the inverse of `right_align`, for lengths from 0; nothing is cut off.
-- Both are differentiable.
-- Values of one type and trailing shape only: none is converted unasked.
+Both are differentiable. Values of different types or trailing shapes are refused, not converted.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ def right_align(
         values: ``[length, ...]`` each, alike in type, device and trailing shape; those of length 0
             may differ.
         fill: stands before the shorter ones.
-        name: what the values are, for errors.
+        name: of the values, for errors.
         default: type of a block of no values at all.
 
     Returns:
@@ -41,12 +38,11 @@ def right_align(
     Raises:
         SchemaError: the values differ in type or trailing shape.
     """
-    telling = next((value for value in values if len(value)), None)
-    if telling is None:
-        telling = values[0] if values else torch.zeros(0, dtype=default)
+    # A value without rows may have lost its trailing shape, being made of an empty list.
+    filled = [value for value in values if len(value)]
+    telling = next(iter([*filled, *values]), torch.zeros(0, dtype=default))
     lengths = [len(value) for value in values]
     block = telling.new_full((len(lengths), max(lengths, default=0), *telling.shape[1:]), fill)
-    filled = [value for value in values if len(value)]
     for index, value in enumerate(values):
         alike = (value.dtype, value.shape[1:]) == (telling.dtype, telling.shape[1:])
         if len(value) and not alike:
@@ -63,11 +59,11 @@ def right_align(
 
 
 def right_aligned_rows(block: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    """The last ``lengths[i]`` rows of line i, as views.
+    """The last ``lengths[i]`` rows of line i, as views. Inverse of `right_align`.
 
     Args:
         block: ``[number of values, greatest length, ...]``.
-        lengths: one a line.
+        lengths: one per line.
     """
     width = block.shape[1]
     # Not [-length:], which is everything for a length of 0.
