@@ -26,10 +26,7 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from mcore_batching.integrations.megatron_lm.sft.install_data import (
-    add_sft_arguments,
-    build_sft_datasets,
-)
+from mcore_batching.integrations.megatron_lm.sft import add_sft_arguments, build_sft_datasets
 
 BATCH_KEYS = (
     "attention_mask",

@@ -2,12 +2,13 @@
 
     from mcore_batching import ParallelDims, PlannerConfig, plan_step
 
-    step = plan_step(lengths, ParallelDims(data_parallel=8), PlannerConfig(max_tokens_per_gpu=16384))
+    config = PlannerConfig(max_tokens_per_gpu=16384)
+    step = plan_step(lengths, ParallelDims(data_parallel=8), config)
     step.micro_batches[rank][slot]  # sample indices of that rank's micro-batch; () is a placeholder
 
-Guarantees: importing this package imports the planner and nothing else: no PyTorch, no Megatron.
-What needs those is imported from `mcore_batching.batch` and `mcore_batching.megatron`; `hook` and
-`install` import them as they are called.
+Importing this package imports the planner alone, neither PyTorch nor Megatron. `hook` and `install`
+import those when they are called; the rest of the engine is in `mcore_batching.batch`,
+`mcore_batching.rl` and `mcore_batching.megatron`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from mcore_batching.planning import (
 if TYPE_CHECKING:
     from mcore_batching.batch import Schema
     from mcore_batching.integrations.megatron_lm import Installation
-    from mcore_batching.integrations.slime.hook import Hook
+    from mcore_batching.integrations.slime import Hook
 
 __all__ = [
     "ConfigError",
@@ -105,21 +106,23 @@ __all__ = [
 def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
     """Replace ``get_data_iterator``, ``forward_only`` and ``get_batch`` in a framework's modules.
 
-    Imports PyTorch and Megatron. See `mcore_batching.integrations.slime.hook`.
+    For slime, and for frameworks that have these three functions with slime's signatures. Imports
+    PyTorch and Megatron. See `mcore_batching.integrations.slime.hook`.
 
     Args:
-        modules: that have the functions, all three between them.
+        modules: those that have the functions, all three between them.
         schema: the kind of every field that ``get_batch`` is asked for; None:
             `mcore_batching.batch.DEFAULT_SCHEMA`.
 
     Returns:
-        what was replaced; its ``undo`` puts the originals back, as does leaving its ``with`` block.
+        the replaced functions; its ``undo``, and the end of its ``with`` block, put the originals
+        back.
 
     Raises:
-        HookError: a function is missing or hooked already, or its signature is another.
+        HookError: a function is missing or hooked already, or has another signature.
     """
     from mcore_batching.batch import DEFAULT_SCHEMA
-    from mcore_batching.integrations.slime.hook import hook as hook_modules
+    from mcore_batching.integrations.slime import hook as hook_modules
 
     return hook_modules(*modules, schema=DEFAULT_SCHEMA if schema is None else schema)
 
@@ -133,11 +136,11 @@ def install(
 
     Args:
         arguments: the command line; None: this process's.
-        batch_fields: what the script's ``get_batch`` returns, by name and in order, where that
-            cannot be read from its forward step.
+        batch_fields: names of the values that the script's ``get_batch`` returns, in order, where
+            they cannot be read from its forward step.
 
     Returns:
-        what was hooked: nothing without the plugin's flags on the command line.
+        the replaced names: none without the plugin's flags on the command line.
 
     Raises:
         DynamicBatchArgumentError: this Megatron lacks ``megatron.training`` or one of its names.

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 _FLAGS = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "--dynamic-batch-")
-"""Without one of these, nothing of the plugin or of Megatron is even imported before the script."""
+"""Without one of these, neither the engine nor Megatron is imported before the script runs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"mcore_batching.run: no script {script}: give its path", file=sys.stderr)
         sys.exit(2)
     sys.argv = words
-    # As if the script had been started by itself: its own folder first, not this package's.
+    # As Python does for a script: its own folder first.
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     if os.environ.get("MCORE_BATCHING_CPU", "") not in ("", "0"):
         from mcore_batching.megatron import cpu_emulation

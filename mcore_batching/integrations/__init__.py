@@ -1,1 +1,1 @@
-"""Who plugs the engine in: each framework that has batching of its own, one package each."""
+"""Integrations of the engine, one package per framework that has batching of its own."""

@@ -1,7 +1,7 @@
-"""Everything that differs between Megatron-LM versions, and nothing else.
+"""Differences between Megatron-LM versions, and nothing else.
 
-The rest of the package calls these functions and never asks for a version. Seen running on
-megatron-core 0.16.1 and 0.19.2.
+The rest of the package calls these functions and never asks for a version. Run on megatron-core
+0.16.1 and 0.19.2.
 """
 
 from __future__ import annotations
@@ -70,19 +70,38 @@ def packed_seq_params(
 
 
 def forget_padded_length(params: Any) -> None:
-    """Let mixture-of-experts layers take a row as it is.
+    """Clear ``tokens_per_sample`` of packed-sequence parameters.
 
-    From 0.19 on they cut it at multiples of ``tokens_per_sample``, if that is set.
+    From 0.19 on mixture-of-experts layers cut a row at multiples of it, and stock scripts set it to
+    the padded length of a sample, which packed rows do not have.
     """
     if getattr(params, "tokens_per_sample", None) is not None:
         params.tokens_per_sample = None
 
 
 def counts_operations_of_samples() -> bool:
-    """Whether stock code counts floating-point operations by samples' lengths (from 0.18 on)."""
+    """True if stock code counts floating-point operations by samples' lengths (from 0.18 on)."""
     from megatron.training import training
 
     return hasattr(training, "consume_seqlen_stats_in_iteration")
+
+
+def pads_uneven_dispatch_inputs(config: Any) -> bool:
+    """True if HybridEP pads its inputs to one length on all ranks, an option from 0.19 on."""
+    return bool(getattr(config, "moe_hybridep_pad_uneven_dispatch_inputs", False))
+
+
+def has_sequence_packing(config: Any) -> bool:
+    """True if Megatron packs sequences itself, an option that only some releases have."""
+    return bool(getattr(config, "sequence_packing_scheduler", None))
+
+
+def modules_with_validate_args(arguments: Any, initialize: Any) -> list[Any]:
+    """The modules of ``megatron.training`` in which ``validate_args`` is looked up.
+
+    Until 0.17 ``initialize`` imports it by name.
+    """
+    return [arguments, initialize] if hasattr(initialize, "validate_args") else [arguments]
 
 
 def local_gpt_layer_spec(config: Any) -> ModuleSpec:
@@ -124,23 +143,23 @@ def packed_submodules(submodules: Any, core_attention: type, norm: Any) -> Any:
 
 
 def scale_moe_metrics(factor: float) -> None:
-    """Multiply what the routers noted of their losses since the last report.
+    """Multiply the losses that routers have recorded since the last report.
 
     Stock code divides these sums by its own number of micro-batches.
 
     Args:
-        factor: that number over the number that ran.
+        factor: that number over the number of micro-batches that ran.
     """
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:  # until 0.17
         from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
-        for noted in get_moe_layer_wise_logging_tracker().values():
-            noted["values"] *= factor
+        for recorded in get_moe_layer_wise_logging_tracker().values():
+            recorded["values"] *= factor
         return
-    for noted in get_moe_metrics_tracker().metrics.values():
-        noted.values *= factor
+    for recorded in get_moe_metrics_tracker().metrics.values():
+        recorded.values *= factor
 
 
 def local_core_attention_name() -> tuple[Any, str]:
@@ -150,17 +169,16 @@ def local_core_attention_name() -> tuple[Any, str]:
     return backends, "DotProductAttention"
 
 
-def mend_router_masks() -> None:
-    """Let routers leave padding out, also where a row is padding throughout.
+def fix_router_masks() -> None:
+    """Let routers leave padding out, also in a row that is all padding. Patches Megatron once.
 
-    Two faults of 0.16.1 to 0.19.2: the count behind the expert bias multiplies a
-    ``[tokens, experts]`` map with a ``[tokens]`` mask, which does not broadcast; the load-balancing
-    loss divides by the square of the number of real tokens, which is 0 in a placeholder (its
-    numerator is, too: the result is meant to be 0, and was NaN).
+    Two faults of 0.16.1 to 0.19.2: the count for the expert bias multiplies a ``[tokens, experts]``
+    map with a ``[tokens]`` mask, which does not broadcast; the load-balancing loss divides by the
+    square of the number of real tokens, so that a placeholder's 0 becomes NaN.
     """
     from megatron.core.transformer.moe import router
 
-    if getattr(router, "masks_are_mended", False):
+    if getattr(router, "masks_are_fixed", False):
         return
     apply_expert_bias = router.TopKRouter._apply_expert_bias
     load_balancing_loss = router.switch_load_balancing_loss_func
@@ -177,7 +195,7 @@ def mend_router_masks() -> None:
 
     router.TopKRouter._apply_expert_bias = with_second_axis
     router.switch_load_balancing_loss_func = of_at_least_one_token
-    router.masks_are_mended = True
+    router.masks_are_fixed = True
 
 
 def patch_for_cpu() -> None:
@@ -205,21 +223,21 @@ def patch_for_cpu() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     send_and_receive = p2p_communication._p2p_ops
-    under_way: collections.deque[Any] = collections.deque(maxlen=256)
+    in_flight: collections.deque[Any] = collections.deque(maxlen=256)
 
     def send_copies(**tensors: Any) -> Any:
-        # The interleaved schedule frees an output while it is on its way, and drops the handle of
-        # its last one. On CUDA neither matters, the stream sends what it was given; gloo reads the
-        # memory whenever the receiver is ready, and forgets a message whose handle is dropped.
+        # The interleaved schedule frees an output while it is being sent, and drops the handle of
+        # its last one. CUDA streams allow both. gloo reads the memory only when the receiver is
+        # ready, and loses a message whose handle is dropped.
         for name in ("tensor_send_next", "tensor_send_prev"):
             if tensors.get(name) is not None:
                 tensors[name] = tensors[name].detach().clone()
         requests = send_and_receive(**tensors)
-        under_way.extend(requests.values())
+        in_flight.extend(requests.values())
         return requests
 
     p2p_communication._p2p_ops = send_copies
-    # The module's own setter is deferred until CUDA is initialised, which never comes.
+    # The module's own setter waits for CUDA to be initialised, which never happens here.
     megatron_random._get_cuda_rng_state = get_rng_state
     megatron_random._set_cuda_rng_state = set_rng_state
     token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu

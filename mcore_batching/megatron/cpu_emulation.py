@@ -1,16 +1,13 @@
 """A CPU stand-in for CUDA, under which megatron-core runs on gloo.
 
 megatron-core takes CUDA for granted: it asks for the current device, allocates on ``"cuda"``,
-seeds CUDA generators and synchronises streams. `enable` answers each of these on the CPU, so
-that the real schedules, models, data-parallel wrapper and optimizers run in ordinary processes.
-It is for tests, for reading along and for laptops; it makes nothing faster.
+seeds CUDA generators and synchronises streams. `enable` answers each of these on the CPU, so that
+the real schedules, models, data-parallel wrapper and optimizers run in ordinary processes. It is
+for tests and laptops; it makes nothing faster.
 
-Guarantees
-- Nothing is touched by importing this module; only `enable` patches, and it patches once.
-- Where CUDA is present `enable` refuses, unless forced: a training job must never end up on
-  the CPU by accident.
-- What is patched is plain to see: `torch.cuda` functions, one `TorchFunctionMode` that turns CUDA
-  devices into the CPU, and the few megatron-core functions that test for CUDA tensors.
+Importing this module patches nothing. `enable` patches functions of `torch.cuda`, enters one
+`TorchFunctionMode` that turns CUDA devices into the CPU, and replaces the few megatron-core
+functions that test for CUDA tensors (`compat.patch_for_cpu`).
 """
 
 from __future__ import annotations
@@ -26,20 +23,26 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mcore_batching.megatron import compat
+from mcore_batching.planning.errors import MCoreBatchingError
 
 ENVIRONMENT_VARIABLE = "MCORE_BATCHING_CPU"
+
+
+class DeviceError(MCoreBatchingError, RuntimeError):
+    """The CPU stand-in asked for where there is CUDA, or not asked for where there is none."""
+
 
 _CPU = torch.device("cpu")
 _mode: TorchFunctionMode | None = None
 
 
 def is_enabled() -> bool:
-    """Whether this process runs on the stand-in."""
+    """True if this process runs on the stand-in."""
     return _mode is not None
 
 
 def is_requested() -> bool:
-    """Whether ``MCORE_BATCHING_CPU=1`` asks the launchers for the stand-in."""
+    """True if ``MCORE_BATCHING_CPU=1`` asks the launchers for the stand-in."""
     return os.environ.get(ENVIRONMENT_VARIABLE, "") not in ("", "0")
 
 
@@ -53,16 +56,16 @@ def enable(*, force: bool = False) -> None:
         force: patch even though CUDA devices are present (they are then left unused).
 
     Raises:
-        RuntimeError: CUDA is present and ``force`` is not set.
+        DeviceError: CUDA is present and ``force`` is not set.
     """
     global _mode
     if _mode is not None:
         return
     if torch.cuda.is_available() and not force:
-        raise RuntimeError(
-            "the CPU stand-in was asked for, but this machine has CUDA: training would run on the "
-            f"CPU. Unset {ENVIRONMENT_VARIABLE} to use the GPU, or call "
-            "mcore_batching.megatron.cpu_emulation.enable(force=True) if the CPU is what you want."
+        raise DeviceError(
+            "the CPU stand-in was asked for, but this machine has CUDA: unset "
+            f"{ENVIRONMENT_VARIABLE} to use the GPU, or call "
+            "mcore_batching.megatron.cpu_emulation.enable(force=True) for the CPU"
         )
     # torch.compile on the CPU needs a C++ compiler. The variable is read as functions are
     # decorated, which megatron-core does on import; the setting, as they are called.
@@ -75,7 +78,7 @@ def enable(*, force: bool = False) -> None:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Every device argument that says CUDA says CPU; every tensor already lies on "the GPU"."""
+    """CUDA in device arguments means the CPU; moving a tensor to the GPU does nothing."""
 
     def __torch_function__(
         self,
@@ -114,7 +117,7 @@ def _on_cpu(argument: Any) -> Any:
 
 
 class _Event:
-    """An event of a device that is always done."""
+    """An event that has always happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
@@ -174,16 +177,73 @@ def _on_stream(stream: Any) -> Iterator[None]:
     yield
 
 
-def _patch_torch_cuda() -> None:
-    the_stream = _Stream()
+def _always(value: Any = None) -> Callable[..., Any]:
+    # A new function each time: torch.compile's tables refuse one under two names.
+    return lambda *args, **kwargs: value
 
-    def always(value: Any = None) -> Callable[..., Any]:
-        # A new function each time: torch.compile's tables refuse one under two names.
-        return lambda *args, **kwargs: value
+
+def _patch_torch_cuda() -> None:
+    for name, replacement in (_devices() | _memory() | _streams()).items():
+        setattr(torch.cuda, name, replacement)
+    for name, replacement in _random_numbers().items():
+        setattr(torch.cuda, name, replacement)
+        setattr(torch.cuda.random, name, replacement)
+    torch.cuda.default_generators = (torch.default_generator,)
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(torch.cuda.nvtx, name, _always())
+
+
+def _devices() -> dict[str, Any]:
+    def is_available() -> bool:
+        # megatron.training refuses to start without CUDA, but PyTorch must not be told that it is
+        # there: it would use it.
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return str(caller).startswith("megatron.training")
+
+    return {
+        "is_available": is_available,
+        "current_device": _always(_CPU),
+        "device_count": lambda: max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+        "set_device": _always(),
+        # Of an older GPU: newer ones turn on kernels of their own.
+        "get_device_properties": _always(types.SimpleNamespace(major=8, minor=0, name="CPU")),
+        "get_device_capability": _always((8, 0)),
+        "get_device_name": _always("CPU"),
+    }
+
+
+def _memory() -> dict[str, Any]:
+    return {
+        "memory_allocated": _always(0),
+        "max_memory_allocated": _always(0),
+        "memory_reserved": _always(0),
+        "max_memory_reserved": _always(0),
+        "empty_cache": _always(),
+        "reset_peak_memory_stats": _always(),
+        "memory_stats": _always({}),
+    }
+
+
+def _streams() -> dict[str, Any]:
+    the_stream = _Stream()
 
     def current_stream(device: Any = None) -> _Stream:
         del device
         return the_stream
+
+    return {
+        "synchronize": _always(),
+        "Stream": _Stream,
+        "Event": _Event,
+        "current_stream": current_stream,
+        "default_stream": current_stream,
+        "stream": _on_stream,
+        "is_current_stream_capturing": _always(False),
+    }
+
+
+def _random_numbers() -> dict[str, Any]:
+    """Functions that stand in both `torch.cuda` and `torch.cuda.random`."""
 
     def get_rng_state(device: Any = None) -> torch.Tensor:
         del device
@@ -193,46 +253,12 @@ def _patch_torch_cuda() -> None:
         del device
         torch.set_rng_state(new_state)
 
-    def is_available() -> bool:
-        # megatron.training refuses to start without CUDA; PyTorch itself must not believe in it.
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        return str(caller).startswith("megatron.training")
-
     def manual_seed(seed: int) -> None:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would call back here
 
-    replacements: dict[str, Any] = {
-        "is_available": is_available,
-        "current_device": always(_CPU),
-        "device_count": lambda: max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
-        "set_device": always(),
-        "synchronize": always(),
-        # Of an older GPU: newer ones turn on kernels of their own.
-        "get_device_properties": always(types.SimpleNamespace(major=8, minor=0, name="CPU")),
-        "get_device_capability": always((8, 0)),
-        "get_device_name": always("CPU"),
-        "empty_cache": always(),
-        "reset_peak_memory_stats": always(),
-        "memory_allocated": always(0),
-        "max_memory_allocated": always(0),
-        "memory_reserved": always(0),
-        "max_memory_reserved": always(0),
-        "memory_stats": always({}),
-        "Stream": _Stream,
-        "Event": _Event,
-        "current_stream": current_stream,
-        "default_stream": current_stream,
-        "stream": _on_stream,
-        "is_current_stream_capturing": always(False),
+    return {
         "get_rng_state": get_rng_state,
         "set_rng_state": set_rng_state,
         "manual_seed": manual_seed,
         "manual_seed_all": lambda seed: manual_seed(seed),
-        "default_generators": (torch.default_generator,),
     }
-    for name, replacement in replacements.items():
-        setattr(torch.cuda, name, replacement)
-    for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"):
-        setattr(torch.cuda.random, name, replacements[name])
-    for name in ("range_push", "range_pop", "mark"):
-        setattr(torch.cuda.nvtx, name, always())

@@ -63,7 +63,7 @@ def on_two_replicas(function: str) -> Any:
 
 
 @on_two_replicas("batches")
-def test_what_get_batch_returns(job: Job, ranks: list[dict[str, Any]]) -> None:
+def test_batches_of_get_batch(job: Job, ranks: list[dict[str, Any]]) -> None:
     with_samples, without = (rank["batches"] for rank in ranks)
     assert sorted(i for batch in with_samples for i in batch["indices"]) == [0, 1, 2, 3]
     assert [batch["indices"] for batch in without] == [[]] * len(with_samples)
@@ -121,7 +121,7 @@ REFUSED = {
 }
 
 
-@on_two_replicas("refusals")
+@on_two_replicas("refused")
 def test_refused_by_name_on_every_rank(job: Job, ranks: list[dict[str, str]]) -> None:
     for rank in ranks:
         assert rank.keys() == REFUSED.keys()

@@ -186,11 +186,11 @@ def test_routers_losses_are_logged_as_means_over_the_micro_batches_that_ran(
     (ranks,) = records
     assert_packed(ranks)
     for step, micro_batches in enumerate(batching(ranks, "micro-batches a rank")):
-        noted = [record["steps"][step]["moe"] for record in ranks]
-        assert {each["times"] for each in noted} == {micro_batches * LAYERS // 2}
+        routed = [record["steps"][step]["moe"] for record in ranks]
+        assert {each["times"] for each in routed} == {micro_batches * LAYERS // 2}
         num_replicas = 2
-        mean = sum(each["recorded"] for each in noted) / num_replicas / micro_batches / LAYERS
-        for each in noted:
+        mean = sum(each["recorded"] for each in routed) / num_replicas / micro_batches / LAYERS
+        for each in routed:
             assert each["reported"] == {"load_balancing_loss": pytest.approx(mean, rel=LOSS)}
 
 
@@ -278,7 +278,7 @@ def test_rerun_step_is_the_same_step(records: list[Ranks]) -> None:
             ("data-ends",),
             0,
             "PlanningFailedError",
-            "rank 0: RuntimeError: the data iterator ended after 0 of the 4 micro-batches",
+            "rank 0: StockDataError: the data iterator ended after 0 of the 4 micro-batches",
             id="data-ends",
         ),
     ],

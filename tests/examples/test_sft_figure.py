@@ -12,7 +12,7 @@ import sft_figure
 from game_conversations import ROLLOUTS, conversation, conversations
 from sft_log import Iteration, LogError, read_log
 
-from mcore_batching.integrations.megatron_lm.batch_fields import TEN_FIELDS
+from mcore_batching.integrations.megatron_lm.packed_batches import TEN_FIELDS
 
 EXAMPLES = Path(sft_figure.__file__).parent
 ARGUMENTS = """
@@ -214,7 +214,7 @@ def test_the_training_script_is_a_stock_one_but_for_its_data():
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.module.startswith("mcore_batching")
     }
-    assert imported == {"mcore_batching.integrations.megatron_lm.sft.install_data"}
+    assert imported == {"mcore_batching.integrations.megatron_lm.sft"}
     (unpacked,) = (
         [name.id for name in node.targets[0].elts]
         for node in ast.walk(tree)

@@ -9,18 +9,22 @@ from mcore_batching.integrations.megatron_lm.arguments import (
     check_arguments,
     check_training,
 )
-from mcore_batching.integrations.megatron_lm.batch_fields import next_batch
-from mcore_batching.integrations.megatron_lm.forward_backward import wrap_schedule
+from mcore_batching.integrations.megatron_lm.forward_backward import wrap_forward_backward
 from mcore_batching.integrations.megatron_lm.install import Installation, install
-from mcore_batching.integrations.megatron_lm.step_log import with_statistics
+from mcore_batching.integrations.megatron_lm.packed_batches import next_batch
+from mcore_batching.integrations.megatron_lm.sft.provider import datasets_provider_for
+from mcore_batching.integrations.megatron_lm.step_log import with_batching_statistics
+from mcore_batching.integrations.megatron_lm.unpadding import StockDataError
 
 __all__ = [
     "Installation",
+    "StockDataError",
     "add_arguments",
     "check_arguments",
     "check_training",
+    "datasets_provider_for",
     "install",
     "next_batch",
-    "with_statistics",
-    "wrap_schedule",
+    "with_batching_statistics",
+    "wrap_forward_backward",
 ]

@@ -1,17 +1,17 @@
-"""The plugin's flags in stock training scripts, and the combinations that are refused.
+"""The plugin's flags in stock training scripts, and the settings that they do not go with.
 
-Every refusal says what to set instead, and all of them are listed at once, before any process
-group or model is made.
+All problems are listed at once, each with the fix, before any process group or model is made.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from mcore_batching.integrations.megatron_lm.sft.install_data import add_sft_arguments
-from mcore_batching.integrations.megatron_lm.start_notes import print_notes
+from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
+from mcore_batching.integrations.megatron_lm.sft.provider import add_sft_arguments
+from mcore_batching.integrations.megatron_lm.start_messages import print_start_messages
 from mcore_batching.megatron.arguments import (
     PREFIX,
     add_dynamic_batch_arguments,
@@ -24,9 +24,44 @@ from mcore_batching.planning import ConfigError, ParallelDims, ParallelDimsError
 
 FLAG = "--use-dynamic-batch-size"
 
+_REFUSED = {
+    "sft": (
+        "--sft packs samples in the dataset and pads them to seq_length: unset --sft and give "
+        f"the file with {PREFIX}data"
+    ),
+    "dataloader_inter_document_masking": (
+        "--dataloader-inter-document-masking makes rows of its own: set --reset-attention-mask "
+        "and --reset-position-ids instead, whose documents are packed as samples"
+    ),
+    "hybrid_context_parallel": (
+        "hybrid context parallelism gives every micro-batch ranks of its own: unset "
+        "--hybrid-context-parallel"
+    ),
+    "iterations_to_skip": "--iterations-to-skip draws batches of a fixed size: unset it",
+    "logits_load_dir": (
+        "cached teacher logits belong to rows as they were cached: unset --logits-load-dir"
+    ),
+    "modelopt_enabled": (
+        "ModelOpt distillation expects rows of seq_length: unset --modelopt-enabled"
+    ),
+    "perform_rl_step": (
+        "Megatron's own RL loop packs sequences itself: unset --perform-rl-step, or build the "
+        "loop on mcore_batching.megatron.get_data_iterator"
+    ),
+    "experimental_attention_variant": (
+        "experimental attention variants are untested on packed rows: unset "
+        "--experimental-attention-variant"
+    ),
+    "reuse_grad_buf_for_mxfp8_param_ag": (
+        "shared gradient and parameter buffers are untested: unset "
+        "--reuse-grad-buf-for-mxfp8-param-ag"
+    ),
+}
+"""Arguments that must be unset. Not every release has each: a missing one counts as unset."""
+
 
 def is_on(args: Any) -> bool:
-    """Whether micro-batches are packed: with ``--use-dynamic-batch-size``."""
+    """True if micro-batches are packed: with ``--use-dynamic-batch-size``."""
     return bool(getattr(args, "use_dynamic_batch_size", False))
 
 
@@ -46,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def check_arguments(args: Any) -> None:
     """Refuse flags under which training would hang or differ from what it was without packing.
 
-    Prints what else is to be known of those that run.
+    Prints the `start_messages` of those that run.
 
     Args:
         args: Megatron's arguments, validated.
@@ -60,10 +95,10 @@ def check_arguments(args: Any) -> None:
                 f"{PREFIX}exchange moves samples of dynamic micro-batches: set {FLAG} as well"
             )
         return
-    problems = [*_data_problems(args), *_loss_problems(args), *_model_problems(args)]
+    problems = _problems(args)
     try:
         planner = planner_config(args)
-        dims = _layout(args)
+        dims = _parallel_dims(args)
         planner_cost_model(args)
     except (DynamicBatchArgumentError, ConfigError, ParallelDimsError) as error:
         problems.append(str(error))
@@ -76,7 +111,7 @@ def check_arguments(args: Any) -> None:
 
     config = core_transformer_config_from_args(args)
     check_model_config(config, dims, planner)
-    print_notes(args, config)
+    print_start_messages(args, config)
 
 
 def check_training(
@@ -86,14 +121,12 @@ def check_training(
 
     Args:
         forward_step_func: the script's forward step.
-        process_non_loss_data_func: what the script gave to ``pretrain``.
+        process_non_loss_data_func: the one that the script gave to ``pretrain``.
 
     Raises:
-        DynamicBatchArgumentError: saying what to change in the script.
+        DynamicBatchArgumentError: with what to change in the script.
     """
     from megatron.training import get_args
-
-    from mcore_batching.integrations.megatron_lm.script import use_packed_batches
 
     if not is_on(get_args()):
         return
@@ -105,7 +138,7 @@ def check_training(
     use_packed_batches(forward_step_func)
 
 
-def _layout(args: Any) -> ParallelDims:
+def _parallel_dims(args: Any) -> ParallelDims:
     virtual = args.virtual_pipeline_model_parallel_size or 1
     return ParallelDims(
         data_parallel=args.data_parallel_size,
@@ -119,68 +152,30 @@ def _layout(args: Any) -> ParallelDims:
     )
 
 
-def _data_problems(args: Any) -> Iterator[str]:
-    if getattr(args, "sft", False):
-        yield (
-            "--sft packs samples in the dataset and pads them to seq_length: unset --sft and give "
-            f"the file with {PREFIX}data"
-        )
-    if getattr(args, "dataloader_inter_document_masking", False):
-        yield (
-            "--dataloader-inter-document-masking makes rows of its own: set --reset-attention-mask "
-            "and --reset-position-ids instead, whose documents are packed as samples"
-        )
-    if getattr(args, "hybrid_context_parallel", False):
-        yield (
-            "hybrid context parallelism gives every micro-batch ranks of its own: unset "
-            "--hybrid-context-parallel"
-        )
-    if getattr(args, "reset_attention_mask", False) and not getattr(
-        args, "reset_position_ids", False
-    ):
-        yield (
+def _problems(args: Any) -> list[str]:
+    def given(name: str) -> bool:
+        return bool(getattr(args, name, None))
+
+    problems = [problem for name, problem in _REFUSED.items() if given(name)]
+    if given("reset_attention_mask") and not given("reset_position_ids"):
+        problems.append(
             "--reset-attention-mask alone does not say where documents begin: set "
             "--reset-position-ids as well"
         )
-    if getattr(args, "iterations_to_skip", None):
-        yield "--iterations-to-skip draws batches of a fixed size: unset it"
-
-
-def _loss_problems(args: Any) -> Iterator[str]:
-    if not getattr(args, "calculate_per_token_loss", False):
-        yield (
+    if not given("calculate_per_token_loss"):
+        problems.append(
             "without --calculate-per-token-loss Megatron averages over micro-batches, and what "
             "shares one would change the loss: set --calculate-per-token-loss"
         )
-    if getattr(args, "logits_load_dir", None):
-        yield "cached teacher logits belong to rows as they were cached: unset --logits-load-dir"
-    if getattr(args, "modelopt_enabled", False):
-        yield "ModelOpt distillation expects rows of seq_length: unset --modelopt-enabled"
-    if getattr(args, "perform_rl_step", False):
-        yield (
-            "Megatron's own RL loop packs sequences itself: unset --perform-rl-step, or build the "
-            "loop on mcore_batching.megatron.get_data_iterator"
-        )
-
-
-def _model_problems(args: Any) -> Iterator[str]:
-    if getattr(args, "hybrid_layer_pattern", None) or getattr(args, "is_hybrid_model", False):
-        yield (
+    if given("hybrid_layer_pattern") or given("is_hybrid_model"):
+        problems.append(
             "state-space layers carry their state from sample to sample of a row: train a model "
             "of attention layers, or unset the flag"
         )
-    if getattr(args, "experimental_attention_variant", None):
-        yield (
-            f"attention variant {args.experimental_attention_variant!r} has not been tried on "
-            "packed rows: unset --experimental-attention-variant"
-        )
+    # A factor of 0 would be a capacity, too.
     if getattr(args, "moe_expert_rank_capacity_factor", None) is not None:
-        yield (
+        problems.append(
             "with a capacity, which tokens are dropped depends on what shares their micro-batch: "
             "unset --moe-expert-rank-capacity-factor"
         )
-    if getattr(args, "reuse_grad_buf_for_mxfp8_param_ag", False):
-        yield (
-            "shared gradient and parameter buffers have not been tried: unset "
-            "--reuse-grad-buf-for-mxfp8-param-ag"
-        )
+    return problems

@@ -1,51 +1,55 @@
-"""The seam with stock training loops: Megatron's forward-backward function, re-packed.
+"""Megatron's forward-backward function over packed rows, for stock training loops.
 
-`wrap_schedule` takes what ``get_forward_backward_func`` returned. The wrapper draws the ordinary
-micro-batches from the stock iterators, plans their unpadded samples together with all other ranks,
-and runs Megatron's own schedule over packed rows, in a number of its own. The loop outside never
-learns of it: ``num_microbatches_calculator``, consumed samples, learning rate and checkpoints count
-what they always did, and the rerun state machine replays the same draws.
+`wrap_forward_backward` takes the function that ``get_forward_backward_func`` returned. Its wrapper
+draws the ordinary micro-batches from the stock iterators, plans their unpadded samples with all
+other ranks, and runs Megatron's own function over the packed rows, however many there are:
 
-Guarantees
-- Without ``--use-dynamic-batch-size`` the function is handed back as it is.
-- Losses come back one dict a packed micro-batch; their two-element entries (sum, tokens) add up to
-  what the ordinary micro-batches give, with 0 and 0 from a placeholder.
-- What cannot be right is an error on every rank: a loss that is a mean, a forward pass on one rank
-  alone.
+    8 ordinary micro-batches -> 8 samples -> 3 packed rows -> 3 reports of (loss sum, tokens)
+
+The training loop notices nothing: ``num_microbatches_calculator``, consumed samples, learning rate
+and checkpoints count as before, and the rerun state machine replays the same draws. The reports add
+up to those of the ordinary micro-batches; a placeholder's are 0 and 0.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from mcore_batching.integrations.megatron_lm.arguments import is_on
-from mcore_batching.integrations.megatron_lm.batch_fields import PackedRows
-from mcore_batching.integrations.megatron_lm.samples import STOCK_SCHEMA, draw, rollout_data
-from mcore_batching.integrations.megatron_lm.script import use_packed_batches
-from mcore_batching.integrations.megatron_lm.step_log import note_step
+from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows
+from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
+from mcore_batching.integrations.megatron_lm.step_log import record_step
+from mcore_batching.integrations.megatron_lm.unpadding import (
+    STOCK_SCHEMA,
+    draw_batches,
+    unpadded_samples,
+)
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.chunk_forward import padding_mask
 from mcore_batching.megatron.consensus import agree_after_pipeline
 from mcore_batching.megatron.data_iterator import plan_micro_batches, schedule_of
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.model_inputs import changed_inputs
 from mcore_batching.megatron.prepared_step import prepare
 from mcore_batching.megatron.recording import recorded
+from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks
 
 ForwardBackward = Callable[..., Any]
 
 
-def wrap_schedule(forward_backward_func: ForwardBackward) -> ForwardBackward:
+def wrap_forward_backward(forward_backward_func: ForwardBackward) -> ForwardBackward:
     """Megatron's forward-backward function over packed micro-batches.
 
     Args:
-        forward_backward_func: what ``get_forward_backward_func`` returned.
+        forward_backward_func: from ``get_forward_backward_func``.
 
     Returns:
         a function of the same keywords; the argument itself without ``--use-dynamic-batch-size``.
@@ -54,22 +58,20 @@ def wrap_schedule(forward_backward_func: ForwardBackward) -> ForwardBackward:
 
     args = get_args()
     return (
-        PackedForwardBackward(forward_backward_func, args)
-        if is_on(args)
-        else (forward_backward_func)
+        PackedForwardBackward(forward_backward_func, args) if is_on(args) else forward_backward_func
     )
 
 
 class PackedForwardBackward:
-    """Runs a schedule over re-packed micro-batches.
+    """A forward-backward function that draws ordinary micro-batches and runs packed ones.
 
     Args:
-        schedule: Megatron's own forward-backward function.
+        forward_backward_func: Megatron's own.
         args: Megatron's arguments.
     """
 
-    def __init__(self, schedule: ForwardBackward, args: Any) -> None:
-        self._schedule = schedule
+    def __init__(self, forward_backward_func: ForwardBackward, args: Any) -> None:
+        self._run = forward_backward_func
         self._args = args
 
     def __call__(
@@ -85,61 +87,37 @@ class PackedForwardBackward:
         adjust_tensor_shapes_fn: Any = None,
         **others: Any,
     ) -> Any:
-        """Draw, plan, run: see the module.
+        """Draw ``num_microbatches`` ordinary micro-batches, pack their samples and run the rows.
 
-        Args:
-            forward_step_func: the script's forward step; its ``get_batch`` gets packed rows.
-            data_iterator: this rank's stock iterator (a list of them with model chunks), or None.
-            model: this rank's model chunk or chunks.
-            num_microbatches: how many ordinary micro-batches to draw.
-            micro_batch_size: samples of each, not used: the batches tell.
-            forward_only: whether this is an evaluation.
-            collect_non_loss_data: must be False.
-            adjust_tensor_shapes_fn: must be None.
-            others: handed on.
+        Args: those of Megatron's function. ``collect_non_loss_data`` must be False,
+        ``adjust_tensor_shapes_fn`` None; ``micro_batch_size`` is not used.
 
         Returns:
             on the last stage, the loss function's report of every packed micro-batch.
 
         Raises:
-            DynamicBatchArgumentError: something is asked for that packed rows do not have.
+            DynamicBatchArgumentError: an argument asks for something that packed rows do not have.
             CollectiveError: on every rank, if reading, planning or the loss function failed on any.
         """
         del micro_batch_size
-        if collect_non_loss_data:
-            raise DynamicBatchArgumentError(
-                "process_non_loss_data_func runs forward passes on the last rank alone, where "
-                "planning with all ranks would hang: drop it, or --use-dynamic-batch-size"
-            )
-        if adjust_tensor_shapes_fn is not None:
-            raise DynamicBatchArgumentError(
-                "a function that adjusts tensor shapes (distillation) expects rows of seq_length: "
-                "unset it, or --use-dynamic-batch-size"
-            )
+        _check_options(collect_non_loss_data, adjust_tensor_shapes_fn)
         use_packed_batches(forward_step_func)
         chunks = model_chunks(model)
         started = time.monotonic()
-        iterators, _ = plan_micro_batches(
-            self._args,
-            chunks,
-            lambda: self._read(data_iterator, num_microbatches),
-            schema=STOCK_SCHEMA,
-        )
-        schedule = schedule_of(iterators)
         operation = "evaluation" if forward_only else "training"
+        schedule = self._plan(chunks, data_iterator, num_microbatches)
         prepared = prepare(self._args, operation, 0, lambda: schedule)
         count = len(prepared.rows)
         rows = [
-            # One model chunk of a rank counts for all: each of them runs every row.
+            # Every model chunk of a rank runs every row: one of them counts for all.
             PackedRows(stage, counts_flops=number == 0 and not forward_only)
             for number, stage in enumerate(prepared.iterators(len(chunks)))
         ]
         planned = time.monotonic()
         failed: list[Exception] = []
-        training = contextlib.nullcontext() if forward_only else recorded(self._args, schedule, 0)
-        with training:
-            losses = self._schedule(
-                forward_step_func=_guarded(forward_step_func, failed),
+        with contextlib.nullcontext() if forward_only else recorded(self._args, schedule, 0):
+            losses = self._run(
+                forward_step_func=_with_deferred_errors(forward_step_func, failed),
                 data_iterator=rows if isinstance(model, list) and len(rows) > 1 else rows[0],
                 model=model,
                 num_microbatches=count,
@@ -151,36 +129,65 @@ class PackedForwardBackward:
         if not forward_only:
             compat.scale_moe_metrics(num_microbatches / count)
             torch.cuda.synchronize()
-            note_step(
+            record_step(
                 *schedule.step_plan(0),
                 plan_seconds=planned - started,
                 run_seconds=time.monotonic() - planned,
             )
         return losses
 
+    def _plan(
+        self, chunks: list[Any], data_iterator: Any, num_microbatches: int
+    ) -> MicroBatchSchedule:
+        """This rank's packed micro-batches of the step."""
+        iterators, _ = plan_micro_batches(
+            self._args,
+            chunks,
+            lambda: self._read(data_iterator, num_microbatches),
+            schema=STOCK_SCHEMA,
+        )
+        return schedule_of(iterators)
+
     def _read(self, data_iterator: Any, num_microbatches: int) -> dict[str, Any] | None:
-        batches = draw(data_iterator, num_microbatches)
+        batches = draw_batches(data_iterator, num_microbatches)
         if batches is None:
             return None
-        data = rollout_data(
+        data = unpadded_samples(
             batches, split_documents=getattr(self._args, "reset_attention_mask", False)
         )
-        # One step of all samples, whatever --global-batch-size says of them.
+        # All samples are one step, even where batch-size ramp-up draws fewer than
+        # --global-batch-size.
         return data | {"dynamic_global_batch_size": None}
 
 
-def _guarded(
+def _check_options(collect_non_loss_data: bool, adjust_tensor_shapes_fn: Any) -> None:
+    if collect_non_loss_data:
+        raise DynamicBatchArgumentError(
+            "process_non_loss_data_func runs forward passes on the last rank alone, where planning "
+            "with all ranks would hang: drop it, or --use-dynamic-batch-size"
+        )
+    if adjust_tensor_shapes_fn is not None:
+        raise DynamicBatchArgumentError(
+            "a function that adjusts tensor shapes (distillation) expects rows of seq_length: "
+            "unset it, or --use-dynamic-batch-size"
+        )
+
+
+def _with_deferred_errors(
     forward_step_func: Callable[..., Any], failed: list[Exception]
 ) -> Callable[..., tuple[Tensor, Callable[..., Any]]]:
-    """The forward step, with errors of its loss function put off until all ranks can hear of them.
+    """The forward step, with errors of its loss function collected instead of raised.
+
+    An exception in the middle of the pipeline would leave the other ranks waiting. The micro-batch
+    counts as 0, and all ranks raise together at the end.
 
     Args:
         forward_step_func: the script's.
-        failed: where exceptions go.
+        failed: gets the exceptions.
     """
 
     def forward_step(data_iterator: PackedRows, chunk: Any, *rest: Any, **options: Any) -> Any:
-        with _padding_known_to_router(data_iterator, chunk):
+        with _padding_mask_given(data_iterator, chunk):
             output, loss_function = forward_step_func(data_iterator, chunk, *rest, **options)
 
         def loss(output_tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
@@ -224,34 +231,18 @@ def _described(result: Any) -> str:
     return f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
 
 
-class _padding_known_to_router:  # noqa: N801 (a context manager, used like a function)
-    """While a mixture-of-experts model runs, its forward pass is told which tokens are padding.
+@contextlib.contextmanager
+def _padding_mask_given(data_iterator: PackedRows, chunk: Any) -> Iterator[None]:
+    """Give ``padding_mask`` to a mixture-of-experts model, which stock scripts do not.
 
-    Stock scripts do not pass ``padding_mask``, and padding would be routed and counted. What 0.19's
-    own script says of padded samples' length is taken back: its layers would cut rows there.
+    Without it padding would be routed, and counted in the routers' losses.
     """
 
-    def __init__(self, data_iterator: PackedRows, chunk: Any) -> None:
-        self._data_iterator = data_iterator
-        self._chunk = chunk
-        self._handle: Any = None
+    def with_mask(inputs: dict[str, Any]) -> dict[str, Any]:
+        row = data_iterator.current
+        compat.forget_padded_length(inputs.get("packed_seq_params"))
+        return {"padding_mask": padding_mask(chunk, row) if row is not None else None} | inputs
 
-    def __enter__(self) -> None:
-        module = self._chunk
-        while hasattr(module, "module"):
-            module = module.module
-        if not getattr(module.config, "num_moe_experts", None):
-            return
-
-        def add(module: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
-            del module
-            row = self._data_iterator.current
-            mask = padding_mask(self._chunk, row) if row is not None else None
-            compat.forget_padded_length(keywords.get("packed_seq_params"))
-            return arguments, {"padding_mask": mask} | keywords
-
-        self._handle = module.register_forward_pre_hook(add, with_kwargs=True)
-
-    def __exit__(self, *exception: object) -> None:
-        if self._handle is not None:
-            self._handle.remove()
+    routed = [unwrap_model(chunk)] if get_model_config(chunk).num_moe_experts else []
+    with changed_inputs(routed, with_mask):
+        yield

@@ -1,16 +1,15 @@
 """`install`: the plugin in a stock training script, without a patch.
 
-Guarantees
-- Without ``--use-dynamic-batch-size`` on the command line no Megatron name is touched, unless
-  another flag of the plugin is there: then the parser learns the flags, ``--dynamic-batch-data``
-  brings its datasets (padded, as stock code needs them), and nothing else changes.
-- What is replaced is listed, by module and name, and `Installation.undo` puts every original back.
-- A second call does nothing and returns the first installation.
+Without any of the plugin's flags on the command line no Megatron name is touched. Without
+``--use-dynamic-batch-size`` but with another one, the parser learns the flags,
+``--dynamic-batch-data`` brings its datasets (padded, as stock code needs them), and nothing else
+changes. `Installation` lists what was replaced and puts the originals back.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -22,10 +21,13 @@ from mcore_batching.integrations.megatron_lm.arguments import (
     check_arguments,
     check_training,
 )
-from mcore_batching.integrations.megatron_lm.forward_backward import wrap_schedule
-from mcore_batching.integrations.megatron_lm.script import declare_batch_fields, restore_batches
-from mcore_batching.integrations.megatron_lm.sft.install_data import provider_for
-from mcore_batching.integrations.megatron_lm.step_log import with_statistics
+from mcore_batching.integrations.megatron_lm.forward_backward import wrap_forward_backward
+from mcore_batching.integrations.megatron_lm.script_batches import (
+    declare_batch_fields,
+    restore_batches,
+)
+from mcore_batching.integrations.megatron_lm.sft.provider import datasets_provider_for
+from mcore_batching.integrations.megatron_lm.step_log import with_batching_statistics
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.arguments import PREFIX
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
@@ -35,7 +37,7 @@ _installed: Installation | None = None
 
 
 class Installation:
-    """What `install` replaced.
+    """The names that `install` replaced.
 
     Attributes:
         hooked: dotted names of what was replaced, in order.
@@ -51,7 +53,7 @@ class Installation:
         return "mcore_batching: hooked " + ", ".join(self.hooked)
 
     def replace(self, module: Any, name: str, replacement: Any) -> None:
-        """Put something in a name's place, and remember what was there."""
+        """Set a module's name, and remember what it was."""
         self._originals.append((module, name, getattr(module, name)))
         self.hooked.append(f"{module.__name__}.{name}")
         setattr(module, name, replacement)
@@ -74,15 +76,15 @@ def install(
     """Hook the plugin into ``megatron.training``, if the command line asks for it.
 
     For the first lines of a training script; ``python -m mcore_batching.run SCRIPT`` does it
-    without a change to the script.
+    without a change to the script. A second call does nothing and returns the first installation.
 
     Args:
         arguments: the command line; None: this process's.
-        batch_fields: what the script's ``get_batch`` returns, by name and in order, where that
-            cannot be read from its forward step.
+        batch_fields: names of the values that the script's ``get_batch`` returns, in order, where
+            they cannot be read from its forward step.
 
     Returns:
-        what was hooked; print it.
+        the replaced names, to be printed.
 
     Raises:
         DynamicBatchArgumentError: this Megatron lacks ``megatron.training`` or one of its names;
@@ -125,10 +127,8 @@ def _hook_arguments(installation: Installation) -> None:
         check_arguments(args)
         return validated
 
-    initialize = _module("initialize")
-    installation.replace(arguments, "validate_args", validate_args)
-    if hasattr(initialize, "validate_args"):  # imported by name until 0.17
-        installation.replace(initialize, "validate_args", validate_args)
+    for module in compat.modules_with_validate_args(arguments, _module("initialize")):
+        installation.replace(module, "validate_args", validate_args)
 
 
 def _hook_datasets(installation: Installation) -> None:
@@ -139,7 +139,7 @@ def _hook_datasets(installation: Installation) -> None:
     def build_train_valid_test_data_iterators(provider: Any) -> Any:
         from megatron.training import get_args
 
-        return build(provider_for(get_args(), provider))
+        return build(datasets_provider_for(get_args(), provider))
 
     installation.replace(
         training, "build_train_valid_test_data_iterators", build_train_valid_test_data_iterators
@@ -151,7 +151,7 @@ def _hook_training(installation: Installation) -> None:
     installation.replace(
         training,
         "get_forward_backward_func",
-        _then(_original(training, "get_forward_backward_func"), wrap_schedule),
+        _then(_original(training, "get_forward_backward_func"), wrap_forward_backward),
     )
     for name in ("train", "evaluate"):
         installation.replace(training, name, _checked(_original(training, name)))
@@ -159,7 +159,7 @@ def _hook_training(installation: Installation) -> None:
 
     @functools.wraps(log)
     def training_log(loss_dict: Any, *rest: Any, **options: Any) -> Any:
-        return log(with_statistics(loss_dict), *rest, **options)
+        return log(with_batching_statistics(loss_dict), *rest, **options)
 
     installation.replace(training, "training_log", training_log)
     installation.replace(*compat.local_core_attention_name(), PackedAttention)
@@ -174,7 +174,7 @@ def _then(function: Callable[..., Any], after: Callable[[Any], Any]) -> Callable
 
 
 def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``train`` or ``evaluate``, once the script has been looked at."""
+    """``train`` or ``evaluate``, behind a check of the script."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -188,8 +188,6 @@ def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _module(name: str) -> Any:
     try:
-        import importlib
-
         return importlib.import_module(f"megatron.training.{name}")
     except ImportError as error:
         raise DynamicBatchArgumentError(

@@ -1,4 +1,4 @@
-"""The engine inside slime and frameworks with the same three functions."""
+"""The engine inside slime, and inside frameworks that batch by the same three functions."""
 
 from mcore_batching.integrations.slime.hook import Hook, HookError, hook
 

@@ -1,21 +1,18 @@
-"""`hook`: the engine in a framework that has functions of its own for batching.
+"""`hook`: the engine in slime, or in a framework that batches by the same three functions.
 
     import slime.backends.megatron_utils.data as data
     import slime.backends.megatron_utils.model as model
 
     hooked = mcore_batching.hook(data, model)   # get_data_iterator, get_batch; forward_only
-    print(hooked)                               # what was replaced, and where
+    print(hooked)                               # the names that were replaced
     hooked.undo()                               # or: with mcore_batching.hook(data, model): ...
 
-Guarantees
-- All signatures are checked before anything is replaced; a difference is named.
-- A function is replaced wherever a loaded module has it under its name: ``from .data import
-  get_batch`` made a second name for it, and the first alone would change nothing there. Modules
-  loaded later import the replacement.
-- `Hook.undo` puts the originals back everywhere, and nowhere else: a name that somebody has
-  replaced since is left alone.
-- Only all three at once: outputs of placeholders shift the others in a ``forward_only`` that does
-  not know of them.
+The framework has to have ``get_data_iterator``, ``forward_only`` and ``get_batch`` with slime's
+signatures; all are checked before any is replaced. They are replaced together: a ``forward_only``
+that knows no placeholders would mistake their outputs for samples'.
+
+A function is replaced wherever a loaded module has it under its name, because ``from .data import
+get_batch`` made a second name for it. Modules loaded later import the replacement.
 """
 
 from __future__ import annotations
@@ -30,6 +27,7 @@ from typing import Any
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Schema
 from mcore_batching.integrations.slime import batching
+from mcore_batching.planning.errors import MCoreBatchingError
 
 NAMES = ("get_data_iterator", "forward_only", "get_batch")
 
@@ -38,7 +36,7 @@ _MARK = "_mcore_batching_original"
 Function = Callable[..., Any]
 
 
-class HookError(ValueError):
+class HookError(MCoreBatchingError, ValueError):
     """A module's functions cannot be replaced: missing, of another signature, or hooked already."""
 
 
@@ -50,10 +48,10 @@ class _Replacement:
 
 
 class Hook:
-    """What `hook` replaced. Calling it, or leaving its ``with`` block, puts the originals back.
+    """The functions that `hook` replaced. Calling it, or leaving its ``with`` block, undoes that.
 
     Attributes:
-        hooked: dotted names of what was replaced, in order; empty after `undo`.
+        hooked: dotted names of the replaced functions, in order; empty after `undo`.
     """
 
     def __init__(self, modules: Sequence[ModuleType], replacements: list[_Replacement]) -> None:
@@ -66,7 +64,10 @@ class Hook:
                 self.hooked.append(f"{module.__name__}.{each.name}")
 
     def undo(self) -> None:
-        """Put the originals back. A second call does nothing."""
+        """Put the originals back, except where a name has been replaced again since.
+
+        A second call does nothing.
+        """
         while self._replacements:
             each = self._replacements.pop()
             for module in _holders(self._modules, each.name, each.ours):
@@ -108,14 +109,14 @@ def hook(*modules: ModuleType, schema: Schema = DEFAULT_SCHEMA) -> Hook:
             `Schema.declare` for fields of your own.
 
     Returns:
-        what was replaced, and the way back.
+        the replaced functions, with `Hook.undo`.
 
     Raises:
         HookError: a function is missing or hooked already, or its signature is another.
     """
-    strangers = [module for module in modules if not isinstance(module, ModuleType)]
-    if strangers:
-        raise HookError(f"expected modules, got {strangers[0]!r}: import it, and give the module")
+    others = [module for module in modules if not isinstance(module, ModuleType)]
+    if others:
+        raise HookError(f"expected modules, got {others[0]!r}: import it, and give the module")
     ours: dict[str, Function] = {
         "get_data_iterator": functools.partial(batching.get_data_iterator, schema=schema),
         "forward_only": batching.forward_only,
@@ -125,11 +126,10 @@ def hook(*modules: ModuleType, schema: Schema = DEFAULT_SCHEMA) -> Hook:
     for name in NAMES:
         holders = [module for module in modules if hasattr(module, name)]
         if not holders:
+            given = ", ".join(module.__name__ for module in modules) or "none was given"
             raise HookError(
-                f"{name} is in none of the modules given "
-                f"({', '.join(module.__name__ for module in modules) or 'none was given'}), and "
-                f"{', '.join(NAMES)} work only together: give the module that has it as well, "
-                "hook(data, model)"
+                f"{name} is in none of the modules given ({given}), and {', '.join(NAMES)} work "
+                "only together: give the module that has it as well, hook(data, model)"
             )
         for module in holders:
             original = getattr(module, name)
@@ -140,7 +140,7 @@ def hook(*modules: ModuleType, schema: Schema = DEFAULT_SCHEMA) -> Hook:
 
 
 def _check(where: str, function: Any, ours: Function) -> None:
-    """Refuse a function that callers call otherwise than ours.
+    """Refuse a function whose callers could not call ours.
 
     Raises:
         HookError: saying what was expected and what was found.
@@ -165,7 +165,7 @@ def _check(where: str, function: Any, ours: Function) -> None:
 
 
 def _difference(found: list[inspect.Parameter], expected: list[inspect.Parameter]) -> str | None:
-    """The first parameter that differs; None if callers cannot tell the two apart."""
+    """The first difference of parameters; None if callers cannot tell the two apart."""
     for place, (theirs, ours) in enumerate(zip(found, expected, strict=False), start=1):
         if (theirs.name, theirs.kind, theirs.default) != (ours.name, ours.kind, ours.default):
             return f"parameter {place} is {_bare(theirs)} and not {_bare(ours)}"

@@ -1,11 +1,8 @@
-"""The iterator that a framework's own ``get_batch`` and forward step may read.
+"""A data iterator over the framework's own ``rollout_data``.
 
-Guarantees
-- It reads the caller's ``rollout_data`` as it is when a micro-batch is drawn: fields that the
-  framework adds after planning are there, without a collective.
-- A placeholder has one value for every key that is there, of the real ones' type, on the device.
-- A field without a declared kind is an error on every rank at the first micro-batch, and not on the
-  one that comes to need a placeholder.
+It reads the dict when a micro-batch is drawn, so that fields added after planning (log-probs,
+advantages) are there without a collective. A placeholder gets one value for every key that the dict
+has, of the real ones' type, on the device.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 
 
-class FrameworkIterator(DataIterator):
+class LiveDataIterator(DataIterator):
     """A `DataIterator` over the framework's own ``rollout_data``, read when it is drawn from.
 
     Args:
@@ -50,19 +47,20 @@ class FrameworkIterator(DataIterator):
         return self._live
 
     def get_next(self, keys: Sequence[str]) -> dict[str, list[Any] | None]:
-        """The next micro-batch: one value a sample, one fabricated for a placeholder.
+        """The next micro-batch: one value per sample, one fabricated for a placeholder.
 
         Args:
             keys: fields to return; None for those that the rollout data lacks.
 
         Raises:
             IndexError: all micro-batches have been drawn.
-            SchemaError: a field is not declared, or has not one value a sample.
+            SchemaError: a field is not declared, or does not have one value per sample. On every
+                rank at its first micro-batch, not only on one that needs a placeholder.
         """
         return self.draw(keys)[1]
 
     def draw(self, keys: Sequence[str]) -> tuple[tuple[int, ...], dict[str, list[Any] | None]]:
-        """`get_next`, and which samples they are: ``()`` for a placeholder."""
+        """`get_next` behind the samples' indices, ``()`` for a placeholder."""
         micro_batches = self.schedule.micro_batches
         if self.offset >= len(micro_batches):
             raise IndexError(
@@ -72,6 +70,8 @@ class FrameworkIterator(DataIterator):
         live = {key: self._live[key] for key in keys if self._live.get(key) is not None}
         present = list(live)
         fabricated = {}
+        # Placeholders are made of declared fields. Without this look at the first micro-batch, an
+        # undeclared field would be an error on the rank alone that comes to need a placeholder.
         if not indices or tuple(present) not in self._checked:
             fabricated = self._fabricate(present)
             self._checked.add(tuple(present))
@@ -100,13 +100,13 @@ class FrameworkIterator(DataIterator):
         return {key: [_to_device(value) for value in values] for key, values in made.items()}
 
 
-def framework_iterator(data_iterator: Any) -> FrameworkIterator:
-    """The argument itself.
+def live_data_iterator(data_iterator: Any) -> LiveDataIterator:
+    """The argument itself, checked.
 
     Raises:
-        DynamicBatchArgumentError: it is another's iterator.
+        DynamicBatchArgumentError: the iterator is not from the hooked ``get_data_iterator``.
     """
-    if not isinstance(data_iterator, FrameworkIterator):
+    if not isinstance(data_iterator, LiveDataIterator):
         raise DynamicBatchArgumentError(
             "expected an iterator from the hooked get_data_iterator, got "
             f"{type(data_iterator).__name__}: call get_data_iterator after mcore_batching.hook, "

@@ -1,19 +1,16 @@
 """Core attention for packed rows, for layer specs without Transformer Engine.
 
 Megatron's local `DotProductAttention` refuses packed sequences and context parallelism. This
-module stands in its place in a layer spec: causal within each sequence of the row, grouped-query
-heads, context parallel by all-gathering keys and values.
+module takes its place in a layer spec: causal within each sequence of the row, grouped-query heads,
+context parallel by all-gathering keys and values. A packed row gives what its sequences give alone.
 
-Guarantees
-- A token attends to the earlier tokens of its own sequence and to nothing else: a packed row
-  gives what its sequences give alone.
-- With context parallelism the queries stay where they are; keys and values are gathered over the
-  group (backward: summed over the group, own part kept). That costs cp times the key and value
-  memory of ring attention; Transformer Engine's attention is the one to use at scale.
-- On CPU `scaled_dot_product_attention` runs once per run of queries; on CUDA PyTorch's
-  variable-length attention runs once per row where it exists (half precision, no dropout).
-  Elsewhere on CUDA (float32, dropout) context parallelism gives scaled-dot-product attention a
-  dense mask, whose memory is quadratic in a sample's length.
+Not for training at scale, where Transformer Engine's attention is the one to use:
+
+- Under context parallelism keys and values of the whole row are gathered on each rank, cp times the
+  memory of ring attention. Backward sums their gradients over the group and keeps its own part.
+- On CUDA in half precision without dropout, one variable-length kernel runs per row. Elsewhere
+  `scaled_dot_product_attention` runs once per run of queries, under context parallelism with a
+  dense mask whose memory is quadratic in a sample's length.
 """
 
 from __future__ import annotations
@@ -38,6 +35,7 @@ from mcore_batching.megatron.attention.segments import (
     has_variable_length_kernel,
     zigzag_restore_index,
 )
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
 
 
 class _GatherTokens(torch.autograd.Function):
@@ -65,8 +63,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     Takes the constructor arguments that Megatron's attention layers give to a core attention.
 
     Raises:
-        ValueError: the configuration asks for something that only Transformer Engine has here
-            (sliding windows, attention sinks, query-key layer scaling).
+        DynamicBatchArgumentError: the configuration asks for sliding windows, attention sinks or
+            query-key layer scaling, which only Transformer Engine's attention has.
     """
 
     def __init__(
@@ -83,7 +81,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     ) -> None:
         super().__init__(config=config)
         del attn_mask_type, attention_type, cp_comm_type, unused
-        _refuse_unsupported(config)
+        _check_config(config)
         self.config: TransformerConfig = config
         self.layer_number = layer_number
         tp_group, self.cp_group = compat.attention_groups(pg_collection)
@@ -114,14 +112,17 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             attn_mask_type: not used.
             attention_bias: must be None.
             packed_seq_params: offsets of the padded sequences, None for plain rows.
-            unused: what newer versions add for other attentions.
+            unused: arguments that newer versions add for other attentions.
 
         Returns:
             ``[tokens, heads * dim]`` packed, or ``[sequence, batch, heads * dim]``.
+
+        Raises:
+            DynamicBatchArgumentError: there is a bias, or a plain row under context parallelism.
         """
         del attention_mask, attn_mask_type, unused
         if attention_bias is not None:
-            raise ValueError(
+            raise DynamicBatchArgumentError(
                 "PackedAttention takes no attention_bias; use Transformer Engine's attention"
             )
         dropout = self.dropout if self.training else 0.0
@@ -144,7 +145,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     def _geometry(
         self, packed_seq_params: Any, device: torch.device
     ) -> tuple[list[Run], Tensor | None]:
-        """The row's runs, and the order of gathered keys; kept for the other layers."""
+        """The row's runs, and the order of gathered keys. Kept with the row: layers share them."""
         geometry = getattr(packed_seq_params, "attention_geometry", None)
         if geometry is None:
             cu_seqlens = host_cu_seqlens(packed_seq_params)
@@ -156,7 +157,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
 
     def _plain(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
         if self.cp_group.size() > 1:
-            raise ValueError(
+            raise DynamicBatchArgumentError(
                 "PackedAttention needs packed_seq_params under context parallelism: "
                 "give the model packed rows, or set --context-parallel-size 1"
             )
@@ -176,8 +177,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
 def host_cu_seqlens(packed_seq_params: Any) -> list[int]:
     """Offsets of the padded sequences as Python ints.
 
-    Rows packed by this project carry them (attribute ``host_cu_seqlens``), so that no layer waits
-    for the device; others are read back.
+    Rows of this package carry them (attribute ``host_cu_seqlens``), so that no layer waits for the
+    device; other rows' are read back from it.
     """
     offsets = getattr(packed_seq_params, "host_cu_seqlens", None)
     if offsets is None:
@@ -187,16 +188,16 @@ def host_cu_seqlens(packed_seq_params: Any) -> list[int]:
     return list(offsets)
 
 
-def _refuse_unsupported(config: TransformerConfig) -> None:
+def _check_config(config: TransformerConfig) -> None:
     asked = []
-    if getattr(config, "window_size", None) is not None:
+    if config.window_size is not None:
         asked.append("window_size (sliding window)")
-    if getattr(config, "softmax_type", "vanilla") != "vanilla":
+    if config.softmax_type != "vanilla":
         asked.append(f"softmax_type={config.softmax_type!r}")
     if config.apply_query_key_layer_scaling:
         asked.append("apply_query_key_layer_scaling")
     if asked:
-        raise ValueError(
+        raise DynamicBatchArgumentError(
             f"PackedAttention does not support {', '.join(asked)}: install Transformer Engine and "
             "set --transformer-impl transformer_engine, or turn it off"
         )

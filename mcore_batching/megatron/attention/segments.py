@@ -1,9 +1,12 @@
-"""What a packed row's attention consists of, and the kernels that compute it.
+"""A packed row's attention as runs of queries and keys, and the kernels that compute them.
 
-The work is described by `Run`: a contiguous stretch of local queries together with the stretch of
-gathered keys that it may see. Attention within a run is causal with the last query aligned to the
-last key (the convention of FlashAttention 2.1 and later). Without context parallelism a sequence
-is one run; with it, a rank's two zigzag chunks of a sequence are two runs.
+A `Run` is a contiguous stretch of local queries with the stretch of gathered keys that they may
+see. Attention within a run is causal, the last query aligned to the last key (the convention of
+FlashAttention 2.1 and later). Without context parallelism a sequence is one run; with it, a rank's
+two zigzag chunks of a sequence are two. A row of one sequence of 8 tokens on 2 ranks:
+
+    rank 0 holds 0 1 6 7    Run(queries 0:2, keys 0:2)  Run(queries 2:4, keys 0:8)
+    rank 1 holds 2 3 4 5    Run(queries 0:2, keys 0:4)  Run(queries 2:4, keys 0:6)
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ def attention_runs(
         context_parallel_rank: this rank.
 
     Returns:
-        one run a sequence without context parallelism, two with it, in the order of the queries.
+        one run per sequence without context parallelism, two with it, in the order of the queries.
     """
     runs: list[Run] = []
     query = 0
@@ -66,7 +69,7 @@ def attention_runs(
 
 
 def zigzag_restore_index(cu_seqlens: Sequence[int], context_parallel_size: int) -> Tensor:
-    """Where each token of the full row lies in the concatenation of all ranks' local rows.
+    """Position of each token of the full row in the concatenation of all ranks' local rows.
 
     Returns:
         int64 ``[tokens of the full row]``: ``full = gathered[index]``.
@@ -84,7 +87,7 @@ def attend_run_by_run(
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """``[tokens, heads, dim]`` attention by one `scaled_dot_product_attention` a run."""
+    """``[tokens, heads, dim]`` attention by one `scaled_dot_product_attention` per run."""
     outs = []
     for run in runs:
         q = query[run.query_start : run.query_end].transpose(0, 1)[None]
@@ -123,7 +126,7 @@ def variable_length_kernel() -> Any:
 
 
 def has_variable_length_kernel(query: Tensor) -> bool:
-    """Whether the variable-length kernel can take these queries: half precision on CUDA."""
+    """True if the variable-length kernel can take these queries: half precision on CUDA."""
     return (
         query.is_cuda
         and query.dtype in (torch.float16, torch.bfloat16)
@@ -138,7 +141,7 @@ def attend_by_variable_length_kernel(
     query_lengths = [run.query_end - run.query_start for run in runs]
     key_lengths = [run.key_end - run.key_start for run in runs]
     if any(run.key_end - run.key_start != run.query_end - run.query_start for run in runs):
-        # The runs of a context-parallel rank share keys, the kernel wants each run's own.
+        # Runs of a context-parallel rank share keys; the kernel wants a copy for each run.
         index = torch.cat([torch.arange(run.key_start, run.key_end) for run in runs])
         index = index.to(key.device, non_blocking=True)
         key, value = key.index_select(0, index), value.index_select(0, index)

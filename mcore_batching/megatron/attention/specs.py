@@ -1,8 +1,8 @@
-"""Layer specs whose attention understands packed rows.
+"""Layer specs whose attention keeps the sequences of a packed row apart.
 
-With Transformer Engine its own spec already does. Without it, `packed_layer_spec` takes
-Megatron's local spec and puts `PackedAttention` in, and, under sequence parallelism, norms whose
-gradients Megatron sums over tensor-parallel ranks.
+Transformer Engine's own spec does. Without it, `packed_layer_spec` takes Megatron's local spec with
+`PackedAttention` in it and, under sequence parallelism, with norms whose gradients Megatron sums
+over tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_batching.megatron import compat, cpu_emulation
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
 
 
 def packed_layer_spec(config: TransformerConfig) -> ModuleSpec:
     """A GPT layer spec for packed rows, dense or mixture of experts.
 
-    With Transformer Engine installed this is Megatron's Transformer Engine spec, untouched.
-    Without it, and on the CPU stand-in, Megatron's local spec as changed by
-    `use_packed_attention`.
+    With Transformer Engine installed, Megatron's spec for it, unchanged. Without it, and on the CPU
+    stand-in, Megatron's local spec, changed by `use_packed_attention`.
     """
     if compat.HAVE_TRANSFORMER_ENGINE and not cpu_emulation.is_enabled():
         from megatron.core.models.gpt.gpt_layer_specs import (
@@ -59,6 +59,9 @@ class SequenceParallelNorm:
 
     Each tensor-parallel rank normalises its own tokens, so a parameter's gradient is the sum over
     ranks. Megatron forms that sum for parameters that carry ``sequence_parallel=True``.
+
+    Raises:
+        DynamicBatchArgumentError: torch has no norm like the configured one.
     """
 
     def __new__(
@@ -67,13 +70,13 @@ class SequenceParallelNorm:
         """Return the torch module (never an instance of this class)."""
         del unused
         if config.layernorm_zero_centered_gamma:
-            raise ValueError(
+            raise DynamicBatchArgumentError(
                 "torch norms have no zero-centered gamma: unset --apply-layernorm-1p, or install "
                 "Transformer Engine"
             )
         norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
         if config.normalization not in norms:
-            raise ValueError(
+            raise DynamicBatchArgumentError(
                 f"normalization={config.normalization!r} has no torch norm: set --normalization "
                 "to LayerNorm or RMSNorm"
             )

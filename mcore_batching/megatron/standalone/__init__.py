@@ -1,1 +1,1 @@
-"""A Megatron model without a training script around it: start-up, and timing a layer stack."""
+"""Megatron models without a training script: start-up, and timing of a layer stack."""

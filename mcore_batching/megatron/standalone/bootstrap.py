@@ -1,7 +1,7 @@
-"""From nothing to a Megatron model and optimizer, for programs built on megatron.core alone.
+"""Start-up of programs on megatron.core alone: process groups, model, optimizer.
 
-A job on ``megatron.training`` has all of this already. The examples and the tests use it, and it
-shows the few settings that dynamic micro-batches need.
+A job on ``megatron.training`` has all of this already. The examples and the tests use it; the
+settings that dynamic micro-batches need are in `pipeline_config`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron.attention.specs import packed_layer_spec
-from mcore_batching.planning import ParallelDims
+from mcore_batching.planning import ParallelDims, ParallelDimsError
 
 
 def initialize_process_group(timeout_seconds: float = 600.0) -> None:
@@ -33,13 +33,13 @@ def initialize_process_group(timeout_seconds: float = 600.0) -> None:
     Under ``MCORE_BATCHING_CPU=1`` the stand-in is turned on first.
 
     Raises:
-        RuntimeError: there is no CUDA device and nobody asked for the stand-in, or the reverse.
+        DeviceError: there is no CUDA device and the stand-in was not asked for, or the reverse.
     """
     if cpu_emulation.is_requested():
         cpu_emulation.enable()
     if not cpu_emulation.is_enabled():
         if not torch.cuda.is_available():
-            raise RuntimeError(
+            raise cpu_emulation.DeviceError(
                 "no CUDA device: set MCORE_BATCHING_CPU=1 to run Megatron on the CPU with gloo, or "
                 "check the driver and CUDA_VISIBLE_DEVICES"
             )
@@ -51,19 +51,19 @@ def initialize_process_group(timeout_seconds: float = 600.0) -> None:
 
 
 def initialize_model_parallel(dims: ParallelDims, seed: int = 1234) -> None:
-    """Lay Megatron's process groups over the default group and seed its generators.
+    """Make Megatron's process groups and seed its generators.
 
     Raises:
-        ValueError: the number of processes is not what ``layout`` needs.
+        ParallelDimsError: torchrun started more or fewer processes than ``dims`` need.
     """
     model_parallel = dims.tensor_parallel * dims.pipeline_parallel * dims.context_parallel
     needed = dims.data_parallel * model_parallel
     if needed != dist.get_world_size():
-        raise ValueError(
-            f"the layout needs {needed} processes (data {dims.data_parallel} × pipeline "
+        raise ParallelDimsError(
+            f"the parallel dims need {needed} processes (data {dims.data_parallel} × pipeline "
             f"{dims.pipeline_parallel} × tensor {dims.tensor_parallel} × context "
             f"{dims.context_parallel}), torchrun started {dist.get_world_size()}: set "
-            f"--nproc-per-node to {needed} or change the layout"
+            f"--nproc-per-node to {needed} or change the dims"
         )
     virtual = dims.virtual_pipeline if dims.virtual_pipeline > 1 else None
     parallel_state.initialize_model_parallel(
@@ -78,7 +78,7 @@ def initialize_model_parallel(dims: ParallelDims, seed: int = 1234) -> None:
 
 
 def pipeline_config(dims: ParallelDims) -> dict[str, Any]:
-    """`TransformerConfig` arguments that follow from the layout.
+    """`TransformerConfig` arguments that follow from the parallel dims.
 
     The interleaved schedule with variable lengths runs only with overlapped point-to-point
     communication: upstream swaps shapes, or deadlocks, with batched sends and receives.
@@ -118,28 +118,46 @@ def build_model(
         config: the model's shape and parallelism.
         vocab_size: padded vocabulary, in entries.
         max_sequence_length: longest sequence, in tokens.
-        spec: makes the layer spec from the configuration.
+        spec: from the configuration to the layer spec.
         ddp: data-parallel settings; None: Megatron's defaults, gradients reduced in float32.
         wrap: False gives bare chunks, for inference alone.
         gpt_options: further `GPTModel` arguments.
 
     Returns:
-        one chunk a virtual pipeline stage.
+        one chunk per virtual pipeline stage.
     """
     options: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "max_sequence_length": max_sequence_length,
         "position_embedding_type": "rope",
         "share_embeddings_and_output_weights": False,
     } | gpt_options
+    chunks = _bare_chunks(config, spec(config), options)
+    if config.fp16 or config.bf16:
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    if not wrap:
+        return chunks
+    return _wrapped(config, chunks, ddp or DistributedDataParallelConfig(grad_reduce_in_fp32=True))
+
+
+def build_optimizer(model: list[Any], config: OptimizerConfig) -> Any:
+    """Megatron's optimizer over the chunks, with ``config.grad_scale_func`` connected."""
+    optimizer = get_megatron_optimizer(config, model)
+    model[0].config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def _bare_chunks(config: TransformerConfig, layer_spec: Any, options: dict[str, Any]) -> list[Any]:
     virtual = config.virtual_pipeline_model_parallel_size or 1
-    layer_spec = spec(config)
     chunks: list[Any] = []
     for stage in range(virtual):
         at = {"vp_stage": stage if virtual > 1 else None}
         chunk = GPTModel(
             config=config,
             transformer_layer_spec=layer_spec,
-            vocab_size=vocab_size,
-            max_sequence_length=max_sequence_length,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=virtual == 1, **at),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=virtual == 1, **at),
             vp_stage=at["vp_stage"],
@@ -149,14 +167,13 @@ def build_model(
         chunks.append(
             chunk if cpu_emulation.is_enabled() else chunk.cuda(torch.cuda.current_device())
         )
-    if config.fp16 or config.bf16:
-        chunks = [Float16Module(config, chunk) for chunk in chunks]
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    if not wrap:
-        return chunks
-    ddp = ddp or DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    return chunks
+
+
+def _wrapped(
+    config: TransformerConfig, chunks: list[Any], ddp: DistributedDataParallelConfig
+) -> list[Any]:
+    """The chunks in Megatron's data-parallel wrapper, connected to ``config``."""
     wrapped = [
         DistributedDataParallel(
             config=config,
@@ -173,12 +190,5 @@ def build_model(
     config.finalize_model_grads_func = finalize_model_grads
     if ddp.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in wrapped]
-        config.no_sync_func = no_sync if virtual > 1 else no_sync[0]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped
-
-
-def build_optimizer(model: list[Any], config: OptimizerConfig) -> Any:
-    """Megatron's optimizer over the chunks, with ``config.grad_scale_func`` connected."""
-    optimizer = get_megatron_optimizer(config, model)
-    model[0].config.grad_scale_func = optimizer.scale_loss
-    return optimizer

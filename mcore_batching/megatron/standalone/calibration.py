@@ -1,8 +1,8 @@
-"""Times a real Megatron layer stack on the present device, for the planner's cost model.
+"""Timing of a Megatron layer stack on the present device, for the planner's cost model.
 
-The stack is what a middle pipeline stage holds: transformer layers, no embedding, no logits. Rows
-of several sizes are run forward and backward, each filled with sequences of one length, so that
-the work that grows with tokens and that which grows with their squares can be told apart.
+The stack is that of a middle pipeline stage: transformer layers, no embedding, no logits. Rows of
+several sizes are run forward and backward, each filled with sequences of one length, so that the
+fit can separate work that grows with tokens from work that grows with their squares.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mcore_batching.planning.cost_fit import CostFit, Timing, fit_cost_model
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerStack:
-    """What is timed: the layers of one pipeline stage on one GPU.
+    """The layers to time: those of one pipeline stage on one GPU.
 
     Attributes:
         num_layers: of the stage.
@@ -65,7 +65,7 @@ def calibrate(
         rows: sequence lengths of each row; None: `rows_to_time`.
 
     Returns:
-        the fit, and what it was fitted to.
+        the fit, and the timings that it was fitted to.
 
     Raises:
         ConfigError: the measured times do not grow with tokens.

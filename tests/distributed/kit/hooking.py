@@ -269,8 +269,8 @@ def positions(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     return report
 
 
-def refusals(dims: dict[str, Any], reference: str) -> dict[str, str]:
-    """The message of everything that is refused."""
+def refused(dims: dict[str, Any], reference: str) -> dict[str, str]:
+    """The error of each refused call, by name."""
     shape = ParallelDims(**dims)
     model = _model(shape, reference, True)
     data = take(make_samples(), [0, 5])

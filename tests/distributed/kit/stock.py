@@ -1,7 +1,7 @@
-"""Jobs that run a stock training script through the launcher, and note what Megatron saw of it.
+"""Jobs that run a stock training script through the launcher, and record what Megatron saw of it.
 
 A process runs script after script: what ``megatron.training`` keeps of one is taken down before the
-next. Losses are noted at full precision, as the training loop hands them to its log.
+next. Losses are recorded at full precision, as the training loop hands them to its log.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ def train_and_resume(script: str, words: Sequence[str]) -> dict[str, dict[str, A
 
 
 def _listen(record: dict[str, Any]) -> Callable[[], None]:
-    """Note what ``megatron.training`` logs and evaluates; returns what ends that.
+    """Record what ``megatron.training`` logs and evaluates; returns a function that ends that.
 
     Before the launcher hooks anything: the hooks then call these, as they would the originals.
     """
     log, evaluate = training.training_log, training.evaluate
-    report, note = moe_logging.MoEMetricsTracker.report, moe_logging.MoEMetricsTracker.record
+    report, record_loss = moe_logging.MoEMetricsTracker.report, moe_logging.MoEMetricsTracker.record
     signature = inspect.signature(log)
     moe: dict[str, Any] = {"recorded": 0.0, "times": 0, "reported": None}
 
@@ -134,7 +134,7 @@ def _listen(record: dict[str, Any]) -> Callable[[], None]:
     def recorded(self: Any, name: str, value: Any, *rest: Any, **options: Any) -> None:
         moe["recorded"] += float(value)
         moe["times"] += 1
-        note(self, name, value, *rest, **options)
+        record_loss(self, name, value, *rest, **options)
 
     def reported(self: Any, *arguments: Any, **options: Any) -> Any:
         # The losses that it adds to; most were there before.
@@ -159,7 +159,7 @@ def _listen(record: dict[str, Any]) -> Callable[[], None]:
         training.set_jit_fusion_options = warm_up
         training.training_log, training.evaluate = log, evaluate
         moe_logging.MoEMetricsTracker.report = report
-        moe_logging.MoEMetricsTracker.record = note
+        moe_logging.MoEMetricsTracker.record = record_loss
 
     return undo
 

@@ -31,8 +31,7 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args
 from torch import Tensor
 
-from mcore_batching.integrations.megatron_lm.sft.dataset import collate
-from mcore_batching.integrations.megatron_lm.sft.install_data import add_sft_arguments
+from mcore_batching.integrations.megatron_lm.sft import add_sft_arguments, collate
 
 STEPS_BEFORE = 2
 SAMPLES_A_RANK = 4

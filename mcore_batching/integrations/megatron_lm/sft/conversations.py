@@ -1,7 +1,4 @@
-"""What a line of supervised fine-tuning data says: a conversation, or a prompt and its completion.
-
-Guarantees: a record that is none of the three kinds below is refused with what was expected and
-what came; text is taken as it stands, to the last space.
+"""Records of supervised fine-tuning data: conversations, and prompts with their completions.
 
 | record | meaning |
 |---|---|
@@ -9,13 +6,16 @@ what came; text is taken as it stands, to the last space.
 | ``{"prompt": ..., "completion": ...}`` | trained on the completion |
 | ``{"question": ..., "answer": ...}`` | the same, with a line break behind the question |
 
-Other keys are passed over. Where a record has several of these, the first kind counts.
+Other keys are ignored. Where a record has several of these, the first kind counts. Texts are taken
+as they stand, white space included.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
+
+from mcore_batching.integrations.megatron_lm.sft.errors import SftRecordError
 
 ROLES = ("system", "user", "assistant", "tool")
 TRAINED_ROLE = "assistant"
@@ -28,7 +28,7 @@ _KINDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """A text, and how it goes on. The model is trained on the latter."""
+    """A text and its continuation. The model is trained on the continuation."""
 
     prompt: str
     completion: str
@@ -39,28 +39,26 @@ class Conversation:
     """Messages in turn. The model is trained on those of the assistant.
 
     Attributes:
-        messages: each with a ``role`` of `ROLES` and a ``content``; other keys are the chat
-            template's business.
+        messages: each with a ``role`` of `ROLES` and a ``content``; other keys are left to the chat
+            template.
     """
 
     messages: tuple[dict[str, Any], ...]
 
 
-class RecordError(ValueError):
-    """A record that is no sample of supervised fine-tuning data."""
-
-
 def parse_record(record: Any) -> Completion | Conversation:
-    """What a record means.
+    """The sample in a record.
+
+        parse_record({"question": "2+2?", "answer": "4"})  # Completion("2+2?\\n", "4")
 
     Args:
         record: as ``json.loads`` returned it.
 
     Raises:
-        RecordError: saying what was expected and what came.
+        SftRecordError: the record is of none of the three kinds.
     """
     if not isinstance(record, dict):
-        raise RecordError(f"expected {_KINDS}, got {_shown(record)}")
+        raise SftRecordError(f"expected {_KINDS}, got {_described(record)}")
     if "messages" in record:
         return _conversation(record["messages"])
     for prompt, completion, separator in (
@@ -72,36 +70,37 @@ def parse_record(record: Any) -> Completion | Conversation:
                 _text(record[prompt], prompt) + separator, _text(record[completion], completion)
             )
     keys = ", ".join(map(repr, record)) or "none"
-    raise RecordError(f"expected {_KINDS}, got an object with the keys {keys:.200}")
+    raise SftRecordError(f"expected {_KINDS}, got an object with the keys {keys:.200}")
 
 
 def _conversation(messages: Any) -> Conversation:
     if not isinstance(messages, list) or not messages:
-        raise RecordError(f"'messages' must be a list of messages, got {_shown(messages)}")
+        raise SftRecordError(f"'messages' must be a list of messages, got {_described(messages)}")
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise RecordError(
-                f'message {number} must be {{"role": ..., "content": ...}}, got {_shown(message)}'
+            raise SftRecordError(
+                f'message {number} must be {{"role": ..., "content": ...}}, got '
+                f"{_described(message)}"
             )
         if message["role"] not in ROLES:
-            raise RecordError(
+            raise SftRecordError(
                 f"the role of message {number} must be one of {', '.join(ROLES)}, got "
-                f"{_shown(message['role'])}"
+                f"{_described(message['role'])}"
             )
         _text(message["content"], f"the content of message {number}")
     if all(message["role"] != TRAINED_ROLE for message in messages):
-        raise RecordError(
+        raise SftRecordError(
             f"a conversation without a message of the {TRAINED_ROLE} has nothing to train on: "
             "leave it out"
         )
     return Conversation(tuple(messages))
 
 
-def _text(value: Any, what: str) -> str:
+def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise RecordError(f"{what} must be a text, got {_shown(value)}")
+        raise SftRecordError(f"{name} must be a text, got {_described(value)}")
     return value
 
 
-def _shown(value: Any) -> str:
+def _described(value: Any) -> str:
     return f"{type(value).__name__} {value!r:.80}"

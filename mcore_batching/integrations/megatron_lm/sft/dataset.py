@@ -1,11 +1,8 @@
 """A dataset of supervised fine-tuning samples, as Megatron's data loaders expect one.
 
-Guarantees
-- An index is the same sample in every process and every run with the same seed, files and
-  tokenizer, however many samples are drawn: a resumed job goes on where it was.
-- Each epoch holds every sample once, in an order of its own.
-- Nothing is cut off. Padded or not, the trained tokens are the same.
-- Unpadded samples of a micro-batch come as lists, through Megatron's own data loader.
+Index i is the same sample in every process and every run with the same seed, files and tokenizer,
+however many samples are drawn, so that a resumed job continues with the right sample. Each epoch
+holds every sample once, in its own order. Padding changes no trained token, and nothing is cut off.
 """
 
 from __future__ import annotations
@@ -20,12 +17,16 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from mcore_batching.integrations.megatron_lm.sft.conversations import RecordError, parse_record
+from mcore_batching.integrations.megatron_lm.sft.conversations import parse_record
+from mcore_batching.integrations.megatron_lm.sft.errors import (
+    SftDataError,
+    SftRecordError,
+    TokenizationError,
+)
 from mcore_batching.integrations.megatron_lm.sft.jsonl import JsonLines
-from mcore_batching.integrations.megatron_lm.sft.sample_tokens import (
+from mcore_batching.integrations.megatron_lm.sft.tokenization import (
     SampleTokenizer,
     SampleTokens,
-    TokenizationError,
 )
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -33,7 +34,7 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class TokenizedLines:
-    """The samples of some JSON-lines files as tokens, made anew whenever they are asked for.
+    """The samples of some JSON-lines files as tokens, tokenized each time they are asked for.
 
     Args:
         lines: the records.
@@ -56,12 +57,12 @@ class TokenizedLines:
         record = self.lines[index]
         try:
             return self.tokenizer(parse_record(record))
-        except (RecordError, TokenizationError) as error:
+        except (SftRecordError, TokenizationError) as error:
             raise self.lines.error(index, str(error)) from error
 
 
 class UnpaddedSample(dict[str, Tensor]):
-    """A sample of any length; several make a batch of lists, where dicts would be stacked."""
+    """A sample of any length; a micro-batch of them holds lists, where plain dicts are stacked."""
 
 
 def collate(
@@ -88,12 +89,18 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
 
     An item is a dict of ``tokens``, ``labels`` (the token that follows) and ``position_ids``, int64
     ``[length]``, and ``loss_mask``, float32 ``[length]``, 1 where the label is trained. A sample of
-    n tokens has length n - 1. Memory: 8 bytes for every sample drawn.
+    n tokens has length n - 1. Memory: 8 bytes for every sample drawn. The prompt "ab" with the
+    completion "c", as bytes with the end mark 256:
+
+        tokens        97  98  99
+        labels        98  99 256
+        loss_mask      0   1   1
+        position_ids   0   1   2
 
     Args:
         samples: all samples of the files.
         members: indices into ``samples`` that are in this dataset, at least one.
-        split: which of training, validation and test this is.
+        split: training, validation or test.
         num_samples: how many are drawn, over all epochs; None: each member once.
         seed: of the epochs' orders, 0 or more; None: in the order of ``members``.
         pad_to: pad every item to this length, in tokens, with loss mask 0; None: no padding.
@@ -105,7 +112,7 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
         split: read by Megatron's data loaders.
 
     Raises:
-        ValueError: there are no members.
+        SftDataError: there are no members.
     """
 
     def __init__(
@@ -120,7 +127,9 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
         attention_mask: bool = False,
     ) -> None:
         if not len(members):
-            raise ValueError(f"the {split.name} dataset has no sample: give it one member or more")
+            raise SftDataError(
+                f"the {split.name} dataset has no sample: give it one member or more"
+            )
         self.split = split
         self._samples = samples
         self._order = _order(members, num_samples, seed)
@@ -134,8 +143,8 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
         """The sample drawn as number ``index``.
 
         Raises:
-            SftDataError: its line is not what it was when the dataset was made.
-            ValueError: it is longer than ``pad_to``.
+            SftDataError: its line has changed since the dataset was made, or it is longer than
+                ``pad_to``.
         """
         sample = self._samples[int(self._order[index])]
         ids = torch.tensor(sample.ids)
@@ -146,12 +155,12 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
         elif length <= self._pad_to:
             padding = self._pad_to - length
         else:
-            raise ValueError(
+            raise SftDataError(
                 f"a sample of length {length} does not fit into pad_to={self._pad_to} tokens: "
                 f"leave it out, or set pad_to to {length} or more"
             )
         item = {
-            # Any id of the vocabulary does for padding, which causal attention keeps apart.
+            # Any id will do for padding: causal attention hides it, and its loss mask is 0.
             "tokens": torch.nn.functional.pad(ids[:-1], (0, padding), value=sample.ids[-1]),
             "labels": torch.nn.functional.pad(ids[1:], (0, padding), value=sample.ids[-1]),
             "loss_mask": torch.nn.functional.pad(trained[1:], (0, padding)),
@@ -165,7 +174,7 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
 
 
 def _order(members: Indices, num_samples: int | None, seed: int | None) -> Indices:
-    """Which member is drawn at each index."""
+    """The member drawn at each index."""
     num_samples = len(members) if num_samples is None else num_samples
     epochs = range(-(-num_samples // len(members)))
     if seed is None:

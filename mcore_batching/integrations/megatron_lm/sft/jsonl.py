@@ -1,10 +1,8 @@
-"""Lines of JSON files, found by offset instead of held in memory.
+"""Records of JSON-lines files, read by their byte offsets instead of held in memory.
 
-Guarantees
-- A line costs 8 bytes of memory, whatever its length; records are parsed as they are asked for.
-- Line i is the same record in every process, and reading is safe after a fork (data loader
-  workers) and after pickling.
-- Blank lines are passed over, and still count in the line numbers that errors name.
+A record costs 8 bytes of memory, whatever its length, and is parsed when it is asked for. Index i
+is the same record in every process. Reading is safe after a fork (data loader workers) and after
+pickling.
 """
 
 from __future__ import annotations
@@ -17,27 +15,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-
-class SftDataError(ValueError):
-    """Data that cannot be trained on.
-
-    Attributes:
-        path: the file, None if no single one is at fault.
-        line: its line, counted from 1, None if no single one is at fault.
-    """
-
-    def __init__(self, problem: str, path: str | None = None, line: int | None = None) -> None:
-        self.problem, self.path, self.line = problem, path, line
-        where = [str(part) for part in (path, line) if part is not None]
-        super().__init__(f"{':'.join(where)}: {problem}" if where else problem)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Rebuild from the parts, so that a rank can send it to the others."""
-        return type(self), (self.problem, self.path, self.line)
+from mcore_batching.integrations.megatron_lm.sft.errors import SftDataError
 
 
 class JsonLines:
     """The records of some JSON-lines files, one after the other.
+
+    Blank lines are skipped, but count in the line numbers of errors.
 
     Args:
         paths: UTF-8 files with one JSON value a line.
@@ -69,7 +53,7 @@ class JsonLines:
             raise self.error(index, f"not a line of JSON: {error}") from None
 
     def records_of_file(self, file: int) -> range:
-        """Indices of the records that stand in the file of this number."""
+        """Indices of the records in file number ``file``."""
         return range(self._starts[file], self._starts[file + 1])
 
     def error(self, index: int, problem: str) -> SftDataError:
@@ -94,7 +78,7 @@ class JsonLines:
         return self.paths[file], self._offsets[file][index - self._starts[file]]
 
     def _line(self, path: str, start: int) -> bytes:
-        # pread leaves no position behind that processes could share after a fork.
+        # pread moves no file position, which forked processes would share.
         if path not in self._files:
             self._files[path] = os.open(path, os.O_RDONLY)
         parts: list[bytes] = []
@@ -110,7 +94,7 @@ class JsonLines:
 
 
 def _offsets(path: str) -> array[int]:
-    """Where the filled lines of a file begin, in bytes."""
+    """Byte offsets of the lines of a file that are not blank."""
     offsets = array("q")
     start = 0
     try:

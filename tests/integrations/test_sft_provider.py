@@ -10,9 +10,8 @@ from megatron.core import parallel_state
 from megatron.core.datasets.utils import Split
 from sft_cases import Wrapped, write
 
-from mcore_batching.integrations.megatron_lm.sft import install_data as sft_data
-from mcore_batching.integrations.megatron_lm.sft.jsonl import SftDataError
-from mcore_batching.integrations.megatron_lm.sft.sample_tokens import byte_level_tokenizer
+from mcore_batching.integrations.megatron_lm.sft import SftDataError, provider
+from mcore_batching.integrations.megatron_lm.sft.tokenization import byte_level_tokenizer
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def rank(monkeypatch):
 
 
 def arguments(*paths, **changed):
-    parser = sft_data.add_sft_arguments(argparse.ArgumentParser())
+    parser = provider.add_sft_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--dynamic-batch-data", *paths, "--dynamic-batch-tokenizer", "bytes"])
     defaults = {"seq_length": 64, "split": "60,20,20", "seed": 1234, "padded_vocab_size": 320}
     vars(args).update(defaults | changed)
@@ -63,15 +62,15 @@ def prompts(dataset):
 
 
 def test_datasets_share_the_lines_as_split_says(path, rank):
-    train, valid, test = sft_data.build_sft_datasets(arguments(path), (12, 2, None), pad=False)
+    train, valid, test = provider.build_sft_datasets(arguments(path), (12, 2, None), pad=False)
     assert [each.split for each in (train, valid, test)] == list(Split)
     assert sorted(prompts(train)[:6]) == sorted(prompts(train)[6:]) == [1, 2, 3, 4, 5, 6]
     assert prompts(train)[:6] != [1, 2, 3, 4, 5, 6]
     assert prompts(valid) == [7, 8]
     assert prompts(test) == [9, 10]
-    again, *_ = sft_data.build_sft_datasets(arguments(path), (6, 2, None), pad=False)
+    again, *_ = provider.build_sft_datasets(arguments(path), (6, 2, None), pad=False)
     assert prompts(again) == prompts(train)[:6]
-    other, *_ = sft_data.build_sft_datasets(arguments(path, seed=1), (6, 2, None), pad=False)
+    other, *_ = provider.build_sft_datasets(arguments(path, seed=1), (6, 2, None), pad=False)
     assert prompts(other) != prompts(again)
 
 
@@ -79,21 +78,21 @@ def test_every_file_is_cut_at_the_same_shares(path, tmp_path, rank):
     second = write(
         tmp_path / "b.jsonl", [{"prompt": "p" * n, "completion": ""} for n in range(21, 26)]
     )
-    train, valid, test = sft_data.build_sft_datasets(arguments(path, second), (9, 3, 3), pad=False)
+    train, valid, test = provider.build_sft_datasets(arguments(path, second), (9, 3, 3), pad=False)
     assert sorted(prompts(train)) == [1, 2, 3, 4, 5, 6, 21, 22, 23]
     assert (prompts(valid), prompts(test)) == ([7, 8, 24], [9, 10, 25])
 
 
 def test_shares_of_zero_and_of_no_samples_give_no_dataset(path, rank):
-    made = sft_data.build_sft_datasets(arguments(path, split="100,0"), (4, 4, 4), pad=False)
+    made = provider.build_sft_datasets(arguments(path, split="100,0"), (4, 4, 4), pad=False)
     assert [each and len(each) for each in made] == [4, None, None]
-    made = sft_data.build_sft_datasets(arguments(path), (4, 0, 4), pad=False)
+    made = provider.build_sft_datasets(arguments(path), (4, 0, 4), pad=False)
     assert [each and len(each) for each in made] == [4, None, 4]
 
 
 def test_padding_follows_the_flag_unless_it_is_given(path, rank):
     def lengths(args, **options):
-        train, *_ = sft_data.build_sft_datasets(args, (6, 1, 1), **options)
+        train, *_ = provider.build_sft_datasets(args, (6, 1, 1), **options)
         return {len(train[index]["tokens"]) for index in range(6)}
 
     assert lengths(arguments(path)) == {64}
@@ -101,32 +100,32 @@ def test_padding_follows_the_flag_unless_it_is_given(path, rank):
     assert lengths(arguments(path, use_dynamic_batch_size=True)) == {2, 3, 4, 5, 6, 7}
     assert lengths(arguments(path, use_dynamic_batch_size=True), pad=True) == {64}
     with_mask = arguments(path, create_attention_mask_in_dataloader=True)
-    train, *_ = sft_data.build_sft_datasets(with_mask, (6, 1, 1))
+    train, *_ = provider.build_sft_datasets(with_mask, (6, 1, 1))
     assert train[0]["attention_mask"].shape == (1, 64, 64)
-    train, *_ = sft_data.build_sft_datasets(with_mask, (6, 1, 1), pad=False)
+    train, *_ = provider.build_sft_datasets(with_mask, (6, 1, 1), pad=False)
     assert "attention_mask" not in train[0]
 
 
 def test_samples_that_are_too_long_end_the_job_or_are_counted(path, rank, capsys):
-    fits = sft_data.build_sft_datasets(arguments(path, seq_length=11), (6, 2, 2), pad=True)
+    fits = provider.build_sft_datasets(arguments(path, seq_length=11), (6, 2, 2), pad=True)
     assert fits[2][1]["loss_mask"].sum() == 2
     message = (
         r"data\.jsonl:10: 2 of 10 samples are longer than --seq-length 9; the longest, here, has "
         r"length 11: raise --seq-length, or .* --dynamic-batch-on-too-long drop"
     )
     with pytest.raises(SftDataError, match=message) as raised:
-        sft_data.build_sft_datasets(arguments(path, seq_length=9), (6, 2, 2))
+        provider.build_sft_datasets(arguments(path, seq_length=9), (6, 2, 2))
     assert raised.value.line == 10
     assert capsys.readouterr().out == ""
     dropping = {"dynamic_batch_on_too_long": "drop", "split": "40,60,0"}
-    _, valid, test = sft_data.build_sft_datasets(
+    _, valid, test = provider.build_sft_datasets(
         arguments(path, seq_length=9, **dropping), (4, None, None)
     )
     assert prompts(valid) == [5, 6, 7, 8]
     assert test is None
     assert "data.jsonl:10: 2 of 10 samples are longer" in capsys.readouterr().out
     with pytest.raises(SftDataError, match=r"all 6 samples of the valid dataset .* shortest: 6\)"):
-        sft_data.build_sft_datasets(arguments(path, seq_length=5, **dropping), (4, 6, None))
+        provider.build_sft_datasets(arguments(path, seq_length=5, **dropping), (4, 6, None))
 
 
 @pytest.mark.parametrize(
@@ -143,18 +142,18 @@ def test_samples_that_are_too_long_end_the_job_or_are_counted(path, rank, capsys
 )
 def test_settings_that_give_no_dataset_are_refused(path, rank, changed, problem):
     with pytest.raises(SftDataError, match=problem):
-        sft_data.build_sft_datasets(arguments(path, **changed), (4, 1, 1))
+        provider.build_sft_datasets(arguments(path, **changed), (4, 1, 1))
 
 
 def test_the_split_is_megatrons_own_if_none_is_given(tmp_path, rank):
     path = write(tmp_path / "long.jsonl", [{"prompt": "p", "completion": ""}] * 1000)
-    made = sft_data.build_sft_datasets(arguments(path, split=None), (None, None, None))
+    made = provider.build_sft_datasets(arguments(path, split=None), (None, None, None))
     assert [len(each) for each in made] == [969, 30, 1]
 
 
 def test_only_ranks_that_read_data_in_stock_scripts_make_datasets(path, rank):
     def reads(vp_stage=None, **changed):
-        made = sft_data.build_sft_datasets(arguments(path, **changed), (4, 1, 1), vp_stage=vp_stage)
+        made = provider.build_sft_datasets(arguments(path, **changed), (4, 1, 1), vp_stage=vp_stage)
         assert len({each is None for each in made}) == 1
         return made[0] is not None
 
@@ -176,8 +175,8 @@ def test_only_ranks_that_read_data_in_stock_scripts_make_datasets(path, rank):
 
 
 def test_flags_are_added_once(path):
-    parser = sft_data.add_sft_arguments(argparse.ArgumentParser())
-    assert sft_data.add_sft_arguments(parser) is parser
+    parser = provider.add_sft_arguments(argparse.ArgumentParser())
+    assert provider.add_sft_arguments(parser) is parser
     args = parser.parse_args([])
     assert args.dynamic_batch_data is None
     assert args.dynamic_batch_on_too_long == "error"
@@ -189,8 +188,8 @@ def test_a_scripts_own_provider_is_kept_without_the_flag(path, monkeypatch):
     def own(num_samples, vp_stage=None):
         raise AssertionError
 
-    assert sft_data.provider_for(SimpleNamespace(), own) is own
-    assert sft_data.provider_for(SimpleNamespace(dynamic_batch_data=None), own) is own
+    assert provider.datasets_provider_for(SimpleNamespace(), own) is own
+    assert provider.datasets_provider_for(SimpleNamespace(dynamic_batch_data=None), own) is own
 
 
 def test_with_the_flag_the_provider_reads_the_jobs_arguments(path, rank, monkeypatch):
@@ -201,10 +200,12 @@ def test_with_the_flag_the_provider_reads_the_jobs_arguments(path, rank, monkeyp
     def own(num_samples, vp_stage=None):
         raise AssertionError
 
-    train, *_ = sft_data.provider_for(args, own)((4, 1, 1))
+    train, *_ = provider.datasets_provider_for(args, own)((4, 1, 1))
     assert len(train) == 4
     rank.stages = rank.chunks = 2
-    chunks = [sft_data.provider_for(args, functools.partial(own, vp_stage=v)) for v in (0, 1)]
+    chunks = [
+        provider.datasets_provider_for(args, functools.partial(own, vp_stage=v)) for v in (0, 1)
+    ]
     assert [chunk((4, 1, 1))[0] is None for chunk in chunks] == [False, True]
     assert all(chunk.is_distributed for chunk in chunks)
 
@@ -215,9 +216,9 @@ def test_the_jobs_tokenizer_is_used_unless_bytes_are_asked_for(path, rank, monke
     upper.vocab_size = 300
     stock = SimpleNamespace(get_tokenizer=lambda: upper)
     monkeypatch.setitem(sys.modules, "megatron.training", stock)
-    train, *_ = sft_data.build_sft_datasets(args, (4, 1, 1))
+    train, *_ = provider.build_sft_datasets(args, (4, 1, 1))
     assert train[0]["tokens"][0] == 7
-    given, *_ = sft_data.build_sft_datasets(args, (4, 1, 1), tokenizer=byte_level_tokenizer())
+    given, *_ = provider.build_sft_datasets(args, (4, 1, 1), tokenizer=byte_level_tokenizer())
     assert given[0]["tokens"][0] == ord("p")
-    given, *_ = sft_data.build_sft_datasets(arguments(path), (4, 1, 1), tokenizer=upper)
+    given, *_ = provider.build_sft_datasets(arguments(path), (4, 1, 1), tokenizer=upper)
     assert given[0]["tokens"][0] == 7

@@ -1,14 +1,11 @@
-"""What a stock script's ``get_batch`` returns, made of a packed row.
+"""Packed rows as the batches of a stock script: the values that its ``get_batch`` returns.
 
-Scripts unpack their batch into local names, and these names say what each value is. Two orders are
-common: six values up to Megatron-LM 0.17, ten in alphabetical order from 0.18 on.
+A script unpacks its batch into local names, which say what each value is. Two orders are common:
+`SIX_FIELDS` up to Megatron-LM 0.17, `TEN_FIELDS` (alphabetical) from 0.18 on.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -44,12 +41,15 @@ _NEEDED = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 class PackedRows(Iterator[PreparedRow]):
-    """The data iterator that a forward step gets: packed micro-batches, one a call.
+    """The data iterator that a forward step gets: one packed micro-batch per call.
 
     Args:
-        rows: the prepared rows, on the device as they are drawn.
-        counts_flops: whether stock code is to count the row's tokens into its statistics of
-            sequence lengths. Those are emptied after training steps alone.
+        rows: the prepared rows, moved to the device as they are drawn.
+        counts_flops: True lets stock code add the row's tokens to its statistics of sequence
+            lengths, which it empties after training steps alone.
+
+    Attributes:
+        current: the row drawn last, None before the first.
     """
 
     def __init__(self, rows: Iterator[PreparedRow], *, counts_flops: bool) -> None:
@@ -62,8 +62,8 @@ class PackedRows(Iterator[PreparedRow]):
         self.current = prepared.row
         return prepared
 
-    def fields(self, names: Sequence[str]) -> list[Any]:
-        """Draw the next row, and give these of its fields in this order."""
+    def next_fields(self, names: Sequence[str]) -> list[Any]:
+        """The next row's values of these names, in their order; None for those it does not have."""
         row = next(self).row
         made: dict[str, Callable[[], Any]] = {
             "tokens": lambda: row.tokens,
@@ -73,14 +73,17 @@ class PackedRows(Iterator[PreparedRow]):
             "packed_seq_params": lambda: compat.packed_seq_params(
                 row.cu_seqlens_padded, row.max_seqlen, row.host_cu_seqlens_padded
             ),
-            "cu_seqlens": lambda: self._cu_seqlens(row),
+            "cu_seqlens": lambda: self._counted_cu_seqlens(row),
             "cu_seqlens_padded": lambda: row.cu_seqlens_padded[None],
             "max_seqlen": lambda: torch.tensor(row.max_seqlen, dtype=torch.int32),
         }
         return [made[name]() if name in made else None for name in names]
 
-    def _cu_seqlens(self, row: PackedMicroBatch) -> torch.Tensor:
-        """int32 ``[1, samples + 1]``; of no token where nothing is to be counted."""
+    def _counted_cu_seqlens(self, row: PackedMicroBatch) -> torch.Tensor:
+        """int32 ``[1, samples + 1]``, from which stock code counts operations.
+
+        ``[1, 1]`` where it is to count nothing; of length 0 for a placeholder.
+        """
         if not self._counts_flops:
             return row.cu_seqlens.new_zeros(1, 1)
         real = torch.zeros_like(row.cu_seqlens) if row.is_placeholder else row.cu_seqlens
@@ -88,11 +91,15 @@ class PackedRows(Iterator[PreparedRow]):
 
 
 def next_batch(data_iterator: Any, fields: int | Sequence[str]) -> list[Any] | None:
-    """For the first lines of a script's ``get_batch``: the next packed micro-batch's fields.
+    """The next packed micro-batch's values, for the first lines of a script's ``get_batch``.
+
+        packed = next_batch(data_iterator, 10)
+        if packed is not None:
+            return packed
 
     Args:
-        data_iterator: what the forward step was given.
-        fields: how many values the script unpacks, 6 or 10, or their names in order.
+        data_iterator: the forward step's.
+        fields: the number of values that the script unpacks, 6 or 10, or their names in order.
 
     Returns:
         the values, or None if ``data_iterator`` is an ordinary one.
@@ -109,47 +116,18 @@ def next_batch(data_iterator: Any, fields: int | Sequence[str]) -> list[Any] | N
                 f"{fields}: give their names, next_batch(data_iterator, ('tokens', ...))"
             )
         fields = _BY_NUMBER[fields]
-    return data_iterator.fields(fields)
-
-
-def fields_unpacked_by(forward_step: Callable[..., Any]) -> tuple[str, ...]:
-    """The names into which a forward step unpacks what its ``get_batch`` returns.
-
-    Raises:
-        DynamicBatchArgumentError: it does not unpack it, its source is not to be had, or the
-            fields leave out what packed rows need.
-    """
-    where = f"{getattr(forward_step, '__module__', '')}.{forward_step.__name__}"
-    advice = "mcore_batching.install(batch_fields=(...)) with the names of what get_batch returns"
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward_step)))
-    except (OSError, SyntaxError) as error:
-        raise DynamicBatchArgumentError(
-            f"cannot read the source of {where} ({error}) to see what its get_batch returns: call "
-            f"{advice}"
-        ) from None
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(node.value, ast.Call)
-            and isinstance(node.value.func, ast.Name)
-            and node.value.func.id == "get_batch"
-            and isinstance(node.targets[0], ast.Tuple)
-        ):
-            names = tuple(getattr(name, "id", "?") for name in node.targets[0].elts)
-            check_fields(names, where)
-            return names
-    raise DynamicBatchArgumentError(
-        f"{where} does not unpack get_batch(...) into names, so it is not known what its batch "
-        f"consists of: call {advice}"
-    )
+    return data_iterator.next_fields(fields)
 
 
 def check_fields(names: Sequence[str], where: str) -> None:
-    """Refuse a batch that packed rows cannot be handed over in.
+    """Refuse a batch into which a packed row does not fit.
+
+    Args:
+        names: of the batch's values.
+        where: the forward step, or the argument that named them, for the message.
 
     Raises:
-        DynamicBatchArgumentError: naming what is unknown or lacking.
+        DynamicBatchArgumentError: naming what is unknown or missing.
     """
     known = {*SIX_FIELDS, *TEN_FIELDS}
     unknown = [name for name in names if name not in known]

@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sft_cases import BYTES, END, Wrapped, conversation, trained_text, whole_text
 
+from mcore_batching.integrations.megatron_lm.sft import TokenizationError
 from mcore_batching.integrations.megatron_lm.sft.conversations import Completion
-from mcore_batching.integrations.megatron_lm.sft.sample_tokens import (
+from mcore_batching.integrations.megatron_lm.sft.tokenization import (
     SampleTokenizer,
-    TokenizationError,
     byte_level_tokenizer,
 )
 
@@ -23,6 +23,7 @@ def test_the_byte_level_tokenizer_keeps_its_marks_apart_from_bytes():
     assert tokenizer.detokenize([104, 105, END, 257]) == "hi"
 
 
+@settings(deadline=None)
 @given(st.text(), st.text())
 def test_trained_is_the_completion_and_the_end_and_nothing_else(prompt, completion):
     sample = BYTES(Completion(prompt, completion))
@@ -32,6 +33,7 @@ def test_trained_is_the_completion_and_the_end_and_nothing_else(prompt, completi
     assert sample.ids[: -len(expected)] == ([*prompt.encode()] or [END])
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(["system", "user", "assistant", "tool"]), min_size=1), st.data())
 def test_without_a_template_assistant_turns_and_their_ends_are_trained(roles, data):
     roles.append("assistant")

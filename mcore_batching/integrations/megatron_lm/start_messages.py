@@ -1,9 +1,4 @@
-"""What a job is told at its start: settings that run, but not quite as they would without packing.
-
-Guarantees
-- One process prints them, once, after everything that is refused has been refused.
-- A job to which none applies prints nothing.
-"""
+"""Messages at the start of a job: accepted settings that train slightly differently when packed."""
 
 from __future__ import annotations
 
@@ -13,32 +8,32 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.validation import has_auxiliary_loss
 
 
-def print_notes(args: Any, config: Any) -> None:
-    """Print `start_notes` on rank 0."""
+def print_start_messages(args: Any, config: Any) -> None:
+    """Print `start_messages` on rank 0."""
     if args.rank == 0:
-        for note in start_notes(args, config):
-            print(f"mcore_batching: {note}", flush=True)
+        for message in start_messages(args, config):
+            print(f"mcore_batching: {message}", flush=True)
 
 
-def start_notes(args: Any, config: Any) -> list[str]:
-    """What differs from the same job without ``--use-dynamic-batch-size``.
+def start_messages(args: Any, config: Any) -> list[str]:
+    """Differences from the same job without ``--use-dynamic-batch-size``.
 
     Args:
         args: Megatron's arguments, validated.
         config: the model's `TransformerConfig`.
 
     Returns:
-        a sentence for each; empty where nothing does.
+        one sentence per difference; empty where there is none.
     """
-    notes = []
+    messages = []
     if has_auxiliary_loss(config):
-        notes.append(
+        messages.append(
             "the routers' load-balancing and z-losses are weighted by real tokens; without "
             "--use-dynamic-batch-size by padded ones, so there they weigh more against the "
             "language-model loss at the same --moe-aux-loss-coeff and --moe-z-loss-coeff"
         )
     if getattr(args, "log_throughput", False) and not compat.counts_operations_of_samples():
-        notes.append(
+        messages.append(
             "this Megatron-LM computes TFLOP/s (--log-throughput) as if samples were padded to "
             "--seq-length: read them as too high by that padding; 0.18 and later count real tokens"
         )
@@ -46,9 +41,9 @@ def start_notes(args: Any, config: Any) -> list[str]:
         getattr(args, "reset_attention_mask", False)
         and getattr(args, "transformer_impl", None) == "transformer_engine"
     ):
-        notes.append(
+        messages.append(
             "documents are separate, as --reset-attention-mask says; without "
             "--use-dynamic-batch-size Transformer Engine ignores that mask, and attention crosses "
             "documents"
         )
-    return notes
+    return messages

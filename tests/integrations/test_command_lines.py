@@ -34,11 +34,11 @@ def outcome(words):
             arguments.validate_args(arguments.parse_args())
     except BaseException as error:
         return f"{type(error).__name__}: {error}"
-    notes = [line for line in said.getvalue().splitlines() if line.startswith("mcore_batching")]
-    return "; ".join(["accepted", *notes])
+    messages = [line for line in said.getvalue().splitlines() if line.startswith("mcore_batching")]
+    return "; ".join(["accepted", *messages])
 
 def called(name, on, **given):
-    "What the hooked function says before it does anything; it cannot do anything with None."
+    "The error of the hooked function before it does anything, which it cannot with None."
     global_vars._GLOBAL_ARGS = types.SimpleNamespace(use_dynamic_batch_size=on)
     function = getattr(training, name)
     options = dict.fromkeys(inspect.signature(function).parameters) | given
@@ -91,7 +91,7 @@ ACCEPTED = {
     "off-with-cap": ["--max-tokens-per-gpu", "64"],
 }
 
-NOTED = {
+WITH_MESSAGE = {
     "auxiliary-loss": (
         [
             *(*ON, *ALLTOALL, "--moe-router-load-balancing-type", "aux_loss"),
@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 def outcomes() -> dict[str, str]:
     """What became of each command line."""
     given = {name: [*BASE, *words] for name, words in ACCEPTED.items()}
-    given |= {name: [*BASE, *words] for name, (words, _) in (REFUSED | NOTED).items()}
+    given |= {name: [*BASE, *words] for name, (words, _) in (REFUSED | WITH_MESSAGE).items()}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM],
         env=os.environ | {"WORLD_SIZE": "4", "RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
@@ -196,10 +196,10 @@ def test_accepted_flags(outcomes: dict[str, str], name: str) -> None:
     assert outcomes[name] == "accepted"
 
 
-@pytest.mark.parametrize("name", NOTED)
-def test_noted_flags(outcomes: dict[str, str], name: str) -> None:
+@pytest.mark.parametrize("name", WITH_MESSAGE)
+def test_flags_with_a_message(outcomes: dict[str, str], name: str) -> None:
     assert outcomes[name].startswith("accepted; mcore_batching: ")
-    assert NOTED[name][1] in outcomes[name]
+    assert WITH_MESSAGE[name][1] in outcomes[name]
     assert outcomes[name].count("mcore_batching: ") == 1
 
 

@@ -1,21 +1,19 @@
-"""A training script's ``get_batch``, found by its forward step and taught packed rows.
+"""A training script's ``get_batch``, replaced by one that takes packed rows.
 
-The forward step's own globals are changed, once: wherever the script was imported from, that is
-where it looks ``get_batch`` up. A batch that does not come from the seam is read as before.
+The function is found through the forward step: its globals are where it looks ``get_batch`` up,
+from wherever the script was imported. A batch from an ordinary iterator is read as before.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mcore_batching.integrations.megatron_lm.batch_fields import (
-    check_fields,
-    fields_unpacked_by,
-    next_batch,
-)
+from mcore_batching.integrations.megatron_lm.packed_batches import check_fields, next_batch
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 
 _MARK = "_mcore_batching_original"
@@ -26,13 +24,13 @@ _changed: list[tuple[dict[str, Any], Callable[..., Any]]] = []
 
 
 def declare_batch_fields(names: Sequence[str] | None) -> None:
-    """Say what a script's ``get_batch`` returns, where its source does not.
+    """Name the values of a script's ``get_batch``, where its source does not.
 
     Args:
-        names: in the order in which the script unpacks them; None: read it from the source.
+        names: in the order in which the script unpacks them; None: read them from the source.
 
     Raises:
-        DynamicBatchArgumentError: a name is not known, or a needed one lacks.
+        DynamicBatchArgumentError: a name is not known, or a needed one is missing.
     """
     global _declared_fields
     if names is not None:
@@ -78,6 +76,41 @@ def restore_batches() -> None:
     while _changed:
         scope, original = _changed.pop()
         scope["get_batch"] = original
+
+
+def fields_unpacked_by(forward_step: Callable[..., Any]) -> tuple[str, ...]:
+    """The names into which a forward step's source unpacks its ``get_batch``.
+
+        tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator)
+
+    Raises:
+        DynamicBatchArgumentError: it does not unpack it, its source cannot be read, or the names
+            leave out what packed rows need.
+    """
+    where = f"{getattr(forward_step, '__module__', '')}.{forward_step.__name__}"
+    advice = "mcore_batching.install(batch_fields=(...)) with the names of what get_batch returns"
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward_step)))
+    except (OSError, SyntaxError) as error:
+        raise DynamicBatchArgumentError(
+            f"cannot read the source of {where} ({error}) to see what its get_batch returns: call "
+            f"{advice}"
+        ) from None
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Call)
+            and isinstance(node.value.func, ast.Name)
+            and node.value.func.id == "get_batch"
+            and isinstance(node.targets[0], ast.Tuple)
+        ):
+            names = tuple(getattr(name, "id", "?") for name in node.targets[0].elts)
+            check_fields(names, where)
+            return names
+    raise DynamicBatchArgumentError(
+        f"{where} does not unpack get_batch(...) into names, so it is not known what its batch "
+        f"consists of: call {advice}"
+    )
 
 
 def _names_used_by(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What `mcore_batching.hook` replaces, what it refuses, and the way back, in one process."""
+"""`mcore_batching.hook` in one process: replacing, refusing, putting back."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import mcore_batching
-from mcore_batching.integrations.slime.hook import NAMES, HookError
-from mcore_batching.integrations.slime.uncounted_mask import uncounted
+from mcore_batching.integrations.slime import HookError, batching
+from mcore_batching.integrations.slime.hook import NAMES
 
 SOURCES = {
     "get_data_iterator": "def get_data_iterator(args, model, rollout_data): return 'own'",
@@ -243,7 +243,7 @@ def test_only_modules_are_taken() -> None:
 def test_the_schema_reaches_the_iterators(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(
-        framework,
+        batching,
         "get_data_iterator",
         lambda args, model, rollout_data, *, schema: given.update(
             arguments=(args, model, rollout_data), schema=schema
@@ -265,45 +265,3 @@ def test_importing_the_package_does_not_import_what_hook_needs() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "[]"
-
-
-def denominators(mask: torch.Tensor) -> torch.Tensor:
-    """What loss functions do with a loss mask: at least one token a sample."""
-    return torch.clamp_min(mask.sum(), 1)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.bool])
-def test_an_uncounted_mask_adds_nothing_to_a_sum_of_counts(dtype: torch.dtype) -> None:
-    count = denominators(uncounted(torch.zeros(0, dtype=dtype)))
-    total = sum([count])
-    assert type(total) is torch.Tensor
-    assert total == 0
-    assert sum([denominators(torch.ones(3)), count]) == 3
-    assert torch.tensor([total, 2.0]).tolist() == [0.0, 2.0]
-    accumulated = torch.zeros([], dtype=torch.int)  # what Megatron's schedules do with it
-    accumulated += sum([denominators(uncounted(torch.zeros(0, dtype=torch.int32)))])
-    assert accumulated == 0
-    assert torch.clamp(uncounted(torch.zeros(0, dtype=dtype)).sum(), min=1) + 0 == 0
-
-
-def test_an_uncounted_mask_divides_by_one() -> None:
-    mask = uncounted(torch.zeros(0, dtype=torch.int32))
-    values = torch.zeros(0, requires_grad=True)
-    mean = (values * mask).sum() / denominators(mask)
-    assert type(mean) is torch.Tensor
-    assert mean == 0
-    mean.backward()
-    assert values.grad is not None
-    assert torch.tensor(3.0) / denominators(mask) == 3
-
-
-def test_an_uncounted_mask_is_else_an_empty_mask() -> None:
-    mask = uncounted(torch.zeros(0, dtype=torch.int32))
-    assert mask.dtype == torch.int32
-    assert len(mask) == mask.numel() == 0
-    for made in (mask[0:0], mask.float(), torch.cat([mask, torch.ones(2)]), mask.sum(dim=0) + 1):
-        assert type(made) is torch.Tensor
-    assert torch.cat([mask, torch.ones(2)]).tolist() == [1.0, 1.0]
-    assert mask.sum().item() == 0
-    with pytest.raises(ValueError, match=r"got one of shape \[2\]"):
-        uncounted(torch.ones(2))

@@ -1,15 +1,17 @@
-"""From what a stock data iterator yields to unpadded samples.
+"""Unpadded samples of stock batches.
 
 A stock batch is a dict of tensors ``[micro_batch_size, seq_length]`` (or of lists of tensors of
 any length): ``tokens``, ``labels`` (already shifted by one), ``loss_mask`` and ``position_ids``.
+A row is cut behind its last trained position. Attention is causal, so nothing behind it, padding or
+not, could reach the loss:
 
-Guarantees
-- A row is cut behind its last trained position. Attention is causal, so nothing that is cut off
-  could have reached the loss: neither padding nor an untrained tail.
-- Every row gives at least one sample of at least one token, so that none is lost.
-- With ``--reset-attention-mask`` the documents of a row are samples of their own, as they are
-  separate under that mask (which Transformer Engine ignores in stock training: attention crosses
-  documents there, and does not here).
+    tokens     [[5, 6, 7, 8, 0, 0],      samples  [5, 6, 7]   # 8 is not trained
+                [9, 4, 0, 0, 0, 0]]               [9]         # no position is trained
+    loss_mask  [[0, 1, 1, 0, 0, 0],
+                [0, 0, 0, 0, 0, 0]]
+
+A row without a trained position keeps one token, so that the number of samples stays what the
+training loop counts as consumed.
 """
 
 from __future__ import annotations
@@ -21,26 +23,31 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind
+from mcore_batching.planning.errors import MCoreBatchingError
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
 STOCK_SCHEMA = DEFAULT_SCHEMA.declare("labels", Kind.PER_TOKEN).declare("loss_mask", Kind.PER_TOKEN)
-"""The fields of a stock batch. Responses are empty: labels and masks come ready-made."""
+"""The fields of a stock batch. Response lengths are 0: labels and masks come ready-made."""
 
 
-def draw(data_iterator: Any, num_batches: int) -> list[Mapping[str, Any]] | None:
+class StockDataError(MCoreBatchingError, RuntimeError):
+    """A script's data iterator that ended too soon, or whose batches lack a field."""
+
+
+def draw_batches(data_iterator: Any, num_batches: int) -> list[Mapping[str, Any]] | None:
     """Take ordinary micro-batches from this rank's stock iterators.
 
     Args:
-        data_iterator: one iterator, or one a model chunk; None where stock code reads nothing.
-        num_batches: how many to take.
+        data_iterator: one iterator, or one per model chunk; None where stock code reads nothing.
+        num_batches: number of micro-batches to take.
 
     Returns:
         the batches, or None if this rank has no iterator. Iterators of further model chunks yield
         the same batches and are advanced alike.
 
     Raises:
-        RuntimeError: the iterator ended.
+        StockDataError: the iterator ended.
     """
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     present = [iterator for iterator in iterators if iterator is not None]
@@ -53,26 +60,30 @@ def draw(data_iterator: Any, num_batches: int) -> list[Mapping[str, Any]] | None
             try:
                 drawn[-1].append(next(iterator))
             except StopIteration:
-                raise RuntimeError(
+                raise StockDataError(
                     f"the data iterator ended after {number} of the {num_batches} micro-batches of "
                     "this step: give it more samples, or lower --train-iters (--eval-iters)"
                 ) from None
     return drawn[0]
 
 
-def rollout_data(batches: Iterable[Mapping[str, Any]], *, split_documents: bool) -> dict[str, Any]:
-    """The unpadded samples of some stock batches, field by field.
+def unpadded_samples(
+    batches: Iterable[Mapping[str, Any]], *, split_documents: bool
+) -> dict[str, Any]:
+    """The samples of some stock batches, field by field.
 
     Args:
-        batches: as `draw` returns them.
-        split_documents: whether position 0 inside a row begins a sample of its own.
+        batches: from `draw_batches`.
+        split_documents: position 0 inside a row begins a sample of its own, as documents are
+            separate under ``--reset-attention-mask``. (Transformer Engine ignores that mask: in
+            stock training attention crosses documents there, and does not here.)
 
     Returns:
         ``tokens``, ``labels``, ``loss_mask`` and ``position_ids`` ``[length]`` for each sample,
         with ``total_lengths`` and ``response_lengths`` (all 0).
 
     Raises:
-        KeyError: a batch lacks one of the four fields.
+        StockDataError: a batch lacks one of the four fields.
     """
     data: dict[str, Any] = {name: [] for name in FIELDS}
     for batch in batches:
@@ -88,7 +99,7 @@ def rollout_data(batches: Iterable[Mapping[str, Any]], *, split_documents: bool)
 def _rows(batch: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
     missing = [name for name in FIELDS if batch.get(name) is None]
     if missing:
-        raise KeyError(
+        raise StockDataError(
             f"the data iterator's batch lacks {', '.join(missing)}; dynamic micro-batches need "
             f"{', '.join(FIELDS)}, it has {', '.join(sorted(batch))}"
         )
@@ -97,7 +108,7 @@ def _rows(batch: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
 
 
 def _extents(row: Mapping[str, Tensor], split_documents: bool) -> Iterator[tuple[int, int]]:
-    """Where the samples of a row begin and end."""
+    """Start and end of each sample of a row."""
     starts = [0]
     if split_documents:
         starts += [int(at) for at in (row["position_ids"] == 0).nonzero() if at > 0]

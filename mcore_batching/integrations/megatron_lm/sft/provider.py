@@ -1,10 +1,7 @@
-"""Supervised fine-tuning data for a stock training script: its flags and its datasets.
+"""The datasets provider of ``--dynamic-batch-data``, and its flags.
 
-Guarantees
-- Without ``--dynamic-batch-data`` a script keeps its own datasets.
-- Datasets are made on the ranks that read data in stock scripts, and on no other.
-
-Every such rank reads and tokenizes all files once as the job starts, to know the lengths.
+Without ``--dynamic-batch-data`` a script keeps its own datasets. With it, the ranks that read data
+in stock scripts, and no others, read and tokenize all files once at the start: for the lengths.
 """
 
 from __future__ import annotations
@@ -18,13 +15,13 @@ from megatron.core import parallel_state
 from megatron.core.datasets.utils import Split
 
 from mcore_batching.integrations.megatron_lm.sft.dataset import SftDataset, TokenizedLines
-from mcore_batching.integrations.megatron_lm.sft.jsonl import JsonLines, SftDataError
-from mcore_batching.integrations.megatron_lm.sft.sample_tokens import (
+from mcore_batching.integrations.megatron_lm.sft.errors import SftDataError, TokenizationError
+from mcore_batching.integrations.megatron_lm.sft.jsonl import JsonLines
+from mcore_batching.integrations.megatron_lm.sft.split import split_records, without_too_long
+from mcore_batching.integrations.megatron_lm.sft.tokenization import (
     SampleTokenizer,
-    TokenizationError,
     byte_level_tokenizer,
 )
-from mcore_batching.integrations.megatron_lm.sft.sampler import cut_into_shares, leave_out_too_long
 from mcore_batching.megatron.arguments import PREFIX
 
 Datasets = tuple[SftDataset | None, SftDataset | None, SftDataset | None]
@@ -32,9 +29,9 @@ Datasets = tuple[SftDataset | None, SftDataset | None, SftDataset | None]
 
 
 def add_sft_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags; flags that the parser has already are left alone.
+    """Add the flags of the data, as an ``extra_args_provider``.
 
-    A script's own ``extra_args_provider``, or what a launcher calls.
+    Flags that the parser has already are left alone.
     """
     group = parser.add_argument_group("supervised fine-tuning data (mcore_batching)")
 
@@ -61,8 +58,8 @@ def add_sft_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         f"{PREFIX}tokenizer",
         choices=["megatron", "bytes"],
         default="megatron",
-        help="what writes the samples of --dynamic-batch-data as tokens: the job's tokenizer, or "
-        "megatron-core's byte-level one, which --tokenizer-type has no name for "
+        help="tokenizer of --dynamic-batch-data: the job's, or megatron-core's byte-level one, "
+        "for which --tokenizer-type has no name "
         "(set --tokenizer-type NullTokenizer --vocab-size 258 with it)",
     )
     return parser
@@ -95,18 +92,18 @@ def build_sft_datasets(
     """
     if not args.dynamic_batch_data:
         raise SftDataError(f"no file to train on: set {PREFIX}data to JSON-lines files")
-    if not reads_data(args, vp_stage):
+    if not _reads_data(args, vp_stage):
         return None, None, None
     if pad is None:
         pad = not getattr(args, "use_dynamic_batch_size", False)
     lines = JsonLines(args.dynamic_batch_data)
     samples = TokenizedLines(lines, _sample_tokenizer(args, tokenizer))
-    shares = cut_into_shares(lines, args.split)
+    shares = split_records(lines, args.split)
     wanted = [
         share if number is None or number > 0 else None
         for share, number in zip(shares, train_valid_test_num_samples, strict=True)
     ]
-    fitting = leave_out_too_long(samples, wanted, args.seq_length, args.dynamic_batch_on_too_long)
+    fitting = without_too_long(samples, wanted, args.seq_length, args.dynamic_batch_on_too_long)
     made = [
         None
         if members is None
@@ -133,12 +130,12 @@ def datasets_provider(
     return build_sft_datasets(get_args(), train_valid_test_num_samples, vp_stage=vp_stage)
 
 
-# Stock code then calls it on every rank, not on tensor-parallel rank 0 alone.
+# With this mark stock code calls it on every rank, not on tensor-parallel rank 0 alone.
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
-def provider_for(args: Any, provider: Callable[..., Any]) -> Callable[..., Any]:
-    """What a stock script's datasets provider is to be replaced by.
+def datasets_provider_for(args: Any, provider: Callable[..., Any]) -> Callable[..., Any]:
+    """The provider to give to stock code in place of a script's own.
 
     Args:
         args: Megatron's arguments.
@@ -156,11 +153,11 @@ def provider_for(args: Any, provider: Callable[..., Any]) -> Callable[..., Any]:
     return replacement
 
 
-def reads_data(args: Any, vp_stage: int | None = None) -> bool:
-    """Whether this rank reads data for a model chunk, as ``pretrain_gpt.py`` decides it.
+def _reads_data(args: Any, vp_stage: int | None = None) -> bool:
+    """True if this rank reads data for a model chunk, by the rule of ``pretrain_gpt.py``.
 
-    Tensor-parallel rank 0 of the first and last pipeline stage does; with multi-token prediction,
-    whose layers may lie anywhere, that of every stage.
+    Tensor-parallel rank 0 of the first and last pipeline stage reads; with multi-token prediction,
+    whose layers may be on any stage, that of every stage.
     """
     if parallel_state.get_tensor_model_parallel_rank() != 0:
         return False

@@ -1,4 +1,4 @@
-"""What is said at the start of a job: each note where it applies, on one rank, and only there."""
+"""Messages at the start of a job: each where it applies, on one rank, and only there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from mcore_batching.integrations.megatron_lm.start_notes import print_notes, start_notes
+from mcore_batching.integrations.megatron_lm.start_messages import (
+    print_start_messages,
+    start_messages,
+)
 from mcore_batching.megatron import compat
 
 DENSE = SimpleNamespace(num_moe_experts=None)
@@ -39,41 +42,41 @@ def documents(implementation: str) -> SimpleNamespace:
     ],
 )
 def test_auxiliary_losses_weigh_less(config: SimpleNamespace) -> None:
-    (note,) = start_notes(PLAIN, config)
-    assert "weighted by real tokens" in note
-    assert "--moe-aux-loss-coeff and --moe-z-loss-coeff" in note
+    (message,) = start_messages(PLAIN, config)
+    assert "weighted by real tokens" in message
+    assert "--moe-aux-loss-coeff and --moe-z-loss-coeff" in message
 
 
 def test_operations_of_padding_are_counted_until_017(monkeypatch: pytest.MonkeyPatch) -> None:
     logging = SimpleNamespace(rank=0, log_throughput=True)
     monkeypatch.setattr(compat, "counts_operations_of_samples", lambda: False)
-    (note,) = start_notes(logging, DENSE)
-    assert "TFLOP/s (--log-throughput) as if samples were padded" in note
-    assert start_notes(SimpleNamespace(rank=0, log_throughput=False), DENSE) == []
+    (message,) = start_messages(logging, DENSE)
+    assert "TFLOP/s (--log-throughput) as if samples were padded" in message
+    assert start_messages(SimpleNamespace(rank=0, log_throughput=False), DENSE) == []
     monkeypatch.setattr(compat, "counts_operations_of_samples", lambda: True)
-    assert start_notes(logging, DENSE) == []
+    assert start_messages(logging, DENSE) == []
 
 
 def test_documents_are_separate_where_transformer_engine_would_mix_them() -> None:
-    (note,) = start_notes(documents("transformer_engine"), DENSE)
-    assert "Transformer Engine ignores that mask" in note
-    assert start_notes(documents("local"), DENSE) == []
+    (message,) = start_messages(documents("transformer_engine"), DENSE)
+    assert "Transformer Engine ignores that mask" in message
+    assert start_messages(documents("local"), DENSE) == []
 
 
 @pytest.mark.parametrize("config", [DENSE, experts(), experts(moe_z_loss_coeff=0.0)])
 def test_a_job_to_which_none_applies_prints_nothing(
     config: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    print_notes(PLAIN, config)
+    print_start_messages(PLAIN, config)
     assert capsys.readouterr().out == ""
 
 
-def test_rank_0_prints_every_note(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_prints_every_message(capsys: pytest.CaptureFixture[str]) -> None:
     args, config = documents("transformer_engine"), experts(moe_aux_loss_coeff=0.01)
-    print_notes(args, config)
+    print_start_messages(args, config)
     lines = capsys.readouterr().out.splitlines()
-    assert lines == [f"mcore_batching: {note}" for note in start_notes(args, config)]
+    assert lines == [f"mcore_batching: {message}" for message in start_messages(args, config)]
     assert len(lines) == 2
     args.rank = 1
-    print_notes(args, config)
+    print_start_messages(args, config)
     assert capsys.readouterr().out == ""

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mcore_batching.batch import Kind
-from mcore_batching.integrations.megatron_lm.samples import FIELDS, STOCK_SCHEMA, draw, rollout_data
+from mcore_batching.integrations.megatron_lm.unpadding import (
+    FIELDS,
+    STOCK_SCHEMA,
+    StockDataError,
+    draw_batches,
+    unpadded_samples,
+)
 
 Rows = list[list[tuple[int, bool]]]
 """For every row its positions: which one of its document, and whether it is trained."""
@@ -54,7 +60,7 @@ def rows_of_documents(draw_from: st.DrawFn) -> Rows:
 @given(rows=rows_of_documents(), split=st.booleans())
 def test_every_trained_position_is_in_exactly_one_sample(rows: Rows, split: bool) -> None:
     given_batch = batch(rows)
-    data = rollout_data([given_batch], split_documents=split)
+    data = unpadded_samples([given_batch], split_documents=split)
     trained = given_batch["loss_mask"].bool()
     for name in ("tokens", "labels", "position_ids"):
         kept = [
@@ -69,7 +75,7 @@ def test_every_trained_position_is_in_exactly_one_sample(rows: Rows, split: bool
 @given(rows=rows_of_documents(), split=st.booleans())
 def test_samples_are_runs_of_their_rows_without_a_tail(rows: Rows, split: bool) -> None:
     given_batch = batch(rows)
-    data = rollout_data([given_batch], split_documents=split)
+    data = unpadded_samples([given_batch], split_documents=split)
     length = given_batch["tokens"].shape[1]
     rows_seen = []
     for tokens, mask, positions in zip(
@@ -92,7 +98,7 @@ def test_samples_are_runs_of_their_rows_without_a_tail(rows: Rows, split: bool) 
 @settings(deadline=None)
 @given(rows=rows_of_documents(), split=st.booleans())
 def test_lengths_are_those_of_the_fields_and_responses_are_empty(rows: Rows, split: bool) -> None:
-    data = rollout_data([batch(rows), batch(rows)], split_documents=split)
+    data = unpadded_samples([batch(rows), batch(rows)], split_documents=split)
     for name in FIELDS:
         assert [len(values) for values in data[name]] == data["total_lengths"]
     assert data["response_lengths"] == [0] * len(data["tokens"])
@@ -100,7 +106,7 @@ def test_lengths_are_those_of_the_fields_and_responses_are_empty(rows: Rows, spl
 
 
 def test_what_is_behind_the_last_trained_position_is_cut_off() -> None:
-    data = rollout_data([masked([0, 1, 0, 1, 0, 0], [1, 0, 0, 0, 0, 0])], split_documents=False)
+    data = unpadded_samples([masked([0, 1, 0, 1, 0, 0], [1, 0, 0, 0, 0, 0])], split_documents=False)
     assert lists(data) == [[0, 1, 2, 3], [6]]
     assert lists(data, "labels") == [[1000, 1001, 1002, 1003], [1006]]
     assert lists(data, "loss_mask") == [[0, 1, 0, 1], [1]]
@@ -110,36 +116,36 @@ def test_what_is_behind_the_last_trained_position_is_cut_off() -> None:
 @pytest.mark.parametrize("split", [True, False])
 def test_a_row_without_a_trained_position_keeps_one_token(split: bool) -> None:
     """All data-parallel ranks have to have the samples that the loop counts as consumed."""
-    data = rollout_data([masked([0, 0, 0])], split_documents=split)
+    data = unpadded_samples([masked([0, 0, 0])], split_documents=split)
     assert lists(data) == [[0]]
     assert lists(data, "loss_mask") == [[0]]
 
 
 def test_documents_of_a_row_are_samples_of_their_own_if_asked() -> None:
     rows = [[(0, True), (1, True), (2, False), (0, True), (1, False), (0, False), (1, False)]]
-    data = rollout_data([batch(rows)], split_documents=True)
+    data = unpadded_samples([batch(rows)], split_documents=True)
     assert lists(data) == [[0, 1], [3]]  # the last document trains nothing
     assert lists(data, "position_ids") == [[0, 1], [0]]
-    together = rollout_data([batch(rows)], split_documents=False)
+    together = unpadded_samples([batch(rows)], split_documents=False)
     assert lists(together) == [[0, 1, 2, 3]]
 
 
 def test_a_row_that_begins_inside_a_document_is_not_lost() -> None:
     rows = [[(5, True), (6, True), (0, True), (1, False)]]
-    data = rollout_data([batch(rows)], split_documents=True)
+    data = unpadded_samples([batch(rows)], split_documents=True)
     assert lists(data, "position_ids") == [[5, 6], [0]]
 
 
 def test_samples_of_any_length_come_as_lists() -> None:
     samples = [masked([1, 1, 1]), masked([0, 1, 0, 0, 1, 0])]
     listed = {name: [sample[name][0] for sample in samples] for name in FIELDS}
-    data = rollout_data([listed], split_documents=False)
+    data = unpadded_samples([listed], split_documents=False)
     assert data["total_lengths"] == [3, 5]
     assert lists(data) == [[0, 1, 2], [0, 1, 2, 3, 4]]
 
 
 def test_no_batch_is_no_sample() -> None:
-    assert rollout_data([], split_documents=False)["total_lengths"] == []
+    assert unpadded_samples([], split_documents=False)["total_lengths"] == []
 
 
 @pytest.mark.parametrize("how", ["absent", "None"])
@@ -148,15 +154,17 @@ def test_a_lacking_field_is_named(how: str) -> None:
     given_batch["labels"] = None
     if how == "absent":
         del given_batch["labels"]
-    with pytest.raises(KeyError, match=r"lacks labels; dynamic micro-batches need tokens, labels"):
-        rollout_data([given_batch], split_documents=False)
+    with pytest.raises(
+        StockDataError, match=r"lacks labels; dynamic micro-batches need tokens, labels"
+    ):
+        unpadded_samples([given_batch], split_documents=False)
 
 
 def test_fields_of_unequal_numbers_of_rows_are_an_error() -> None:
     given_batch = masked([1], [1])
     given_batch["labels"] = given_batch["labels"][:1]
     with pytest.raises(ValueError, match="zip"):
-        rollout_data([given_batch], split_documents=False)
+        unpadded_samples([given_batch], split_documents=False)
 
 
 def test_schema_takes_labels_and_masks_ready_made() -> None:
@@ -164,26 +172,26 @@ def test_schema_takes_labels_and_masks_ready_made() -> None:
         assert name in STOCK_SCHEMA
     for name in ("labels", "loss_mask"):
         assert STOCK_SCHEMA[name].kind is Kind.PER_TOKEN
-    data = rollout_data([masked([1, 1, 0])], split_documents=False)
+    data = unpadded_samples([masked([1, 1, 0])], split_documents=False)
     STOCK_SCHEMA.resolve(data).validate(data)
 
 
 def test_as_many_batches_are_drawn_as_asked_for() -> None:
     iterator = iter([{"number": number} for number in range(5)])
-    assert draw(iterator, 2) == [{"number": 0}, {"number": 1}]
-    assert draw(iterator, 0) == []
+    assert draw_batches(iterator, 2) == [{"number": 0}, {"number": 1}]
+    assert draw_batches(iterator, 0) == []
     assert next(iterator) == {"number": 2}
 
 
 def test_iterators_of_all_model_chunks_are_advanced_alike() -> None:
     chunks: list[Any] = [iter([{"number": number} for number in range(4)]) for _ in range(2)]
-    assert draw([None, *chunks], 3) == [{"number": 0}, {"number": 1}, {"number": 2}]
+    assert draw_batches([None, *chunks], 3) == [{"number": 0}, {"number": 1}, {"number": 2}]
     assert [next(iterator) for iterator in chunks] == [{"number": 3}] * 2
 
 
 @pytest.mark.parametrize("iterator", [None, [None, None], []])
 def test_ranks_that_read_nothing_draw_nothing(iterator: Any) -> None:
-    assert draw(iterator, 3) is None
+    assert draw_batches(iterator, 3) is None
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -191,6 +199,6 @@ def test_an_iterator_that_ends_says_after_how_many(chunks: int) -> None:
     full = iter([{}] * 3)
     short = iter([{}] * 2)
     with pytest.raises(
-        RuntimeError, match=r"ended after 2 of the 3 micro-batches .*lower --train-iters"
+        StockDataError, match=r"ended after 2 of the 3 micro-batches .*lower --train-iters"
     ):
-        draw([full, short][-chunks:], 3)
+        draw_batches([full, short][-chunks:], 3)

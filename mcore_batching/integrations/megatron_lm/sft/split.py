@@ -1,9 +1,8 @@
-"""Which samples are for training, validation and test.
+"""Training, validation and test samples, by ``--split``, without those that are too long.
 
-Guarantees
-- Every file is cut at the same shares, in its own order, as Megatron cuts its files; what is held
-  out follows from the files and ``--split`` alone.
-- A sample that is too long is refused, or left out and counted; never cut.
+Every file is cut at the same shares, in its own order, as Megatron cuts its files; the held-out
+part follows from the files and ``--split`` alone. A sample that is too long is refused, or left out
+and counted; never cut.
 """
 
 from __future__ import annotations
@@ -19,14 +18,15 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.core.datasets.utils import Split
 
 from mcore_batching.integrations.megatron_lm.sft.dataset import Indices, TokenizedLines
-from mcore_batching.integrations.megatron_lm.sft.jsonl import JsonLines, SftDataError
+from mcore_batching.integrations.megatron_lm.sft.errors import SftDataError
+from mcore_batching.integrations.megatron_lm.sft.jsonl import JsonLines
 from mcore_batching.megatron.arguments import PREFIX
 
 DEFAULT_SPLIT = "969, 30, 1"
-"""Megatron's own, for when ``--split`` is not given."""
+"""Megatron's own default."""
 
 
-def cut_into_shares(lines: JsonLines, split: str | None) -> list[Indices | None]:
+def split_records(lines: JsonLines, split: str | None) -> list[Indices | None]:
     """Records for training, validation and test; None for a share of 0.
 
     Args:
@@ -60,14 +60,14 @@ def _cut(records: range, start: float, end: float) -> Indices:
     return np.arange(first, last, dtype=np.int64)
 
 
-def leave_out_too_long(
+def without_too_long(
     samples: TokenizedLines, shares: Sequence[Indices | None], max_length: int, on_too_long: str
 ) -> list[Indices | None]:
     """The members of each share that are not too long.
 
     Args:
         samples: of all files.
-        shares: as `cut_into_shares` returns them; None stays None.
+        shares: as `split_records` returns them; None stays None.
         max_length: of a sample in next-token prediction, one less than its tokens.
         on_too_long: ``"error"`` or ``"drop"``.
 

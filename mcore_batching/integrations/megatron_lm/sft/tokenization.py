@@ -1,15 +1,14 @@
-"""Token ids of a sample, and which of them are trained, by any of Megatron's tokenizers.
+"""Token ids of a sample and its trained tokens, by any of Megatron's tokenizers.
 
-Guarantees
-- Trained are the completion and the end mark behind it; of a conversation, what the assistant
-  says and the end mark behind it. Nothing else.
-- Trained and untrained text is tokenized apart, as it is at inference, where the model goes on from
-  a tokenized prompt: no token lies across the border.
-- What is trained first is predicted too: a sample without a prompt begins with the token that
-  the tokenizer puts before every text, or, if there is none, with the end-of-document token.
+Trained are the completion and the end mark behind it; in a conversation, the assistant's messages
+and the end mark behind each. Trained and untrained text is tokenized apart, as at inference, where
+the model continues a tokenized prompt: no token lies across the border.
+
+The first trained token needs one before it that predicts it: a sample without a prompt begins with
+the token that the tokenizer puts before every text or, without one, with the end-of-document token.
 
 Conversations are written by the tokenizer's chat template, if it has one; by an ``SFTTokenizer`` in
-its own way; and else, with ``EOD`` for the tokenizer's end-of-document token, as
+its own way; and otherwise, with ``EOD`` for the tokenizer's end-of-document token, as
 
     <|user|>
     the message
@@ -29,13 +28,13 @@ from mcore_batching.integrations.megatron_lm.sft.conversations import (
     Completion,
     Conversation,
 )
+from mcore_batching.integrations.megatron_lm.sft.errors import TokenizationError
 
 IGNORED_TARGET = -100
-"""What an ``SFTTokenizer`` puts in place of targets that are not trained."""
-
+"""An ``SFTTokenizer``'s target where a token is not trained."""
 
 _Piece = tuple[list[int], bool]
-"""Some tokens, and whether they are trained."""
+"""Token ids, and True if they are trained."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +43,11 @@ class SampleTokens:
 
     Attributes:
         ids: token ids ``[tokens]``.
-        trained: whether the model learns to predict the token ``[tokens]``; never the first.
+        trained: True where the model learns to predict the token ``[tokens]``; never the first.
     """
 
     ids: list[int]
     trained: list[bool]
-
-
-class TokenizationError(ValueError):
-    """A sample that the tokenizer, or its chat template, cannot write."""
 
 
 class SampleTokenizer:
@@ -90,7 +85,7 @@ class SampleTokenizer:
             pieces = self._pieces(sample)
         except TokenizationError:
             raise
-        except Exception as error:  # tokenizers and templates raise what they like
+        except Exception as error:  # tokenizers and templates raise anything
             raise TokenizationError(
                 f"{type(self._tokenizer).__name__} cannot write this sample: "
                 f"{type(error).__name__}: {error}"
@@ -195,17 +190,17 @@ def byte_level_tokenizer() -> Any:
 
 
 def _added_to_every_text(tokenizer: Any, end: int) -> tuple[list[int], list[int]]:
-    """The tokens that a tokenizer puts before and behind any text: those of no text at all."""
+    """The tokens that a tokenizer puts before and behind any text: its tokens of the empty text."""
     try:
         added = list(tokenizer.tokenize(""))
-    except Exception:  # some know no empty text
+    except Exception:  # some refuse an empty text
         return [], []
     before = next((at for at, token in enumerate(added) if token == end), len(added))
     return added[:before], added[before:]
 
 
 def _optional(tokenizer: Any, name: str) -> Any:
-    """An attribute that not every tokenizer has, or has for every vocabulary."""
+    """An attribute of the tokenizer; None where it has none, or none for its vocabulary."""
     try:
         return getattr(tokenizer, name)
     except (AttributeError, NotImplementedError):

@@ -7,7 +7,6 @@ each name (``core_v0.16.1``, ...). Without it, megatron-core's wheel has to do, 
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import re
@@ -20,6 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from mcore_batching.integrations import megatron_lm
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATCHES = REPOSITORY / "patches"
 RELEASES = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0")
@@ -31,9 +32,9 @@ FILES = {
 
 LAUNCH = """
 import os, runpy, sys
-from mcore_batching.megatron import PackedAttention, compat, cpu
+from mcore_batching.megatron import PackedAttention, compat, cpu_emulation
 if os.environ.get("MCORE_BATCHING_CPU"):
-    cpu.enable()
+    cpu_emulation.enable()
 sys.argv = sys.argv[1:]
 if "--use-dynamic-batch-size" in sys.argv:  # what a model without Transformer Engine needs
     setattr(*compat.local_core_attention_name(), PackedAttention)
@@ -107,9 +108,16 @@ def test_insertions_only_with_one_line_of_context(release: str) -> None:
     assert not [line for line in lines if line.startswith("-")]
     hunks = "\n".join(lines).split("\n@@ ")[1:]
     assert len(hunks) == 7
+    shift = previous = 0
     for hunk in hunks:
-        body = hunk.split("\ndiff --git ")[0].splitlines()[1:]
+        header, *body = hunk.split("\ndiff --git ")[0].splitlines()
         assert re.fullmatch(r" \++ ", "".join(line[:1] or " " for line in body)), hunk
+        old, old_count, new, new_count = map(int, re.findall(r"\d+", header.split(" @@")[0]))
+        assert (old_count, new_count) == (2, len(body)), hunk
+        if old < previous:  # another file
+            shift = 0
+        assert new == old + shift, hunk
+        shift, previous = shift + len(body) - 2, old
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -118,9 +126,8 @@ def test_calls_only_what_the_plugin_has(release: str) -> None:
     imports = [line.split() for line in added if line.startswith("from ")]
     assert len(imports) == 7
     for _, module, _, *names in imports:
-        assert module.startswith("mcore_batching.integrations.megatron_lm")
-        for name in names:
-            assert callable(getattr(importlib.import_module(module), name.rstrip(",")))
+        assert module == megatron_lm.__name__
+        assert {name.rstrip(",") for name in names} <= set(megatron_lm.__all__)
 
 
 @pytest.mark.parametrize("release", RELEASES)

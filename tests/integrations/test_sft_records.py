@@ -1,4 +1,4 @@
-"""Lines of supervised fine-tuning data: where they stand, what they mean, which are refused."""
+"""Lines of supervised fine-tuning data: found, parsed, refused."""
 
 import os
 import pickle
@@ -6,14 +6,14 @@ import pickle
 import pytest
 from sft_cases import BYTES, trained_text, write
 
+from mcore_batching.integrations.megatron_lm.sft import SftDataError, SftRecordError
 from mcore_batching.integrations.megatron_lm.sft.conversations import (
     Completion,
     Conversation,
-    RecordError,
     parse_record,
 )
 from mcore_batching.integrations.megatron_lm.sft.dataset import TokenizedLines
-from mcore_batching.integrations.megatron_lm.sft.jsonl import JsonLines, SftDataError
+from mcore_batching.integrations.megatron_lm.sft.jsonl import JsonLines
 
 
 def test_records_are_found_by_offset_over_files_and_blank_lines(tmp_path):
@@ -100,5 +100,5 @@ def test_the_three_kinds_of_record():
     assert parse_record({"question": "a", "answer": "b"}) == Completion("a\n", "b")
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "x": 1}]
     assert parse_record({"messages": messages, "prompt": ""}) == Conversation(tuple(messages))
-    with pytest.raises(RecordError):
+    with pytest.raises(SftRecordError):
         parse_record({"prompt": "a", "answer": "b"})

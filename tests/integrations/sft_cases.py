@@ -3,7 +3,7 @@
 import json
 
 from mcore_batching.integrations.megatron_lm.sft.conversations import Conversation
-from mcore_batching.integrations.megatron_lm.sft.sample_tokens import (
+from mcore_batching.integrations.megatron_lm.sft.tokenization import (
     SampleTokenizer,
     byte_level_tokenizer,
 )

@@ -1,0 +1,56 @@
+"""Two samples as a packed row, as a forward step of a stock script gets it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mcore_batching.batch import make_placeholder, owned_num_tokens, pack
+from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows
+from mcore_batching.integrations.megatron_lm.unpadding import STOCK_SCHEMA
+from mcore_batching.megatron.prepared_step import PreparedRow
+
+PAD = 9
+SAMPLES: dict[str, list[Any]] = {
+    "tokens": [torch.tensor([1, 2, 3]), torch.tensor([4, 5])],
+    "labels": [torch.tensor([2, 3, 7]), torch.tensor([5, 8])],
+    "loss_mask": [torch.tensor([0.0, 1.0, 1.0]), torch.tensor([1.0, 1.0])],
+    "position_ids": [torch.arange(3), torch.arange(2)],
+    "total_lengths": [3, 2],
+    "response_lengths": [0, 0],
+}
+
+
+def prepared(samples: dict[str, list[Any]], *, is_placeholder: bool = False) -> PreparedRow:
+    """The samples as one row, each padded to a multiple of 4."""
+    row = pack(
+        samples,
+        schema=STOCK_SCHEMA,
+        sample_alignment_tokens=4,
+        pad_token_id=PAD,
+        sample_indices=() if is_placeholder else range(len(samples["tokens"])),
+        is_placeholder=is_placeholder,
+    )
+    return PreparedRow(row, owned_num_tokens(row))
+
+
+def rows(counts_flops: bool = True, is_placeholder: bool = False) -> PackedRows:
+    samples = SAMPLES
+    if is_placeholder:
+        samples = make_placeholder(STOCK_SCHEMA, list(SAMPLES), SAMPLES, pad_token_id=PAD)
+    row = prepared(samples, is_placeholder=is_placeholder)
+    return PackedRows(iter([row]), counts_flops=counts_flops)
+
+
+EXPECTED = {
+    "tokens": [[1, 2, 3, PAD, 4, 5, PAD, PAD]],
+    "labels": [[2, 3, 7, 0, 5, 8, 0, 0]],
+    "loss_mask": [[0, 1, 1, 0, 1, 1, 0, 0]],
+    "position_ids": [[0, 1, 2, 0, 0, 1, 0, 0]],
+}
+
+
+def found(values: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
+    return dict(zip(names, values, strict=True))

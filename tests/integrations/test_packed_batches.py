@@ -1,0 +1,104 @@
+"""Packed rows in the order in which a script unpacks its batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from packed_row_cases import EXPECTED, SAMPLES, found, prepared, rows
+
+from mcore_batching.integrations.megatron_lm import next_batch
+from mcore_batching.integrations.megatron_lm.packed_batches import (
+    SIX_FIELDS,
+    TEN_FIELDS,
+    PackedRows,
+)
+from mcore_batching.integrations.megatron_lm.unpadding import FIELDS
+from mcore_batching.megatron import DynamicBatchArgumentError
+
+
+@pytest.mark.parametrize("names", [SIX_FIELDS, TEN_FIELDS], ids=["6", "10"])
+@pytest.mark.parametrize("by", ["number", "names", "names backwards"])
+def test_fields_come_in_the_order_of_the_script(names: tuple[str, ...], by: str) -> None:
+    if by == "names backwards":
+        names = names[::-1]
+    values = next_batch(rows(), len(names) if by == "number" else names)
+    assert values is not None
+    got = found(values, names)
+    for name in FIELDS:
+        assert torch.equal(got[name], torch.tensor(EXPECTED[name]).to(got[name].dtype)), name
+    assert got["tokens"].dtype == got["labels"].dtype == torch.int64
+    assert got["loss_mask"].dtype == torch.float32
+    assert got["attention_mask"] is None
+
+
+def test_rows_are_told_apart_by_packed_sequence_parameters() -> None:
+    values = next_batch(rows(), 6)
+    assert values is not None
+    params = found(values, SIX_FIELDS)["packed_seq_params"]
+    assert params.qkv_format == "thd"
+    assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 4, 8]
+    assert params.max_seqlen_q == params.max_seqlen_kv == 4
+
+
+def test_rows_are_told_apart_by_offsets_where_scripts_make_the_parameters() -> None:
+    values = next_batch(rows(), 10)
+    assert values is not None
+    got = found(values, TEN_FIELDS)
+    assert got["cu_seqlens_padded"].tolist() == [[0, 4, 8]]
+    assert got["cu_seqlens_padded"].dtype == torch.int32
+    assert int(got["max_seqlen"]) == 4
+    assert got["hybrid_cp_group"] is None
+    assert got["local_cp_size"] is None
+
+
+@pytest.mark.parametrize(
+    ("counts_flops", "is_placeholder", "lengths"),
+    [(True, False, [3, 2]), (True, True, [0]), (False, False, []), (False, True, [])],
+)
+def test_statistics_of_lengths_count_real_samples_of_training_alone(
+    counts_flops: bool, is_placeholder: bool, lengths: list[int]
+) -> None:
+    """Stock code takes lengths from ``cu_seqlens``; with fewer than two offsets it counts none."""
+    values = next_batch(rows(counts_flops, is_placeholder), TEN_FIELDS)
+    assert values is not None
+    offsets = found(values, TEN_FIELDS)["cu_seqlens"]
+    assert offsets.dtype == torch.int32
+    assert offsets.shape == (1, len(lengths) + 1)
+    assert offsets[0].diff().tolist() == lengths
+
+
+def test_placeholders_train_nothing() -> None:
+    values = next_batch(rows(is_placeholder=True), SIX_FIELDS)
+    assert values is not None
+    got = found(values, SIX_FIELDS)
+    assert got["loss_mask"].tolist() == [[0, 0, 0, 0]]
+    assert got["tokens"].shape == got["labels"].shape == got["position_ids"].shape == (1, 4)
+
+
+def test_each_call_draws_the_next_row() -> None:
+    both = PackedRows(
+        iter([prepared(SAMPLES), prepared({k: v[1:] for k, v in SAMPLES.items()})]),
+        counts_flops=True,
+    )
+    assert both.current is None
+    shapes = []
+    for _ in range(2):
+        values = next_batch(both, 6)
+        assert values is not None
+        assert both.current is not None
+        assert both.current.tokens is values[0]
+        shapes.append(tuple(values[0].shape))
+    assert shapes == [(1, 8), (1, 4)]
+    with pytest.raises(StopIteration):
+        next_batch(both, 6)
+
+
+@pytest.mark.parametrize("number", [0, 5, 7])
+def test_other_numbers_of_fields_ask_for_names(number: int) -> None:
+    with pytest.raises(DynamicBatchArgumentError, match=rf"got {number}: give their names"):
+        next_batch(rows(), number)
+
+
+def test_ordinary_iterators_are_left_to_the_script() -> None:
+    assert next_batch(iter([1]), 6) is None
+    assert next_batch(None, 10) is None

@@ -1,0 +1,61 @@
+"""Statistics of a step's plan among its losses, as stock code logs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mcore_batching import CostModel, ParallelDims, PlannerConfig, plan_step, step_statistics
+from mcore_batching.integrations.megatron_lm import step_log, with_batching_statistics
+
+LENGTHS = [8, 6, 4, 2]
+PLAN = plan_step(
+    LENGTHS, ParallelDims(data_parallel=2), PlannerConfig(max_tokens_per_gpu=8), CostModel()
+)
+LOSSES = {"lm loss": torch.tensor([2.0])}
+
+
+@pytest.fixture(autouse=True)
+def _new_job() -> Iterator[None]:
+    yield
+    step_log._last_step.clear()
+    step_log._seconds_per_unit.clear()
+
+
+def test_losses_are_joined_by_the_last_steps_statistics() -> None:
+    assert with_batching_statistics(LOSSES) == LOSSES
+    step_log.record_step(PLAN, LENGTHS, plan_seconds=0.5, run_seconds=3.0)
+    logged = with_batching_statistics(LOSSES)
+    made = step_statistics(PLAN, LENGTHS)
+    assert logged.pop("lm loss") is LOSSES["lm loss"]
+    assert {name: value.tolist() for name, value in logged.items()} == {
+        f"batching/{name}": [pytest.approx(value)]
+        for name, value in {
+            "fill": made.fill,
+            "padding": made.padding,
+            "micro-batches a rank": made.num_microbatches,
+            "placeholders": made.num_placeholders,
+            "rank balance": made.rank_balance,
+            "slot balance": made.slot_balance,
+            "time over floor": made.time_over_floor,
+            "plan seconds": 0.5,
+            "step seconds": 3.0,
+        }.items()
+    }
+    assert list(LOSSES) == ["lm loss"]
+
+
+def test_ranks_without_losses_log_nothing() -> None:
+    step_log.record_step(PLAN, LENGTHS, plan_seconds=0.5, run_seconds=3.0)
+    assert with_batching_statistics({}) == {}
+
+
+def test_the_third_step_is_predicted_from_the_median_of_those_before() -> None:
+    predicted = []
+    for seconds in (1.0, 3.0, 100.0, 5.0):
+        step_log.record_step(PLAN, LENGTHS, plan_seconds=0.0, run_seconds=seconds)
+        predicted.append(with_batching_statistics(LOSSES).get("batching/predicted step seconds"))
+    assert predicted[:2] == [None, None]
+    assert [float(each) for each in predicted[2:]] == pytest.approx([2.0, 3.0])
