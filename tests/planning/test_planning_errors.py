@@ -1,66 +1,21 @@
-"""Errors of the planner: their texts, their attributes, and that they travel between processes."""
+"""Errors of the planner: their texts and their attributes."""
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
 
 from mcore_batching.planning import (
-    ConfigError,
-    InflightBoundError,
-    InvariantError,
-    ItemTooLargeError,
     LengthError,
     OversizeSampleError,
     ParallelDims,
-    ParallelDimsError,
-    PlanFormatError,
     PlannerConfig,
-    PlanningError,
     plan_batch,
     plan_step,
 )
-from mcore_batching.tools.lengths_file import LengthsFileError
 
 CONFIG = PlannerConfig(max_tokens_per_gpu=10)
-ERRORS = [
-    ParallelDimsError("set pipeline_parallel"),
-    ConfigError("set max_tokens_per_gpu"),
-    LengthError("sample 3", index=3),
-    ItemTooLargeError(index=1, size=9, capacity=8),
-    OversizeSampleError(
-        index=4, length=9, padded_length=12, cap=8, needed_max_tokens_per_gpu=6, num_oversize=2
-    ),
-    InvariantError("cap", "too much", indices=(3, 4), step=1, rank=2, slot=0),
-    PlanFormatError("version"),
-    LengthsFileError("file:3"),
-    InflightBoundError("set max_inflight_tokens"),
-]
-
-
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_errors_are_value_errors_and_survive_pickling(error: PlanningError) -> None:
-    assert isinstance(error, PlanningError)
-    assert isinstance(error, ValueError)
-    copy = pickle.loads(pickle.dumps(error))
-    assert type(copy) is type(error)
-    assert str(copy) == str(error)
-    assert vars(copy) == vars(error)
-
-
-def test_invariant_error_names_the_place() -> None:
-    error = ERRORS[5]
-    assert str(error) == "invariant 'cap' is broken at step 1, rank 2, slot 0: too much"
-    assert vars(error) == {
-        "invariant": "cap",
-        "detail": "too much",
-        "indices": (3, 4),
-        "step": 1,
-        "rank": 2,
-        "slot": 0,
-    }
 
 
 @pytest.mark.parametrize(
