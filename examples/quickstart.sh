@@ -4,7 +4,7 @@
 #     bash examples/quickstart.sh [--online] [--short] [--nproc N] [flags of grpo.py]
 #
 # Makes .venv (or $MCORE_BATCHING_VENV), installs this package with what the job needs, and runs
-# examples/grpo.py --compare on 4 processes, 2 data-parallel ranks of 2 pipeline stages: on GPUs if
+# examples/grpo/grpo.py --compare on 4 processes, 2 data-parallel ranks of 2 pipeline stages: on GPUs if
 # there are enough, on the CPU otherwise. --dp, --pp, --vpp, --tp and --cp change the layout, and
 # with it the number of processes; --rollouts FILE takes other rollouts; --short runs for seconds.
 #
@@ -73,6 +73,6 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUDA_DEVICE_MAX_CONNECTIONS=1
 # megatron-core warns of every optional package that is absent.
 export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
 export PYTHONPATH="$mcb_root${PYTHONPATH:+:$PYTHONPATH}"
-"$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" "$here/grpo.py" \
+"$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" "$here/grpo/grpo.py" \
     --out "$mcb_root/runs/quickstart" "${chosen[@]}" \
     ${length[@]+"${length[@]}"} ${given[@]+"${given[@]}"}

@@ -5,7 +5,7 @@
 #         [--out DIR] [Megatron's arguments]
 #
 # Makes .venv (or $MCORE_BATCHING_VENV), installs this package with what the job needs, and trains a
-# small GPT model by examples/sft.py on 4 processes, 2 data-parallel ranks of 2 pipeline stages: on
+# small GPT model by examples/sft/sft.py on 4 processes, 2 data-parallel ranks of 2 pipeline stages: on
 # GPUs if there are enough, on the CPU otherwise. --compare, the default, trains it twice from the
 # same start, with the plugin's flag and without (--dynamic and --baseline: once), and draws loss
 # and tokens computed a step into runs/sft. --data FILE trains on other JSON lines: messages,
@@ -110,12 +110,12 @@ for run in "${runs[@]}"; do
     echo "== $run: the whole log is in $out/$run.log"
     rm -f "$out/$run.log"
     "$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" \
-        -m mcore_batching.run "$here/sft.py" "${job[@]}" ${flags[@]+"${flags[@]}"} \
+        -m mcore_batching.run "$here/sft/sft.py" "${job[@]}" ${flags[@]+"${flags[@]}"} \
         ${given[@]+"${given[@]}"} 2>&1 | tee "$out/$run.log" | sed -u -n -E "$shown" || {
         grep -m 8 -E '([Ee]rror|Exception)(:|$)' "$out/$run.log" >&2 || tail -n 40 "$out/$run.log" >&2
         mcb_fail "the $run run failed; the whole log is in $out/$run.log"
     }
 done
 if [ ${#runs[@]} -eq 2 ]; then
-    "$python" "$here/sft_figure.py" "$out"
+    "$python" "$here/sft/sft_figure.py" "$out"
 fi

@@ -28,9 +28,9 @@ check() { # NAME COMMAND...
 check 'ruff check' "$python" -m ruff check "${sources[@]}"
 check 'ruff format' "$python" -m ruff format --check "${sources[@]}"
 check 'mypy' "$python" -m mypy
-check 'mypy examples' env MYPYPATH="$mcb_root/examples" \
-    "$python" -m mypy examples/grpo.py examples/arithmetic_game.py examples/sft.py \
-    examples/sft_figure.py examples/game_conversations.py
+check 'mypy examples' env MYPYPATH="$mcb_root/examples/grpo:$mcb_root/examples/sft" \
+    "$python" -m mypy examples/grpo/grpo.py examples/data/arithmetic_game.py examples/sft/sft.py \
+    examples/sft/sft_figure.py examples/data/game_conversations.py
 check 'pytest' "$python" -m pytest "$@"
 
 if [ ${#failed[@]} -gt 0 ]; then

@@ -1,10 +1,10 @@
-"""The example's modules lie beside its script, as they do under torchrun."""
+"""The examples' modules lie beside their scripts, as they do under torchrun."""
 
 import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 EXAMPLES = TESTS.parent / "examples"
-# For `kit`, what the tests with several processes share.
-sys.path.insert(0, str(TESTS / "distributed"))
-sys.path.insert(0, str(EXAMPLES))
+# With `kit`, what the tests with several processes share.
+for folder in (TESTS / "distributed", *(EXAMPLES / name for name in ("data", "sft", "grpo"))):
+    sys.path.insert(0, str(folder))

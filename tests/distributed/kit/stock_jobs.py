@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kit.harness import REPOSITORY, Job
 
-SFT = "examples/sft.py"
+SFT = "examples/sft/sft.py"
 VARIANTS = "tests/distributed/kit/stock_script.py"
 LENGTH = 192
 LAYERS = 4

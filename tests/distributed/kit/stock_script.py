@@ -1,4 +1,4 @@
-"""``examples/sft.py`` with something in it that a script of one's own may have.
+"""``examples/sft/sft.py`` with something in it that a script of one's own may have.
 
 ``--variant`` names it:
 
@@ -36,7 +36,7 @@ from mcore_batching.integrations.megatron_lm.sft import add_sft_arguments, colla
 STEPS_BEFORE = 2
 SAMPLES_A_RANK = 4
 
-_path = Path(__file__).resolve().parents[3] / "examples" / "sft.py"
+_path = Path(__file__).resolve().parents[3] / "examples" / "sft" / "sft.py"
 _spec = importlib.util.spec_from_file_location("sft", _path)
 assert _spec is not None
 assert _spec.loader is not None

@@ -1,7 +1,7 @@
 """Trains a small Megatron GPT by GRPO, with dynamic micro-batches.
 
-    MCORE_BATCHING_CPU=1 torchrun --nproc-per-node 4 examples/grpo.py --compare
-    MCORE_BATCHING_CPU=1 torchrun --nproc-per-node 4 examples/grpo.py --online [--step-wise]
+    MCORE_BATCHING_CPU=1 torchrun --nproc-per-node 4 examples/grpo/grpo.py --compare
+    MCORE_BATCHING_CPU=1 torchrun --nproc-per-node 4 examples/grpo/grpo.py --online [--step-wise]
 
 (without the variable on four GPUs).
 

@@ -12,7 +12,7 @@ from byte_tokens import PADDING
 from mcore_batching.megatron import add_dynamic_batch_arguments
 from mcore_batching.planning import ParallelDims
 
-BUNDLED_ROLLOUTS = Path(__file__).parent / "data" / "arithmetic_rollouts.jsonl"
+BUNDLED_ROLLOUTS = Path(__file__).parents[1] / "data" / "arithmetic_rollouts.jsonl"
 ONLINE_DEFAULTS: dict[str, Any] = {
     "max_tokens_per_gpu": 512,
     "iterations": 40,

@@ -1,6 +1,6 @@
 """Compares two logs of ``sft.sh``: with dynamic micro-batches, and padded.
 
-    python examples/sft_figure.py runs/sft
+    python examples/sft/sft_figure.py runs/sft
 
 Reads ``dynamic.log`` and ``padded.log`` of the directory, prints how the runs differ, and draws
 ``comparison.png``: loss against consumed samples, and tokens computed a step.

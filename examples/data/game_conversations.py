@@ -1,6 +1,6 @@
 """Makes conversations of won arithmetic games, the bundled input of ``sft.sh``.
 
-    python examples/game_conversations.py --out examples/data/arithmetic_conversations.jsonl
+    python examples/data/game_conversations.py --out examples/data/arithmetic_conversations.jsonl
 
 The game's part becomes messages of the user, the player's those of the assistant. Games that were
 lost are left out, and of games that were played alike all but the first.
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROLLOUTS = Path(__file__).parent / "data" / "arithmetic_rollouts.jsonl"
+ROLLOUTS = Path(__file__).with_name("arithmetic_rollouts.jsonl")
 MAX_CHARACTERS = 800
 """Of all messages together: longer games are left out, so that a baseline that pads every sample to
 the longest one ends in reasonable time."""

@@ -1,14 +1,31 @@
+"""Bundled files are what their scripts write; rollouts are read, or refused by line."""
+
 import json
-import pickle
 
 import pytest
 from arithmetic_game import games
-from byte_tokens import BEGIN, END, decode, encode
+from byte_tokens import BEGIN, END, encode, text_of
+from game_conversations import ROLLOUTS, conversations
 from hypothesis import given
 from hypothesis import strategies as st
 from rollouts import Rollout, RolloutFileError, read_groups
 
 GOOD = {"uid": "a", "prompt": "1+1=", "response": "2", "reward": 1}
+QUESTION = {"question": "1+1?", "ground_truth": "2"}
+
+
+def bundled(name):
+    lines = ROLLOUTS.with_name(name).read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_bundled_files_are_what_the_scripts_write():
+    assert bundled("arithmetic_rollouts.jsonl") == list(games(128, 4, seed=7))
+    written = [{"messages": messages} for messages in conversations(ROLLOUTS)]
+    assert bundled("arithmetic_conversations.jsonl") == written
+    for record in written:
+        roles = [message["role"] for message in record["messages"]]
+        assert roles == ["user", "assistant"] * (len(roles) // 2)
 
 
 def write(tmp_path, *rows):
@@ -27,25 +44,13 @@ def test_groups_keep_the_order_of_the_file(tmp_path):
     ]
 
 
-def test_the_generators_games_are_read_with_their_spans(tmp_path):
-    made = list(games(3, 2, seed=1))
-    read = [r for group in read_groups(write(tmp_path, *made)) for r in group]
-    assert [r.environment_spans for r in read] == [
-        tuple(map(tuple, game["environment_spans"])) for game in made
-    ]
-
-
 def test_gsm8k_example_model_solutions_are_read_as_they_are(tmp_path):
-    question = {
-        "question": "Two apples and one?",
-        "ground_truth": "A: 3",
-        "6b_finetuning": {"is_correct": False, "solution": "A: 2"},
-        "175b_verification": {"is_correct": True, "solution": "2+1 = 3\nA: 3"},
+    solutions = {
+        "6b": {"is_correct": False, "solution": "3"},
+        "175b": {"is_correct": True, "solution": "2"},
     }
-    (group,) = read_groups(write(tmp_path, question))
-    assert group == [
-        Rollout("Two apples and one?", "Two apples and one?\n", "A: 2", 0.0),
-        Rollout("Two apples and one?", "Two apples and one?\n", "2+1 = 3\nA: 3", 1.0),
+    assert read_groups(write(tmp_path, QUESTION | solutions)) == [
+        [Rollout("1+1?", "1+1?\n", "3", 0.0), Rollout("1+1?", "1+1?\n", "2", 1.0)]
     ]
 
 
@@ -60,11 +65,8 @@ def test_gsm8k_example_model_solutions_are_read_as_they_are(tmp_path):
         ('{"uid": "a", "prompt": "", "response": "", "reward": NaN}', r"'reward' must be finite"),
         (GOOD | {"environment_spans": [[0, 2]]}, r"inside the response of 1 characters"),
         (GOOD | {"environment_spans": [[1, 1], [0, 1]]}, r"ascending pairs"),
-        ({"question": "?", "ground_truth": "!"}, r"at least one model's"),
-        (
-            {"question": "?", "ground_truth": "!", "m": {"solution": "x", "is_correct": 1}},
-            r"'is_correct' must be bool, got 1",
-        ),
+        (QUESTION, r"at least one model's"),
+        (QUESTION | {"m": {"solution": "x", "is_correct": 1}}, r"'is_correct' must be bool, got 1"),
     ],
 )
 def test_a_bad_line_is_named_with_its_number(tmp_path, row, text):
@@ -72,35 +74,30 @@ def test_a_bad_line_is_named_with_its_number(tmp_path, row, text):
     with pytest.raises(RolloutFileError, match=text) as caught:
         read_groups(path)
     assert str(caught.value).startswith(f"{path}:2: ")
-    again = pickle.loads(pickle.dumps(caught.value))
-    assert (str(again), again.line) == (str(caught.value), 2)
 
 
-def test_bytes_that_are_not_utf8_are_named(tmp_path):
-    path = tmp_path / "rollouts.jsonl"
-    path.write_bytes(b'{"uid": "\xff"}')
-    with pytest.raises(RolloutFileError, match=r":1: not JSON in UTF-8"):
-        read_groups(path)
-
-
-def test_a_missing_or_empty_file_says_so(tmp_path):
+def test_files_without_rollouts_say_so(tmp_path):
     with pytest.raises(RolloutFileError, match=r"cannot be read .*set --rollouts"):
         read_groups(tmp_path / "absent.jsonl")
     with pytest.raises(RolloutFileError, match="no rollouts"):
         read_groups(write(tmp_path, "", "  "))
+    (tmp_path / "rollouts.jsonl").write_bytes(b'{"uid": "\xff"}')
+    with pytest.raises(RolloutFileError, match=r":1: not JSON in UTF-8"):
+        read_groups(tmp_path / "rollouts.jsonl")
 
 
 text = st.text(st.characters(codec="utf-8"), max_size=20)
 
 
 @given(prompt=text, response=text, ends=st.lists(st.integers(0, 20), max_size=6))
-def test_tokens_give_back_the_text_and_mask_only_the_environments_bytes(prompt, response, ends):
+def test_tokens_are_the_texts_bytes_and_the_mask_leaves_out_the_environments(
+    prompt, response, ends
+):
     ends = sorted(min(end, len(response)) for end in ends)
     spans = tuple(zip(ends[::2], ends[1::2], strict=False))
     sample = encode(Rollout("u", prompt, response, 0.0, spans))
-    assert decode(sample) == (prompt, response)
-    assert sample.tokens[0] == BEGIN
-    assert sample.tokens[-1] == END
+    assert (sample.tokens[0], sample.tokens[-1]) == (BEGIN, END)
+    assert text_of(sample.tokens[1:-1].tolist()) == prompt + response
     assert sample.response_length == len(sample.loss_mask) == len(response.encode()) + 1
     written = [i for start, end in spans for i in range(start, end)]
     of_the_policy = "".join(c for i, c in enumerate(response) if i not in written)
@@ -108,7 +105,8 @@ def test_tokens_give_back_the_text_and_mask_only_the_environments_bytes(prompt, 
     assert bytes(kept.tolist()) == of_the_policy.encode()
 
 
-def test_the_end_mark_is_trained_unless_the_environment_had_the_last_word():
-    assert encode(Rollout("u", "", "ab", 0.0)).loss_mask.tolist() == [1, 1, 1]
-    assert encode(Rollout("u", "", "ab", 0.0, ((0, 1),))).loss_mask.tolist() == [0, 1, 1]
-    assert encode(Rollout("u", "", "ab", 0.0, ((1, 2),))).loss_mask.tolist() == [1, 0, 0]
+@pytest.mark.parametrize(
+    ("spans", "mask"), [((), [1, 1, 1]), (((0, 1),), [0, 1, 1]), (((1, 2),), [1, 0, 0])]
+)
+def test_the_end_mark_is_trained_unless_the_environment_had_the_last_word(spans, mask):
+    assert encode(Rollout("u", "", "ab", 0.0, spans)).loss_mask.tolist() == mask

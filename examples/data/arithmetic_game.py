@@ -1,6 +1,6 @@
 """Makes rollouts of a multi-turn arithmetic game, the bundled input of ``grpo.py``.
 
-    python examples/arithmetic_game.py --out examples/data/arithmetic_rollouts.jsonl
+    python examples/data/arithmetic_game.py
 
 The game keeps a running number and asks, round after round, to add to it, subtract from it or
 multiply it. The first wrong answer ends it; the reward is the share of rounds won. The recorded
@@ -148,7 +148,7 @@ def _integer(generator: random.Random, low: int, high: int) -> int:
 def main() -> None:
     """Play the games and write them down."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    default = Path(__file__).parent / "data" / "arithmetic_rollouts.jsonl"
+    default = Path(__file__).with_name("arithmetic_rollouts.jsonl")
     parser.add_argument("--out", type=Path, default=default)
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--trajectories", type=int, default=4, help="games a prompt")

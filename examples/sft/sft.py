@@ -1,8 +1,8 @@
 """Supervised fine-tuning of a GPT model: a script of one's own around ``megatron.training``.
 
-    torchrun --nproc-per-node 4 examples/sft.py --dynamic-batch-data FILE [Megatron's arguments]
-    torchrun --nproc-per-node 4 -m mcore_batching.run examples/sft.py --dynamic-batch-data FILE \\
-        --use-dynamic-batch-size --max-tokens-per-gpu 4096 [the same arguments]
+    torchrun --nproc-per-node 4 examples/sft/sft.py --dynamic-batch-data FILE [Megatron's arguments]
+    torchrun --nproc-per-node 4 -m mcore_batching.run examples/sft/sft.py \\
+        --dynamic-batch-data FILE --use-dynamic-batch-size --max-tokens-per-gpu 4096 [the same]
 
 Written for megatron-core 0.19. Only the datasets come from ``mcore_batching``: padded to
 ``--seq-length`` in the first command, as they are in the second.

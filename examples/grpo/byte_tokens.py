@@ -2,7 +2,6 @@
 
 Guarantees
 - A sample has a prompt of at least one token and a response of at least one (the end mark).
-- `decode` gives back prompt and response as they were.
 - `text_of` never fails, whatever tokens a policy drew.
 """
 
@@ -55,13 +54,6 @@ def encode(rollout: Rollout) -> TokenizedRollout:
         response_length=len(response) + 1,
         loss_mask=mask,
     )
-
-
-def decode(tokenized: TokenizedRollout) -> tuple[str, str]:
-    """Prompt and response, the inverse of `encode`."""
-    split = len(tokenized.tokens) - tokenized.response_length
-    ids = tokenized.tokens.tolist()
-    return bytes(ids[1:split]).decode(), bytes(ids[split:-1]).decode()
 
 
 def text_of(tokens: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
 """Draws what dynamic micro-batches do to one optimizer step, from a real plan.
 
-    python examples/step_figure.py --out examples/figures/step.png
+    python examples/figures/step_figure.py
 
 Above: every rank packs its own samples by first-fit and reaches the common number of micro-batches
 with empty ones. Below: the plan of this package for the same samples and the same cap.
@@ -82,7 +82,7 @@ def draw(axes: Axes, plan: StepPlan, lengths: list[int], title: str) -> None:
 def main() -> None:
     """Plan the step both ways and save the picture."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("examples/figures/step.png"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("step.png"))
     out = parser.parse_args().out
     lengths = lengths_of_samples()
     owners = [rank for rank, share in enumerate(SHARES) for _ in range(share)]

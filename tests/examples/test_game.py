@@ -1,0 +1,150 @@
+"""The game that the policy plays: its rules, its samples, and how tokens are drawn."""
+
+import pytest
+import torch
+from byte_tokens import BEGIN, text_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from number_chain import LARGEST, MAX_ROUNDS, NumberChain, new_game, scripted_answers
+from trajectories import MAX_TOKENS, MAX_TURN_TOKENS, Trajectory, samples_of, scripted_trajectory
+
+from mcore_batching.batch import DEFAULT_SCHEMA
+from mcore_batching.rl import compute_advantages
+
+GAME = NumberChain(7, (1, -1, 1))
+
+
+def begin(changes=(1, -1, 1)):
+    game = NumberChain(7, changes)
+    return Trajectory("u", 0, game, [BEGIN, *game.opening().encode()])
+
+
+def play(trajectory, text, log_prob=-1.0):
+    for token in text.encode():
+        trajectory.play(token, log_prob)
+    return trajectory
+
+
+def test_a_name_is_one_game_whatever_the_process_and_games_vary():
+    # Written down: hash seeds differ between processes.
+    assert new_game("1234/0/5") == NumberChain(4, (1, -1, 1, -1, -1))
+    games = [new_game(str(i)) for i in range(300)]
+    assert {len(game.changes) for game in games} == set(range(1, MAX_ROUNDS + 1))
+    assert {game.start for game in games} == set(range(LARGEST + 1))
+
+
+@pytest.mark.parametrize("answer", ["9\n", "8", "8 \n", "08\n", "", "\n", "\ufffd8\n"])
+def test_anything_but_the_right_line_loses(answer):
+    assert GAME.reply(["8\n"]) == "-1="
+    assert GAME.reply(["8\n", answer]) is None
+    assert GAME.reward(["8\n", answer]) == pytest.approx(1 / 3)
+
+
+@given(st.text(max_size=8), st.floats(0, 1))
+def test_the_scripted_player_plays_to_the_end_and_not_beyond(name, slip):
+    game = new_game(name)
+    answers = scripted_answers(game, name, slip)
+    assert game.reply(answers) is None
+    assert all(game.reply(answers[:i]) is not None for i in range(1, len(answers)))
+    assert all(0 <= int(answer) <= LARGEST for answer in answers)
+    assert game.reward(scripted_answers(game, name, 0.0)) == 1.0
+    assert len(scripted_answers(game, name, 1.0)) == 1
+
+
+def test_a_game_is_played_token_by_token():
+    trajectory = play(begin(), "8\n7\n")
+    assert text_of(trajectory.tokens[1:]) == "7+1=8\n-1=7\n+1="
+    assert not trajectory.is_over
+    play(trajectory, "9\n")
+    assert trajectory.is_over
+    assert trajectory.reward == pytest.approx(2 / 3)
+    with pytest.raises(ValueError, match="game u is over"):
+        trajectory.play(ord("8"), 0.0)
+
+
+@given(st.lists(st.integers(0, 319), min_size=MAX_TURN_TOKENS, max_size=MAX_TURN_TOKENS))
+def test_any_tokens_end_a_turn_in_time(tokens):
+    trajectory = begin()
+    for token in tokens:
+        if not trajectory.is_over:
+            trajectory.play(token, -1.0)
+    assert trajectory.turns
+
+
+@given(st.integers(0, 10**6))
+def test_no_game_is_longer_than_said_and_no_two_tokens_share_a_name(seed):
+    assert len(scripted_trajectory(str(seed), 0, 0.0).tokens) <= MAX_TOKENS
+    names = []
+    for uid, number in (("1/0/1", 0), ("1/0/1", 1), ("1/0/11", 0)):
+        trajectory = Trajectory.begin(uid, number)
+        while not trajectory.is_over:
+            names.append(trajectory.drawn)
+            trajectory.play(ord("8"), 0.0)
+    assert len(set(names)) == len(names)
+
+
+def test_samples_are_as_the_module_shows_them():
+    trajectory = play(begin((1, -1)), "8\n7\n", -0.5)
+    whole = samples_of([trajectory], step_wise=False)
+    assert text_of(whole["tokens"][0][1:].tolist()) == "7+1=8\n-1=7\n"
+    assert whole["loss_masks"][0].tolist() == [1, 1, 0, 0, 0, 1, 1]
+    assert whole["rollout_log_probs"][0].tolist() == [-0.5, -0.5, 0, 0, 0, -0.5, -0.5]
+    turns = samples_of([trajectory], step_wise=True)
+    assert (turns["total_lengths"], turns["response_lengths"]) == ([7, 12], [2, 2])
+    assert (turns["round_number"], turns["rewards"]) == ([0, 1], [1.0, 1.0])
+    none = samples_of([], step_wise=True)
+    assert none == {key: [] for key in turns}
+    for samples in (whole, turns, none):
+        DEFAULT_SCHEMA.validate(samples)
+
+
+def trained(games, step_wise):
+    """Every trained token with its game, history, advantage and log-probability as drawn."""
+    samples = samples_of(games, step_wise=step_wise)
+    advantages = compute_advantages(samples, "grpo", step_wise=step_wise)
+    found = []
+    for i, tokens in enumerate(samples["tokens"]):
+        prompt = len(tokens) - samples["response_lengths"][i]
+        for at in samples["loss_masks"][i].nonzero()[:, 0].tolist():
+            history = tuple(tokens[: prompt + at + 1].tolist())
+            game = samples["uids"][i], samples["trajectory_ids"][i]
+            log_prob = samples["rollout_log_probs"][i][at].item()
+            found.append((game, history, advantages[i][at].item(), log_prob))
+    return sorted(found)
+
+
+@settings(deadline=None)  # the first call is slow where the machine is busy
+@given(st.integers(0, 10**6), st.floats(0, 0.6))
+def test_turns_and_whole_games_train_the_same_tokens(seed, slip):
+    games = [scripted_trajectory(f"{seed}/{i}", number, slip) for i in (0, 1) for number in (0, 1)]
+    for i, game in enumerate(games):
+        game.log_probs = [-0.25 * (i + j) for j in range(len(game.log_probs))]
+    whole = trained(games, step_wise=False)
+    assert trained(games, step_wise=True) == whole
+    assert len(whole) == sum(len(turn) for game in games for turn in game.turns)
+
+
+@pytest.fixture
+def sampling():
+    pytest.importorskip("megatron.core")
+    return __import__("sampling")
+
+
+@pytest.mark.parametrize(
+    ("row", "u", "token"),
+    [(0, 0.0, 0), (0, 0.49, 0), (0, 0.51, 2), (0, 0.76, 3), (1, 0.0, 1), (1, 1 - 2.0**-53, 2)],
+)
+def test_the_random_number_picks_the_token_in_whose_share_it_falls(sampling, row, u, token):
+    probabilities = torch.tensor([[0.5, 0.0, 0.25, 0.25], [0.0, 0.125, 0.875, 0.0]]).double()
+    tokens, log_probs = sampling.draw(probabilities.log(), [u, u])
+    assert tokens[row] == token
+    assert log_probs[row].exp() == pytest.approx(probabilities[row, token].item())
+
+
+def test_numbers_follow_from_their_names_and_spread_evenly(sampling):
+    assert sampling.uniform("1234/0/5/0/9") == 0.2635840661031549
+    numbers = [sampling.uniform(f"1/2/{i}/0/8") for i in range(4000)]
+    # 5 standard deviations of a count of 400 out of 4000.
+    counts = [sum(k / 10 <= u < (k + 1) / 10 for u in numbers) for k in range(10)]
+    assert sum(counts) == 4000
+    assert all(abs(count - 400) < 5 * 19 for count in counts)

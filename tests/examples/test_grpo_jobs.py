@@ -1,0 +1,152 @@
+"""The GRPO jobs on real processes: recorded rollouts beside the baseline, and games in play."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from metrics import IterationMetrics, OnlineMetrics, read
+
+pytest.importorskip("megatron.core")
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SECONDS = 300
+# Two pipeline stages of two model chunks.
+RECORDED = ["--pp=2", "--vpp=2", "--num-layers=4", "--hidden-size=32", "--iterations=2"]
+RECORDED += ["--prompts-per-iteration=4", "--global-batch-size=8", "--max-tokens-per-gpu=512"]
+ONLINE = ["--online", "--iterations=2", "--prompts-per-iteration=6", "--groups-per-step=4"]
+ONLINE += ["--warm-start-steps=50", "--max-tokens-per-gpu=256", "--pp=1"]
+
+
+def run_grpo(nproc, *flags):
+    environment = os.environ | {
+        "MCORE_BATCHING_CPU": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # the stand-in sets it too, with the compiler loaded
+        "CUDA_VISIBLE_DEVICES": "",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    script = str(REPOSITORY / "examples" / "grpo" / "grpo.py")
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    return subprocess.run(
+        [sys.executable, *launcher, script, *flags],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    out = tmp_path_factory.mktemp("recorded")
+    done = run_grpo(2, *RECORDED, "--compare", "--out", str(out))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, out, [read_run(out, name) for name in ("dynamic", "baseline")]
+
+
+def read_run(out, name, kind=IterationMetrics):
+    return read(out / name / "metrics.jsonl", kind)
+
+
+def test_dynamic_run_and_baseline_have_the_same_curve(recorded):
+    _, _, (dynamic, baseline) = recorded
+    assert len(dynamic) == len(baseline) == 2
+    for ours, theirs in zip(dynamic, baseline, strict=True):
+        assert len(ours.steps) == len(theirs.steps) == 2
+        for name in ("samples", "tokens", "reward"):
+            assert getattr(ours, name) == getattr(theirs, name)
+        assert ours.num_microbatches < theirs.num_microbatches == 16
+        for step, other in zip(ours.steps, theirs.steps, strict=True):
+            for name in ("loss", "policy_loss", "kl", "clipped", "grad_norm"):
+                # Float32 sums in another order, through at most four updates.
+                assert getattr(step, name) == pytest.approx(getattr(other, name), abs=1e-5), name
+
+
+def test_the_policy_starts_as_the_reference_and_moves_away(recorded):
+    _, _, ((first, second), _) = recorded
+    assert first.steps[0].kl == pytest.approx(0, abs=1e-9)
+    assert first.steps[0].loss == pytest.approx(first.steps[0].policy_loss, abs=1e-9)
+    assert second.steps[-1].kl > 1e-4
+    # Old log-probabilities are those before the iteration's first update.
+    assert second.steps[0].clipped == 0
+
+
+def test_the_recorded_job_prints_and_writes_what_it_promises(recorded):
+    printed, out, _ = recorded
+    assert len(re.findall(r"iteration +\d+  loss .* KL .* grad norm .* tokens", printed)) == 4
+    assert "largest difference in loss over 4 optimizer steps" in printed
+    for name in ("dynamic", "baseline"):
+        assert json.loads((out / name / "settings.json").read_text())["vpp"] == 2
+    for name in ("dynamic/micro_batches.png", "baseline/micro_batches.png", "comparison.png"):
+        assert (out / name).stat().st_size > 10_000
+
+
+def test_what_the_user_can_put_right_is_said_once_without_a_traceback(tmp_path):
+    done = run_grpo(2, *RECORDED, "--dp=2", "--out", str(tmp_path))
+    assert done.returncode != 0
+    assert done.stderr.count("grpo.py: error: the layout needs 4 processes") == 1
+    assert "bootstrap.py" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def online(tmp_path_factory):
+    """On two data-parallel ranks: whole games, and single turns."""
+    out = tmp_path_factory.mktemp("online")
+    printed, runs = "", []
+    for name, flags in (("online", []), ("online-step-wise", ["--step-wise"])):
+        done = run_grpo(2, *ONLINE, "--out", str(out), *flags)
+        assert done.returncode == 0, done.stderr[-3000:]
+        printed += done.stdout
+        runs.append(read_run(out, name, OnlineMetrics))
+    return printed, out, runs
+
+
+def test_a_turn_is_a_sample_only_step_by_step(online):
+    _, _, (whole, turns) = online
+    assert [each.samples for each in whole] == [48, 48]
+    assert [each.samples for each in turns] == [each.turns for each in turns]
+    # The warm start has taught it enough for games of several turns.
+    assert turns[0].turns > 48 + 4
+    # Optimizer steps depend on prompts alone.
+    assert {len(each.steps) for run in (whole, turns) for each in run} == {2}
+
+
+def test_turns_and_whole_games_train_alike(online):
+    _, _, ((whole, _), (turns, _)) = online
+    # The same weights play the same games, and the loss is a mean over the same tokens.
+    for name in ("reward", "games", "games_won", "turns", "sampling_passes"):
+        assert getattr(whole, name) == getattr(turns, name), name
+    assert whole.sampling_placeholders == turns.sampling_placeholders
+    assert whole.steps[0].loss == pytest.approx(turns.steps[0].loss, abs=1e-5)
+    assert whole.steps[0].grad_norm == pytest.approx(turns.steps[0].grad_norm, rel=1e-4)
+    assert whole.steps[0].grad_norm > 0.1
+    # After one update; Adam's first one magnifies rounding.
+    assert whole.steps[1].loss == pytest.approx(turns.steps[1].loss, abs=1e-3)
+
+
+def test_what_was_drawn_is_what_is_trained_from_the_warm_started_reference(online):
+    _, _, runs = online
+    for first, second in runs:
+        # Float32 log-probabilities of tokens, with other games in the row.
+        assert 0 <= first.log_prob_gap < 1e-4
+        assert 0 <= second.log_prob_gap < 1e-4
+        assert first.steps[0].kl == pytest.approx(0, abs=1e-7)
+        assert second.steps[-1].kl > 1e-4
+
+
+def test_the_online_job_prints_and_writes_what_it_promises(online):
+    printed, out, _ = online
+    assert printed.count("warm start, step  50  loss") == 2
+    assert printed.count("in the last 2; ") == 2
+    for name in ("online", "online-step-wise"):
+        settings = json.loads((out / name / "settings.json").read_text())
+        assert settings["step_wise"] is (name == "online-step-wise")
+        for picture in ("reward.png", "micro_batches.png"):
+            assert (out / name / picture).stat().st_size > 10_000

@@ -1,0 +1,172 @@
+"""What the GRPO jobs are made of: flags, ranks' shares, optimizer steps, losses."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("megatron.core")
+
+import objective
+import warm_start
+from batches import group_advantages, groups_of_iteration, rollout_data, share_of_rank
+from objective import GRPOObjective
+from online import steps_of_rank, uids_of_iteration
+from options import dims_of, parse_arguments, settings_of
+from rollouts import Rollout
+from training import baseline_arguments
+
+from mcore_batching.batch import DEFAULT_SCHEMA, pack, step_totals
+from mcore_batching.planning import ParallelDims
+
+
+def test_data_parallelism_is_what_the_other_sizes_leave_unless_given():
+    two_by_two = ParallelDims(data_parallel=2, pipeline_parallel=2)
+    assert dims_of(parse_arguments([]), 4) == two_by_two
+    assert dims_of(parse_arguments(["--pp", "1", "--tp", "2", "--cp", "2"]), 8).data_parallel == 2
+    assert dims_of(parse_arguments(["--dp", "3"]), 8).data_parallel == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--iterations", "0"], "--iterations must be 1 or more, got 0"),
+        (["--vpp", "3"], "cannot be cut into 6 equal model chunks"),
+        (["--baseline", "--compare"], "not allowed with"),
+        (["--online", "--compare"], "--compare is for recorded rollouts: leave out --online"),
+        (["--step-wise"], "--step-wise is for games in play: add --online"),
+        (["--online", "--groups-per-step", "0"], "--groups-per-step must be 1 or more, got 0"),
+        (["--online", "--warm-start-steps", "-1"], "--warm-start-steps must be 0 or more, got -1"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused(flags, text, capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(flags)
+    assert text in capsys.readouterr().err
+
+
+def test_play_has_defaults_of_its_own_which_flags_override():
+    online = parse_arguments(["--online"])
+    assert (parse_arguments([]).hidden_size, online.hidden_size) == (128, 64)
+    given = parse_arguments(["--iterations", "3", "--online", "--max-tokens-per-gpu", "99"])
+    assert (given.iterations, given.max_tokens_per_gpu, given.lr) == (3, 99, online.lr)
+
+
+def test_settings_tell_runs_apart_but_not_the_baseline_from_its_dynamic_run():
+    def settings(*flags):
+        return settings_of(parse_arguments(list(flags)))
+
+    assert settings("--baseline", "--out", "x") == settings("--compare") == settings()
+    assert all(settings(f"--{name}", "2") != settings() for name in ("lr", "seed", "tp"))
+
+
+def test_the_baseline_turns_the_flag_off_and_changes_nothing_else():
+    options = parse_arguments(["--max-tokens-per-gpu", "64"])
+    assert options.use_dynamic_batch_size is True
+    changed = {"use_dynamic_batch_size": False, "micro_batch_size": 1}
+    assert vars(baseline_arguments(options)) == vars(options) | changed
+
+
+def group(uid, rewards):
+    return [Rollout(uid, f"{uid}?", "x" * i, reward) for i, reward in enumerate(rewards)]
+
+
+GROUPS = [group(str(i), [0.0] * (1 + i % 3)) for i in range(7)]
+
+
+def test_iterations_walk_through_the_groups_in_a_circle():
+    walked = [g for iteration in range(3) for g in groups_of_iteration(GROUPS, iteration, 5)]
+    assert walked == (GROUPS * 3)[:15]
+
+
+def test_fields_are_what_the_schema_declares_group_by_group():
+    data = rollout_data([group("a", [0.0, 1.0]), group("b", [2.0, 2.0])])
+    DEFAULT_SCHEMA.validate(data)
+    assert (data["total_lengths"], data["response_lengths"]) == ([4, 5, 4, 5], [1, 2, 1, 2])
+    assert torch.cat(data["advantages"]).tolist() == pytest.approx([-1, 1, 1, 0, 0, 0], rel=1e-3)
+    assert group_advantages([3.0]) == [0]
+    assert rollout_data([]) == {key: [] for key in data}
+
+
+@given(
+    num_groups=st.integers(1, 12),
+    num_ranks=st.integers(1, 5),
+    groups_per_step=st.integers(1, 13),
+    turns=st.lists(st.integers(0, 6), min_size=12, max_size=12),
+)
+def test_optimizer_steps_depend_on_prompts_alone(num_groups, num_ranks, groups_per_step, turns):
+    everyone = [f"u{i}" for i in range(num_groups)]
+    shares = [share_of_rank(everyone, rank, num_ranks) for rank in range(num_ranks)]
+    assert sorted(uid for share in shares for uid in share) == sorted(everyone)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    held = []
+    for mine in shares:
+        samples = [uid for uid in mine for _ in range(turns[everyone.index(uid)])]
+        steps = steps_of_rank(samples, everyone, groups_per_step)
+        assert len(steps) == -(-num_groups // groups_per_step)
+        assert sorted(i for step in steps for i in step) == list(range(len(samples)))
+        held.append([{samples[i] for i in step} for step in steps])
+    for number, of_ranks in enumerate(zip(*held, strict=True)):
+        expected = everyone[number * groups_per_step :][:groups_per_step]
+        played = {uid for uid in expected if turns[everyone.index(uid)]}
+        assert set().union(*of_ranks) == played
+
+
+def test_games_differ_between_iterations_and_seeds():
+    names = [
+        uid
+        for seed in ("1", "11")
+        for iteration in range(12)
+        for uid in uids_of_iteration(parse_arguments(["--online", "--seed", seed]), iteration)
+    ]
+    assert len(set(names)) == len(names) == 2 * 12 * 32
+
+
+# Ratios of 1.5 and 0.5: inside and outside the clip range, for both signs of the advantage.
+LOG_RATIOS = [[0.0, 0.4054651, 0.4054651, -0.6931472], [0.4054651, -0.6931472]]
+REFERENCE_GAPS = [[0.0, 0.5, 0.25, -0.5], [1.0, 0.0]]
+
+
+def row_of(lengths, **fields):
+    batch = {
+        "tokens": [torch.arange(length + 2) for length in lengths],
+        "total_lengths": [length + 2 for length in lengths],
+        "response_lengths": lengths,
+    }
+    return pack(batch | fields, schema=DEFAULT_SCHEMA, sample_indices=range(len(lengths)))
+
+
+def test_the_loss_is_clipped_grpo_by_hand(monkeypatch):
+    new = [(torch.tensor(ratios) - 2.0).requires_grad_() for ratios in LOG_RATIOS]
+    gaps = [torch.tensor(gaps) for gaps in REFERENCE_GAPS]
+    row = row_of(
+        [4, 2],
+        log_probs=[torch.full_like(each, -2.0) for each in gaps],
+        ref_log_probs=[each.detach() + gap for each, gap in zip(new, gaps, strict=True)],
+        advantages=[torch.full((4,), 2.0), torch.full((2,), -1.0)],
+    )
+    monkeypatch.setattr(objective, "response_log_probs", lambda logits, row: new)
+    objective_ = GRPOObjective(clip=0.2, kl_coefficient=0.1)
+    share, metrics = objective_(torch.zeros(1), row, step_totals([row]))
+    # min(ratio A, clipped ratio A): advantage 2 at ratios 1, 1.5, 1.5, 0.5, and -1 at 1.5, 0.5.
+    policy = -(2 * 1 + 2 * 1.2 + 2 * 1.2 + 2 * 0.5 - 1 * 1.5 - 1 * 0.8) / 6
+    kl = float((torch.cat(gaps).exp() - torch.cat(gaps) - 1).sum()) / 6
+    assert metrics["policy_loss"].item() == pytest.approx(policy, rel=1e-5)
+    assert metrics["kl"].item() == pytest.approx(kl, rel=1e-5)
+    assert share.item() == pytest.approx(policy + 0.1 * kl, rel=1e-5)
+    assert metrics["clipped"].item() == pytest.approx(3 / 6)
+    metrics["policy_loss"].backward(retain_graph=True)
+    # Clipped tokens have no gradient, the others -ratio times advantage over the tokens.
+    assert new[0].grad.tolist() == pytest.approx([-2 / 6, 0, 0, -1 / 6], abs=1e-5)
+    assert new[1].grad.tolist() == pytest.approx([1.5 / 6, 0], abs=1e-5)
+    (slope,) = torch.autograd.grad(metrics["kl"], new[0])
+    # Where the reference is more probable, the step raises the probability.
+    assert torch.equal(slope.sign(), -gaps[0].sign())
+
+
+def test_imitation_is_the_mean_over_the_players_tokens(monkeypatch):
+    row = row_of([3, 1], loss_masks=[torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1.0])])
+    log_probs = [torch.tensor([-1.0, -100.0, -2.0]), torch.tensor([-6.0])]
+    monkeypatch.setattr(warm_start, "response_log_probs", lambda logits, row: log_probs)
+    loss, _ = warm_start.imitation_loss(torch.zeros(1), row, step_totals([row]))
+    assert loss.item() == pytest.approx((1 + 2 + 6) / 3)
