@@ -22,8 +22,8 @@ CONFIG = PlannerConfig(max_tokens_per_gpu=100)
 PLAIN = ParallelDims(data_parallel=2)
 INTERLEAVED = ParallelDims(data_parallel=2, pipeline_parallel=2, virtual_pipeline=2)
 
-# What the originals make of LENGTHS under a cap of 100; `tests/benchmarks/bench_peers.py` runs
-# those that can be installed.
+# What the originals make of LENGTHS under a cap of 100; those that can be installed are run by
+# `tests/benchmarks/bench_others_rules.py`.
 PLANS = {
     "first-fit in order": [[[0, 1, 3], [5], [9, 11]], [[2, 4, 10], [6, 7, 8], []]],
     "slime (PR 1860)": [[[1, 9], [0, 3], [7, 11]], [[5], [2, 6], [4, 8, 10]]],

@@ -1,6 +1,6 @@
-"""The peers' rules of this package against the originals, where those are installed.
+"""Others' packing rules as this package writes them, against the originals, where installed.
 
-    python tests/benchmarks/bench_peers.py [--cases 60] [--json OUT]
+    python tests/benchmarks/bench_others_rules.py [--cases 60] [--json OUT]
 
     pip install trl pyarrow && pip install --no-deps verl areal numba   # whichever are wanted
 
