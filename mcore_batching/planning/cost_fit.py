@@ -1,8 +1,8 @@
-"""A cost model from measured times.
+"""Fit a cost model to measured times.
 
-A forward pass over a row of sequences is taken to need `fixed + a * tokens + b * sum(length²)`
-seconds, none of the three negative. They are fitted by least squares of *relative* errors, so that
-a short row counts as much as a long one.
+The model of a forward pass over a row of sequences is `fixed + a·tokens + b·Σ length²` seconds with
+no coefficient negative. Least squares of *relative* errors make a short row count as much as a long
+one.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from mcore_batching.planning.sums import ordered_sum
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """One measured row."""
+    """The measured times of one row."""
 
     lengths: tuple[int, ...]
     """Tokens of each sequence of the row."""
     forward_seconds: float
-    """Of one forward pass."""
+    """One forward pass."""
     backward_seconds: float
-    """Of its backward pass."""
+    """The backward pass after it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,18 +36,18 @@ class CostFit:
     cost_model: CostModel
     """In units of one token's forward work outside attention."""
     seconds_per_unit: float
-    """What such a unit took."""
+    """Seconds of one such unit."""
     mean_relative_error: float
-    """Of predicted forward times, over all rows."""
+    """Of the predicted forward times, mean over rows."""
     max_relative_error: float
-    """The same, worst row."""
+    """Of the predicted forward time of the worst row."""
 
 
 def fit_cost_model(timings: Sequence[Timing]) -> CostFit:
     """Fit a cost model to measured rows.
 
     Args:
-        timings: of rows that differ in tokens and in the lengths of their sequences.
+        timings: three or more rows that differ in tokens and in the lengths of their sequences.
 
     Raises:
         ConfigError: fewer than three rows, a time that is not positive, or times that do not grow
@@ -94,8 +94,9 @@ def _least_squares(
 ) -> tuple[float, float, float]:
     """Coefficients of 0 or more with the least sum of squared relative errors.
 
-    With three of them the best can be looked for among all choices of which are 0.
+    With only three of them, every choice of those that are 0 can be tried.
     """
+    # To columns of about one size: Σ length² is up to 1e9 times the constant feature.
     scales = [max(row[i] for row in features) or 1.0 for i in range(3)]
     rows = [
         [row[i] / scales[i] / m for i in range(3)]
@@ -121,7 +122,7 @@ def _least_squares(
 
 
 def _solve(rows: Sequence[Sequence[float]], chosen: Sequence[int]) -> list[float] | None:
-    """The normal equations of `rows @ x = 1` in some columns; None where they are singular."""
+    """Least squares of `rows @ x = 1` in some columns; None where they are singular."""
     matrix = [
         [ordered_sum(row[i] * row[j] for row in rows) for j in chosen]
         + [ordered_sum(row[i] for row in rows)]

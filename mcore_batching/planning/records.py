@@ -1,15 +1,19 @@
-"""What a training job did, step by step: lengths, plan, predicted and measured time.
+"""A training job's record, step by step: lengths, plan, predicted and measured time.
 
-A job writes one file of JSON lines into a folder. A line with `"format"` says for which layout,
-options and cost model the lines after it are; it is repeated when one of these changes. A step is
-`{"step": 3, "lengths": [...], "scope": "global", "ranks": [[[3, 17], [5]], ...], "predicted": u,
-"measured_seconds": s}`: its samples are numbered from 0 in the order of the batch, `predicted` is
-in units of cost, `measured_seconds` is null where nothing was measured.
+A job writes one file of JSON lines into a folder:
 
-Guarantees: every step is on its way to the disk when `append` returns, so a job that is killed
-loses none before; a last line that was cut short is left out on reading, any other fault is an
-error with file and line; once a job runs, a record that cannot be written is a warning, and the job
-goes on without.
+    {"format": "mcore-batching/record", "version": 1, "layout": {...}, "config": {...},
+     "cost_model": {...}}
+    {"step": 0, "lengths": [...], "scope": "global", "ranks": [[[3, 17], [5]], ...],
+     "predicted": 8120.5, "measured_seconds": 1.25}
+
+The first line holds for the steps after it and is repeated when one of its parts changes. A step's
+samples are numbered from 0 in the order of the batch; `predicted` is in units of cost;
+`measured_seconds` is null where nothing was measured.
+
+A step is flushed before `append` returns, so a killed job loses no earlier one. A last line that
+was cut short is left out on reading; any other fault is an error with file and line. While a job
+runs, a record that cannot be written is a warning, and the job goes on without it.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mcore_batching.planning.cost import CostModel
-from mcore_batching.planning.errors import PlanningError
+from mcore_batching.planning.errors import Argument, PlanningError
 from mcore_batching.planning.plan import StepPlan, step_from_data
 from mcore_batching.planning.statistics import predicted_step_time
 from mcore_batching.planning.validation import validate_plan
@@ -52,15 +56,15 @@ class StepRecord:
     measured_seconds: float | None
     """Of all forward and backward passes on the rank that wrote; None if nothing was measured."""
     file: str
-    """Where it was read."""
+    """The file that it was read from."""
 
 
 class StepRecorder:
-    """Writes a job's steps into a file of its own.
+    """Writes a job's steps into a new file.
 
     Args:
-        directory: folder for it, made if need be.
-        writes: whether this process is the one that writes; the others' recorders do nothing.
+        directory: folder for the file, made if need be.
+        writes: False on the ranks that do not write, whose recorders do nothing.
 
     Raises:
         RecordError: the folder cannot be made or written to.
@@ -79,8 +83,9 @@ class StepRecorder:
             self._file = _new_file(folder, f"steps-{started}-{os.getpid()}")
         except OSError as error:
             raise RecordError(
-                f"cannot record into {directory}: {error}; set --dynamic-batch-record to a folder "
-                "that can be written to"
+                f"cannot record into {directory}: {error}; set ",
+                Argument("record"),
+                " to a folder that can be written to",
             ) from None
 
     def append(
@@ -91,13 +96,13 @@ class StepRecorder:
         *,
         predicted: float | None = None,
     ) -> None:
-        """Write a step down.
+        """Write one step.
 
         Args:
             plan: over all data-parallel ranks.
             lengths: total length of each sample of the batch that the plan refers to, in tokens.
             measured_seconds: of all forward and backward passes; None if not measured.
-            predicted: time of the step in units of cost, if it is known already.
+            predicted: time of the step in units of cost; None: computed here.
         """
         if self._file is None:
             return
@@ -126,7 +131,7 @@ class StepRecorder:
                 self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
             self._file.flush()
         except OSError as error:
-            # Other ranks are in the middle of a step: nobody must stop here.
+            # Other ranks are in the middle of a step and would wait for this one for ever.
             warnings.warn(
                 f"{self._file.name}: {error}; no more steps are recorded", RuntimeWarning, 2
             )
@@ -165,8 +170,7 @@ def read_records(directory: str | Path) -> list[StepRecord]:
     records = [record for file in files for record in _read_file(file)]
     if not records:
         raise RecordError(
-            f"{directory} holds no recorded step; give the folder that a job was told to record "
-            "into by --dynamic-batch-record"
+            f"{directory} holds no recorded step; give the folder that a job recorded into"
         )
     return records
 
@@ -179,7 +183,7 @@ def _read_file(file: Path) -> Iterator[StepRecord]:
     header: dict[str, Any] | None = None
     for number, line in enumerate(lines, 1):
         if number == len(lines) and not line.endswith("\n"):
-            return
+            return  # cut short when the job was killed
         try:
             raw = json.loads(line)
             if "format" in raw:
@@ -203,10 +207,10 @@ def _checked_header(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _record(raw: Mapping[str, Any], header: Mapping[str, Any], file: str) -> StepRecord:
-    ranks, lengths = raw["ranks"], tuple(int(length) for length in raw["lengths"])
+    lengths = tuple(int(length) for length in raw["lengths"])
     plan = step_from_data(
         num_samples=len(lengths),
-        ranks=ranks,
+        ranks=raw["ranks"],
         dims=header["layout"],
         config=header["config"],
         scope=raw["scope"],

@@ -1,55 +1,77 @@
-"""This planner, its plainer modes and the rules of other frameworks on the same steps.
+"""Compare this planner, its plainer modes and other frameworks' rules on the same steps.
 
-Guarantees: all plan the same steps, weighed by one cost model and one floor; a rule that cannot
-plan a step is listed with its reason and counted, never left out; planning time is the process's
-own time on the processor, so that other work on the machine does not count.
+All plan the same steps and are weighed by one cost model against one lower bound. A rule that
+cannot plan a step stays in the table, with its reason and the number of such steps. Planning time
+is the process's own time on the processor, so that other work on the machine does not count.
 """
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from mcore_batching.planning import (
+    Argument,
     CostModel,
     InflightBoundError,
     LengthError,
     ParallelDims,
     PlannerConfig,
     StepPlan,
+    StepStatistics,
     plan_step,
+    row_capacity_tokens,
     step_statistics,
 )
 from mcore_batching.planning.checks import at_least
-from mcore_batching.planning.config import Balance
-from mcore_batching.planning.tokens import row_capacity_tokens
 from mcore_batching.planning.weights import row_tokens
-from mcore_batching.tools.rules import PEERS, PeerFailureError, peer_plan
+from mcore_batching.tools.report import Table, counted
+from mcore_batching.tools.rules import RULES, Rule, RuleFailureError, rule_plan
 
 Kind = Literal["ours", "mode", "peer"]
 PlanFunction = Callable[[Sequence[int], ParallelDims, PlannerConfig, CostModel], StepPlan]
 
 OURS = "mcore_batching"
 
+COLUMNS = (
+    "planner",
+    "steps",
+    "time/floor",
+    "over cap",
+    "micro-batches/rank",
+    "placeholders",
+    "rank balance",
+    "planning",
+)
+
+LEGEND = """\
+time/floor     predicted end of the step / a lower bound on the end of any plan's, mean over steps
+over cap       micro-batches of several samples over the cap; the worst as a multiple of the cap
+rank balance   cost of the heaviest rank / mean over ranks, mean over steps
+planning       processor time for one step, mean over steps"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Planner:
-    """Something that plans a step."""
+    """A way to plan a step."""
 
     name: str
     """As the table shows it."""
     kind: Kind
-    """This package's search, one of its plainer modes, or another framework's rule."""
+    """This package's search, one of its plainer modes, or another framework's rule ("peer")."""
     plan: PlanFunction
-    """Raises PeerFailureError where it cannot."""
+    """Raises RuleFailureError where it cannot."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one planner made of all steps; numbers are None if it planned none of them."""
+    """One planner's result over all steps; numbers are None if it planned none of them."""
 
     name: str
     """The planner's."""
@@ -68,9 +90,9 @@ class Outcome:
     worst_over_cap: float | None
     """Tokens of the fullest of these over the cap; None if there are none."""
     placeholders: float | None
-    """Of all ranks, mean over steps."""
+    """Over all ranks, mean over steps."""
     num_microbatches: float | None
-    """Of each rank, mean over steps."""
+    """Per rank, mean over steps."""
     rank_balance: float | None
     """Cost of the heaviest rank over the mean, mean over steps."""
     planning_seconds: float | None
@@ -78,28 +100,27 @@ class Outcome:
 
     @property
     def keeps_cap(self) -> bool:
-        """Whether it planned every step without going over the cap."""
+        """True if it planned every step and stayed under the cap."""
         return self.planned == self.steps and self.over_cap == 0
 
 
 def planners() -> list[Planner]:
-    """This package's search first, then its plainer modes, then the peers."""
+    """This package's search first, then its plainer modes, then the rules."""
 
-    def mode(balance: Balance) -> PlanFunction:
+    def mode(balance: Literal["pipeline", "cost", "tokens", "none"]) -> PlanFunction:
         return lambda lengths, dims, config, cost_model: plan_step(
             lengths, dims, replace(config, balance=balance), cost_model
         )
 
-    def peer(index: int) -> PlanFunction:
-        return lambda lengths, dims, config, cost_model: peer_plan(
-            PEERS[index], lengths, dims, config, cost_model
-        )
+    def by_rule(rule: Rule) -> PlanFunction:
+        return lambda *step: rule_plan(rule, *step)
 
-    plainer: tuple[Balance, ...] = ("cost", "tokens", "none")
     return [
         Planner(name=OURS, kind="ours", plan=mode("pipeline")),
-        *(Planner(name=f"{OURS}, balance {b}", kind="mode", plan=mode(b)) for b in plainer),
-        *(Planner(name=p.name, kind="peer", plan=peer(i)) for i, p in enumerate(PEERS)),
+        Planner(name=f"{OURS}, balance cost", kind="mode", plan=mode("cost")),
+        Planner(name=f"{OURS}, balance tokens", kind="mode", plan=mode("tokens")),
+        Planner(name=f"{OURS}, balance none", kind="mode", plan=mode("none")),
+        *(Planner(name=rule.name, kind="peer", plan=by_rule(rule)) for rule in RULES),
     ]
 
 
@@ -114,14 +135,14 @@ def draw_steps(
     Args:
         lengths: of the whole batch, in tokens.
         samples_per_step: samples of each step; None: all.
-        draws: how many steps to draw, each without replacement; None: consecutive steps.
+        draws: number of steps, each drawn without replacement; None: consecutive steps.
         seed: draw i is that of `random.Random(seed + i)`.
 
     Raises:
         LengthError: there are no lengths, or fewer than a step takes.
     """
     if not lengths:
-        raise LengthError("there is nothing to compare: LENGTHS holds no length")
+        raise LengthError("there is nothing to compare: ", Argument("lengths"), " holds no length")
     per_step = len(lengths)
     if samples_per_step is not None:
         per_step = at_least("samples_per_step", samples_per_step, 1, LengthError)
@@ -131,8 +152,10 @@ def draw_steps(
         ]
     if per_step > len(lengths):
         raise LengthError(
-            f"samples_per_step={per_step} cannot be drawn from {len(lengths)} lengths; set "
-            f"samples_per_step to {len(lengths)} or less"
+            Argument("samples_per_step", per_step),
+            f" cannot be drawn from {len(lengths)} lengths; set ",
+            Argument("samples_per_step"),
+            f" to {len(lengths)} or less",
         )
     count = at_least("draws", draws, 1, LengthError)
     return [random.Random(seed + i).sample(list(lengths), per_step) for i in range(count)]
@@ -144,16 +167,16 @@ def compare(
     config: PlannerConfig,
     cost_model: CostModel | None = None,
 ) -> list[Outcome]:
-    """Let everyone plan every step.
+    """Plan every step by every planner.
 
     Args:
         steps: lengths of each step [steps][samples], in tokens.
         dims: sizes of the parallel groups.
-        config: cap, padding and the search's options; `balance` is set by each planner.
+        config: cap, padding and the search's options; each planner sets `balance` itself.
         cost_model: weighs all plans; the default one if None.
 
     Returns:
-        one outcome a planner, in the order of `planners()`.
+        one outcome per planner, in the order of `planners()`.
     """
     model = cost_model or CostModel()
     return [_outcome(planner, steps, dims, config, model) for planner in planners()]
@@ -168,17 +191,17 @@ def _outcome(
 ) -> Outcome:
     capacity = row_capacity_tokens(dims, config)
     failure: str | None = None
-    made: list[tuple[float, float, float, float]] = []
-    seconds = 0.0
-    rows, over = 0, list[int]()
+    made: list[StepStatistics] = []
+    seconds: list[float] = []
+    over: list[float] = []
     for lengths in steps:
         started = time.process_time()
         try:
             plan = planner.plan(lengths, dims, config, cost_model)
-        except (PeerFailureError, InflightBoundError) as error:
+        except (RuleFailureError, InflightBoundError) as error:
             failure = failure or str(error)
             continue
-        seconds_of_step = time.process_time() - started
+        taken = time.process_time() - started
         statistics = step_statistics(plan, lengths, cost_model)
         held, bound = statistics.peak_inflight_tokens, config.max_inflight_tokens
         if bound is not None and held > bound:
@@ -186,34 +209,89 @@ def _outcome(
                 f"its plan holds {held:.0f} tokens in flight, max_inflight_tokens is {bound}"
             )
             continue
-        seconds += seconds_of_step
-        made.append(
-            (
-                statistics.time_over_floor,
-                float(statistics.num_placeholders),
-                float(statistics.num_microbatches),
-                statistics.rank_balance,
-            )
-        )
-        made_rows = [samples for rank in plan.micro_batches for samples in rank]
-        rows += len(made_rows)
-        tokens = [
-            row_tokens(samples, lengths, dims, config) for samples in made_rows if samples[1:]
-        ]
-        over += [padded for padded in tokens if padded > capacity]
-    count = len(made)
-    means = [sum(column) / count for column in zip(*made, strict=True)] if made else [None] * 4
+        made.append(statistics)
+        seconds.append(taken)
+        several = [samples for rank in plan.micro_batches for samples in rank if samples[1:]]
+        fills = [row_tokens(samples, lengths, dims, config) / capacity for samples in several]
+        over += [fill for fill in fills if fill > 1]
+    rows = dims.data_parallel * sum(statistics.num_microbatches for statistics in made)
     return Outcome(
         name=planner.name,
         kind=planner.kind,
         steps=len(steps),
-        planned=count,
+        planned=len(made),
         failure=failure,
-        time_over_floor=means[0],
+        time_over_floor=_mean([statistics.time_over_floor for statistics in made]),
         over_cap=len(over) / rows if rows else None,
-        worst_over_cap=max(over) / capacity if over else None,
-        placeholders=means[1],
-        num_microbatches=means[2],
-        rank_balance=means[3],
-        planning_seconds=seconds / count if count else None,
+        worst_over_cap=max(over, default=None),
+        placeholders=_mean([statistics.num_placeholders for statistics in made]),
+        num_microbatches=_mean([statistics.num_microbatches for statistics in made]),
+        rank_balance=_mean([statistics.rank_balance for statistics in made]),
+        planning_seconds=_mean(seconds),
     )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def as_table(outcomes: Sequence[Outcome]) -> Table:
+    """One row per planner."""
+    return Table(columns=COLUMNS, rows=tuple(map(_row, outcomes)))
+
+
+def _row(outcome: Outcome) -> tuple[str, ...]:
+    def number(value: float | None, digits: int) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    over = "-" if outcome.over_cap is None else "none"
+    if outcome.over_cap and outcome.worst_over_cap:
+        over = f"{outcome.over_cap:.1%}, {outcome.worst_over_cap:.2f}x"
+    seconds = outcome.planning_seconds
+    return (
+        outcome.name,
+        f"{outcome.planned}/{outcome.steps}",
+        number(outcome.time_over_floor, 3),
+        over,
+        number(outcome.num_microbatches, 1),
+        number(outcome.placeholders, 1),
+        number(outcome.rank_balance, 3),
+        "-" if seconds is None else f"{1000 * seconds:.1f} ms",
+    )
+
+
+def summary(outcomes: Sequence[Outcome]) -> list[str]:
+    """Lines below the table: the gain on the best rule under the cap, and who has no plan."""
+    lines = []
+    ours = next((o for o in outcomes if o.kind == "ours"), None)
+    rivals = [
+        (o.time_over_floor, o.name)
+        for o in outcomes
+        if o.kind == "peer" and o.keeps_cap and o.time_over_floor is not None
+    ]
+    if ours and ours.time_over_floor and rivals:
+        best, name = min(rivals)
+        lines.append(
+            f"of the other frameworks' rules that keep the cap {name} is best: its step takes "
+            f"{best / ours.time_over_floor:.3f} x the time of {ours.name}'s"
+        )
+    return lines + [
+        f"{o.name} has no plan for {o.steps - o.planned} of {counted(o.steps, 'step')}: {o.failure}"
+        for o in outcomes
+        if o.failure
+    ]
+
+
+def as_json(outcomes: Sequence[Outcome]) -> str:
+    """A list of objects, one per planner, with `Outcome`'s fields."""
+    return json.dumps([asdict(outcome) for outcome in outcomes], indent=2)
+
+
+def as_csv(outcomes: Sequence[Outcome]) -> str:
+    """One line per planner under a heading of `Outcome`'s fields; None is an empty cell."""
+    text = io.StringIO()
+    records = [asdict(outcome) for outcome in outcomes]
+    writer = csv.DictWriter(text, list(records[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue().rstrip("\n")

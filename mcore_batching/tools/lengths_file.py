@@ -1,8 +1,7 @@
-"""Reading one value a sample from files: its length, or its group.
+"""Read one value per sample from a file: its length, or its group.
 
-Guarantees: every length read is an integer of 0 or more that stands in the file as such, every
-group a text or an integer; anything else is refused with the file and the line. Empty lines of text
-and JSON lines are passed over.
+A length is an integer of 0 or more that stands in the file as such, a group a text or an integer;
+anything else is refused with the file and the line. Empty lines of text and JSON lines are skipped.
 """
 
 from __future__ import annotations
@@ -16,75 +15,90 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mcore_batching.planning.checks import MAX_LENGTH_TOKENS
-from mcore_batching.planning.errors import PlanningError
+from mcore_batching.planning.errors import Argument, MCoreBatchingError
 
 # Fewer digits than Python refuses to convert, and more than any length has.
 _INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
-# What a line of a text file is, by the flag that names a column in files of other kinds.
-_STANDS_ALONE = {"--column": "integer", "--group-column": "group"}
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 
+_COLUMN = Argument("column")
+_GROUP_COLUMN = Argument("group_column")
 
 _Value = TypeVar("_Value")
 _Parse = Callable[[Any, str, int], _Value]
-"""A value as it stands in the file, the file's name and the line, to what it means."""
+"""From a value as it stands in the file, the file's name and the line to what it means."""
 
 
-class LengthsFileError(PlanningError):
-    """A file that cannot be read or holds something else than lengths, or groups."""
+class LengthsFileError(MCoreBatchingError, ValueError):
+    """A file that cannot be read, or that holds anything but lengths, or groups."""
 
 
 def read_lengths(source: str, column: str | None = None) -> list[int]:
-    """Read sample lengths in tokens, in file order.
+    """Sample lengths in tokens, in file order.
 
     Args:
         source: `-` for text on standard input, or a path. `.csv` is read as CSV with a heading,
-            `.jsonl`, `.json` and `.ndjson` as one JSON object a line, all else as text with one
-            integer a line.
-        column: the CSV column or JSON key; needed for these unless a CSV has a single column.
+            `.jsonl`, `.json` and `.ndjson` as one JSON object per line, all else as text with one
+            integer per line.
+        column: the CSV column or JSON key; may be left out for a CSV with a single column.
 
     Raises:
         LengthsFileError: names the file, and the line where there is one.
     """
-    return _read(source, column, "--column", _integer)
+    return _read(source, column, _COLUMN, _integer)
 
 
-def read_groups(source: str, column: str | None = None) -> list[str | int]:
-    """Read the group (uid) of each sample, in file order.
+def read_groups(source: str, group_column: str | None = None) -> list[str | int]:
+    """The group (uid) of each sample, in file order.
 
     Args:
-        source: as for `read_lengths`, with one group a line of text.
-        column: as for `read_lengths`.
+        source: as for `read_lengths`, with one group per line of text.
+        group_column: as `column` of `read_lengths`.
 
     Raises:
         LengthsFileError: names the file, and the line where there is one.
     """
-    return _read(source, column, "--group-column", _group)
+    return _read(source, group_column, _GROUP_COLUMN, _group)
 
 
-def _read(source: str, column: str | None, flag: str, parse: _Parse[_Value]) -> list[_Value]:
+def _read(
+    source: str, column: str | None, argument: Argument, parse: _Parse[_Value]
+) -> list[_Value]:
+    """The values of a file. `argument` is the one that the caller passes `column` by."""
     if source == "-":
-        _refuse_column(column, flag, "standard input")
+        _refuse_column(column, argument, "standard input")
         return [parse(text, "<stdin>", line) for line, text in _filled_lines(sys.stdin)]
     suffix = Path(source).suffix.lower()
     try:
         with Path(source).open(encoding="utf-8-sig", newline="") as file:
             if suffix == ".csv":
-                return _read_csv(file, source, column, flag, parse)
+                return _read_csv(file, source, column, argument, parse)
             if suffix in _JSON_SUFFIXES:
-                return _read_json_lines(file, source, column, flag, parse)
-            _refuse_column(column, flag, source)
+                return _read_json_lines(file, source, column, argument, parse)
+            _refuse_column(column, argument, source)
             return [parse(text, source, line) for line, text in _filled_lines(file)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise LengthsFileError(f"cannot read {source}: {error}") from None
 
 
-def _refuse_column(column: str | None, flag: str, source: str) -> None:
+def _refuse_column(column: str | None, argument: Argument, source: str) -> None:
     if column is not None:
         raise LengthsFileError(
-            f"{flag} is for .csv and .jsonl files, but {source} is read as text with one "
-            f"{_STANDS_ALONE[flag]} a line; leave {flag} out, or rename the file"
+            argument,
+            f" is for .csv and .jsonl files, but {source} is read as text, one value per line; "
+            "leave ",
+            argument,
+            " out, or rename the file",
         )
+
+
+def _no_column(
+    place: str, kind: str, column: str | None, argument: Argument, known: Iterable[str]
+) -> LengthsFileError:
+    choices = f" to one of {', '.join(map(repr, known)) or 'none'}"
+    if column is None:
+        return LengthsFileError(f"{place}: ", argument, " is not set; set ", argument, choices)
+    return LengthsFileError(f"{place}: there is no {kind} {column!r}; set ", argument, choices)
 
 
 def _filled_lines(file: Iterable[str]) -> Iterator[tuple[int, str]]:
@@ -95,22 +109,27 @@ def _filled_lines(file: Iterable[str]) -> Iterator[tuple[int, str]]:
 
 
 def _read_csv(
-    file: Iterable[str], source: str, column: str | None, flag: str, parse: _Parse[_Value]
+    file: Iterable[str],
+    source: str,
+    column: str | None,
+    argument: Argument,
+    parse: _Parse[_Value],
 ) -> list[_Value]:
     rows = csv.DictReader(file)
     columns = list(rows.fieldnames or [])
     if column is None and len(columns) == 1:
         column = columns[0]
     if column is None or column not in columns:
-        asked = f"{flag} is not set" if column is None else f"there is no column {column!r}"
-        raise LengthsFileError(
-            f"{source}: {asked}; set {flag} to one of {', '.join(map(repr, columns)) or 'none'}"
-        )
+        raise _no_column(source, "column", column, argument, columns)
     return [parse(row[column], source, rows.line_num) for row in rows]
 
 
 def _read_json_lines(
-    file: Iterable[str], source: str, column: str | None, flag: str, parse: _Parse[_Value]
+    file: Iterable[str],
+    source: str,
+    column: str | None,
+    argument: Argument,
+    parse: _Parse[_Value],
 ) -> list[_Value]:
     values: list[_Value] = []
     for line, text in _filled_lines(file):
@@ -124,11 +143,7 @@ def _read_json_lines(
                 "stand alone into a .txt file"
             )
         if column is None or column not in record:
-            asked = f"{flag} is not set" if column is None else f"there is no key {column!r}"
-            raise LengthsFileError(
-                f"{source}:{line}: {asked}; set {flag} to one of "
-                f"{', '.join(map(repr, record)) or 'none'}"
-            )
+            raise _no_column(f"{source}:{line}", "key", column, argument, record)
         values.append(parse(record[column], source, line))
     return values
 

@@ -1,28 +1,40 @@
 """A recorded job again: predicted against measured time, and what other plans would have taken.
 
 Units of cost become seconds by one factor, the median over steps of measured over predicted time: a
-few slow steps (the first ones, a checkpoint) do not move it.
-
-Guarantees: alternatives are planned for the very samples of each step, and weighed by the cost
-model that predicts the recorded plan.
+few slow steps (the first ones, a checkpoint) do not move it. Alternatives are planned for the very
+samples of each step, and weighed by the cost model that predicts the recorded plan.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, PlanningError, plan_step
-from mcore_batching.planning.bounds import step_time_floor
+from mcore_batching.planning import (
+    CostModel,
+    ParallelDims,
+    PlannerConfig,
+    PlanningError,
+    plan_step,
+    step_statistics,
+)
 from mcore_batching.planning.records import StepRecord
-from mcore_batching.planning.statistics import predicted_step_time
-from mcore_batching.tools.advice import alternatives
-from mcore_batching.tools.report import SHOWN_STEPS_AT_EACH_END, Table
+from mcore_batching.tools.report import Table, both_ends
+from mcore_batching.tools.suggestions import Changes, alternatives
 
-TODAYS_PLAN = "planned by this release, for all ranks"
+STEP_COLUMNS = (
+    "step",
+    "samples",
+    "micro-batches/rank",
+    "predicted",
+    "measured",
+    "error",
+    "time/floor",
+)
+
 Setting = tuple[ParallelDims, PlannerConfig, CostModel]
 
 
@@ -31,19 +43,19 @@ class ReplayedStep:
     """A recorded step, predicted anew."""
 
     record: StepRecord
-    """What was recorded."""
+    """The recorded step."""
     predicted: float
     """Predicted time of the recorded plan, in units of cost."""
     floor: float
-    """Before which no plan's step ends, in units of cost."""
+    """Lower bound on the time of any plan, in units of cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """Another plan or layout for the same steps."""
+    """Another plan for the same steps."""
 
-    change: str
-    """What is different."""
+    changes: Changes
+    """What is different; empty for today's plan with the recorded dims and cap."""
     time: float
     """Predicted time of all its steps together, in units of cost."""
     recorded_time: float
@@ -71,29 +83,30 @@ def replay(
         plan = record.plan
         if cost_model is not None:
             plan = replace(plan, cost_model=cost_model)
+        predicted = step_statistics(plan, record.lengths)
         replayed.append(
             ReplayedStep(
                 record=replace(record, plan=plan),
-                predicted=predicted_step_time(plan, record.lengths),
-                floor=step_time_floor(record.lengths, plan.dims, plan.config, plan.cost_model),
+                predicted=predicted.step_time,
+                floor=predicted.floor_time,
             )
         )
     return replayed
 
 
 def by_setting(steps: Sequence[ReplayedStep]) -> list[list[ReplayedStep]]:
-    """Consecutive steps of one layout, one planner's options and one cost model together."""
+    """Consecutive steps of the same parallel dims, planner's options and cost model together."""
     return [list(alike) for _, alike in groupby(steps, _setting)]
 
 
-def changed_options(before: ReplayedStep, after: ReplayedStep) -> list[str]:
-    """What the second step's plan was made with that the first one's was not: name=value."""
-    old, new = _named(_setting(before)), _named(_setting(after))
-    return [f"{name}={value}" for name, value in new.items() if value != old[name]]
+def changed_options(before: ReplayedStep, after: ReplayedStep) -> dict[str, Any]:
+    """Options of the second step's plan that differ from the first one's, with their values."""
+    old, new = _options(before), _options(after)
+    return {name: value for name, value in new.items() if value != old[name]}
 
 
 def seconds_per_unit(steps: Sequence[ReplayedStep]) -> float | None:
-    """What a unit of cost took: the median over measured steps; None if none took any time."""
+    """Seconds of a unit of cost, the median over measured steps; None if none took any time."""
     ratios = [
         step.record.measured_seconds / step.predicted
         for step in steps
@@ -123,10 +136,10 @@ def spread_out(steps: Sequence[ReplayedStep], count: int) -> list[ReplayedStep]:
     return [steps[(2 * i + 1) * len(steps) // (2 * count)] for i in range(count)]
 
 
-def better_layouts(
+def better_plans(
     steps: Sequence[ReplayedStep], plan_effort: int | None = None
 ) -> list[Alternative]:
-    """Today's plan of the same steps, and plans for other caps and layouts on the same GPUs.
+    """Today's plan of the same steps, and plans for other caps and dims on the same GPUs.
 
     Args:
         steps: which to plan.
@@ -136,23 +149,23 @@ def better_layouts(
         today's plan first, the others by their gain. One that any of the steps cannot be planned
         with is left out.
     """
-    times: dict[str, list[float]] = {}
+    times: dict[Changes, list[float]] = {}
     for step in steps:
-        for change, setting in _settings(step):
+        for changes, setting in _settings(step):
             time = _planned_time(step, setting, plan_effort)
             if time is not None:
-                times.setdefault(change, []).append(time)
+                times.setdefault(changes, []).append(time)
     recorded = sum(step.predicted for step in steps)
     found = [
-        Alternative(change=change, time=sum(taken), recorded_time=recorded, steps=len(taken))
-        for change, taken in times.items()
+        Alternative(changes=changes, time=sum(taken), recorded_time=recorded, steps=len(taken))
+        for changes, taken in times.items()
         if len(taken) == len(steps)
     ]
-    return sorted(found, key=lambda other: (other.change != TODAYS_PLAN, -other.gain))
+    return sorted(found, key=lambda other: (other.changes != (), -other.gain))
 
 
-def _named(setting: Setting) -> dict[str, Any]:
-    dims, config, cost_model = setting
+def _options(step: ReplayedStep) -> dict[str, Any]:
+    dims, config, cost_model = _setting(step)
     return asdict(dims) | asdict(config) | asdict(cost_model)
 
 
@@ -161,13 +174,14 @@ def _setting(step: ReplayedStep) -> Setting:
     return plan.dims, plan.config, plan.cost_model
 
 
-def _settings(step: ReplayedStep) -> Iterator[tuple[str, Setting]]:
-    yield TODAYS_PLAN, _setting(step)
-    for change, dims, config, cost_model in alternatives(step.record.plan):
-        yield change, (dims, config, cost_model)
+def _settings(step: ReplayedStep) -> Iterator[tuple[Changes, Setting]]:
+    yield (), _setting(step)
+    for changes, dims, config, cost_model in alternatives(step.record.plan):
+        yield changes, (dims, config, cost_model)
 
 
 def _planned_time(step: ReplayedStep, setting: Setting, plan_effort: int | None) -> float | None:
+    """Predicted time of this release's plan for the step's samples; None if one does not fit."""
     dims, config, cost_model = setting
     config = replace(config, packing="auto", balance="auto", fill="split")
     if plan_effort is not None:
@@ -176,32 +190,18 @@ def _planned_time(step: ReplayedStep, setting: Setting, plan_effort: int | None)
     try:
         plan = plan_step(lengths, dims, config, cost_model)
     except PlanningError:
-        return None  # a sample does not fit
-    return predicted_step_time(plan, lengths)
+        return None
+    return step_statistics(plan, lengths).step_time
 
 
 def step_table(steps: Sequence[ReplayedStep], factor: float | None) -> Table:
-    """One row a step; of many steps only the first and the last few.
+    """One row per step; of many steps only the first and the last few.
 
     Args:
         steps: steps of a job.
         factor: seconds per unit of cost; None: times are in units.
     """
-    columns = (
-        "step",
-        "samples",
-        "micro-batches/rank",
-        "predicted",
-        "measured",
-        "error",
-        "time/floor",
-    )
-    rows = [_row(step, factor) for step in steps]
-    shown = SHOWN_STEPS_AT_EACH_END
-    if len(rows) > 2 * shown:
-        left_out = ("…", f"({len(rows) - 2 * shown} steps)", *[""] * (len(columns) - 2))
-        rows = [*rows[:shown], left_out, *rows[-shown:]]
-    return Table(columns=columns, rows=tuple(rows))
+    return Table(columns=STEP_COLUMNS, rows=both_ends([_row(step, factor) for step in steps]))
 
 
 def _row(step: ReplayedStep, factor: float | None) -> tuple[str, ...]:
@@ -213,28 +213,13 @@ def _row(step: ReplayedStep, factor: float | None) -> tuple[str, ...]:
         str(step.record.step),
         str(len(step.record.lengths)),
         str(step.record.plan.num_microbatches),
-        f"{step.predicted:.0f}" if factor is None else f"{factor * step.predicted:.3f} s",
+        time_text(step.predicted, factor),
         "-" if measured is None else f"{measured:.3f} s",
         error,
         f"{step.predicted / step.floor:.3f}" if step.floor else "-",
     )
 
 
-def alternative_table(found: Sequence[Alternative], factor: float | None) -> Table:
-    """One row for each other plan: its predicted time a step and its gain.
-
-    Args:
-        found: at least one.
-        factor: seconds per unit of cost; None: times are in units.
-    """
-    shown: Callable[[float], str] = (
-        (lambda units: f"{units:.0f}")
-        if factor is None
-        else (lambda units: f"{factor * units:.3f} s")
-    )
-    first = found[0]
-    rows = [("as it was recorded", shown(first.recorded_time / first.steps), "1.000 x")]
-    rows += [
-        (other.change, shown(other.time / other.steps), f"{other.gain:.3f} x") for other in found
-    ]
-    return Table(columns=("plan", "predicted a step", "faster by"), rows=tuple(rows))
+def time_text(units: float, factor: float | None) -> str:
+    """A time in seconds, or in units of cost where `factor`, seconds per unit, is None."""
+    return f"{units:.0f}" if factor is None else f"{factor * units:.3f} s"

@@ -1,9 +1,7 @@
-"""Draws a recorded job: predicted and measured time of every step, and the floor.
+"""The picture of a recorded job: predicted and measured time of every step, and the floor.
 
-Steps of another layout, other options or another cost model get a part of the picture of their own.
-
-Guarantees: as `plot`; times are in seconds if any step of a part was measured, else in units of
-cost.
+Steps with other parallel dims, options or another cost model get a part of the picture of their
+own. Times are in seconds if any step of a part was measured, else in units of cost.
 """
 
 from __future__ import annotations
@@ -12,16 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_batching.tools.plot import check_picture, save_figure
+from mcore_batching.tools.picture import check_picture, save_figure
 from mcore_batching.tools.replay import ReplayedStep, by_setting, relative_errors, seconds_per_unit
-from mcore_batching.tools.report import layout_line
+from mcore_batching.tools.report import dims_line
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
 
 
 def draw_replay(steps: Sequence[ReplayedStep], path: str | Path) -> None:
-    """Draw a job.
+    """Draw a job into a file.
 
     Args:
         steps: at least one.
@@ -31,7 +29,7 @@ def draw_replay(steps: Sequence[ReplayedStep], path: str | Path) -> None:
         PlotError: see `check_picture`, or the file cannot be written.
     """
     check_picture(path)
-    save_figure(replay_figure(steps), path, {})
+    save_figure(replay_figure(steps), path)
 
 
 def replay_figure(steps: Sequence[ReplayedStep]) -> Figure:
@@ -45,14 +43,14 @@ def replay_figure(steps: Sequence[ReplayedStep]) -> Figure:
     for part, alike in zip(parts, settings, strict=True):
         if len(settings) > 1:
             plan = alike[0].record.plan
-            part.suptitle(layout_line(plan.dims, plan.config))
+            part.suptitle(dims_line(plan.dims, plan.config))
         _draw(part, alike, first)
         first += len(alike)
     return figure
 
 
 def _draw(figure: SubFigure, steps: Sequence[ReplayedStep], first: int) -> None:
-    """Steps of one setting; `first` counts those before."""
+    """Draw steps of one setting, the first of which is number `first` of the picture."""
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     factor = seconds_per_unit(steps)
@@ -84,7 +82,7 @@ def _draw(figure: SubFigure, steps: Sequence[ReplayedStep], first: int) -> None:
         markersize=4,
         label="measured",
     )
-    times.set_ylabel("seconds a step" if factor is not None else "units of cost a step")
+    times.set_ylabel("seconds per step" if factor is not None else "units of cost per step")
     times.set_ylim(bottom=0)
     times.legend(fontsize=8, frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
     if factor is not None:

@@ -1,7 +1,7 @@
-"""Tables for people.
+"""Tables and lines of text for people.
 
-Guarantees: the same cells with and without `rich`; without it, or when the output is not a terminal
-that fits, columns are aligned with spaces and nothing is wrapped or cut.
+Tables go through `rich` where it is installed and the output is a terminal wide enough. Elsewhere
+the same cells are aligned with spaces, and nothing is wrapped or cut.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ token fill    tokens of samples / (cap x micro-batches of all ranks, placeholder
 padding       share of padding in the tokens of micro-batches that hold samples
 rank balance  cost of the heaviest rank / mean over ranks; 1 is even
 slot balance  costliest micro-batch of each slot, added up / mean over ranks; 1 is even
-time/floor    predicted end of the step / a time before which no plan's step ends"""
+time/floor    predicted end of the step / a lower bound on the end of any plan's step"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,20 +52,25 @@ class Table:
 
 
 def step_table(statistics: Sequence[StepStatistics]) -> Table:
-    """One row a step and a total; of many steps only the first and the last few.
+    """One row per step and a total; of many steps only the first and the last few.
 
     Args:
         statistics: of each step, in order; at least one.
     """
-    shown = SHOWN_STEPS_AT_EACH_END
     rows = [_step_row(str(index), step) for index, step in enumerate(statistics)]
-    if len(rows) > 2 * shown:
-        left_out = ("…", f"({len(rows) - 2 * shown} steps)", *[""] * (len(STEP_COLUMNS) - 2))
-        rows = [*rows[:shown], left_out, *rows[-shown:]]
     total = statistics[0]
     for step in statistics[1:]:
         total += step
-    return Table(columns=STEP_COLUMNS, rows=tuple(rows), total=_step_row("total", total))
+    return Table(columns=STEP_COLUMNS, rows=both_ends(rows), total=_step_row("total", total))
+
+
+def both_ends(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+    """The first and the last few rows of many, with a row between that counts those left out."""
+    shown = SHOWN_STEPS_AT_EACH_END
+    if len(rows) <= 2 * shown:
+        return tuple(rows)
+    left_out = ("…", f"({len(rows) - 2 * shown} steps)", *[""] * (len(rows[0]) - 2))
+    return (*rows[:shown], left_out, *rows[-shown:])
 
 
 def _step_row(name: str, step: StepStatistics) -> tuple[str, ...]:
@@ -84,7 +89,7 @@ def _step_row(name: str, step: StepStatistics) -> tuple[str, ...]:
 
 
 def packing_line(plan: Plan, lengths: Sequence[int]) -> str:
-    """One line: micro-batches with samples of all steps, against the fewest of any packing."""
+    """One line: micro-batches with samples of all steps, over a lower bound of any packing."""
     count = sum(
         samples != () for step in plan.steps for rank in step.micro_batches for samples in rank
     )
@@ -101,18 +106,16 @@ def packing_line(plan: Plan, lengths: Sequence[int]) -> str:
 
 
 def plan_heading(plan: Plan) -> str:
-    """One line: what was planned, for which layout, under which cap."""
-    samples, steps = plan.num_samples, len(plan.steps)
+    """One line: what was planned, for which parallel dims, under which cap."""
     return (
-        f"{samples} sample{'s' if samples != 1 else ''} in {steps} "
-        f"step{'s' if steps != 1 else ''}, "
+        f"{counted(plan.num_samples, 'sample')} in {counted(len(plan.steps), 'step')}, "
         f"{f'{len(plan.dropped)} dropped, ' if plan.dropped else ''}"
-        f"{layout_line(plan.dims, plan.config)}"
+        f"{dims_line(plan.dims, plan.config)}"
     )
 
 
-def layout_line(dims: ParallelDims, config: PlannerConfig) -> str:
-    """The layout's sizes, and the cap."""
+def dims_line(dims: ParallelDims, config: PlannerConfig) -> str:
+    """The parallel dims above 1, and the cap: `DP2 x PP4, cap 1000 tokens`."""
     sizes = [
         f"{name}{size}"
         for name, size in (
@@ -127,6 +130,12 @@ def layout_line(dims: ParallelDims, config: PlannerConfig) -> str:
     ]
     sequence = " with sequence parallel" if dims.sequence_parallel else ""
     return f"{' x '.join(sizes)}{sequence}, cap {config.cap_tokens(dims)} tokens"
+
+
+def counted(count: int, noun: str) -> str:
+    """A count with its noun in the singular or the plural: `1 sample`, `2 micro-batches`."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{count} {noun if count == 1 else plural}"
 
 
 def format_plain(table: Table) -> str:
@@ -149,7 +158,7 @@ def print_table(table: Table, file: TextIO) -> None:
 
 
 def _print_rich(table: Table, file: TextIO) -> bool:
-    """Whether `rich` is there, the terminal holds the table, and it was written."""
+    """Write the table by `rich`; False, and nothing written, without `rich` or enough width."""
     try:
         from rich import box
         from rich.console import Console

@@ -1,38 +1,17 @@
-"""When every pass of a step runs, rank by rank, as the pipeline's simulation predicts it.
+"""When every pass of a step runs on every rank, as the pipeline's simulation predicts it.
 
-With expert parallelism all ranks run a slot in step: it takes what it takes the slowest, and the
-others' passes end earlier inside it.
-
-Guarantees: a rank's passes are those of `planning.pipeline`, and the last of all ends at
-`predicted_step_time`.
+With expert parallelism all ranks run a slot together: the slot takes as long as its slowest
+micro-batch, and the passes of the other ranks end earlier within it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mcore_batching.planning import CostModel, StepPlan
-from mcore_batching.planning.pipeline import pipeline_operations
+from mcore_batching.planning.pipeline import Operation, pipeline_operations
 from mcore_batching.planning.weights import row_tokens
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimedPass:
-    """One pass of one micro-batch through one model chunk."""
-
-    stage: int
-    """Pipeline rank."""
-    chunk: int
-    """Model chunk of the stage."""
-    slot: int
-    """Number of the micro-batch on its data-parallel rank."""
-    backward: bool
-    """False for the forward pass."""
-    start: float
-    """In units of cost since the step began."""
-    end: float
-    """Likewise; the end of this rank's own work in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,26 +20,27 @@ class RankTimeline:
 
     rank: int
     """Data-parallel rank."""
-    passes: tuple[TimedPass, ...]
-    """Of all its stages, stage after stage, each in its order."""
+    passes: tuple[Operation, ...]
+    """Of all its stages, stage after stage, each in its order. An operation ends with this rank's
+    own work, though with expert parallelism its slot goes on."""
     tokens: tuple[int, ...]
-    """Padded tokens of each micro-batch [num_microbatches], 0 of a placeholder."""
+    """Padded tokens of each micro-batch [num_microbatches], 0 for a placeholder."""
     num_samples: tuple[int, ...]
-    """Samples of each micro-batch [num_microbatches], 0 of a placeholder."""
+    """Samples of each micro-batch [num_microbatches], 0 for a placeholder."""
     end: float
-    """When its last pass ends, in units of cost."""
+    """End of its last pass, in units of cost."""
     busy: float
     """Share of its stages' time until the step's end in which they work."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimeline:
-    """A whole step."""
+    """All ranks' step."""
 
     ranks: tuple[RankTimeline, ...]
     """[data_parallel]"""
     end: float
-    """When the last rank ends, in units of cost."""
+    """End of the last rank, in units of cost: the step's predicted time."""
     stages: int
     """Pipeline stages."""
 
@@ -79,11 +59,11 @@ class StepTimeline:
         }
 
     def working_stages(self, rank: int, num_bins: int) -> list[float]:
-        """Share of a rank's stages that work, on average over each of so many equal times.
+        """Mean share of a rank's stages that work in each of `num_bins` equal parts of the step.
 
         Args:
             rank: data-parallel rank.
-            num_bins: into how many times the step is cut.
+            num_bins: number of parts.
         """
         width = self.end / num_bins or 1.0
         shares = [0.0] * num_bins
@@ -115,32 +95,11 @@ def step_timeline(
     if dims.expert_parallel > 1:
         slowest = [max(slot) for slot in zip(*costs, strict=True)]
         slot_costs = [slowest] * len(costs)
-    passes = []
-    for own, taken in zip(costs, slot_costs, strict=True):
-        operations = pipeline_operations(
-            taken,
-            dims,
-            backward_ratio=model.backward_ratio,
-            forward_only=step.forward_only,
-        )
-        passes.append(
-            tuple(
-                TimedPass(
-                    stage=operation.stage,
-                    chunk=operation.chunk,
-                    slot=operation.slot,
-                    backward=operation.backward,
-                    start=operation.start,
-                    end=operation.end
-                    if own is taken or not taken[operation.slot]
-                    else operation.start
-                    + (operation.end - operation.start)
-                    * (own[operation.slot] / taken[operation.slot]),
-                )
-                for operation in operations
-            )
-        )
-    ends = [max(timed.end for timed in timed_passes) for timed_passes in passes]
+    passes = [
+        _rank_passes(own, of_slot, step, model)
+        for own, of_slot in zip(costs, slot_costs, strict=True)
+    ]
+    ends = [max(timed.end for timed in rank_passes) for rank_passes in passes]
     end = max(ends)
     stages = dims.pipeline_parallel
     return StepTimeline(
@@ -162,4 +121,25 @@ def step_timeline(
         ),
         end=end,
         stages=stages,
+    )
+
+
+def _rank_passes(
+    own_costs: Sequence[float], slot_costs: Sequence[float], step: StepPlan, model: CostModel
+) -> tuple[Operation, ...]:
+    """One rank's passes at the pace of its slots, each ending with the rank's own work."""
+    operations = pipeline_operations(
+        slot_costs,
+        step.dims,
+        backward_ratio=model.backward_ratio,
+        forward_only=step.forward_only,
+    )
+    if own_costs is slot_costs:
+        return tuple(operations)
+    own_share = [
+        own / of_slot if of_slot else 1.0
+        for own, of_slot in zip(own_costs, slot_costs, strict=True)
+    ]
+    return tuple(
+        replace(o, end=o.start + (o.end - o.start) * own_share[o.slot]) for o in operations
     )

@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from mcore_batching.tools.report import Table, print_table
-from mcore_batching.tools.rules import PeerFailureError, areal, in_order, verl
-from mcore_batching.tools.rules.problem import MicroBatches, Problem, Rule
+from mcore_batching.tools.rules import RuleFailureError, areal, in_order, verl
+from mcore_batching.tools.rules.packing_input import MicroBatches, PackingFunction, PackingInput
 
-Original = Callable[[Problem], list[MicroBatches]]
-REFUSALS = (PeerFailureError, AssertionError, ValueError, RuntimeError)
+Original = Callable[[PackingInput], list[MicroBatches]]
+REFUSALS = (RuleFailureError, AssertionError, ValueError, RuntimeError)
 
 
-def random_problem(seed: int) -> Problem:
+def random_problem(seed: int) -> PackingInput:
     """Log-normal lengths under a cap, mostly a multiple of the ranks."""
     generator = random.Random(seed)
     cap = generator.choice([64, 1000, 16384])
@@ -47,7 +47,7 @@ def random_problem(seed: int) -> Problem:
         max(1, min(longest, int(generator.lognormvariate(0, 1) * longest / 4)))
         for _ in range(count)
     )
-    return Problem(
+    return PackingInput(
         sizes=lengths,
         lengths=lengths,
         capacity=cap,
@@ -78,7 +78,7 @@ def verl_original() -> Original:
         },
     )
 
-    def rank_parts(problem: Problem, shard: list[int], least: int) -> MicroBatches:
+    def rank_parts(problem: PackingInput, shard: list[int], least: int) -> MicroBatches:
         width = max(problem.sizes)
         mask = torch.zeros(len(shard), width, dtype=torch.long)
         for row, sample in enumerate(shard):
@@ -91,7 +91,7 @@ def verl_original() -> Original:
         )
         return [[shard[i] for i in part] for part in parts]
 
-    def plan(problem: Problem) -> list[MicroBatches]:
+    def plan(problem: PackingInput) -> list[MicroBatches]:
         work = [int(w) for w in module.calculate_workload(torch.tensor(problem.lengths)).tolist()]
         shards = module.get_seqlen_balanced_partitions(work, problem.ranks, equal_size=True)
         for shard in shards:
@@ -113,7 +113,7 @@ def trl_original() -> Original:
     import pyarrow
     from trl.data_utils import _pack_bfd
 
-    def plan(problem: Problem) -> list[MicroBatches]:
+    def plan(problem: PackingInput) -> list[MicroBatches]:
         tokens = [[sample] * size for sample, size in enumerate(problem.sizes)]
         rows = _pack_bfd(pyarrow.table({"tokens": tokens}), problem.capacity)["tokens"].to_pylist()
         # A row's samples come in the order in which they were put there.
@@ -140,7 +140,7 @@ def areal_original(*, deal: bool) -> Original:
         ndarray=module.np.ndarray,
     )
 
-    def plan(problem: Problem) -> list[MicroBatches]:
+    def plan(problem: PackingInput) -> list[MicroBatches]:
         sizes = problem.sizes
         if deal:
             shards = problem.shards()
@@ -184,7 +184,7 @@ def _load_alone(package: str, file: str, stand_ins: dict[str, types.ModuleType])
 
 
 def compare(
-    name: str, package: str, rule: Rule, original: Callable[[], Original], cases: int
+    name: str, package: str, rule: PackingFunction, original: Callable[[], Original], cases: int
 ) -> dict[str, Any]:
     """Both plans of every case: how many agree, how many both refuse, and the time of each."""
     record: dict[str, Any] = {"rule": name, "package": package, "version": None}

@@ -43,7 +43,7 @@ from mcore_batching.planning import (
 from mcore_batching.planning.statistics import predicted_step_time
 from mcore_batching.tools.lengths_file import read_lengths
 from mcore_batching.tools.report import Table, print_table
-from mcore_batching.tools.rules import PEERS, PeerFailureError, peer_plan
+from mcore_batching.tools.rules import RULES, RuleFailureError, rule_plan
 
 MODEL = CostModel()
 LITTLE_EFFORT = 250
@@ -150,20 +150,20 @@ def best_peer(
 ) -> tuple[float, str]:
     """Least mean over draws of time over floor, of the rules that keep the cap in all of them."""
     means = []
-    for peer in PEERS:
-        if not peer.keeps_cap:
+    for rule in RULES:
+        if not rule.keeps_cap:
             continue
         try:
             over_floor = [
                 predicted_step_time(
-                    peer_plan(peer, lengths, dims, PlannerConfig(max_tokens_per_gpu=cap)), lengths
+                    rule_plan(rule, lengths, dims, PlannerConfig(max_tokens_per_gpu=cap)), lengths
                 )
                 / floor
                 for (lengths, cap), floor in zip(steps, floors, strict=True)
             ]
-        except PeerFailureError:
+        except RuleFailureError:
             continue
-        means.append((mean(over_floor), peer.name))
+        means.append((mean(over_floor), rule.name))
     return min(means, default=(float("nan"), "none has a plan"))
 
 

@@ -345,5 +345,5 @@ def test_what_is_no_group_is_refused_with_its_line(tmp_path: Path, value: str) -
     path.write_text(f'{{"uid": "a"}}\n{{"uid": {value}}}\n')
     with pytest.raises(LengthsFileError, match=r"g\.jsonl:2: expected a group, a text or an int"):
         read_groups(str(path), "uid")
-    with pytest.raises(LengthsFileError, match="--group-column is not set; set --group-column to"):
+    with pytest.raises(LengthsFileError, match="group_column is not set; set group_column to"):
         read_groups(str(path))

@@ -21,7 +21,6 @@ from mcore_batching.planning import (
     plan_batch,
     plan_step,
 )
-from mcore_batching.tools.explain import explain
 
 LENGTHS = [6, 4, 3, 9, 2, 14]
 STEP = StepPlan(
@@ -196,7 +195,7 @@ def test_steps_of_a_plan_belong_together() -> None:
 
 def test_str_shows_every_micro_batch_of_a_small_plan() -> None:
     assert str(STEP) == (
-        "StepPlan: 6 samples on 2 data-parallel ranks, 2 micro-batches a rank, global scope, "
+        "StepPlan: 6 samples on 2 data-parallel ranks, 2 micro-batches per rank, global scope, "
         f"digest {STEP.digest()[:12]}\n"
         "  rank 0: [0 1] [3]\n"
         "  rank 1: [2 4] [5]"
@@ -204,7 +203,7 @@ def test_str_shows_every_micro_batch_of_a_small_plan() -> None:
     assert str(PLAN) == (
         "Plan: 6 samples in 1 step on 2 data-parallel ranks, global scope, "
         f"digest {PLAN.digest()[:12]}\n"
-        "  step 0: 6 samples, 2 micro-batches a rank, 0 placeholders"
+        "  step 0: 6 samples, 2 micro-batches per rank, 0 placeholders"
     )
 
 
@@ -216,47 +215,3 @@ def test_str_of_a_large_plan_is_short() -> None:
     plan = plan_batch(lengths, ParallelDims(), STEP.config, samples_per_step=100)
     assert len(str(plan)) < 5000
     assert "… 184 more steps" in str(plan)
-
-
-def test_explain_says_where_the_count_comes_from() -> None:
-    text = explain(STEP, LENGTHS)
-    assert text == (
-        "6 samples on 2 data-parallel ranks: 2 micro-batches a rank\n"
-        "  count: packing under the cap of 10 tokens takes 4 micro-batches "
-        "(no packing takes fewer than 4), 2 a rank\n"
-        "  filled by: 4 micro-batches with samples, 0 placeholders\n"
-        "  slowest rank: 1, with 1.000 x the mean work; over slots the costliest micro-batches add "
-        "up to 1.009 x the mean\n"
-        "  costliest micro-batch: rank 1 slot 1, 1 sample, 50.8% of the slowest rank's work\n"
-        "  longest sample: 5, 14 tokens, on rank 1\n"
-        "  oversize, each alone in its micro-batch: 1 sample over 10 tokens: 5\n"
-        "  predicted end of the step: 1593 token units, 1.000 x the time before which no plan's "
-        "step ends; the first stage holds 14 tokens at most\n"
-        "  held back by: the cap of 10 tokens: micro-batches are full, and starting each of them "
-        "costs as much as 256 tokens\n"
-        "  would help: max_tokens_per_gpu=20 (1.92 x as fast)"
-    )
-
-
-def test_explain_of_rounding_scopes_and_foreign_plans() -> None:
-    dims = ParallelDims(data_parallel=2, pipeline_parallel=2, virtual_pipeline=2)
-    config = PlannerConfig(max_tokens_per_gpu=10)
-    lengths = [10] * 5
-    text = explain(plan_step(lengths, dims, config), lengths)
-    assert "takes 5 micro-batches" in text
-    assert "3 a rank; the interleaved schedule with groups of 2 over 2 stages makes it 4" in text
-    assert "5 micro-batches with samples, 3 placeholders" in text
-    text = explain(plan_step(lengths, dims, config, owners=[1, 1, 1, 0, 1]), lengths)
-    assert "rank 1 packs its own 4 samples into 4 micro-batches (no packing takes fewer" in text
-    assert "the one with the fewest packs 1" in text
-    assert "no samples: one micro-batch a rank is the least" in explain(
-        plan_step([], dims, config), []
-    )
-    foreign = dataclasses.replace(
-        STEP, micro_batches=(((0,), (1,), (3,)), ((2,), (4,), (5,))), num_microbatches=3
-    )
-    assert "2 a rank; 3 end the step sooner" in explain(foreign, LENGTHS)
-    packed = dataclasses.replace(
-        foreign, config=dataclasses.replace(foreign.config, balance="cost")
-    )
-    assert "2 a rank; this plan has 3" in explain(packed, LENGTHS)

@@ -26,7 +26,7 @@ from mcore_batching.planning.search.local_moves import improve
 from mcore_batching.planning.search.pipeline_search import best_slots, evaluate, search
 from mcore_batching.planning.statistics import predicted_step_time
 from mcore_batching.planning.step_work import StepWork, step_work
-from mcore_batching.tools.rules import PEERS, peer_plan
+from mcore_batching.tools.rules import RULES, rule_plan
 
 ROUNDING = 1e-9
 """Costs are added in another order here than in the search."""
@@ -337,8 +337,8 @@ def test_few_samples_a_rank_are_no_worse_than_dealt_out_by_differencing(seed: in
     generator = random.Random(seed)
     lengths = [generator.randint(1, 16000) for _ in range(32)]
     dims, config = ParallelDims(data_parallel=8), PlannerConfig(max_tokens_per_gpu=16384)
-    (verl,) = [peer for peer in PEERS if peer.name == "verl 0.9"]
-    theirs = peer_plan(verl, lengths, dims, config, CostModel())
+    (verl,) = [rule for rule in RULES if rule.name == "verl 0.9"]
+    theirs = rule_plan(verl, lengths, dims, config, CostModel())
     ours = plan_step(lengths, dims, config)
     assert predicted_step_time(ours, lengths) <= predicted_step_time(theirs, lengths)
 

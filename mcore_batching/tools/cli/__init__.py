@@ -6,37 +6,37 @@ the reader of the output went away. Errors are one line on standard error.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 
 from mcore_batching._version import __version__
-from mcore_batching.planning import PlanFormatError, PlanningError
+from mcore_batching.planning import MCoreBatchingError
 from mcore_batching.tools.cli import calibrate, check, compare, plan, replay
-from mcore_batching.tools.cli.options import UsageError, complain, with_flags
-from mcore_batching.tools.lengths_file import LengthsFileError
+from mcore_batching.tools.cli.options import CommandParser, complain
 
 __all__ = ["build_parser", "main"]
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """The command's arguments."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="mcore-batching",
         description="Plan micro-batches of variable-length samples; check and compare such plans.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"mcore-batching {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, command, help_text in (
+    for name, module, help_text in (
         ("plan", plan, "plan a batch"),
         ("check", check, "check a plan"),
         ("compare", compare, "compare with plainer modes and other frameworks' rules"),
         ("replay", replay, "show a recorded job, and what other plans would have taken"),
         ("calibrate", calibrate, "time a layer stack, write a cost model"),
     ):
-        command.add_arguments(commands.add_parser(name, help=help_text, allow_abbrev=False))
+        command = commands.add_parser(name, help=help_text, allow_abbrev=False)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run, spell=command.spell)
     return parser
 
 
@@ -46,11 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = options.run(options)
         sys.stdout.flush()
-    except (UsageError, LengthsFileError, PlanFormatError) as error:
-        complain(str(error))
-        return 2
-    except PlanningError as error:
-        complain(with_flags(str(error)))
+    except MCoreBatchingError as error:
+        complain(error.text(options.spell))
         return 2
     except BrokenPipeError:
         # Python flushes standard output once more on exit and would complain there.

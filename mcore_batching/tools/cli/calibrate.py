@@ -6,10 +6,18 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 
 from mcore_batching.planning import ConfigError
+from mcore_batching.planning.cost_fit import CostFit, Timing
 from mcore_batching.tools import report
-from mcore_batching.tools.cli.options import UsageError, complain, write
+from mcore_batching.tools.cli.options import (
+    CommandParser,
+    UsageError,
+    check_at_least,
+    complain,
+    write,
+)
 
 _FEWEST_TOKENS = 64
 """Of the longest row, for as many different rows as a fit needs."""
@@ -18,7 +26,7 @@ _POOR_FIT = 0.2
 """Relative error of the worst row beyond which a fit is not to be trusted."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     """The command's arguments."""
     parser.description = (
         "Time a layer stack of megatron-core on the present device over rows of several sizes, and "
@@ -49,15 +57,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cpu", action="store_true", help="on the CPU, though there is a GPU")
     parser.add_argument("--out", metavar="FILE", help="write the cost model to this file, as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Time, fit, print, and write what was asked for."""
-    for flag in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "repeats"):
-        _at_least(options, flag, 1)
-    _at_least(options, "max_tokens", _FEWEST_TOKENS)
-    groups = _query_groups(options)
+    """Time, fit, print and write."""
+    for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "repeats"):
+        check_at_least(options, name, 1)
+    check_at_least(options, "max_tokens", _FEWEST_TOKENS)
+    fit, timings, dtype, device = _measure(options, _query_groups(options))
+    _print(fit, timings, f"{options.num_layers} layers in {dtype} on {device}")
+    if fit.max_relative_error > _POOR_FIT:
+        complain(
+            f"the cost model is poor: it is {fit.max_relative_error:.0%} off for one of the rows; "
+            "raise --max-tokens or --repeats, and keep the device free of other work"
+        )
+    if options.out:
+        document = json.loads(fit.cost_model.to_json()) | {
+            "seconds_per_unit": fit.seconds_per_unit,
+            "mean_relative_error": fit.mean_relative_error,
+            "max_relative_error": fit.max_relative_error,
+            "measured_on": device,
+        }
+        write(options.out, json.dumps(document, indent=1))
+        print(f"wrote {options.out}")
+    return 0
+
+
+def _measure(
+    options: argparse.Namespace, num_query_groups: int
+) -> tuple[CostFit, Sequence[Timing], str, str]:
+    """The fit, the rows that were timed, and the names of the dtype and the device."""
     # megatron-core warns of every optional package that is absent.
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     try:
@@ -73,6 +102,7 @@ def run(options: argparse.Namespace) -> int:
         cpu_emulation.enable(force=options.cpu)
     else:
         torch.cuda.set_device(0)
+    # Imports megatron-core, so after the CPU has been made to stand in for a GPU.
     from mcore_batching.megatron.standalone.calibration import LayerStack, calibrate
 
     on_cpu = cpu_emulation.is_enabled()
@@ -82,14 +112,17 @@ def run(options: argparse.Namespace) -> int:
         hidden_size=options.hidden_size,
         ffn_hidden_size=options.ffn_hidden_size,
         num_attention_heads=options.num_attention_heads,
-        num_query_groups=groups,
+        num_query_groups=num_query_groups,
         dtype=getattr(torch, dtype),
     )
     try:
         fit, timings = calibrate(stack, max_tokens=options.max_tokens, repeats=options.repeats)
     except ConfigError as error:
         raise UsageError(f"{error}; raise --max-tokens or --repeats") from None
-    device = "CPU" if on_cpu else torch.cuda.get_device_name()
+    return fit, timings, dtype, "CPU" if on_cpu else torch.cuda.get_device_name()
+
+
+def _print(fit: CostFit, timings: Sequence[Timing], measured: str) -> None:
     model = fit.cost_model
     rows = [
         (
@@ -103,8 +136,7 @@ def run(options: argparse.Namespace) -> int:
     columns = ("sequences x tokens", "forward ms", "backward ms", "fitted forward ms")
     report.print_table(report.Table(columns=columns, rows=tuple(rows)), sys.stdout)
     print(
-        f"{options.num_layers} layers in {dtype} on {device}: a token takes "
-        f"{1e6 * fit.seconds_per_unit:.3g} µs, attention as much at "
+        f"{measured}: a token takes {1e6 * fit.seconds_per_unit:.3g} µs, attention as much at "
         f"{1 / model.quadratic if model.quadratic else float('inf'):.0f} tokens, a micro-batch as "
         f"much as {model.per_micro_batch:.0f} tokens, backward {model.backward_ratio:.2f} x forward"
     )
@@ -112,32 +144,10 @@ def run(options: argparse.Namespace) -> int:
         f"error of the fit: {fit.mean_relative_error:.1%} on average, "
         f"{fit.max_relative_error:.1%} at worst"
     )
-    if fit.max_relative_error > _POOR_FIT:
-        complain(
-            f"the cost model is poor: it is {fit.max_relative_error:.0%} off for one of the rows; "
-            "raise --max-tokens or --repeats, and keep the device free of other work"
-        )
-    if options.out:
-        document = json.loads(model.to_json()) | {
-            "seconds_per_unit": fit.seconds_per_unit,
-            "mean_relative_error": fit.mean_relative_error,
-            "max_relative_error": fit.max_relative_error,
-            "measured_on": device,
-        }
-        write(options.out, json.dumps(document, indent=1))
-        print(f"wrote {options.out}")
-    return 0
-
-
-def _at_least(options: argparse.Namespace, name: str, minimum: int) -> None:
-    value = getattr(options, name)
-    if value < minimum:
-        flag = f"--{name.replace('_', '-')}"
-        raise UsageError(f"{flag} must be {minimum} or more, got {value}; set {flag} accordingly")
 
 
 def _query_groups(options: argparse.Namespace) -> int:
-    """Key-value heads, the sizes of all heads being checked."""
+    """Key-value heads of the stack, after a check that all heads' sizes fit together."""
     hidden, heads, groups = (
         options.hidden_size,
         options.num_attention_heads,

@@ -8,28 +8,27 @@ from mcore_batching.planning import InvariantError, Plan
 from mcore_batching.planning.plan import recorded_digest
 from mcore_batching.planning.validation import validate_plan
 from mcore_batching.tools import report
-from mcore_batching.tools.cli.options import add_lengths, complain, read
+from mcore_batching.tools.cli.options import CommandParser, add_lengths, complain, read
 from mcore_batching.tools.lengths_file import read_lengths
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     """The command's arguments."""
     parser.description = "Check a plan against its lengths, and name the invariant that it breaks."
     parser.add_argument("plan", metavar="PLAN.json", help="a plan, as --out writes it")
     add_lengths(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Check; status 1 if an invariant is broken."""
     text = read(options.plan)
     lengths = read_lengths(options.lengths, options.column)
-    # The digest comes last: "changed after it was written" says less than what the change broke.
+    # The digest comes last: a broken invariant says more than "changed after it was written".
     plan = Plan.from_json(text, verify_digest=False)
     try:
         validate_plan(plan, lengths)
     except InvariantError as error:
-        complain(f"{options.plan}: {error}")
+        complain(f"{options.plan}: {error.text(options.spell)}")
         return 1
     recorded, found = recorded_digest(text), plan.digest()
     if recorded not in (None, found):

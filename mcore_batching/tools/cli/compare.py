@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mcore_batching.tools import compare, compare_table, report
+from mcore_batching.tools import compare, report
 from mcore_batching.tools.cli.options import (
+    CommandParser,
     UsageError,
     add_dims,
     add_lengths,
@@ -18,10 +19,10 @@ from mcore_batching.tools.cli.options import (
 )
 from mcore_batching.tools.lengths_file import read_lengths
 
-_FORMATS = {".csv": compare_table.as_csv, ".json": compare_table.as_json}
+_FORMATS = {".csv": compare.as_csv, ".json": compare.as_json}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     """The command's arguments."""
     parser.description = (
         "Plan the same steps with this planner, its plainer modes and the rules of other "
@@ -42,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="FILE", help="also write the table, to a .csv or a .json file"
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -60,12 +60,12 @@ def run(options: argparse.Namespace) -> int:
     per_step = sorted({len(step) for step in steps})
     samples = str(per_step[0]) if len(per_step) == 1 else f"{per_step[0]} to {per_step[-1]}"
     print(
-        f"{len(steps)} step{'s' if len(steps) != 1 else ''} of {samples} samples, "
-        f"{report.layout_line(dims, config)}"
+        f"{report.counted(len(steps), 'step')} of {samples} samples, "
+        f"{report.dims_line(dims, config)}"
     )
-    report.print_table(compare_table.as_table(outcomes), sys.stdout)
-    print(compare_table.LEGEND)
-    for line in compare_table.summary(outcomes):
+    report.print_table(compare.as_table(outcomes), sys.stdout)
+    print(compare.LEGEND)
+    for line in compare.summary(outcomes):
         print(line)
     if to_text is not None:
         write(options.out, to_text(outcomes))

@@ -1,15 +1,20 @@
-"""What several commands share: their arguments, files and messages."""
+"""Arguments, files and messages that several commands share."""
 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig
+from mcore_batching.planning import (
+    Argument,
+    CostModel,
+    MCoreBatchingError,
+    ParallelDims,
+    PlannerConfig,
+)
 from mcore_batching.planning.config import CHOICES
 
 FLAG_OF_SIZE = {
@@ -20,34 +25,47 @@ FLAG_OF_SIZE = {
     "tensor_parallel": "--tp",
     "expert_parallel": "--ep",
 }
-_FLAG_OF_ARGUMENT = {
-    **FLAG_OF_SIZE,
-    "max_tokens_per_gpu": "--max-tokens-per-gpu",
-    "microbatch_group_size": "--microbatch-group-size",
-    "samples_per_step": "--samples-per-step",
-    "draws": "--draws",
-    "groups_per_step": "--groups-per-step",
-    "last=": "--last-groups ",
-    "plan_effort": "--plan-effort",
-    "max_inflight_tokens": "--max-inflight-tokens",
-}
 _LENGTHS_HELP = (
-    "lengths in tokens: a text file with one integer a line, a .csv or .jsonl file (with "
+    "lengths in tokens: a text file with one integer per line, a .csv or .jsonl file (with "
     "--column), or - for text on standard input"
 )
 
 
-class UsageError(Exception):
-    """Something that the user can put right; its text is shown after `mcore-batching:`."""
+class UsageError(MCoreBatchingError, ValueError):
+    """A mistake in the command line, or a file that it names and that cannot be used."""
 
 
-def add_lengths(parser: argparse.ArgumentParser) -> None:
+class CommandParser(argparse.ArgumentParser):
+    """A parser that knows which flag sets which argument of the library.
+
+    The `dest` of a flag is the argument's name in the library.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        self.flags: dict[str, str] = {}
+        super().__init__(*args, **settings)
+
+    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
+        """As argparse's."""
+        action = super().add_argument(*names, **settings)
+        self.flags[action.dest] = [*action.option_strings, str(action.metavar)][0]
+        return action
+
+    def spell(self, argument: Argument) -> str:
+        """An argument as this command calls it; as the library does if it has no flag for it."""
+        flag = self.flags.get(argument.name)
+        if flag is None:
+            return str(argument)
+        return flag if argument.value is None else f"{flag}={argument.value}"
+
+
+def add_lengths(parser: CommandParser) -> None:
     """LENGTHS and --column."""
     parser.add_argument("lengths", metavar="LENGTHS", help=_LENGTHS_HELP)
     parser.add_argument("--column", help="column of a CSV file or key of JSON lines")
 
 
-def add_dims(parser: argparse.ArgumentParser) -> None:
+def add_dims(parser: CommandParser) -> None:
     """The cap, and the sizes of the parallel groups."""
     parser.add_argument(
         "--max-tokens-per-gpu",
@@ -82,8 +100,8 @@ def add_dims(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_search(parser: argparse.ArgumentParser) -> None:
-    """How long to search, within which memory, by which costs."""
+def add_search(parser: CommandParser) -> None:
+    """The search's effort, its bound on memory, and its costs."""
     add_plan_effort(parser)
     parser.add_argument(
         "--max-inflight-tokens",
@@ -94,18 +112,18 @@ def add_search(parser: argparse.ArgumentParser) -> None:
     add_cost_model(parser)
 
 
-def add_cost_model(parser: argparse.ArgumentParser) -> None:
-    """What samples and micro-batches cost."""
+def add_cost_model(parser: CommandParser) -> None:
+    """--cost-model."""
     parser.add_argument(
         "--cost-model",
         metavar="FILE",
         help="JSON of what samples and micro-batches cost, as `calibrate` writes it (default: "
-        "L + L²/24576 tokens a sample of L tokens, 256 a micro-batch, backward twice forward)",
+        "L + L²/24576 for a sample of L tokens, 256 for a micro-batch, backward twice forward)",
     )
 
 
-def add_plan_effort(parser: argparse.ArgumentParser) -> None:
-    """How long to search."""
+def add_plan_effort(parser: CommandParser) -> None:
+    """--plan-effort."""
     parser.add_argument(
         "--plan-effort",
         type=int,
@@ -117,12 +135,12 @@ def add_plan_effort(parser: argparse.ArgumentParser) -> None:
 
 
 def default(options: type[ParallelDims] | type[PlannerConfig], name: str) -> Any:
-    """The default of a field of the planner's options."""
+    """The default of one of the planner's options."""
     return next(option.default for option in fields(options) if option.name == name)
 
 
 def dims_of(options: argparse.Namespace) -> ParallelDims:
-    """The layout that `add_layout`'s arguments say."""
+    """The parallel dims of `add_dims`'s flags."""
     return ParallelDims(
         **{option: getattr(options, option) for option in FLAG_OF_SIZE},
         sequence_parallel=options.sequence_parallel,
@@ -141,7 +159,7 @@ def config_of(options: argparse.Namespace) -> PlannerConfig:
 
 
 def cost_model_of(options: argparse.Namespace) -> CostModel | None:
-    """The model in `--cost-model`, None without the flag."""
+    """The model in the file of --cost-model; None without the flag."""
     return CostModel.from_json(read(options.cost_model)) if options.cost_model else None
 
 
@@ -174,8 +192,15 @@ def complain(message: str) -> None:
     print(f"mcore-batching: {' '.join(message.split())}", file=sys.stderr)
 
 
-def with_flags(message: str) -> str:
-    """A library error in the command's words: argument names become flags."""
-    for option, flag in _FLAG_OF_ARGUMENT.items():
-        message = re.sub(rf"\b(?<!-){option}\b", flag, message)
-    return message
+def check_at_least(options: argparse.Namespace, name: str, minimum: int) -> None:
+    """Check an integer of the command line.
+
+    Raises:
+        UsageError: it is below `minimum`.
+    """
+    value = getattr(options, name)
+    if value < minimum:
+        argument = Argument(name)
+        raise UsageError(
+            argument, f" must be {minimum} or more, got {value}; set ", argument, " accordingly"
+        )

@@ -13,6 +13,7 @@ from mcore_batching.planning.groups import LastStep
 from mcore_batching.planning.validation import validate_plan
 from mcore_batching.tools import report
 from mcore_batching.tools.cli.options import (
+    CommandParser,
     UsageError,
     add_dims,
     add_lengths,
@@ -25,10 +26,11 @@ from mcore_batching.tools.cli.options import (
 )
 from mcore_batching.tools.explain import explain
 from mcore_batching.tools.lengths_file import read_groups, read_lengths
-from mcore_batching.tools.plot import check_picture, draw_step
+from mcore_batching.tools.picture import check_picture
+from mcore_batching.tools.plot import draw_step
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     """The command's arguments."""
     parser.description = "Decide which samples share a micro-batch, on which rank, in which order."
     add_lengths(parser)
@@ -40,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("packing", "auto takes the one of the others that needs fewer micro-batches"),
         (
             "balance",
-            "what the plan is made for: the pipeline's end, or full micro-batches evened out by "
-            "cost or tokens; auto is pipeline",
+            "goal of the plan: the pipeline's end, or full micro-batches evened out by cost or "
+            "tokens; auto is pipeline",
         ),
     ):
         parser.add_argument(
@@ -66,10 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot-step", type=int, default=0, metavar="N", help="step to draw (default: %(default)s)"
     )
-    parser.set_defaults(run=run)
 
 
-def _add_groups(parser: argparse.ArgumentParser) -> None:
+def _add_groups(parser: CommandParser) -> None:
     parser.add_argument(
         "--groups",
         metavar="FILE",
@@ -81,6 +82,7 @@ def _add_groups(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--last-groups",
+        dest="last",
         choices=get_args(LastStep),
         default="keep",
         help="groups left over: a shorter last step, left out, or an error (default: %(default)s)",
@@ -88,7 +90,7 @@ def _add_groups(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plan, check the plan, say what it is."""
+    """Plan, check the plan, print, write and draw it."""
     dims, config = dims_of(options), config_of(options)
     cost_model = cost_model_of(options)
     groups = _read_groups(options)
@@ -103,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
         samples_per_step=options.samples_per_step,
         groups=groups,
         groups_per_step=options.groups_per_step,
-        last=options.last_groups,
+        last=options.last,
         forward_only=options.forward_only,
     )
     validate_plan(plan, lengths)
@@ -115,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
     )
     print(report.STEP_LEGEND)
     if len(plan.steps) == 1:
-        print(explain(plan.steps[0], lengths))
+        print(explain(plan.steps[0], lengths, options.spell))
     else:
         print(report.packing_line(plan, lengths))
     print(f"digest {plan.digest()}")
@@ -135,7 +137,7 @@ def _draw(options: argparse.Namespace, plan: Plan, lengths: Sequence[int]) -> No
             f"got {number}"
         )
     where = f"step {number}, " if len(plan.steps) > 1 else ""
-    title = f"{where}{report.layout_line(plan.dims, plan.config)}"
+    title = f"{where}{report.dims_line(plan.dims, plan.config)}"
     draw_step(plan.steps[number], lengths, options.plot, title=title)
 
 

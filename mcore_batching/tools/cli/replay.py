@@ -1,32 +1,33 @@
-"""`mcore-batching replay`: a recorded job's predicted and measured times, and better layouts."""
+"""`mcore-batching replay`: a recorded job's predicted and measured times, and better plans."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from mcore_batching.planning import ConfigError
-from mcore_batching.planning.checks import at_least
+from mcore_batching.planning import Argument
 from mcore_batching.planning.records import read_records
 from mcore_batching.tools import replay, report
 from mcore_batching.tools.cli.options import (
+    FLAG_OF_SIZE,
+    CommandParser,
     add_cost_model,
     add_plan_effort,
+    check_at_least,
     cost_model_of,
-    with_flags,
 )
-from mcore_batching.tools.plot import check_picture
+from mcore_batching.tools.picture import check_picture
 from mcore_batching.tools.replay_plot import draw_replay
 
 MOST_PLANNED_STEPS = 16
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     """The command's arguments."""
     parser.description = (
-        "Show a recorded job's steps, predicted against measured, and what other plans and layouts "
-        "would have taken."
+        "Show a recorded job's steps, predicted against measured, and what other plans and "
+        "parallel dims would have taken."
     )
     parser.add_argument(
         "records", metavar="DIR", help="folder that a job recorded into by --dynamic-batch-record"
@@ -36,29 +37,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=MOST_PLANNED_STEPS,
         metavar="N",
-        help="plan at most this many steps of each layout again, spread over the job (default: "
-        "%(default)s)",
+        help="plan at most this many steps again for each alternative, spread over the job "
+        "(default: %(default)s)",
     )
     add_plan_effort(parser)
     add_cost_model(parser)
     parser.add_argument(
         "--plot", metavar="FILE", help="draw both times of every step, to a .png, .svg or .html"
     )
-    parser.set_defaults(run=run)
+    # Alternatives are named by the flags with which `mcore-batching plan` would plan them.
+    parser.flags |= FLAG_OF_SIZE | {
+        "max_tokens_per_gpu": "--max-tokens-per-gpu",
+        "microbatch_group_size": "--microbatch-group-size",
+        "max_inflight_tokens": "--max-inflight-tokens",
+    }
 
 
 def run(options: argparse.Namespace) -> int:
     """Read, predict, plan again, print."""
-    count = at_least("--steps", options.steps, 1, ConfigError)
+    check_at_least(options, "steps", 1)
     if options.plot:
         check_picture(options.plot)
     steps = replay.replay(read_records(options.records), cost_model_of(options))
     before = None
     for alike in replay.by_setting(steps):
         if before is not None:
-            changes = ", ".join(map(with_flags, replay.changed_options(before, alike[0])))
-            print(f"\nthen with {changes}")
-        _print(alike, count, options.plan_effort)
+            changes = [
+                f"{options.spell(Argument(name))}={value}"
+                for name, value in replay.changed_options(before, alike[0]).items()
+            ]
+            print(f"\nthen with {', '.join(changes)}")
+        _print(alike, options)
         before = alike[-1]
     if options.plot:
         draw_replay(steps, options.plot)
@@ -66,13 +75,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print(steps: Sequence[replay.ReplayedStep], count: int, plan_effort: int) -> None:
+def _print(steps: Sequence[replay.ReplayedStep], options: argparse.Namespace) -> None:
     """Steps of one setting: their times, and what other plans would have taken."""
     factor = replay.seconds_per_unit(steps)
     plan = steps[0].record.plan
     print(
-        f"{len(steps)} recorded step{'s' if len(steps) != 1 else ''}, "
-        f"{report.layout_line(plan.dims, plan.config)}"
+        f"{report.counted(len(steps), 'recorded step')}, {report.dims_line(plan.dims, plan.config)}"
     )
     report.print_table(replay.step_table(steps, factor), sys.stdout)
     if factor is None:
@@ -83,10 +91,27 @@ def _print(steps: Sequence[replay.ReplayedStep], count: int, plan_effort: int) -
             f"a unit of cost took {factor:.3e} s (median); predictions are off by "
             f"{sum(errors) / len(errors):.1%} on average, {max(errors):.1%} at worst"
         )
-    planned = replay.spread_out(steps, count)
-    found = replay.better_layouts(planned, plan_effort)
+    planned = replay.spread_out(steps, options.steps)
+    found = replay.better_plans(planned, options.plan_effort)
     if found:
         print(f"\n{len(planned)} of these steps with the same samples on the same GPUs:")
-        table = replay.alternative_table(found, factor)
-        named = tuple((with_flags(row[0]), *row[1:]) for row in table.rows)
-        report.print_table(report.Table(columns=table.columns, rows=named), sys.stdout)
+        report.print_table(_alternative_table(found, factor, options.spell), sys.stdout)
+
+
+def _alternative_table(
+    found: Sequence[replay.Alternative],
+    factor: float | None,
+    spell: Callable[[Argument], str],
+) -> report.Table:
+    """One row for the recorded plans and one for each alternative: mean predicted time and gain."""
+    recorded = replay.time_text(found[0].recorded_time / found[0].steps, factor)
+    rows = [("as it was recorded", recorded, "1.000 x")]
+    rows += [
+        (
+            " and ".join(map(spell, other.changes)) or "planned by this release, for all ranks",
+            replay.time_text(other.time / other.steps, factor),
+            f"{other.gain:.3f} x",
+        )
+        for other in found
+    ]
+    return report.Table(columns=("plan", "predicted per step", "faster by"), rows=tuple(rows))

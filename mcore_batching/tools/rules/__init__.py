@@ -1,8 +1,8 @@
-"""The packing rules of other frameworks, written from their description, to compare plans with.
+"""Packing rules of other frameworks, written from their description, to compare plans with.
 
-Guarantees: a peer's plan covers every sample once and has the same count on all ranks; whether it
-keeps the cap is its own affair (`StepPlan.validate` tells); where the peer would crash, a
-`PeerFailureError` says why, and no plan is made up.
+A rule's plan covers every sample once, with equally many micro-batches on all ranks. It may break
+the cap, which `validate_plan` reports. Where the framework would crash, `rule_plan` raises
+`RuleFailureError` and makes no plan up.
 """
 
 from __future__ import annotations
@@ -10,85 +10,93 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mcore_batching.planning import (
+    CostModel,
+    ParallelDims,
+    PlannerConfig,
+    StepPlan,
+    padded_sample_tokens,
+    row_capacity_tokens,
+)
 from mcore_batching.planning.checks import check_lengths
-from mcore_batching.planning.config import PlannerConfig
-from mcore_batching.planning.cost import CostModel
-from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.plan import StepPlan
-from mcore_batching.planning.tokens import padded_sample_tokens, row_capacity_tokens
 from mcore_batching.tools.rules import areal, in_order, nemo_rl, slime, verl
-from mcore_batching.tools.rules.problem import PeerFailureError, Problem, Rule
+from mcore_batching.tools.rules.packing_input import (
+    PackingFunction,
+    PackingInput,
+    RuleFailureError,
+)
 
-__all__ = ["PEERS", "Peer", "PeerFailureError", "peer_plan"]
+__all__ = ["RULES", "Rule", "RuleFailureError", "rule_plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peer:
-    """A framework's rule."""
+class Rule:
+    """A framework's packing rule."""
 
     name: str
     """Framework, and which of its rules."""
-    rule: Rule
-    """The rule."""
+    pack: PackingFunction
+    """From one step to the micro-batches of each rank."""
     keeps_cap: bool
-    """Whether it never puts more into a micro-batch than the cap, oversize samples apart."""
+    """No micro-batch of several samples exceeds the cap."""
 
 
-PEERS: tuple[Peer, ...] = (
-    Peer(name="first-fit in order", rule=in_order.first_fit_in_order, keeps_cap=True),
-    Peer(name="slime (PR 1860)", rule=slime.first_fit_then_parted, keeps_cap=False),
-    Peer(name="slime (pack first)", rule=slime.packed_then_dealt, keeps_cap=True),
-    Peer(name="verl (tokens)", rule=verl.by_tokens, keeps_cap=False),
-    Peer(name="verl (cost)", rule=verl.by_cost, keeps_cap=False),
-    Peer(name="verl 0.9", rule=verl.by_cost_under_cap, keeps_cap=True),
-    Peer(name="NeMo-RL", rule=nemo_rl.modified_first_fit_decreasing, keeps_cap=True),
-    Peer(name="AReaL (dealt)", rule=areal.dealt, keeps_cap=True),
-    Peer(name="AReaL (balanced)", rule=areal.balanced, keeps_cap=True),
-    Peer(name="Megatron dp_balanced", rule=in_order.next_fit, keeps_cap=True),
-    Peer(name="TRL best-fit", rule=in_order.best_fit_decreasing, keeps_cap=True),
+RULES: tuple[Rule, ...] = (
+    Rule(name="first-fit in order", pack=in_order.first_fit_in_order, keeps_cap=True),
+    Rule(name="slime (PR 1860)", pack=slime.first_fit_then_parted, keeps_cap=False),
+    Rule(name="slime (pack first)", pack=slime.packed_then_dealt, keeps_cap=True),
+    Rule(name="verl (tokens)", pack=verl.by_tokens, keeps_cap=False),
+    Rule(name="verl (cost)", pack=verl.by_cost, keeps_cap=False),
+    Rule(name="verl 0.9", pack=verl.by_cost_under_cap, keeps_cap=True),
+    Rule(name="NeMo-RL", pack=nemo_rl.modified_first_fit_decreasing, keeps_cap=True),
+    Rule(name="AReaL (dealt)", pack=areal.dealt, keeps_cap=True),
+    Rule(name="AReaL (balanced)", pack=areal.balanced, keeps_cap=True),
+    Rule(name="Megatron dp_balanced", pack=in_order.next_fit, keeps_cap=True),
+    Rule(name="TRL best-fit", pack=in_order.best_fit_decreasing, keeps_cap=True),
 )
-"""All rules that there are."""
+"""All rules, in the order in which tables list them."""
 
 
-def peer_plan(
-    peer: Peer,
+def rule_plan(
+    rule: Rule,
     lengths: Sequence[int],
     dims: ParallelDims,
     config: PlannerConfig,
     cost_model: CostModel | None = None,
 ) -> StepPlan:
-    """One step as a peer plans it.
+    """One step as another framework's rule plans it.
 
     Args:
-        peer: whose rule.
+        rule: one of `RULES`.
         lengths: total length of each sample [samples], in tokens.
         dims: sizes of the parallel groups.
-        config: cap and padding; the peer has policies of its own.
+        config: gives cap and padding; the rule has policies of its own.
         cost_model: what the plan is weighed by afterwards; the default one if None.
 
     Raises:
-        PeerFailureError: the peer crashes on this input, or its count is none that the layout's
-            schedule runs.
+        RuleFailureError: the framework crashes on this input, or the rule's count of micro-batches
+            is not one that the interleaved schedule can run.
         LengthError: a length is out of range.
         ConfigError: the cap leaves no room for a single token.
     """
     lengths = check_lengths(lengths)
     if not lengths:
-        raise PeerFailureError("none of the peers plans a step without samples; pass one or more")
-    problem = Problem(
-        sizes=tuple(padded_sample_tokens(length, dims, config) for length in lengths),
-        lengths=tuple(lengths),
-        capacity=row_capacity_tokens(dims, config),
-        ranks=dims.data_parallel,
-        stages=dims.pipeline_parallel,
-        group=dims.group_size if dims.virtual_pipeline > 1 else None,
+        raise RuleFailureError("no rule plans a step without samples; pass one or more")
+    ranks = rule.pack(
+        PackingInput(
+            sizes=tuple(padded_sample_tokens(length, dims, config) for length in lengths),
+            lengths=tuple(lengths),
+            capacity=row_capacity_tokens(dims, config),
+            ranks=dims.data_parallel,
+            stages=dims.pipeline_parallel,
+            group=dims.group_size if dims.virtual_pipeline > 1 else None,
+        )
     )
-    ranks = peer.rule(problem)
     count = len(ranks[0])
     if not dims.is_legal_num_microbatches(count):
-        raise PeerFailureError(
-            f"{count} micro-batches a rank cannot be run by the interleaved schedule with groups "
-            f"of {dims.group_size}; the next count that can is "
+        raise RuleFailureError(
+            f"the interleaved schedule with groups of {dims.group_size} cannot run {count} "
+            f"micro-batches per rank; the next count that it can is "
             f"{dims.round_up_num_microbatches(count)}"
         )
     return StepPlan(

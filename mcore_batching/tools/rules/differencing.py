@@ -1,10 +1,8 @@
 """The largest differencing method (Karmarkar and Karp, 1982), in the form that RL frameworks share.
 
 Every partial solution is a row of sets. The two with the widest spread are merged, heaviest set of
-one with lightest of the other, until one is left. Ties are broken as verl's does, so that
-partitions agree set by set; empty sets are not stored, which makes it quick for many parts.
-
-Guarantees: every item is in exactly one part; with `equal_count` all parts have as many items.
+one with lightest of the other, until one is left. Ties are broken as verl breaks them, so that
+partitions agree set by set. Empty sets are not stored: with many parts most of them are empty.
 """
 
 from __future__ import annotations
@@ -12,33 +10,35 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from mcore_batching.tools.rules.problem import PeerFailureError
+from mcore_batching.tools.rules.packing_input import RuleFailureError
 
 _Set = tuple[int, int, list[int]]
 """Sum, number of items, items in the order in which they came together."""
 
 
 def karmarkar_karp(values: Sequence[int], parts: int, *, equal_count: bool) -> list[list[int]]:
-    """Part items so that sums come out about even.
+    """Partition items into parts of nearly equal sums.
+
+    Values 8 7 6 5 4 in two parts give 8+6 and 7+5+4: sums of 14 and 16.
 
     Args:
         values: weight of each item [items], 0 or more.
-        parts: how many parts to make.
-        equal_count: whether every part gets as many items.
+        parts: number of parts.
+        equal_count: give every part equally many items.
 
     Returns:
-        indices of each part, ascending; heaviest part first.
+        indices of each part's items, ascending; heaviest part first.
 
     Raises:
-        PeerFailureError: fewer items than parts, or, with `equal_count`, no multiple of `parts`.
+        RuleFailureError: fewer items than parts, or, with `equal_count`, items that do not divide
+            by `parts`.
     """
     if len(values) < parts:
-        raise PeerFailureError(
-            f"{len(values)} items cannot be parted into {parts} that are not empty; pass {parts} "
-            "items or more"
+        raise RuleFailureError(
+            f"{len(values)} items cannot fill {parts} parts; pass {parts} items or more"
         )
     if equal_count and len(values) % parts:
-        raise PeerFailureError(
+        raise RuleFailureError(
             f"{len(values)} items do not divide by {parts}; pass a multiple of {parts}"
         )
     ascending = sorted(range(len(values)), key=lambda item: (values[item], item))
@@ -55,7 +55,7 @@ def karmarkar_karp(values: Sequence[int], parts: int, *, equal_count: bool) -> l
 
 
 def _entry(sets: list[_Set], parts: int) -> tuple[int, int, int, int, list[_Set]]:
-    """The heap's entry: widest spread first, then the one with the largest first set."""
+    """An entry of the heap, ordered by widest spread, then by largest first set."""
     sets.sort(reverse=True)
     total, count, items = sets[0]
     least = sets[-1][0] if len(sets) == parts else 0

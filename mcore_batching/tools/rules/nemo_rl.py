@@ -1,27 +1,35 @@
-"""NeMo-RL's rule: modified first-fit-decreasing (Johnson and Garey, 1985), dealt out to ranks.
+"""NeMo-RL's rule: modified first-fit-decreasing (Johnson and Garey, 1985), dealt to ranks.
 
-Items over half a bin open one each; middle ones (over a third) go beside them; two small ones
-(over a sixth) go into those that got none, from the last bin back; then each bin takes the largest
-that still fit; what is left is packed into the emptiest bin that has room. The count becomes a
-multiple of the ranks by moving single samples out of the bins with most of them.
+1. Each item over half a bin opens a bin.
+2. Medium items (over a third) go beside them, one per bin.
+3. Pairs of small items (over a sixth) go into the bins that got none, from the last bin back.
+4. Each bin takes the largest remaining items that still fit.
+5. What is left is packed into the emptiest bin with room.
+
+The count is made a multiple of the ranks by moving single samples out of the bins that hold most.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 
-from mcore_batching.tools.rules.problem import MicroBatches, PeerFailureError, Problem, deal
+from mcore_batching.tools.rules.packing_input import (
+    MicroBatches,
+    PackingInput,
+    RuleFailureError,
+    deal,
+)
 
 
-def modified_first_fit_decreasing(problem: Problem) -> list[MicroBatches]:
-    """Pack all samples, make the count a multiple of the ranks, deal micro-batches out in turn.
+def modified_first_fit_decreasing(given: PackingInput) -> list[MicroBatches]:
+    """Pack all samples, make the count a multiple of the ranks, deal micro-batches round-robin.
 
     Raises:
-        PeerFailureError: a sample is over the cap, or there are fewer samples than ranks.
+        RuleFailureError: a sample is over the cap, or there are fewer samples than ranks.
     """
-    problem.refuse_oversize("NeMo-RL's packer raises")
-    bins = _pack(problem.sizes, problem.capacity)
-    return deal(_with_multiple(bins, problem.ranks), problem.ranks)
+    given.refuse_oversize("NeMo-RL's packer raises")
+    bins = _pack(given.sizes, given.capacity)
+    return deal(_with_multiple(bins, given.ranks), given.ranks)
 
 
 def _pack(sizes: tuple[int, ...], capacity: int) -> MicroBatches:
@@ -65,7 +73,7 @@ def _pack(sizes: tuple[int, ...], capacity: int) -> MicroBatches:
 
 
 def _into_emptiest(items: list[int], sizes: tuple[int, ...], capacity: int) -> MicroBatches:
-    """Each item into the emptiest bin if it fits there, else into a new one; emptiest bin first."""
+    """Bins, emptiest first, after each item went into the emptiest if it fits, else a new one."""
     bins: MicroBatches = []
     filled: list[int] = []
     for item in items:
@@ -80,10 +88,10 @@ def _into_emptiest(items: list[int], sizes: tuple[int, ...], capacity: int) -> M
 
 
 def _with_multiple(bins: MicroBatches, multiple: int) -> MicroBatches:
-    """As many bins as makes a multiple, each further one with a sample of the fullest by count."""
+    """Add bins up to a multiple, each with one sample taken from the bin that holds most."""
     target = max(1, -(-len(bins) // multiple)) * multiple
     if sum(map(len, bins)) < target:
-        raise PeerFailureError(
+        raise RuleFailureError(
             f"{sum(map(len, bins))} samples cannot fill {target} micro-batches (a multiple of the "
             f"{multiple} ranks); pass {target} samples or more"
         )

@@ -1,31 +1,33 @@
-"""slime's rules: that of pull request 1860's time, and the one that came after.
+"""slime's rules: the one of the time of its pull request 1860, and the one that replaced it.
 
-At first, samples were shared out to ranks by Karmarkar-Karp over tokens, first-fit on each rank
-gave a number of micro-batches, their maximum over ranks was rounded *down* to the interleaved
-schedule's group, and each rank was parted anew into that many by Karmarkar-Karp, whatever the cap.
-Now one first-fit over all samples is brought to a multiple of ranks x group by splitting, and
-micro-batches are shared out by Karmarkar-Karp over their work, as many to every rank.
+The first assigned samples to ranks by Karmarkar-Karp over tokens and counted micro-batches by
+first-fit on each rank. It rounded their maximum over ranks *down* to the interleaved schedule's
+group, and partitioned each rank again into that many by Karmarkar-Karp, whatever the cap.
+
+The second runs one first-fit over all samples, splits micro-batches until their count is a multiple
+of ranks × group, and assigns equally many to every rank by Karmarkar-Karp over their work.
 """
 
 from __future__ import annotations
 
-from mcore_batching.planning.packing import first_fit
+from mcore_batching.planning import first_fit
 from mcore_batching.tools.rules.differencing import karmarkar_karp
-from mcore_batching.tools.rules.problem import MicroBatches, PeerFailureError, Problem
+from mcore_batching.tools.rules.packing_input import MicroBatches, PackingInput, RuleFailureError
 from mcore_batching.tools.rules.verl import workload
 
 
-def first_fit_then_parted(problem: Problem) -> list[MicroBatches]:
+def first_fit_then_parted(given: PackingInput) -> list[MicroBatches]:
     """First-fit for the count, rounded down; Karmarkar-Karp over tokens for the contents.
 
     Raises:
-        PeerFailureError: samples do not divide by ranks, or a rank has fewer than micro-batches.
+        RuleFailureError: the samples do not divide by the ranks, or a rank has fewer samples than
+            micro-batches.
     """
-    sizes = problem.sizes
-    shards = karmarkar_karp(sizes, problem.ranks, equal_count=True)
-    count = max(len(_first_fit([sizes[i] for i in shard], problem.capacity)) for shard in shards)
-    if problem.group is not None:
-        count = max(1, count // problem.group * problem.group)
+    sizes = given.sizes
+    shards = karmarkar_karp(sizes, given.ranks, equal_count=True)
+    count = max(len(_first_fit([sizes[i] for i in shard], given.capacity)) for shard in shards)
+    if given.group is not None:
+        count = max(1, count // given.group * given.group)
     return [
         [
             [shard[i] for i in part]
@@ -35,15 +37,15 @@ def first_fit_then_parted(problem: Problem) -> list[MicroBatches]:
     ]
 
 
-def packed_then_dealt(problem: Problem) -> list[MicroBatches]:
-    """First-fit over all samples, split to a multiple of ranks x group, shared out by work.
+def packed_then_dealt(given: PackingInput) -> list[MicroBatches]:
+    """First-fit over all samples, split to a multiple of ranks × group, assigned by work.
 
     Raises:
-        PeerFailureError: fewer samples than ranks x group.
+        RuleFailureError: fewer samples than ranks × group.
     """
-    sizes = problem.sizes
-    bins = _first_fit(sizes, problem.capacity)
-    multiple = problem.ranks * (problem.group or 1)
+    sizes = given.sizes
+    bins = _first_fit(sizes, given.capacity)
+    multiple = given.ranks * (given.group or 1)
     count = max(1, -(-len(bins) // multiple)) * multiple
     while len(bins) < count:
         splittable = [
@@ -52,25 +54,25 @@ def packed_then_dealt(problem: Problem) -> list[MicroBatches]:
             if len(samples) > 1
         ]
         if not splittable:
-            raise PeerFailureError(
-                f"{len(sizes)} samples cannot make {count} micro-batches (ranks x group size = "
+            raise RuleFailureError(
+                f"{len(sizes)} samples cannot make {count} micro-batches (ranks × group size = "
                 f"{multiple}); pass {count} samples or more"
             )
         _, index = max(splittable)
         bins[index], other = _halves(bins[index], sizes)
         bins.append(other)
-    work = [sum(workload(problem.lengths[i]) for i in samples) for samples in bins]
-    ranks = karmarkar_karp(work, problem.ranks, equal_count=True)
+    work = [sum(workload(given.lengths[i]) for i in samples) for samples in bins]
+    ranks = karmarkar_karp(work, given.ranks, equal_count=True)
     return [[bins[index] for index in rank] for rank in ranks]
 
 
 def _first_fit(sizes: tuple[int, ...] | list[int], capacity: int) -> MicroBatches:
-    """First-fit in the order of the samples, in which one over the cap fills a bin by itself."""
+    """First-fit in the order of the samples; one over the cap fills a bin by itself."""
     return first_fit([min(size, capacity) for size in sizes], capacity)
 
 
 def _halves(samples: list[int], sizes: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """Longest first to the half with fewer tokens."""
+    """A micro-batch in two, longest sample first to the half with fewer tokens."""
     halves: tuple[list[int], list[int]] = ([], [])
     tokens = [0, 0]
     for sample in sorted(samples, key=lambda i: -sizes[i]):

@@ -1,4 +1,4 @@
-"""`fit_cost_model`: from measured times to a cost model."""
+"""Cost models fitted to measured times."""
 
 import pytest
 from hypothesis import given

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from mcore_batching.planning import Plan
+from mcore_batching.planning import Argument, MCoreBatchingError, Plan, PlanningError
+from mcore_batching.planning.records import RecordError
 from mcore_batching.tools.cli import main
+from mcore_batching.tools.cli.options import CommandParser, UsageError
+from mcore_batching.tools.lengths_file import LengthsFileError
+from mcore_batching.tools.picture import PlotError
+from mcore_batching.tools.rules import RuleFailureError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -115,26 +122,30 @@ def test_standard_input_csv_and_json_lines(
         assert capsys.readouterr().out == piped.stdout
 
 
-def test_no_lengths_make_one_step_of_placeholders() -> None:
-    made = command("plan", "-", "--max-tokens-per-gpu", "10", "--dp", "3")
-    assert made.returncode == 0
-    assert "0 samples in 1 step, DP3, cap 10 tokens" in made.stdout
-    assert "0 micro-batches with samples, 3 placeholders" in made.stdout
+def test_no_lengths_make_one_step_of_placeholders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = tmp_path / "none.txt"
+    lengths.write_text("")
+    assert main(["plan", str(lengths), "--max-tokens-per-gpu", "10", "--dp", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "0 samples in 1 step, DP3, cap 10 tokens" in printed
+    assert "0 micro-batches with samples, 3 placeholders" in printed
 
 
-def test_many_steps_are_summarised() -> None:
-    made = command(
-        *("plan", "-", "--max-tokens-per-gpu", "10", "--samples-per-step", "2"),
-        stdin="\n".join(["3"] * 5000),
-    )
-    assert made.returncode == 0
-    assert len(made.stdout.splitlines()) < 40
-    assert "(2484 steps)" in made.stdout
-    assert "5000 samples in 2500 steps" in made.stdout
+def test_many_steps_are_summarised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("3\n" * 200)
+    flags = ["--max-tokens-per-gpu", "10", "--samples-per-step", "2"]
+    assert main(["plan", str(lengths), *flags]) == 0
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) < 40
+    assert "(84 steps)" in printed
+    assert "200 samples in 100 steps" in printed
     assert (
-        "2500 micro-batches with samples in all steps, 1.000 x the 2500 that no packing takes "
+        "100 micro-batches with samples in all steps, 1.000 x the 100 that no packing takes "
         "fewer than\n"
-    ) in made.stdout
+    ) in printed
 
 
 def plan_document(tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]) -> dict:
@@ -162,12 +173,11 @@ def test_check_names_the_broken_invariant(
     document["steps"] = [{"num_microbatches": len(ranks[1]), "ranks": ranks}]
     broken = tmp_path / "broken.json"
     broken.write_text(json.dumps(document))
-    checked = command("check", str(broken), lengths_file)
-    assert checked.returncode == 1
-    assert checked.stdout == ""
-    assert checked.stderr.count("\n") == 1
-    assert f"{broken}: invariant '{invariant}' is broken" in checked.stderr
     assert main(["check", str(broken), lengths_file]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert f"{broken}: invariant '{invariant}' is broken" in printed.err
 
 
 def test_check_finds_a_changed_plan_that_keeps_the_invariants(
@@ -202,58 +212,98 @@ def test_check_against_other_lengths(
 @pytest.mark.parametrize(
     ("arguments", "stdin", "message"),
     [
-        (["--max-tokens-per-gpu", "10"], "3\nx\n", "<stdin>:2: expected a length in tokens"),
-        (["--max-tokens-per-gpu", "0"], "3\n", "--max-tokens-per-gpu must be 1 or more, got 0"),
-        (["--max-tokens-per-gpu", "9", "--dp", "0"], "3\n", "--dp must be 1 or more, got 0"),
+        ("--max-tokens-per-gpu 10", "3\nx\n", "<stdin>:2: expected a length in tokens"),
+        ("--max-tokens-per-gpu 9 --column n", "3\n", "--column is for .csv and .jsonl files"),
         (
-            ["--max-tokens-per-gpu", "9", "--vpp", "2"],
-            "3\n",
-            "--vpp=2 needs more than one pipeline stage, got --pp=1; set --pp to 2 or more",
-        ),
-        (
-            [
-                "--max-tokens-per-gpu",
-                "9",
-                "--pp",
-                "4",
-                "--vpp",
-                "2",
-                "--microbatch-group-size",
-                "2",
-            ],
-            "3\n",
-            "--microbatch-group-size must be at least --pp=4 when --vpp > 1, got 2",
-        ),
-        (
-            ["--max-tokens-per-gpu", "9", "--samples-per-step", "0"],
-            "3\n",
-            "--samples-per-step must be 1 or more, got 0",
-        ),
-        (
-            ["--max-tokens-per-gpu", "1", "--cp", "2"],
-            "3\n",
-            "set --max-tokens-per-gpu to 2 or more",
-        ),
-        (
-            ["--max-tokens-per-gpu", "10", "--on-oversize", "error"],
+            "--max-tokens-per-gpu 10 --on-oversize error",
             "3\n17\n",
-            "sample 1 has 17 tokens, 17 after padding, but a micro-batch may hold at most 10; "
-            "set --max-tokens-per-gpu >= 17, or --on-oversize own-bin to run such samples alone",
+            "sample 1 has 17 tokens, 17 after padding, but a micro-batch may hold at most 10",
         ),
         (
-            ["--max-tokens-per-gpu", "10", "--out", "/no/such/folder/plan.json"],
+            "--max-tokens-per-gpu 10 --out /no/such/folder/plan.json",
             "3\n",
             "cannot write /no/such/folder/plan.json",
         ),
     ],
 )
-def test_errors_are_one_line(arguments: list[str], stdin: str, message: str) -> None:
-    failed = command("plan", "-", *arguments, stdin=stdin)
-    assert failed.returncode == 2
-    assert failed.stdout == ""
-    assert failed.stderr.count("\n") == 1
-    assert failed.stderr.startswith("mcore-batching: ")
-    assert message in failed.stderr
+def test_errors_are_one_line(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: str,
+    stdin: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+    assert main(["plan", "-", *arguments.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert printed.err.startswith("mcore-batching: ")
+    assert message in printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ("--max-tokens-per-gpu 0", {"max_tokens_per_gpu": "--max-tokens-per-gpu"}),
+        ("--max-tokens-per-gpu 9 --dp 0", {"data_parallel": "--dp"}),
+        ("--max-tokens-per-gpu 9 --samples-per-step 0", {"samples_per_step": "--samples-per-step"}),
+        (
+            "--max-tokens-per-gpu 9 --vpp 2",
+            {"virtual_pipeline": "--vpp=2", "pipeline_parallel": "--pp=1"},
+        ),
+        (
+            "--max-tokens-per-gpu 9 --pp 4 --vpp 2 --microbatch-group-size 2",
+            {"microbatch_group_size": "--microbatch-group-size", "pipeline_parallel": "--pp=4"},
+        ),
+        ("--max-tokens-per-gpu 1 --cp 2", {"max_tokens_per_gpu": "--max-tokens-per-gpu"}),
+        (
+            "--max-tokens-per-gpu 9 --balance pipeline --fill placeholder",
+            {"balance=": "--balance=cost", "fill='": "--fill=split", "packing='": "--packing=auto"},
+        ),
+        ("--max-tokens-per-gpu 9 --groups-per-step 2", {"groups_per_": "--groups-per-step"}),
+        (
+            "--max-tokens-per-gpu 9 --on-oversize error",
+            {"max_tokens_per_gpu": "--max-tokens-per-gpu", "on_": "--on-oversize=own-bin"},
+        ),
+    ],
+)
+def test_planners_errors_name_flags(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: str,
+    names: dict[str, str],
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("3\n17\n"))
+    assert main(["plan", "-", *arguments.split()]) == 2
+    message = capsys.readouterr().err
+    for name, flag in names.items():
+        assert flag in message
+        assert name not in message.replace(flag, "")
+
+
+def test_arguments_without_a_flag_are_spelled_as_in_the_library() -> None:
+    parser = CommandParser()
+    parser.add_argument("--dp", dest="data_parallel")
+    parser.add_argument("lengths", metavar="LENGTHS")
+    error = PlanningError(
+        *("set ", Argument("data_parallel", 2), ", ", Argument("data_parallel"), ", "),
+        *(Argument("lengths"), " or ", Argument("pad_each_to", 8)),
+    )
+    assert error.text(parser.spell) == "set --dp=2, --dp, LENGTHS or pad_each_to=8"
+
+
+@pytest.mark.parametrize(
+    "kind", [UsageError, LengthsFileError, PlotError, RuleFailureError, RecordError]
+)
+def test_errors_have_one_root_and_survive_pickling(kind: type[MCoreBatchingError]) -> None:
+    error = kind("set ", Argument("column", "n"))
+    assert isinstance(error, MCoreBatchingError)
+    assert isinstance(error, ValueError)
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is kind
+    assert str(copy) == str(error) == "set column='n'"
+    assert copy.text(lambda argument: "--column") == "set --column"
 
 
 @pytest.mark.parametrize(

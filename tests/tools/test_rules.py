@@ -1,4 +1,4 @@
-"""The rules of other frameworks: pinned against the originals, and what they do wrong."""
+"""Other frameworks' packing rules: pinned against the originals, and where they fail."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from planning_cases import examples, megatron_runs, row_tokens
 
 from mcore_batching.planning import LengthError, ParallelDims, PlannerConfig, StepPlan
-from mcore_batching.tools.rules import PEERS, Peer, PeerFailureError, peer_plan
+from mcore_batching.tools.rules import RULES, Rule, RuleFailureError, rule_plan
 from mcore_batching.tools.rules.differencing import karmarkar_karp
 
-BY_NAME = {peer.name: peer for peer in PEERS}
+BY_NAME = {rule.name: rule for rule in RULES}
 LENGTHS = [70, 20, 55, 10, 35, 90, 15, 40, 25, 60, 5, 30]
 CONFIG = PlannerConfig(max_tokens_per_gpu=100)
 
@@ -59,7 +59,7 @@ def over_cap(plan: StepPlan, lengths: Sequence[int]) -> float:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_plans_are_the_originals(name: str) -> None:
-    assert as_lists(peer_plan(BY_NAME[name], LENGTHS, PLAIN, CONFIG)) == PLANS[name]
+    assert as_lists(rule_plan(BY_NAME[name], LENGTHS, PLAIN, CONFIG)) == PLANS[name]
 
 
 def test_every_rule_is_pinned() -> None:
@@ -68,14 +68,14 @@ def test_every_rule_is_pinned() -> None:
 
 @pytest.mark.parametrize("name", INTERLEAVED_PLANS)
 def test_interleaved_plans_are_the_originals(name: str) -> None:
-    plan = peer_plan(BY_NAME[name], LENGTHS, INTERLEAVED, CONFIG)
+    plan = rule_plan(BY_NAME[name], LENGTHS, INTERLEAVED, CONFIG)
     assert as_lists(plan) == INTERLEAVED_PLANS[name]
 
 
-@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @given(data=st.data())
 @examples(60)
-def test_a_plan_covers_every_sample_with_equal_counts(peer: Peer, data: st.DataObject) -> None:
+def test_a_plan_covers_every_sample_with_equal_counts(rule: Rule, data: st.DataObject) -> None:
     stages = data.draw(st.sampled_from([1, 2, 4]))
     dims = ParallelDims(
         data_parallel=data.draw(st.sampled_from([1, 2, 3])),
@@ -86,15 +86,15 @@ def test_a_plan_covers_every_sample_with_equal_counts(peer: Peer, data: st.DataO
     config = PlannerConfig(max_tokens_per_gpu=data.draw(st.sampled_from([32, 40, 100])))
     lengths = data.draw(st.lists(st.integers(0, 45), max_size=40))
     try:
-        plan = peer_plan(peer, lengths, dims, config)
-    except PeerFailureError:
+        plan = rule_plan(rule, lengths, dims, config)
+    except RuleFailureError:
         return
     placed = sorted(s for rank in plan.micro_batches for held in rank for s in held)
     assert placed == list(range(len(lengths)))
     assert {len(rank) for rank in plan.micro_batches} == {plan.num_microbatches}
     assert len(plan.micro_batches) == dims.data_parallel
     assert megatron_runs(plan.num_microbatches, dims)
-    if peer.keeps_cap:
+    if rule.keeps_cap:
         several = [held for rank in plan.micro_batches for held in rank if len(held) > 1]
         cap = config.cap_tokens(dims)
         assert all(row_tokens(held, lengths, plan) <= cap for held in several)
@@ -103,12 +103,12 @@ def test_a_plan_covers_every_sample_with_equal_counts(peer: Peer, data: st.DataO
 def test_nemo_rl_puts_the_smallest_and_the_largest_that_fits_beside_a_large_one() -> None:
     lengths = [35, 11, 12, 13, 14, 19]
     config = PlannerConfig(max_tokens_per_gpu=60)
-    plan = peer_plan(BY_NAME["NeMo-RL"], lengths, ParallelDims(), config)
+    plan = rule_plan(BY_NAME["NeMo-RL"], lengths, ParallelDims(), config)
     assert as_lists(plan) == [[[0, 1, 4], [5, 3, 2]]]
 
 
 def test_slime_rounds_down_and_breaks_the_cap() -> None:
-    plan = peer_plan(BY_NAME["slime (PR 1860)"], LENGTHS, INTERLEAVED, CONFIG)
+    plan = rule_plan(BY_NAME["slime (PR 1860)"], LENGTHS, INTERLEAVED, CONFIG)
     assert plan.num_microbatches == 2
     assert over_cap(plan, LENGTHS) == 1.2
     assert not BY_NAME["slime (PR 1860)"].keeps_cap
@@ -117,8 +117,8 @@ def test_slime_rounds_down_and_breaks_the_cap() -> None:
 def test_verl_broke_the_cap_until_it_counted_up() -> None:
     # Four samples of 60 a rank make 240 tokens: three micro-batches, one of them of two samples.
     lengths = [60] * 8
-    before = peer_plan(BY_NAME["verl (cost)"], lengths, PLAIN, CONFIG)
-    after = peer_plan(BY_NAME["verl 0.9"], lengths, PLAIN, CONFIG)
+    before = rule_plan(BY_NAME["verl (cost)"], lengths, PLAIN, CONFIG)
+    after = rule_plan(BY_NAME["verl 0.9"], lengths, PLAIN, CONFIG)
     assert (before.num_microbatches, over_cap(before, lengths)) == (3, 1.2)
     assert (after.num_microbatches, over_cap(after, lengths)) == (4, 0.6)
 
@@ -130,38 +130,38 @@ def test_verl_broke_the_cap_until_it_counted_up() -> None:
         ("slime (pack first)", [5] * 3, INTERLEAVED, "3 samples cannot make 4 micro-batches"),
         ("verl 0.9", [5] * 3, PLAIN, "3 items do not divide by 2"),
         ("verl 0.9", [101, 5], PLAIN, "verl asserts that max_token_len"),
-        ("verl (cost)", [5, 5], INTERLEAVED, "1 items cannot be parted into 2"),
+        ("verl (cost)", [5, 5], INTERLEAVED, "1 items cannot fill 2 parts"),
         ("NeMo-RL", [5], PLAIN, "1 samples cannot fill 2 micro-batches"),
         ("NeMo-RL", [101, 5], PLAIN, "NeMo-RL's packer raises; set max_tokens_per_gpu"),
-        ("NeMo-RL", [60, 60], INTERLEAVED, "1 micro-batches a rank cannot be run"),
+        ("NeMo-RL", [60, 60], INTERLEAVED, "cannot run 1 micro-batches per rank"),
         ("AReaL (dealt)", [5], PLAIN, "a rank has 0 samples and needs 1 micro-batches"),
         ("AReaL (dealt)", [5] * 7, INTERLEAVED, "a rank has 3 samples and needs 4"),
         ("AReaL (balanced)", [5] * 3, PLAIN, "3 samples do not divide by 2 ranks"),
         ("Megatron dp_balanced", [5], PLAIN, "1 samples are not enough to move"),
         ("Megatron dp_balanced", [101, 5], PLAIN, "or an empty row first"),
         ("TRL best-fit", [101], PLAIN, "TRL cuts it"),
-        ("first-fit in order", [60, 60], INTERLEAVED, "the next count that can is 2"),
+        ("first-fit in order", [60, 60], INTERLEAVED, "the next count that it can is 2"),
     ],
 )
 def test_failures_say_why(name: str, lengths: list[int], dims: ParallelDims, message: str) -> None:
-    with pytest.raises(PeerFailureError) as caught:
-        peer_plan(BY_NAME[name], lengths, dims, CONFIG)
+    with pytest.raises(RuleFailureError) as caught:
+        rule_plan(BY_NAME[name], lengths, dims, CONFIG)
     assert message in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
-def test_no_samples_and_bad_lengths(peer: Peer) -> None:
-    with pytest.raises(PeerFailureError, match="pass one or more"):
-        peer_plan(peer, [], PLAIN, CONFIG)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_no_samples_and_bad_lengths(rule: Rule) -> None:
+    with pytest.raises(RuleFailureError, match="pass one or more"):
+        rule_plan(rule, [], PLAIN, CONFIG)
     with pytest.raises(LengthError):
-        peer_plan(peer, [5, -1], PLAIN, CONFIG)
+        rule_plan(rule, [5, -1], PLAIN, CONFIG)
 
 
 def test_padding_counts_against_the_cap() -> None:
     dims = ParallelDims(data_parallel=1, context_parallel=2)
     config = PlannerConfig(max_tokens_per_gpu=8)
-    plan = peer_plan(BY_NAME["first-fit in order"], [5, 5, 5], dims, config)
+    plan = rule_plan(BY_NAME["first-fit in order"], [5, 5, 5], dims, config)
     assert as_lists(plan) == [[[0, 1], [2]]]
 
 
@@ -198,7 +198,7 @@ def slow_karmarkar_karp(values: list[int], parts: int, equal_count: bool) -> lis
 @examples(300)
 def test_karmarkar_karp_is_the_slow_one(values: list[int], parts: int, equal_count: bool) -> None:
     if len(values) < parts or (equal_count and len(values) % parts):
-        with pytest.raises(PeerFailureError):
+        with pytest.raises(RuleFailureError):
             karmarkar_karp(values, parts, equal_count=equal_count)
         return
     assert karmarkar_karp(values, parts, equal_count=equal_count) == slow_karmarkar_karp(

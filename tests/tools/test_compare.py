@@ -17,20 +17,20 @@ from mcore_batching.planning import (
     plan_step,
     step_statistics,
 )
-from mcore_batching.tools import compare, compare_table
+from mcore_batching.tools import compare
 from mcore_batching.tools.cli import main
-from mcore_batching.tools.rules import PEERS
+from mcore_batching.tools.rules import RULES
 
 GENERATOR = random.Random(0)
 LENGTHS = [min(900, round(GENERATOR.lognormvariate(5, 1))) for _ in range(64)]
-LAYOUT = ParallelDims(data_parallel=2, pipeline_parallel=2)
+DIMS = ParallelDims(data_parallel=2, pipeline_parallel=2)
 CONFIG = PlannerConfig(max_tokens_per_gpu=1000, plan_effort=100)
 CONFIG_OF_100 = PlannerConfig(max_tokens_per_gpu=100, plan_effort=10)
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[compare.Outcome]:
-    return compare.compare([LENGTHS[:32], LENGTHS[32:]], LAYOUT, CONFIG)
+    return compare.compare([LENGTHS[:32], LENGTHS[32:]], DIMS, CONFIG)
 
 
 def by_name(outcomes: list[compare.Outcome], name: str) -> compare.Outcome:
@@ -45,15 +45,15 @@ def test_everyone_is_on_the_table_once(outcomes: list[compare.Outcome]) -> None:
         "mcore_batching, balance tokens",
         "mcore_batching, balance none",
     ]
-    assert names[4:] == [peer.name for peer in PEERS]
-    assert [outcome.kind for outcome in outcomes] == ["ours"] + ["mode"] * 3 + ["peer"] * len(PEERS)
+    assert names[4:] == [rule.name for rule in RULES]
+    assert [outcome.kind for outcome in outcomes] == ["ours"] + ["mode"] * 3 + ["peer"] * len(RULES)
     assert {outcome.steps for outcome in outcomes} == {2}
 
 
 def test_numbers_are_those_of_the_plans(outcomes: list[compare.Outcome]) -> None:
     ours = by_name(outcomes, "mcore_batching")
     made = [
-        step_statistics(plan_step(lengths, LAYOUT, CONFIG), lengths)
+        step_statistics(plan_step(lengths, DIMS, CONFIG), lengths)
         for lengths in (LENGTHS[:32], LENGTHS[32:])
     ]
     assert ours.time_over_floor == pytest.approx(sum(s.time_over_floor for s in made) / 2)
@@ -73,14 +73,14 @@ def test_modes_differ_and_ours_is_never_later(outcomes: list[compare.Outcome]) -
 
 
 def test_cap_violations_are_counted() -> None:
-    # verl's three micro-batches a rank hold 120, 60 and 60 of these tokens.
+    # verl's three micro-batches per rank hold 120, 60 and 60 of these tokens.
     found = compare.compare([[60] * 8], ParallelDims(data_parallel=2), CONFIG_OF_100)
     verl = by_name(found, "verl (cost)")
     assert (verl.over_cap, verl.worst_over_cap) == (2 / 6, 1.2)
     assert not verl.keeps_cap
-    row = next(row for row in compare_table.as_table(found).rows if row[0] == "verl (cost)")
+    row = next(row for row in compare.as_table(found).rows if row[0] == "verl (cost)")
     assert row[3] == "33.3%, 1.20x"
-    assert not any("verl (cost) is best" in line for line in compare_table.summary(found))
+    assert not any("verl (cost) is best" in line for line in compare.summary(found))
 
 
 def test_an_oversize_sample_alone_is_no_violation() -> None:
@@ -98,16 +98,16 @@ def test_a_rule_without_a_plan_is_listed_with_its_reason() -> None:
     assert verl.failure == "3 items do not divide by 2; pass a multiple of 2"
     assert not verl.keeps_cap
     assert verl.time_over_floor is not None
-    (line,) = [line for line in compare_table.summary(found) if line.startswith("verl 0.9")]
+    (line,) = [line for line in compare.summary(found) if line.startswith("verl 0.9")]
     assert line == f"verl 0.9 has no plan for 1 of 2 steps: {verl.failure}"
     never = by_name(
         compare.compare([[5] * 3], ParallelDims(data_parallel=2), CONFIG_OF_100), "verl 0.9"
     )
     assert (never.planned, never.time_over_floor, never.planning_seconds) == (0, None, None)
-    assert compare_table.as_table([never]).rows == (("verl 0.9", "0/1", *["-"] * 6),)
+    assert compare.as_table([never]).rows == (("verl 0.9", "0/1", *["-"] * 6),)
 
 
-def test_summary_names_the_best_peer_under_the_cap(outcomes: list[compare.Outcome]) -> None:
+def test_summary_names_the_best_rule_under_the_cap(outcomes: list[compare.Outcome]) -> None:
     ours = by_name(outcomes, "mcore_batching").time_over_floor
     assert ours is not None
     best, name = min(
@@ -115,15 +115,15 @@ def test_summary_names_the_best_peer_under_the_cap(outcomes: list[compare.Outcom
         for o in outcomes
         if o.kind == "peer" and o.keeps_cap and o.time_over_floor
     )
-    line = compare_table.summary(outcomes)[0]
+    line = compare.summary(outcomes)[0]
     assert f"{name} is best" in line
     assert f"{best / ours:.3f} x" in line
 
 
 def test_csv_and_json_hold_every_field(outcomes: list[compare.Outcome]) -> None:
-    from_json = json.loads(compare_table.as_json(outcomes))
+    from_json = json.loads(compare.as_json(outcomes))
     assert [compare.Outcome(**record) for record in from_json] == outcomes
-    rows = list(csv.DictReader(io.StringIO(compare_table.as_csv(outcomes))))
+    rows = list(csv.DictReader(io.StringIO(compare.as_csv(outcomes))))
     assert [row["name"] for row in rows] == [outcome.name for outcome in outcomes]
     assert [float(row["time_over_floor"]) for row in rows if row["time_over_floor"]] == [
         outcome.time_over_floor for outcome in outcomes if outcome.time_over_floor is not None
@@ -137,7 +137,7 @@ def test_draws() -> None:
     drawn = compare.draw_steps(lengths, 10, draws=3, seed=7)
     assert drawn == [random.Random(7 + i).sample(lengths, 10) for i in range(3)]
     for arguments, message in (
-        (([],), "LENGTHS holds no length"),
+        (([],), "lengths holds no length"),
         (([3], 0), "samples_per_step must be 1 or more"),
         (([3], 2, 1), "samples_per_step=2 cannot be drawn from 1 lengths"),
         (([3], 1, 0), "draws must be 1 or more"),
@@ -169,9 +169,7 @@ def test_command(tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixtur
     assert sum(line.split()[0] == "mcore_batching" for line in printed[3:7]) == 1
     assert printed[-1] == f"wrote {out}"
     steps = compare.draw_steps(LENGTHS, 16, 2, 3)
-    expected = compare.compare(
-        steps, LAYOUT, PlannerConfig(max_tokens_per_gpu=1000, plan_effort=20)
-    )
+    expected = compare.compare(steps, DIMS, PlannerConfig(max_tokens_per_gpu=1000, plan_effort=20))
     rows = list(csv.DictReader(out.open()))
     assert [row["time_over_floor"] for row in rows] == [str(o.time_over_floor) for o in expected]
     to_json = tmp_path / "table.json"

@@ -1,6 +1,7 @@
-"""What a peer's rule is given, and how it says that it cannot plan.
+"""One step as a packing rule gets it, and the error of a rule that cannot pack it.
 
-Guarantees: sizes are those that the cap counts, so that a rule which keeps its own cap keeps ours.
+Sizes are padded tokens, the ones that this package's cap counts: a rule that keeps its own cap
+keeps this one.
 """
 
 from __future__ import annotations
@@ -8,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mcore_batching.planning.errors import PlanningError
+from mcore_batching.planning import Argument, PlanningError
 
 MicroBatches = list[list[int]]
 """Sample positions of each micro-batch of one rank, in slot order."""
 
 
-class PeerFailureError(PlanningError):
-    """A peer's rule crashes, asserts or hangs on this input, where ours gives a plan."""
+class RuleFailureError(PlanningError):
+    """Another framework's rule crashes, asserts or hangs on this input."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
-    """One step, as rules of packing see it."""
+class PackingInput:
+    """One step's samples and the ranks to pack them for."""
 
     sizes: tuple[int, ...]
     """Padded tokens of each sample [samples]."""
@@ -33,40 +34,41 @@ class Problem:
     stages: int
     """Pipeline stages."""
     group: int | None
-    """Micro-batches that an interleaved schedule runs as a group; None without one."""
+    """Micro-batch group size of the interleaved schedule; None without one."""
 
     def shards(self) -> list[list[int]]:
-        """Samples dealt out to ranks like cards: rank r has r, r + ranks, …"""
+        """Samples dealt round-robin: rank r has samples r, r + ranks, r + 2·ranks, …"""
         return [list(range(rank, len(self.sizes), self.ranks)) for rank in range(self.ranks)]
 
     def refuse_oversize(self, how: str) -> None:
         """For rules that do not run a sample over the cap.
 
         Args:
-            how: what the peer does then.
+            how: what the framework does then.
 
         Raises:
-            PeerFailureError: there is one.
+            RuleFailureError: there is one.
         """
         largest = max(self.sizes, default=0)
         if largest > self.capacity:
-            raise PeerFailureError(
-                f"a sample of {largest} tokens is over the cap of {self.capacity}: {how}; set "
-                f"max_tokens_per_gpu so that every sample fits"
+            raise RuleFailureError(
+                f"a sample of {largest} tokens is over the cap of {self.capacity}: {how}; set ",
+                Argument("max_tokens_per_gpu"),
+                " so that every sample fits",
             )
 
 
-Rule = Callable[[Problem], list[MicroBatches]]
-"""From a problem to `[data_parallel]` lists of micro-batches, equally long."""
+PackingFunction = Callable[[PackingInput], list[MicroBatches]]
+"""Returns the micro-batches of each rank [data_parallel], equally many on all."""
 
 
 def deal(bins: MicroBatches, ranks: int) -> list[MicroBatches]:
-    """Micro-batches to ranks in turn, empty ones at the end where they do not come out even."""
+    """Micro-batches dealt round-robin to ranks, with empty ones at the end to even out counts."""
     count = max(1, -(-len(bins) // ranks))
     dealt = [bins[rank::ranks] for rank in range(ranks)]
     return [held + [[] for _ in range(count - len(held))] for held in dealt]
 
 
 def round_up(value: int, multiple: int | None) -> int:
-    """The least multiple that is at least `value`; `value` itself without one."""
+    """The least multiple that is at least `value`; `value` itself where `multiple` is None."""
     return value if multiple is None else -(-value // multiple) * multiple

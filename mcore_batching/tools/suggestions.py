@@ -1,0 +1,134 @@
+"""Other caps and parallel dims that let a step end sooner on the same GPUs.
+
+Every suggestion is planned and simulated with the same samples, at a fraction of the effort. A
+stage of a pipeline half as deep holds twice the layers: its micro-batches and its activations cost
+twice as much. Over twice the context-parallel ranks a token costs half, a micro-batch the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from mcore_batching.planning import (
+    Argument,
+    CostModel,
+    ParallelDims,
+    PlannerConfig,
+    PlanningError,
+    StepPlan,
+    plan_step,
+    step_statistics,
+)
+
+Changes = tuple[Argument, ...]
+"""Arguments to set together, with their new values."""
+
+EFFORT = 300
+"""Most `plan_effort` of a plan that is only suggested: a fifth of the default."""
+LEAST_GAIN = 1.01
+"""Below a hundredth a gain is not worth changing a job's parallel dims for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """Another way to run the same samples on the same GPUs."""
+
+    changes: Changes
+    """What to set."""
+    gain: float
+    """Predicted time now over predicted time then, `LEAST_GAIN` or more."""
+
+
+def suggestions(step: StepPlan, lengths: Sequence[int]) -> list[Suggestion]:
+    """Changes that let the step end sooner, the largest gain first.
+
+    Args:
+        step: a valid plan made for all ranks together.
+        lengths: total length of each sample of the whole batch [samples], in tokens.
+    """
+    own = [lengths[sample] for sample in step.sample_indices]
+    now = step_statistics(step, lengths).step_time
+    found = []
+    for changes, dims, config, model in alternatives(step):
+        quick = replace(config, plan_effort=min(config.plan_effort, EFFORT))
+        try:
+            plan = plan_step(own, dims, quick, model, forward_only=step.forward_only)
+            then = step_statistics(plan, own).step_time
+        except PlanningError:
+            continue  # a sample does not fit, or no job can have these dims
+        if then and now >= LEAST_GAIN * then:
+            found.append(Suggestion(changes=changes, gain=now / then))
+    return sorted(found, key=lambda suggestion: -suggestion.gain)
+
+
+def alternatives(
+    step: StepPlan,
+) -> Iterator[tuple[Changes, ParallelDims, PlannerConfig, CostModel]]:
+    """Other caps and parallel dims for the same GPUs: what changes, and what to plan with.
+
+    Args:
+        step: a plan; its dims, options and cost model are where changes start.
+    """
+    dims, config, model = step.dims, step.config, step.cost_model
+    cap, ranks = config.max_tokens_per_gpu, dims.data_parallel
+    stages, size = dims.pipeline_parallel, dims.context_parallel
+    for other in (cap // 2, 2 * cap):
+        if other:
+            changes = (Argument("max_tokens_per_gpu", other),)
+            yield changes, dims, replace(config, max_tokens_per_gpu=other), model
+    if ranks % 2 == 0:
+        wider = replace(dims, data_parallel=ranks // 2, context_parallel=2 * size)
+        yield (
+            _changes("context_parallel", wider),
+            wider,
+            _with_bound(config, 2.0),
+            _scaled(model, 0.5, per_micro_batch=1.0),
+        )
+        deeper = _with_pipeline(dims, 2 * stages, ranks // 2)
+        yield (
+            _changes("pipeline_parallel", deeper),
+            deeper,
+            _with_bound(config, 2.0),
+            _scaled(model, 0.5, per_micro_batch=0.5),
+        )
+    if stages % 2 == 0:
+        shallower = _with_pipeline(dims, stages // 2, 2 * ranks)
+        yield (
+            _changes("pipeline_parallel", shallower),
+            shallower,
+            _with_bound(config, 0.5),
+            _scaled(model, 2.0, per_micro_batch=2.0),
+        )
+
+
+def _changes(size: str, dims: ParallelDims) -> Changes:
+    return Argument(size, getattr(dims, size)), Argument("data_parallel", dims.data_parallel)
+
+
+def _with_pipeline(dims: ParallelDims, stages: int, ranks: int) -> ParallelDims:
+    """Another pipeline depth, without interleaving: its chunks would hold other layers."""
+    return replace(
+        dims,
+        data_parallel=ranks,
+        pipeline_parallel=stages,
+        virtual_pipeline=1,
+        microbatch_group_size=None,
+    )
+
+
+def _with_bound(config: PlannerConfig, factor: float) -> PlannerConfig:
+    """The same memory for activations, where a token of the first stage takes another share."""
+    bound = config.max_inflight_tokens
+    if bound is None:
+        return config
+    return replace(config, max_inflight_tokens=max(1, int(factor * bound)))
+
+
+def _scaled(model: CostModel, tokens: float, *, per_micro_batch: float) -> CostModel:
+    return replace(
+        model,
+        linear=tokens * model.linear,
+        quadratic=tokens * model.quadratic,
+        per_micro_batch=per_micro_batch * model.per_micro_batch,
+    )

@@ -1,0 +1,156 @@
+"""Plans in words, and what is suggested to end a step sooner."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from mcore_batching.planning import (
+    CostModel,
+    ParallelDims,
+    PlannerConfig,
+    StepPlan,
+    plan_step,
+    step_statistics,
+)
+from mcore_batching.tools.explain import explain, what_holds_back
+from mcore_batching.tools.suggestions import suggestions
+
+PP4 = ParallelDims(data_parallel=4, pipeline_parallel=4)
+CONFIG = PlannerConfig(max_tokens_per_gpu=16384, plan_effort=200)
+GENERATOR = random.Random(0)
+MANY = [int(GENERATOR.lognormvariate(7, 0.8)) + 1 for _ in range(512)]
+
+LENGTHS = [6, 4, 3, 9, 2, 14]
+STEP = StepPlan(
+    micro_batches=(((0, 1), (3,)), ((2, 4), (5,))),
+    num_microbatches=2,
+    sample_indices=(0, 1, 2, 3, 4, 5),
+    dims=ParallelDims(data_parallel=2),
+    config=PlannerConfig(max_tokens_per_gpu=10),
+)
+
+
+def step_time(step: StepPlan, lengths: list[int]) -> float:
+    return step_statistics(step, lengths).step_time
+
+
+def held_back(lengths: list[int], dims: ParallelDims, **options: object) -> str:
+    config = replace(CONFIG, **options)  # type: ignore[arg-type]
+    return what_holds_back(plan_step(lengths, dims, config), lengths)
+
+
+def test_the_longest_sample() -> None:
+    assert held_back([200] * 64 + [12000], PP4).startswith("sample 64 (12000 tokens): its own way")
+
+
+def test_the_slowest_rank() -> None:
+    lengths = [1000] * 40
+    step = plan_step(lengths, ParallelDims(data_parallel=2), CONFIG, owners=[0] * 30 + [1] * 10)
+    assert what_holds_back(step, lengths).startswith("rank 0: it ends 1.49 x")
+
+
+def test_slots_in_lockstep() -> None:
+    dims = ParallelDims(data_parallel=8, expert_parallel=8)
+    said = held_back(MANY, dims, balance="none", packing="first-fit")
+    assert said.startswith("slots whose micro-batches differ over ranks")
+
+
+def test_the_cap() -> None:
+    assert held_back([1000] * 64, PP4, max_tokens_per_gpu=1000).startswith(
+        "the cap of 1000 tokens: micro-batches are full"
+    )
+
+
+def test_too_few_samples() -> None:
+    assert held_back([1000] * 32, PP4) == (
+        "too few samples for this pipeline: 8 per rank for 4 stages"
+    )
+
+
+def test_the_pipeline_s_ends() -> None:
+    assert held_back(MANY, PP4).startswith("filling and draining 4 stages with ")
+
+
+def test_nothing_but_the_work() -> None:
+    assert held_back(MANY, ParallelDims(data_parallel=4)).startswith("the work itself")
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("bound", [None, 16000])
+def test_gains_are_those_of_plans_made_so(forward_only: bool, bound: int | None) -> None:
+    """What is suggested, planned and simulated by hand, ends the step so much sooner."""
+    config = replace(CONFIG, max_inflight_tokens=bound)
+    lengths = MANY[:160]
+    step = plan_step(lengths, PP4, config, forward_only=forward_only)
+    gains = {tuple(map(str, each.changes)): each.gain for each in suggestions(step, lengths)}
+    twice = replace(PP4, data_parallel=2, context_parallel=2)
+    halved = CostModel(linear=0.5, quadratic=0.5 / 24576)
+    # Twice the ranks hold the tokens of a micro-batch, so twice as many take the same memory.
+    wider = replace(config, max_inflight_tokens=bound and 2 * bound)
+    then = plan_step(lengths, twice, wider, halved, forward_only=forward_only)
+    gain = step_time(step, lengths) / step_time(then, lengths)
+    assert gain > 1.01
+    changes = ("context_parallel=2", "data_parallel=2")
+    assert gains[changes] == pytest.approx(gain, rel=1e-12)
+    # A cap cannot help both by being larger and by being smaller.
+    assert not {("max_tokens_per_gpu=8192",), ("max_tokens_per_gpu=32768",)} <= set(gains)
+
+
+def test_a_plan_for_forward_passes_is_explained_as_one() -> None:
+    step = plan_step(MANY, PP4, CONFIG, forward_only=True)
+    training = plan_step(MANY, PP4, CONFIG)
+    text = explain(step, MANY)
+    assert "predicted end of the forward passes" in text
+    assert step_time(step, MANY) < 0.5 * step_time(training, MANY)
+    assert f"{step_time(step, MANY):.0f} token units" in text
+
+
+def test_a_step_that_costs_nothing_is_explained() -> None:
+    step = plan_step([0, 0], ParallelDims(), CONFIG, CostModel(per_micro_batch=0))
+    assert "held back by: nothing" in explain(step, [0, 0])
+
+
+def test_explain_says_where_the_count_comes_from() -> None:
+    assert explain(STEP, LENGTHS) == (
+        "6 samples on 2 data-parallel ranks: 2 micro-batches per rank\n"
+        "  count: packing under the cap of 10 tokens takes 4 micro-batches "
+        "(no packing takes fewer than 4), 2 per rank\n"
+        "  filled by: 4 micro-batches with samples, 0 placeholders\n"
+        "  slowest rank: 1, with 1.000 x the mean work; over slots the costliest micro-batches add "
+        "up to 1.009 x the mean\n"
+        "  costliest micro-batch: rank 1 slot 1, 1 sample, 50.8% of the slowest rank's work\n"
+        "  longest sample: 5, 14 tokens, on rank 1\n"
+        "  oversize, each alone in its micro-batch: 1 sample over 10 tokens: 5\n"
+        "  predicted end of the step: 1593 token units, 1.000 x a lower bound on any plan's; the "
+        "first stage holds 14 tokens at most\n"
+        "  held back by: the cap of 10 tokens: micro-batches are full, and starting each of them "
+        "costs as much as 256 tokens\n"
+        "  would help: max_tokens_per_gpu=20 (1.92 x as fast)"
+    )
+    spelled = explain(STEP, LENGTHS, lambda argument: f"--cap {argument.value}")
+    assert spelled.endswith("would help: --cap 20 (1.92 x as fast)")
+
+
+def test_explain_of_rounding_scopes_and_foreign_plans() -> None:
+    dims = ParallelDims(data_parallel=2, pipeline_parallel=2, virtual_pipeline=2)
+    config = PlannerConfig(max_tokens_per_gpu=10)
+    lengths = [10] * 5
+    text = explain(plan_step(lengths, dims, config), lengths)
+    assert "takes 5 micro-batches" in text
+    assert "3 per rank; the interleaved schedule with groups of 2 over 2 stages makes it 4" in text
+    assert "5 micro-batches with samples, 3 placeholders" in text
+    text = explain(plan_step(lengths, dims, config, owners=[1, 1, 1, 0, 1]), lengths)
+    assert "rank 1 packs its own 4 samples into 4 micro-batches (no packing takes fewer" in text
+    assert "the one with the fewest packs 1" in text
+    assert "no samples: one micro-batch per rank is the least" in explain(
+        plan_step([], dims, config), []
+    )
+    foreign = replace(
+        STEP, micro_batches=(((0,), (1,), (3,)), ((2,), (4,), (5,))), num_microbatches=3
+    )
+    assert "2 per rank; 3 end the step sooner" in explain(foreign, LENGTHS)
+    packed = replace(foreign, config=replace(foreign.config, balance="cost"))
+    assert "2 per rank; this plan has 3" in explain(packed, LENGTHS)

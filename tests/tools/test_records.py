@@ -1,0 +1,183 @@
+"""A job's record: written, read back, and refused where it is broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from planning_cases import Case, cases, examples
+from recorded_jobs import CONFIG, COSTS, DIMS, lengths_of, recorded_job, the_file
+
+from mcore_batching.planning import plan_batch, plan_step, step_statistics
+from mcore_batching.planning.records import RecordError, StepRecorder, read_records
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    plans = recorded_job(tmp_path / "deep" / "folder", [0.5, None])
+    first, second = read_records(tmp_path / "deep" / "folder")
+    assert (first.plan, second.plan) == tuple(plans)
+    assert (first.step, second.step) == (0, 1)
+    assert first.lengths == tuple(lengths_of(0))
+    assert (first.measured_seconds, second.measured_seconds) == (0.5, None)
+    assert first.predicted == step_statistics(plans[0], lengths_of(0)).step_time
+    assert first.plan.cost_model == COSTS
+    assert read_records(the_file(tmp_path / "deep" / "folder")) == [first, second]
+
+
+@given(case=cases())
+@examples(40)
+def test_any_plan_comes_back(tmp_path_factory: pytest.TempPathFactory, case: Case) -> None:
+    folder = tmp_path_factory.mktemp("records")
+    plan = plan_step(case.lengths, case.dims, case.config, COSTS, owners=case.owners)
+    recorder = StepRecorder(folder)
+    recorder.append(plan, case.lengths)
+    recorder.close()
+    (record,) = read_records(folder)
+    assert record.plan == plan
+    assert record.plan.digest() == plan.digest()
+    assert record.lengths == tuple(case.lengths)
+
+
+def test_a_step_out_of_a_batch_is_numbered_anew(tmp_path: Path) -> None:
+    lengths = lengths_of(0)
+    steps = plan_batch(lengths, DIMS, CONFIG, samples_per_step=10).steps
+    recorder = StepRecorder(tmp_path)
+    recorder.append(steps[1], lengths)
+    recorder.close()
+    (record,) = read_records(tmp_path)
+    assert record.lengths == tuple(lengths[10:20])
+    assert record.plan.micro_batches == tuple(
+        tuple(tuple(sample - 10 for sample in held) for held in rank)
+        for rank in steps[1].micro_batches
+    )
+
+
+def test_dims_are_written_once_and_again_when_they_change(tmp_path: Path) -> None:
+    recorder = StepRecorder(tmp_path)
+    other = replace(DIMS, pipeline_parallel=1)
+    for dims in (DIMS, DIMS, other, other):
+        recorder.append(plan_step([5, 6], dims, CONFIG), [5, 6])
+    recorder.close()
+    lines = [json.loads(line) for line in the_file(tmp_path).read_text().splitlines()]
+    assert ["format" in line for line in lines] == [True, False, False, True, False, False]
+    assert [record.plan.dims for record in read_records(tmp_path)] == [DIMS] * 2 + [other] * 2
+
+
+def test_jobs_have_files_of_their_own(tmp_path: Path) -> None:
+    recorders = [StepRecorder(tmp_path) for _ in range(3)]
+    for number, recorder in enumerate(recorders):
+        recorder.append(plan_step([number + 1], DIMS, CONFIG), [number + 1])
+    assert len(list(tmp_path.iterdir())) == 3
+    assert sorted(record.lengths for record in read_records(tmp_path)) == [(1,), (2,), (3,)]
+    for recorder in recorders:
+        recorder.close()
+
+
+def test_ranks_that_do_not_write_touch_nothing(tmp_path: Path) -> None:
+    recorder = StepRecorder(tmp_path / "records", writes=False)
+    recorder.append(plan_step([5], DIMS, CONFIG), [5], 1.0)
+    recorder.close()
+    assert not (tmp_path / "records").exists()
+
+
+KILLED = """
+import os, signal, sys
+from mcore_batching.planning import *
+from mcore_batching.planning.records import StepRecorder
+recorder = StepRecorder(sys.argv[1])
+for _ in range(3):
+    recorder.append(plan_step([5], ParallelDims(), PlannerConfig(max_tokens_per_gpu=9)), [5], 1.0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_job_has_lost_nothing(tmp_path: Path) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(read_records(tmp_path)) == 3
+
+
+def test_a_last_line_that_was_cut_is_left_out(tmp_path: Path) -> None:
+    recorded_job(tmp_path, [0.5, 0.6])
+    file = the_file(tmp_path)
+    file.write_text(file.read_text()[:-20])
+    assert [record.step for record in read_records(tmp_path)] == [0]
+
+
+def test_a_full_disk_stops_the_record_and_not_the_job(tmp_path: Path) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    recorder = StepRecorder(tmp_path)
+    recorder._file = open("/dev/full", "w")  # noqa: SIM115
+    plan = plan_step([5], DIMS, CONFIG)
+    with pytest.warns(RuntimeWarning, match="no more steps are recorded"):
+        recorder.append(plan, [5])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recorder.append(plan, [5])
+        recorder.close()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordError, match=r"cannot record into .*; set record to a folder"):
+        StepRecorder(tmp_path / "file")
+
+
+def change(document: dict, key: str, value: object) -> dict:
+    return {**document, key: value}
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "value", "message"),
+    [
+        (0, "version", 2, ":1: not a record of a step: expected .*got .*, 2; read it with"),
+        (0, "format", "x", ":1: not a record of a step: expected .*got 'x'"),
+        (0, "config", {"max_tokens_per_gpu": 0}, r":2: .*max_tokens_per_gpu must be 1 or more"),
+        (1, "ranks", [[[0]], [[1]]], ":2: .*invariant 'exact cover' is broken"),
+        (1, "ranks", [], ":2: not a record of a step"),
+        (1, "lengths", ["x"], ":2: not a record of a step: invalid literal"),
+        (1, "measured_seconds", "soon", ":2: not a record of a step: could not convert"),
+        (1, "format", "x", ":2: not a record of a step: no key 'version'"),
+    ],
+)
+def test_broken_lines_are_named(
+    tmp_path: Path, line: int, key: str, value: object, message: str
+) -> None:
+    recorded_job(tmp_path, [0.5])
+    file = the_file(tmp_path)
+    lines = [json.loads(text) for text in file.read_text().splitlines()]
+    lines[line] = change(lines[line], key, value)
+    file.write_text("".join(json.dumps(document) + "\n" for document in lines))
+    with pytest.raises(RecordError, match=message):
+        read_records(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no recorded step"),
+        ('{"step": 0}\n', 'expected a line with "format"'),
+        ("[]\n", ":1: not a record of a step"),
+        ("nonsense\n", ":1: not a record of a step"),
+    ],
+)
+def test_files_that_are_no_records(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(RecordError, match=message):
+        read_records(tmp_path)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="holds no recorded step; give the folder"):
+        read_records(tmp_path)
+    with pytest.raises(RecordError, match="cannot read"):
+        read_records(tmp_path / "none.jsonl")

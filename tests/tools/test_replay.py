@@ -1,0 +1,253 @@
+"""A recorded job replayed: predictions, alternatives, the command and its picture."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from recorded_jobs import CONFIG, COSTS, DIMS, lengths_of, recorded_job, the_file
+
+from mcore_batching.planning import (
+    Argument,
+    CostModel,
+    ParallelDims,
+    PlannerConfig,
+    StepPlan,
+    plan_step,
+    step_statistics,
+)
+from mcore_batching.planning.records import StepRecord, StepRecorder, read_records
+from mcore_batching.tools import replay
+from mcore_batching.tools.cli import main
+
+
+def step_time(plan: StepPlan, lengths: list[int] | tuple[int, ...]) -> float:
+    return step_statistics(plan, lengths).step_time
+
+
+def measured_job(tmp_path: Path, factor: float = 1e-3) -> list[StepRecord]:
+    """A job whose steps took what was predicted, but for a slow first one and a fast last one."""
+    plans = [plan_step(lengths_of(step), DIMS, CONFIG, COSTS) for step in range(5)]
+    times = [factor * step_time(plan, lengths_of(i)) for i, plan in enumerate(plans)]
+    times[0] *= 4
+    times[-1] *= 0.8
+    recorded_job(tmp_path, [*times])
+    return read_records(tmp_path)
+
+
+def test_units_become_seconds_by_the_median(tmp_path: Path) -> None:
+    steps = replay.replay(measured_job(tmp_path))
+    factor = replay.seconds_per_unit(steps)
+    assert factor == pytest.approx(1e-3)
+    assert factor is not None
+    errors = replay.relative_errors(steps, factor)
+    assert errors == pytest.approx([-0.75, 0, 0, 0, 0.25])
+
+
+def test_predictions_and_floors_are_the_plans(tmp_path: Path) -> None:
+    for step in replay.replay(measured_job(tmp_path)):
+        record = step.record
+        assert step.predicted == record.predicted
+        assert step.floor == step_statistics(record.plan, record.lengths).floor_time
+        assert step.floor <= step.predicted
+    heavier = CostModel(linear=2.0, quadratic=2 / 3000, per_micro_batch=14.0)
+    twice = replay.replay(read_records(tmp_path), heavier)
+    assert [step.predicted for step in twice] == pytest.approx(
+        [2 * record.predicted for record in read_records(tmp_path)]
+    )
+
+
+def test_a_job_without_measured_times(tmp_path: Path) -> None:
+    recorded_job(tmp_path, [None, None])
+    steps = replay.replay(read_records(tmp_path))
+    assert replay.seconds_per_unit(steps) is None
+    assert replay.step_table(steps, None).rows[0][3:6] == (f"{steps[0].predicted:.0f}", "-", "-")
+
+
+def test_better_plans(tmp_path: Path) -> None:
+    steps = replay.replay(measured_job(tmp_path))[:2]
+    found = replay.better_plans(steps, 100)
+    changes = [" ".join(map(str, other.changes)) for other in found]
+    assert changes[0] == ""
+    assert set(changes[1:]) == {
+        "max_tokens_per_gpu=500",
+        "max_tokens_per_gpu=2000",
+        "pipeline_parallel=8 data_parallel=1",
+        "pipeline_parallel=2 data_parallel=4",
+        "context_parallel=2 data_parallel=1",
+    }
+    gains = [other.gain for other in found[1:]]
+    assert gains == sorted(gains, reverse=True)
+    config = PlannerConfig(max_tokens_per_gpu=1000, plan_effort=100)
+    planned = [plan_step(step.record.lengths, DIMS, config, COSTS) for step in steps]
+    time = sum(
+        step_time(plan, step.record.lengths) for plan, step in zip(planned, steps, strict=True)
+    )
+    assert found[0].time == pytest.approx(time)
+    assert found[0].recorded_time == pytest.approx(sum(step.predicted for step in steps))
+    assert found[0].gain > 1
+
+
+def test_a_cap_that_cannot_hold_a_step_is_left_out(tmp_path: Path) -> None:
+    config = replace(CONFIG, on_oversize="error")
+    recorder = StepRecorder(tmp_path)
+    for lengths in ([400, 30], [900, 20]):
+        recorder.append(plan_step(lengths, DIMS, config), lengths)
+    recorder.close()
+    steps = replay.replay(read_records(tmp_path))
+    smaller = (Argument("max_tokens_per_gpu", 500),)
+    assert smaller in [other.changes for other in replay.better_plans(steps[:1], 10)]
+    assert smaller not in [other.changes for other in replay.better_plans(steps, 10)]
+
+
+def test_steps_are_spread_out(tmp_path: Path) -> None:
+    recorded_job(tmp_path, [1.0] * 9)
+    steps = replay.replay(read_records(tmp_path))
+    assert replay.spread_out(steps, 20) == steps
+    assert [step.record.step for step in replay.spread_out(steps, 3)] == [1, 4, 7]
+    assert [step.record.step for step in replay.spread_out(steps, 1)] == [4]
+
+
+def test_many_steps_are_summarised(tmp_path: Path) -> None:
+    recorded_job(tmp_path, [1.0] * 18)
+    rows = replay.step_table(replay.replay(read_records(tmp_path)), 1.0).rows
+    assert [row[0] for row in rows[:2]] == ["0", "1"]
+    assert rows[8][:2] == ("…", "(2 steps)")
+    assert rows[-1][0] == "17"
+
+
+def test_replay_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = measured_job(tmp_path / "records")
+    arguments = ["--steps", "2", "--plan-effort", "20"]
+    assert main(["replay", str(tmp_path / "records"), *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("5 recorded steps, DP2 x PP4, cap 1000 tokens\n")
+    assert "a unit of cost took 1.000e-03 s (median)" in printed
+    assert "off by 20.0% on average, 75.0% at worst" in printed
+    assert "2 of these steps with the same samples on the same GPUs:" in printed
+    assert "--pp=2 and --dp=4" in printed
+    first = next(line for line in printed.splitlines() if line.split()[:1] == ["0"])
+    assert f"{1e-3 * records[0].predicted:.3f} s" in first
+    assert "-75.0%" in first
+
+
+def test_replay_command_with_another_cost_model_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    measured_job(tmp_path / "records")
+    model, picture = tmp_path / "model.json", tmp_path / "job.png"
+    twice = replace(COSTS, linear=2.0, quadratic=2 / 3000, per_micro_batch=14.0)
+    model.write_text(twice.to_json())
+    arguments = ["--steps", "1", "--plan-effort", "1", "--cost-model", str(model)]
+    assert main(["replay", str(tmp_path / "records"), *arguments, "--plot", str(picture)]) == 0
+    assert "a unit of cost took 5.000e-04 s" in capsys.readouterr().out
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_replay_picture_shows_seconds(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    from mcore_batching.tools.replay_plot import replay_figure
+
+    steps = replay.replay(measured_job(tmp_path))
+    times, errors = replay_figure(steps).axes
+    predicted, measured = times.lines
+    assert list(predicted.get_ydata()) == pytest.approx([1e-3 * s.predicted for s in steps])
+    assert list(measured.get_ydata()) == [s.record.measured_seconds for s in steps]
+    assert [bar.get_height() for bar in errors.patches] == pytest.approx([-0.75, 0, 0, 0, 0.25])
+    assert times.get_ylabel() == "seconds per step"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{records}", "--steps", "0"], "--steps must be 1 or more"),
+        (["{records}", "--plot", "a.pdf"], "a picture must end in"),
+        (["/no/such/folder"], "cannot read /no/such/folder"),
+    ],
+)
+def test_replay_command_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    recorded_job(tmp_path, [1.0])
+    words = [word.format(records=tmp_path) for word in arguments]
+    assert main(["replay", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_job_whose_times_are_all_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded_job(tmp_path, [0.0, 0.0])
+    assert replay.seconds_per_unit(replay.replay(read_records(tmp_path))) is None
+    assert main(["replay", str(tmp_path), "--steps", "1", "--plan-effort", "1"]) == 0
+    assert "no time was measured: times are in units of cost" in capsys.readouterr().out
+
+
+def two_jobs(directory: Path) -> None:
+    """Jobs of two layouts in one folder, of which the second takes half the time for a unit."""
+    for name, dims, factor in (("a", DIMS, 2e-3), ("b", ParallelDims(data_parallel=8), 1e-3)):
+        recorder = StepRecorder(directory / name)
+        for step in range(2):
+            plan = plan_step(lengths_of(step), dims, CONFIG, COSTS)
+            seconds = factor * step_time(plan, lengths_of(step))
+            recorder.append(plan, lengths_of(step), seconds)
+        recorder.close()
+        the_file(directory / name).rename(directory / f"{name}.jsonl")
+
+
+def test_jobs_of_different_layouts_are_replayed_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two_jobs(tmp_path)
+    assert main(["replay", str(tmp_path), "--plan-effort", "1"]) == 0
+    deep, wide = capsys.readouterr().out.split("\nthen with --dp=8, --pp=1\n")
+    assert deep.startswith("2 recorded steps, DP2 x PP4, cap 1000 tokens\n")
+    assert "a unit of cost took 2.000e-03 s (median)" in deep
+    assert "--pp=8 and --dp=1" in deep
+    assert wide.startswith("2 recorded steps, DP8, cap 1000 tokens\n")
+    assert "a unit of cost took 1.000e-03 s (median)" in wide
+    assert "--pp=2 and --dp=4" in wide
+    for block in (deep, wide):
+        assert "off by 0.0% on average, 0.0% at worst" in block
+
+
+def test_steps_part_where_options_or_costs_change_unless_costs_are_given(tmp_path: Path) -> None:
+    recorder = StepRecorder(tmp_path)
+    for config, costs in (
+        (CONFIG, COSTS),
+        (replace(CONFIG, max_tokens_per_gpu=950), COSTS),
+        (replace(CONFIG, max_tokens_per_gpu=950), replace(COSTS, linear=2.0)),
+        (CONFIG, COSTS),
+    ):
+        recorder.append(plan_step(lengths_of(0), DIMS, config, costs), lengths_of(0))
+    recorder.close()
+    records = read_records(tmp_path)
+    alike = replay.by_setting(replay.replay(records))
+    assert [len(steps) for steps in alike] == [1, 1, 1, 1]
+    changes = [
+        replay.changed_options(before[-1], after[0]) for before, after in itertools.pairwise(alike)
+    ]
+    assert changes[:2] == [{"max_tokens_per_gpu": 950}, {"linear": 2.0}]
+    assert changes[2] == {"max_tokens_per_gpu": 1000, "linear": 1.0}
+    given_costs = replay.by_setting(replay.replay(records, COSTS))
+    assert [len(steps) for steps in given_costs] == [1, 2, 1]
+
+
+def test_replay_picture_shows_layouts_apart(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    from mcore_batching.tools.replay_plot import draw_replay, replay_figure
+
+    two_jobs(tmp_path / "records")
+    steps = replay.replay(read_records(tmp_path / "records"))
+    figure = replay_figure(steps)
+    deep, _, wide, _ = figure.axes
+    assert list(deep.lines[0].get_ydata()) == pytest.approx([2e-3 * s.predicted for s in steps[:2]])
+    assert list(wide.lines[0].get_ydata()) == pytest.approx([1e-3 * s.predicted for s in steps[2:]])
+    assert list(wide.lines[1].get_xdata()) == [2, 3]
+    titles = [part.get_suptitle() for part in figure.subfigs]
+    assert titles == ["DP2 x PP4, cap 1000 tokens", "DP8, cap 1000 tokens"]
+    draw_replay(steps, tmp_path / "job.png")
+    assert (tmp_path / "job.png").read_bytes()[:4] == b"\x89PNG"
