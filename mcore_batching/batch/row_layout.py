@@ -19,7 +19,7 @@ from torch import Tensor
 from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.zigzag import slice_packed
 from mcore_batching.planning.errors import Argument
-from mcore_batching.planning.tokens import round_up
+from mcore_batching.planning.integers import round_up
 
 
 def padded_offsets(

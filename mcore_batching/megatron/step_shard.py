@@ -12,6 +12,7 @@ from mcore_batching.planning import (
     CostModel,
     ParallelDims,
     PlannerConfig,
+    Problem,
     ShardOutlook,
     fill_shard,
     shard_outlook,
@@ -53,13 +54,17 @@ class StepShard:
         lengths: list[int],
         forward_only: bool,
     ) -> None:
-        self._problem = (settings.dims, settings.config, settings.cost_model)
-        self._forward_only = forward_only
+        self._problem = Problem.of(
+            lengths,
+            settings.dims,
+            settings.config,
+            settings.cost_model,
+            forward_only=forward_only,
+        )
         self._indices = indices
-        self._lengths = lengths
         self._filled: list[MicroBatches] = []
         if uses_dynamic_batch_size(args):
-            self.packings = shard_packings(lengths, *self._problem, forward_only=forward_only)
+            self.packings = shard_packings(self._problem)
         else:
             size, everything = args.micro_batch_size, list(range(len(lengths)))
             self.packings = [[everything[i : i + size] for i in range(0, len(lengths), size)]]
@@ -71,25 +76,14 @@ class StepShard:
             largest: of each packing, the most micro-batches that any rank has.
 
         Returns:
-            what to expect of each.
+            the outlook of each.
         """
-        dims = self._problem[0]
+        round_up = self._problem.dims.round_up_num_microbatches
         self._filled = [
-            fill_shard(
-                bins,
-                self._lengths,
-                dims.round_up_num_microbatches(max(1, count)),
-                *self._problem,
-                forward_only=self._forward_only,
-            )
+            fill_shard(self._problem, bins, round_up(max(1, count)))
             for bins, count in zip(self.packings, largest, strict=True)
         ]
-        return [
-            shard_outlook(
-                micro_batches, self._lengths, *self._problem, forward_only=self._forward_only
-            )
-            for micro_batches in self._filled
-        ]
+        return [shard_outlook(self._problem, micro_batches) for micro_batches in self._filled]
 
     def chosen(self, outlooks: Sequence[Sequence[ShardOutlook]]) -> MicroBatches:
         """Local sample indices of the packing with which the step ends first.
@@ -97,5 +91,5 @@ class StepShard:
         Args:
             outlooks: of every rank [packings][ranks].
         """
-        filled = self._filled[soonest_packing(outlooks, self._problem[1])]
+        filled = self._filled[soonest_packing(outlooks, self._problem.config)]
         return tuple(tuple(self._indices[i] for i in places) for places in filled)

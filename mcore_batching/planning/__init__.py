@@ -1,12 +1,19 @@
-"""Which samples share a micro-batch, on which rank, in which order. Standard library only.
+"""Lengths to plans: which samples share a micro-batch, on which rank, in which order.
 
-Guarantees: importing this imports nothing outside Python's own library, so a plan can be made,
-checked and explained on a machine that has neither PyTorch nor a GPU.
+Standard library only, so a plan can be made and checked with neither PyTorch nor a GPU.
+
+Reading order: `parallel_dims`, `config` and `cost` (what a plan depends on), `problem` (all of it
+together), `plan` (the result), `planner` (from one to the other), `shard` (the part of one rank),
+`search` (the step that ends first), `validation` and `statistics` (functions of a plan).
 """
 
-from mcore_batching.planning.bounds import bin_lower_bound
+from mcore_batching.planning.bounds import (
+    bin_lower_bound,
+    micro_batch_lower_bound,
+    step_time_floor,
+)
 from mcore_batching.planning.config import PlannerConfig
-from mcore_batching.planning.cost import CostModel
+from mcore_batching.planning.cost import CostModel, ordered_sum
 from mcore_batching.planning.errors import (
     Argument,
     ConfigError,
@@ -20,11 +27,14 @@ from mcore_batching.planning.errors import (
     PlanFormatError,
     PlanningError,
 )
-from mcore_batching.planning.groups import group_steps
+from mcore_batching.planning.groups import LastStep, group_key, group_steps
+from mcore_batching.planning.integers import as_integer, at_least
 from mcore_batching.planning.packing import first_fit, first_fit_decreasing
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.plan import Plan, StepPlan
+from mcore_batching.planning.pipeline import pipeline_operations, pipeline_time
+from mcore_batching.planning.plan import MicroBatches, Plan, Scope, StepPlan
 from mcore_batching.planning.planner import plan_batch, plan_step
+from mcore_batching.planning.problem import MAX_LENGTH_TOKENS, Problem
 from mcore_batching.planning.shard import (
     ShardOutlook,
     fill_shard,
@@ -33,7 +43,12 @@ from mcore_batching.planning.shard import (
     shard_packings,
     soonest_packing,
 )
-from mcore_batching.planning.statistics import StepStatistics, step_statistics
+from mcore_batching.planning.statistics import (
+    StepStatistics,
+    predicted_step_time,
+    step_problem,
+    step_statistics,
+)
 from mcore_batching.planning.tokens import (
     padded_row_tokens,
     padded_sample_tokens,
@@ -42,16 +57,20 @@ from mcore_batching.planning.tokens import (
     row_multiple_tokens,
     sample_multiple_tokens,
 )
+from mcore_batching.planning.validation import validate_plan
 
 __all__ = [
+    "MAX_LENGTH_TOKENS",
     "Argument",
     "ConfigError",
     "CostModel",
     "InflightBoundError",
     "InvariantError",
     "ItemTooLargeError",
+    "LastStep",
     "LengthError",
     "MCoreBatchingError",
+    "MicroBatches",
     "OversizeSampleError",
     "ParallelDims",
     "ParallelDimsError",
@@ -59,25 +78,38 @@ __all__ = [
     "PlanFormatError",
     "PlannerConfig",
     "PlanningError",
+    "Problem",
+    "Scope",
     "ShardOutlook",
     "StepPlan",
     "StepStatistics",
+    "as_integer",
+    "at_least",
     "bin_lower_bound",
     "fill_shard",
     "first_fit",
     "first_fit_decreasing",
+    "group_key",
     "group_steps",
+    "micro_batch_lower_bound",
+    "ordered_sum",
     "pack_shard",
     "padded_row_tokens",
     "padded_sample_tokens",
+    "pipeline_operations",
+    "pipeline_time",
     "placeholder_tokens",
     "plan_batch",
     "plan_step",
+    "predicted_step_time",
     "row_capacity_tokens",
     "row_multiple_tokens",
     "sample_multiple_tokens",
     "shard_outlook",
     "shard_packings",
     "soonest_packing",
+    "step_problem",
     "step_statistics",
+    "step_time_floor",
+    "validate_plan",
 ]

@@ -1,8 +1,8 @@
-"""Lower bounds: on how few bins any packing can need, on how soon any plan's step can end.
+"""Lower bounds on the number of bins of any packing, and on the end of any plan's step.
 
-Guarantees: no packing of the sizes uses fewer bins than `bin_lower_bound`; no plan that keeps to
-the cap has fewer micro-batches with samples than `micro_batch_lower_bound`, or ends its step sooner
-than `step_time_floor`.
+No packing of the sizes uses fewer bins than `bin_lower_bound`. No plan that keeps to the cap has
+fewer micro-batches with samples than `micro_batch_lower_bound`, or ends its step sooner than
+`step_time_floor`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from mcore_batching.planning.config import PlannerConfig
-from mcore_batching.planning.cost import CostModel
+from mcore_batching.planning.cost import ordered_sum
 from mcore_batching.planning.errors import ItemTooLargeError
-from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.sums import ordered_sum
-from mcore_batching.planning.tokens import padded_sample_tokens, row_capacity_tokens
+from mcore_batching.planning.problem import Problem
 
 
 def bin_lower_bound(sizes: Sequence[int], capacity: int) -> int:
@@ -55,62 +52,27 @@ def bin_lower_bound(sizes: Sequence[int], capacity: int) -> int:
     return best
 
 
-def micro_batch_lower_bound(
-    lengths: Sequence[int], dims: ParallelDims, config: PlannerConfig
-) -> int:
-    """Micro-batches that no packing goes below: an oversize sample is one each, L2 for the rest.
-
-    Args:
-        lengths: total length of each sample of the step [samples], in tokens.
-        dims: the job's layout.
-        config: gives the cap.
-
-    Raises:
-        ConfigError: the cap leaves no room for a single token.
-    """
-    capacity = row_capacity_tokens(dims, config)
-    sizes = [padded_sample_tokens(length, dims, config) for length in lengths]
-    fitting = [size for size in sizes if size <= capacity]
-    return len(sizes) - len(fitting) + bin_lower_bound(fitting, capacity)
+def micro_batch_lower_bound(problem: Problem) -> int:
+    """Micro-batches that no packing goes below: one per oversize sample, and L2 of the rest."""
+    fitting = [tokens for i, tokens in enumerate(problem.tokens) if i not in problem.oversize]
+    return len(problem.oversize) + bin_lower_bound(fitting, problem.capacity)
 
 
-def step_time_floor(
-    lengths: Sequence[int],
-    dims: ParallelDims,
-    config: PlannerConfig,
-    cost_model: CostModel,
-    *,
-    forward_only: bool = False,
-) -> float:
-    """A time before which no plan's step can end, stages being equal.
+def step_time_floor(problem: Problem) -> float:
+    """A time before which no plan's step can end, stages being equal, in units of cost.
 
-    The larger of two: the mean work of a rank, in the fewest micro-batches that can hold it, with
+    The larger of two: the mean work per rank, in the fewest micro-batches that can hold it, with
     the shortest way of a first micro-batch down to the last stage and of a last one back; and the
     way of the longest sample through all stages and back.
-
-    Args:
-        lengths: total length of each sample of the step [samples], in tokens.
-        dims: the job's layout.
-        config: gives the cap.
-        cost_model: what micro-batches cost.
-        forward_only: no backward passes.
-
-    Returns:
-        time in units of cost.
-
-    Raises:
-        ConfigError: the cap leaves no room for a single token.
     """
-    capacity = row_capacity_tokens(dims, config)
+    dims, model = problem.dims, problem.cost_model
     stages, ranks = dims.pipeline_parallel, dims.data_parallel
-    passes = 1.0 if forward_only else 1.0 + cost_model.backward_ratio
-    tokens = [padded_sample_tokens(length, dims, config) for length in lengths]
-    alone = sum(padded > capacity for padded in tokens)
-    packed = sum(padded for padded in tokens if padded <= capacity)
-    fewest = dims.round_up_num_microbatches(-(-(alone + -(-packed // capacity)) // ranks))
-    costs = [cost_model.sample(length) for length in lengths]
-    fixed = cost_model.per_micro_batch
-    work = ordered_sum(costs) / ranks + fewest * fixed
+    passes = 1.0 if problem.forward_only else 1.0 + model.backward_ratio
+    packed = sum(tokens for i, tokens in enumerate(problem.tokens) if i not in problem.oversize)
+    rows = len(problem.oversize) + -(-packed // problem.capacity)
+    fewest = dims.round_up_num_microbatches(-(-rows // ranks))
+    fixed = model.per_micro_batch
+    work = ordered_sum(problem.costs) / ranks + fewest * fixed
     way = (stages - 1) * fixed / dims.virtual_pipeline
-    longest = stages * (max(costs, default=0.0) + fixed)
+    longest = stages * (max(problem.costs, default=0.0) + fixed)
     return passes * max(work + way, longest)

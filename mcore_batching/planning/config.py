@@ -1,7 +1,7 @@
-"""The planner's options.
+"""The planner's options: cap, padding, policies and effort.
 
-Guarantees: a `PlannerConfig` that exists holds values in range; whether it leaves room for a token
-also depends on the layout and is checked by `padding.row_capacity_tokens`.
+A `PlannerConfig` that exists holds values in range; whether its cap leaves room for a token also
+depends on the `ParallelDims` and is checked where both meet, in `Problem`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from mcore_batching.planning.checks import at_least
-from mcore_batching.planning.errors import ConfigError
+from mcore_batching.planning.errors import Argument, ConfigError
+from mcore_batching.planning.integers import at_least
 
 if TYPE_CHECKING:
     from mcore_batching.planning.parallel_dims import ParallelDims
@@ -40,15 +40,15 @@ class PlannerConfig:
     """Most padded tokens one GPU holds of a micro-batch. The cap of a micro-batch is this times the
     context-parallel size."""
     packing: Packing = "auto"
-    """How samples are packed. "auto" packs both ways and keeps the one with fewer micro-batches."""
+    """Rule by which samples are packed; "auto" packs by both and keeps the fewer micro-batches."""
     balance: Balance = "auto"
-    """What the plan is made for: the end of the "pipeline"'s step, which a search looks for; evenly
-    packed micro-batches by the cost model's "cost" or by padded "tokens"; or "none", which deals
-    micro-batches out in the order in which they were packed. "auto" is "pipeline", and "cost" where
+    """Objective of the plan. "pipeline": a search for the earliest end of the step. "cost" and
+    "tokens": packed micro-batches, spread evenly by the cost model or by padded tokens. "none":
+    packed micro-batches, dealt out in the order of packing. "auto" is "pipeline", and "cost" where
     `packing` or `fill` say what goes into a micro-batch."""
     fill: Fill = "split"
-    """How a rank with too few micro-batches reaches the common count: "split" splits the costliest
-    ones and fabricates placeholders only once all hold a single sample; "placeholder" never
+    """Way in which a rank with too few micro-batches reaches the common count: "split" splits the
+    costliest ones and adds placeholders only once all hold a single sample; "placeholder" never
     splits."""
     on_oversize: OnOversize = "own-bin"
     """A sample over the cap runs alone in its micro-batch ("own-bin") or is refused ("error")."""
@@ -57,8 +57,8 @@ class PlannerConfig:
     pad_total_to: int | None = None
     """Each micro-batch's padded length is also a multiple of this, in tokens."""
     plan_effort: int = 1500
-    """How long the search goes on: simulated passes of a micro-batch for each sample of the step.
-    The same effort gives the same plan everywhere."""
+    """Length of the search, in simulated passes of a micro-batch per sample of the step. The same
+    effort gives the same plan everywhere."""
     max_inflight_tokens: int | None = None
     """Most padded tokens whose activations the first pipeline stage may hold at a time, over its
     context-parallel ranks; None: no bound but the cap of each micro-batch."""
@@ -79,20 +79,30 @@ class PlannerConfig:
             value = getattr(self, name)
             if value not in choices:
                 raise ConfigError(
-                    f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}; "
-                    f"set {name} to one of these"
+                    Argument(name),
+                    f" must be one of {', '.join(map(repr, choices))}, got {value!r}; set ",
+                    Argument(name),
+                    " to one of these",
                 )
 
         if self.balance == "pipeline" and (self.packing != "auto" or self.fill != "split"):
             raise ConfigError(
-                f"balance='pipeline' decides itself what goes into a micro-batch, got packing="
-                f"{self.packing!r} and fill={self.fill!r}; set packing='auto' and fill='split', or "
-                "balance='cost'"
+                Argument("balance", "pipeline"),
+                " decides itself what goes into a micro-batch, got ",
+                Argument("packing", self.packing),
+                " and ",
+                Argument("fill", self.fill),
+                "; set ",
+                Argument("packing", "auto"),
+                " and ",
+                Argument("fill", "split"),
+                ", or ",
+                Argument("balance", "cost"),
             )
 
     @property
     def searches(self) -> bool:
-        """Whether micro-batches are made for the pipeline by a search."""
+        """True if micro-batches are made for the pipeline by a search."""
         return (
             self.balance in ("auto", "pipeline") and self.packing == "auto" and self.fill == "split"
         )

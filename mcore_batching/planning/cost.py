@@ -1,11 +1,10 @@
-"""What a micro-batch costs to run.
+"""Costs of samples and micro-batches; the unit is one token's forward work outside attention.
 
-The unit is the forward work of one token outside attention. Measured models differ by machine; the
-defaults are a 7B-class dense model's shape: attention reaches the rest's cost at 24576 tokens, and
-starting a micro-batch costs as much as 256 tokens.
+Measured models differ by machine; the defaults are the shape of a 7B dense model: attention costs
+as much as all else at 24576 tokens, and starting a micro-batch as much as 256 tokens.
 
-Guarantees: the same numbers on every platform and Python version, because only IEEE `+` and `*` in
-a fixed order are used.
+Costs are the same numbers on every platform and Python version: only IEEE `+` and `*` in a fixed
+order are used, because two ranks that differ in the last bit could choose different plans.
 """
 
 from __future__ import annotations
@@ -15,9 +14,20 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 
-from mcore_batching.planning.checks import at_least
-from mcore_batching.planning.errors import ConfigError
-from mcore_batching.planning.sums import ordered_sum
+from mcore_batching.planning.errors import Argument, ConfigError
+from mcore_batching.planning.integers import at_least
+
+
+def ordered_sum(values: Iterable[float]) -> float:
+    """The sum of `values`, added from first to last.
+
+    The built-in `sum` compensates rounding from Python 3.12 on and does not before.
+    """
+    total = 0.0
+    for value in values:
+        total += value
+    return total
+
 
 _ALSO_WRITTEN = {"seconds_per_unit", "mean_relative_error", "max_relative_error", "measured_on"}
 """What `mcore-batching calibrate` notes beside the coefficients."""
@@ -48,15 +58,13 @@ class CostModel:
         for name in ("linear", "quadratic", "per_micro_batch", "backward_ratio"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise ConfigError(f"{name} must be a number, got {value!r}")
+                raise ConfigError(Argument(name), f" must be a number, got {value!r}")
             try:
                 number = float(value)
             except OverflowError:
                 number = math.inf
             if not (math.isfinite(number) and number >= 0):
-                raise ConfigError(
-                    f"{name} must be finite and 0 or more, got {number}; set {name} accordingly"
-                )
+                raise ConfigError(Argument(name), f" must be finite and 0 or more, got {number}")
             object.__setattr__(self, name, number)
         if self.window is not None:
             object.__setattr__(self, "window", at_least("window", self.window, 1, ConfigError))

@@ -12,9 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_batching.planning.cost import CostModel
+from mcore_batching.planning.cost import CostModel, ordered_sum
 from mcore_batching.planning.errors import ConfigError
-from mcore_batching.planning.sums import ordered_sum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -75,7 +75,22 @@ class ConfigError(PlanningError):
 
 
 class InflightBoundError(ConfigError):
-    """No plan was found that keeps to `max_inflight_tokens`."""
+    """No plan was found that keeps to `max_inflight_tokens`.
+
+    Args:
+        bound: most tokens that may be in flight.
+        least: tokens in flight of the best plan in this respect.
+    """
+
+    def __init__(self, bound: int | None, least: float) -> None:
+        super().__init__(
+            "found no plan whose first pipeline stage holds at most ",
+            Argument("max_inflight_tokens", bound),
+            f" tokens at a time; the least found is {least:.0f}: set ",
+            Argument("max_inflight_tokens"),
+            " to that or more, or decrease ",
+            Argument("max_tokens_per_gpu"),
+        )
 
 
 class LengthError(PlanningError):
@@ -140,9 +155,9 @@ class OversizeSampleError(PlanningError):
 class InvariantError(PlanningError):
     """A plan that breaks one of the invariants.
 
-    Attributes: `invariant`, its name ("exact cover", "cap", "equal count", "feasible",
-    "split before placeholder", "deterministic" or "order"); `indices`, the sample indices
-    concerned; `step`, `rank` and `slot`, each None where the fault is not in one place.
+    Attributes: `invariant`, its name ("exact cover", "cap", "equal count" or "split before
+    placeholder"); `indices`, the sample indices concerned; `step`, `rank` and `slot`, each None
+    where the fault is not in one place.
     """
 
     def __init__(

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Literal, get_args
 
-from mcore_batching.planning.checks import as_integer, at_least
-from mcore_batching.planning.errors import LengthError
+from mcore_batching.planning.errors import Argument, LengthError
+from mcore_batching.planning.integers import as_integer, at_least
 
 LastStep = Literal["keep", "drop", "error"]
 
@@ -31,7 +31,7 @@ def group_steps(
         groups: the group (uid) of each sample [samples], anything hashable but None; integers of
             NumPy and PyTorch count by their value.
         groups_per_step: groups of each step, over all ranks.
-        last: what becomes of the groups that are left over: "keep" makes a last, shorter step of
+        last: treatment of the groups that are left over: "keep" makes a last, shorter step of
             them, "drop" leaves them out, "error" refuses.
 
     Returns:
@@ -44,8 +44,10 @@ def group_steps(
     groups_per_step = at_least("groups_per_step", groups_per_step, 1, LengthError)
     if last not in get_args(LastStep):
         raise LengthError(
-            f"last must be one of {', '.join(get_args(LastStep))}, got {last!r}; "
-            "set last=keep to run the groups left over as a shorter step"
+            Argument("last"),
+            f" must be one of {', '.join(get_args(LastStep))}, got {last!r}; set ",
+            Argument("last", "keep"),
+            " to run the groups left over as a shorter step",
         )
     place: dict[Hashable, int] = {}
     steps: list[list[int]] = []
@@ -59,15 +61,19 @@ def group_steps(
         return steps
     if last == "error":
         raise LengthError(
-            f"{len(place)} groups leave {left_over} over in steps of {groups_per_step}; set "
-            "groups_per_step to a divisor, last=keep to run them as a shorter step, or last=drop "
-            "to leave their samples out"
+            f"{len(place)} groups leave {left_over} over in steps of {groups_per_step}; set ",
+            Argument("groups_per_step"),
+            " to a divisor, ",
+            Argument("last", "keep"),
+            " to run them as a shorter step, or ",
+            Argument("last", "drop"),
+            " to leave their samples out",
         )
     return steps[:-1]
 
 
 def group_key(group: Hashable, index: int) -> Hashable:
-    """What equal groups have in common; a tensor hashes by its identity, so numbers by value.
+    """A key that equal groups share: numbers by value, since a tensor hashes by its identity.
 
     Args:
         group: the group as given.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mcore_batching.planning.errors import ItemTooLargeError, LengthError
+from mcore_batching.planning.errors import Argument, ItemTooLargeError, LengthError
 
 
 def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
@@ -23,7 +23,7 @@ def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
         capacity: size of a bin.
 
     Returns:
-        The items' indices, one list a bin, in the order in which bins were opened.
+        the items' indices, one list per bin, in the order in which bins were opened.
 
     Raises:
         ItemTooLargeError: an item is larger than `capacity`.
@@ -97,6 +97,7 @@ def _check_sizes(sizes: Sequence[int], capacity: int) -> None:
     if min(sizes) < 0:
         index = next(i for i, size in enumerate(sizes) if size < 0)
         raise LengthError(
-            f"the size of item {index} must be 0 or more, got {sizes[index]}; correct sizes",
+            f"the size of item {index} must be 0 or more, got {sizes[index]}; correct ",
+            Argument("sizes"),
             index=index,
         )

@@ -1,15 +1,15 @@
-"""How a training job is laid out over processes, as far as a plan depends on it.
+"""Sizes of a training job's parallel groups, as far as a plan depends on them.
 
-Guarantees: a `ParallelDims` that exists is one Megatron's schedules can run; the number of micro-batches
-is only ever rounded up, because rounding down would pack more tokens into each than the cap allows.
+A `ParallelDims` that exists is one that Megatron's schedules can run. The number of micro-batches
+is only ever rounded up: rounding down would put more tokens into each than the cap allows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_batching.planning.checks import at_least
-from mcore_batching.planning.errors import ParallelDimsError
+from mcore_batching.planning.errors import Argument, ParallelDimsError
+from mcore_batching.planning.integers import at_least
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class ParallelDims:
     expert_parallel: int = 1
     """Ranks over which experts are spread; these run every slot in step."""
     sequence_parallel: bool = False
-    """Whether activations are cut along the sequence over the tensor-parallel ranks."""
+    """True if activations are cut along the sequence over the tensor-parallel ranks."""
     microbatch_group_size: int | None = None
     """Micro-batches a model chunk runs before the next chunk does, under the interleaved schedule;
     None is Megatron's default, `pipeline_parallel`."""
@@ -53,26 +53,34 @@ class ParallelDims:
             )
         if not isinstance(self.sequence_parallel, bool):
             raise ParallelDimsError(
-                f"sequence_parallel must be True or False, got {self.sequence_parallel!r}"
+                Argument("sequence_parallel"),
+                f" must be True or False, got {self.sequence_parallel!r}",
             )
         if self.microbatch_group_size is not None:
-            group_size = at_least(
-                "microbatch_group_size", self.microbatch_group_size, 1, ParallelDimsError
+            name = "microbatch_group_size"
+            group_size = at_least(name, self.microbatch_group_size, 1, ParallelDimsError)
+            object.__setattr__(self, name, group_size)
+        if self.virtual_pipeline == 1:
+            return
+        if self.pipeline_parallel == 1:
+            raise ParallelDimsError(
+                Argument("virtual_pipeline", self.virtual_pipeline),
+                " needs more than one pipeline stage, got ",
+                Argument("pipeline_parallel", 1),
+                "; set ",
+                Argument("pipeline_parallel"),
+                " to 2 or more, or ",
+                Argument("virtual_pipeline", 1),
             )
-            object.__setattr__(self, "microbatch_group_size", group_size)
-        if self.virtual_pipeline > 1:
-            if self.pipeline_parallel == 1:
-                raise ParallelDimsError(
-                    f"virtual_pipeline={self.virtual_pipeline} needs more than one pipeline stage, "
-                    "got pipeline_parallel=1; set pipeline_parallel to 2 or more, or "
-                    "virtual_pipeline to 1"
-                )
-            if self.group_size < self.pipeline_parallel:
-                raise ParallelDimsError(
-                    f"microbatch_group_size must be at least pipeline_parallel="
-                    f"{self.pipeline_parallel} when virtual_pipeline > 1, got {self.group_size}; "
-                    f"set microbatch_group_size to {self.pipeline_parallel} or more, or to None"
-                )
+        if self.group_size < self.pipeline_parallel:
+            raise ParallelDimsError(
+                Argument("microbatch_group_size"),
+                " must be at least ",
+                Argument("pipeline_parallel", self.pipeline_parallel),
+                f" where virtual_pipeline > 1, got {self.group_size}; set ",
+                Argument("microbatch_group_size"),
+                f" to {self.pipeline_parallel} or more, or leave it out",
+            )
 
     @property
     def sample_alignment_tokens(self) -> int:
@@ -91,7 +99,7 @@ class ParallelDims:
         return self.microbatch_group_size or self.pipeline_parallel
 
     def is_legal_num_microbatches(self, num_microbatches: int) -> bool:
-        """Whether Megatron's schedule for this layout runs `num_microbatches` on each rank."""
+        """True if Megatron's schedule for these dims runs `num_microbatches` per rank."""
         if num_microbatches < 1:
             return False
         if self.virtual_pipeline == 1:

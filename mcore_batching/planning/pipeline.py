@@ -14,7 +14,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_batching.planning.errors import ParallelDimsError
+from mcore_batching.planning.errors import Argument, ParallelDimsError
 from mcore_batching.planning.parallel_dims import ParallelDims
 
 
@@ -37,7 +37,7 @@ class Operation:
 
 
 Pass = tuple[bool, int, int]
-"""Whether backward, model chunk, slot."""
+"""True for backward, the model chunk, the slot."""
 
 
 def stage_order(
@@ -56,8 +56,9 @@ def stage_order(
     """
     if not dims.is_legal_num_microbatches(num_microbatches):
         raise ParallelDimsError(
-            f"the schedule of this layout cannot run {num_microbatches} micro-batches; set "
-            f"num_microbatches to {dims.round_up_num_microbatches(max(num_microbatches, 0))}"
+            f"the schedule cannot run {num_microbatches} micro-batches per rank; set ",
+            Argument("num_microbatches"),
+            f" to {dims.round_up_num_microbatches(max(num_microbatches, 0))}",
         )
     chunks = dims.virtual_pipeline
     group = dims.group_size if chunks > 1 else num_microbatches
@@ -85,7 +86,6 @@ def pipeline_operations(
     backward_ratio: float = 2.0,
     forward_only: bool = False,
     transfer: float = 0.0,
-    stage_factors: Sequence[float] | None = None,
 ) -> list[Operation]:
     """Every pass of one data-parallel rank's step, with its times.
 
@@ -96,7 +96,6 @@ def pipeline_operations(
         backward_ratio: cost of a backward pass over its forward pass.
         forward_only: no backward passes.
         transfer: time from the end of a pass until the next stage has its output.
-        stage_factors: relative cost of each stage [pipeline_parallel]; None: all 1.
 
     Returns:
         operations of all stages, each stage's in its order, stage after stage.
@@ -106,12 +105,6 @@ def pipeline_operations(
             each stage.
     """
     count, stages = len(forward_costs), dims.pipeline_parallel
-    if stage_factors is not None and len(stage_factors) != stages:
-        raise ParallelDimsError(
-            f"stage_factors must give one factor for each of pipeline_parallel={stages} stages, "
-            f"got {len(stage_factors)}; set stage_factors to None if all stages cost the same"
-        )
-    factors = [1.0] * stages if stage_factors is None else [float(f) for f in stage_factors]
     chunks = dims.virtual_pipeline
     orders = [stage_order(dims, stage, count, forward_only=forward_only) for stage in range(stages)]
     ends: dict[tuple[int, Pass], float] = {}
@@ -131,7 +124,7 @@ def pipeline_operations(
                         break
                     ready = ends[needed] + (transfer if needed[0] != stage else 0.0)
                 start = max(clock[stage], ready)
-                cost = forward_costs[slot] * factors[stage] / chunks
+                cost = forward_costs[slot] / chunks
                 clock[stage] = start + cost * (backward_ratio if backward else 1.0)
                 ends[stage, step] = clock[stage]
                 made[stage].append(Operation(stage, chunk, slot, backward, start, clock[stage]))

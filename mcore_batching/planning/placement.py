@@ -1,35 +1,26 @@
-"""Which rank and which slot each micro-batch of a step gets.
+"""Placement of a step's micro-batches on ranks and slots, without a search.
 
-The number of micro-batches a rank is fixed before, so this only permutes: it cannot break the cap.
-`place` is the whole interface to the planner; a search over counts and orders can stand in its
-stead.
-
-Guarantees: every micro-batch is placed once; each rank gets at most `num_microbatches`, and exactly
-as many where there are that many a rank; a placeholder is never in a rank's last slot unless the
-rank has nothing else, because the last micro-batch must touch every parameter when gradients are
-reduced while the backward pass still runs.
+The number of micro-batches per rank is fixed before, so this only permutes and cannot break the
+cap. A placeholder is never in a rank's last slot unless the rank has nothing else: the last
+micro-batch must touch every parameter where gradients are reduced while the backward pass runs.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
-from mcore_batching.planning.sums import ordered_sum
+from mcore_batching.planning.cost import ordered_sum
+from mcore_batching.planning.plan import MicroBatches
+from mcore_batching.planning.problem import Problem
 
-if TYPE_CHECKING:
-    from mcore_batching.planning.config import PlannerConfig
-    from mcore_batching.planning.parallel_dims import ParallelDims
-    from mcore_batching.planning.splitting import Weight
-
-MicroBatch = tuple[int, ...]
-RankMicroBatches = tuple[MicroBatch, ...]
+Weight = Callable[[Sequence[int]], float]
+"""Weight of a micro-batch, given its samples in ascending order."""
 
 
 def order_slots(
     bins: Sequence[Sequence[int]], num_microbatches: int, weight: Weight | None
-) -> RankMicroBatches:
+) -> MicroBatches:
     """One rank's micro-batches in slot order, `num_microbatches` of them.
 
     Real ones come by descending weight, ties by lowest sample index, so that slot j weighs about
@@ -39,31 +30,32 @@ def order_slots(
     real = [tuple(samples) for samples in bins]
     if weight is not None:
         real.sort(key=lambda samples: (-weight(samples), samples))
-    placeholders: list[MicroBatch] = [()] * (num_microbatches - len(real))
+    placeholders: list[tuple[int, ...]] = [()] * (num_microbatches - len(real))
     return (*real[:-1], *placeholders, *real[-1:])
 
 
 def place(
-    bins: Sequence[Sequence[int]],
-    num_microbatches: int,
-    dims: ParallelDims,
-    config: PlannerConfig,
-    weight: Weight,
-) -> tuple[RankMicroBatches, ...]:
+    problem: Problem, bins: Sequence[Sequence[int]], num_microbatches: int
+) -> tuple[MicroBatches, ...]:
     """Spread a step's micro-batches over ranks [data_parallel][num_microbatches].
 
     Two assignments are tried, one that evens out ranks best and one that also keeps slots even.
     With experts spread over ranks every slot waits for its slowest rank, so the sum over slots of
     the heaviest decides; without, ranks run on their own and the heaviest rank decides.
+
+    Args:
+        problem: gives ranks and weights.
+        bins: samples of each micro-batch, at most `num_microbatches` per rank.
+        num_microbatches: micro-batches per rank.
     """
-    ranks = dims.data_parallel
-    if config.balance == "none":
+    ranks = problem.dims.data_parallel
+    if problem.config.balance == "none":
         return tuple(
             order_slots(bins[rank::ranks], num_microbatches, None) for rank in range(ranks)
         )
-    # Every rank runs as many: only what a micro-batch weighs beyond an empty one differs.
-    empty = weight(())
-    weights = [weight(samples) - empty for samples in bins]
+    # Every rank runs as many: only the weight beyond an empty micro-batch's makes a difference.
+    empty = problem.weight(())
+    weights = [problem.weight(samples) - empty for samples in bins]
     # The first candidate wins ties.
     candidates = [
         by_folds(weights, ranks, num_microbatches),
@@ -71,13 +63,14 @@ def place(
     ]
 
     def slowest(candidate: list[list[int]]) -> float:
-        if dims.expert_parallel > 1:
+        if problem.dims.expert_parallel > 1:
             return _sum_of_slot_maxima(candidate, weights)
         return max(ordered_sum(weights[b] for b in rank_bins) for rank_bins in candidate)
 
     best = min(candidates, key=slowest)
     return tuple(
-        order_slots([bins[b] for b in rank_bins], num_microbatches, weight) for rank_bins in best
+        order_slots([bins[b] for b in rank_bins], num_microbatches, problem.weight)
+        for rank_bins in best
     )
 
 
@@ -121,6 +114,54 @@ def by_folds(weights: Sequence[float], ranks: int, limit: int) -> list[list[int]
         heapq.heappush(partials, (merged[-1][0] - merged[0][0], serial, merged))
         serial += 1
     return [part for _, part in partials[0][2]]
+
+
+def split_until(bins: Sequence[Sequence[int]], count: int, weight: Weight) -> list[list[int]]:
+    """Split the heaviest of `bins` in two until there are `count`, or none holds two samples.
+
+    A split never adds a sample to another micro-batch, so the cap holds as it did before.
+
+    Args:
+        bins: samples of each micro-batch, ascending.
+        count: micro-batches wanted.
+        weight: of a micro-batch.
+
+    Returns:
+        the micro-batches, untouched ones first in their given order, then the halves, heaviest
+        first. Between equal weights the one with the lowest sample index goes first.
+    """
+    if len(bins) >= count:
+        return [list(samples) for samples in bins]
+    whole = {samples[0]: list(samples) for samples in bins}
+    halves: dict[int, list[int]] = {}
+    splittable = [(-weight(samples), samples[0]) for samples in bins if len(samples) > 1]
+    heapq.heapify(splittable)
+    while splittable and len(whole) + len(halves) < count:
+        _, first = heapq.heappop(splittable)
+        samples = halves.pop(first) if first in halves else whole.pop(first)
+        for half in _halve(samples, weight):
+            halves[half[0]] = half
+            if len(half) > 1:
+                heapq.heappush(splittable, (-weight(half), half[0]))
+    by_weight = sorted(halves.values(), key=lambda half: (-weight(half), half[0]))
+    return [*whole.values(), *by_weight]
+
+
+def _halve(samples: Sequence[int], weight: Weight) -> tuple[list[int], list[int]]:
+    """Deal samples, heaviest first, to the lighter half; on a tie to the one with fewer samples."""
+    empty = weight(())
+    alone = {sample: weight((sample,)) - empty for sample in samples}
+    left: list[int] = []
+    right: list[int] = []
+    left_weight = right_weight = 0.0
+    for sample in sorted(samples, key=lambda sample: (-alone[sample], sample)):
+        if (left_weight, len(left)) <= (right_weight, len(right)):
+            left.append(sample)
+            left_weight += alone[sample]
+        else:
+            right.append(sample)
+            right_weight += alone[sample]
+    return sorted(left), sorted(right)
 
 
 def _sum_of_slot_maxima(assigned: list[list[int]], weights: Sequence[float]) -> float:

@@ -21,10 +21,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
-from mcore_batching.planning.checks import as_integer
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
 from mcore_batching.planning.errors import LengthError, PlanFormatError, PlanningError
+from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.parallel_dims import ParallelDims
 
 FORMAT = "mcore-batching/plan"

@@ -1,7 +1,7 @@
 """From lengths to plans.
 
-Guarantees: any number of samples, zero included, gives a plan on any layout; too few samples never
-raise; no sample is left out unless `last="drop"` asks for it, and then the plan lists it; the same
+Any number of samples, zero included, gives a plan on any `ParallelDims`; too few samples never
+raise. No sample is left out unless `last="drop"` asks for it, and then the plan lists it. The same
 input gives the same plan everywhere.
 """
 
@@ -10,27 +10,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Sequence
 
-from mcore_batching.planning.checks import at_least, check_lengths, check_owners
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
-from mcore_batching.planning.errors import LengthError
+from mcore_batching.planning.errors import Argument, LengthError
 from mcore_batching.planning.groups import LastStep, group_steps
+from mcore_batching.planning.integers import at_least
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.placement import RankMicroBatches, place
-from mcore_batching.planning.plan import Plan, StepPlan
-from mcore_batching.planning.search.lockstep_search import search_lockstep
-from mcore_batching.planning.search.pipeline_search import search
+from mcore_batching.planning.placement import place, split_until
+from mcore_batching.planning.plan import MicroBatches, Plan, StepPlan
+from mcore_batching.planning.problem import Problem, check_owners
+from mcore_batching.planning.search import Objective, search
 from mcore_batching.planning.shard import (
     fill_shard,
-    oversize_samples,
     pack_shard,
     shard_outlook,
     shard_packings,
     soonest_packing,
 )
-from mcore_batching.planning.splitting import split_until
-from mcore_batching.planning.step_work import step_work
-from mcore_batching.planning.weights import micro_batch_weight
 
 
 def plan_step(
@@ -59,7 +55,7 @@ def plan_step(
         lengths: total length of each sample [samples], in tokens; may be empty.
         dims: sizes of the parallel groups.
         config: cap and policies.
-        cost_model: what micro-batches cost; the default `CostModel()` if None.
+        cost_model: costs of samples and micro-batches; the default `CostModel()` if None.
         owners: the data-parallel rank that holds each sample [samples], or None.
         forward_only: plan for forward passes alone, as for old and reference log-probs.
 
@@ -86,21 +82,21 @@ def plan_batch(
     last: LastStep = "keep",
     forward_only: bool = False,
 ) -> Plan:
-    """Plan the steps of one batch: of so many samples each, of so many groups each, or one step.
+    """Plan the steps of one batch: a number of samples each, a number of groups each, or one step.
 
     Args:
         lengths: total length of each sample of the batch [samples], in tokens; may be empty, which
             gives one step of placeholders.
         dims: sizes of the parallel groups.
         config: cap and policies.
-        cost_model: what micro-batches cost; the default `CostModel()` if None.
+        cost_model: costs of samples and micro-batches; the default `CostModel()` if None.
         samples_per_step: samples of each step over all ranks, in the order of `lengths`; the last
             step takes what is left. None makes one step of all.
         owners: as in `plan_step`.
         groups: the group (uid) of each sample [samples], with `groups_per_step`.
         groups_per_step: groups of each step over all ranks, as in `group_steps`; not together with
             `samples_per_step`.
-        last: what becomes of groups left over, as in `group_steps`; those dropped are listed in
+        last: treatment of groups left over, as in `group_steps`; those dropped are listed in
             `Plan.dropped`.
         forward_only: as in `plan_step`.
 
@@ -109,25 +105,19 @@ def plan_batch(
             `group_steps` refuses or that are not one a sample, for arguments that exclude each
             other, and if `last="drop"` leaves no step.
     """
-    lengths = check_lengths(lengths)
-    cost_model = cost_model or CostModel()
+    problem = Problem.of(lengths, dims, config, cost_model, forward_only=forward_only)
     if owners is not None:
-        owners = check_owners(owners, len(lengths), dims.data_parallel)
+        owners = check_owners(owners, problem.num_samples, dims.data_parallel)
     if groups is None and groups_per_step is None and last == "keep":
-        samples_of_steps = _slices(len(lengths), samples_per_step)
+        samples_of_steps = _slices(problem.num_samples, samples_per_step)
     else:
         samples_of_steps = _whole_groups(
-            len(lengths), groups, groups_per_step, last, samples_per_step
+            problem.num_samples, groups, groups_per_step, last, samples_per_step
         )
-    # Before any planning, so that the error names the sample by its index in the batch.
-    oversize_samples(lengths, dims, config)
-    steps = tuple(
-        _plan_samples(samples, lengths, dims, config, cost_model, owners, forward_only)
-        for samples in samples_of_steps
-    )
+    steps = tuple(_plan_samples(problem, samples, owners) for samples in samples_of_steps)
     covered = {sample for step in steps for sample in step.sample_indices}
-    dropped = tuple(sample for sample in range(len(lengths)) if sample not in covered)
-    return Plan(steps=steps, num_samples=len(lengths), dropped=dropped)
+    dropped = tuple(sample for sample in range(problem.num_samples) if sample not in covered)
+    return Plan(steps=steps, num_samples=problem.num_samples, dropped=dropped)
 
 
 def _slices(num_samples: int, samples_per_step: int | None) -> list[Sequence[int]]:
@@ -149,132 +139,122 @@ def _whole_groups(
 ) -> list[Sequence[int]]:
     if samples_per_step is not None:
         raise LengthError(
-            "steps are cut either by samples_per_step or by groups and groups_per_step, got both; "
-            "leave samples_per_step out to keep the samples of a prompt together"
+            "steps are cut either by ",
+            Argument("samples_per_step"),
+            " or by ",
+            Argument("groups"),
+            " and ",
+            Argument("groups_per_step"),
+            ", got both; leave ",
+            Argument("samples_per_step"),
+            " out to keep the samples of a prompt together",
         )
     if groups is None or groups_per_step is None:
-        absent = "groups" if groups is None else "groups_per_step"
+        absent = Argument("groups" if groups is None else "groups_per_step")
         raise LengthError(
-            f"groups, groups_per_step and last go together, but {absent} is not set; set {absent}, "
-            "or none of them"
+            Argument("groups"),
+            ", ",
+            Argument("groups_per_step"),
+            " and ",
+            Argument("last"),
+            " go together, but ",
+            absent,
+            " is not set; set ",
+            absent,
+            ", or none of them",
         )
     if len(groups) != num_samples:
         raise LengthError(
-            f"groups must name one group for each of the {num_samples} samples, got {len(groups)} "
-            "entries; pass groups in the order of lengths"
+            Argument("groups"),
+            f" must name one group for each of the {num_samples} samples, got {len(groups)} "
+            "entries; pass them in the order of lengths",
         )
     steps: list[Sequence[int]] = list(group_steps(groups, groups_per_step, last=last))
     if num_samples and not steps:
         raise LengthError(
-            f"the batch has fewer than groups_per_step={groups_per_step} groups, so dropping those "
-            "left over leaves no step at all; set last=keep, or decrease groups_per_step"
+            "the batch has fewer groups than ",
+            Argument("groups_per_step", groups_per_step),
+            ", so dropping those left over leaves no step at all; set ",
+            Argument("last", "keep"),
+            ", or decrease ",
+            Argument("groups_per_step"),
         )
     return steps or [range(0)]
 
 
-def _plan_samples(
-    samples: Sequence[int],
-    lengths: Sequence[int],
-    dims: ParallelDims,
-    config: PlannerConfig,
-    cost_model: CostModel,
-    owners: Sequence[int] | None,
-    forward_only: bool,
-) -> StepPlan:
-    """Plan the step of these samples, ascending indices into `lengths` and `owners`."""
+def _plan_samples(batch: Problem, samples: Sequence[int], owners: Sequence[int] | None) -> StepPlan:
+    """The plan of one step.
+
+    Args:
+        batch: all samples of the batch.
+        samples: those of the step, ascending.
+        owners: the rank that holds each sample of the batch; None: samples may go to any rank.
+    """
     if owners is None:
-        micro_batches = _plan_global(
-            [lengths[sample] for sample in samples], dims, config, cost_model, forward_only
-        )
+        micro_batches = _plan_global(batch.subset(samples))
         ranks = tuple(_renamed(rank, samples) for rank in micro_batches)
     else:
-        shards = [
-            [sample for sample in samples if owners[sample] == rank]
-            for rank in range(dims.data_parallel)
-        ]
-        shard_lengths = [[lengths[sample] for sample in shard] for shard in shards]
-        local = _plan_local(shard_lengths, dims, config, cost_model, forward_only)
+        shards: list[list[int]] = [[] for _ in range(batch.dims.data_parallel)]
+        for sample in samples:
+            shards[owners[sample]].append(sample)
+        local = _plan_local([batch.subset(shard) for shard in shards])
         ranks = tuple(_renamed(rank, shard) for rank, shard in zip(local, shards, strict=True))
     return StepPlan(
         micro_batches=ranks,
         num_microbatches=len(ranks[0]),
         sample_indices=tuple(samples),
-        dims=dims,
-        config=config,
+        dims=batch.dims,
+        config=batch.config,
         scope="global" if owners is None else "local",
-        cost_model=cost_model,
-        forward_only=forward_only,
+        cost_model=batch.cost_model,
+        forward_only=batch.forward_only,
     )
 
 
-def _plan_global(
-    lengths: Sequence[int],
-    dims: ParallelDims,
-    config: PlannerConfig,
-    cost_model: CostModel,
-    forward_only: bool,
-) -> tuple[RankMicroBatches, ...]:
-    plain = _packed_and_placed(lengths, dims, config, cost_model)
-    if not config.searches or not lengths:
-        if config.max_inflight_tokens is not None:
-            outlooks = [
-                shard_outlook(rank, lengths, dims, config, cost_model, forward_only=forward_only)
-                for rank in plain
-            ]
-            soonest_packing([outlooks], config)
+def _plan_global(problem: Problem) -> tuple[MicroBatches, ...]:
+    plain = _packed_and_placed(problem)
+    if not problem.config.searches or not problem.num_samples:
+        if problem.config.max_inflight_tokens is not None:
+            # Refuses a plan that holds more.
+            soonest_packing([[shard_outlook(problem, rank) for rank in plain]], problem.config)
         return plain
-    work = step_work(lengths, dims, config, cost_model, forward_only=forward_only)
-    by_tokens = dataclasses.replace(config, balance="tokens")
-    starts = (plain, _packed_and_placed(lengths, dims, by_tokens, cost_model))
-    look = search_lockstep if dims.expert_parallel > 1 else search
-    return tuple(tuple(tuple(sorted(samples)) for samples in slots) for slots in look(work, starts))
-
-
-def _packed_and_placed(
-    lengths: Sequence[int], dims: ParallelDims, config: PlannerConfig, cost_model: CostModel
-) -> tuple[RankMicroBatches, ...]:
-    """Micro-batches packed under the cap and spread over ranks, without a search."""
-    bins = pack_shard(lengths, dims, config)
-    count = dims.round_up_num_microbatches(-(-len(bins) // dims.data_parallel))
-    weight = micro_batch_weight(lengths, dims, config, cost_model)
-    if config.fill == "split":
-        bins = split_until(bins, count * dims.data_parallel, weight)
-    return place(bins, count, dims, config, weight)
-
-
-def _plan_local(
-    shards: Sequence[Sequence[int]],
-    dims: ParallelDims,
-    config: PlannerConfig,
-    cost_model: CostModel,
-    forward_only: bool,
-) -> tuple[RankMicroBatches, ...]:
-    packings = zip(
-        *(
-            shard_packings(shard, dims, config, cost_model, forward_only=forward_only)
-            for shard in shards
-        ),
-        strict=True,
+    by_tokens = dataclasses.replace(problem.config, balance="tokens")
+    starts = (plain, _packed_and_placed(dataclasses.replace(problem, config=by_tokens)))
+    return tuple(
+        tuple(tuple(sorted(samples)) for samples in slots)
+        for slots in search(Objective(problem), starts)
     )
+
+
+def _packed_and_placed(problem: Problem) -> tuple[MicroBatches, ...]:
+    """Micro-batches packed under the cap and spread over ranks, without a search."""
+    bins = pack_shard(problem)
+    ranks = problem.dims.data_parallel
+    count = problem.dims.round_up_num_microbatches(-(-len(bins) // ranks))
+    if problem.config.fill == "split":
+        bins = split_until(bins, count * ranks, problem.weight)
+    return place(problem, bins, count)
+
+
+def _plan_local(shards: Sequence[Problem]) -> tuple[MicroBatches, ...]:
+    """Every rank's micro-batches, made of its own samples, under the packing that ends first."""
+    round_up = shards[0].dims.round_up_num_microbatches
     filled = []
-    for bins_of_ranks in packings:
-        count = dims.round_up_num_microbatches(max(map(len, bins_of_ranks)))
+    for bins_of_ranks in zip(*map(shard_packings, shards), strict=True):
+        count = round_up(max(map(len, bins_of_ranks)))
         filled.append(
             tuple(
-                fill_shard(bins, shard, count, dims, config, cost_model, forward_only=forward_only)
-                for bins, shard in zip(bins_of_ranks, shards, strict=True)
+                fill_shard(shard, bins, count)
+                for shard, bins in zip(shards, bins_of_ranks, strict=True)
             )
         )
     outlooks = [
-        [
-            shard_outlook(rank, shard, dims, config, cost_model, forward_only=forward_only)
-            for rank, shard in zip(ranks, shards, strict=True)
-        ]
+        [shard_outlook(shard, rank) for shard, rank in zip(shards, ranks, strict=True)]
         for ranks in filled
     ]
-    return filled[soonest_packing(outlooks, config)]
+    return filled[soonest_packing(outlooks, shards[0].config)]
 
 
-def _renamed(rank: RankMicroBatches, samples: Sequence[int]) -> RankMicroBatches:
-    """The same micro-batches with positions in `samples` replaced by the indices found there."""
+def _renamed(rank: MicroBatches, samples: Sequence[int]) -> MicroBatches:
+    """The same micro-batches with positions in `samples` replaced by the samples found there."""
     return tuple(tuple(samples[position] for position in samples_of) for samples_of in rank)

@@ -1,23 +1,18 @@
-"""How well a step fills its micro-batches and evens out its ranks and slots.
+"""Fill, balance and predicted time of a step's plan.
 
-Guarantees: every ratio is defined for every plan, the one without samples included.
+Every ratio is defined for every plan, the one without samples included.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mcore_batching.planning.bounds import step_time_floor
-from mcore_batching.planning.pipeline import inflight_tokens, pipeline_time
-from mcore_batching.planning.sums import ordered_sum
-from mcore_batching.planning.tokens import padded_sample_tokens, row_capacity_tokens
-from mcore_batching.planning.weights import row_tokens
-
-if TYPE_CHECKING:
-    from mcore_batching.planning.cost import CostModel
-    from mcore_batching.planning.plan import StepPlan
+from mcore_batching.planning.cost import CostModel, ordered_sum
+from mcore_batching.planning.pipeline import pipeline_time
+from mcore_batching.planning.plan import StepPlan
+from mcore_batching.planning.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +36,16 @@ class StepStatistics:
     heaviest_rank_cost: float
     """Forward cost of the rank with the most work."""
     mean_rank_cost: float
-    """Forward cost of a rank on average."""
+    """Mean forward cost per rank."""
     slot_maxima_cost: float
-    """Sum over slots of the costliest micro-batch of the slot: what ranks in lockstep wait for."""
+    """Sum over slots of the costliest micro-batch of the slot: the time of ranks in lockstep."""
     step_time: float
     """Predicted end of the step, in units of cost: `predicted_step_time`."""
     floor_time: float
-    """Before which no plan's step ends: `step_time_floor`."""
+    """Time before which no plan's step ends: `step_time_floor`."""
     peak_inflight_tokens: float
-    """Most padded tokens whose activations the first pipeline stage of a rank holds at a time; of
-    several steps the most of any."""
+    """Most padded tokens whose activations a first pipeline stage holds at a time, over all ranks;
+    of several steps the most of any."""
 
     @property
     def fill(self) -> float:
@@ -96,48 +91,25 @@ def step_statistics(
         lengths: total length of each sample of the whole batch [samples], in tokens.
         cost_model: the plan's own if None.
     """
-    model = cost_model or step.cost_model
-    capacity = row_capacity_tokens(step.dims, step.config)
-    costs = [
-        [model.micro_batch([lengths[sample] for sample in samples]) for samples in rank]
-        for rank in step.micro_batches
-    ]
+    problem, ranks = step_problem(step, lengths, cost_model)
+    costs = [[problem.cost(samples) for samples in rank] for rank in ranks]
     rank_costs = [ordered_sum(rank) for rank in costs]
-    real = [samples for rank in step.micro_batches for samples in rank if samples]
-    num_ranks = len(step.micro_batches)
+    real = [samples for rank in ranks for samples in rank if samples]
+    num_rows = len(ranks) * step.num_microbatches
     return StepStatistics(
         num_samples=step.num_samples,
         num_microbatches=step.num_microbatches,
-        num_placeholders=num_ranks * step.num_microbatches - len(real),
-        num_oversize=sum(
-            padded_sample_tokens(lengths[sample], step.dims, step.config) > capacity
-            for sample in step.sample_indices
-        ),
-        real_tokens=sum(lengths[sample] for sample in step.sample_indices),
-        padded_tokens=sum(row_tokens(samples, lengths, step.dims, step.config) for samples in real),
-        offered_tokens=num_ranks * step.num_microbatches * step.config.cap_tokens(step.dims),
+        num_placeholders=num_rows - len(real),
+        num_oversize=len(problem.oversize),
+        real_tokens=sum(problem.lengths),
+        padded_tokens=sum(map(problem.row_tokens, real)),
+        offered_tokens=num_rows * step.config.cap_tokens(step.dims),
         heaviest_rank_cost=max(rank_costs),
-        mean_rank_cost=ordered_sum(rank_costs) / num_ranks,
+        mean_rank_cost=ordered_sum(rank_costs) / len(ranks),
         slot_maxima_cost=ordered_sum(max(slot) for slot in zip(*costs, strict=True)),
-        step_time=predicted_step_time(step, lengths, model),
-        floor_time=step_time_floor(
-            [lengths[sample] for sample in step.sample_indices],
-            step.dims,
-            step.config,
-            model,
-            forward_only=step.forward_only,
-        ),
-        peak_inflight_tokens=max(
-            inflight_tokens(
-                [
-                    row_tokens(samples, lengths, step.dims, step.config) if samples else 0
-                    for samples in rank
-                ],
-                step.dims,
-                forward_only=step.forward_only,
-            )
-            for rank in step.micro_batches
-        ),
+        step_time=_step_time(problem, costs),
+        floor_time=step_time_floor(problem),
+        peak_inflight_tokens=max(map(problem.inflight_tokens, ranks)),
     )
 
 
@@ -148,28 +120,60 @@ def predicted_step_time(
     *,
     forward_only: bool | None = None,
 ) -> float:
-    """When the slowest rank's pipeline ends; with expert parallelism, that of slots in lockstep.
+    """End of the slowest rank's pipeline; with expert parallelism, that of slots in lockstep.
 
     Args:
         step: the plan.
         lengths: total length of each sample of the whole batch [samples], in tokens.
         cost_model: the plan's own if None.
-        forward_only: of the forward passes alone; None: what the plan was made for.
+        forward_only: of the forward passes alone; None: as the plan was made.
 
     Returns:
         time in units of cost.
     """
-    model = cost_model or step.cost_model
-    forward_only = step.forward_only if forward_only is None else forward_only
-    costs = [
-        [model.micro_batch([lengths[sample] for sample in samples]) for samples in rank]
-        for rank in step.micro_batches
-    ]
-    if step.dims.expert_parallel > 1:
+    problem, ranks = step_problem(step, lengths, cost_model, forward_only)
+    return _step_time(problem, [[problem.cost(samples) for samples in rank] for rank in ranks])
+
+
+def step_problem(
+    step: StepPlan,
+    lengths: Sequence[int],
+    cost_model: CostModel | None = None,
+    forward_only: bool | None = None,
+) -> tuple[Problem, list[list[list[int]]]]:
+    """The problem that a plan solves, and its micro-batches in the problem's own numbering.
+
+    Args:
+        step: the plan, valid or not.
+        lengths: total length of each sample of the whole batch [samples], in tokens.
+        cost_model: the plan's own if None.
+        forward_only: as the plan was made if None.
+
+    Returns:
+        the problem of the step's samples; samples of each micro-batch [ranks][slots].
+    """
+    number = {sample: position for position, sample in enumerate(step.sample_indices)}
+    problem = Problem.of(
+        [lengths[sample] for sample in step.sample_indices],
+        step.dims,
+        step.config,
+        cost_model or step.cost_model,
+        forward_only=step.forward_only if forward_only is None else forward_only,
+    )
+    ranks = [[[number[i] for i in samples] for samples in rank] for rank in step.micro_batches]
+    return problem, ranks
+
+
+def _step_time(problem: Problem, costs: Sequence[Sequence[float]]) -> float:
+    """End of the step, given the cost of each micro-batch [ranks][slots]."""
+    if problem.dims.expert_parallel > 1:
         costs = [[max(slot) for slot in zip(*costs, strict=True)]]
     return max(
         pipeline_time(
-            rank, step.dims, backward_ratio=model.backward_ratio, forward_only=forward_only
+            rank,
+            problem.dims,
+            backward_ratio=problem.cost_model.backward_ratio,
+            forward_only=problem.forward_only,
         )
         for rank in costs
     )

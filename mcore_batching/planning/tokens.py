@@ -1,13 +1,12 @@
-"""How many tokens samples and micro-batches occupy once padded.
+"""Padded tokens of samples and micro-batches.
 
-With sample alignment 4 (context parallel 2) and `pad_total_to=16`, samples of 3, 5 and 0 tokens
-take 4 + 8 + 4 = 16 tokens, a row of 16; one more token in the first changes nothing, two more make
-32.
+With `context_parallel=2` (samples padded to multiples of 4) and `pad_total_to=16`, samples of 3, 5
+and 0 tokens take 4 + 8 + 4 = 16 tokens, a row of 16. One more token in the first sample changes
+nothing, two more make it a row of 32.
 
-Guarantees: a padded sample is never empty, because an empty row segment breaks attention kernels,
-so a sample of no tokens takes one alignment unit; whatever is counted against the cap is the padded
-*row*; sizes that sum to at most `row_capacity_tokens` make a row of at most the cap, and only
-those.
+A padded sample is never empty, because an empty row segment breaks attention kernels: a sample of
+no tokens takes one alignment unit. The cap counts the padded row. Padded samples make a row within
+the cap exactly if they add up to at most `row_capacity_tokens`.
 """
 
 from __future__ import annotations
@@ -15,25 +14,21 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from mcore_batching.planning.errors import ConfigError
+from mcore_batching.planning.errors import Argument, ConfigError
+from mcore_batching.planning.integers import round_up
 
 if TYPE_CHECKING:
     from mcore_batching.planning.config import PlannerConfig
     from mcore_batching.planning.parallel_dims import ParallelDims
 
 
-def round_up(value: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is at least `value`."""
-    return -(-value // multiple) * multiple
-
-
 def sample_multiple_tokens(dims: ParallelDims, config: PlannerConfig) -> int:
-    """Every padded sample is a multiple of this: the layout's alignment and `pad_each_to`."""
+    """Every padded sample is a multiple of this: the dims' alignment and `pad_each_to`."""
     return math.lcm(dims.sample_alignment_tokens, config.pad_each_to or 1)
 
 
 def row_multiple_tokens(dims: ParallelDims, config: PlannerConfig) -> int:
-    """Every padded micro-batch is a multiple of this: the layout's alignment and `pad_total_to`."""
+    """Every padded micro-batch is a multiple of this: the dims' alignment and `pad_total_to`."""
     return math.lcm(dims.sample_alignment_tokens, config.pad_total_to or 1)
 
 
@@ -68,12 +63,15 @@ def row_capacity_tokens(dims: ParallelDims, config: PlannerConfig) -> int:
     placeholder = placeholder_tokens(dims, config)
     if placeholder > cap:
         raise ConfigError(
-            f"the smallest micro-batch takes {placeholder} tokens once padded (context_parallel="
-            f"{dims.context_parallel}, tensor_parallel={dims.tensor_parallel}, "
-            f"sequence_parallel={dims.sequence_parallel}, pad_each_to={config.pad_each_to}, "
-            f"pad_total_to={config.pad_total_to}), but the cap is {cap}; set max_tokens_per_gpu to "
-            f"{needed_max_tokens_per_gpu(1, dims, config)} or more, or lower pad_each_to and "
-            "pad_total_to"
+            f"the smallest micro-batch takes {placeholder} padded tokens (context_parallel="
+            f"{dims.context_parallel}, tensor_parallel={dims.tensor_parallel}, sequence_parallel="
+            f"{dims.sequence_parallel}, pad_each_to={config.pad_each_to}, pad_total_to="
+            f"{config.pad_total_to}), the cap is {cap}; set ",
+            Argument("max_tokens_per_gpu"),
+            f" to {needed_max_tokens_per_gpu(1, dims, config)} or more, or lower ",
+            Argument("pad_each_to"),
+            " and ",
+            Argument("pad_total_to"),
         )
     multiple = row_multiple_tokens(dims, config)
     return cap // multiple * multiple

@@ -1,9 +1,9 @@
-"""Checking a plan against the invariants.
+"""A plan checked against the invariants, whoever made it.
 
-Guarantees: a plan that passes covers its samples exactly once, lists those that it drops, keeps
-every micro-batch to the cap, gives every rank the same legal number of micro-batches, and has a
+A plan that passes covers its samples exactly once, lists those that it drops, keeps every
+micro-batch to the cap, gives every rank the same legal number of micro-batches, and has a
 placeholder beside a micro-batch that could be split only if it was made with `fill="placeholder"`.
-Whoever made the plan, the checks are the same, and none of them calls the planner.
+No check calls the planner.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from mcore_batching.planning.checks import check_lengths
 from mcore_batching.planning.errors import InvariantError
 from mcore_batching.planning.plan import Plan, StepPlan
-from mcore_batching.planning.weights import row_tokens
+from mcore_batching.planning.problem import check_lengths
+from mcore_batching.planning.tokens import padded_row_tokens, padded_sample_tokens
 
 
 def validate_plan(plan: Plan | StepPlan, lengths: Sequence[int]) -> None:
@@ -132,7 +132,8 @@ def _check_cap(step: StepPlan, lengths: Sequence[int], index: int | None) -> Non
     cap = step.config.cap_tokens(step.dims)
     for rank, micro_batches in enumerate(step.micro_batches):
         for slot, samples in enumerate(micro_batches):
-            tokens = row_tokens(samples, lengths, step.dims, step.config)
+            padded = (padded_sample_tokens(lengths[i], step.dims, step.config) for i in samples)
+            tokens = padded_row_tokens(sum(padded), step.dims, step.config)
             if tokens <= cap or (len(samples) == 1 and step.config.on_oversize == "own-bin"):
                 continue
             raise InvariantError(

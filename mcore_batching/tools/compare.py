@@ -25,12 +25,11 @@ from mcore_batching.planning import (
     PlannerConfig,
     StepPlan,
     StepStatistics,
+    at_least,
     plan_step,
-    row_capacity_tokens,
+    step_problem,
     step_statistics,
 )
-from mcore_batching.planning.checks import at_least
-from mcore_batching.planning.weights import row_tokens
 from mcore_batching.tools.report import Table, counted
 from mcore_batching.tools.rules import RULES, Rule, RuleFailureError, rule_plan
 
@@ -189,7 +188,6 @@ def _outcome(
     config: PlannerConfig,
     cost_model: CostModel,
 ) -> Outcome:
-    capacity = row_capacity_tokens(dims, config)
     failure: str | None = None
     made: list[StepStatistics] = []
     seconds: list[float] = []
@@ -211,8 +209,9 @@ def _outcome(
             continue
         made.append(statistics)
         seconds.append(taken)
-        several = [samples for rank in plan.micro_batches for samples in rank if samples[1:]]
-        fills = [row_tokens(samples, lengths, dims, config) / capacity for samples in several]
+        problem, ranks = step_problem(plan, lengths)
+        several = [samples for rank in ranks for samples in rank if len(samples) > 1]
+        fills = [problem.row_tokens(samples) / problem.capacity for samples in several]
         over += [fill for fill in fills if fill > 1]
     rows = dims.data_parallel * sum(statistics.num_microbatches for statistics in made)
     return Outcome(

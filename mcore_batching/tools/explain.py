@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from mcore_batching.planning import (
     Argument,
     Plan,
+    Problem,
     StepPlan,
     StepStatistics,
+    micro_batch_lower_bound,
     pack_shard,
-    padded_sample_tokens,
-    row_capacity_tokens,
+    step_problem,
     step_statistics,
+    validate_plan,
 )
-from mcore_batching.planning.bounds import micro_batch_lower_bound
-from mcore_batching.planning.validation import validate_plan
 from mcore_batching.tools.report import counted
 from mcore_batching.tools.suggestions import suggestions
 from mcore_batching.tools.timeline import step_timeline
@@ -124,11 +124,8 @@ def _bins_and_bound(
     step: StepPlan, lengths: Sequence[int], samples: Sequence[int]
 ) -> tuple[int, int]:
     """Micro-batches that packing these samples takes, and that any packing takes at least."""
-    own = [lengths[sample] for sample in samples]
-    return (
-        len(pack_shard(own, step.dims, step.config)),
-        micro_batch_lower_bound(own, step.dims, step.config),
-    )
+    problem = Problem.of([lengths[sample] for sample in samples], step.dims, step.config)
+    return len(pack_shard(problem)), micro_batch_lower_bound(problem)
 
 
 def _filled(step: StepPlan, statistics: StepStatistics) -> str:
@@ -168,16 +165,12 @@ def _bottleneck(
 
 
 def _oversize(step: StepPlan, lengths: Sequence[int]) -> Iterator[str]:
-    capacity = row_capacity_tokens(step.dims, step.config)
-    oversize = [
-        sample
-        for sample in step.sample_indices
-        if padded_sample_tokens(lengths[sample], step.dims, step.config) > capacity
-    ]
+    problem, _ = step_problem(step, lengths)
+    oversize = [step.sample_indices[sample] for sample in sorted(problem.oversize)]
     if oversize:
         yield (
             f"oversize, each alone in its micro-batch: {counted(len(oversize), 'sample')} over "
-            f"{capacity} tokens: {_abbreviated(oversize)}"
+            f"{problem.capacity} tokens: {_abbreviated(oversize)}"
         )
 
 
@@ -259,13 +252,11 @@ def _uneven_ranks(step: StepPlan, lengths: Sequence[int]) -> str | None:
 def _cap_binds(step: StepPlan, lengths: Sequence[int]) -> bool:
     """True if micro-batches are almost full and starting them is a good part of the work."""
     model, dims = step.cost_model, step.dims
-    capacity = row_capacity_tokens(dims, step.config)
-    tokens = sum(
-        padded_sample_tokens(lengths[sample], dims, step.config) for sample in step.sample_indices
-    )
-    room = capacity * step.num_microbatches * dims.data_parallel
+    problem, _ = step_problem(step, lengths)
+    tokens = sum(problem.tokens)
+    room = problem.capacity * step.num_microbatches * dims.data_parallel
     starts = step.num_microbatches * dims.data_parallel * model.per_micro_batch
-    work = starts + sum(model.sample(lengths[sample]) for sample in step.sample_indices)
+    work = starts + sum(problem.costs)
     return tokens > _ALMOST_FULL * room and starts > _COSTLY_STARTS * work and model.sample(1) > 0
 
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
-from mcore_batching.planning.bounds import micro_batch_lower_bound
-
-if TYPE_CHECKING:
-    from mcore_batching.planning import ParallelDims, Plan, PlannerConfig, StepStatistics
+from mcore_batching.planning import (
+    ParallelDims,
+    Plan,
+    PlannerConfig,
+    StepStatistics,
+    micro_batch_lower_bound,
+    step_problem,
+)
 
 SHOWN_STEPS_AT_EACH_END = 8
 
@@ -93,12 +97,7 @@ def packing_line(plan: Plan, lengths: Sequence[int]) -> str:
     count = sum(
         samples != () for step in plan.steps for rank in step.micro_batches for samples in rank
     )
-    bound = sum(
-        micro_batch_lower_bound(
-            [lengths[sample] for sample in step.sample_indices], step.dims, step.config
-        )
-        for step in plan.steps
-    )
+    bound = sum(micro_batch_lower_bound(step_problem(step, lengths)[0]) for step in plan.steps)
     return (
         f"{count} micro-batches with samples in all steps, {count / bound if bound else 1.0:.3f} x "
         f"the {bound} that no packing takes fewer than"

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mcore_batching.planning import CostModel, StepPlan
+from mcore_batching.planning import CostModel, StepPlan, step_problem
 from mcore_batching.planning.pipeline import Operation, pipeline_operations
-from mcore_batching.planning.weights import row_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +85,9 @@ def step_timeline(
         lengths: total length of each sample of the whole batch [samples], in tokens.
         cost_model: the plan's own if None.
     """
-    model, dims = cost_model or step.cost_model, step.dims
-    costs = [
-        [model.micro_batch([lengths[sample] for sample in samples]) for samples in rank]
-        for rank in step.micro_batches
-    ]
+    problem, ranks = step_problem(step, lengths, cost_model)
+    model, dims = problem.cost_model, problem.dims
+    costs = [[problem.cost(samples) for samples in rank] for rank in ranks]
     slot_costs = costs
     if dims.expert_parallel > 1:
         slowest = [max(slot) for slot in zip(*costs, strict=True)]
@@ -107,10 +104,7 @@ def step_timeline(
             RankTimeline(
                 rank=rank,
                 passes=passes[rank],
-                tokens=tuple(
-                    row_tokens(samples, lengths, dims, step.config) if samples else 0
-                    for samples in micro_batches
-                ),
+                tokens=tuple(map(problem.row_tokens, ranks[rank])),
                 num_samples=tuple(map(len, micro_batches)),
                 end=ends[rank],
                 busy=sum(timed.end - timed.start for timed in passes[rank]) / (end * stages)

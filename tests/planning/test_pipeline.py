@@ -40,7 +40,6 @@ class Run:
     backward_ratio: float
     forward_only: bool
     transfer: float
-    stage_factors: list[float] | None
 
     def operations(self) -> list[Operation]:
         return pipeline_operations(
@@ -49,7 +48,6 @@ class Run:
             backward_ratio=self.backward_ratio,
             forward_only=self.forward_only,
             transfer=self.transfer,
-            stage_factors=self.stage_factors,
         )
 
 
@@ -74,17 +72,12 @@ def costs_for(dims: ParallelDims) -> st.SearchStrategy[list[float]]:
 @st.composite
 def runs(draw: st.DrawFn, *, plain: bool = False) -> Run:
     dims = draw(pipelines())
-    stages = dims.pipeline_parallel
-    factor = st.floats(0.1, 4)
     return Run(
         costs=draw(costs_for(dims)),
         dims=dims,
         backward_ratio=draw(st.sampled_from([2.0, 2.0, 1.0, 0.0, 3.7])),
         forward_only=draw(st.booleans()),
         transfer=0.0 if plain else draw(st.sampled_from([0.0, 0.5, 30.0])),
-        stage_factors=None
-        if plain
-        else draw(st.none() | st.lists(factor, min_size=stages, max_size=stages)),
     )
 
 
@@ -140,9 +133,8 @@ def reference_times(run: Run) -> dict[Node, tuple[float, float]]:
             before = node
     times: dict[Node, tuple[float, float]] = {}
     for node in TopologicalSorter(graph).static_order():
-        stage, kind, _, slot = node
+        _, kind, _, slot = node
         takes = run.costs[slot] / run.dims.virtual_pipeline
-        takes *= run.stage_factors[stage] if run.stage_factors else 1.0
         takes *= run.backward_ratio if kind == "B" else 1.0
         start = max((times[each][1] + wait for each, wait in graph[node].items()), default=0.0)
         times[node] = (start, start + takes)
@@ -283,17 +275,7 @@ def test_a_refused_order_names_the_next_count_that_runs() -> None:
     with pytest.raises(ParallelDimsError) as caught:
         stage_order(dims, 0, 6)
     assert str(caught.value) == (
-        "the schedule of this layout cannot run 6 micro-batches; set num_microbatches to 8"
+        "the schedule cannot run 6 micro-batches per rank; set num_microbatches to 8"
     )
     with pytest.raises(ParallelDimsError, match="set num_microbatches to 4"):
         stage_order(dims, 0, -3)
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_factors_for_other_than_every_stage_are_refused(count: int) -> None:
-    with pytest.raises(ParallelDimsError) as caught:
-        pipeline_operations([1.0], ParallelDims(pipeline_parallel=2), stage_factors=[1.0] * count)
-    assert str(caught.value) == (
-        "stage_factors must give one factor for each of pipeline_parallel=2 stages, "
-        f"got {count}; set stage_factors to None if all stages cost the same"
-    )

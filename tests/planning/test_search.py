@@ -16,16 +16,16 @@ from mcore_batching.planning import (
     CostModel,
     ParallelDims,
     PlannerConfig,
+    Problem,
     StepPlan,
     plan_step,
     step_statistics,
 )
 from mcore_batching.planning.pipeline import stage_order
-from mcore_batching.planning.search.best_step import BestStep, Candidate
+from mcore_batching.planning.search import Objective, best_slots, search
 from mcore_batching.planning.search.local_moves import improve
-from mcore_batching.planning.search.pipeline_search import best_slots, evaluate, search
+from mcore_batching.planning.search.objective import BestStep, Candidate
 from mcore_batching.planning.statistics import predicted_step_time
-from mcore_batching.planning.step_work import StepWork, step_work
 from mcore_batching.tools.rules import RULES, rule_plan
 
 ROUNDING = 1e-9
@@ -33,7 +33,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class Problem:
+class Step:
     """A step to be searched for."""
 
     lengths: list[int]
@@ -52,12 +52,23 @@ class Problem:
             forward_only=self.forward_only,
         )
 
+    def objective(self) -> Objective:
+        return Objective(
+            Problem.of(
+                self.lengths,
+                self.dims,
+                self.config,
+                self.cost_model,
+                forward_only=self.forward_only,
+            )
+        )
+
     def end(self, step: StepPlan) -> float:
         return predicted_step_time(step, self.lengths, forward_only=self.forward_only)
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> Problem:
+def problems(draw: st.DrawFn) -> Step:
     """None to many samples for their ranks, of one size or of all, oversize ones among them."""
     dims = draw(dims_list())
     config = PlannerConfig(
@@ -77,7 +88,7 @@ def problems(draw: st.DrawFn) -> Problem:
     }
     count = draw(st.sampled_from([0, 1, 2, 5, 12, 30]))
     lengths = kinds[draw(st.sampled_from(sorted(kinds)))]
-    return Problem(
+    return Step(
         lengths=draw(st.lists(lengths, min_size=count, max_size=count)),
         dims=dims,
         config=config,
@@ -89,7 +100,7 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
-TAKES_A_SAMPLE_BESIDE_A_PLACEHOLDER = Problem(
+TAKES_A_SAMPLE_BESIDE_A_PLACEHOLDER = Step(
     [0, 0, 0, 1, 1, 2, 5, 6],
     ParallelDims(data_parallel=2, pipeline_parallel=4, virtual_pipeline=3),
     PlannerConfig(max_tokens_per_gpu=8),
@@ -101,7 +112,7 @@ TAKES_A_SAMPLE_BESIDE_A_PLACEHOLDER = Problem(
 @examples(400)
 @given(problems())
 @example(TAKES_A_SAMPLE_BESIDE_A_PLACEHOLDER)
-def test_every_plan_is_legal(problem: Problem) -> None:
+def test_every_plan_is_legal(problem: Step) -> None:
     """Exact cover, the cap, equal counts, no needless placeholder and none in the last slot."""
     step = problem.plan()
     assert broken_invariants(step, problem.lengths) == set()
@@ -115,7 +126,7 @@ def test_every_plan_is_legal(problem: Problem) -> None:
 
 @examples(400)
 @given(problems())
-def test_never_ends_later_than_first_fit_decreasing(problem: Problem) -> None:
+def test_never_ends_later_than_first_fit_decreasing(problem: Step) -> None:
     """Balanced by tokens or by cost, whatever the effort."""
     end = problem.end(problem.plan())
     for balance in ("tokens", "cost"):
@@ -127,7 +138,7 @@ def test_never_ends_later_than_first_fit_decreasing(problem: Problem) -> None:
 @examples(300)
 @given(problems(), st.data())
 def test_a_local_plan_never_ends_later_than_first_fit_decreasing(
-    problem: Problem, data: st.DataObject
+    problem: Step, data: st.DataObject
 ) -> None:
     """Samples stay on ranks that may hold many or none; without expert parallelism."""
     dims = replace(problem.dims, expert_parallel=1)
@@ -164,10 +175,9 @@ def test_one_rank_s_wish_for_many_micro_batches_does_not_hold_up_another() -> No
 
 
 def test_between_steps_that_end_together_the_one_that_holds_fewer_tokens_is_taken() -> None:
-    work = step_work([10, 10, 10, 10], ParallelDims(pipeline_parallel=2), CONFIG, CostModel())
+    problem = Problem.of([10, 30, 10, 10], ParallelDims(pipeline_parallel=2), CONFIG)
     slots = {"more": [[0, 1], [2, 3]], "fewer": [[0], [1, 2, 3]], "last": [[0, 1, 2], [3]]}
-    best = BestStep(work)
-    work.tokens = [10, 30, 10, 10]
+    best = BestStep(Objective(problem))
     for name in ("last", "more", "fewer"):
         best.consider(Candidate([slots[name]], [7.0]))
     assert best.result().ranks == [slots["last"]]
@@ -181,21 +191,19 @@ def test_between_steps_that_end_together_the_one_that_holds_fewer_tokens_is_take
 
 @examples(100)
 @given(problems())
-def test_same_input_same_plan(problem: Problem) -> None:
+def test_same_input_same_plan(problem: Step) -> None:
     assert problem.plan().digest() == problem.plan().digest()
 
 
 @examples(50)
 @given(problems())
-def test_the_search_is_what_auto_means(problem: Problem) -> None:
+def test_the_search_is_what_auto_means(problem: Step) -> None:
     assert problem.plan(balance="pipeline").micro_batches == problem.plan().micro_batches
 
 
 @examples(300)
 @given(problems(), st.floats(0.3, 5))
-def test_tokens_in_flight_are_bounded_or_the_bound_is_refused(
-    problem: Problem, caps: float
-) -> None:
+def test_tokens_in_flight_are_bounded_or_the_bound_is_refused(problem: Step, caps: float) -> None:
     bound = int(caps * problem.config.max_tokens_per_gpu * problem.dims.context_parallel)
     refusal = ""
     try:
@@ -213,7 +221,7 @@ def test_tokens_in_flight_are_bounded_or_the_bound_is_refused(
         assert most_in_flight(rank, step, problem) <= bound
 
 
-def held_one_by_one(problem: Problem) -> float:
+def held_one_by_one(problem: Step) -> float:
     """Tokens in flight if the samples ran as they come, one to a micro-batch."""
     ranks = problem.dims.data_parallel
     count = problem.dims.round_up_num_microbatches(-(-len(problem.lengths) // ranks))
@@ -256,7 +264,7 @@ def test_a_bound_that_only_one_sample_a_micro_batch_keeps(owners: list[int] | No
     assert step_statistics(step, small_and_large).peak_inflight_tokens <= 6300
 
 
-def most_in_flight(rank: tuple[tuple[int, ...], ...], step: StepPlan, problem: Problem) -> float:
+def most_in_flight(rank: tuple[tuple[int, ...], ...], step: StepPlan, problem: Step) -> float:
     """Padded tokens of a rank's first stage, by walking through its passes."""
     tokens = [row_tokens(samples, problem.lengths, step) for samples in rank]
     if problem.forward_only:
@@ -270,7 +278,7 @@ def most_in_flight(rank: tuple[tuple[int, ...], ...], step: StepPlan, problem: P
 
 @examples(100)
 @given(problems())
-def test_a_bound_that_nothing_can_exceed_changes_nothing(problem: Problem) -> None:
+def test_a_bound_that_nothing_can_exceed_changes_nothing(problem: Step) -> None:
     stages, chunks = problem.dims.pipeline_parallel, problem.dims.virtual_pipeline
     most_held = 2 * stages + chunks * problem.dims.group_size
     longest = max(problem.lengths, default=0) + 4 * problem.config.max_tokens_per_gpu
@@ -366,54 +374,46 @@ def test_micro_batches_are_small_at_both_ends_of_a_pipeline_s_step() -> None:
         assert max(sizes[0], sizes[-1]) < 0.5 * max(sizes)
 
 
-def works(problem: Problem) -> StepWork:
-    return step_work(
-        problem.lengths,
-        problem.dims,
-        problem.config,
-        problem.cost_model,
-        forward_only=problem.forward_only,
-    )
-
-
-@examples(150)
+@examples(250)
 @given(problems())
-def test_improving_never_ends_a_step_later(problem: Problem) -> None:
+def test_improving_never_ends_a_step_later(problem: Step) -> None:
     """And leaves as many slots, the same samples, and ends that are those of its slots."""
     plain = problem.plan(balance="tokens")
-    work = works(problem)
-    found = evaluate([[list(samples) for samples in rank] for rank in plain.micro_batches], work)
-    before = found.end
-    improve(found.ranks, found.ends, work)
-    assert found.end <= before
-    assert found.ends == evaluate(found.ranks, work).ends
-    improved = replace(
-        plain,
-        micro_batches=tuple(
-            tuple(tuple(sorted(samples)) for samples in slots) for slots in found.ranks
-        ),
-    )
+    objective = problem.objective()
+    before = objective.candidate(plain.micro_batches)
+    after = improve(before, objective)
+    assert after.end <= before.end
+    assert after.ends == pytest.approx(objective.candidate(after.ranks).ends, rel=1e-12)
+    assert before.ends == objective.candidate(plain.micro_batches).ends
+    improved = replace(plain, micro_batches=as_tuples(after.ranks))
     assert broken_invariants(improved, problem.lengths) == set()
 
 
-@examples(100)
+@examples(200)
 @given(problems())
-def test_the_result_is_no_later_than_any_start(problem: Problem) -> None:
+def test_the_result_is_legal_and_no_later_than_any_start(problem: Step) -> None:
     starts = [problem.plan(balance=balance).micro_batches for balance in ("none", "tokens")]
-    work = works(problem)
-    end = evaluate(search(work, starts), work).end
+    objective = problem.objective()
+    found = search(objective, starts)
+    for slots in found:
+        assert slots[-1] or not any(slots)
     for start in starts:
-        assert end <= evaluate([list(map(list, rank)) for rank in start], work).end
+        assert objective.candidate(found).end <= objective.candidate(start).end
+    step = replace(problem.plan(), micro_batches=as_tuples(found), num_microbatches=len(found[0]))
+    assert broken_invariants(step, problem.lengths) == set()
+
+
+def as_tuples(ranks: list[list[list[int]]]) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    return tuple(tuple(tuple(sorted(samples)) for samples in slots) for slots in ranks)
 
 
 @examples(150)
 @given(problems(), st.none() | st.integers(1, 12))
-def test_slots_of_one_rank_are_legal(problem: Problem, count: int | None) -> None:
+def test_slots_of_one_rank_are_legal(problem: Step, count: int | None) -> None:
     """Of all samples; as many slots as asked for, or any number that the schedule runs."""
     if count is not None:
         count = problem.dims.round_up_num_microbatches(count)
-    work = works(problem)
-    slots = best_slots(range(len(problem.lengths)), count, work)
+    slots = best_slots(problem.objective().problem, count)
     if slots is None:
         # Alone or packed, so many samples may not fit into so few slots; without a pipeline only
         # the fewest are tried.
@@ -423,7 +423,7 @@ def test_slots_of_one_rank_are_legal(problem: Problem, count: int | None) -> Non
     assert megatron_runs(len(slots), problem.dims)
     assert count in (None, len(slots))
     step = StepPlan(
-        micro_batches=(tuple(tuple(sorted(samples)) for samples in slots),),
+        micro_batches=as_tuples([slots]),
         num_microbatches=len(slots),
         sample_indices=tuple(range(len(problem.lengths))),
         dims=replace(problem.dims, data_parallel=1),
@@ -436,7 +436,7 @@ def test_slots_of_one_rank_are_legal(problem: Problem, count: int | None) -> Non
 def test_effort_bounds_the_work(effort: int) -> None:
     """What is overdrawn is a few candidates at most, whatever the effort."""
     lengths = log_normal(256, 0, median=2048, sigma=1, cap=16384)
-    work = step_work(lengths, PP4, replace(CONFIG, plan_effort=effort), CostModel())
+    work = Objective(Problem.of(lengths, PP4, replace(CONFIG, plan_effort=effort)))
     start = plan_step(lengths, PP4, replace(CONFIG, balance="tokens")).micro_batches
     assert work.effort == 256 * effort
     search(work, [start])

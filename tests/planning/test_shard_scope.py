@@ -13,6 +13,7 @@ from mcore_batching.planning import (
     LengthError,
     ParallelDims,
     PlannerConfig,
+    Problem,
     fill_shard,
     pack_shard,
     plan_step,
@@ -30,19 +31,14 @@ def test_ranks_on_their_own_reach_the_plan_of_all(case: Case) -> None:
         owners = [index % case.dims.data_parallel for index in range(len(case.lengths))]
     ranks = range(case.dims.data_parallel)
     shards = [[i for i, owner in enumerate(owners) if owner == rank] for rank in ranks]
-    lengths = [[case.lengths[i] for i in shard] for shard in shards]
-    choices = []
-    for bins in zip(
-        *(shard_packings(each, case.dims, case.config) for each in lengths), strict=True
-    ):
-        count = case.dims.round_up_num_microbatches(max(map(len, bins)))
-        choices.append(
-            [fill_shard(bins[rank], lengths[rank], count, case.dims, case.config) for rank in ranks]
-        )
-    outlooks = [
-        [shard_outlook(filled[r], lengths[r], case.dims, case.config) for r in ranks]
-        for filled in choices
+    problems = [
+        Problem.of([case.lengths[i] for i in shard], case.dims, case.config) for shard in shards
     ]
+    choices = []
+    for bins in zip(*map(shard_packings, problems), strict=True):
+        count = case.dims.round_up_num_microbatches(max(map(len, bins)))
+        choices.append([fill_shard(problems[rank], bins[rank], count) for rank in ranks])
+    outlooks = [[shard_outlook(problems[r], filled[r]) for r in ranks] for filled in choices]
     filled = choices[soonest_packing(outlooks, case.config)]
     step = plan_step(case.lengths, case.dims, case.config, owners=owners)
     assert step.scope == "local"
@@ -60,7 +56,7 @@ def test_packing_takes_the_rule_that_needs_fewer_and_decreasing_on_a_tie() -> No
 
     def packed(lengths: list[int], cap: int, packing: str) -> list[list[int]]:
         config = PlannerConfig(max_tokens_per_gpu=cap, packing=packing)  # type: ignore[arg-type]
-        return pack_shard(lengths, dims, config)
+        return pack_shard(Problem.of(lengths, dims, config))
 
     assert packed(worse_decreasing, 20, "auto") == [[0, 1, 2], [3, 4, 5]]
     assert packed(worse_decreasing, 20, "first-fit") == [[0, 1, 2], [3, 4, 5]]
@@ -78,7 +74,12 @@ def test_packing_takes_the_rule_that_needs_fewer_and_decreasing_on_a_tie() -> No
 
 
 def test_oversize_samples_come_last_and_alone() -> None:
-    assert pack_shard([12, 4, 30, 6, 10], ParallelDims(), CONFIG) == [[4], [1, 3], [0], [2]]
+    assert pack_shard(Problem.of([12, 4, 30, 6, 10], ParallelDims(), CONFIG)) == [
+        [4],
+        [1, 3],
+        [0],
+        [2],
+    ]
 
 
 def test_the_costliest_is_split_into_even_halves_first() -> None:
@@ -86,11 +87,11 @@ def test_the_costliest_is_split_into_even_halves_first() -> None:
     dims = ParallelDims()
     config = PlannerConfig(max_tokens_per_gpu=100)
     bins = [[0, 1, 2, 3, 4], [5]]
-    assert fill_shard(bins, lengths, 2, dims, config) == ((0, 1, 2, 3, 4), (5,))
+    assert fill_shard(Problem.of(lengths, dims, config), bins, 2) == ((0, 1, 2, 3, 4), (5,))
     # 5, 4, 3, 3, 3 dealt to the lighter side: 5+3 against 4+3+3. Then 4 against 3+3.
-    assert fill_shard(bins, lengths, 3, dims, config) == ((1, 2, 4), (0, 3), (5,))
-    assert fill_shard(bins, lengths, 4, dims, config) == ((0, 3), (2, 4), (1,), (5,))
-    assert fill_shard(bins, lengths, 8, dims, config) == (
+    assert fill_shard(Problem.of(lengths, dims, config), bins, 3) == ((1, 2, 4), (0, 3), (5,))
+    assert fill_shard(Problem.of(lengths, dims, config), bins, 4) == ((0, 3), (2, 4), (1,), (5,))
+    assert fill_shard(Problem.of(lengths, dims, config), bins, 8) == (
         (0,),
         (1,),
         (2,),
@@ -106,9 +107,14 @@ def test_the_heavier_of_two_is_split_first() -> None:
     bins = [[0, 1], [2, 3], [4, 5]]
     lengths = [2, 2, 5, 5, 3, 3]
     config = PlannerConfig(max_tokens_per_gpu=100)
-    assert set(fill_shard(bins, lengths, 4, ParallelDims(), config)) == {(0, 1), (2,), (3,), (4, 5)}
+    assert set(fill_shard(Problem.of(lengths, ParallelDims(), config), bins, 4)) == {
+        (0, 1),
+        (2,),
+        (3,),
+        (4, 5),
+    }
     halved_twice = {(0, 1), (2,), (3,), (4,), (5,)}
-    assert set(fill_shard(bins, lengths, 5, ParallelDims(), config)) == halved_twice
+    assert set(fill_shard(Problem.of(lengths, ParallelDims(), config), bins, 5)) == halved_twice
 
 
 def test_halves_are_even_in_cost_and_not_in_tokens() -> None:
@@ -118,37 +124,63 @@ def test_halves_are_even_in_cost_and_not_in_tokens() -> None:
     by_cost = PlannerConfig(max_tokens_per_gpu=100)
     by_tokens = PlannerConfig(max_tokens_per_gpu=100, balance="tokens")
     bins = [[0, 1, 2, 3, 4]]
-    assert fill_shard(bins, lengths, 2, ParallelDims(), by_cost, steep) == ((0,), (1, 2, 3, 4))
-    assert fill_shard(bins, lengths, 2, ParallelDims(), by_tokens, steep) == ((0, 3), (1, 2, 4))
+    assert fill_shard(Problem.of(lengths, ParallelDims(), by_cost, steep), bins, 2) == (
+        (0,),
+        (1, 2, 3, 4),
+    )
+    assert fill_shard(Problem.of(lengths, ParallelDims(), by_tokens, steep), bins, 2) == (
+        (0, 3),
+        (1, 2, 4),
+    )
 
 
 def test_samples_of_no_tokens_are_split_too() -> None:
-    filled = fill_shard([[0, 1, 2, 3]], [0, 0, 0, 0], 4, ParallelDims(), CONFIG)
+    filled = fill_shard(Problem.of([0, 0, 0, 0], ParallelDims(), CONFIG), [[0, 1, 2, 3]], 4)
     assert sorted(filled) == [(0,), (1,), (2,), (3,)]
 
 
 def test_order_is_by_descending_cost_with_placeholders_before_the_last_real_one() -> None:
     lengths = [2, 9, 4]
     bins = [[0], [1], [2]]
-    assert fill_shard(bins, lengths, 5, ParallelDims(), CONFIG) == ((1,), (2,), (), (), (0,))
+    assert fill_shard(Problem.of(lengths, ParallelDims(), CONFIG), bins, 5) == (
+        (1,),
+        (2,),
+        (),
+        (),
+        (0,),
+    )
     none = PlannerConfig(max_tokens_per_gpu=10, balance="none")
-    assert fill_shard(bins, lengths, 5, ParallelDims(), none) == ((0,), (1,), (), (), (2,))
-    assert fill_shard([[0, 1, 2]], [1, 9, 2], 3, ParallelDims(), none) == ((1,), (2,), (0,))
-    assert fill_shard([], [], 3, ParallelDims(), CONFIG) == ((), (), ())
-    assert fill_shard([[0]], [3], 3, ParallelDims(), CONFIG) == ((), (), (0,))
+    assert fill_shard(Problem.of(lengths, ParallelDims(), none), bins, 5) == (
+        (0,),
+        (1,),
+        (),
+        (),
+        (2,),
+    )
+    assert fill_shard(Problem.of([1, 9, 2], ParallelDims(), none), [[0, 1, 2]], 3) == (
+        (1,),
+        (2,),
+        (0,),
+    )
+    assert fill_shard(Problem.of([], ParallelDims(), CONFIG), [], 3) == ((), (), ())
+    assert fill_shard(Problem.of([3], ParallelDims(), CONFIG), [[0]], 3) == ((), (), (0,))
 
 
 def test_placeholder_fill_leaves_micro_batches_whole() -> None:
     config = PlannerConfig(max_tokens_per_gpu=10, fill="placeholder")
-    assert fill_shard([[0, 1, 2]], [1, 1, 1], 3, ParallelDims(), config) == ((), (), (0, 1, 2))
+    assert fill_shard(Problem.of([1, 1, 1], ParallelDims(), config), [[0, 1, 2]], 3) == (
+        (),
+        (),
+        (0, 1, 2),
+    )
 
 
 def test_more_micro_batches_than_the_count_is_refused() -> None:
     with pytest.raises(LengthError) as caught:
-        fill_shard([[0], [1]], [9, 9], 1, ParallelDims(), CONFIG)
+        fill_shard(Problem.of([9, 9], ParallelDims(), CONFIG), [[0], [1]], 1)
     assert str(caught.value) == (
         "num_microbatches must be at least the 2 micro-batches this shard packs into, got 1; "
-        "set num_microbatches to the maximum over all ranks"
+        "set it to the maximum over all ranks"
     )
 
 
@@ -157,8 +189,8 @@ def test_splitting_many_samples_stays_fast() -> None:
     lengths = [1 + index % 7 for index in range(20_000)]
     config = PlannerConfig(max_tokens_per_gpu=10**6, balance="cost")
     dims = ParallelDims(data_parallel=2, pipeline_parallel=2, virtual_pipeline=2)
-    bins = pack_shard(lengths, dims, config)
-    filled = fill_shard(bins, lengths, 20_000, dims, config)
+    bins = pack_shard(Problem.of(lengths, dims, config))
+    filled = fill_shard(Problem.of(lengths, dims, config), bins, 20_000)
     assert all(len(samples) == 1 for samples in filled)
     weights = [lengths[sample] for (sample,) in filled]
     assert all(before >= after for before, after in pairwise(weights))

@@ -1,1 +1,13 @@
-"""The search for the micro-batches whose step ends first."""
+"""The search for the step that ends first.
+
+`search` decides the number of micro-batches, their samples, their order and their ranks,
+`best_slots` those of one rank alone. Reading order: `objective` (what is minimised), `profiles`
+(slots filled to a shape), `pipeline_search` and `lockstep_search` (the shapes that are tried),
+`loop` (in which order), `local_moves` (single samples moved afterwards).
+"""
+
+from mcore_batching.planning.search.loop import search
+from mcore_batching.planning.search.objective import Objective
+from mcore_batching.planning.search.pipeline_search import best_slots
+
+__all__ = ["Objective", "best_slots", "search"]

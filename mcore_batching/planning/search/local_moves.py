@@ -1,37 +1,62 @@
-"""Single samples moved and swapped while that ends the slowest rank sooner.
+"""Single samples moved and swapped while the step ends no later.
 
-Guarantees: no step of it makes any rank end later than the slowest did; the cap and the bound on
-tokens in flight hold throughout; no slot is emptied; a rank with a placeholder takes a further
-sample there; which moves are tried follows from a counter.
+    heavy      a micro-batch of the part that ends last
+    other      another one, at random
+    moves      a sample of heavy to other; a sample of heavy for a cheaper one of other;
+               all of heavy for the micro-batch of its rank in the slot of other
+
+One rule of acceptance: the latest of the parts that a move changes ends no later than the step did.
+Parts are ranks, or with ranks in lockstep the whole step. The cap and the bound on tokens in flight
+hold throughout, no micro-batch is emptied, and a rank with a placeholder takes a further sample
+there. A counter decides which moves are tried, so they are the same everywhere.
 """
 
 from __future__ import annotations
 
-from mcore_batching.planning.step_work import Slots, StepWork
+from collections.abc import Iterator
 
-GIVE_UP_AFTER = 400
-"""Moves in a row that did not help."""
+from mcore_batching.planning.problem import Problem
+from mcore_batching.planning.search.objective import (
+    Candidate,
+    Changes,
+    Objective,
+    Place,
+    Slots,
+)
+
+GIVE_UP_AFTER = 300
+"""Pairs of micro-batches in a row between which no move made the step end sooner."""
 
 
-def improve(ranks: list[Slots], ends: list[float], work: StepWork) -> None:
-    """Improve a step in place until its effort is spent or nothing has helped for long.
+def improve(step: Candidate, objective: Objective) -> Candidate:
+    """Improve a step until its effort is spent or nothing has helped for long.
 
     Args:
-        ranks: every rank's slots.
-        ends: when each rank's step ends.
-        work: the step.
+        step: the step, which is left as it is.
+        objective: simulates; its effort is used.
+
+    Returns:
+        a step that ends no later.
     """
     random = Counter()
+    state = (_LockstepState if objective.lockstep else _RankState)(step, objective)
     in_vain = 0
-    tries = (_move_away, _swap_away, _move_inside, _swap_slots)
-    while not work.spent and in_vain < GIVE_UP_AFTER:
-        slowest = max(range(len(ranks)), key=lambda rank: (ends[rank], -rank))
-        attempt = tries[random.below(len(tries))]
-        in_vain = 0 if attempt(ranks, ends, slowest, work, random) else in_vain + 1
+    while not objective.spent and in_vain < GIVE_UP_AFTER:
+        in_vain += 1
+        heavy, other = state.places(random)
+        for changes in _moves(state.ranks, heavy, other, objective.problem, random):
+            before, latest = state.end, state.latest_after(changes)
+            if latest > before or not _fits_in_memory(state.ranks, changes, objective):
+                continue
+            state.keep(changes)
+            if latest < before:
+                in_vain = 0
+            break
+    return Candidate(state.ranks, state.ends)
 
 
 class Counter:
-    """A linear congruential generator: the same numbers on every platform."""
+    """A linear congruential generator (Knuth's MMIX): the same numbers on every platform."""
 
     def __init__(self) -> None:
         self._state = 1
@@ -42,113 +67,139 @@ class Counter:
         return (self._state >> 33) % bound
 
 
-def _room(slot: list[int], work: StepWork) -> int:
-    if slot and slot[0] in work.alone:
-        return 0
-    return work.capacity - sum(work.tokens[sample] for sample in slot)
+class _RankState:
+    """A step whose ranks run by themselves."""
+
+    def __init__(self, step: Candidate, objective: Objective) -> None:
+        self.ranks = [list(slots) for slots in step.ranks]
+        self.ends = list(step.ends)
+        self._objective = objective
+        self._costs = [objective.slot_costs(slots) for slots in self.ranks]
+        self._tried: tuple[dict[int, list[float]], dict[int, float]] = ({}, {})
+
+    @property
+    def end(self) -> float:
+        """End of the step."""
+        return max(self.ends)
+
+    def places(self, random: Counter) -> tuple[Place, Place]:
+        """A micro-batch of the rank that ends last, and one of it or of a rank of the earlier
+        half."""
+        ranks = range(len(self.ranks))
+        slowest = max(ranks, key=lambda rank: (self.ends[rank], -rank))
+        other = slowest
+        if len(self.ranks) > 1 and random.below(2):
+            early = sorted((self.ends[rank], rank) for rank in ranks if rank != slowest)
+            other = early[random.below((len(early) + 1) // 2)][1]
+        count = len(self.ranks[slowest])
+        return (slowest, random.below(count)), (other, random.below(count))
+
+    def latest_after(self, changes: Changes) -> float:
+        """End of the latest rank that the changes concern."""
+        costs: dict[int, list[float]] = {}
+        for (rank, slot), samples in changes.items():
+            costs.setdefault(rank, self._costs[rank][:])[slot] = self._objective.problem.cost(
+                samples
+            )
+        ends = {rank: self._objective.end_of(slots) for rank, slots in costs.items()}
+        self._tried = costs, ends
+        return max(ends.values())
+
+    def keep(self, changes: Changes) -> None:
+        """Make the changes that `latest_after` was asked about last."""
+        costs, ends = self._tried
+        for rank in costs:
+            self._costs[rank], self.ends[rank] = costs[rank], ends[rank]
+        for (rank, slot), samples in changes.items():
+            self.ranks[rank][slot] = samples
 
 
-def _accept(
-    ranks: list[Slots], ends: list[float], changed: dict[int, Slots], slowest: int, work: StepWork
-) -> bool:
-    """Keep changed ranks if all of them end before the slowest did."""
-    new_ends = {}
-    for rank, slots in changed.items():
-        end = work.time(work.slot_costs(slots))
-        if end >= ends[slowest] or not work.fits_in_memory(slots):
-            return False
-        new_ends[rank] = end
-    for rank, slots in changed.items():
-        ranks[rank], ends[rank] = slots, new_ends[rank]
-    return True
+class _LockstepState:
+    """A step whose ranks run each slot together."""
+
+    def __init__(self, step: Candidate, objective: Objective) -> None:
+        self.ranks = [list(slots) for slots in step.ranks]
+        self.ends = list(step.ends)
+        self._objective = objective
+        self._costs = [objective.slot_costs(slots) for slots in self.ranks]
+        self._slowest = [max(slot) for slot in zip(*self._costs, strict=True)]
+        self._tried: tuple[dict[Place, float], list[float], float] = ({}, [], 0.0)
+
+    @property
+    def end(self) -> float:
+        """End of the step."""
+        return self.ends[0]
+
+    def places(self, random: Counter) -> tuple[Place, Place]:
+        """The costliest micro-batch of a slot, and any other."""
+        slot = random.below(len(self._slowest))
+        rank = max(range(len(self.ranks)), key=lambda r: (self._costs[r][slot], -r))
+        other = (random.below(len(self.ranks)), random.below(len(self._slowest)))
+        return (rank, slot), other
+
+    def latest_after(self, changes: Changes) -> float:
+        """End of the step with these changes."""
+        # Maxima over ranks cost about as much as so many simulated passes.
+        self._objective.effort -= 2 * len(self.ranks)
+        costs = {place: self._objective.problem.cost(samples) for place, samples in changes.items()}
+        slowest = self._slowest[:]
+        for number in {slot for _, slot in changes}:
+            slowest[number] = max(
+                costs.get((rank, number), slots[number]) for rank, slots in enumerate(self._costs)
+            )
+        end = self._objective.end_of(slowest)
+        self._tried = costs, slowest, end
+        return end
+
+    def keep(self, changes: Changes) -> None:
+        """Make the changes that `latest_after` was asked about last."""
+        costs, self._slowest, self.ends[0] = self._tried
+        for (rank, slot), samples in changes.items():
+            self.ranks[rank][slot], self._costs[rank][slot] = samples, costs[rank, slot]
 
 
-def _with(slots: Slots, changes: dict[int, list[int]]) -> Slots:
-    return [changes.get(number, samples) for number, samples in enumerate(slots)]
-
-
-def _other_rank(ends: list[float], slowest: int, random: Counter) -> int | None:
-    """One of the ranks that end in the earlier half."""
-    if len(ends) < 2:
-        return None
-    early = sorted((end, rank) for rank, end in enumerate(ends) if rank != slowest)
-    return early[random.below((len(early) + 1) // 2)][1]
-
-
-def _move_away(
-    ranks: list[Slots], ends: list[float], slowest: int, work: StepWork, random: Counter
-) -> bool:
-    other = _other_rank(ends, slowest, random)
-    if other is None:
-        return False
-    source = random.below(len(ranks[slowest]))
-    samples = ranks[slowest][source]
-    if len(samples) < 2:
-        return False
-    sample = samples[random.below(len(samples))]
-    target = random.below(len(ranks[other]))
-    if [] in ranks[other]:
-        target = ranks[other].index([])
-    if _room(ranks[other][target], work) < work.tokens[sample]:
-        return False
-    changed = {
-        slowest: _with(ranks[slowest], {source: [i for i in samples if i != sample]}),
-        other: _with(ranks[other], {target: [*ranks[other][target], sample]}),
-    }
-    return _accept(ranks, ends, changed, slowest, work)
-
-
-def _swap_away(
-    ranks: list[Slots], ends: list[float], slowest: int, work: StepWork, random: Counter
-) -> bool:
-    other = _other_rank(ends, slowest, random)
-    if other is None:
-        return False
-    here, there = random.below(len(ranks[slowest])), random.below(len(ranks[other]))
-    mine, theirs = ranks[slowest][here], ranks[other][there]
-    if not mine or not theirs:
-        return False
+def _moves(
+    ranks: list[Slots], heavy: Place, other: Place, problem: Problem, random: Counter
+) -> Iterator[Changes]:
+    """Moves that take work off `heavy`; see the module."""
+    mine, theirs = ranks[heavy[0]][heavy[1]], ranks[other[0]][other[1]]
+    if heavy == other or not mine:
+        return
     given = mine[random.below(len(mine))]
-    taken = theirs[random.below(len(theirs))]
-    if work.costs[taken] >= work.costs[given] or not _both_fit(mine, given, theirs, taken, work):
-        return False
-    changed = {
-        slowest: _with(ranks[slowest], {here: [taken if i == given else i for i in mine]}),
-        other: _with(ranks[other], {there: [given if i == taken else i for i in theirs]}),
-    }
-    return _accept(ranks, ends, changed, slowest, work)
+    without = [sample for sample in mine if sample != given]
+    target = other
+    if [] in ranks[other[0]]:
+        target = (other[0], ranks[other[0]].index([]))
+    joined = [*ranks[target[0]][target[1]], given]
+    if without and target != heavy and _holds(joined, problem):
+        yield {heavy: without, target: joined}
+    if theirs:
+        taken = theirs[random.below(len(theirs))]
+        swapped = [sample for sample in theirs if sample != taken] + [given]
+        without = [*without, taken]
+        cheaper = problem.costs[taken] < problem.costs[given]
+        if cheaper and _holds(swapped, problem) and _holds(without, problem):
+            yield {heavy: without, other: swapped}
+    place = (heavy[0], other[1])
+    if heavy[1] != other[1] and ranks[place[0]][place[1]]:
+        yield {heavy: ranks[place[0]][place[1]], place: mine}
 
 
-def _both_fit(mine: list[int], given: int, theirs: list[int], taken: int, work: StepWork) -> bool:
-    if given in work.alone:
-        return len(theirs) == 1
-    if taken in work.alone:
-        return len(mine) == 1
-    more = work.tokens[given] - work.tokens[taken]
-    return _room(theirs, work) >= more and _room(mine, work) >= -more
+def _holds(samples: list[int], problem: Problem) -> bool:
+    """True if these samples may share a micro-batch."""
+    if len(samples) == 1:
+        return True
+    return sum(problem.tokens[i] for i in samples) <= problem.capacity and not any(
+        i in problem.oversize for i in samples
+    )
 
 
-def _move_inside(
-    ranks: list[Slots], ends: list[float], slowest: int, work: StepWork, random: Counter
-) -> bool:
-    slots = ranks[slowest]
-    source, target = random.below(len(slots)), random.below(len(slots))
-    samples = slots[source]
-    if source == target or len(samples) < 2 or not slots[target]:
-        return False
-    sample = samples[random.below(len(samples))]
-    if _room(slots[target], work) < work.tokens[sample]:
-        return False
-    moved = {source: [i for i in samples if i != sample], target: [*slots[target], sample]}
-    return _accept(ranks, ends, {slowest: _with(slots, moved)}, slowest, work)
-
-
-def _swap_slots(
-    ranks: list[Slots], ends: list[float], slowest: int, work: StepWork, random: Counter
-) -> bool:
-    slots = ranks[slowest]
-    first, second = random.below(len(slots)), random.below(len(slots))
-    if first == second or not slots[first] or not slots[second]:
-        return False
-    swapped = _with(slots, {first: slots[second], second: slots[first]})
-    return _accept(ranks, ends, {slowest: swapped}, slowest, work)
+def _fits_in_memory(ranks: list[Slots], changes: Changes, objective: Objective) -> bool:
+    if objective.max_inflight_tokens is None:
+        return True
+    return all(
+        objective.fits_in_memory(
+            [changes.get((rank, slot), samples) for slot, samples in enumerate(ranks[rank])]
+        )
+        for rank in {rank for rank, _ in changes}
+    )

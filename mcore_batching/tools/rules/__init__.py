@@ -7,6 +7,7 @@ the cap, which `validate_plan` reports. Where the framework would crash, `rule_p
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,11 +15,9 @@ from mcore_batching.planning import (
     CostModel,
     ParallelDims,
     PlannerConfig,
+    Problem,
     StepPlan,
-    padded_sample_tokens,
-    row_capacity_tokens,
 )
-from mcore_batching.planning.checks import check_lengths
 from mcore_batching.tools.rules import areal, in_order, nemo_rl, slime, verl
 from mcore_batching.tools.rules.packing_input import (
     PackingFunction,
@@ -79,14 +78,15 @@ def rule_plan(
         LengthError: a length is out of range.
         ConfigError: the cap leaves no room for a single token.
     """
-    lengths = check_lengths(lengths)
-    if not lengths:
+    own_bin = dataclasses.replace(config, on_oversize="own-bin")
+    problem = Problem.of(lengths, dims, own_bin, cost_model)
+    if not problem.num_samples:
         raise RuleFailureError("no rule plans a step without samples; pass one or more")
     ranks = rule.pack(
         PackingInput(
-            sizes=tuple(padded_sample_tokens(length, dims, config) for length in lengths),
-            lengths=tuple(lengths),
-            capacity=row_capacity_tokens(dims, config),
+            sizes=tuple(problem.tokens),
+            lengths=problem.lengths,
+            capacity=problem.capacity,
             ranks=dims.data_parallel,
             stages=dims.pipeline_parallel,
             group=dims.group_size if dims.virtual_pipeline > 1 else None,
@@ -102,8 +102,8 @@ def rule_plan(
     return StepPlan(
         micro_batches=tuple(tuple(tuple(samples) for samples in rank) for rank in ranks),
         num_microbatches=count,
-        sample_indices=tuple(range(len(lengths))),
+        sample_indices=tuple(range(problem.num_samples)),
         dims=dims,
         config=config,
-        cost_model=cost_model or CostModel(),
+        cost_model=problem.cost_model,
     )

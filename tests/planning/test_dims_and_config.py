@@ -1,4 +1,4 @@
-"""`ParallelDims`, `PlannerConfig` and `CostModel`: values, rules and the texts of their refusals."""
+"""`ParallelDims`, `PlannerConfig`, `CostModel`: values, rules, texts of their refusals."""
 
 from __future__ import annotations
 
@@ -78,16 +78,16 @@ def test_group_size_defaults_to_the_stages() -> None:
         (
             {"virtual_pipeline": 2},
             "virtual_pipeline=2 needs more than one pipeline stage, got pipeline_parallel=1; "
-            "set pipeline_parallel to 2 or more, or virtual_pipeline to 1",
+            "set pipeline_parallel to 2 or more, or virtual_pipeline=1",
         ),
         (
             {"virtual_pipeline": 2, "pipeline_parallel": 4, "microbatch_group_size": 3},
-            "microbatch_group_size must be at least pipeline_parallel=4 when virtual_pipeline > 1, "
-            "got 3; set microbatch_group_size to 4 or more, or to None",
+            "microbatch_group_size must be at least pipeline_parallel=4 where virtual_pipeline "
+            "> 1, got 3; set microbatch_group_size to 4 or more, or leave it out",
         ),
     ],
 )
-def test_layout_refuses(sizes: dict[str, Any], message: str) -> None:
+def test_dims_refuses(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ParallelDimsError) as caught:
         ParallelDims(**sizes)
     assert str(caught.value) == message
@@ -177,7 +177,7 @@ def test_cost_of_samples_and_micro_batches() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("linear", -1.0, "linear must be finite and 0 or more, got -1.0; set linear accordingly"),
+        ("linear", -1.0, "linear must be finite and 0 or more, got -1.0"),
         ("quadratic", float("nan"), "quadratic must be finite and 0 or more, got nan"),
         ("per_micro_batch", float("inf"), "per_micro_batch must be finite and 0 or more, got inf"),
         ("backward_ratio", "2", "backward_ratio must be a number, got '2'"),

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import examples
 
-from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig
+from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Problem
+from mcore_batching.planning.search import Objective
 from mcore_batching.planning.search.profiles import (
     FIRST_GROUP,
     LAST_GROUP,
@@ -20,7 +21,6 @@ from mcore_batching.planning.search.profiles import (
     settle,
     staircase,
 )
-from mcore_batching.planning.step_work import StepWork, step_work
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,11 @@ class Filling:
     cap: int
     sizes: list[float]
 
-    def work(self) -> StepWork:
-        return step_work(
+    def objective(self) -> Objective:
+        return Objective(self.problem())
+
+    def problem(self) -> Problem:
+        return Problem.of(
             self.lengths,
             ParallelDims(),
             PlannerConfig(max_tokens_per_gpu=self.cap),
@@ -40,7 +43,7 @@ class Filling:
         )
 
     def costliest_first(self) -> list[int]:
-        costs = self.work().costs
+        costs = self.problem().costs
         return sorted(range(len(costs)), key=lambda sample: (-costs[sample], sample))
 
 
@@ -59,7 +62,7 @@ def fillings(draw: st.DrawFn, longest: float = 1.5) -> Filling:
 
 def scan(filling: Filling) -> list[list[int]] | None:
     """Each sample to the slot that lacks most of those that have room, the lowest on a tie."""
-    work = filling.work()
+    work = filling.problem()
     total = 0.0
     for sample in filling.costliest_first():
         total += work.costs[sample]
@@ -133,16 +136,16 @@ def test_steps_are_flat_within_groups_and_rise_then_fall(
 @examples(500)
 @given(fillings())
 def test_samples_go_where_most_is_lacking(filling: Filling) -> None:
-    work = filling.work()
+    work = filling.objective()
     expected = scan(filling)
     slots = fill_slots(filling.costliest_first(), filling.sizes, work)
-    assert slots == (None if expected is None else settle(expected, work))
+    assert slots == (None if expected is None else settle(expected, work.problem.costs))
 
 
 @examples(500)
 @given(fillings())
 def test_filled_slots_are_legal(filling: Filling) -> None:
-    work = filling.work()
+    work = filling.objective()
     before = work.effort
     slots = fill_slots(filling.costliest_first(), filling.sizes, work)
     assert work.effort == before - 4 * len(filling.lengths)
@@ -164,7 +167,7 @@ def test_filled_slots_are_legal(filling: Filling) -> None:
 def test_slots_that_have_room_for_all_are_filled(filling: Filling) -> None:
     """No sample is over half the cap: were there room in no slot, all would be over half full."""
     tokens = sum(max(length, 1) for length in filling.lengths)
-    slots = fill_slots(filling.costliest_first(), filling.sizes, filling.work())
+    slots = fill_slots(filling.costliest_first(), filling.sizes, filling.objective())
     if 2 * tokens <= filling.cap * len(filling.sizes):
         assert slots is not None
 
@@ -173,7 +176,7 @@ def test_slots_that_have_room_for_all_are_filled(filling: Filling) -> None:
 def test_small_samples_follow_the_profile(rise: int, fall: int) -> None:
     """To within a sample."""
     filling = Filling([1] * 2000, 2000, profile(12, rise, fall))
-    slots = fill_slots(filling.costliest_first(), filling.sizes, filling.work())
+    slots = fill_slots(filling.costliest_first(), filling.sizes, filling.objective())
     assert slots is not None
     wanted = [2000 * size / sum(filling.sizes) for size in filling.sizes]
     assert [len(samples) for samples in slots] == pytest.approx(wanted, abs=1)
@@ -182,17 +185,17 @@ def test_small_samples_follow_the_profile(rise: int, fall: int) -> None:
 def test_a_full_slot_is_passed_over_for_the_next_that_lacks() -> None:
     """Slot 1 lacks most, and again once it is full."""
     filling = Filling([8, 8, 8, 1], 10, [0.2, 1.0, 0.4])
-    slots = fill_slots(filling.costliest_first(), filling.sizes, filling.work())
+    slots = fill_slots(filling.costliest_first(), filling.sizes, filling.objective())
     assert slots == [[2], [0, 3], [1]]
 
 
 def test_empty_slots_take_the_cheapest_of_the_costliest() -> None:
-    work = Filling([5, 4, 3, 9, 1], 100, [1.0] * 4).work()
+    work = Filling([5, 4, 3, 9, 1], 100, [1.0] * 4).problem()
     # 5 + 4 + 3 costs more than 9 + 1, and 5 + 4 less.
-    assert settle([[0, 1, 2], [], [3, 4], []], work) == [[0, 1], [2], [3], [4]]
+    assert settle([[0, 1, 2], [], [3, 4], []], work.costs) == [[0, 1], [2], [3], [4]]
 
 
 def test_empty_slots_that_stay_empty_come_first() -> None:
-    work = Filling([5, 4, 3], 100, [1.0] * 5).work()
-    assert settle([[0, 1], [], [], [2], []], work) == [[], [], [0], [1], [2]]
-    assert settle([[], [], []], work) == [[], [], []]
+    work = Filling([5, 4, 3], 100, [1.0] * 5).problem()
+    assert settle([[0, 1], [], [], [2], []], work.costs) == [[], [], [0], [1], [2]]
+    assert settle([[], [], []], work.costs) == [[], [], []]

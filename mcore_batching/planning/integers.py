@@ -1,0 +1,48 @@
+"""Integers that people pass in, and rounding of integers.
+
+Whatever supports `operator.index` (Python, NumPy and Torch integers) counts as an integer and comes
+back as a Python int; floats and booleans are refused, never rounded.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from mcore_batching.planning.errors import Argument, PlanningError
+
+
+def as_integer(value: Any) -> int | None:
+    """`value` as a Python int, or None if it is a bool or not an integer."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def at_least(name: str, value: Any, minimum: int, error: type[PlanningError]) -> int:
+    """The argument `name` as a Python int that is `minimum` or more.
+
+    Raises:
+        PlanningError: it is not; of the class `error`.
+    """
+    number = as_integer(value)
+    if number is None:
+        raise error(
+            Argument(name),
+            f" must be an integer, got {value!r} ({type(value).__name__}); set ",
+            Argument(name),
+            f" to an integer of {minimum} or more",
+        )
+    if number < minimum:
+        raise error(
+            Argument(name), f" must be {minimum} or more, got {number}; increase ", Argument(name)
+        )
+    return number
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple

@@ -1,0 +1,218 @@
+"""One step to be planned: lengths, parallel dims, options and costs, validated once.
+
+    dims, config = ParallelDims(context_parallel=2), PlannerConfig(max_tokens_per_gpu=512)
+    problem = Problem.of([700, 30], dims, config)
+    problem.tokens                # [700, 32]: padded to a multiple of 4
+    problem.capacity              # 1024: 512 per GPU on two context-parallel ranks
+    problem.row_tokens([0, 1])    # 732
+
+Everything below the planner's public functions takes a `Problem` and checks nothing again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from mcore_batching.planning.config import PlannerConfig
+from mcore_batching.planning.cost import CostModel
+from mcore_batching.planning.errors import Argument, LengthError, OversizeSampleError
+from mcore_batching.planning.integers import as_integer, round_up
+from mcore_batching.planning.parallel_dims import ParallelDims
+from mcore_batching.planning.pipeline import inflight_tokens
+from mcore_batching.planning.tokens import (
+    needed_max_tokens_per_gpu,
+    row_capacity_tokens,
+    row_multiple_tokens,
+    sample_multiple_tokens,
+)
+
+# Beyond this a length is certainly not in tokens; below it, costs are far from overflow.
+MAX_LENGTH_TOKENS = 2**40
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The samples of one step and what they are planned for; made by `Problem.of`.
+
+    Samples are positions in `lengths`. A micro-batch is a sequence of samples, a placeholder an
+    empty one.
+    """
+
+    lengths: tuple[int, ...]
+    """Total length of each sample [samples], in tokens."""
+    dims: ParallelDims
+    """Sizes of the parallel groups."""
+    config: PlannerConfig
+    """Cap, padding, policies and effort."""
+    cost_model: CostModel
+    """Costs of samples and micro-batches."""
+    forward_only: bool
+    """True for forward passes alone, as for old and reference log-probs."""
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Sequence[int],
+        dims: ParallelDims,
+        config: PlannerConfig,
+        cost_model: CostModel | None = None,
+        *,
+        forward_only: bool = False,
+    ) -> Problem:
+        """The problem of these samples, all of its parts checked against each other.
+
+        Args:
+            lengths: total length of each sample [samples], in tokens; may be empty.
+            dims: sizes of the parallel groups.
+            config: cap, padding, policies and effort.
+            cost_model: the default `CostModel()` if None.
+            forward_only: plan for forward passes alone.
+
+        Raises:
+            LengthError: a length is out of range; it names the sample.
+            ConfigError: the cap leaves no room for a single token.
+            OversizeSampleError: a sample exceeds the cap under `on_oversize="error"`.
+        """
+        checked = tuple(check_lengths(lengths))
+        problem = cls(checked, dims, config, cost_model or CostModel(), forward_only)
+        if problem.oversize and config.on_oversize == "error":
+            raise problem.oversize_error()
+        return problem
+
+    def subset(self, samples: Sequence[int]) -> Problem:
+        """The problem of some of the samples; its sample i is `samples[i]` of this one."""
+        lengths = tuple(self.lengths[sample] for sample in samples)
+        return dataclasses.replace(self, lengths=lengths)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples to be planned."""
+        return len(self.lengths)
+
+    @cached_property
+    def capacity(self) -> int:
+        """Most padded tokens of a micro-batch: the cap, rounded down to the row multiple."""
+        return row_capacity_tokens(self.dims, self.config)
+
+    @cached_property
+    def row_multiple(self) -> int:
+        """Every micro-batch is padded to a multiple of this, in tokens."""
+        return row_multiple_tokens(self.dims, self.config)
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """Padded tokens of each sample [samples]; one alignment unit for a sample of none."""
+        multiple = sample_multiple_tokens(self.dims, self.config)
+        return [round_up(length or 1, multiple) for length in self.lengths]
+
+    @cached_property
+    def costs(self) -> list[float]:
+        """Forward cost of each sample [samples]."""
+        cost = self.cost_model.sample
+        return [cost(length) for length in self.lengths]
+
+    @cached_property
+    def oversize(self) -> frozenset[int]:
+        """The samples that exceed the cap by themselves; each has a micro-batch of its own."""
+        capacity = self.capacity
+        return frozenset(i for i, tokens in enumerate(self.tokens) if tokens > capacity)
+
+    def row_tokens(self, samples: Sequence[int]) -> int:
+        """Padded tokens of a micro-batch; 0 for no samples."""
+        return round_up(sum(self.tokens[sample] for sample in samples), self.row_multiple)
+
+    def cost(self, samples: Sequence[int]) -> float:
+        """Forward cost of a micro-batch."""
+        # CostModel.micro_batch with the costs of samples known: the search asks very often.
+        total = 0.0
+        for sample in samples:
+            total += self.costs[sample]
+        return self.cost_model.per_micro_batch + total
+
+    def weight(self, samples: Sequence[int]) -> float:
+        """The quantity that `config.balance` evens out: padded tokens for "tokens", else cost."""
+        if self.config.balance == "tokens":
+            return float(self.row_tokens(samples))
+        return self.cost(samples)
+
+    def inflight_tokens(self, micro_batches: Sequence[Sequence[int]]) -> float:
+        """Most padded tokens whose activations the first stage holds at a time.
+
+        Args:
+            micro_batches: of one rank, in slot order; a placeholder counts as nothing.
+        """
+        tokens = [self.row_tokens(samples) for samples in micro_batches]
+        return inflight_tokens(tokens, self.dims, forward_only=self.forward_only)
+
+    def oversize_error(self) -> OversizeSampleError:
+        """The error that names the longest of the oversize samples, and the cap that would do."""
+        worst = max(self.oversize, key=lambda sample: (self.lengths[sample], -sample))
+        return OversizeSampleError(
+            index=worst,
+            length=self.lengths[worst],
+            padded_length=self.tokens[worst],
+            cap=self.config.cap_tokens(self.dims),
+            needed_max_tokens_per_gpu=needed_max_tokens_per_gpu(
+                self.lengths[worst], self.dims, self.config
+            ),
+            num_oversize=len(self.oversize),
+        )
+
+
+def check_lengths(lengths: Sequence[int]) -> list[int]:
+    """The lengths [samples] in tokens, as Python ints.
+
+    Raises:
+        LengthError: an entry is no integer, is negative, or is beyond `MAX_LENGTH_TOKENS`; it names
+            the sample.
+    """
+    checked: list[int] = []
+    for index, length in enumerate(lengths):
+        number = length if type(length) is int else as_integer(length)
+        if number is None:
+            raise LengthError(
+                f"the length of sample {index} must be an integer number of tokens, got "
+                f"{length!r} ({type(length).__name__}); correct ",
+                Argument("lengths"),
+                index=index,
+            )
+        if not 0 <= number <= MAX_LENGTH_TOKENS:
+            raise LengthError(
+                f"the length of sample {index} must be between 0 and {MAX_LENGTH_TOKENS} tokens, "
+                f"got {number}; correct entry {index} of ",
+                Argument("lengths"),
+                index=index,
+            )
+        checked.append(number)
+    return checked
+
+
+def check_owners(owners: Sequence[int], num_samples: int, data_parallel: int) -> list[int]:
+    """The data-parallel rank that holds each sample [samples], as Python ints.
+
+    Raises:
+        LengthError: not one owner per sample, or an owner that is no rank of the layout.
+    """
+    if len(owners) != num_samples:
+        raise LengthError(
+            Argument("owners"),
+            f" must name one rank for each of the {num_samples} samples, got {len(owners)} "
+            "entries; pass them in the order of lengths",
+        )
+    checked: list[int] = []
+    for index, owner in enumerate(owners):
+        rank = as_integer(owner)
+        if rank is None or not 0 <= rank < data_parallel:
+            raise LengthError(
+                f"the owner of sample {index} must be a data-parallel rank from 0 to "
+                f"{data_parallel - 1}, got {owner!r}; correct ",
+                Argument("owners"),
+                " or set ",
+                Argument("data_parallel"),
+                index=index,
+            )
+        checked.append(rank)
+    return checked

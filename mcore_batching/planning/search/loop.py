@@ -1,0 +1,85 @@
+"""The search loop, the same for ranks that run by themselves and for ranks in lockstep.
+
+1. Steps to begin with are simulated; the result ends no later than any of them.
+2. Every number of micro-batches is judged in one shape, numbers far apart first, so that little
+   effort sees the whole range. Of the numbers that did best all shapes are judged.
+3. Steps are made of the shapes, best first.
+4. Single samples are moved and swapped in the best step found (`local_moves`).
+
+A family of shapes says which numbers and shapes there are, and how a step is made of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mcore_batching.planning.search.local_moves import improve
+from mcore_batching.planning.search.lockstep_search import LockstepShapes
+from mcore_batching.planning.search.objective import BestStep, Objective, Slots
+from mcore_batching.planning.search.pipeline_search import PipelineShapes
+from mcore_batching.planning.search.profiles import Shape
+
+STRIDE_OF_COUNTS = 4
+"""One in so many numbers of micro-batches is judged before the ones between them."""
+MOST_COUNTS_REFINED = 5
+"""Numbers of micro-batches of which all shapes are judged. With one, steps end up to 0.3 % later;
+with ten, no sooner."""
+
+
+def search(
+    objective: Objective, starts: Iterable[Sequence[Sequence[Sequence[int]]]]
+) -> list[Slots]:
+    """Look for the step that ends first.
+
+    Args:
+        objective: of the step; its effort is used up at most.
+        starts: legal plans [ranks][slots]; the result ends no later than any of them.
+
+    Returns:
+        every rank's slots, the same number for each.
+
+    Raises:
+        InflightBoundError: nothing was found that holds no more tokens in flight than may be.
+    """
+    family = (LockstepShapes if objective.lockstep else PipelineShapes)(objective)
+    kept_for_moves = int(objective.effort * family.kept_for_moves)
+    kept_after_judging = int(objective.effort * family.kept_after_judging)
+    best = BestStep(objective)
+    for start in starts:
+        best.consider(objective.candidate(start))
+    shapes = _judged(family, objective, kept_after_judging)
+    for number, shape in enumerate([*shapes, *family.last_resort()]):
+        for candidate in family.steps(shape, number):
+            best.consider(candidate)
+            if objective.effort <= kept_for_moves:
+                break
+        if objective.effort <= kept_for_moves and best.found:
+            break
+    return improve(best.result(), objective).ranks
+
+
+def _judged(
+    family: LockstepShapes | PipelineShapes, objective: Objective, kept: int
+) -> list[Shape]:
+    """Shapes in the order of how soon they end the step, as far as effort goes."""
+    counts = family.counts()
+    ranked: list[tuple[float, Shape]] = []
+
+    def judge(shape: Shape) -> None:
+        end = family.judge(shape)
+        if end is not None:
+            ranked.append((end, shape))
+
+    for first in range(STRIDE_OF_COUNTS):
+        for count in counts[first::STRIDE_OF_COUNTS]:
+            if ranked and objective.effort <= kept:
+                return [shape for _, shape in sorted(ranked)]
+            judge(family.shapes(count)[0])
+    # A bound on tokens in flight has little to do with the end: no number is left out for it.
+    refined = len(ranked) if objective.max_inflight_tokens is not None else MOST_COUNTS_REFINED
+    for _, best_of_count in sorted(ranked)[:refined]:
+        for shape in family.shapes(best_of_count.num_slots)[1:]:
+            if objective.effort <= kept:
+                break
+            judge(shape)
+    return [shape for _, shape in sorted(ranked)]

@@ -1,0 +1,139 @@
+"""The end of a step, simulated, and the effort that is left for simulating.
+
+Effort counts units of work, never time, so that a search which stops after so many units stops at
+the same place everywhere. One unit is one pass of one micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mcore_batching.planning.errors import InflightBoundError
+from mcore_batching.planning.pipeline import pipeline_time
+from mcore_batching.planning.problem import Problem
+
+MOST_SAMPLES_COUNTED = 4096
+"""Effort grows with the samples of a step up to here: a bound on the seconds that a plan takes."""
+
+Slots = list[list[int]]
+"""One rank's micro-batches in slot order: samples each, an empty list for a placeholder."""
+Place = tuple[int, int]
+"""Rank and slot of a micro-batch."""
+Changes = dict[Place, list[int]]
+"""New samples of some micro-batches."""
+
+
+@dataclass
+class Candidate:
+    """A whole step that was simulated."""
+
+    ranks: list[Slots]
+    """Micro-batches [ranks][slots]."""
+    ends: list[float]
+    """End of each rank's step; with ranks in lockstep a single one."""
+
+    @property
+    def end(self) -> float:
+        """End of the step."""
+        return max(self.ends)
+
+
+class Objective:
+    """Simulates steps of a problem, and counts what that costs.
+
+    With expert parallelism ranks run in lockstep: each slot is as slow as its slowest rank.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.effort = problem.config.plan_effort * min(problem.num_samples, MOST_SAMPLES_COUNTED)
+        self.lockstep = problem.dims.expert_parallel > 1
+        dims = problem.dims
+        passes = 1 if problem.forward_only else 2
+        self._effort_per_slot = passes * dims.pipeline_parallel * dims.virtual_pipeline
+        bound = problem.config.max_inflight_tokens
+        if bound is not None and bound >= sum(
+            problem.row_tokens([i]) for i in range(len(problem.tokens))
+        ):
+            bound = None  # all samples together are within it
+        self.max_inflight_tokens = bound
+
+    @property
+    def spent(self) -> bool:
+        """True if no effort is left."""
+        return self.effort <= 0
+
+    def slot_costs(self, slots: Sequence[Sequence[int]]) -> list[float]:
+        """Forward cost of each micro-batch [slots]."""
+        return [self.problem.cost(samples) for samples in slots]
+
+    def end_of(self, slot_costs: Sequence[float]) -> float:
+        """End of a pipeline with micro-batches of these costs; costs effort."""
+        problem = self.problem
+        self.effort -= self._effort_per_slot * (len(slot_costs) + problem.dims.pipeline_parallel)
+        return pipeline_time(
+            slot_costs,
+            problem.dims,
+            backward_ratio=problem.cost_model.backward_ratio,
+            forward_only=problem.forward_only,
+        )
+
+    def candidate(self, ranks: Sequence[Sequence[Sequence[int]]]) -> Candidate:
+        """A step of these micro-batches [ranks][slots], simulated."""
+        held = [[list(samples) for samples in slots] for slots in ranks]
+        costs = [self.slot_costs(slots) for slots in held]
+        if self.lockstep:
+            costs = [[max(slot) for slot in zip(*costs, strict=True)]]
+        return Candidate(held, [self.end_of(rank) for rank in costs])
+
+    def fits_in_memory(self, slots: Sequence[Sequence[int]]) -> bool:
+        """True if the first stage of a rank with these slots holds no more than it may."""
+        bound = self.max_inflight_tokens
+        return bound is None or self.problem.inflight_tokens(slots) <= bound
+
+
+class BestStep:
+    """The step that ends first among those that fit into memory.
+
+    Of two that end together the one with fewer tokens in flight is better, of equals the first.
+    """
+
+    def __init__(self, objective: Objective) -> None:
+        self._objective = objective
+        self._best: Candidate | None = None
+        self._least_inflight = math.inf
+
+    @property
+    def found(self) -> bool:
+        """True if there is one."""
+        return self._best is not None
+
+    def consider(self, candidate: Candidate) -> None:
+        """Keep a step if it is better than the one so far."""
+        bound = self._objective.max_inflight_tokens
+        if self._best is not None and candidate.end > self._best.end:
+            return
+        if self._best is not None and candidate.end == self._best.end:
+            if self._held(candidate) >= self._held(self._best):
+                return
+        elif bound is not None:
+            held = self._held(candidate)
+            self._least_inflight = min(self._least_inflight, held)
+            if held > bound:
+                return
+        self._best = candidate
+
+    def _held(self, candidate: Candidate) -> float:
+        return max(map(self._objective.problem.inflight_tokens, candidate.ranks))
+
+    def result(self) -> Candidate:
+        """The step.
+
+        Raises:
+            InflightBoundError: none fits into memory.
+        """
+        if self._best is None:
+            raise InflightBoundError(self._objective.max_inflight_tokens, self._least_inflight)
+        return self._best
