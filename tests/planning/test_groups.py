@@ -61,7 +61,7 @@ def test_policies_for_groups_left_over(groups: list[object], per_step: int) -> N
     kept = group_steps(groups, per_step)
     if len(first_appearances(groups)) % per_step:
         assert group_steps(groups, per_step, last="drop") == kept[:-1]
-        with pytest.raises(LengthError, match="groups_per_step to a divisor, last=keep"):
+        with pytest.raises(LengthError, match="groups_per_step to a divisor, last='keep'"):
             group_steps(groups, per_step, last="error")
     else:
         assert group_steps(groups, per_step, last="drop") == kept
@@ -221,7 +221,7 @@ def test_arguments_that_exclude_or_need_each_other() -> None:
         plan(last="drop")
     with pytest.raises(LengthError, match="each of the 2 samples, got 3 entries"):
         plan(groups=[0, 1, 1], groups_per_step=1)
-    with pytest.raises(LengthError, match="leaves no step at all; set last=keep"):
+    with pytest.raises(LengthError, match="leaves no step at all; set last='keep'"):
         plan(groups=[0, 1], groups_per_step=3, last="drop")
 
 

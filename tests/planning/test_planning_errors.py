@@ -36,19 +36,19 @@ CONFIG = PlannerConfig(max_tokens_per_gpu=10)
         (
             [2.0],
             "the length of sample 0 must be an integer number of tokens, got 2.0 (float); "
-            "pass lengths as integers",
+            "correct lengths",
             0,
         ),
         (
             [1, True],
             "the length of sample 1 must be an integer number of tokens, got True (bool); "
-            "pass lengths as integers",
+            "correct lengths",
             1,
         ),
         (
             [1, 2, "3"],
             "the length of sample 2 must be an integer number of tokens, got '3' (str); "
-            "pass lengths as integers",
+            "correct lengths",
             2,
         ),
     ],
@@ -91,7 +91,7 @@ def test_an_oversize_sample_is_named_by_its_index_in_the_batch() -> None:
         error = caught.value
         assert str(error) == (
             "sample 4 has 25 tokens, 28 after padding, but a micro-batch may hold at most 20 "
-            "(and 1 more samples); set --max-tokens-per-gpu >= 18, or --on-oversize own-bin to run "
-            "such samples alone"
+            "(and 1 more samples); set max_tokens_per_gpu to 18 or more, or on_oversize='own-bin' "
+            "to run such samples alone"
         )
         assert (error.index, error.length, error.padded_length, error.cap) == (4, 25, 28, 20)

@@ -32,8 +32,8 @@ from 0.4 to 1.0 ends of steps differ by less than 0.03 %."""
 SHAPES_OF_FOLDED_RANKS = 2
 """Shapes, best first, that are also tried with as many samples on each rank."""
 
-# Rise and fall in stages, for the interleaved schedule in groups of slots. The first judges a number
-# of slots; all are tried of the numbers that did best.
+# Rise and fall in stages, for the interleaved schedule in groups of slots. The first judges a
+# number of slots; all are tried of the numbers that did best.
 TAPERS = ((1, 3), (1, 2), (2, 2), (2, 3), (1, 1), (1, 4), (3, 4), (1, 0), (0, 1))
 STAIRCASES = ((2, 3), (1, 3), (1, 2), (2, 4), (1, 1), (2, 2), (3, 3), (1, 0), (0, 1))
 
