@@ -14,8 +14,9 @@ SECONDS = 10.0  # an error that came by a collective's timeout takes 60
 
 def job(name: str, function: str, dims: dict[str, Any], nproc: int, **parameters: Any) -> Job:
     kind = parameters.pop("reference", "dense")
+    module = parameters.pop("module", "faults")
     parameters = {"dims": dims, "reference": kind, **parameters}
-    return Job(name, f"kit.faults:{function}", nproc, dims, parameters)
+    return Job(name, f"kit.{module}:{function}", nproc, dims, parameters)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,8 @@ def test_error_on_one_rank_is_raised_on_all(
 )
 def test_refused_oversize_sample_is_named_everywhere(job: Job, ranks: list[dict[str, Any]]) -> None:
     assert [rank["type"] for rank in ranks] == ["PlanningFailedError"] * 4
-    assert "200" in ranks[0]["message"]
+    assert "set --max-tokens-per-gpu to 200 or more" in ranks[0]["message"]
+    assert "--dynamic-batch-on-oversize own-bin" in ranks[0]["message"]
     # Both ranks of the replica that holds the sample, and nobody else.
     assert sum(rank["cause"] == "OversizeSampleError" for rank in ranks) == 2
 
@@ -267,6 +269,107 @@ def test_failure_in_a_step_is_raised_on_all_and_does_no_harm(
         assert rank["unchanged"]
         assert rank["grad_norm"] == pytest.approx(ranks[0]["grad_norm"])
         assert rank["grad_norm"] > 0
+
+
+ON_ONE_RANK = {
+    # Data-parallel rank 1 has one sample, rank 0 the others: global rank 2 has several rows.
+    ("uneven", 2): {
+        "f adds a name later": ("ForwardFailedError", "['log_probs', 'mine'] for one micro-batch"),
+        "metrics differ later": ("ForwardFailedError", "rank 2: ValueError: the loss function"),
+        "f has other names": (
+            "ForwardFailedError",
+            "rank 3: names that f returned is ['log_probs'], on rank 2 it is ['mine']",
+        ),
+        "metrics differ": ("ForwardFailedError", "names of metrics is ['kl', 'loss', 'policy']"),
+        "f is None": ("CollationFailedError", "rank 2: TypeError: f must be a function"),
+        "f returns None": ("ForwardFailedError", "rank 2: OrderError: the function given to"),
+        "no iterators": ("CollationFailedError", "rank 2: TypeError: data_iterator must be"),
+        "no counts": ("CollationFailedError", "rank 2: TypeError: "),
+        "metric is a vector": ("ForwardFailedError", "kl must be a tensor of one value, got shape"),
+        "metric is a float": ("ForwardFailedError", "kl must be a tensor of one value, got float"),
+        "loss is a vector": ("ForwardFailedError", "the loss must be a tensor of one value"),
+        "loss is a float": ("ForwardFailedError", "the loss must be a tensor of one value"),
+        "loss alone": ("ForwardFailedError", "rank 2: TypeError: the loss function must return"),
+        "loss function is None": ("CollationFailedError", "loss_function must be a function"),
+        "step out of range": (
+            "CollationFailedError",
+            "rank 2: IndexError: step must be 0 to 0, got 7",
+        ),
+        "train_step against forward_only": (
+            "PlanMismatchError",
+            "rank 2: stage is 'train_step, collating', on rank 0 it is 'forward_only'",
+        ),
+        "add_fields against train_step": ("PlanMismatchError", "rank 2: stage is 'adding fields"),
+        "exchange": ("PlanningFailedError", "rank 2: DynamicBatchArgumentError: --dynamic-batch-"),
+    },
+    # Data-parallel rank 1 has no sample: global rank 3 has placeholders alone.
+    ("empty", 3): {
+        "f has more names for placeholders": ("ForwardFailedError", "rank 3: f returned ['mine']"),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        (
+            job(
+                f"wrong-calls-{spread}",
+                "wrong_calls",
+                DP2_PP2,
+                4,
+                module="misuse",
+                spread=spread,
+                at_fault=rank,
+                names=list(cases),
+            ),
+            cases,
+        )
+        for (spread, rank), cases in ON_ONE_RANK.items()
+    ],
+    ids=lambda value: str(value) if isinstance(value, Job) else "",
+)
+def test_wrong_call_on_one_rank_is_a_named_error_on_all(
+    job: Job, ranks: list[dict[str, Any]], expected: dict[str, tuple[str, str]]
+) -> None:
+    for name, (error, text) in expected.items():
+        reports = [rank["cases"][name] for rank in ranks]
+        assert [report["type"] for report in reports] == [error] * 4, (name, reports)
+        assert len({report["message"] for report in reports}) == 1, name
+        assert text in reports[0]["message"], (name, reports[0]["message"])
+        assert max(report["seconds"] for report in reports) < SECONDS, name
+    for rank in ranks:
+        assert rank["unchanged"]
+        assert rank["grad_norm"] == pytest.approx(ranks[0]["grad_norm"])
+        assert rank["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    "job", [job("all-wrong", "all_ranks_wrong", {"data_parallel": 2}, 2, module="misuse")], ids=str
+)
+def test_wrong_call_on_all_ranks_is_the_error_itself(job: Job, ranks: list[list[str]]) -> None:
+    assert ranks[0] == ranks[1]
+    ahead, behind, no_function, lacking = ranks[0]
+    assert ahead.startswith("IndexError: step must be 0 to 0, got 7")
+    assert behind.startswith("IndexError: step must be 0 to 0, got -1")
+    assert no_function.startswith("TypeError: f must be a function of the logits, got NoneType")
+    assert lacking.startswith("KeyError: 'rollout_data lacks total_lengths, response_lengths")
+
+
+@pytest.mark.parametrize(
+    "job", [job("returns-less", "returns_less", DP2_PP2, 4, module="misuse")], ids=str
+)
+def test_placeholder_may_have_fewer_names(job: Job, ranks: list[dict[str, Any]]) -> None:
+    """A rank with placeholders alone learns the names from the others."""
+    for rank in ranks:
+        assert rank["equal"]
+        if rank["last_stage"]:
+            assert rank["counts"] == {"log_probs": rank["samples"]}
+            assert set(rank["metrics"][0]) == {"loss", "policy", "kl"}
+            # Named, not by place: the last rank returns its metrics in the reverse order.
+            assert rank["metrics"][1] == pytest.approx(rank["metrics"][0])
+    assert ranks[3]["samples"] == 0
+    assert ranks[2]["samples"] > 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,200 @@
+"""Calls that are wrong on one rank alone, one after the other in one job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kit.exactness import arguments, log_probs_of
+from kit.faults import my_samples, small_model
+from kit.model import adam, named_parameters
+from kit.objective import packed_objective
+from mcore_batching.megatron import add_fields, forward_only, get_data_iterator, train_step
+from mcore_batching.megatron.topology import is_last_stage
+from mcore_batching.planning import ParallelDims
+
+Function = Callable[..., Any]
+
+
+class _Calls:
+    """A model, its iterators, and the two calls with something of them changed."""
+
+    def __init__(self, dims: dict[str, Any], reference: str, spread: str) -> None:
+        self.model = small_model(dims, reference)
+        self.args = arguments(ParallelDims(**dims))
+        self.data = my_samples(dims, spread)
+        self.iterators, self.counts = get_data_iterator(self.args, self.model, self.data)
+        self.optimizer = adam(self.model, distributed=False)
+
+    def forward(self, f: Any = log_probs_of, **changes: Any) -> Any:
+        given = {"data_iterator": self.iterators, "num_microbatches": self.counts} | changes
+        return forward_only(f, self.args, self.model, **given)
+
+    def train(self, loss: Any = packed_objective, step: int = 0, **changes: Any) -> Any:
+        given = {"data_iterator": self.iterators, "num_microbatches": self.counts} | changes
+        given = {"args": self.args, "model": self.model, "optimizer": self.optimizer, **given}
+        return train_step(loss, **given, step=step)
+
+
+def _f_with(change: Function) -> Function:
+    """The usual f, with ``change(outputs, row, number)`` for what it returns."""
+    numbers = iter(range(1000))
+
+    def f(logits: torch.Tensor, *, micro_batch: Any) -> Any:
+        number = 0 if micro_batch.is_placeholder else next(numbers)
+        return change(log_probs_of(logits, micro_batch=micro_batch), micro_batch, number)
+
+    return f
+
+
+def _loss_with(change: Function) -> Function:
+    """The usual loss function, with ``change(loss, metrics, number)`` for what it returns."""
+    numbers = iter(range(1000))
+
+    def loss(logits: torch.Tensor, row: Any, totals: Any) -> Any:
+        return change(*packed_objective(logits, row, totals), next(numbers))
+
+    return loss
+
+
+def _only_real(outputs: dict[str, Any], row: Any, number: int) -> dict[str, Any]:
+    del number
+    return {} if row.is_placeholder else outputs
+
+
+def _more_for_placeholders(outputs: dict[str, Any], row: Any, number: int) -> dict[str, Any]:
+    del number
+    return outputs | ({"mine": outputs["log_probs"]} if row.is_placeholder else {})
+
+
+def _later_more(outputs: dict[str, Any], row: Any, number: int) -> dict[str, Any]:
+    del row
+    return outputs | ({"mine": outputs["log_probs"]} if number else {})
+
+
+def _renamed(outputs: dict[str, Any], row: Any, number: int) -> dict[str, Any]:
+    del row, number
+    return {"mine": outputs["log_probs"]}
+
+
+_WRONG: dict[str, Callable[[_Calls], Any]] = {
+    "f adds a name later": lambda calls: calls.forward(_f_with(_later_more)),
+    "f has other names": lambda calls: calls.forward(_f_with(_renamed)),
+    "f has more names for placeholders": lambda calls: calls.forward(
+        _f_with(_more_for_placeholders)
+    ),
+    "f is None": lambda calls: calls.forward(None),
+    "f returns None": lambda calls: calls.forward(_f_with(lambda *unused: None)),
+    "no iterators": lambda calls: calls.forward(data_iterator=None),
+    "no counts": lambda calls: calls.train(num_microbatches=None),
+    "metrics differ later": lambda calls: calls.train(
+        _loss_with(lambda loss, metrics, n: (loss, metrics | ({"mine": loss} if n else {})))
+    ),
+    "metrics differ": lambda calls: calls.train(
+        _loss_with(lambda loss, metrics, n: (loss, metrics | {"mine": loss}))
+    ),
+    "metric is a vector": lambda calls: calls.train(
+        _loss_with(lambda loss, metrics, n: (loss, metrics | {"kl": torch.ones(2)}))
+    ),
+    "metric is a float": lambda calls: calls.train(
+        _loss_with(lambda loss, metrics, n: (loss, metrics | {"kl": 1.0}))
+    ),
+    "loss is a vector": lambda calls: calls.train(
+        _loss_with(lambda loss, metrics, n: (torch.stack((loss, loss)), metrics))
+    ),
+    "loss is a float": lambda calls: calls.train(
+        _loss_with(lambda loss, metrics, n: (float(loss), metrics))
+    ),
+    "loss alone": lambda calls: calls.train(_loss_with(lambda loss, metrics, n: loss)),
+    "loss function is None": lambda calls: calls.train(None),
+    "step out of range": lambda calls: calls.train(step=7),
+    "train_step against forward_only": lambda calls: calls.train(),
+    "add_fields against train_step": lambda calls: add_fields(calls.iterators, {}),
+    "exchange": lambda calls: get_data_iterator(
+        arguments(ParallelDims(), dynamic_batch_exchange=True), calls.model, calls.data
+    ),
+}
+
+
+def _right(name: str, calls: _Calls) -> Any:
+    """What the ranks that are not at fault call meanwhile."""
+    if name == "exchange":
+        return get_data_iterator(calls.args, calls.model, calls.data)
+    if name.startswith(("f ", "no iterators", "train_step against")):
+        return calls.forward()
+    return calls.train()
+
+
+def wrong_calls(
+    dims: dict[str, Any], reference: str, spread: str, at_fault: int, names: list[str]
+) -> dict[str, Any]:
+    """What every rank raises for calls that are wrong on rank ``at_fault``; then a right one."""
+    calls = _Calls(dims, reference, spread)
+    before = {name: p.detach().clone() for name, p in named_parameters(calls.model)}
+    report: dict[str, Any] = {}
+    for name in names:
+        begun = time.monotonic()
+        try:
+            if dist.get_rank() == at_fault:
+                _WRONG[name](calls)
+            else:
+                _right(name, calls)
+            report[name] = {"type": None}
+        except Exception as error:
+            report[name] = {
+                "type": type(error).__name__,
+                "message": str(error),
+                "seconds": time.monotonic() - begun,
+            }
+    unchanged = all(torch.equal(p, before[name]) for name, p in named_parameters(calls.model))
+    return {"cases": report, "unchanged": unchanged, "grad_norm": calls.train().grad_norm}
+
+
+def returns_less(dims: dict[str, Any], reference: str) -> dict[str, Any]:
+    """Outputs of a function that returns nothing for placeholders; metrics in another order."""
+    calls = _Calls(dims, reference, "empty")
+    outputs = calls.forward(_f_with(_only_real))
+    usual = calls.forward()
+    reverse = dist.get_rank() == dist.get_world_size() - 1
+    turned = _loss_with(
+        lambda loss, metrics, n: (loss, dict(reversed(metrics.items())) if reverse else metrics)
+    )
+    before = {name: p.detach().clone() for name, p in named_parameters(calls.model)}
+    metrics = []
+    for loss in (packed_objective, turned):
+        metrics.append(calls.train(loss).metrics)
+        with torch.no_grad():
+            for name, parameter in named_parameters(calls.model):
+                parameter.copy_(before[name])
+    return {
+        "last_stage": is_last_stage(),
+        "counts": {name: len(values) for name, values in outputs.items()},
+        "equal": all(
+            torch.equal(a, b)
+            for name, values in usual.items()
+            for a, b in zip(values, outputs[name], strict=True)
+        ),
+        "samples": len(calls.data["tokens"]),
+        "metrics": metrics,
+    }
+
+
+def all_ranks_wrong(dims: dict[str, Any], reference: str) -> list[str]:
+    """Errors where every rank makes the same wrong call."""
+    calls = _Calls(dims, reference, "uneven")
+    found = []
+    for call in (
+        lambda: calls.train(step=7),
+        lambda: calls.train(step=-1),
+        lambda: calls.forward(None),
+        lambda: get_data_iterator(calls.args, calls.model, {"tokens": []}),
+    ):
+        try:
+            call()
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
