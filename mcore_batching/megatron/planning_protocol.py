@@ -78,7 +78,7 @@ class PlanningProtocol:
         self.forward_only = forward_only
         self.consensus = get_consensus(args)
         self._shards: list[StepShard] = []
-        self._outlooks: list[list[list[ShardOutlook]]] = []
+        self._outlooks: list[list[ShardOutlook]] = []
 
     def run(self) -> MicroBatchSchedule:
         """All steps of the protocol. A collective over all ranks.
@@ -142,13 +142,8 @@ class PlanningProtocol:
     def choose(self) -> tuple[MicroBatches, ...]:
         """Every step's micro-batches of this rank, as local sample indices. Not a collective."""
         return tuple(
-            shard.chosen(
-                [
-                    [outlooks[number][way] for outlooks in self._outlooks]
-                    for way in range(len(shard.packings))
-                ]
-            )
-            for number, shard in enumerate(self._shards)
+            shard.chosen(outlooks)
+            for shard, outlooks in zip(self._shards, self._outlooks, strict=True)
         )
 
     def conclude(self) -> MicroBatchSchedule:
@@ -180,8 +175,8 @@ class PlanningProtocol:
             cost_model=self.settings.cost_model,
         )
 
-    def _pack(self) -> list[Any]:
-        """Pack this rank's samples of every step; the largest counts of all ranks."""
+    def _pack(self) -> list[int]:
+        """Pack this rank's samples of every step; the largest count of each way on any rank."""
 
         def work() -> tuple[RolloutBatch, list[StepShard]]:
             batch = self.batch.resolved()
@@ -208,17 +203,22 @@ class PlanningProtocol:
         self.batch, self._shards = agreed.result
         return agreed.largest
 
-    def _fill(self, largest: list[Any]) -> None:
-        """Bring every way of packing to the common count; hear what each rank expects of it."""
+    def _fill(self, largest: list[int]) -> None:
+        """Bring every way of packing to the common count; the worst outlook of all ranks on it."""
 
         def work() -> list[list[ShardOutlook]]:
             counts = iter(largest)
             return [shard.fill([next(counts) for _ in shard.packings]) for shard in self._shards]
 
-        agreed = self.consensus.agree(
-            "filling", work, lambda outlooks: Statement(tell=outlooks), failure=PlanningFailedError
-        )
-        self._outlooks = list(agreed.told.values())
+        def says(outlooks: list[list[ShardOutlook]]) -> Statement:
+            each = [outlook for ways in outlooks for outlook in ways]
+            ends = [outlook.end for outlook in each]
+            return Statement(largest=ends + [outlook.inflight_tokens for outlook in each])
+
+        agreed = self.consensus.agree("filling", work, says, failure=PlanningFailedError)
+        half = len(agreed.largest) // 2
+        worst = map(ShardOutlook, agreed.largest[:half], agreed.largest[half:])
+        self._outlooks = [[next(worst) for _ in shard.packings] for shard in self._shards]
 
 
 def _digest(value: Any) -> str:

@@ -85,11 +85,11 @@ class StepShard:
         ]
         return [shard_outlook(self._problem, micro_batches) for micro_batches in self._filled]
 
-    def chosen(self, outlooks: Sequence[Sequence[ShardOutlook]]) -> MicroBatches:
+    def chosen(self, outlooks: Sequence[ShardOutlook]) -> MicroBatches:
         """Local sample indices of the packing with which the step ends first.
 
         Args:
-            outlooks: of every rank [packings][ranks].
+            outlooks: of each packing, the worst of all ranks.
         """
         filled = self._filled[soonest_packing(outlooks, self._problem.config)]
         return tuple(tuple(self._indices[i] for i in places) for places in filled)

@@ -42,6 +42,7 @@ from mcore_batching.planning.shard import (
     shard_outlook,
     shard_packings,
     soonest_packing,
+    worst_outlook,
 )
 from mcore_batching.planning.statistics import (
     StepStatistics,
@@ -112,4 +113,5 @@ __all__ = [
     "step_statistics",
     "step_time_floor",
     "validate_plan",
+    "worst_outlook",
 ]

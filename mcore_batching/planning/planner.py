@@ -26,6 +26,7 @@ from mcore_batching.planning.shard import (
     shard_outlook,
     shard_packings,
     soonest_packing,
+    worst_outlook,
 )
 
 
@@ -216,7 +217,8 @@ def _plan_global(problem: Problem) -> tuple[MicroBatches, ...]:
     if not problem.config.searches or not problem.num_samples:
         if problem.config.max_inflight_tokens is not None:
             # Refuses a plan that holds more.
-            soonest_packing([[shard_outlook(problem, rank) for rank in plain]], problem.config)
+            worst = worst_outlook(shard_outlook(problem, rank) for rank in plain)
+            soonest_packing([worst], problem.config)
         return plain
     by_tokens = dataclasses.replace(problem.config, balance="tokens")
     starts = (plain, _packed_and_placed(dataclasses.replace(problem, config=by_tokens)))
@@ -249,7 +251,7 @@ def _plan_local(shards: Sequence[Problem]) -> tuple[MicroBatches, ...]:
             )
         )
     outlooks = [
-        [shard_outlook(shard, rank) for shard, rank in zip(shards, ranks, strict=True)]
+        worst_outlook(shard_outlook(shard, rank) for shard, rank in zip(shards, ranks, strict=True))
         for ranks in filled
     ]
     return filled[soonest_packing(outlooks, shards[0].config)]

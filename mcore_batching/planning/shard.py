@@ -4,9 +4,9 @@
     for bins in shard_packings(problem):
         count = dims.round_up_num_microbatches(all_reduce_max(len(bins)))
         micro_batches = fill_shard(problem, bins, count)
-        outlooks = all_gather(shard_outlook(problem, micro_batches))
+        worst = all_reduce_max(shard_outlook(problem, micro_batches))
 
-and then the micro-batches that `soonest_packing` picks by the outlooks. `plan_step` with `owners`
+and then the micro-batches that `soonest_packing` picks by the worst outlooks. `plan_step` with `owners`
 is these calls for each rank and nothing else, so a rank that sees only its own lengths reaches the
 plan that one who sees all of them makes.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mcore_batching.planning.bounds import bin_lower_bound
@@ -150,11 +150,17 @@ def shard_outlook(problem: Problem, micro_batches: Sequence[Sequence[int]]) -> S
     )
 
 
-def soonest_packing(packings: Sequence[Sequence[ShardOutlook]], config: PlannerConfig) -> int:
+def worst_outlook(outlooks: Iterable[ShardOutlook]) -> ShardOutlook:
+    """The latest end and the most tokens in flight of all ranks, not always of the same one."""
+    ends, inflight = zip(*((each.end, each.inflight_tokens) for each in outlooks), strict=True)
+    return ShardOutlook(end=max(ends), inflight_tokens=max(inflight))
+
+
+def soonest_packing(outlooks: Sequence[ShardOutlook], config: PlannerConfig) -> int:
     """The packing under which the step ends first.
 
     Args:
-        packings: every rank's outlook under each packing [packings][ranks].
+        outlooks: of each packing, the worst of all ranks.
         config: gives `max_inflight_tokens`.
 
     Returns:
@@ -164,11 +170,14 @@ def soonest_packing(packings: Sequence[Sequence[ShardOutlook]], config: PlannerC
         InflightBoundError: under each of them some rank holds more tokens in flight than it may.
     """
     bound = _inflight_bound(config)
-    held = [max(rank.inflight_tokens for rank in ranks) for ranks in packings]
-    if min(held) > bound:
-        raise InflightBoundError(config.max_inflight_tokens, min(held))
-    ends = [max(rank.end for rank in ranks) for ranks in packings]
-    return min(range(len(packings)), key=lambda index: (held[index] > bound, ends[index], index))
+    least = min(outlook.inflight_tokens for outlook in outlooks)
+    if least > bound:
+        raise InflightBoundError(config.max_inflight_tokens, least)
+
+    def rank(index: int) -> tuple[bool, float, int]:
+        return outlooks[index].inflight_tokens > bound, outlooks[index].end, index
+
+    return min(range(len(outlooks)), key=rank)
 
 
 def _shapes_slots(problem: Problem) -> bool:

@@ -20,6 +20,7 @@ from mcore_batching.planning import (
     shard_outlook,
     shard_packings,
     soonest_packing,
+    worst_outlook,
 )
 
 
@@ -38,7 +39,9 @@ def test_ranks_on_their_own_reach_the_plan_of_all(case: Case) -> None:
     for bins in zip(*map(shard_packings, problems), strict=True):
         count = case.dims.round_up_num_microbatches(max(map(len, bins)))
         choices.append([fill_shard(problems[rank], bins[rank], count) for rank in ranks])
-    outlooks = [[shard_outlook(problems[r], filled[r]) for r in ranks] for filled in choices]
+    outlooks = [
+        worst_outlook(shard_outlook(problems[r], filled[r]) for r in ranks) for filled in choices
+    ]
     filled = choices[soonest_packing(outlooks, case.config)]
     step = plan_step(case.lengths, case.dims, case.config, owners=owners)
     assert step.scope == "local"
