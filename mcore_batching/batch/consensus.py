@@ -79,7 +79,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Agreement(Generic[Result]):
-    """What came of `Consensus.agree`.
+    """The outcome of `Consensus.agree`.
 
     Attributes:
         result: what this rank's work returned.
@@ -96,7 +96,7 @@ class Agreement(Generic[Result]):
 
 @dataclass(frozen=True)
 class _Note:
-    """What travels: how a rank's work went. Values that are only compared travel as texts."""
+    """How a rank's work went, as it travels. Values that are only compared travel as texts."""
 
     stage: str
     error: str | None = None

@@ -166,7 +166,7 @@ def add_dynamic_batch_arguments(parser: argparse.ArgumentParser) -> argparse.Arg
 
 
 def uses_dynamic_batch_size(args: Any) -> bool:
-    """Whether micro-batches are packed under a cap: yes, unless the flag is there and off."""
+    """True if micro-batches are packed under a cap: unless the flag is there and off."""
     return bool(getattr(args, "use_dynamic_batch_size", True))
 
 

@@ -63,11 +63,11 @@ class JobConsensus(Consensus):
 
     @property
     def is_first_of_replica(self) -> bool:
-        """Whether this is the first rank of its replica."""
+        """True on the first rank of each replica."""
         return self.rank == self._replica[0]
 
     def of_replicas(self, told: Mapping[int, Any]) -> list[Any]:
-        """What the first rank of each replica told, by data-parallel rank."""
+        """The values of each replica's first rank, by data-parallel rank."""
         return [told[ranks[0]] for ranks in self.replicas]
 
     def share_within_replica(self, value: Any, has_value: Mapping[int, bool]) -> Any:

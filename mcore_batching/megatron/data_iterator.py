@@ -117,7 +117,7 @@ class DataIterator:
 
 
 def rollout_of(data_iterator: Sequence[DataIterator]) -> PlannedRollout:
-    """What the iterators of one call walk through.
+    """The planned batch that the iterators of one call walk through.
 
     Raises:
         TypeError: they are not what `get_data_iterator` returned.
@@ -141,7 +141,7 @@ def schedule_of(data_iterator: Sequence[DataIterator]) -> MicroBatchSchedule:
 
 
 def has_own_forward_plan(args: Any) -> bool:
-    """Whether forward passes alone have a plan of their own."""
+    """True if forward passes alone have a plan of their own."""
     return bool(getattr(args, "dynamic_batch_forward_only_plan", "shared") != "shared")
 
 

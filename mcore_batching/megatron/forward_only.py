@@ -99,7 +99,7 @@ def forward_only(
 
 @dataclasses.dataclass(frozen=True)
 class _RowOutputs:
-    """What ``f`` returned for one micro-batch: name to one value per real sample."""
+    """The outputs of ``f`` for one micro-batch: name to one value per real sample."""
 
     is_placeholder: bool
     values: dict[str, list[Tensor]]

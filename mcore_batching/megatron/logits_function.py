@@ -47,7 +47,7 @@ def adapted(f: Callable[..., Any], schedule: MicroBatchSchedule) -> Callable[...
 
 
 def real_outputs(made: Any, row: PackedMicroBatch) -> dict[str, list[Tensor]]:
-    """What ``f`` returned for the real samples of a row.
+    """The outputs of ``f`` for the real samples of a row.
 
     Raises:
         OrderError: no dict of lists, or not one output per sample.

@@ -30,7 +30,7 @@ MicroBatches = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """What one data-parallel rank runs: lengths alone, for statistics and records.
+    """The lengths and micro-batches of one data-parallel rank, for statistics and records.
 
     Attributes:
         lengths: total length of each of its samples, in tokens.

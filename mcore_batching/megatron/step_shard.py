@@ -23,7 +23,7 @@ from mcore_batching.planning import (
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the planner is told beside the lengths; the same on every rank."""
+    """The planner's arguments beside the lengths; the same on every rank."""
 
     dims: ParallelDims
     config: PlannerConfig

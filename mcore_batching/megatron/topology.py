@@ -37,5 +37,5 @@ def model_chunks(model: Any) -> list[Any]:
 
 
 def is_last_stage() -> bool:
-    """Whether this rank holds the last pipeline stage (its last chunk makes the logits)."""
+    """True on ranks of the last pipeline stage, whose last chunk makes the logits."""
     return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))

@@ -23,10 +23,13 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch, StepTotals
-from mcore_batching.batch.consensus import Statement
 from mcore_batching.megatron.chunk_forward import run_chunk
-from mcore_batching.megatron.consensus import agree_after_pipeline
 from mcore_batching.megatron.data_iterator import DataIterator, schedule_of
+from mcore_batching.megatron.loss_shares import (
+    agreed_metric_names,
+    checked_shares,
+    summed_metrics,
+)
 from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep, prepare
 from mcore_batching.megatron.recording import recorded
 from mcore_batching.megatron.schedule import MicroBatchSchedule
@@ -109,8 +112,8 @@ def train_step(
     _connect(model, optimizer)
     with recorded(args, prepared.schedule, step):
         collected, failed = _forward_backward(loss_function, args, model, prepared)
-    names = _agreed_names(args, collected, failed)
-    metrics = _sum_metrics(collected, names) if is_last_stage() else {}
+    names = agreed_metric_names(args, _OPERATION, collected, failed)
+    metrics = summed_metrics(collected, names) if is_last_stage() else {}
     update_successful, grad_norm, _ = optimizer.step()
     if update_successful and opt_param_scheduler is not None:
         opt_param_scheduler.step(increment=prepared.totals.num_samples)
@@ -154,7 +157,7 @@ def _forward_backward(
             nothing = output.reshape(-1)[:0].float().sum()
             reported: dict[str, Tensor] = {}
             try:
-                share, metrics = _shares(loss_function(output, prepared_row.row, totals))
+                share, metrics = checked_shares(loss_function(output, prepared_row.row, totals))
                 reported = {"loss": share, **metrics}
                 reported = {name: value.detach().clone() for name, value in reported.items()}
                 attached = (share + nothing.to(share.dtype)) * undo
@@ -183,62 +186,6 @@ def _forward_backward(
     return collected, failed
 
 
-def _shares(made: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a loss function returned, as scalars.
-
-    Raises:
-        TypeError: it is no pair of a loss and a dict, or one of them is no tensor.
-        ValueError: a tensor has not one value.
-    """
-    if not (isinstance(made, tuple | list) and len(made) == 2 and isinstance(made[1], Mapping)):
-        raise TypeError(
-            "the loss function must return (share of the loss, dict of shares of metrics), got "
-            f"{type(made).__name__}"
-        )
-    scalars = {}
-    for name, value in [("the loss", made[0]), *made[1].items()]:
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"{name} must be a tensor of one value, got {type(value).__name__}: return "
-                "shares as tensors, the loss attached to the graph"
-            )
-        if value.numel() != 1:
-            raise ValueError(
-                f"{name} must be a tensor of one value, got shape {list(value.shape)}: return "
-                "token_mean(...), or a sum over the step's totals"
-            )
-        scalars[name] = value.reshape(())
-    share = scalars.pop("the loss")
-    return share, scalars
-
-
-def _agreed_names(
-    args: Any, collected: Sequence[Mapping[str, Tensor]], failed: Sequence[Exception]
-) -> list[str]:
-    """The names of the metrics, the same for every micro-batch on all ranks of the last stage.
-
-    A collective over all ranks.
-
-    Raises:
-        ForwardFailedError: the loss function raised, or names differ.
-    """
-
-    def work() -> list[str]:
-        for each in collected:
-            if set(each) != set(collected[0]):
-                raise ValueError(
-                    f"the loss function returned metrics {sorted(each)} for one micro-batch and "
-                    f"{sorted(collected[0])} for another: return the same names for all"
-                )
-        return list(collected[0]) if collected else []
-
-    def says(names: list[str]) -> Statement:
-        return Statement(equal={"names of metrics": sorted(names)} if collected else {})
-
-    names: list[str] = agree_after_pipeline(args, _OPERATION, failed, work, says).result
-    return names
-
-
 def _connect(model: list[Any], optimizer: Any) -> None:
     """Set the hooks that ``megatron.training`` sets, where nobody has."""
     config = get_model_config(model[0])
@@ -259,17 +206,3 @@ def _num_averaged_replicas() -> int:
     """
     size: int = parallel_state.get_data_parallel_world_size()
     return size
-
-
-def _sum_metrics(
-    collected: Sequence[Mapping[str, Tensor]], names: Sequence[str]
-) -> dict[str, float]:
-    """Shares of all micro-batches, added up over them and over the ranks of the stage."""
-    order = sorted(names)  # the same on every rank, in whatever order the metrics were returned
-    sums = torch.stack(
-        [torch.stack([each[name].double() for each in collected]).sum() for name in order]
-    )
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    torch.distributed.all_reduce(sums, group=group)
-    total = dict(zip(order, sums.tolist(), strict=True))
-    return {name: total[name] for name in names}

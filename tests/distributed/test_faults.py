@@ -285,8 +285,14 @@ ON_ONE_RANK = {
         "f returns None": ("ForwardFailedError", "rank 2: OrderError: the function given to"),
         "no iterators": ("CollationFailedError", "rank 2: TypeError: data_iterator must be"),
         "no counts": ("CollationFailedError", "rank 2: TypeError: "),
-        "metric is a vector": ("ForwardFailedError", "kl must be a tensor of one value, got shape"),
-        "metric is a float": ("ForwardFailedError", "kl must be a tensor of one value, got float"),
+        "metric is a vector": (
+            "ForwardFailedError",
+            "metric 'kl' must be a tensor of one value, got shape",
+        ),
+        "metric is a float": (
+            "ForwardFailedError",
+            "metric 'kl' must be a tensor of one value, got float",
+        ),
         "loss is a vector": ("ForwardFailedError", "the loss must be a tensor of one value"),
         "loss is a float": ("ForwardFailedError", "the loss must be a tensor of one value"),
         "loss alone": ("ForwardFailedError", "rank 2: TypeError: the loss function must return"),

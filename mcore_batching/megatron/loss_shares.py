@@ -1,0 +1,102 @@
+"""A loss function's shares of the loss and of metrics: checked, agreed on, and added up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from mcore_batching.batch.consensus import Statement
+from mcore_batching.megatron.consensus import agree_after_pipeline
+
+
+def checked_shares(made: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss function's result as scalars: share of the loss, shares of metrics by name.
+
+    Raises:
+        TypeError: it is no pair of a loss and a dict, or one of them is no tensor.
+        ValueError: a tensor has not one value.
+    """
+    if not (isinstance(made, tuple | list) and len(made) == 2 and isinstance(made[1], Mapping)):
+        raise TypeError(
+            "the loss function must return (share of the loss, dict of shares of metrics), got "
+            f"{type(made).__name__}"
+        )
+    share, metrics = made
+    return _scalar("the loss", share), {
+        name: _scalar(f"metric {name!r}", value) for name, value in metrics.items()
+    }
+
+
+def _scalar(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{name} must be a tensor of one value, got {type(value).__name__}: return shares as "
+            "tensors, the loss attached to the graph"
+        )
+    if value.numel() != 1:
+        raise ValueError(
+            f"{name} must be a tensor of one value, got shape {list(value.shape)}: return "
+            "token_mean(...), or a sum over the step's totals"
+        )
+    return value.reshape(())
+
+
+def agreed_metric_names(
+    args: Any,
+    operation: str,
+    collected: Sequence[Mapping[str, Tensor]],
+    failed: Sequence[Exception],
+) -> list[str]:
+    """The names of the metrics, the same for every micro-batch on all ranks of the last stage.
+
+    A collective over all ranks.
+
+    Args:
+        args: Megatron's arguments.
+        operation: the call that ran the pipeline, in words.
+        collected: shares of each micro-batch by name, ``loss`` among them; empty on other stages.
+        failed: what the loss function raised, in the order of micro-batches.
+
+    Raises:
+        ForwardFailedError: the loss function raised, or names differ.
+    """
+
+    def work() -> list[str]:
+        for each in collected:
+            if set(each) != set(collected[0]):
+                raise ValueError(
+                    f"the loss function returned metrics {sorted(each)} for one micro-batch and "
+                    f"{sorted(collected[0])} for another: return the same names for all"
+                )
+        return list(collected[0]) if collected else []
+
+    def says(names: list[str]) -> Statement:
+        return Statement(equal={"names of metrics": sorted(names)} if collected else {})
+
+    names: list[str] = agree_after_pipeline(args, operation, failed, work, says).result
+    return names
+
+
+def summed_metrics(
+    collected: Sequence[Mapping[str, Tensor]], names: Sequence[str]
+) -> dict[str, float]:
+    """Shares of all micro-batches, added up over them and over the ranks of the stage.
+
+    A collective over the data- and context-parallel ranks of the last stage.
+
+    Args:
+        collected: shares of each micro-batch by name.
+        names: of them, the same on every rank, in any order.
+    """
+    order = sorted(names)
+    sums = torch.stack(
+        [torch.stack([each[name].double() for each in collected]).sum() for name in order]
+    )
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    torch.distributed.all_reduce(sums, group=group)
+    total = dict(zip(order, sums.tolist(), strict=True))
+    return {name: total[name] for name in names}
