@@ -22,26 +22,112 @@ from mcore_batching.planning import (
 
 PREFIX = "--dynamic-batch-"
 
-_PLANNER_DEFAULTS: dict[str, Any] = {
-    "packing": "auto",
-    "balance": "auto",
-    "fill": "split",
-    "on_oversize": "own-bin",
-    "pad_each_to": None,
-    "pad_total_to": None,
-    "plan_effort": 1500,
-    "max_inflight_tokens": None,
-}
-"""Fields of `PlannerConfig` that are read from ``args.dynamic_batch_*``, and their defaults."""
-
-FLAGS = {
-    "max_tokens_per_gpu": "--max-tokens-per-gpu",
-    **{
-        name: PREFIX + name.replace("_", "-")
-        for name in (*_PLANNER_DEFAULTS, "cost_model", "forward_only_plan", "record")
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "use_dynamic_batch_size": {
+        "action": "store_true",
+        "help": "pack variable-length samples into micro-batches under --max-tokens-per-gpu",
+    },
+    "max_tokens_per_gpu": {
+        "type": int,
+        "default": None,
+        "metavar": "TOKENS",
+        "help": "most padded tokens a micro-batch may put on one GPU; "
+        "a micro-batch holds up to this times the context-parallel size",
+    },
+    "packing": {
+        "choices": ["auto", "first-fit", "first-fit-decreasing"],
+        "default": "auto",
+        "help": "how samples are packed under the cap (auto: whichever needs fewer micro-batches)",
+    },
+    "balance": {
+        "choices": ["auto", "pipeline", "cost", "tokens", "none"],
+        "default": "auto",
+        "help": "what the plan is made for: the end of the pipeline's step (auto), or "
+        "micro-batches packed full and evened out by cost or tokens",
+    },
+    "plan_effort": {
+        "type": int,
+        "default": 1500,
+        "metavar": "N",
+        "help": "how long to search for a plan: simulated passes of a micro-batch per sample",
+    },
+    "cost_model": {
+        "default": None,
+        "metavar": "FILE",
+        "help": "JSON of what samples and micro-batches cost on these devices, as `mcore-batching "
+        "calibrate --out FILE` writes it",
+    },
+    "max_inflight_tokens": {
+        "type": int,
+        "default": None,
+        "metavar": "TOKENS",
+        "help": "most padded tokens whose activations the first pipeline stage may hold at a time",
+    },
+    "fill": {
+        "choices": ["split", "placeholder"],
+        "default": "split",
+        "help": "how a data-parallel rank with too few micro-batches reaches the common count: "
+        "split its own first, or use placeholders at once",
+    },
+    "on_oversize": {
+        "choices": ["own-bin", "error"],
+        "default": "own-bin",
+        "help": "a sample over the cap runs alone in its micro-batch, or is refused",
+    },
+    "pad_each_to": {
+        "type": int,
+        "default": None,
+        "metavar": "TOKENS",
+        "help": "pad every sample to a multiple of this, beside what parallelism needs",
+    },
+    "pad_total_to": {
+        "type": int,
+        "default": None,
+        "metavar": "TOKENS",
+        "help": "pad every packed row to a multiple of this (FP8, memory fragmentation)",
+    },
+    "forward_only_plan": {
+        "choices": ["shared", "own"],
+        "default": "shared",
+        "help": "forward_only runs the micro-batches of training (shared: rounding is then the "
+        "same in both, so an unchanged policy has ratio 1), or others planned for forward passes "
+        "alone",
+    },
+    "record": {
+        "default": None,
+        "metavar": "DIR",
+        "help": "write every training step's lengths, plan and time into this folder, for "
+        "`mcore-batching replay DIR`",
+    },
+    "consensus_timeout_seconds": {
+        "type": float,
+        "default": 600.0,
+        "metavar": "SECONDS",
+        "help": "how long to wait for the other ranks to have planned or collated before raising",
     },
 }
+
+FLAGS = {
+    name: f"--{name.replace('_', '-')}"
+    if name in ("use_dynamic_batch_size", "max_tokens_per_gpu")
+    else PREFIX + name.replace("_", "-")
+    for name in _OPTIONS
+}
 """Argument of the library to the flag that sets it."""
+
+_FORMER_FLAGS = {"consensus_timeout_seconds": f"{PREFIX}rendezvous-timeout-seconds"}
+
+_PLANNER_OPTIONS = (
+    "packing",
+    "balance",
+    "fill",
+    "on_oversize",
+    "pad_each_to",
+    "pad_total_to",
+    "plan_effort",
+    "max_inflight_tokens",
+)
+"""Fields of `PlannerConfig` that are read from ``args.dynamic_batch_*``."""
 
 
 def flag_of(argument: Argument) -> str:
@@ -61,107 +147,10 @@ def add_dynamic_batch_arguments(parser: argparse.ArgumentParser) -> argparse.Arg
     Flags that the parser has already (frameworks define the first two themselves) are left alone.
     """
     group = parser.add_argument_group("dynamic micro-batches (mcore_batching)")
-
-    def add(*flags: str, **options: Any) -> None:
-        if flags[0] not in parser._option_string_actions:
-            group.add_argument(*flags, **options)
-
-    add(
-        "--use-dynamic-batch-size",
-        action="store_true",
-        help="pack variable-length samples into micro-batches under --max-tokens-per-gpu",
-    )
-    add(
-        "--max-tokens-per-gpu",
-        type=int,
-        default=None,
-        metavar="TOKENS",
-        help="most padded tokens a micro-batch may put on one GPU; "
-        "a micro-batch holds up to this times the context-parallel size",
-    )
-    add(
-        f"{PREFIX}packing",
-        choices=["auto", "first-fit", "first-fit-decreasing"],
-        default="auto",
-        help="how samples are packed under the cap (auto: whichever needs fewer micro-batches)",
-    )
-    add(
-        f"{PREFIX}balance",
-        choices=["auto", "pipeline", "cost", "tokens", "none"],
-        default="auto",
-        help="what the plan is made for: the end of the pipeline's step (auto), or micro-batches "
-        "packed full and evened out by cost or tokens",
-    )
-    add(
-        f"{PREFIX}plan-effort",
-        type=int,
-        default=1500,
-        metavar="N",
-        help="how long to search for a plan: simulated passes of a micro-batch for each sample",
-    )
-    add(
-        f"{PREFIX}cost-model",
-        default=None,
-        metavar="FILE",
-        help="JSON of what samples and micro-batches cost on these devices, as `mcore-batching "
-        "calibrate --out FILE` writes it",
-    )
-    add(
-        f"{PREFIX}max-inflight-tokens",
-        type=int,
-        default=None,
-        metavar="TOKENS",
-        help="most padded tokens whose activations the first pipeline stage may hold at a time",
-    )
-    add(
-        f"{PREFIX}fill",
-        choices=["split", "placeholder"],
-        default="split",
-        help="how a data-parallel rank with too few micro-batches reaches the common count: split "
-        "its own first, or use placeholders at once",
-    )
-    add(
-        f"{PREFIX}on-oversize",
-        choices=["own-bin", "error"],
-        default="own-bin",
-        help="a sample over the cap runs alone in its micro-batch, or is refused",
-    )
-    add(
-        f"{PREFIX}pad-each-to",
-        type=int,
-        default=None,
-        metavar="TOKENS",
-        help="pad every sample to a multiple of this, beside what parallelism needs",
-    )
-    add(
-        f"{PREFIX}pad-total-to",
-        type=int,
-        default=None,
-        metavar="TOKENS",
-        help="pad every packed row to a multiple of this (FP8, memory fragmentation)",
-    )
-    add(
-        f"{PREFIX}forward-only-plan",
-        choices=["shared", "own"],
-        default="shared",
-        help="forward_only runs the micro-batches of training (shared: rounding is then the same "
-        "in both, so an unchanged policy has ratio 1), or others planned for forward passes alone",
-    )
-    add(
-        f"{PREFIX}record",
-        default=None,
-        metavar="DIR",
-        help="write every training step's lengths, plan and time into this folder, for "
-        "`mcore-batching replay DIR`",
-    )
-    add(
-        f"{PREFIX}consensus-timeout-seconds",
-        f"{PREFIX}rendezvous-timeout-seconds",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="how long to wait for the other ranks to have planned or collated before raising",
-    )
+    for name, options in _OPTIONS.items():
+        spellings = [FLAGS[name], *([_FORMER_FLAGS[name]] if name in _FORMER_FLAGS else [])]
+        if FLAGS[name] not in parser._option_string_actions:
+            group.add_argument(*spellings, **options)
     return parser
 
 
@@ -194,8 +183,8 @@ def planner_config(args: Any) -> PlannerConfig:
             "that fit into one GPU's memory in one micro-batch (16384, say)"
         )
     chosen = {
-        name: getattr(args, f"dynamic_batch_{name}", default)
-        for name, default in _PLANNER_DEFAULTS.items()
+        name: getattr(args, f"dynamic_batch_{name}", _OPTIONS[name]["default"])
+        for name in _PLANNER_OPTIONS
     }
     try:
         return PlannerConfig(max_tokens_per_gpu=args.max_tokens_per_gpu, **chosen)

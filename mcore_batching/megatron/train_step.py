@@ -106,10 +106,7 @@ def train_step(
 
     prepared = prepare(args, _OPERATION, step, schedule)
     model = model_chunks(model)
-    for chunk in model:
-        chunk.zero_grad_buffer()
-    optimizer.zero_grad()
-    _connect(model, optimizer)
+    _make_ready(model, optimizer)
     with recorded(args, prepared.schedule, step):
         collected, failed = _forward_backward(loss_function, args, model, prepared)
     names = agreed_metric_names(args, _OPERATION, collected, failed)
@@ -186,8 +183,11 @@ def _forward_backward(
     return collected, failed
 
 
-def _connect(model: list[Any], optimizer: Any) -> None:
-    """Set the hooks that ``megatron.training`` sets, where nobody has."""
+def _make_ready(model: list[Any], optimizer: Any) -> None:
+    """Zero the gradients, and set the hooks that ``megatron.training`` sets, where nobody has."""
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
     config = get_model_config(model[0])
     if config.grad_scale_func is None:
         config.grad_scale_func = optimizer.scale_loss

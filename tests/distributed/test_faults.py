@@ -287,11 +287,11 @@ ON_ONE_RANK = {
         "no counts": ("CollationFailedError", "rank 2: TypeError: "),
         "metric is a vector": (
             "ForwardFailedError",
-            "metric 'kl' must be a tensor of one value, got shape",
+            "'kl' must be a tensor of one value, got shape",
         ),
         "metric is a float": (
             "ForwardFailedError",
-            "metric 'kl' must be a tensor of one value, got float",
+            "'kl' must be a tensor of one value, got float",
         ),
         "loss is a vector": ("ForwardFailedError", "the loss must be a tensor of one value"),
         "loss is a float": ("ForwardFailedError", "the loss must be a tensor of one value"),
