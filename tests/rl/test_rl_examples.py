@@ -1,0 +1,77 @@
+"""The examples in the docstrings of mcore_batching.rl are what the functions return."""
+
+from __future__ import annotations
+
+import torch
+
+from mcore_batching.rl import (
+    compute_advantages,
+    left_pad,
+    outcome_advantages,
+    pad_batch,
+    real_samples,
+    response_values,
+    unpad,
+)
+from mcore_batching.rl._right_aligned import right_align, right_aligned_rows
+from mcore_batching.rl.real_samples import indices_by_group
+
+
+def test_advantages() -> None:
+    batch = {
+        "total_lengths": [2, 3, 2],
+        "response_lengths": [1, 2, 1],
+        "trajectory_ids": [7, 7, 8],
+        "uids": ["a", "a", "a"],
+        "rewards": [0, 1, 0],
+        "loss_masks": [[1], [1, 0], [1]],
+    }
+    found = compute_advantages(batch, "dr_grpo", step_wise=True)
+    assert [each.tolist() for each in found] == [[0.5], [0.5, 0.0], [-0.5]]
+    rloo = outcome_advantages([1.0, 0.0, 0.0], ["a", "a", "a"], estimator="rloo")
+    assert rloo == [1.0, -0.5, -0.5]
+
+
+def test_groups() -> None:
+    assert indices_by_group(["a", "b", "a", "pad"], [0, 1, 2]) == {"a": [0, 2], "b": [1]}
+
+
+def test_padding_samples() -> None:
+    batch = {
+        "tokens": [[4, 5, 6]],
+        "total_lengths": [3],
+        "response_lengths": [2],
+        "loss_masks": [[1, 1]],
+        "uids": ["a"],
+    }
+    padded = pad_batch(batch, 2, pad_token_id=0)
+    assert padded == {
+        "tokens": [[4, 5, 6], [0, 0]],
+        "total_lengths": [3, 2],
+        "response_lengths": [2, 1],
+        "loss_masks": [[1, 1], [0]],
+        "uids": ["a", "padding-0"],
+        "is_padding": [False, True],
+    }
+    assert real_samples(padded) == {**batch, "is_padding": [False]}
+
+
+def test_left_padding() -> None:
+    samples = {
+        "tokens": [[4, 5], [6, 7, 8, 9, 1]],
+        "total_lengths": [2, 5],
+        "response_lengths": [1, 2],
+        "log_probs": [[-0.5], [-0.25, -0.125]],
+    }
+    blocks = left_pad(samples, pad_token_id=0)
+    assert blocks.tokens.tolist() == [[0, 0, 0, 4, 5], [6, 7, 8, 9, 1]]
+    assert blocks.blocks["log_probs"].tolist() == [[0.0, -0.5], [-0.25, -0.125]]
+    for values in (response_values(blocks, "log_probs"), unpad(blocks)["log_probs"]):
+        assert [value.tolist() for value in values] == samples["log_probs"]
+
+
+def test_right_alignment() -> None:
+    values = [torch.tensor([1, 2, 3]), torch.tensor([4])]
+    block = right_align(values)
+    assert block.tolist() == [[1, 2, 3], [0, 0, 4]]
+    assert all(map(torch.equal, right_aligned_rows(block, [3, 1]), values))
