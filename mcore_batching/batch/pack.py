@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch.errors import BatchError, SchemaError
-from mcore_batching.batch.field_checks import read_lengths
+from mcore_batching.batch.field_checks import check_values, read_lengths
 from mcore_batching.batch.fields import Kind
 from mcore_batching.batch.packed import PackedMicroBatch
 from mcore_batching.batch.response_tokens import loss_masks, predicted_positions, response_tokens
@@ -61,8 +61,8 @@ def pack(
         context_parallel_rank: this rank among them.
         pad_token_id: fills padding, and labels where there is no next token.
         is_placeholder: the one sample is fabricated; its loss mask is all zero.
-        validated: the samples are of a batch that ``schema.validate`` has passed, so that they need
-            not be checked again.
+        validated: the samples are of a batch that ``schema.validate`` has passed; then only what
+            lies in the row itself is checked again.
 
     Returns:
         the row, on the device of the first sample's tokens.
@@ -77,6 +77,8 @@ def pack(
         schema.validate(samples)
     totals, responses = read_lengths(samples)
     _require_indices(sample_indices, len(totals), is_placeholder)
+    if validated:
+        _require_lengths(samples, schema, totals, responses)
     fields = {key: list(values) for key, values in samples.items() if values is not None}
     first = fields["tokens"][0]
     device = first.device if isinstance(first, Tensor) else torch.device("cpu")
@@ -137,6 +139,16 @@ def _require_indices(sample_indices: Sequence[int], num_samples: int, is_placeho
             Argument("sample_indices"),
             " to the origin index of each real sample, () for a placeholder",
         )
+
+
+def _require_lengths(
+    samples: Mapping[str, Any], schema: Schema, totals: Sequence[int], responses: Sequence[int]
+) -> None:
+    # The caller may have changed its lists since they were validated, and values of another length
+    # would shift the row silently.
+    for name, values in samples.items():
+        if values is not None and schema[name].kind in (Kind.TOKENS, Kind.POSITION_IDS):
+            check_values(schema[name], values, totals, responses)
 
 
 def _at_positions(positions: Tensor, values: Tensor, num_tokens: int) -> Tensor:

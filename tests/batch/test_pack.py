@@ -15,6 +15,7 @@ from mcore_batching.batch import (
     DEFAULT_SCHEMA,
     Kind,
     PackedMicroBatch,
+    Schema,
     SchemaError,
     make_placeholder,
     merge_packed,
@@ -350,6 +351,27 @@ def test_wrong_values_are_refused_before_anything_is_packed() -> None:
         pack_on_all_ranks(samples)
     with pytest.raises(SchemaError, match="'mine': expected a declared field"):
         pack_on_all_ranks(make_samples([(4, 2)]) | {"mine": [1]})
+
+
+def test_samples_of_a_validated_batch_are_not_validated_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    samples = make_samples([(4, 2), (3, 1)])
+    expected = pack_on_all_ranks(samples)[0]
+    monkeypatch.setattr(Schema, "validate", None)
+    (row,) = pack_on_all_ranks(samples, validated=True)
+    assert torch.equal(row.tokens, expected.tokens)
+
+
+@pytest.mark.parametrize("name", ["tokens", "position_ids", "loss_masks"])
+def test_values_that_have_changed_since_are_refused_where_they_would_shift_the_row(
+    name: str,
+) -> None:
+    samples = make_samples([(4, 2), (3, 1)])
+    samples["position_ids"] = [torch.arange(4), torch.arange(3)]
+    samples[name][1] = samples[name][1][:0]
+    with pytest.raises(SchemaError, match=f"'{name}', sample 1: expected"):
+        pack_on_all_ranks(samples, validated=True)
 
 
 @settings(max_examples=100, deadline=None)
