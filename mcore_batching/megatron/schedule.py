@@ -200,4 +200,5 @@ class MicroBatchSchedule:
             pad_token_id=self.pad_token_id,
             sample_indices=indices,
             is_placeholder=not indices,
+            validated=True,  # as it was read, or as the field was added
         )
