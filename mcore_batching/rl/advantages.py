@@ -36,9 +36,9 @@ from mcore_batching.rl.group_locality import groups_held, require_local
 from mcore_batching.rl.metrics import masked_zscore
 from mcore_batching.rl.real_samples import indices_by_group, real_indices
 
-EPSILON = 1e-6
-"""Added to the deviation under "grpo", as verl does."""
+Outcome = Literal["last", "sum"]
 
+_EPSILON = 1e-6  # added to the deviation under "grpo", as verl does
 _TEMPORAL = ("gae", "reinforce_plus_plus")
 
 
@@ -47,7 +47,7 @@ def compute_advantages(
     estimator: str = "grpo",
     *,
     step_wise: bool = False,
-    outcome: Literal["last", "sum"] = "last",
+    outcome: Outcome = "last",
     steps: Sequence[Sequence[int]] | None = None,
     normalize: bool | None = None,
     group: dist.ProcessGroup | None = None,
@@ -103,7 +103,8 @@ def compute_advantages(
     advantages, parts, _ = agreed.result
     if not normalize:
         return advantages
-    for step, part in zip(steps or [range(len(advantages))], parts, strict=True):
+    steps = [range(len(advantages))] if steps is None else steps
+    for step, part in zip(steps, parts, strict=True):
         scores = masked_zscore(part["advantages"], part["masks"], group=group)
         for index, score in zip(step, scores, strict=True):
             advantages[index] = score
@@ -144,12 +145,12 @@ def _advantages(
     estimator: str,
     masks: Sequence[Tensor],
     step_wise: bool,
-    outcome: Literal["last", "sum"],
+    outcome: Outcome,
 ) -> list[Tensor]:
     uids = _values(batch, "uids")
     trajectories = _trajectories(batch, uids, step_wise)
     found = outcome_advantages(
-        [_outcome(batch, turns, outcome) for turns in trajectories],
+        _outcomes(batch, trajectories, outcome),
         [uids[turns[0]] for turns in trajectories],
         estimator=estimator,
         lengths=[sum(int(masks[turn].sum()) for turn in turns) for turns in trajectories],
@@ -161,9 +162,7 @@ def _advantages(
     return advantages
 
 
-def _trajectories(
-    batch: Mapping[str, Any], uids: Sequence[Any], step_wise: bool
-) -> list[list[int]]:
+def _trajectories(batch: Mapping[str, Any], uids: Any, step_wise: bool) -> list[list[int]]:
     """Indices of the real samples of each trajectory [trajectories][turns]."""
     real = real_indices(batch)
     if not step_wise and batch.get("trajectory_ids") is None:
@@ -186,19 +185,20 @@ def _trajectories(
     return [turns for _, turns in trajectories]
 
 
-def _outcome(
-    batch: Mapping[str, Any], turns: Sequence[int], outcome: Literal["last", "sum"]
-) -> float:
-    """The reward of the trajectory that has these turns."""
+def _outcomes(
+    batch: Mapping[str, Any], trajectories: Sequence[Sequence[int]], outcome: Outcome
+) -> list[float]:
+    """The reward of each trajectory [trajectories]."""
     if outcome not in ("last", "sum"):
         raise BatchError(Argument("outcome"), f" must be 'last' or 'sum', got {outcome!r}")
     rewards = _values(batch, "rewards")
     if outcome == "sum":
-        return sum(float(rewards[turn]) for turn in turns)
+        return [sum(float(rewards[turn]) for turn in turns) for turns in trajectories]
     if batch.get("round_number") is None:
-        return float(rewards[turns[-1]])
+        return [float(rewards[turns[-1]]) for turns in trajectories]
     numbers = _values(batch, "round_number")
-    return float(rewards[max(turns, key=lambda turn: int(numbers[turn]))])
+    last = [max(turns, key=lambda turn: int(numbers[turn])) for turns in trajectories]
+    return [float(rewards[turn]) for turn in last]
 
 
 def _values(batch: Mapping[str, Any], name: str) -> Any:
@@ -239,13 +239,13 @@ def outcome_advantages(
             f"{len(groups)} groups and {len(lengths)} lengths"
         )
     advantages = [0.0] * len(rewards)
-    for group, indices in indices_by_group(groups, range(len(rewards))).items():
-        for index in indices:
-            if not math.isfinite(rewards[index]):
-                raise BatchError(
-                    f"expected finite rewards, got {rewards[index]} for trajectory {index} of "
-                    f"group {group!r}; correct the reward function, or leave the trajectory out"
-                )
+    for index, reward in enumerate(rewards):
+        if not math.isfinite(reward):
+            raise BatchError(
+                f"expected finite rewards, got {reward} for trajectory {index} of group "
+                f"{groups[index]!r}; correct the reward function, or leave the trajectory out"
+            )
+    for indices in indices_by_group(groups, range(len(rewards))).values():
         if len(indices) < 2:
             continue
         found = OUTCOME_ESTIMATORS[estimator](
@@ -265,7 +265,7 @@ def _minus_mean(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]
 def _grpo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     centered = _minus_mean(rewards, lengths)
     variance = math.fsum(each**2 for each in centered) / (len(rewards) - 1)
-    return [each / (math.sqrt(variance) + EPSILON) for each in centered]
+    return [each / (math.sqrt(variance) + _EPSILON) for each in centered]
 
 
 def _rloo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:

@@ -276,6 +276,8 @@ def test_normalisation_is_by_step() -> None:
     for step in STEPS:
         for i, expected in zip(step, plain_zscores(batch, step), strict=True):
             assert found[i].tolist() == pytest.approx(expected, **ROUNDING)
+    none = compute_advantages(batch, "dr_grpo", step_wise=True, steps=[], normalize=True)
+    assert all(map(torch.equal, none, compute_advantages(batch, "dr_grpo", step_wise=True)))
     default = compute_advantages(batch, "reinforce_baseline", step_wise=True, steps=STEPS)
     assert all(map(torch.equal, default, found))
     partly = compute_advantages(batch, "dr_grpo", step_wise=True, steps=STEPS[1:], normalize=True)
