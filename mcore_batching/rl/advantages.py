@@ -95,7 +95,7 @@ def compute_advantages(
 
     alike = {"estimator": estimator, "normalize": normalize}
     agreed = Consensus(group).agree(
-        "advantages",
+        "computing advantages",
         work,
         lambda done: Statement(equal={**alike, "number of steps": len(done[1])}, tell=done[2]),
     )

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from mcore_batching.batch.consensus import Consensus, Statement
 from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.field_checks import num_samples, require_one_per_sample
+from mcore_batching.planning.errors import Argument
 from mcore_batching.rl.real_samples import indices_by_group, real_indices
 
 _MAX_LISTED = 5  # groups in a message
@@ -29,9 +30,10 @@ class SplitGroupError(BatchError):
     Attributes: `ranks_of_group`, global ranks of each such group, by its uid.
     """
 
-    def __init__(self, message: str, *, ranks_of_group: dict[Hashable, tuple[int, ...]]) -> None:
-        """Take the message as it is."""
-        super().__init__(message)
+    def __init__(
+        self, *parts: str | Argument, ranks_of_group: dict[Hashable, tuple[int, ...]]
+    ) -> None:
+        super().__init__(*parts)
         self.ranks_of_group = ranks_of_group
 
 
@@ -51,7 +53,7 @@ def check_groups_are_local(batch: Mapping[str, Any], *, group: dist.ProcessGroup
         BatchError: on every rank, if on any the uids are absent or cannot be compared.
     """
     agreed = Consensus(group).agree(
-        "which groups are on this rank",
+        "collecting the groups of every rank",
         lambda: groups_held(batch),
         lambda held: Statement(tell=held),
     )
@@ -101,9 +103,9 @@ def require_local(held: Mapping[int, Collection[Hashable]]) -> None:
     ]
     more = f" and {len(split) - _MAX_LISTED} more" if len(split) > _MAX_LISTED else ""
     raise SplitGroupError(
-        f"expected every group whole on one rank, where its rewards are compared, got "
-        f"{'; '.join(listed)}{more}; hand all samples of a uid to one rank, or compute advantages "
-        "before the batch is split; ranks that hold the same samples (context-parallel ones) must "
-        "not be in the group",
+        f"expected every group whole on one rank, got {'; '.join(listed)}{more}; hand all samples "
+        "of a uid to one rank, or compute advantages before the batch is split; set ",
+        Argument("group"),
+        " to the data-parallel ranks alone, without context-parallel ones",
         ranks_of_group=split,
     )

@@ -62,7 +62,7 @@ def sample_metrics(
             ],
         )
 
-    agreed = Consensus(group).agree("metrics of samples", numbers, says)
+    agreed = Consensus(group).agree("summing up metrics", numbers, says)
     metrics: dict[str, float] = {}
     for index, name in enumerate(fields):
         count, total = agreed.total[2 * index : 2 * index + 2]
@@ -232,7 +232,7 @@ def _kept_and_mean(
 ) -> tuple[list[Tensor], float | None, int]:
     """The values where the mask is not 0, flat and in double precision; mean and count of all."""
     agreed = Consensus(group).agree(
-        "mean of masked values",
+        "averaging masked values",
         lambda: _kept(values, masks),
         lambda kept: Statement(
             total=(sum(float(v.sum()) for v in kept), sum(v.numel() for v in kept))
@@ -263,7 +263,7 @@ def _variance(
 ) -> float | None:
     # From the deviations, since the difference of large sums of squares loses its digits.
     agreed = Consensus(group).agree(
-        "variance of masked values",
+        "adding up squared deviations",
         lambda: 0.0 if mean is None else sum(float(((v - mean) ** 2).sum()) for v in kept),
         lambda squares: Statement(total=(squares,)),
     )

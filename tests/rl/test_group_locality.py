@@ -29,7 +29,7 @@ def test_a_split_group_is_the_same_error_on_every_rank(
         "got 'b' on ranks 0, 2; 'c' on ranks 1, 2; hand all samples of a uid to one"
         in first["message"]
     )
-    assert "context-parallel ones) must not be in the group" in first["message"]
+    assert "set group to the data-parallel ranks alone" in first["message"]
 
 
 @pytest.mark.parametrize(
