@@ -1,4 +1,4 @@
-"""Calls and losses that the packed forward-backward function refuses."""
+"""The packed forward-backward function: calls and losses that it refuses, padding in routers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from packed_row_cases import rows
 
 from mcore_batching.integrations.megatron_lm.forward_backward import (
     PackedForwardBackward,
     _check_loss,
+    _padding_mask_given,
 )
 from mcore_batching.megatron import DynamicBatchArgumentError
 
@@ -53,3 +55,42 @@ def test_refused_losses(result: Any, message: str) -> None:
 
 def test_a_loss_as_a_sum_with_its_count_passes() -> None:
     _check_loss((torch.ones(()), torch.ones(()), {"lm loss": torch.ones(2)}))
+
+
+class Chunk(torch.nn.Module):
+    """Returns what it is given."""
+
+    pre_process = True
+
+    def __init__(self, num_moe_experts: int | None) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_moe_experts=num_moe_experts, sequence_parallel=False)
+
+    def forward(self, **inputs: Any) -> dict[str, Any]:
+        return inputs
+
+
+def test_routers_are_told_which_tokens_are_padding() -> None:
+    experts, iterator = Chunk(4), rows()
+    with _padding_mask_given(iterator, experts):
+        next(iterator)
+        mask = experts()["padding_mask"]
+        assert mask.tolist() == [[False] * 3 + [True] + [False] * 2 + [True] * 2]
+        assert experts(padding_mask="the script's own")["padding_mask"] == "the script's own"
+        params = SimpleNamespace(tokens_per_sample=8)
+        assert experts(packed_seq_params=params)["packed_seq_params"].tokens_per_sample is None
+    assert experts() == {}
+
+
+def test_placeholders_are_padding_throughout_for_routers() -> None:
+    experts, iterator = Chunk(4), rows(is_placeholder=True)
+    with _padding_mask_given(iterator, experts):
+        next(iterator)
+        assert experts()["padding_mask"].all()
+
+
+def test_dense_models_get_no_padding_mask() -> None:
+    dense, iterator = Chunk(None), rows()
+    with _padding_mask_given(iterator, dense):
+        next(iterator)
+        assert dense() == {}

@@ -1,8 +1,9 @@
-"""What every version of Megatron is given."""
+"""Calls that hide differences between versions of Megatron."""
 
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import torch
 
@@ -20,3 +21,17 @@ def test_packed_sequence_parameters_are_what_transformer_engine_expects() -> Non
     # Transformer Engine's wrapper passes on every declared field but those it knows to drop: what
     # this package adds must not be one.
     assert "host_cu_seqlens" not in {field.name for field in dataclasses.fields(params)}
+
+
+def test_validate_args_is_replaced_where_it_was_imported_by_name() -> None:
+    """Until 0.17 ``megatron.training.initialize`` has a name of its own for it."""
+    arguments = SimpleNamespace(validate_args=print)
+    later, until_017 = SimpleNamespace(), SimpleNamespace(validate_args=print)
+    assert compat.modules_with_validate_args(arguments, later) == [arguments]
+    assert compat.modules_with_validate_args(arguments, until_017) == [arguments, until_017]
+
+
+def test_options_that_a_release_lacks_are_off() -> None:
+    assert not compat.has_sequence_packing(SimpleNamespace())
+    assert compat.has_sequence_packing(SimpleNamespace(sequence_packing_scheduler="default"))
+    assert not compat.pads_uneven_dispatch_inputs(SimpleNamespace())

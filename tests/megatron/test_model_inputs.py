@@ -1,0 +1,41 @@
+"""Keyword arguments of forward passes: changed inside a block, joined over samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_batching.megatron.model_inputs import changed_inputs, joined_multimodal_inputs
+
+
+class Model(torch.nn.Module):
+    def forward(self, tokens: Any, **inputs: Any) -> Any:
+        return tokens, inputs
+
+
+def test_inputs_are_changed_inside_the_block_alone() -> None:
+    first, second, other = Model(), Model(), Model()
+    with changed_inputs([first, second], lambda inputs: inputs | {"position_ids": None}):
+        for model in (first, second):
+            assert model(1, position_ids=2, mask=3) == (1, {"position_ids": None, "mask": 3})
+        assert other(1, position_ids=2) == (1, {"position_ids": 2})
+    assert first(1, position_ids=2) == (1, {"position_ids": 2})
+
+
+def test_an_error_in_the_block_comes_out_and_ends_it() -> None:
+    model = Model()
+    with pytest.raises(StopIteration), changed_inputs([model], lambda inputs: {"changed": True}):
+        next(iter([]))
+    assert model(1) == (1, {})
+
+
+def test_multimodal_inputs_are_joined_name_by_name() -> None:
+    pixels, more = torch.zeros(2, 3), torch.ones(1, 3)
+    grid = torch.tensor([[1, 2]])
+    joined = joined_multimodal_inputs([{"pixels": pixels, "grid": grid}, None, {"pixels": more}])
+    assert joined.keys() == {"pixels", "grid"}
+    assert torch.equal(joined["pixels"], torch.cat([pixels, more]))
+    assert torch.equal(joined["grid"], grid)
+    assert joined_multimodal_inputs([None, {}]) == {}
