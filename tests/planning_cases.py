@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,11 +13,12 @@ from mcore_batching.planning import ParallelDims, PlannerConfig, StepPlan
 
 
 def examples(count: int) -> settings:
-    """`count` random cases under `tests/run.sh --long`, a quarter of them otherwise; however slow
-    the machine is at the moment."""
-    if not os.environ.get("MCORE_BATCHING_LONG"):
-        count = max(20, count // 4)
-    return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    """`count` random cases with --long, a third without; however slow the machine is."""
+    return settings(
+        max_examples=max(20, count * settings.default.max_examples // 300),
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
 
 
 @dataclass(frozen=True)

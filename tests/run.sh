@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Installs what is needed and runs lint, types and all tests.
+# Installs what is needed and runs lint, types and tests.
 #
-#     bash tests/run.sh [arguments of pytest]
+#     bash tests/run.sh [--long] [arguments of pytest]
 #
+# --long runs the tests marked so as well, and three times as many random cases.
 # MCORE_BATCHING_VENV names the environment (default: .venv), MCORE_BATCHING_PYTHON the interpreter
 # it is made with.
 set -uo pipefail

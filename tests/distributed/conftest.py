@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from kit.harness import REPOSITORY, Job, environment, results, run_jobs
 
 KINDS = ("dense", "moe", "learned", "qk")

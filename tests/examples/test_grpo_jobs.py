@@ -18,7 +18,7 @@ SECONDS = 300
 RECORDED = ["--pp=2", "--vpp=2", "--num-layers=4", "--hidden-size=32", "--iterations=2"]
 RECORDED += ["--prompts-per-iteration=4", "--global-batch-size=8", "--max-tokens-per-gpu=512"]
 ONLINE = ["--online", "--iterations=2", "--prompts-per-iteration=6", "--groups-per-step=4"]
-ONLINE += ["--warm-start-steps=50", "--max-tokens-per-gpu=256", "--pp=1"]
+ONLINE += ["--warm-start-steps=50", "--max-tokens-per-gpu=256"]
 
 
 def run_grpo(nproc, *flags):
@@ -96,12 +96,13 @@ def test_what_the_user_can_put_right_is_said_once_without_a_traceback(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def online(tmp_path_factory):
-    """On two data-parallel ranks: whole games, and single turns."""
+def online(request, tmp_path_factory):
+    """Whole games, and single turns; on two data-parallel ranks, with --long of two stages."""
+    stages = 2 if request.config.getoption("--long") else 1
     out = tmp_path_factory.mktemp("online")
     printed, runs = "", []
     for name, flags in (("online", []), ("online-step-wise", ["--step-wise"])):
-        done = run_grpo(2, *ONLINE, "--out", str(out), *flags)
+        done = run_grpo(2 * stages, *ONLINE, f"--pp={stages}", "--out", str(out), *flags)
         assert done.returncode == 0, done.stderr[-3000:]
         printed += done.stdout
         runs.append(read_run(out, name, OnlineMetrics))

@@ -23,6 +23,12 @@ CASES = [
     # The second, and three of four data-parallel ranks, have no game at all.
     *((name, 1) for name in ("dp2-pp2", "dp4")),
 ]
+LONG_CASES = [(name, MOST_PROMPTS) for name in ("dp2-pp2", "dp4")]
+each_case = pytest.mark.parametrize(
+    ("dims", "num_prompts"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_CASES)],
+    ids=str,
+)
 
 
 def name_of(dims, num_prompts):
@@ -30,7 +36,7 @@ def name_of(dims, num_prompts):
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
+def outcomes(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("play")
     weights = str(folder / "weights.pt")
     parameters = {"weights": weights, "seed": SEED}
@@ -45,7 +51,7 @@ def outcomes(tmp_path_factory):
             LAYOUTS[dims],
             parameters | {"dims": LAYOUTS[dims], "num_prompts": num_prompts},
         )
-        for dims, num_prompts in CASES
+        for dims, num_prompts in CASES + LONG_CASES * request.config.getoption("--long")
     ]
     with pytest.MonkeyPatch.context() as patch:
         modules = HERE.parents[1] / "examples" / "grpo"
@@ -55,7 +61,7 @@ def outcomes(tmp_path_factory):
         return found | run_jobs(jobs, folder / "together")
 
 
-@pytest.mark.parametrize(("dims", "num_prompts"), CASES, ids=lambda value: str(value))
+@each_case
 def test_every_layout_draws_the_tokens_of_one_process(outcomes, dims, num_prompts):
     (reference,) = results(outcomes["reference"])
     expected = {tuple(each["game"]): each for each in reference[: 2 * num_prompts]}
@@ -75,7 +81,7 @@ def test_every_layout_draws_the_tokens_of_one_process(outcomes, dims, num_prompt
         assert each["log_probs"] == pytest.approx(ours["log_probs"], abs=1e-4)
 
 
-@pytest.mark.parametrize(("dims", "num_prompts"), CASES, ids=lambda value: str(value))
+@each_case
 def test_all_ranks_go_on_until_the_last_game_is_over(outcomes, dims, num_prompts):
     ranks = results(outcomes[name_of(dims, num_prompts)])
     longest = {
