@@ -8,7 +8,7 @@
 # small GPT model by examples/sft/sft.py on 4 processes, 2 data-parallel ranks of 2 pipeline stages: on
 # GPUs if there are enough, on the CPU otherwise. --compare, the default, trains it twice from the
 # same start, with the plugin's flag and without (--dynamic and --baseline: once), and draws loss
-# and tokens computed a step into runs/sft. --data FILE trains on other JSON lines: messages,
+# and tokens computed per step into runs/sft. --data FILE trains on other JSON lines: messages,
 # prompt and completion, or question and answer, such as GSM8K's; samples longer than --seq-length
 # are left out and counted. --short runs for seconds. Needs Python 3.12 or 3.13, for which
 # megatron-core 0.19 has wheels.

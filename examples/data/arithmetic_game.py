@@ -1,4 +1,4 @@
-"""Makes rollouts of a multi-turn arithmetic game, the bundled input of ``grpo.py``.
+"""Makes the bundled rollouts of a multi-turn arithmetic game, input of ``grpo.py``.
 
     python examples/data/arithmetic_game.py
 
@@ -11,9 +11,7 @@ A response holds everything after the prompt, the game's own turns included;
 ``environment_spans`` says which of its characters ``[start, end)`` the game wrote, so that they
 are not trained on.
 
-Guarantees
-- The same seed writes the same bytes, whatever the Python version.
-- Reward 1 only for games without a wrong answer, reward 0 only for those lost in the first round.
+The same seed writes the same bytes, whatever the Python version.
 """
 
 from __future__ import annotations
@@ -151,7 +149,7 @@ def main() -> None:
     default = Path(__file__).with_name("arithmetic_rollouts.jsonl")
     parser.add_argument("--out", type=Path, default=default)
     parser.add_argument("--prompts", type=int, default=128)
-    parser.add_argument("--trajectories", type=int, default=4, help="games a prompt")
+    parser.add_argument("--trajectories", type=int, default=4, help="games per prompt")
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()
     lines = [

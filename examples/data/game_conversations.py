@@ -1,4 +1,4 @@
-"""Makes conversations of won arithmetic games, the bundled input of ``sft.sh``.
+"""Makes the bundled conversations of won arithmetic games, input of ``sft.sh``.
 
     python examples/data/game_conversations.py --out examples/data/arithmetic_conversations.jsonl
 

@@ -1,4 +1,4 @@
-"""Draws what dynamic micro-batches do to one optimizer step, from a real plan.
+"""Draws one optimizer step without and with dynamic micro-batches, from real plans.
 
     python examples/figures/step_figure.py
 
@@ -38,7 +38,7 @@ def lengths_of_samples(seed: int = 5) -> list[int]:
 
 
 def draw(axes: Axes, plan: StepPlan, lengths: list[int], title: str) -> None:
-    """One row a rank, one box a micro-batch, one bar a sample."""
+    """One row per rank, one box per micro-batch, one bar per sample."""
     colours = plt.get_cmap("tab20")
     for rank, micro_batches in enumerate(plan.micro_batches):
         for slot, micro_batch in enumerate(micro_batches):

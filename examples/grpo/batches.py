@@ -1,10 +1,7 @@
-"""Which groups an iteration trains on, which rank holds them, and what the engine is given.
+"""Recorded rollouts as batches: groups of an iteration, each rank's share, the engine's fields.
 
-Guarantees
-- Iterations walk through the groups in order and start again at the end; nothing depends on how
-  many ranks there are except who holds what.
-- Groups are dealt out whole, so advantages need no other rank. Ranks may hold unequal shares, or
-  none.
+Groups are dealt out whole, so that advantages need no other rank. Ranks may hold unequal shares, or
+none.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ def group_advantages(rewards: Sequence[float]) -> list[float]:
 
 
 def rollout_data(groups: Sequence[list[Rollout]]) -> dict[str, list[Any]]:
-    """The fields of a rank's samples, one value a sample; empty lists for no groups.
+    """The fields of a rank's samples, one value per sample; empty lists for no groups.
 
     Returns:
         ``tokens``, ``total_lengths``, ``response_lengths``, ``loss_masks``, ``rewards`` and

@@ -1,8 +1,8 @@
 """Text as bytes: token ids 0-255 are bytes, three more mark beginning, end and padding.
 
-Guarantees
-- A sample has a prompt of at least one token and a response of at least one (the end mark).
-- `text_of` never fails, whatever tokens a policy drew.
+    prompt "1+1=", response "2"    tokens ^ 1 + 1 = 2 $    response_length 2
+
+(``^`` begin mark, ``$`` end mark).
 """
 
 from __future__ import annotations

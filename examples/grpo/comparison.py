@@ -1,4 +1,4 @@
-"""A dynamic run beside the baseline of one sample a micro-batch: the same curve, other times."""
+"""Loss curves and times of a dynamic run beside the baseline of one sample per micro-batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WARM_UP_ITERATIONS = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """How two runs of the same job differ.
+    """Difference of two runs of the same job.
 
     Attributes:
         losses: of every optimizer step, dynamic run first.
@@ -47,7 +47,7 @@ class Comparison:
         return (
             f"largest difference in loss over {len(self.losses[0])} optimizer steps: "
             f"{self.largest_loss_difference:.1e} (largest loss {self.largest_loss:.1e})\n"
-            f"median optimizer step: dynamic {dynamic:.3f} s, one sample a micro-batch "
+            f"median optimizer step: dynamic {dynamic:.3f} s, one sample per micro-batch "
             f"{baseline:.3f} s, ratio {self.step_ratio:.2f}\n"
             f"median forward-only passes of an iteration: ratio {self.forward_only_ratio:.2f}"
         )
@@ -56,7 +56,7 @@ class Comparison:
 def compare(
     dynamic: Sequence[IterationMetrics], baseline: Sequence[IterationMetrics]
 ) -> Comparison:
-    """Lay two runs side by side.
+    """Compare two runs of the same job.
 
     Raises:
         ValueError: the runs did not take the same optimizer steps.

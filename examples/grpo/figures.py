@@ -23,7 +23,7 @@ FORWARD, BACKWARD = "#4c8fca", "#e39a45"
 STYLES: tuple[dict[str, Any], dict[str, Any]] = (
     {"label": "dynamic micro-batches", "color": "#2b6cb0", "linewidth": 2.2},
     {
-        "label": "baseline: one sample a micro-batch",
+        "label": "baseline: one sample per micro-batch",
         "color": "#c05621",
         "linewidth": 1,
         "linestyle": "--",
@@ -37,7 +37,7 @@ MIN_LABELLED_SHARE = 0.014
 
 
 def draw_micro_batches(spans: Sequence[Span], cap_tokens: int, title: str, out: Path) -> None:
-    """One row a data-parallel rank and stage, one box a pass, as measured.
+    """One row per data-parallel rank and stage, one box per pass, as measured.
 
     Boxes carry the number of their slot; the deeper the colour, the fuller the micro-batch;
     placeholders are hatched.
@@ -141,7 +141,7 @@ def draw_comparison(comparison: Comparison, out: Path) -> None:
     for values, style in zip(comparison.step_seconds, STYLES, strict=True):
         seconds.plot(steps, values, **style)
     seconds.set_ylim(0)
-    _set_title(seconds, f"seconds a step, ratio of medians {comparison.step_ratio:.2f}")
+    _set_title(seconds, f"seconds per step, ratio of medians {comparison.step_ratio:.2f}")
     for axes in (losses, differences, seconds):
         axes.set_xlabel("optimizer step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -8,8 +8,8 @@
 Each iteration takes the groups of some prompts. Forward-only passes give the log-probabilities of
 the policy as it is (old) and of its frozen copy (reference); then several optimizer steps follow.
 
-The first command takes recorded rollouts, and ``--global-batch-size`` samples a step.
-``--baseline`` runs the same job with one sample a micro-batch, ``--compare`` both jobs and a
+The first command takes recorded rollouts, and ``--global-batch-size`` samples per step.
+``--baseline`` runs the same job with one sample per micro-batch, ``--compare`` both jobs and a
 comparison. Nothing is generated, so old log-probabilities stand in for those of the policy that
 sampled: it shows the engine at work, and does not make a good player.
 
@@ -77,7 +77,7 @@ def main() -> None:
 def run_recorded(
     options: argparse.Namespace, dims: ParallelDims, groups: Sequence[list[Rollout]]
 ) -> None:
-    """The runs on recorded rollouts that the flags ask for, and their comparison."""
+    """Train on recorded rollouts, with dynamic micro-batches, without or both, and compare."""
     reporter = Reporter(dist.get_rank() == 0)
     both = ("dynamic", "baseline")
     for name in both if options.compare else both[options.baseline :][:1]:
@@ -90,7 +90,7 @@ def run_recorded(
 
 
 def run_online(options: argparse.Namespace, dims: ParallelDims) -> None:
-    """The run in which the policy plays, and the picture of its reward."""
+    """Train on games that the policy plays, and draw its reward."""
     reporter = Reporter(
         dist.get_rank() == 0, online_reporting.iteration_line, online_reporting.run_table
     )
@@ -114,7 +114,7 @@ def run(
     reporter: Reporter,
     train_this: Callable[..., list[Span]],
 ) -> list[Any]:
-    """One run and its files.
+    """Train once and write the run's files.
 
     Args:
         name: of its folder.

@@ -1,8 +1,6 @@
-"""What an iteration reports, and ``metrics.jsonl``.
+"""Metrics of an iteration, written to and read from ``metrics.jsonl``.
 
-Guarantees
-- `read` gives back what `append` wrote, to the last bit of every number.
-- Sums over an iteration are over all ranks; seconds are rank 0's.
+Sums over an iteration are over all ranks; seconds are rank 0's.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ class StepMetrics:
     Attributes:
         loss: policy loss and weighted KL term, mean over trainable tokens of the step.
         policy_loss: the clipped policy loss alone.
-        kl: estimate of the KL divergence to the reference policy, nats a token.
+        kl: estimate of the KL divergence to the reference policy, nats per token.
         clipped: share of trainable tokens whose ratio was clipped.
         grad_norm: of all gradients, before clipping.
         num_microbatches: of each rank.

@@ -1,16 +1,12 @@
-"""A number chain that a policy plays with a program: round by round one up or down, a slip ends it.
+"""A number chain that a policy plays with a program: each round adds or subtracts one.
 
     7+1=  8⏎  -1=  7⏎  +1=  9⏎        program, player, program, player, program, player
 
-(the last answer is wrong: the game is over, and two of its rounds are won).
+(the last answer is wrong: the game is over, and two of its rounds are won). The reward is the share
+of the game's rounds that were won.
 
-Later questions do not repeat the number: it stands in the player's own answer only.
-
-Guarantees
-- A game is a function of its name alone, whatever the Python version.
-- Every right answer is from 0 to `LARGEST`.
-- The reward is the share of the game's rounds that were won: 1 only without a wrong answer, 0 only
-  if the first answer was wrong.
+Later questions do not repeat the number: it stands in the player's own answer only. A game is a
+function of its name alone, whatever the Python version.
 """
 
 from __future__ import annotations
@@ -36,15 +32,15 @@ class NumberChain:
     changes: tuple[int, ...]
 
     def right_answer(self, index: int) -> str:
-        """What wins a round, line end included."""
+        """The answer that wins a round, line end included."""
         return f"{self.start + sum(self.changes[: index + 1])}\n"
 
     def opening(self) -> str:
-        """What the program says first."""
+        """The program's first line, without its end."""
         return f"{self.start}{self._question(0)}"
 
     def reply(self, answers: Sequence[str]) -> str | None:
-        """What the program says to the last of a player's answers; None: the game is over.
+        """The program's reply to the last of a player's answers; None: the game is over.
 
         Args:
             answers: one for each round played.
@@ -82,10 +78,10 @@ def new_game(name: str) -> NumberChain:
 
 
 def scripted_answers(game: NumberChain, name: str, slip: float) -> list[str]:
-    """What a player answers who is wrong in a round with probability ``slip``, up to the end.
+    """Answers of a player who is wrong in a round with probability ``slip``, up to the end.
 
     Args:
-        game: what is played.
+        game: the game.
         name: another name, another course of the game.
         slip: wrong answers are any other number from 0 to `LARGEST`, each as likely.
     """

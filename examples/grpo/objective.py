@@ -12,13 +12,13 @@ from mcore_batching.megatron import response_log_probs
 
 
 def log_probs_of(logits: Tensor, *, micro_batch: PackedMicroBatch) -> dict[str, list[Tensor]]:
-    """What `forward_only` collects: log-probabilities of each sample's response tokens."""
+    """Log-probabilities of each sample's response tokens, for `forward_only`."""
     return {"log_probs": response_log_probs(logits, micro_batch)}
 
 
 @dataclasses.dataclass(frozen=True)
 class GRPOObjective:
-    """Called by `train_step` with each micro-batch's logits.
+    """Loss function that `train_step` calls with each micro-batch's logits.
 
     The micro-batch carries ``log_probs`` (of the policy before the iteration's first update),
     ``ref_log_probs`` (of the initial policy) and ``advantages``, each ``[response_length]`` a

@@ -136,7 +136,7 @@ def steps_of_rank(
 
 
 def _over_all_ranks(games: Sequence[Trajectory]) -> dict[str, Any]:
-    """What the games of all data-parallel ranks add up to."""
+    """Reward, turns and games won over all data-parallel ranks."""
     gathered: list[Any] = [None] * parallel_state.get_data_parallel_world_size()
     dist.all_gather_object(
         gathered,

@@ -1,4 +1,4 @@
-"""What an online run prints of an iteration, and its table."""
+"""Line per iteration and final table of an online run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def iteration_line(metrics: OnlineMetrics) -> str:
 
 
 def reward_summary(run: Sequence[OnlineMetrics]) -> str:
-    """From what to what the mean reward went, over up to 5 iterations at either end."""
+    """Mean reward over up to 5 iterations at either end, and the turns and steps between."""
     some = min(5, len(run))
     first, last = (
         statistics.fmean(each.reward for each in part) for part in (run[:some], run[-some:])
@@ -52,7 +52,7 @@ def reward_summary(run: Sequence[OnlineMetrics]) -> str:
 
 
 def run_table(run: Sequence[OnlineMetrics]) -> Table:
-    """All iterations of a run, and what they add up or average to."""
+    """Table of all iterations, with their sums or means."""
     total = (
         "all",
         f"{statistics.fmean(each.reward for each in run):.3f}",

@@ -1,4 +1,4 @@
-"""The flags of ``grpo.py``, and the layout they ask for."""
+"""The flags of ``grpo.py``, and the parallel dims that they ask for."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NOT_SETTINGS = ("out", "baseline", "compare")
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What two comparable runs have in common, as JSON values."""
+    """The options in which comparable runs agree, as JSON values."""
     return {
         key: str(value.resolve()) if isinstance(value, Path) else value
         for key, value in sorted(vars(options).items())
@@ -71,7 +71,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     job.add_argument("--rollouts", type=Path, default=BUNDLED_ROLLOUTS, metavar="FILE")
     job.add_argument("--iterations", type=int, default=6)
     job.add_argument("--prompts-per-iteration", type=int, default=32)
-    job.add_argument("--global-batch-size", type=int, default=64, help="samples a step")
+    job.add_argument("--global-batch-size", type=int, default=64, help="samples per step")
     job.add_argument("--num-layers", type=int, default=4)
     job.add_argument("--hidden-size", type=int, default=128)
     job.add_argument("--lr", type=float, default=3e-4)
@@ -80,13 +80,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     job.add_argument("--seed", type=int, default=1234)
     job.add_argument("--out", type=Path, default=Path("runs/grpo"), metavar="DIR")
     runs = job.add_mutually_exclusive_group()
-    runs.add_argument("--baseline", action="store_true", help="one sample a micro-batch")
+    runs.add_argument("--baseline", action="store_true", help="one sample per micro-batch")
     runs.add_argument("--compare", action="store_true", help="both, and a comparison")
     online = parser.add_argument_group("play (--online)")
     online.add_argument("--online", action="store_true", help="the policy plays the games itself")
     online.add_argument("--step-wise", action="store_true", help="a sample is one turn of a game")
     online.add_argument("--trajectories-per-prompt", type=int, default=8)
-    online.add_argument("--groups-per-step", type=int, default=8, help="prompts a step")
+    online.add_argument("--groups-per-step", type=int, default=8, help="prompts per step")
     online.add_argument("--warm-start-steps", type=int, default=80, help="supervised, before play")
     online.add_argument("--warm-start-lr", type=float, default=3e-3)
     if parser.parse_known_args(arguments)[0].online:
@@ -116,7 +116,7 @@ def _flag(name: str) -> str:
 
 
 def dims_of(options: argparse.Namespace, num_processes: int) -> ParallelDims:
-    """The layout that the flags ask for.
+    """The parallel dims that the flags ask for.
 
     Raises:
         ValueError: the processes cannot be laid out so.

@@ -60,7 +60,7 @@ def build_policy_and_reference(
 
 
 def copy_weights(policy: list[Any], reference: list[Any]) -> None:
-    """Make the reference what the policy is now."""
+    """Copy the policy's weights into the reference."""
     for source, chunk in zip(policy, reference, strict=True):
         chunk.load_state_dict(source.module.state_dict())
 

@@ -1,4 +1,4 @@
-"""What a run prints: a progress bar, a line an iteration, a table, the comparison."""
+"""Progress bar, line per iteration and final table of a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Reporter:
     """Prints on rank 0, and nothing elsewhere.
 
     Args:
-        speaks: whether this process is the one that prints.
+        speaks: True on the process that prints.
         line: makes an iteration's line.
         table: makes the table of a run.
     """
@@ -93,7 +93,7 @@ def iteration_line(metrics: IterationMetrics) -> str:
 
 
 def run_table(run: Sequence[IterationMetrics]) -> Table:
-    """All iterations of a run, and what they add up or average to."""
+    """Table of all iterations, with their sums or means."""
     total = (
         "all",
         f"{statistics.fmean(each.mean('loss') for each in run):+.5f}",

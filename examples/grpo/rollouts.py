@@ -9,9 +9,7 @@ Two kinds of line are read:
   ``{"solution", "is_correct"}`` a model. The question is the prompt and the uid, each solution a
   response, its correctness the reward.
 
-Guarantees
-- A file that cannot be used is refused with its name, the line's number and what was expected.
-- Groups come in the order in which their uids first appear, rollouts in the order of the file.
+Groups come in the order in which their uids first appear, rollouts in the order of the file.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from typing import Any
 
 
 class RolloutFileError(ValueError):
-    """A line that is no rollout.
+    """A file, or a line of it, that is no rollout.
 
     Attributes:
         path: the file.
@@ -96,7 +94,7 @@ def _read(path: Path) -> Iterator[Rollout]:
 
 
 class _LineError(Exception):
-    """What is wrong with a line."""
+    """A problem of one line, before its number is known."""
 
 
 def _parse(row: Any) -> Iterable[Rollout]:

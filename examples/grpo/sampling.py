@@ -1,14 +1,13 @@
-"""The policy plays: its tokens are drawn from the Megatron model, over the whole pipeline.
+"""Sampling: the policy plays games, its tokens drawn from the Megatron model over the pipeline.
 
 Every pass appends one token to each open game. There is no key-value cache: a pass runs the
 histories anew, all open games of a rank packed together. The last stage draws, and tells the other
 stages. Data-parallel ranks go on together until the last game of all is over; one whose own games
 are over runs placeholders meanwhile.
 
-Guarantees
-- A token is a function of the model's weights, the game and the seed: its random number comes from
-  the token's name, so neither the layout nor the other games of a rank can change it.
-- All ranks of a replica hold the same games, token by token.
+A token is a function of the model's weights, the game and the seed: its random number comes from
+the token's name, so that neither the parallel dims nor the other games on a rank change it. All
+ranks of a replica hold the same games, token by token.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def play(trajectories: Sequence[Trajectory], args: Any, policy: list[Any]) -> Pa
         policy: this rank's model chunks.
 
     Returns:
-        what it took.
+        the passes that it took.
     """
     passes = Passes()
     while _on_any_rank(not each.is_over for each in trajectories):
@@ -75,7 +74,7 @@ def draw(logits: Tensor, uniforms: Sequence[float]) -> tuple[Tensor, Tensor]:
 
     Args:
         logits: ``[rows, vocabulary]``.
-        uniforms: one a row, in [0, 1).
+        uniforms: one per row, in [0, 1).
 
     Returns:
         int64 ``[rows]`` tokens; float64 ``[rows]``, their log-probabilities.
@@ -89,7 +88,7 @@ def draw(logits: Tensor, uniforms: Sequence[float]) -> tuple[Tensor, Tensor]:
 
 
 def _play_one_token(open_games: list[Trajectory], args: Any, policy: list[Any]) -> int:
-    """Returns the placeholders of the pass, over all ranks."""
+    """Draw one token for every open game; return the pass's placeholders over all ranks."""
     iterators, counts = get_data_iterator(
         args, policy, _histories(open_games), steps=[range(len(open_games))]
     )
@@ -123,8 +122,10 @@ def _share_and_play(open_games: list[Trajectory], outputs: dict[str, list[Tensor
 
 
 def _histories(open_games: Sequence[Trajectory]) -> dict[str, list[Any]]:
-    """A sample a game, whose response is the one token to be drawn; what stands there is not seen
-    by the position that predicts it."""
+    """One sample per game, its response the token to be drawn.
+
+    A padding token stands there: the position that predicts it does not see it.
+    """
     tokens = [torch.tensor([*game.tokens, PADDING]) for game in open_games]
     return {
         "tokens": tokens,
@@ -134,7 +135,7 @@ def _histories(open_games: Sequence[Trajectory]) -> dict[str, list[Any]]:
 
 
 def _next_token_logits(logits: Tensor, *, micro_batch: PackedMicroBatch) -> dict[str, list[Tensor]]:
-    """What `forward_only` collects: logits ``[1, vocabulary]`` of each sample's response token.
+    """Logits ``[1, vocabulary]`` of each sample's response token, for `forward_only`.
 
     Whole rows on every tensor- and context-parallel rank, so that all of them draw alike.
     """

@@ -1,12 +1,8 @@
-"""When each rank ran each micro-batch forward and backward, measured.
+"""Measured times of every forward and backward pass of one optimizer step, on every rank.
 
 Megatron's schedules start and stop ``config.timers`` around the forward and the backward pass of
 every micro-batch; `record` puts its own timers there for one optimizer step. What lies between is
 waiting for neighbours, sending and receiving.
-
-Guarantees
-- Every pass of the step is one span, with its model chunk and slot, for all three schedules.
-- Recording changes no result, and hooks and timers are gone afterwards.
 
 Times of different ranks are comparable only on one machine: they are read from its monotonic
 clock.
@@ -138,13 +134,13 @@ def gather(recorder: Recorder, tokens_of_slot: Sequence[int]) -> list[Span]:
     """The spans of all ranks, on every rank; of each stage only one rank's.
 
     A collective over all ranks. Tensor- and context-parallel ranks run the same micro-batches at
-    the same time, so the first of them speaks for the rest.
+    the same time, so only the first of them is recorded.
 
     Args:
         recorder: of this rank.
         tokens_of_slot: real tokens of this rank's micro-batches, 0 for a placeholder.
     """
-    speaks = (
+    is_first = (
         parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_context_parallel_rank() == 0
     )
@@ -160,7 +156,7 @@ def gather(recorder: Recorder, tokens_of_slot: Sequence[int]) -> list[Span]:
             tokens_of_slot[slot],
         )
         for chunk, slot, backward, start, end in recorder.passes
-        if speaks
+        if is_first
     ]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, spans)

@@ -5,10 +5,8 @@
     step-wise   prompt ^7+1=    response 8⏎         mask 1 1
                 prompt ^7+1=8⏎-1=    response 7⏎    mask 1 1
 
-Guarantees
-- Samples hold the very tokens that were drawn; nothing is decoded and encoded again.
-- Step-wise or whole, the tokens that are trained are the same, each at the same place behind the
-  same history; those of the program never are.
+Samples hold the tokens that were drawn; nothing is decoded and encoded again. Step-wise or whole,
+the tokens that are trained are the same, each behind the same history; the program's never are.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ class Trajectory:
     Attributes:
         uid: names the game, and with it the group of trajectories that play it.
         number: which of the group.
-        game: what is played.
+        game: the game.
         tokens: all so far, the program's and the player's.
         turns: where in `tokens` the player's finished turns stand.
         log_probs: of each of the player's tokens, as it was drawn.
@@ -69,7 +67,7 @@ class Trajectory:
         return f"{self.uid}/{self.number}/{len(self.tokens)}"
 
     def play(self, token: int, log_prob: float) -> None:
-        """Append a token of the player, and what the program says if the turn is over.
+        """Append a token of the player, and the program's reply if the turn is over.
 
         Args:
             token: that was drawn.
@@ -104,7 +102,7 @@ def scripted_trajectory(uid: str, number: int, slip: float) -> Trajectory:
 
 
 def samples_of(trajectories: Sequence[Trajectory], *, step_wise: bool) -> dict[str, list[Any]]:
-    """The fields of finished games' samples, one value a sample; empty lists for no games.
+    """The fields of finished games' samples, one value per sample; empty lists for no games.
 
     Args:
         trajectories: of this rank.

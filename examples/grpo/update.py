@@ -27,7 +27,7 @@ from mcore_batching.planning import StepStatistics, step_statistics
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-    """What takes part in an update.
+    """Models, optimizer and loss of an update.
 
     Attributes:
         policy: this rank's model chunks in Megatron's data-parallel wrapper.
@@ -44,7 +44,7 @@ class Learner:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Update:
-    """What an update did.
+    """Result of an update.
 
     Attributes:
         iterators: the schedule; on the last stage its rollout data has ``log_probs`` and
@@ -77,7 +77,7 @@ def update(
     A collective over all ranks.
 
     Args:
-        learner: what learns.
+        learner: models, optimizer and loss.
         args: the flags of the engine.
         data: of this data-parallel rank, ``advantages`` included.
         steps: as `get_data_iterator` takes them.
@@ -142,8 +142,10 @@ def from_last_stage(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def _statistics(iterators: Sequence[DataIterator]) -> StepStatistics:
-    """Of all steps together. The baseline, too, is measured by the cap that the flags give, which
-    is the memory it has."""
+    """Statistics of all steps together.
+
+    The baseline, too, is measured by the flags' cap, which is the memory that it has.
+    """
     schedule = schedule_of(iterators)
     first, *others = (
         step_statistics(*schedule.step_plan(step)) for step in range(len(schedule.steps))

@@ -3,7 +3,7 @@
     python examples/sft/sft_figure.py runs/sft
 
 Reads ``dynamic.log`` and ``padded.log`` of the directory, prints how the runs differ, and draws
-``comparison.png``: loss against consumed samples, and tokens computed a step.
+``comparison.png``: loss against consumed samples, and tokens computed per step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STYLES: tuple[dict[str, Any], dict[str, Any]] = (
 
 
 def describe(dynamic: Sequence[Iteration], padded: Sequence[Iteration]) -> str:
-    """How two runs of the same job differ, in words.
+    """Difference of two runs of the same job, in words.
 
     Raises:
         LogError: the runs did not take the same steps.
@@ -56,7 +56,7 @@ def describe(dynamic: Sequence[Iteration], padded: Sequence[Iteration]) -> str:
     ]
     return (
         f"largest difference in loss over {len(dynamic)} steps: {gap:.1e} (logged to 7 digits)\n"
-        f"tokens computed a step: {tokens[0]:,.0f} instead of {tokens[1]:,.0f}, "
+        f"tokens computed per step: {tokens[0]:,.0f} instead of {tokens[1]:,.0f}, "
         f"{tokens[1] / tokens[0]:.1f} times fewer\n"
         f"median step: {seconds[0]:.2f} s instead of {seconds[1]:.2f} s, "
         f"{seconds[1] / seconds[0]:.1f} times faster"
@@ -64,7 +64,7 @@ def describe(dynamic: Sequence[Iteration], padded: Sequence[Iteration]) -> str:
 
 
 def draw(dynamic: Sequence[Iteration], padded: Sequence[Iteration], out: Path) -> None:
-    """Loss against consumed samples, and tokens computed a step.
+    """Loss against consumed samples, and tokens computed per step.
 
     Args:
         dynamic: the run with dynamic micro-batches.
@@ -77,7 +77,7 @@ def draw(dynamic: Sequence[Iteration], padded: Sequence[Iteration], out: Path) -
         tokens.plot([each.number for each in run], [each.computed_tokens for each in run], **style)
     losses.set_title("loss", loc="left", fontsize=10)
     losses.set_xlabel("consumed samples")
-    tokens.set_title("tokens computed a step", loc="left", fontsize=10)
+    tokens.set_title("tokens computed per step", loc="left", fontsize=10)
     tokens.set_xlabel("iteration")
     tokens.xaxis.set_major_locator(MaxNLocator(integer=True))
     tokens.yaxis.set_major_formatter("{x:,.0f}")

@@ -1,9 +1,7 @@
-"""What a Megatron job printed: loss, time and tokens computed of every iteration.
+"""Loss, time and tokens computed of every iteration, read from a Megatron job's log.
 
-Guarantees
-- Every iteration from the first one printed to the last is there, or an error names those missing.
-- Values are each iteration's own. Megatron prints the first iteration without clearing its sums, so
-  that its second line holds the mean of both; that is undone.
+Values are each iteration's own. Megatron prints the first iteration without clearing its sums, so
+that its second line holds the mean of both; that is undone.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ _BATCHING = "batching/"
 
 
 class LogError(ValueError):
-    """A log that does not tell what is asked of it."""
+    """A log without iterations, with gaps, or without a value that is needed."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,7 +75,7 @@ def test_a_directory_of_two_logs_is_compared_in_words_and_drawn(tmp_path, capsys
     sft_figure.main([str(tmp_path)])
     assert capsys.readouterr().out.startswith(
         "largest difference in loss over 3 steps: 2.5e-01 (logged to 7 digits)\n"
-        "tokens computed a step: 11,333 instead of 8,192, 0.7 times fewer\n"
+        "tokens computed per step: 11,333 instead of 8,192, 0.7 times fewer\n"
         "median step: 0.47 s instead of 1.50 s, 3.2 times faster\n"
     )
     assert (tmp_path / "comparison.png").stat().st_size > 10_000

@@ -1,0 +1,45 @@
+"""Files, imports and commands that the READMEs name exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DOCUMENTS = [
+    path for name in ("README.md", "*/README.md", "*/*/README.md") for path in REPOSITORY.glob(name)
+]
+ROOTS = (".", "mcore_batching", "tests/benchmarks", "tests/distributed/kit")
+each_document = pytest.mark.parametrize(
+    "path", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY))
+)
+
+
+@each_document
+def test_links_and_files_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    assert [link for link in links if not (path.parent / link).exists()] == []
+    named = re.findall(r"(?:`|bash |python )((?:[\w-]+/)+[\w-]+\.(?:py|sh|md)|bench_\w+\.py)", text)
+    places = [path.parent, *(REPOSITORY / root for root in ROOTS)]
+    own = [name for name in named if not name.startswith("megatron/training")]
+    assert [name for name in own if not any((place / name).exists() for place in places)] == []
+
+
+@each_document
+def test_python_that_is_shown_can_be_imported(path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
+    for node in ast.walk(ast.parse("\n".join(blocks))):
+        if isinstance(node, ast.ImportFrom):
+            pytest.importorskip("megatron.core" if "megatron" in str(node.module) else "torch")
+            module = __import__(str(node.module), fromlist=["*"])
+            assert [each.name for each in node.names if not hasattr(module, each.name)] == []
+
+
+def test_the_readme_is_for_five_minutes() -> None:
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120
+    assert len(text.split()) <= 950
