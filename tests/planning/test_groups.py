@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -23,9 +22,7 @@ from mcore_batching.planning import (
     plan_batch,
 )
 from mcore_batching.planning.validation import validate_plan
-from mcore_batching.tools.cli import main
 from mcore_batching.tools.explain import explain
-from mcore_batching.tools.lengths_file import LengthsFileError, read_groups
 
 CONFIG = PlannerConfig(max_tokens_per_gpu=16)
 UIDS = st.lists(st.integers(0, 9) | st.sampled_from(["a", "b", ("c", 1)]), max_size=40)
@@ -274,76 +271,3 @@ def test_skyrl_layout_of_3509_sequences() -> None:
     assert (len(groups), len(plan.steps)) == (3509, 2)
     for step in plan.steps:
         assert len({groups[sample] for sample in step.sample_indices}) == 64
-
-
-@pytest.fixture
-def lengths_file(tmp_path: Path) -> str:
-    path = tmp_path / "lengths.txt"
-    path.write_text("6\n4\n3\n9\n2\n")
-    return str(path)
-
-
-def test_command(tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text, table, lines = tmp_path / "g.txt", tmp_path / "g.csv", tmp_path / "g.jsonl"
-    text.write_text("p q\n\nb\np q\nc\nb\n")
-    table.write_text("n,uid\n1,p q\n1,b\n1, p q \n1,c\n1,b\n")
-    lines.write_text("".join(f'{{"uid": {uid}}}\n' for uid in ("7", '"b"', "7", '"c"', '"b"')))
-    plan, output = tmp_path / "plan.json", []
-    for groups in (
-        ["--groups", str(text)],
-        ["--groups", str(table), "--group-column", "uid"],
-        ["--groups", str(lines), "--group-column", "uid"],
-    ):
-        arguments = ["plan", lengths_file, "--max-tokens-per-gpu", "10", *groups]
-        flags = ["--groups-per-step", "2", "--last-groups", "drop", "--out", str(plan)]
-        assert main([*arguments, *flags]) == 0
-        output.append(capsys.readouterr().out)
-    assert output[0] == output[1] == output[2]
-    assert output[0].startswith("5 samples in 1 step, 1 dropped, DP1, cap 10 tokens\n")
-    made = Plan.from_json(plan.read_text())
-    assert (made.steps[0].sample_indices, made.dropped) == ((0, 1, 2, 4), (3,))
-    assert main(["check", str(plan), lengths_file]) == 0
-    assert "5 samples in 1 step, 1 dropped, " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--groups-per-step 2", "but groups is not set"),
-        ("--groups {g}", "--groups-per-step is not set"),
-        ("--groups {g} --groups-per-step 2 --samples-per-step 2", "leave --samples-per-step out"),
-        ("--groups {g} --groups-per-step 2 --last-groups error", "--last-groups drop"),
-        ("--groups {g} --groups-per-step 2 --group-column u", "--group-column is for .csv"),
-        ("--group-column u", "--group-column needs --groups"),
-        ("--groups {short} --groups-per-step 2", "each of the 5 samples, got 2 entries"),
-    ],
-)
-def test_command_errors_name_the_flag(
-    tmp_path: Path,
-    lengths_file: str,
-    capsys: pytest.CaptureFixture[str],
-    flags: str,
-    message: str,
-) -> None:
-    (tmp_path / "g").write_text("a\nb\na\nc\nb\n")
-    (tmp_path / "short").write_text("a\nb\n")
-    filled = flags.format(g=tmp_path / "g", short=tmp_path / "short").split()
-    assert main(["plan", lengths_file, "--max-tokens-per-gpu", "10", *filled]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
-def test_standard_input_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "-", "--max-tokens-per-gpu", "9", "--groups", "-"]) == 2
-    assert "LENGTHS and --groups are both -" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("value", ["null", "1.5", "true", '" "', "[1]"])
-def test_what_is_no_group_is_refused_with_its_line(tmp_path: Path, value: str) -> None:
-    path = tmp_path / "g.jsonl"
-    path.write_text(f'{{"uid": "a"}}\n{{"uid": {value}}}\n')
-    with pytest.raises(LengthsFileError, match=r"g\.jsonl:2: expected a group, a text or an int"):
-        read_groups(str(path), "uid")
-    with pytest.raises(LengthsFileError, match="group_column is not set; set group_column to"):
-        read_groups(str(path))
