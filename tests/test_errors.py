@@ -14,7 +14,6 @@ from mcore_batching import MCoreBatchingError
 
 PACKAGE = Path(__file__).resolve().parents[1] / "mcore_batching"
 PRIVATE = {
-    "UsageError": "leaves the command line as one line on standard error, never as an exception",
 }
 NEEDS = {"batch": "torch", "rl": "torch", "megatron": "megatron.core"}
 NEEDS["integrations"] = NEEDS["megatron"]

@@ -6,9 +6,9 @@
         micro_batches = fill_shard(problem, bins, count)
         worst = all_reduce_max(shard_outlook(problem, micro_batches))
 
-and then the micro-batches that `soonest_packing` picks by the worst outlooks. `plan_step` with `owners`
-is these calls for each rank and nothing else, so a rank that sees only its own lengths reaches the
-plan that one who sees all of them makes.
+and then the micro-batches that `soonest_packing` picks by the worst outlooks. `plan_step` with
+`owners` is these calls for each rank and nothing else, so a rank that sees only its own lengths
+reaches the plan that one who sees all of them makes.
 """
 
 from __future__ import annotations
