@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-DOCUMENTS = [
-    path for name in ("README.md", "*/README.md", "*/*/README.md") for path in REPOSITORY.glob(name)
-]
-ROOTS = (".", "mcore_batching", "tests/benchmarks", "tests/distributed/kit")
+FOLDERS = ("", "examples", "patches", "tests/*", "mcore_batching/**")
+DOCUMENTS = sorted(
+    {path for name in FOLDERS for path in REPOSITORY.glob(f"{name}/README.md".lstrip("/"))}
+)
+ROOTS = (".", "mcore_batching", "tests/benchmarks")
 each_document = pytest.mark.parametrize(
     "path", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY))
 )
