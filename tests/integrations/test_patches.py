@@ -106,18 +106,17 @@ def test_there_is_one_for_every_release() -> None:
 def test_insertions_only_with_one_line_of_context(release: str) -> None:
     lines = [line for line in lines_of(release) if not line.startswith(("--- ", "+++ "))]
     assert not [line for line in lines if line.startswith("-")]
-    hunks = "\n".join(lines).split("\n@@ ")[1:]
-    assert len(hunks) == 7
-    shift = previous = 0
-    for hunk in hunks:
-        header, *body = hunk.split("\ndiff --git ")[0].splitlines()
-        assert re.fullmatch(r" \++ ", "".join(line[:1] or " " for line in body)), hunk
-        old, old_count, new, new_count = map(int, re.findall(r"\d+", header.split(" @@")[0]))
-        assert (old_count, new_count) == (2, len(body)), hunk
-        if old < previous:  # another file
-            shift = 0
-        assert new == old + shift, hunk
-        shift, previous = shift + len(body) - 2, old
+    files = [file.split("\n@@ ")[1:] for file in "\n".join(lines).split("diff --git ")[1:]]
+    assert [len(hunks) for hunks in files] == [2, 4, 1]
+    for hunks in files:
+        inserted = 0
+        for hunk in hunks:
+            header, *body = hunk.splitlines()
+            assert re.fullmatch(r" \++ ", "".join(line[:1] or " " for line in body)), hunk
+            old, old_count, new, new_count = map(int, re.findall(r"\d+", header.split(" @@")[0]))
+            assert (old_count, new_count) == (2, len(body)), hunk
+            assert new == old + inserted, hunk
+            inserted += new_count - old_count
 
 
 @pytest.mark.parametrize("release", RELEASES)
