@@ -107,10 +107,10 @@ def test_any_batch(
 
 def test_a_response_without_prompt_does_not_wrap_around() -> None:
     """slime pads the mask by ``prompt_length - 1``: at -1 it loses the wrong token."""
-    samples = make_samples([(3, 3), (2, 1)])
-    samples["loss_masks"] = [torch.tensor([5, 6, 7]), torch.tensor([8])]
+    samples = make_samples([(3, 3), (2, 1), (2, 2)])
+    samples["loss_masks"] = [torch.tensor(mask) for mask in ([5, 6, 7], [8], [9, 4])]
     (row,) = pack_on_all_ranks(samples)
-    assert row.loss_mask.tolist() == [[6, 7, 0, 8, 0]]
+    assert row.loss_mask.tolist() == [[6, 7, 0, 8, 0, 4, 0]]
 
 
 def test_no_samples_are_refused_with_what_to_do() -> None:
