@@ -24,7 +24,9 @@ def test_links_and_files_exist(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
     assert [link for link in links if not (path.parent / link).exists()] == []
-    named = re.findall(r"(?:`|bash |pytest |python )((?:[\w-]+/)+[\w-]+\.(?:py|sh|md)|bench_\w+\.py)", text)
+    named = re.findall(
+        r"(?:`|bash |pytest |python )((?:[\w-]+/)+[\w-]+\.(?:py|sh|md)|bench_\w+\.py)", text
+    )
     places = [path.parent, *(REPOSITORY / root for root in ROOTS)]
     own = [name for name in named if not name.startswith("megatron/training")]
     assert [name for name in own if not any((place / name).exists() for place in places)] == []

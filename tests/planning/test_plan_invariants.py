@@ -28,8 +28,8 @@ from mcore_batching.planning import (
     OversizeSampleError,
     ParallelDims,
     PlannerConfig,
-    StepPlan,
     Problem,
+    StepPlan,
     pack_shard,
     plan_batch,
     plan_step,
@@ -113,9 +113,7 @@ def test_equal_count(case: Case) -> None:
             [length for length, o in zip(case.lengths, case.owners, strict=True) if o == rank]
             for rank in range(case.dims.data_parallel)
         ]
-        needed = max(
-            len(pack_shard(Problem.of(shard, case.dims, case.config))) for shard in shards
-        )
+        needed = max(len(pack_shard(Problem.of(shard, case.dims, case.config))) for shard in shards)
     if case.config.searches:
         # As many as end the step soonest; these can be fewer than a packing finds, too.
         assert step.num_microbatches >= least_count(fewest(case), case.dims)
