@@ -96,7 +96,7 @@ class Agreement(Generic[Result]):
 
 @dataclass(frozen=True)
 class _Note:
-    """How a rank's work went, as it travels. Values that are only compared travel as texts."""
+    """The outcome of a rank's work, as it travels; values that are only compared go as texts."""
 
     stage: str
     error: str | None = None

@@ -10,10 +10,9 @@ together), `plan` (the result), `planner` (from one to the other), `shard` (the 
 from mcore_batching.planning.bounds import (
     bin_lower_bound,
     micro_batch_lower_bound,
-    step_time_floor,
 )
 from mcore_batching.planning.config import PlannerConfig
-from mcore_batching.planning.cost import CostModel, ordered_sum
+from mcore_batching.planning.cost import CostModel
 from mcore_batching.planning.errors import (
     Argument,
     ConfigError,
@@ -28,11 +27,11 @@ from mcore_batching.planning.errors import (
     PlanningError,
 )
 from mcore_batching.planning.groups import LastStep, group_key, group_steps
-from mcore_batching.planning.integers import as_integer, at_least
+from mcore_batching.planning.integers import at_least
 from mcore_batching.planning.packing import first_fit, first_fit_decreasing
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.pipeline import pipeline_operations, pipeline_time
-from mcore_batching.planning.plan import MicroBatches, Plan, Scope, StepPlan
+from mcore_batching.planning.pipeline import pipeline_operations
+from mcore_batching.planning.plan import MicroBatches, Plan, StepPlan
 from mcore_batching.planning.planner import plan_batch, plan_step
 from mcore_batching.planning.problem import MAX_LENGTH_TOKENS, Problem
 from mcore_batching.planning.shard import (
@@ -42,7 +41,6 @@ from mcore_batching.planning.shard import (
     shard_outlook,
     shard_packings,
     soonest_packing,
-    worst_outlook,
 )
 from mcore_batching.planning.statistics import (
     StepStatistics,
@@ -51,10 +49,6 @@ from mcore_batching.planning.statistics import (
     step_statistics,
 )
 from mcore_batching.planning.tokens import (
-    padded_row_tokens,
-    padded_sample_tokens,
-    placeholder_tokens,
-    row_capacity_tokens,
     row_multiple_tokens,
     sample_multiple_tokens,
 )
@@ -80,11 +74,9 @@ __all__ = [
     "PlannerConfig",
     "PlanningError",
     "Problem",
-    "Scope",
     "ShardOutlook",
     "StepPlan",
     "StepStatistics",
-    "as_integer",
     "at_least",
     "bin_lower_bound",
     "fill_shard",
@@ -93,17 +85,11 @@ __all__ = [
     "group_key",
     "group_steps",
     "micro_batch_lower_bound",
-    "ordered_sum",
     "pack_shard",
-    "padded_row_tokens",
-    "padded_sample_tokens",
     "pipeline_operations",
-    "pipeline_time",
-    "placeholder_tokens",
     "plan_batch",
     "plan_step",
     "predicted_step_time",
-    "row_capacity_tokens",
     "row_multiple_tokens",
     "sample_multiple_tokens",
     "shard_outlook",
@@ -111,7 +97,5 @@ __all__ = [
     "soonest_packing",
     "step_problem",
     "step_statistics",
-    "step_time_floor",
     "validate_plan",
-    "worst_outlook",
 ]

@@ -155,7 +155,7 @@ def pipeline_time(
     backward_ratio: float = 2.0,
     forward_only: bool = False,
 ) -> float:
-    """When the last pass of one data-parallel rank's step ends, stages being equal.
+    """End of the last pass of one data-parallel rank's step, stages being equal.
 
     Args:
         forward_costs: of each micro-batch on a stage [num_microbatches].

@@ -40,7 +40,7 @@ _SHOWN = 16
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """Which samples, in which micro-batch, on which rank, in which order, for one optimizer step.
+    """The samples of one optimizer step by rank and micro-batch, in the order in which they run.
 
     A plan that was read from a file may be broken; `validate_plan` tells.
     """

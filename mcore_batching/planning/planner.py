@@ -103,7 +103,7 @@ def plan_batch(
 
     Raises:
         As `plan_step`; LengthError also for `samples_per_step` below 1, for groups that
-            `group_steps` refuses or that are not one a sample, for arguments that exclude each
+            `group_steps` refuses or that are not one per sample, for arguments that exclude each
             other, and if `last="drop"` leaves no step.
     """
     problem = Problem.of(lengths, dims, config, cost_model, forward_only=forward_only)

@@ -120,7 +120,7 @@ def _check_equal_count(step: StepPlan, index: int | None) -> None:
     if not dims.is_legal_num_microbatches(step.num_microbatches):
         raise InvariantError(
             "equal count",
-            f"{step.num_microbatches} micro-batches a rank cannot be run with pipeline_parallel="
+            f"{step.num_microbatches} micro-batches per rank cannot be run with pipeline_parallel="
             f"{dims.pipeline_parallel}, virtual_pipeline={dims.virtual_pipeline}, "
             f"microbatch_group_size={dims.group_size}; the next count that can is "
             f"{dims.round_up_num_microbatches(step.num_microbatches)}",

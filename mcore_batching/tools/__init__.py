@@ -1,1 +1,1 @@
-"""What people use: the command line, reports, pictures, comparison with others' rules."""
+"""For people: the command line, reports, pictures, comparison with others' rules."""

@@ -82,7 +82,7 @@ def _explain_step(step: StepPlan, lengths: Sequence[int], spell: Spell) -> str:
 
 
 def _count(step: StepPlan, lengths: Sequence[int]) -> str:
-    """Where the number of micro-batches per rank comes from."""
+    """The origin of the number of micro-batches per rank."""
     if not step.num_samples:
         reason = "no samples: one micro-batch per rank is the least a schedule runs"
         needed = 1

@@ -1,4 +1,4 @@
-"""When every pass of a step runs on every rank, as the pipeline's simulation predicts it.
+"""Start and end of every pass of a step on every rank, as the simulation predicts them.
 
 With expert parallelism all ranks run a slot together: the slot takes as long as its slowest
 micro-batch, and the passes of the other ranks end earlier within it.

@@ -128,7 +128,7 @@ def test_a_count_that_the_interleaved_schedule_refuses() -> None:
     dims = ParallelDims(data_parallel=2, pipeline_parallel=3, virtual_pipeline=2)
     error = refusal(step_of(*GOOD, dims=dims))
     assert error.invariant == "equal count"
-    assert "2 micro-batches a rank cannot be run" in str(error)
+    assert "2 micro-batches per rank cannot be run" in str(error)
     assert "the next count that can is 3" in str(error)
 
 

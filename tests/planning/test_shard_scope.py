@@ -20,8 +20,8 @@ from mcore_batching.planning import (
     shard_outlook,
     shard_packings,
     soonest_packing,
-    worst_outlook,
 )
+from mcore_batching.planning.shard import worst_outlook
 
 
 @examples(300)

@@ -11,13 +11,15 @@ from mcore_batching.planning import (
     ConfigError,
     ParallelDims,
     PlannerConfig,
+    plan_step,
+    row_multiple_tokens,
+    sample_multiple_tokens,
+)
+from mcore_batching.planning.tokens import (
     padded_row_tokens,
     padded_sample_tokens,
     placeholder_tokens,
-    plan_step,
     row_capacity_tokens,
-    row_multiple_tokens,
-    sample_multiple_tokens,
 )
 from mcore_batching.planning.validation import validate_plan
 
