@@ -252,6 +252,13 @@ def test_the_bound_on_tokens_in_flight_holds_without_a_search_too(
         plan_step([10] * 64, dims, config, owners=owners)
 
 
+def test_a_bound_on_tokens_in_flight_is_kept_without_pipeline_stages() -> None:
+    """By five micro-batches of twelve samples, where two or three would hold all under the cap."""
+    config = PlannerConfig(max_tokens_per_gpu=24, max_inflight_tokens=12)
+    step = plan_step([1] * 60, ParallelDims(), config)
+    assert [len(samples) for (samples,) in zip(*step.micro_batches, strict=True)] == [12] * 5
+
+
 @pytest.mark.parametrize("owners", [None, [i % 2 for i in range(100)]])
 def test_a_bound_that_only_one_sample_a_micro_batch_keeps(owners: list[int] | None) -> None:
     dims = ParallelDims(data_parallel=2, pipeline_parallel=4)
