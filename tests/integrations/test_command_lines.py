@@ -115,7 +115,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "no-cap": (["--use-dynamic-batch-size", "--calculate-per-token-loss"], "--max-tokens-per-gpu"),
     "exchange-alone": (["--dynamic-batch-exchange"], "set --use-dynamic-batch-size as well"),
-    "negative-effort": ([*ON, "--dynamic-batch-plan-effort", "-1"], "plan_effort must be"),
+    "negative-effort": (
+        [*ON, "--dynamic-batch-plan-effort", "-1"],
+        "--dynamic-batch-plan-effort must be",
+    ),
     "sft": ([*ON, "--sft"], "unset --sft and give the file with --dynamic-batch-data"),
     "documents-without-positions": (
         [*ON, "--reset-attention-mask"],

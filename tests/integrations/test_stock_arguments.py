@@ -54,7 +54,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         ),
         ({"reuse_grad_buf_for_mxfp8_param_ag": True}, "--reuse-grad-buf-for-mxfp8-param-ag"),
         ({"max_tokens_per_gpu": None}, "set --max-tokens-per-gpu"),
-        ({"max_tokens_per_gpu": 0}, "max_tokens_per_gpu must be"),
+        ({"max_tokens_per_gpu": 0}, "--max-tokens-per-gpu must be"),
         ({"dynamic_batch_cost_model": "/nowhere"}, "--dynamic-batch-cost-model /nowhere: "),
         (
             {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": None},
