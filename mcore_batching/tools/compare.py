@@ -81,7 +81,7 @@ class Outcome:
     planned: int
     """Steps that it has a plan for; means are over these."""
     failure: str | None
-    """Why it has none for the first of the others."""
+    """The reason for the first of the others."""
     time_over_floor: float | None
     """Predicted step time over the floor, mean over steps."""
     over_cap: float | None

@@ -26,8 +26,7 @@ MOST_ROWS = 40
 MOST_NUMBERED_CELLS = 200
 STRIP_COLUMNS = 600
 RANK_GAP = 0.8
-"""Space between two ranks, in rows of one stage."""
-
+"""Between two ranks, in rows."""
 FORWARD = ("#3b6fb6", "#7ea6d9")
 """Of model chunks with even and odd numbers."""
 BACKWARD = ("#d9762b", "#efae78")

@@ -55,7 +55,7 @@ class Alternative:
     """Another plan for the same steps."""
 
     changes: Changes
-    """What is different; empty for today's plan with the recorded dims and cap."""
+    """Options that differ; empty for today's plan with the recorded dims and cap."""
     time: float
     """Predicted time of all its steps together, in units of cost."""
     recorded_time: float

@@ -35,7 +35,7 @@ class Suggestion:
     """Another way to run the same samples on the same GPUs."""
 
     changes: Changes
-    """What to set."""
+    """Arguments to set."""
     gain: float
     """Predicted time now over predicted time then, `LEAST_GAIN` or more."""
 

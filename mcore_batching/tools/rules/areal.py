@@ -67,8 +67,8 @@ def _pack_shard(given: PackingInput, shard: list[int], minimum: int) -> MicroBat
     while True:
         if len(sizes) < minimum:
             raise RuleFailureError(
-                f"a rank has {len(sizes)} samples and needs {minimum} micro-batches (a multiple of "
-                f"the {given.stages} stages); pass more samples"
+                f"one rank has {len(sizes)} samples and needs {minimum} micro-batches (a multiple "
+                f"of the {given.stages} stages); pass more samples"
             )
         bins = _first_fit_decreasing(sizes, given.capacity, minimum)
         if len(bins) % given.stages == 0:
