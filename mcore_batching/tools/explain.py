@@ -25,6 +25,8 @@ from mcore_batching.tools.suggestions import suggestions
 from mcore_batching.tools.timeline import step_timeline
 
 Spell = Callable[[Argument], str]
+Ranks = Sequence[Sequence[Sequence[int]]]
+"""Samples of each micro-batch [data_parallel][num_microbatches], numbered as in a problem."""
 
 _SHOWN = 16
 
@@ -67,27 +69,27 @@ def explain(plan: Plan | StepPlan, lengths: Sequence[int], spell: Spell = str) -
 
 def _explain_step(step: StepPlan, lengths: Sequence[int], spell: Spell) -> str:
     statistics = step_statistics(step, lengths)
-    ranks = counted(len(step.micro_batches), "data-parallel rank")
+    problem, ranks = step_problem(step, lengths)
     lines = [
-        f"{counted(step.num_samples, 'sample')} on {ranks}: "
+        f"{counted(step.num_samples, 'sample')} on {counted(len(ranks), 'data-parallel rank')}: "
         f"{counted(step.num_microbatches, 'micro-batch')} per rank",
-        f"count: {_count(step, lengths)}",
+        f"count: {_count(step, problem, ranks)}",
         _filled(step, statistics),
     ]
     if step.num_samples:
-        lines += _bottleneck(step, lengths, statistics)
-        lines += _oversize(step, lengths)
+        lines += _bottleneck(step, problem, ranks, statistics)
+        lines += _oversize(step, problem)
         lines += _time(step, lengths, statistics, spell)
     return "\n  ".join(lines)
 
 
-def _count(step: StepPlan, lengths: Sequence[int]) -> str:
+def _count(step: StepPlan, problem: Problem, ranks: Ranks) -> str:
     """The origin of the number of micro-batches per rank."""
     if not step.num_samples:
         reason = "no samples: one micro-batch per rank is the least a schedule runs"
         needed = 1
     elif step.scope == "global":
-        num_bins, bound = _bins_and_bound(step, lengths, step.sample_indices)
+        num_bins, bound = len(pack_shard(problem)), micro_batch_lower_bound(problem)
         needed = -(-num_bins // step.dims.data_parallel)
         reason = (
             f"packing under the cap of {step.config.cap_tokens(step.dims)} tokens takes "
@@ -95,17 +97,15 @@ def _count(step: StepPlan, lengths: Sequence[int]) -> str:
             f"{needed} per rank"
         )
     else:
-        shards = [
-            sorted(sample for samples in rank for sample in samples) for rank in step.micro_batches
-        ]
-        counts = [_bins_and_bound(step, lengths, shard) for shard in shards]
-        most, bound = max(counts, key=lambda count: count[0])
-        rank = [num_bins for num_bins, _ in counts].index(most)
-        needed = max(1, most)
+        shards = [problem.subset(sorted(i for samples in rank for i in samples)) for rank in ranks]
+        counts = [len(pack_shard(shard)) for shard in shards]
+        needed = max(1, *counts)
+        rank = counts.index(max(counts))
         reason = (
-            f"rank {rank} packs its own {counted(len(shards[rank]), 'sample')} into {most} "
-            f"micro-batches (no packing takes fewer than {bound}), the most of all ranks; the one "
-            f"with the fewest packs {min(counts)[0]}"
+            f"rank {rank} packs its own {counted(shards[rank].num_samples, 'sample')} into "
+            f"{counts[rank]} micro-batches (no packing takes fewer than "
+            f"{micro_batch_lower_bound(shards[rank])}), the most of all ranks; the one with the "
+            f"fewest packs {min(counts)}"
         )
     legal = step.dims.round_up_num_microbatches(needed)
     if legal > needed:
@@ -120,14 +120,6 @@ def _count(step: StepPlan, lengths: Sequence[int]) -> str:
     return reason
 
 
-def _bins_and_bound(
-    step: StepPlan, lengths: Sequence[int], samples: Sequence[int]
-) -> tuple[int, int]:
-    """Micro-batches that packing these samples takes, and that any packing takes at least."""
-    problem = Problem.of([lengths[sample] for sample in samples], step.dims, step.config)
-    return len(pack_shard(problem)), micro_batch_lower_bound(problem)
-
-
 def _filled(step: StepPlan, statistics: StepStatistics) -> str:
     placeholders = statistics.num_placeholders
     real = step.num_microbatches * len(step.micro_batches) - placeholders
@@ -135,10 +127,10 @@ def _filled(step: StepPlan, statistics: StepStatistics) -> str:
 
 
 def _bottleneck(
-    step: StepPlan, lengths: Sequence[int], statistics: StepStatistics
+    step: StepPlan, problem: Problem, ranks: Ranks, statistics: StepStatistics
 ) -> Iterator[str]:
     """The rank, the micro-batch and the sample with the most work."""
-    costs = _costs(step, lengths)
+    costs = [[problem.cost(samples) for samples in rank] for rank in ranks]
     rank_costs = [sum(rank) for rank in costs]
     yield (
         f"slowest rank: {rank_costs.index(max(rank_costs))}, with {statistics.rank_balance:.3f} x "
@@ -150,27 +142,25 @@ def _bottleneck(
         ((cost, rank, slot) for rank, slots in enumerate(costs) for slot, cost in enumerate(slots)),
         key=lambda place: place[0],
     )
-    samples = counted(len(step.micro_batches[rank][slot]), "sample")
+    samples = counted(len(ranks[rank][slot]), "sample")
     yield (
         f"costliest micro-batch: rank {rank} slot {slot}, {samples}, "
         f"{cost / (max(rank_costs) or 1.0):.1%} of the slowest rank's work"
     )
-    longest = _longest(step, lengths)
-    owner = next(
-        number
-        for number, micro_batches in enumerate(step.micro_batches)
-        if any(longest in held for held in micro_batches)
+    longest = _longest(problem)
+    owner = next(n for n, rank in enumerate(ranks) if any(longest in samples for samples in rank))
+    yield (
+        f"longest sample: {step.sample_indices[longest]}, {problem.lengths[longest]} tokens, on "
+        f"rank {owner}"
     )
-    yield f"longest sample: {longest}, {lengths[longest]} tokens, on rank {owner}"
 
 
-def _oversize(step: StepPlan, lengths: Sequence[int]) -> Iterator[str]:
-    problem, _ = step_problem(step, lengths)
-    oversize = [step.sample_indices[sample] for sample in sorted(problem.oversize)]
-    if oversize:
+def _oversize(step: StepPlan, problem: Problem) -> Iterator[str]:
+    if problem.oversize:
+        samples = [step.sample_indices[position] for position in sorted(problem.oversize)]
         yield (
-            f"oversize, each alone in its micro-batch: {counted(len(oversize), 'sample')} over "
-            f"{problem.capacity} tokens: {_abbreviated(oversize)}"
+            f"oversize, each alone in its micro-batch: {counted(len(samples), 'sample')} over "
+            f"{problem.capacity} tokens: {_abbreviated(samples)}"
         )
 
 
@@ -201,21 +191,23 @@ def what_holds_back(step: StepPlan, lengths: Sequence[int]) -> str:
         lengths: total length of each sample of the whole batch [samples], in tokens.
     """
     model, dims = step.cost_model, step.dims
-    end = step_statistics(step, lengths).step_time
+    problem, _ = step_problem(step, lengths)
+    statistics = step_statistics(step, lengths)
+    end = statistics.step_time
     if not end:
         return "nothing: by its cost model the step takes no time"
-    longest = _longest(step, lengths)
+    longest = _longest(problem)
     passes = 1.0 if step.forward_only else 1.0 + model.backward_ratio
-    alone = passes * dims.pipeline_parallel * model.micro_batch([lengths[longest]])
+    alone = passes * dims.pipeline_parallel * problem.cost([longest])
     if alone >= _ALMOST_THE_STEP * end:
         back = "" if step.forward_only else " and back"
         return (
-            f"sample {longest} ({lengths[longest]} tokens): its own way through "
-            f"{_stages(step)}{back} takes {alone / end:.0%} of the step"
+            f"sample {step.sample_indices[longest]} ({problem.lengths[longest]} tokens): its own "
+            f"way through {_stages(step)}{back} takes {alone / end:.0%} of the step"
         )
-    if uneven := _uneven_ranks(step, lengths):
+    if uneven := _uneven_ranks(step, lengths, statistics):
         return uneven
-    if _cap_binds(step, lengths):
+    if _cap_binds(problem, step.num_microbatches):
         return (
             f"the cap of {step.config.cap_tokens(dims)} tokens: micro-batches are full, and "
             f"starting each of them costs as much as {model.per_micro_batch / model.sample(1):.0f} "
@@ -230,10 +222,10 @@ def what_holds_back(step: StepPlan, lengths: Sequence[int]) -> str:
     return f"filling and draining {_stages(step)} with {step.num_microbatches} micro-batches"
 
 
-def _uneven_ranks(step: StepPlan, lengths: Sequence[int]) -> str | None:
+def _uneven_ranks(step: StepPlan, lengths: Sequence[int], statistics: StepStatistics) -> str | None:
     """The straggler, or with expert parallelism the slots that wait for one."""
     if step.dims.expert_parallel > 1:
-        balance = step_statistics(step, lengths).slot_balance
+        balance = statistics.slot_balance
         if balance <= _UNEVEN:
             return None
         return (
@@ -249,27 +241,21 @@ def _uneven_ranks(step: StepPlan, lengths: Sequence[int]) -> str | None:
     )
 
 
-def _cap_binds(step: StepPlan, lengths: Sequence[int]) -> bool:
+def _cap_binds(problem: Problem, num_microbatches: int) -> bool:
     """True if micro-batches are almost full and starting them is a good part of the work."""
-    model, dims = step.cost_model, step.dims
-    problem, _ = step_problem(step, lengths)
-    tokens = sum(problem.tokens)
-    room = problem.capacity * step.num_microbatches * dims.data_parallel
-    starts = step.num_microbatches * dims.data_parallel * model.per_micro_batch
-    work = starts + sum(problem.costs)
-    return tokens > _ALMOST_FULL * room and starts > _COSTLY_STARTS * work and model.sample(1) > 0
+    model = problem.cost_model
+    rows = num_microbatches * problem.dims.data_parallel
+    starts = rows * model.per_micro_batch
+    return (
+        sum(problem.tokens) > _ALMOST_FULL * rows * problem.capacity
+        and starts > _COSTLY_STARTS * (starts + sum(problem.costs))
+        and model.sample(1) > 0
+    )
 
 
-def _costs(step: StepPlan, lengths: Sequence[int]) -> list[list[float]]:
-    """Forward cost of each micro-batch [data_parallel][num_microbatches]."""
-    return [
-        [step.cost_model.micro_batch([lengths[i] for i in samples]) for samples in rank]
-        for rank in step.micro_batches
-    ]
-
-
-def _longest(step: StepPlan, lengths: Sequence[int]) -> int:
-    return max(step.sample_indices, key=lambda sample: (lengths[sample], -sample))
+def _longest(problem: Problem) -> int:
+    """The first of the longest samples."""
+    return max(range(problem.num_samples), key=problem.lengths.__getitem__)
 
 
 def _stages(step: StepPlan) -> str:

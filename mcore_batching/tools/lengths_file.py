@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mcore_batching.planning import MAX_LENGTH_TOKENS
-from mcore_batching.planning.errors import Argument, MCoreBatchingError
+from mcore_batching.planning import MAX_LENGTH_TOKENS, Argument, MCoreBatchingError
 
 # Fewer digits than Python refuses to convert, and more than any length has.
 _INTEGER = re.compile(r"[+-]?[0-9]{1,100}")

@@ -9,8 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mcore_batching.planning import CostModel, StepPlan, step_problem
-from mcore_batching.planning.pipeline import Operation, pipeline_operations
+from mcore_batching.planning import (
+    CostModel,
+    Problem,
+    StepPlan,
+    pipeline_operations,
+    step_problem,
+)
+from mcore_batching.planning.pipeline import Operation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,32 +92,30 @@ def step_timeline(
         cost_model: the plan's own if None.
     """
     problem, ranks = step_problem(step, lengths, cost_model)
-    model, dims = problem.cost_model, problem.dims
     costs = [[problem.cost(samples) for samples in rank] for rank in ranks]
     slot_costs = costs
-    if dims.expert_parallel > 1:
+    if step.dims.expert_parallel > 1:
         slowest = [max(slot) for slot in zip(*costs, strict=True)]
         slot_costs = [slowest] * len(costs)
     passes = [
-        _rank_passes(own, of_slot, step, model)
-        for own, of_slot in zip(costs, slot_costs, strict=True)
+        _rank_passes(own, of_slot, problem) for own, of_slot in zip(costs, slot_costs, strict=True)
     ]
     ends = [max(timed.end for timed in rank_passes) for rank_passes in passes]
     end = max(ends)
-    stages = dims.pipeline_parallel
+    stages = step.dims.pipeline_parallel
     return StepTimeline(
         ranks=tuple(
             RankTimeline(
                 rank=rank,
                 passes=passes[rank],
-                tokens=tuple(map(problem.row_tokens, ranks[rank])),
+                tokens=tuple(map(problem.row_tokens, micro_batches)),
                 num_samples=tuple(map(len, micro_batches)),
                 end=ends[rank],
                 busy=sum(timed.end - timed.start for timed in passes[rank]) / (end * stages)
                 if end
                 else 0.0,
             )
-            for rank, micro_batches in enumerate(step.micro_batches)
+            for rank, micro_batches in enumerate(ranks)
         ),
         end=end,
         stages=stages,
@@ -119,14 +123,14 @@ def step_timeline(
 
 
 def _rank_passes(
-    own_costs: Sequence[float], slot_costs: Sequence[float], step: StepPlan, model: CostModel
+    own_costs: Sequence[float], slot_costs: Sequence[float], problem: Problem
 ) -> tuple[Operation, ...]:
     """One rank's passes at the pace of its slots, each ending with the rank's own work."""
     operations = pipeline_operations(
         slot_costs,
-        step.dims,
-        backward_ratio=model.backward_ratio,
-        forward_only=step.forward_only,
+        problem.dims,
+        backward_ratio=problem.cost_model.backward_ratio,
+        forward_only=problem.forward_only,
     )
     if own_costs is slot_costs:
         return tuple(operations)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from mcore_batching.planning import InvariantError, Plan
+from mcore_batching.planning import InvariantError, Plan, validate_plan
 from mcore_batching.planning.plan import recorded_digest
-from mcore_batching.planning.validation import validate_plan
 from mcore_batching.tools import report
 from mcore_batching.tools.cli.options import CommandParser, add_lengths, complain, read
 from mcore_batching.tools.lengths_file import read_lengths

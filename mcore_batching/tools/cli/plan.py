@@ -7,10 +7,15 @@ import sys
 from collections.abc import Sequence
 from typing import get_args
 
-from mcore_batching.planning import Plan, PlannerConfig, plan_batch, step_statistics
+from mcore_batching.planning import (
+    LastStep,
+    Plan,
+    PlannerConfig,
+    plan_batch,
+    step_statistics,
+    validate_plan,
+)
 from mcore_batching.planning.config import CHOICES
-from mcore_batching.planning.groups import LastStep
-from mcore_batching.planning.validation import validate_plan
 from mcore_batching.tools import report
 from mcore_batching.tools.cli.options import (
     CommandParser,
