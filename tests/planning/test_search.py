@@ -24,7 +24,7 @@ from mcore_batching.planning import (
 from mcore_batching.planning.pipeline import stage_order
 from mcore_batching.planning.search import Objective, best_slots, search
 from mcore_batching.planning.search.local_moves import improve
-from mcore_batching.planning.search.objective import BestStep, Candidate
+from mcore_batching.planning.search.objective import BestSteps, Candidate
 from mcore_batching.planning.statistics import predicted_step_time
 from mcore_batching.tools.rules import RULES, rule_plan
 
@@ -177,16 +177,16 @@ def test_one_rank_s_wish_for_many_micro_batches_does_not_hold_up_another() -> No
 def test_between_steps_that_end_together_the_one_that_holds_fewer_tokens_is_taken() -> None:
     problem = Problem.of([10, 30, 10, 10], ParallelDims(pipeline_parallel=2), CONFIG)
     slots = {"more": [[0, 1], [2, 3]], "fewer": [[0], [1, 2, 3]], "last": [[0, 1, 2], [3]]}
-    best = BestStep(Objective(problem))
+    best = BestSteps(Objective(problem), 1)
     for name in ("last", "more", "fewer"):
         best.consider(Candidate([slots[name]], [7.0]))
-    assert best.result().ranks == [slots["last"]]
+    assert best.result()[0].ranks == [slots["last"]]
     two = [[0, 2], [1], [3]]
     best.consider(Candidate([two], [7.0]))
-    assert best.result().ranks == [two]
+    assert best.result()[0].ranks == [two]
     best.consider(Candidate([[[0, 2], [3], [1]]], [7.0]))
     best.consider(Candidate([[[0], [2], [3, 1]]], [7.5]))
-    assert best.result().ranks == [[[0, 2], [3], [1]]]
+    assert best.result()[0].ranks == [[[0, 2], [3], [1]]]
 
 
 @examples(100)

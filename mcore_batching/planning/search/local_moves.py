@@ -5,10 +5,10 @@
     moves      a sample of heavy to other; a sample of heavy for a cheaper one of other;
                all of heavy for the micro-batch of its rank in the slot of other
 
-One rule of acceptance: the latest of the parts that a move changes ends no later than the step did.
-Parts are ranks, or with ranks in lockstep the whole step. The cap and the bound on tokens in flight
-hold throughout, no micro-batch is emptied, and a rank with a placeholder takes a further sample
-there. A counter decides which moves are tried, so they are the same everywhere.
+One rule of acceptance: the latest of the parts that a move changes ends no later than the step
+did. Parts are ranks, or with ranks in lockstep the whole step. The cap and the bound on tokens in
+flight hold throughout, no micro-batch is emptied, and a rank with a placeholder takes a further
+sample there. A counter decides which moves are tried, so they are the same everywhere.
 """
 
 from __future__ import annotations
@@ -95,13 +95,19 @@ class _RankState:
         return (slowest, random.below(count)), (other, random.below(count))
 
     def latest_after(self, changes: Changes) -> float:
-        """End of the latest rank that the changes concern."""
+        """End of the latest rank that the changes concern, or of the first that is too late."""
         costs: dict[int, list[float]] = {}
         for (rank, slot), samples in changes.items():
             costs.setdefault(rank, self._costs[rank][:])[slot] = self._objective.problem.cost(
                 samples
             )
-        ends = {rank: self._objective.end_of(slots) for rank, slots in costs.items()}
+        ends: dict[int, float] = {}
+        before = self.end
+        # The rank that takes work first: it is the one that may end too late.
+        for rank, slots in reversed(costs.items()):
+            ends[rank] = self._objective.end_of(slots)
+            if ends[rank] > before:
+                break
         self._tried = costs, ends
         return max(ends.values())
 

@@ -4,7 +4,7 @@
 2. Every number of micro-batches is judged in one shape, numbers far apart first, so that little
    effort sees the whole range. Of the numbers that did best all shapes are judged.
 3. Steps are made of the shapes, best first.
-4. Single samples are moved and swapped in the best step found (`local_moves`).
+4. Single samples are moved and swapped in the best steps found (`local_moves`).
 
 A family of shapes says which numbers and shapes there are, and how a step is made of one.
 """
@@ -15,12 +15,15 @@ from collections.abc import Iterable, Sequence
 
 from mcore_batching.planning.search.local_moves import improve
 from mcore_batching.planning.search.lockstep_search import LockstepShapes
-from mcore_batching.planning.search.objective import BestStep, Objective, Slots
+from mcore_batching.planning.search.objective import BestSteps, Objective, Slots
 from mcore_batching.planning.search.pipeline_search import PipelineShapes
 from mcore_batching.planning.search.profiles import Shape
 
 STRIDE_OF_COUNTS = 4
 """One in so many numbers of micro-batches is judged before the ones between them."""
+MOST_STEPS_IMPROVED = 2
+"""Steps, of different numbers of micro-batches, in which single samples are moved; a third would
+find no effort left."""
 MOST_COUNTS_REFINED = 5
 """Numbers of micro-batches of which all shapes are judged. With one, steps end up to 0.3 % later;
 with ten, no sooner."""
@@ -44,7 +47,7 @@ def search(
     family = (LockstepShapes if objective.lockstep else PipelineShapes)(objective)
     kept_for_moves = int(objective.effort * family.kept_for_moves)
     kept_after_judging = int(objective.effort * family.kept_after_judging)
-    best = BestStep(objective)
+    best = BestSteps(objective, MOST_STEPS_IMPROVED)
     for start in starts:
         best.consider(objective.candidate(start))
     shapes = _judged(family, objective, kept_after_judging)
@@ -55,7 +58,8 @@ def search(
                 break
         if objective.effort <= kept_for_moves and best.found:
             break
-    return improve(best.result(), objective).ranks
+    improved = [improve(step, objective) for step in best.result()]
+    return min(improved, key=lambda step: step.end).ranks
 
 
 def _judged(

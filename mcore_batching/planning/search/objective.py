@@ -94,46 +94,49 @@ class Objective:
         return bound is None or self.problem.inflight_tokens(slots) <= bound
 
 
-class BestStep:
-    """The step that ends first among those that fit into memory.
+class BestSteps:
+    """The steps that end first among those that fit into memory, of different numbers of slots.
 
     Of two that end together the one with fewer tokens in flight is better, of equals the first.
+
+    Args:
+        objective: of the step.
+        most: steps to keep.
     """
 
-    def __init__(self, objective: Objective) -> None:
+    def __init__(self, objective: Objective, most: int) -> None:
         self._objective = objective
-        self._best: Candidate | None = None
+        self._most = most
+        self._best: list[tuple[float, float, int, Candidate]] = []
+        self._considered = 0
         self._least_inflight = math.inf
 
     @property
     def found(self) -> bool:
         """True if there is one."""
-        return self._best is not None
+        return bool(self._best)
 
     def consider(self, candidate: Candidate) -> None:
-        """Keep a step if it is better than the one so far."""
-        bound = self._objective.max_inflight_tokens
-        if self._best is not None and candidate.end > self._best.end:
+        """Keep a step if it is among the best so far."""
+        if len(self._best) == self._most and candidate.end > self._best[-1][0]:
             return
-        if self._best is not None and candidate.end == self._best.end:
-            if self._held(candidate) >= self._held(self._best):
-                return
-        elif bound is not None:
-            held = self._held(candidate)
-            self._least_inflight = min(self._least_inflight, held)
-            if held > bound:
-                return
-        self._best = candidate
+        held = max(map(self._objective.problem.inflight_tokens, candidate.ranks))
+        bound = self._objective.max_inflight_tokens
+        self._least_inflight = min(self._least_inflight, held)
+        if bound is not None and held > bound:
+            return
+        self._considered += 1
+        best_of_count: dict[int, tuple[float, float, int, Candidate]] = {}
+        for each in sorted([*self._best, (candidate.end, held, self._considered, candidate)]):
+            best_of_count.setdefault(len(each[-1].ranks[0]), each)
+        self._best = list(best_of_count.values())[: self._most]
 
-    def _held(self, candidate: Candidate) -> float:
-        return max(map(self._objective.problem.inflight_tokens, candidate.ranks))
-
-    def result(self) -> Candidate:
-        """The step.
+    def result(self) -> list[Candidate]:
+        """The steps, best first.
 
         Raises:
             InflightBoundError: none fits into memory.
         """
-        if self._best is None:
+        if not self._best:
             raise InflightBoundError(self._objective.max_inflight_tokens, self._least_inflight)
-        return self._best
+        return [candidate for _, _, _, candidate in self._best]
