@@ -14,18 +14,14 @@ GOOD = {"uid": "a", "prompt": "1+1=", "response": "2", "reward": 1}
 QUESTION = {"question": "1+1?", "ground_truth": "2"}
 
 
-def bundled(name):
-    lines = ROLLOUTS.with_name(name).read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 def test_bundled_files_are_what_the_scripts_write():
-    assert bundled("arithmetic_rollouts.jsonl") == list(games(128, 4, seed=7))
-    written = [{"messages": messages} for messages in conversations(ROLLOUTS)]
-    assert bundled("arithmetic_conversations.jsonl") == written
-    for record in written:
-        roles = [message["role"] for message in record["messages"]]
-        assert roles == ["user", "assistant"] * (len(roles) // 2)
+    made = {
+        "arithmetic_rollouts.jsonl": list(games(128, 4, seed=7)),
+        "arithmetic_conversations.jsonl": [{"messages": each} for each in conversations(ROLLOUTS)],
+    }
+    for name, rows in made.items():
+        lines = ROLLOUTS.with_name(name).read_text().splitlines()
+        assert [json.loads(line) for line in lines] == rows
 
 
 def write(tmp_path, *rows):

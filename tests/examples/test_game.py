@@ -49,17 +49,8 @@ def test_the_scripted_player_plays_to_the_end_and_not_beyond(name, slip):
     assert all(0 <= int(answer) <= LARGEST for answer in answers)
     assert game.reward(scripted_answers(game, name, 0.0)) == 1.0
     assert len(scripted_answers(game, name, 1.0)) == 1
-
-
-def test_a_game_is_played_token_by_token():
-    trajectory = play(begin(), "8\n7\n")
-    assert text_of(trajectory.tokens[1:]) == "7+1=8\n-1=7\n+1="
-    assert not trajectory.is_over
-    play(trajectory, "9\n")
-    assert trajectory.is_over
-    assert trajectory.reward == pytest.approx(2 / 3)
-    with pytest.raises(ValueError, match="game u is over"):
-        trajectory.play(ord("8"), 0.0)
+    with pytest.raises(ValueError, match="is over"):
+        scripted_trajectory(name, 0, slip).play(ord("8"), 0.0)
 
 
 @given(st.lists(st.integers(0, 319), min_size=MAX_TURN_TOKENS, max_size=MAX_TURN_TOKENS))
@@ -135,16 +126,8 @@ def sampling():
     [(0, 0.0, 0), (0, 0.49, 0), (0, 0.51, 2), (0, 0.76, 3), (1, 0.0, 1), (1, 1 - 2.0**-53, 2)],
 )
 def test_the_random_number_picks_the_token_in_whose_share_it_falls(sampling, row, u, token):
+    assert sampling.uniform("1234/0/5/0/9") == 0.2635840661031549
     probabilities = torch.tensor([[0.5, 0.0, 0.25, 0.25], [0.0, 0.125, 0.875, 0.0]]).double()
     tokens, log_probs = sampling.draw(probabilities.log(), [u, u])
     assert tokens[row] == token
     assert log_probs[row].exp() == pytest.approx(probabilities[row, token].item())
-
-
-def test_numbers_follow_from_their_names_and_spread_evenly(sampling):
-    assert sampling.uniform("1234/0/5/0/9") == 0.2635840661031549
-    numbers = [sampling.uniform(f"1/2/{i}/0/8") for i in range(4000)]
-    # 5 standard deviations of a count of 400 out of 4000.
-    counts = [sum(k / 10 <= u < (k + 1) / 10 for u in numbers) for k in range(10)]
-    assert sum(counts) == 4000
-    assert all(abs(count - 400) < 5 * 19 for count in counts)

@@ -45,13 +45,6 @@ def test_flags_that_cannot_be_are_refused(flags, text, capsys):
     assert text in capsys.readouterr().err
 
 
-def test_play_has_defaults_of_its_own_which_flags_override():
-    online = parse_arguments(["--online"])
-    assert (parse_arguments([]).hidden_size, online.hidden_size) == (128, 64)
-    given = parse_arguments(["--iterations", "3", "--online", "--max-tokens-per-gpu", "99"])
-    assert (given.iterations, given.max_tokens_per_gpu, given.lr) == (3, 99, online.lr)
-
-
 def test_settings_tell_runs_apart_but_not_the_baseline_from_its_dynamic_run():
     def settings(*flags):
         return settings_of(parse_arguments(list(flags)))
@@ -60,11 +53,11 @@ def test_settings_tell_runs_apart_but_not_the_baseline_from_its_dynamic_run():
     assert all(settings(f"--{name}", "2") != settings() for name in ("lr", "seed", "tp"))
 
 
-def test_the_baseline_turns_the_flag_off_and_changes_nothing_else():
-    options = parse_arguments(["--max-tokens-per-gpu", "64"])
-    assert options.use_dynamic_batch_size is True
+def test_the_baseline_and_play_change_what_they_say():
+    options, online = parse_arguments([]), parse_arguments(["--iterations", "3", "--online"])
     changed = {"use_dynamic_batch_size": False, "micro_batch_size": 1}
     assert vars(baseline_arguments(options)) == vars(options) | changed
+    assert (options.hidden_size, online.hidden_size, online.iterations) == (128, 64, 3)
 
 
 def group(uid, rewards):

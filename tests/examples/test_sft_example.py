@@ -1,6 +1,5 @@
-"""The fine-tuning example: its command line, its script, and the comparison of its logs."""
+"""The fine-tuning example: its command line, and the comparison of its logs."""
 
-import ast
 import subprocess
 from pathlib import Path
 
@@ -111,13 +110,3 @@ def test_the_command_explains_itself_and_refuses_before_it_installs(
     assert done.returncode == status
     assert says in done.stdout + done.stderr
     assert not (tmp_path / "none").exists()
-
-
-def test_the_training_script_is_a_stock_one_but_for_its_data():
-    tree = ast.parse((EXAMPLES / "sft" / "sft.py").read_text())
-    imported = {
-        node.module
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module.startswith("mcore_batching")
-    }
-    assert imported == {"mcore_batching.integrations.megatron_lm.sft.install_data"}
