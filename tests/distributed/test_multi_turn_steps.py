@@ -43,7 +43,12 @@ JOBS = [
     )
     for system, name, dims, nproc, seed in LAYOUTS
 ]
-with_every_layout = pytest.mark.parametrize("job", JOBS, ids=str)
+LONG = {"multi-turn-verl-dp2-other-turns", "multi-turn-skyrl-dp2"}
+with_every_layout = pytest.mark.parametrize(
+    "job",
+    [pytest.param(job, marks=pytest.mark.long if job.name in LONG else ()) for job in JOBS],
+    ids=str,
+)
 with_and_without_padding = pytest.mark.parametrize("run", ["unpadded", "padded"])
 
 
