@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.planning import (
+    CHOICES,
     Argument,
     ConfigError,
     CostModel,
@@ -22,6 +24,7 @@ from mcore_batching.planning import (
 
 PREFIX = "--dynamic-batch-"
 
+# Choices and defaults of the planner's options are those of `PlannerConfig`.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "use_dynamic_batch_size": {
         "action": "store_true",
@@ -35,19 +38,14 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "a micro-batch holds up to this times the context-parallel size",
     },
     "packing": {
-        "choices": ["auto", "first-fit", "first-fit-decreasing"],
-        "default": "auto",
         "help": "how samples are packed under the cap (auto: whichever needs fewer micro-batches)",
     },
     "balance": {
-        "choices": ["auto", "pipeline", "cost", "tokens", "none"],
-        "default": "auto",
         "help": "what the plan is made for: the end of the pipeline's step (auto), or "
         "micro-batches packed full and evened out by cost or tokens",
     },
     "plan_effort": {
         "type": int,
-        "default": 1500,
         "metavar": "N",
         "help": "how long to search for a plan: simulated passes of a micro-batch per sample",
     },
@@ -59,30 +57,23 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "max_inflight_tokens": {
         "type": int,
-        "default": None,
         "metavar": "TOKENS",
         "help": "most padded tokens whose activations the first pipeline stage may hold at a time",
     },
     "fill": {
-        "choices": ["split", "placeholder"],
-        "default": "split",
         "help": "how a data-parallel rank with too few micro-batches reaches the common count: "
         "split its own first, or use placeholders at once",
     },
     "on_oversize": {
-        "choices": ["own-bin", "error"],
-        "default": "own-bin",
         "help": "a sample over the cap runs alone in its micro-batch, or is refused",
     },
     "pad_each_to": {
         "type": int,
-        "default": None,
         "metavar": "TOKENS",
         "help": "pad every sample to a multiple of this, beside what parallelism needs",
     },
     "pad_total_to": {
         "type": int,
-        "default": None,
         "metavar": "TOKENS",
         "help": "pad every packed row to a multiple of this (FP8, memory fragmentation)",
     },
@@ -117,16 +108,11 @@ FLAGS = {
 
 _FORMER_FLAGS = {"consensus_timeout_seconds": f"{PREFIX}rendezvous-timeout-seconds"}
 
-_PLANNER_OPTIONS = (
-    "packing",
-    "balance",
-    "fill",
-    "on_oversize",
-    "pad_each_to",
-    "pad_total_to",
-    "plan_effort",
-    "max_inflight_tokens",
-)
+_PLANNER_DEFAULTS = {
+    option.name: option.default
+    for option in dataclasses.fields(PlannerConfig)
+    if option.default is not dataclasses.MISSING
+}
 """Fields of `PlannerConfig` that are read from ``args.dynamic_batch_*``."""
 
 
@@ -149,8 +135,13 @@ def add_dynamic_batch_arguments(parser: argparse.ArgumentParser) -> argparse.Arg
     group = parser.add_argument_group("dynamic micro-batches (mcore_batching)")
     for name, options in _OPTIONS.items():
         spellings = [FLAGS[name], *([_FORMER_FLAGS[name]] if name in _FORMER_FLAGS else [])]
+        of_planner: dict[str, Any] = {}
+        if name in _PLANNER_DEFAULTS:
+            of_planner["default"] = _PLANNER_DEFAULTS[name]
+        if name in CHOICES:
+            of_planner["choices"] = CHOICES[name]
         if FLAGS[name] not in parser._option_string_actions:
-            group.add_argument(*spellings, **options)
+            group.add_argument(*spellings, **options, **of_planner)
     return parser
 
 
@@ -183,8 +174,8 @@ def planner_config(args: Any) -> PlannerConfig:
             "that fit into one GPU's memory in one micro-batch (16384, say)"
         )
     chosen = {
-        name: getattr(args, f"dynamic_batch_{name}", _OPTIONS[name]["default"])
-        for name in _PLANNER_OPTIONS
+        name: getattr(args, f"dynamic_batch_{name}", default)
+        for name, default in _PLANNER_DEFAULTS.items()
     }
     try:
         return PlannerConfig(max_tokens_per_gpu=args.max_tokens_per_gpu, **chosen)

@@ -11,7 +11,7 @@ from mcore_batching.planning.bounds import (
     bin_lower_bound,
     micro_batch_lower_bound,
 )
-from mcore_batching.planning.config import PlannerConfig
+from mcore_batching.planning.config import CHOICES, PlannerConfig
 from mcore_batching.planning.cost import CostModel
 from mcore_batching.planning.errors import (
     Argument,
@@ -55,6 +55,7 @@ from mcore_batching.planning.tokens import (
 from mcore_batching.planning.validation import validate_plan
 
 __all__ = [
+    "CHOICES",
     "MAX_LENGTH_TOKENS",
     "Argument",
     "ConfigError",

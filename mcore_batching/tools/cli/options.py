@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from mcore_batching.planning import (
+    CHOICES,
     Argument,
     CostModel,
     MCoreBatchingError,
     ParallelDims,
     PlannerConfig,
 )
-from mcore_batching.planning.config import CHOICES
 
 FLAG_OF_SIZE = {
     "data_parallel": "--dp",

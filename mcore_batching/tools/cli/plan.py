@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from mcore_batching.planning import (
+    CHOICES,
     LastStep,
     Plan,
     PlannerConfig,
@@ -15,7 +16,6 @@ from mcore_batching.planning import (
     step_statistics,
     validate_plan,
 )
-from mcore_batching.planning.config import CHOICES
 from mcore_batching.tools import report
 from mcore_batching.tools.cli.options import (
     CommandParser,
