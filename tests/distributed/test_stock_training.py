@@ -131,12 +131,14 @@ def test_exchange_is_exact_and_balances_ranks(records: list[Ranks]) -> None:
     assert after < before / 3
 
 
+@pytest.mark.long
 @runs("pp2-two-samples-padded", "pp2-two-samples")
 def test_micro_batch_size_2(records: list[Ranks]) -> None:
     padded, flagged = records
     assert_same_training(flagged, padded, 10)
 
 
+@pytest.mark.long
 @runs("pp2-ramp-up-padded", "pp2-ramp-up")
 def test_batch_size_ramps_up(records: list[Ranks]) -> None:
     padded, flagged = records

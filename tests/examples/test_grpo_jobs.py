@@ -91,7 +91,7 @@ def test_the_recorded_job_prints_and_writes_what_it_promises(recorded):
 def test_what_the_user_can_put_right_is_said_once_without_a_traceback(tmp_path):
     done = run_grpo(2, *RECORDED, "--dp=2", "--out", str(tmp_path))
     assert done.returncode != 0
-    assert done.stderr.count("grpo.py: error: the layout needs 4 processes") == 1
+    assert done.stderr.count("grpo.py: error: the parallel dims need 4 processes") == 1
     assert "bootstrap.py" not in done.stderr
 
 
