@@ -143,7 +143,7 @@ class CostModel:
             ConfigError: text that is none, or that lacks a coefficient (`window` may be left out).
         """
         try:
-            raw = json.loads(text)
+            raw = json.loads(text.removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"expected a cost model in JSON, got text that is none: {error}"

@@ -13,8 +13,9 @@ from mcore_batching.planning.errors import Argument, PlanningError
 
 
 def as_integer(value: Any) -> int | None:
-    """`value` as a Python int, or None if it is a bool or not an integer."""
-    if isinstance(value, bool):
+    """`value` as a Python int, or None if it is a boolean or not an integer."""
+    # operator.index takes a Torch boolean for 0 or 1.
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
         return None
     try:
         return operator.index(value)

@@ -316,7 +316,7 @@ def _check_digest(recorded: str | None, found: str) -> None:
 def _load(text: str) -> dict[str, Any]:
     """Read a document. Its digest is read, not compared: that takes the plan made from it."""
     try:
-        raw = json.loads(text)
+        raw = json.loads(text.removeprefix("\ufeff"))
     except (ValueError, RecursionError) as error:
         raise PlanFormatError(f"expected a plan in JSON, got text that is none: {error}") from None
     if not isinstance(raw, dict):

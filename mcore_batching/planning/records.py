@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,9 @@ from typing import Any, TextIO
 
 from mcore_batching.planning.cost import CostModel
 from mcore_batching.planning.errors import Argument, PlanningError
+from mcore_batching.planning.integers import at_least
 from mcore_batching.planning.plan import StepPlan, step_from_data
+from mcore_batching.planning.problem import check_lengths
 from mcore_batching.planning.statistics import predicted_step_time
 from mcore_batching.planning.validation import validate_plan
 
@@ -177,7 +180,7 @@ def read_records(directory: str | Path) -> list[StepRecord]:
 
 def _read_file(file: Path) -> Iterator[StepRecord]:
     try:
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = file.read_text(encoding="utf-8-sig").splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"cannot read {file}: {error}") from None
     header: dict[str, Any] | None = None
@@ -207,7 +210,7 @@ def _checked_header(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _record(raw: Mapping[str, Any], header: Mapping[str, Any], file: str) -> StepRecord:
-    lengths = tuple(int(length) for length in raw["lengths"])
+    lengths = tuple(check_lengths(raw["lengths"]))
     plan = step_from_data(
         num_samples=len(lengths),
         ranks=raw["ranks"],
@@ -219,10 +222,18 @@ def _record(raw: Mapping[str, Any], header: Mapping[str, Any], file: str) -> Ste
     validate_plan(plan, lengths)
     measured = raw["measured_seconds"]
     return StepRecord(
-        step=int(raw["step"]),
+        step=at_least("step", raw["step"], 0, RecordError),
         plan=plan,
         lengths=lengths,
-        predicted=float(raw["predicted"]),
-        measured_seconds=None if measured is None else float(measured),
+        predicted=_time(raw, "predicted"),
+        measured_seconds=None if measured is None else _time(raw, "measured_seconds"),
         file=file,
     )
+
+
+def _time(raw: Mapping[str, Any], key: str) -> float:
+    value = raw[key]
+    # A float holds neither a 400-digit integer nor, as a number, 1e400 or NaN.
+    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
+        raise ValueError(f'"{key}" must be a finite number of 0 or more, got {value!r:.60}')
+    return float(value)

@@ -195,6 +195,7 @@ COSTS = CostModel(linear=2.0, quadratic=0.5, per_micro_batch=3.0, backward_ratio
 
 def test_cost_model_round_trip_with_and_without_what_calibrate_notes() -> None:
     assert CostModel.from_json(COSTS.to_json()) == COSTS
+    assert CostModel.from_json("\ufeff" + COSTS.to_json()) == COSTS
     document = json.loads(COSTS.to_json()) | {"measured_on": "CPU", "seconds_per_unit": 1e-6}
     assert CostModel.from_json(json.dumps(document)) == COSTS
     del document["window"]

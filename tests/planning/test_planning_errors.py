@@ -95,3 +95,12 @@ def test_an_oversize_sample_is_named_by_its_index_in_the_batch() -> None:
             "to run such samples alone"
         )
         assert (error.index, error.length, error.padded_length, error.cap) == (4, 25, 28, 20)
+
+
+@pytest.mark.parametrize("module", ["torch", "numpy"])
+def test_boolean_tensors_and_arrays_are_no_lengths(module: str) -> None:
+    library = pytest.importorskip(module)
+    make = getattr(library, "tensor" if module == "torch" else "array")
+    with pytest.raises(LengthError, match="length of sample 0 must be an integer"):
+        plan_step(make([True, False]), ParallelDims(), CONFIG)
+    assert plan_step(make([3, 4]), ParallelDims(), CONFIG).sample_indices == (0, 1)

@@ -144,8 +144,18 @@ def change(document: dict, key: str, value: object) -> dict:
         (0, "config", {"max_tokens_per_gpu": 0}, r":2: .*max_tokens_per_gpu must be 1 or more"),
         (1, "ranks", [[[0]], [[1]]], ":2: .*invariant 'exact cover' is broken"),
         (1, "ranks", [], ":2: not a record of a step"),
-        (1, "lengths", ["x"], ":2: not a record of a step: invalid literal"),
-        (1, "measured_seconds", "soon", ":2: not a record of a step: could not convert"),
+        (1, "lengths", ["x"], ":2: .*the length of sample 0 must be an integer"),
+        (1, "lengths", [50.7], ":2: .*the length of sample 0 must be an integer .* got 50.7"),
+        (1, "lengths", [float("inf")], ":2: .*the length of sample 0 must be an integer"),
+        (1, "lengths", [10**400], ":2: .*the length of sample 0 must be between 0 and"),
+        (1, "lengths", [True], ":2: .*the length of sample 0 must be an integer"),
+        (1, "step", 1.5, ":2: .*step must be an integer"),
+        *(
+            (1, key, value, f':2: not a record of a step: "{key}" must be a finite number')
+            for key in ("predicted", "measured_seconds")
+            for value in ("soon", True, -1.5, float("nan"), float("inf"), 10**400)
+        ),
+        (0, "cost_model", {"linear": 10**400}, ":2: .*linear must be finite"),
         (1, "format", "x", ":2: not a record of a step: no key 'version'"),
     ],
 )
@@ -159,6 +169,13 @@ def test_broken_lines_are_named(
     file.write_text("".join(json.dumps(document) + "\n" for document in lines))
     with pytest.raises(RecordError, match=message):
         read_records(tmp_path)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_record(tmp_path: Path) -> None:
+    recorded_job(tmp_path, [0.5])
+    records, file = read_records(tmp_path), the_file(tmp_path)
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert read_records(tmp_path) == records
 
 
 @pytest.mark.parametrize(
