@@ -7,6 +7,8 @@ anything else is refused with the file and the line. Empty lines of text and JSO
 from __future__ import annotations
 
 import csv
+import errno
+import io
 import json
 import re
 import sys
@@ -43,6 +45,7 @@ def read_lengths(source: str, column: str | None = None) -> list[int]:
 
     Raises:
         LengthsFileError: names the file, and the line where there is one.
+        OSError: standard input cannot be read.
     """
     return _read(source, column, _COLUMN, _integer)
 
@@ -66,7 +69,7 @@ def _read(
     """The values of a file. `argument` is the one that the caller passes `column` by."""
     if source == "-":
         _refuse_column(column, argument, "standard input")
-        return [parse(text, "<stdin>", line) for line, text in _filled_lines(sys.stdin)]
+        return [parse(text, "<stdin>", line) for line, text in _filled_lines(_standard_input())]
     suffix = Path(source).suffix.lower()
     try:
         with Path(source).open(encoding="utf-8-sig", newline="") as file:
@@ -77,7 +80,20 @@ def _read(
             _refuse_column(column, argument, source)
             return [parse(text, source, line) for line, text in _filled_lines(file)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise LengthsFileError(f"cannot read {source}: {error}") from None
+        raise LengthsFileError(f"cannot read {source}: {error}") from error
+
+
+def _standard_input() -> Iterator[str]:
+    """Its lines, read as files are: in UTF-8 in any locale, without a byte order mark."""
+    stream = sys.stdin
+    if stream is None:
+        raise OSError(errno.EBADF, "standard input is closed")
+    if isinstance(stream, io.TextIOWrapper) and stream.encoding != "utf-8-sig":
+        stream.reconfigure(encoding="utf-8-sig", errors="strict")
+    try:
+        yield from stream
+    except UnicodeDecodeError as error:
+        raise LengthsFileError(f"cannot read <stdin>: {error}") from None
 
 
 def _refuse_column(column: str | None, argument: Argument, source: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_batching.planning import MCoreBatchingError
+from mcore_batching.tools.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,13 +74,15 @@ def save_figure(
     path = Path(path)
     try:
         if path.suffix == ".html":
-            path.write_text(picture_page(_as_svg(figure), tooltips or {}), encoding="utf-8")
+            write_whole(path, picture_page(_as_svg(figure), tooltips or {}))
         elif path.suffix == ".svg":
-            path.write_text(_as_svg(figure), encoding="utf-8")
+            write_whole(path, _as_svg(figure))
         else:
-            figure.savefig(path, dpi=150)
+            image = io.BytesIO()
+            figure.savefig(image, format="png", dpi=150)
+            write_whole(path, image.getvalue())
     except OSError as error:
-        raise PlotError(f"cannot write {path}: {error}; name a file that can be written") from None
+        raise PlotError(f"cannot write {path}: {error}; name a file that can be written") from error
 
 
 def picture_page(svg: str, tooltips: Mapping[str, str]) -> str:

@@ -1,11 +1,16 @@
 """The `mcore-batching` command: plan, check, compare with others' rules, replay a recorded job.
 
-Exit status: 0 if all is well, 1 if a checked plan is broken, 2 for bad usage or bad input, 141 if
-the reader of the output went away. Errors are one line on standard error.
+Exit status: 0 if all is well; 1 if a checked plan is broken; 2 for bad usage or bad input, a file
+that cannot be opened included; 74 if reading or writing fails (a full disk, closed standard input
+or output); 130 after Ctrl-C; 141 if the reader of the output went away. Errors are one line on
+standard error. A file is written whole or not at all.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -16,6 +21,11 @@ from mcore_batching.tools.cli import calibrate, check, compare, plan, replay
 from mcore_batching.tools.cli.options import CommandParser, complain
 
 __all__ = ["build_parser", "main"]
+
+USAGE, INPUT_OUTPUT, INTERRUPTED, NO_READER = 2, 74, 130, 141
+"""Exit statuses; 74 is EX_IOERR of sysexits.h, the last two are 128 and the signal's number."""
+_DEVICE_FAULTS = {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""A file's errors that are not the fault of its name."""
 
 
 def build_parser() -> CommandParser:
@@ -42,15 +52,44 @@ def build_parser() -> CommandParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with `arguments`, or those of the process, and return the exit status."""
+    if sys.stdout is None:
+        complain("standard output is closed; redirect it to a file or to /dev/null")
+        return INPUT_OUTPUT
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A locale without UTF-8 has no "²" and no "µ".
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        _discard_output()
+        return NO_READER
+    except OSError as error:
+        complain(f"input or output failed: {error}")
+        _discard_output()
+        return INPUT_OUTPUT
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     options = build_parser().parse_args(arguments)
     try:
         status: int = options.run(options)
-        sys.stdout.flush()
     except MCoreBatchingError as error:
         complain(error.text(options.spell))
-        return 2
-    except BrokenPipeError:
-        # Python flushes standard output once more on exit and would complain there.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        failed = isinstance(error.__cause__, OSError) and error.__cause__.errno in _DEVICE_FAULTS
+        return INPUT_OUTPUT if failed else USAGE
     return status
+
+
+def _discard_output() -> None:
+    """Drop what standard output does not take: Python tries again on exit and would complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

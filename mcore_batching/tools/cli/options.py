@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mcore_batching.planning import (
     CHOICES,
@@ -16,6 +17,10 @@ from mcore_batching.planning import (
     ParallelDims,
     PlannerConfig,
 )
+from mcore_batching.tools.files import write_whole
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 FLAG_OF_SIZE = {
     "data_parallel": "--dp",
@@ -50,6 +55,10 @@ class CommandParser(argparse.ArgumentParser):
         action = super().add_argument(*names, **settings)
         self.flags[action.dest] = [*action.option_strings, str(action.metavar)][0]
         return action
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        """As argparse's, which passes over output that cannot be written."""
+        (file or sys.stdout).write(self.format_help())
 
     def spell(self, argument: Argument) -> str:
         """An argument as this command calls it; as the library does if it has no flag for it."""
@@ -172,7 +181,7 @@ def read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from None
+        raise UsageError(f"cannot read {path}: {error}") from error
 
 
 def write(path: str, text: str) -> None:
@@ -182,14 +191,16 @@ def write(path: str, text: str) -> None:
         UsageError: it cannot be written.
     """
     try:
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        write_whole(path, text + "\n")
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error}; set --out to a writable file") from None
+        raise UsageError(f"cannot write {path}: {error}; set --out to a writable file") from error
 
 
 def complain(message: str) -> None:
-    """One line on standard error."""
-    print(f"mcore-batching: {' '.join(message.split())}", file=sys.stderr)
+    """One line on standard error, if there is one to write to."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(f"mcore-batching: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
 def check_at_least(options: argparse.Namespace, name: str, minimum: int) -> None:
