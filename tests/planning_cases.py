@@ -111,13 +111,15 @@ def dims_list(draw: st.DrawFn) -> ParallelDims:
     stages = draw(st.integers(1, 4))
     chunks = draw(st.integers(1, 3)) if stages > 1 else 1
     group = draw(st.none() | st.integers(stages, 2 * stages + 3))
+    ranks, context = draw(st.integers(1, 6)), draw(st.sampled_from([1, 1, 2, 3, 4]))
+    tensor, experts = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 1, 2]))
     return ParallelDims(
-        data_parallel=draw(st.integers(1, 6)),
+        data_parallel=ranks,
         pipeline_parallel=stages,
         virtual_pipeline=chunks,
-        context_parallel=draw(st.sampled_from([1, 1, 2, 3, 4])),
-        tensor_parallel=draw(st.sampled_from([1, 2, 3])),
-        expert_parallel=draw(st.sampled_from([1, 1, 2])),
+        context_parallel=context,
+        tensor_parallel=tensor,
+        expert_parallel=experts if ranks * context * tensor % experts == 0 else 1,
         sequence_parallel=draw(st.booleans()),
         microbatch_group_size=group,
     )

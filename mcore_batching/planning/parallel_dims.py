@@ -11,13 +11,20 @@ from dataclasses import dataclass
 from mcore_batching.planning.errors import Argument, ParallelDimsError
 from mcore_batching.planning.integers import at_least
 
+MAX_RANKS = 2**17
+"""More GPUs than any job has; a plan holds a list for each data-parallel rank, and beyond this
+planning takes minutes even for a handful of samples."""
+MAX_CHUNKS = 1024
+"""More chunks over all pipeline stages than any model has layers: each holds one at least."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelDims:
     """Sizes of the parallel groups.
 
     Raises:
-        LayoutError: a size is no integer or below 1, or the interleaved schedule cannot run it.
+        ParallelDimsError: a size is no integer, below 1 or beyond any job's; experts cannot be
+            spread over the ranks; or the interleaved schedule cannot run it.
     """
 
     data_parallel: int = 1
@@ -39,7 +46,7 @@ class ParallelDims:
     None is Megatron's default, `pipeline_parallel`."""
 
     def __post_init__(self) -> None:
-        """Check ranges, and the interleaved schedule's own conditions."""
+        """Check ranges, sizes against each other, and the interleaved schedule's conditions."""
         for name in (
             "data_parallel",
             "pipeline_parallel",
@@ -60,8 +67,49 @@ class ParallelDims:
             name = "microbatch_group_size"
             group_size = at_least(name, self.microbatch_group_size, 1, ParallelDimsError)
             object.__setattr__(self, name, group_size)
-        if self.virtual_pipeline == 1:
-            return
+        self._check_sizes()
+        if self.virtual_pipeline > 1:
+            self._check_interleaving()
+
+    def _check_sizes(self) -> None:
+        """Check sizes against each other and the largest that any job has."""
+        within = self.data_parallel * self.context_parallel * self.tensor_parallel
+        if within * self.pipeline_parallel > MAX_RANKS:
+            raise ParallelDimsError(
+                Argument("data_parallel", self.data_parallel),
+                " times ",
+                Argument("pipeline_parallel", self.pipeline_parallel),
+                ", ",
+                Argument("context_parallel", self.context_parallel),
+                " and ",
+                Argument("tensor_parallel", self.tensor_parallel),
+                f" must be at most {MAX_RANKS} ranks; decrease one of them",
+            )
+        if within % self.expert_parallel:
+            raise ParallelDimsError(
+                Argument("expert_parallel"),
+                f" must divide the {within} ranks of a pipeline stage (data x context x tensor "
+                f"parallel), got {self.expert_parallel}; set ",
+                Argument("expert_parallel"),
+                " to a divisor, or ",
+                Argument("data_parallel"),
+                " to a multiple",
+            )
+        for name, limit in (
+            ("pipeline_parallel", MAX_CHUNKS),
+            ("virtual_pipeline", MAX_CHUNKS // self.pipeline_parallel),
+            # As many slots as the largest job with Megatron's default group has at least.
+            ("microbatch_group_size", MAX_RANKS // self.data_parallel),
+        ):
+            size = getattr(self, name)
+            if size is not None and size > limit:
+                raise ParallelDimsError(
+                    Argument(name),
+                    f" must be at most {limit}, got {size}; decrease ",
+                    Argument(name),
+                )
+
+    def _check_interleaving(self) -> None:
         if self.pipeline_parallel == 1:
             raise ParallelDimsError(
                 Argument("virtual_pipeline", self.virtual_pipeline),
@@ -115,7 +163,7 @@ class ParallelDims:
         0 gives the least legal count, because even an empty step runs one micro-batch.
 
         Raises:
-            LayoutError: `num_microbatches` is negative or no integer.
+            ParallelDimsError: `num_microbatches` is negative or no integer.
         """
         count = max(1, at_least("num_microbatches", num_microbatches, 0, ParallelDimsError))
         if self.virtual_pipeline == 1:

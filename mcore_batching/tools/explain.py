@@ -6,6 +6,7 @@ like one made a moment ago.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from mcore_batching.planning import (
@@ -38,13 +39,20 @@ _COSTLY_STARTS = 0.05
 _FEW_SAMPLES_PER_STAGE = 8
 
 
-def explain(plan: Plan | StepPlan, lengths: Sequence[int], spell: Spell = str) -> str:
+def explain(
+    plan: Plan | StepPlan,
+    lengths: Sequence[int],
+    spell: Spell = str,
+    *,
+    advice_seconds: float = math.inf,
+) -> str:
     """A plan in words.
 
     Args:
         plan: a plan, or one step of it.
         lengths: total length of each sample of the whole batch [samples], in tokens.
         spell: how to print the arguments that suggestions name.
+        advice_seconds: time for the suggestions of each step, as in `suggestions`; 0: make none.
 
     Returns:
         a paragraph per step, and the samples that are in none.
@@ -54,9 +62,9 @@ def explain(plan: Plan | StepPlan, lengths: Sequence[int], spell: Spell = str) -
     """
     validate_plan(plan, lengths)
     if isinstance(plan, StepPlan):
-        return _explain_step(plan, lengths, spell)
+        return _explain_step(plan, lengths, spell, advice_seconds)
     paragraphs = [
-        f"step {index}: {_explain_step(step, lengths, spell)}"
+        f"step {index}: {_explain_step(step, lengths, spell, advice_seconds)}"
         for index, step in enumerate(plan.steps)
     ]
     if plan.dropped:
@@ -67,7 +75,9 @@ def explain(plan: Plan | StepPlan, lengths: Sequence[int], spell: Spell = str) -
     return "\n".join(paragraphs)
 
 
-def _explain_step(step: StepPlan, lengths: Sequence[int], spell: Spell) -> str:
+def _explain_step(
+    step: StepPlan, lengths: Sequence[int], spell: Spell, advice_seconds: float
+) -> str:
     statistics = step_statistics(step, lengths)
     problem, ranks = step_problem(step, lengths)
     lines = [
@@ -79,7 +89,9 @@ def _explain_step(step: StepPlan, lengths: Sequence[int], spell: Spell) -> str:
     if step.num_samples:
         lines += _bottleneck(step, problem, ranks, statistics)
         lines += _oversize(step, problem)
-        lines += _time(step, lengths, statistics, spell)
+        lines += _time(step, lengths, statistics)
+        if step.scope == "global" and advice_seconds > 0:
+            lines.append(_advice(step, lengths, spell, advice_seconds))
     return "\n  ".join(lines)
 
 
@@ -164,23 +176,24 @@ def _oversize(step: StepPlan, problem: Problem) -> Iterator[str]:
         )
 
 
-def _time(
-    step: StepPlan, lengths: Sequence[int], statistics: StepStatistics, spell: Spell
-) -> Iterator[str]:
-    """The predicted end of the step, what holds it back and what would help."""
+def _time(step: StepPlan, lengths: Sequence[int], statistics: StepStatistics) -> Iterator[str]:
+    """The predicted end of the step, and what holds it back."""
     yield (
         f"predicted end of {'the forward passes' if step.forward_only else 'the step'}: "
         f"{statistics.step_time:.0f} token units, {statistics.time_over_floor:.3f} x a lower bound "
         f"on any plan's; the first stage holds {statistics.peak_inflight_tokens:.0f} tokens at most"
     )
     yield f"held back by: {what_holds_back(step, lengths)}"
-    if step.scope == "global":
-        helps = [
-            f"{' and '.join(map(spell, each.changes))} ({each.gain:.2f} x as fast)"
-            for each in suggestions(step, lengths)
-        ]
-        tried = "another cap, context or pipeline parallel size"
-        yield f"would help: {'; '.join(helps) if helps else f'none of those tried ({tried})'}"
+
+
+def _advice(step: StepPlan, lengths: Sequence[int], spell: Spell, seconds: float) -> str:
+    """Changes that would help."""
+    helps = [
+        f"{' and '.join(map(spell, each.changes))} ({each.gain:.2f} x as fast)"
+        for each in suggestions(step, lengths, seconds)
+    ]
+    none = "none of the other caps, context and pipeline parallel sizes that were tried"
+    return f"would help: {'; '.join(helps) or none}"
 
 
 def what_holds_back(step: StepPlan, lengths: Sequence[int]) -> str:

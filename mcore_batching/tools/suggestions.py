@@ -7,6 +7,8 @@ twice as much. Over twice the context-parallel ranks a token costs half, a micro
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -40,17 +42,24 @@ class Suggestion:
     """Predicted time now over predicted time then, `LEAST_GAIN` or more."""
 
 
-def suggestions(step: StepPlan, lengths: Sequence[int]) -> list[Suggestion]:
+def suggestions(
+    step: StepPlan, lengths: Sequence[int], seconds: float = math.inf
+) -> list[Suggestion]:
     """Changes that let the step end sooner, the largest gain first.
 
     Args:
         step: a valid plan made for all ranks together.
         lengths: total length of each sample of the whole batch [samples], in tokens.
+        seconds: time to take; no other change is tried once the next would exceed it, if it takes
+            as long as those before on average. The first is always tried.
     """
+    started = time.monotonic()
     own = [lengths[sample] for sample in step.sample_indices]
     now = step_statistics(step, lengths).step_time
     found = []
-    for changes, dims, config, model in alternatives(step):
+    for tried, (changes, dims, config, model) in enumerate(alternatives(step)):
+        if tried and (time.monotonic() - started) * (tried + 1) / tried > seconds:
+            break
         quick = replace(config, plan_effort=min(config.plan_effort, EFFORT))
         try:
             plan = plan_step(own, dims, quick, model, forward_only=step.forward_only)
@@ -85,6 +94,7 @@ def alternatives(
             _with_bound(config, 2.0),
             _scaled(model, 0.5, per_micro_batch=1.0),
         )
+    if ranks % 2 == 0 and ranks // 2 * size * dims.tensor_parallel % dims.expert_parallel == 0:
         deeper = _with_pipeline(dims, 2 * stages, ranks // 2)
         yield (
             _changes("pipeline_parallel", deeper),

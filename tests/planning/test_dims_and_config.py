@@ -56,6 +56,11 @@ def test_group_size_defaults_to_the_stages() -> None:
     assert ParallelDims(pipeline_parallel=4, microbatch_group_size=6).group_size == 6
 
 
+def test_experts_are_spread_over_all_ranks_of_a_stage() -> None:
+    for sizes in ({"data_parallel": 3}, {"context_parallel": 3}, {"tensor_parallel": 6}):
+        assert ParallelDims(**sizes, expert_parallel=3).expert_parallel == 3
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -84,6 +89,29 @@ def test_group_size_defaults_to_the_stages() -> None:
             {"virtual_pipeline": 2, "pipeline_parallel": 4, "microbatch_group_size": 3},
             "microbatch_group_size must be at least pipeline_parallel=4 where virtual_pipeline "
             "> 1, got 3; set microbatch_group_size to 4 or more, or leave it out",
+        ),
+        (
+            {"data_parallel": 2, "expert_parallel": 3},
+            "expert_parallel must divide the 2 ranks of a pipeline stage (data x context x tensor "
+            "parallel), got 3; set expert_parallel to a divisor, or data_parallel to a multiple",
+        ),
+        (
+            {"data_parallel": 10**12, "pipeline_parallel": 2},
+            "data_parallel=1000000000000 times pipeline_parallel=2, context_parallel=1 and "
+            "tensor_parallel=1 must be at most 131072 ranks; decrease one of them",
+        ),
+        (
+            {"pipeline_parallel": 2, "virtual_pipeline": 10**6},
+            "virtual_pipeline must be at most 512, got 1000000; decrease virtual_pipeline",
+        ),
+        (
+            {"pipeline_parallel": 2000},
+            "pipeline_parallel must be at most 1024, got 2000; decrease pipeline_parallel",
+        ),
+        (
+            {"data_parallel": 8, "microbatch_group_size": 10**6},
+            "microbatch_group_size must be at most 16384, got 1000000; decrease "
+            "microbatch_group_size",
         ),
     ],
 )

@@ -80,7 +80,7 @@ def test_slots_are_small_at_both_ends_of_a_pipeline_s_step() -> None:
 @examples(200)
 @given(cases(fill=("split",)))
 def test_lockstep_time_is_that_of_the_slowest_rank_of_every_slot(case: Case) -> None:
-    dims = replace(case.dims, expert_parallel=2)
+    dims = replace(case.dims, expert_parallel=2, data_parallel=2 * case.dims.data_parallel)
     step = plan_step(case.lengths, dims, case.config)
     objective = Objective(Problem.of(case.lengths, dims, case.config, MODEL))
     slowest = [max(slot) for slot in slot_costs(step, case.lengths)]

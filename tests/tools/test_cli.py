@@ -436,3 +436,13 @@ def test_a_reader_that_leaves_early_gets_no_traceback(lengths_file: str) -> None
             timeout=60,
         )
     assert (failed.returncode, failed.stderr) == (141, "")
+
+
+def test_advice_is_left_out_on_request(
+    lengths_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["plan", lengths_file, "--max-tokens-per-gpu", "10"]
+    assert main(flags) == main([*flags, "--no-advice"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("held back by: ") == 2
+    assert printed.count("would help: ") == 1

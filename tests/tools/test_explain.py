@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from mcore_batching.planning import (
     step_statistics,
 )
 from mcore_batching.tools.explain import explain, what_holds_back
-from mcore_batching.tools.suggestions import suggestions
+from mcore_batching.tools.suggestions import alternatives, suggestions
 
 PP4 = ParallelDims(data_parallel=4, pipeline_parallel=4)
 CONFIG = PlannerConfig(max_tokens_per_gpu=16384, plan_effort=200)
@@ -154,3 +156,31 @@ def test_explain_of_rounding_scopes_and_foreign_plans() -> None:
     assert "2 per rank; 3 end the step sooner" in explain(foreign, LENGTHS)
     packed = replace(foreign, config=replace(foreign.config, balance="cost"))
     assert "2 per rank; this plan has 3" in explain(packed, LENGTHS)
+
+
+def test_no_parallel_dims_are_tried_over_which_experts_cannot_be_spread() -> None:
+    dims = ParallelDims(data_parallel=2, expert_parallel=2)
+    tried = [changed for _, changed, _, _ in alternatives(plan_step([3, 4, 5], dims, CONFIG))]
+    assert {(each.data_parallel, each.pipeline_parallel) for each in tried} == {(2, 1), (1, 1)}
+
+
+def test_advice_takes_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    tried = []
+
+    def count(*arguments: Any, **options: Any) -> StepPlan:
+        tried.append(arguments)
+        return plan_step(*arguments, **options)
+
+    monkeypatch.setattr("mcore_batching.tools.suggestions.plan_step", count)
+    suggestions(STEP, LENGTHS, 2.5)
+    assert len(tried) == 2  # at a second each, the third would end after three
+    suggestions(STEP, LENGTHS, 0)
+    assert len(tried) == 3
+
+
+def test_advice_can_be_left_out() -> None:
+    text, advised = explain(STEP, LENGTHS, advice_seconds=0), explain(STEP, LENGTHS)
+    assert advised.startswith(text + "\n  would help: ")
+    assert "would help" not in text

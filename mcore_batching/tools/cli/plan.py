@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from typing import get_args
 
@@ -34,6 +35,9 @@ from mcore_batching.tools.lengths_file import read_groups, read_lengths
 from mcore_batching.tools.picture import check_picture
 from mcore_batching.tools.plot import draw_step
 
+_LEAST_ADVICE_SECONDS = 2.0
+"""Small plans get all of the advice, however busy the machine is."""
+
 
 def add_arguments(parser: CommandParser) -> None:
     """The command's arguments."""
@@ -62,6 +66,12 @@ def add_arguments(parser: CommandParser) -> None:
         "--forward-only",
         action="store_true",
         help="plan forward passes alone, as for old and reference log-probs",
+    )
+    parser.add_argument(
+        "--no-advice",
+        action="store_true",
+        help="do not look for a cap and parallel sizes that would let the step end sooner, which "
+        "takes about as long again as planning",
     )
     parser.add_argument("--out", metavar="PLAN.json", help="write the plan to this file")
     parser.add_argument(
@@ -102,6 +112,7 @@ def run(options: argparse.Namespace) -> int:
     if options.plot:
         check_picture(options.plot)
     lengths = read_lengths(options.lengths, options.column)
+    started = time.monotonic()
     plan = plan_batch(
         lengths,
         dims,
@@ -113,6 +124,7 @@ def run(options: argparse.Namespace) -> int:
         last=options.last,
         forward_only=options.forward_only,
     )
+    planning_seconds = time.monotonic() - started
     validate_plan(plan, lengths)
     if options.out:
         write(options.out, plan.to_json())
@@ -122,7 +134,8 @@ def run(options: argparse.Namespace) -> int:
     )
     print(report.STEP_LEGEND)
     if len(plan.steps) == 1:
-        print(explain(plan.steps[0], lengths, options.spell))
+        advice = 0.0 if options.no_advice else max(planning_seconds, _LEAST_ADVICE_SECONDS)
+        print(explain(plan.steps[0], lengths, options.spell, advice_seconds=advice))
     else:
         print(report.packing_line(plan, lengths))
     print(f"digest {plan.digest()}")
