@@ -10,14 +10,15 @@ A document is
      "steps": [{"num_microbatches": k, "ranks": [[[3, 17], [5], []], ...]}]}
 
 One step out of a batch lists its samples as the step's `sample_indices`, a batch whose steps leave
-samples out lists those as `dropped`.
+samples out lists those as `dropped`. `lengths_digest` is there where the lengths were given, and is
+no part of what `digest` covers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
@@ -26,6 +27,7 @@ from mcore_batching.planning.cost import CostModel
 from mcore_batching.planning.errors import LengthError, PlanFormatError, PlanningError
 from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.parallel_dims import ParallelDims
+from mcore_batching.planning.problem import check_lengths
 
 FORMAT = "mcore-batching/plan"
 VERSION = 1
@@ -161,9 +163,17 @@ class Plan:
         is dropped."""
         return _digest(_document(self.steps, self.num_samples, dropped=self.dropped))
 
-    def to_json(self) -> str:
-        """The plan as a `mcore-batching/plan` document."""
-        return _dump(_document(self.steps, self.num_samples, dropped=self.dropped))
+    def to_json(self, lengths: Sequence[int] | None = None) -> str:
+        """The plan as a `mcore-batching/plan` document.
+
+        Args:
+            lengths: total length of each sample of the batch [samples], in tokens, of which the
+                document then carries the digest.
+        """
+        document = _document(self.steps, self.num_samples, dropped=self.dropped)
+        return _dump(
+            document, {} if lengths is None else {"lengths_digest": lengths_digest(lengths)}
+        )
 
     @classmethod
     def from_json(cls, text: str, *, verify_digest: bool = True) -> Plan:
@@ -212,14 +222,19 @@ class Plan:
         return "\n".join(lines)
 
 
-def recorded_digest(text: str) -> str | None:
-    """The digest that a document carries, or None.
+def lengths_digest(lengths: Sequence[int]) -> str:
+    """SHA-256 in hex of the lengths [samples] that a plan is made from."""
+    return hashlib.sha256(",".join(map(str, check_lengths(lengths))).encode("ascii")).hexdigest()
+
+
+def recorded_digests(text: str) -> tuple[str | None, str | None]:
+    """The digests of the plan and of its lengths that a document carries; None for one it lacks.
 
     Raises:
         PlanFormatError: not a plan.
     """
-    digest: str | None = _load(text)["digest"]
-    return digest
+    raw = _load(text)
+    return raw["digest"], raw["lengths_digest"]
 
 
 def step_from_data(
@@ -296,8 +311,9 @@ def _digest(document: dict[str, Any]) -> str:
     return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
 
-def _dump(document: dict[str, Any]) -> str:
-    head = {key: value for key, value in document.items() if key != "steps"}
+def _dump(document: dict[str, Any], beside: Mapping[str, str] | None = None) -> str:
+    """A document as text; `beside` is written into it, and no part of its digest."""
+    head = {key: value for key, value in document.items() if key != "steps"} | dict(beside or {})
     return json.dumps({**head, "digest": _digest(document), "steps": document["steps"]})
 
 
@@ -342,15 +358,16 @@ def _read(raw: dict[str, Any]) -> dict[str, Any]:
     steps = _expect(raw, "steps", list)
     if not steps:
         raise PlanFormatError('"steps" must hold at least one step, got an empty list')
-    digest = raw.get("digest")
-    if digest is not None and not isinstance(digest, str):
-        raise PlanFormatError(f'"digest" must be a string, got {digest!r:.80}')
+    for key in ("digest", "lengths_digest"):
+        if not isinstance(raw.get(key), str | None):
+            raise PlanFormatError(f'"{key}" must be a string, got {raw[key]!r:.80}')
     return {
         "dims": _settings(ParallelDims, _expect(raw, "layout", dict), "layout"),
         "config": _settings(PlannerConfig, _expect(raw, "config", dict), "config"),
         "scope": scope,
         "num_samples": _count(raw.get("num_samples"), '"num_samples"'),
-        "digest": digest,
+        "digest": raw.get("digest"),
+        "lengths_digest": raw.get("lengths_digest"),
         "steps": [_read_step(step, index) for index, step in enumerate(steps)],
         "dropped": _indices(raw.get("dropped", []), '"dropped"'),
     }

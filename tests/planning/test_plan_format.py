@@ -215,3 +215,12 @@ def test_str_of_a_large_plan_is_short() -> None:
     plan = plan_batch(lengths, ParallelDims(), STEP.config, samples_per_step=100)
     assert len(str(plan)) < 5000
     assert "… 184 more steps" in str(plan)
+
+
+def test_the_lengths_digest_is_no_part_of_the_plan() -> None:
+    lengths = (6, 4, 3, 9, 2, 14)
+    plan = plan_batch(lengths, ParallelDims(), PlannerConfig(max_tokens_per_gpu=20))
+    bound, free = json.loads(plan.to_json(lengths)), json.loads(plan.to_json())
+    assert bound.pop("lengths_digest") == hashlib.sha256(b"6,4,3,9,2,14").hexdigest()
+    assert bound == free
+    assert Plan.from_json(plan.to_json(lengths)) == plan

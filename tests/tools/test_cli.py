@@ -217,6 +217,24 @@ def test_check_against_other_lengths(
     assert "invariant 'cap' is broken at step 0, rank" in capsys.readouterr().err
 
 
+def test_check_against_other_lengths_that_fit_as_well(
+    tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = plan_document(tmp_path, lengths_file, capsys)
+    plan, other = tmp_path / "plan.json", tmp_path / "other.txt"
+    other.write_text("5\n4\n3\n9\n2\n14\n")
+    assert main(["check", str(plan), str(other)]) == 1
+    assert f"made from other lengths than those of {other}" in capsys.readouterr().err
+    del document["lengths_digest"]  # as releases before it, and other programs, write plans
+    plan.write_text(json.dumps(document))
+    assert main(["check", str(plan), str(other)]) == 0
+    assert "digest matches; the plan does not say from which lengths" in capsys.readouterr().out
+    document["lengths_digest"] = 7
+    plan.write_text(json.dumps(document))
+    assert main(["check", str(plan), str(other)]) == 2
+    assert '"lengths_digest" must be a string, got 7' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "stdin", "message"),
     [

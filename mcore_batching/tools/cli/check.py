@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mcore_batching.planning import InvariantError, Plan, validate_plan
-from mcore_batching.planning.plan import recorded_digest
+from mcore_batching.planning.plan import lengths_digest, recorded_digests
 from mcore_batching.tools import report
 from mcore_batching.tools.cli.options import CommandParser, add_lengths, complain, read
 from mcore_batching.tools.lengths_file import read_lengths
@@ -22,14 +22,21 @@ def run(options: argparse.Namespace) -> int:
     """Check; status 1 if an invariant is broken."""
     text = read(options.plan)
     lengths = read_lengths(options.lengths, options.column)
-    # The digest comes last: a broken invariant says more than "changed after it was written".
+    # Digests come last: a broken invariant says more than "changed after it was written".
     plan = Plan.from_json(text, verify_digest=False)
     try:
         validate_plan(plan, lengths)
     except InvariantError as error:
         complain(f"{options.plan}: {error.text(options.spell)}")
         return 1
-    recorded, found = recorded_digest(text), plan.digest()
+    recorded, of_lengths = recorded_digests(text)
+    if of_lengths not in (None, lengths_digest(lengths)):
+        complain(
+            f"{options.plan}: the invariants hold, but the plan was made from other lengths than "
+            f"those of {options.lengths}"
+        )
+        return 1
+    found = plan.digest()
     if recorded not in (None, found):
         complain(
             f"{options.plan}: the invariants hold, but the digest is {recorded} and the content "
@@ -40,5 +47,7 @@ def run(options: argparse.Namespace) -> int:
     if plan.config.fill == "split":
         held.append("split before placeholder")
     digest = "digest matches" if recorded else "no digest recorded"
+    if of_lengths is None:
+        digest += "; the plan does not say from which lengths it was made"
     print(f"{options.plan}: {report.plan_heading(plan)}: {', '.join(held)} hold; {digest}")
     return 0

@@ -127,7 +127,7 @@ def run(options: argparse.Namespace) -> int:
     planning_seconds = time.monotonic() - started
     validate_plan(plan, lengths)
     if options.out:
-        write(options.out, plan.to_json())
+        write(options.out, plan.to_json(lengths))
     print(report.plan_heading(plan))
     report.print_table(
         report.step_table([step_statistics(step, lengths) for step in plan.steps]), sys.stdout
