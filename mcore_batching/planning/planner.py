@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
-from mcore_batching.planning.errors import Argument, LengthError
+from mcore_batching.planning.errors import Argument, ConfigError, LengthError
 from mcore_batching.planning.groups import LastStep, group_steps
 from mcore_batching.planning.integers import at_least
 from mcore_batching.planning.parallel_dims import ParallelDims
@@ -28,6 +28,10 @@ from mcore_batching.planning.shard import (
     soonest_packing,
     worst_outlook,
 )
+
+MAX_SEARCHED_PASSES = 2 * 10**8
+"""Samples of a step times `plan_effort`: some 130,000 samples at the default effort. A pass takes
+about a microsecond, so that such a search ends within minutes."""
 
 
 def plan_step(
@@ -62,7 +66,7 @@ def plan_step(
 
     Raises:
         LengthError: a length or an owner is out of range.
-        ConfigError: the cap leaves no room for a single token.
+        ConfigError: the cap leaves no room for a single token, or the search would take hours.
         OversizeSampleError: a sample exceeds the cap under `on_oversize="error"`.
         InflightBoundError: no plan was found that keeps to `max_inflight_tokens`.
     """
@@ -115,10 +119,25 @@ def plan_batch(
         samples_of_steps = _whole_groups(
             problem.num_samples, groups, groups_per_step, last, samples_per_step
         )
+    _check_search(config, max(map(len, samples_of_steps)))
     steps = tuple(_plan_samples(problem, samples, owners) for samples in samples_of_steps)
     covered = {sample for step in steps for sample in step.sample_indices}
     dropped = tuple(sample for sample in range(problem.num_samples) if sample not in covered)
     return Plan(steps=steps, num_samples=problem.num_samples, dropped=dropped)
+
+
+def _check_search(config: PlannerConfig, num_samples: int) -> None:
+    if config.searches and num_samples * config.plan_effort > MAX_SEARCHED_PASSES:
+        raise ConfigError(
+            f"a search for {num_samples} samples in a step with ",
+            Argument("plan_effort", config.plan_effort),
+            f" may simulate at most {MAX_SEARCHED_PASSES} passes; decrease ",
+            Argument("plan_effort"),
+            f" to {MAX_SEARCHED_PASSES // num_samples}, set ",
+            Argument("samples_per_step"),
+            " lower, or ",
+            Argument("balance", "cost"),
+        )
 
 
 def _slices(num_samples: int, samples_per_step: int | None) -> list[Sequence[int]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from mcore_batching.planning import (
+    ConfigError,
     LengthError,
     OversizeSampleError,
     ParallelDims,
@@ -104,3 +106,23 @@ def test_boolean_tensors_and_arrays_are_no_lengths(module: str) -> None:
     with pytest.raises(LengthError, match="length of sample 0 must be an integer"):
         plan_step(make([True, False]), ParallelDims(), CONFIG)
     assert plan_step(make([3, 4]), ParallelDims(), CONFIG).sample_indices == (0, 1)
+
+
+@pytest.mark.parametrize(("count", "effort"), [(10**6, 1500), (2, 10**12)])
+def test_a_search_that_would_take_hours_is_refused(count: int, effort: int) -> None:
+    config = PlannerConfig(max_tokens_per_gpu=10, plan_effort=effort)
+    with pytest.raises(ConfigError) as caught:
+        plan_step([3] * count, ParallelDims(), config)
+    assert str(caught.value) == (
+        f"a search for {count} samples in a step with plan_effort={effort} may simulate at most "
+        f"200000000 passes; decrease plan_effort to {200_000_000 // count}, set samples_per_step "
+        "lower, or balance='cost'"
+    )
+
+
+def test_steps_are_searched_one_by_one_and_packing_needs_no_search() -> None:
+    config = PlannerConfig(max_tokens_per_gpu=10, plan_effort=10**8)
+    with pytest.raises(ConfigError, match="3 samples in a step"):
+        plan_batch([3, 3, 3, 3], ParallelDims(), config, samples_per_step=3)
+    packed = dataclasses.replace(config, balance="cost")
+    assert plan_step([3, 3, 3, 3], ParallelDims(), packed).num_samples == 4
