@@ -20,6 +20,8 @@ from mcore_batching.planning import MAX_LENGTH_TOKENS, Argument, MCoreBatchingEr
 
 # Fewer digits than Python refuses to convert, and more than any length has.
 _INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
+MAX_LINE_CHARACTERS = 2**24
+"""Far more than a sample has; as JSON, a line takes up to 40 times its size in memory."""
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 
 _COLUMN = Argument("column")
@@ -69,7 +71,10 @@ def _read(
     """The values of a file. `argument` is the one that the caller passes `column` by."""
     if source == "-":
         _refuse_column(column, argument, "standard input")
-        return [parse(text, "<stdin>", line) for line, text in _filled_lines(_standard_input())]
+        return [
+            parse(text, "<stdin>", line)
+            for line, text in _filled_lines(_standard_input(), "<stdin>")
+        ]
     suffix = Path(source).suffix.lower()
     try:
         with Path(source).open(encoding="utf-8-sig", newline="") as file:
@@ -78,7 +83,7 @@ def _read(
             if suffix in _JSON_SUFFIXES:
                 return _read_json_lines(file, source, column, argument, parse)
             _refuse_column(column, argument, source)
-            return [parse(text, source, line) for line, text in _filled_lines(file)]
+            return [parse(text, source, line) for line, text in _filled_lines(file, source)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise LengthsFileError(f"cannot read {source}: {error}") from error
 
@@ -116,8 +121,13 @@ def _no_column(
     return LengthsFileError(f"{place}: there is no {kind} {column!r}; set ", argument, choices)
 
 
-def _filled_lines(file: Iterable[str]) -> Iterator[tuple[int, str]]:
+def _filled_lines(file: Iterable[str], source: str) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(file, start=1):
+        if len(line) > MAX_LINE_CHARACTERS:
+            raise LengthsFileError(
+                f"{source}:{number}: a line may have at most {MAX_LINE_CHARACTERS} characters, got "
+                f"{len(line)}; write one sample per line"
+            )
         text = line.strip()
         if text:
             yield number, text
@@ -147,7 +157,7 @@ def _read_json_lines(
     parse: _Parse[_Value],
 ) -> list[_Value]:
     values: list[_Value] = []
-    for line, text in _filled_lines(file):
+    for line, text in _filled_lines(file, source):
         try:
             record = json.loads(text)
         except (ValueError, RecursionError) as error:

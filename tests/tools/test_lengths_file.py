@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_batching.tools import lengths_file
 from mcore_batching.tools.lengths_file import LengthsFileError, read_groups, read_lengths
 
 
@@ -111,3 +112,14 @@ def test_what_is_no_group_is_refused_with_its_line(tmp_path: Path, value: str) -
         read_groups(str(path), "uid")
     with pytest.raises(LengthsFileError, match="group_column is not set; set group_column to"):
         read_groups(str(path))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_a_line_that_holds_no_single_sample_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(lengths_file, "MAX_LINE_CHARACTERS", 100)
+    path = tmp_path / name
+    path.write_text("\n" + " " * 101 + '{"n": 1}\n')
+    with pytest.raises(LengthsFileError, match=r":2: a line may have at most 100 characters"):
+        read_lengths(str(path), "n" if name == "a.jsonl" else None)
