@@ -189,6 +189,8 @@ def _read_file(file: Path) -> Iterator[StepRecord]:
             return  # cut short when the job was killed
         try:
             raw = json.loads(line)
+            if not isinstance(raw, dict):
+                raise ValueError(f"expected a JSON object, got {raw!r:.60}")
             if "format" in raw:
                 header = _checked_header(raw)
                 continue

@@ -123,6 +123,10 @@ def planners() -> list[Planner]:
     ]
 
 
+MAX_DRAWS = 100_000
+"""Each is planned by every planner: hours for so many, and the mean no longer moves."""
+
+
 def draw_steps(
     lengths: Sequence[int],
     samples_per_step: int | None = None,
@@ -138,7 +142,7 @@ def draw_steps(
         seed: draw i is that of `random.Random(seed + i)`.
 
     Raises:
-        LengthError: there are no lengths, or fewer than a step takes.
+        LengthError: there are no lengths, fewer than a step takes, or too many draws.
     """
     if not lengths:
         raise LengthError("there is nothing to compare: ", Argument("lengths"), " holds no length")
@@ -157,6 +161,12 @@ def draw_steps(
             f" to {len(lengths)} or less",
         )
     count = at_least("draws", draws, 1, LengthError)
+    if count > MAX_DRAWS:
+        raise LengthError(
+            Argument("draws"),
+            f" must be at most {MAX_DRAWS}, got {count}; decrease ",
+            Argument("draws"),
+        )
     return [random.Random(seed + i).sample(list(lengths), per_step) for i in range(count)]
 
 

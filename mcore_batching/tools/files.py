@@ -30,8 +30,7 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
         else:
             place.write_bytes(data)
     except OSError as error:
-        error.filename, error.filename2 = os.fspath(path), None
-        raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 def _replace(place: Path, data: bytes) -> None:

@@ -282,6 +282,19 @@ def test_errors_are_one_line(
             "--max-tokens-per-gpu 9 --pp 4 --vpp 2 --microbatch-group-size 2",
             {"microbatch_group_size": "--microbatch-group-size", "pipeline_parallel": "--pp=4"},
         ),
+        (
+            "--max-tokens-per-gpu 9 --dp 2 --ep 3",
+            {"expert_parallel": "--ep", "data_parallel": "--dp"},
+        ),
+        (
+            f"--max-tokens-per-gpu 9 --dp {10**12}",
+            {"data_parallel": "--dp=", "pipeline_parallel": "--pp=1"},
+        ),
+        ("--max-tokens-per-gpu 9 --pp 2 --vpp 1000000", {"virtual_pipeline": "--vpp"}),
+        (
+            "--max-tokens-per-gpu 9 --plan-effort 1000000000",
+            {"plan_effort": "--plan-effort", "samples_per_step": "--samples-per-step"},
+        ),
         ("--max-tokens-per-gpu 1 --cp 2", {"max_tokens_per_gpu": "--max-tokens-per-gpu"}),
         (
             "--max-tokens-per-gpu 9 --balance pipeline --fill placeholder",

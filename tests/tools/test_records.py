@@ -183,7 +183,8 @@ def test_a_byte_order_mark_is_no_part_of_a_record(tmp_path: Path) -> None:
     [
         ("", "holds no recorded step"),
         ('{"step": 0}\n', 'expected a line with "format"'),
-        ("[]\n", ":1: not a record of a step"),
+        ("[]\n", ":1: not a record of a step: expected a JSON object, got \\[\\]"),
+        ("3\n", ":1: not a record of a step: expected a JSON object, got 3"),
         ("nonsense\n", ":1: not a record of a step"),
     ],
 )
