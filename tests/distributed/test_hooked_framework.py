@@ -113,7 +113,7 @@ REFUSED = {
     "allgather planned": r"DynamicBatchArgumentError: allgather_cp=True",
     "exchange": r"DynamicBatchArgumentError: .* unset --dynamic-batch-exchange",
     "pad each": r"DynamicBatchArgumentError: --dynamic-batch-pad-each-to .* unset it",
-    "cap": r"ConfigError: the smallest micro-batch takes 1024 tokens",
+    "cap": r"ConfigError: the smallest micro-batch takes 1024 padded tokens",
     "no token": r"PlanningFailedError: .*rank 1: SchemaError: .*total_lengths.* at least one token",
     "foreign batch": r"DynamicBatchArgumentError: .* got SimpleNamespace: call get_data",
     "foreign iterator": r"DynamicBatchArgumentError: .* got SimpleNamespace: call get_data",
