@@ -109,6 +109,7 @@ def online(request, tmp_path_factory):
     return printed, out, runs
 
 
+@pytest.mark.long
 def test_a_turn_is_a_sample_only_step_by_step(online):
     _, _, (whole, turns) = online
     assert [each.samples for each in whole] == [48, 48]
@@ -119,6 +120,7 @@ def test_a_turn_is_a_sample_only_step_by_step(online):
     assert {len(each.steps) for run in (whole, turns) for each in run} == {2}
 
 
+@pytest.mark.long
 def test_turns_and_whole_games_train_alike(online):
     _, _, ((whole, _), (turns, _)) = online
     # The same weights play the same games, and the loss is a mean over the same tokens.
@@ -132,6 +134,7 @@ def test_turns_and_whole_games_train_alike(online):
     assert whole.steps[1].loss == pytest.approx(turns.steps[1].loss, abs=1e-3)
 
 
+@pytest.mark.long
 def test_what_was_drawn_is_what_is_trained_from_the_warm_started_reference(online):
     _, _, runs = online
     for first, second in runs:
@@ -142,6 +145,7 @@ def test_what_was_drawn_is_what_is_trained_from_the_warm_started_reference(onlin
         assert second.steps[-1].kl > 1e-4
 
 
+@pytest.mark.long
 def test_the_online_job_prints_and_writes_what_it_promises(online):
     printed, out, _ = online
     assert printed.count("warm start, step  50  loss") == 2

@@ -209,10 +209,11 @@ def test_str_shows_every_micro_batch_of_a_small_plan() -> None:
 
 def test_str_of_a_large_plan_is_short() -> None:
     lengths = [1] * 20_000
-    step = plan_step(lengths, ParallelDims(data_parallel=64), PlannerConfig(max_tokens_per_gpu=10))
+    config = PlannerConfig(max_tokens_per_gpu=10, balance="tokens")
+    step = plan_step(lengths, ParallelDims(data_parallel=64), config)
     assert len(str(step)) < 20_000
     assert "… 48 more ranks" in str(step)
-    plan = plan_batch(lengths, ParallelDims(), STEP.config, samples_per_step=100)
+    plan = plan_batch(lengths, ParallelDims(), config, samples_per_step=100)
     assert len(str(plan)) < 5000
     assert "… 184 more steps" in str(plan)
 

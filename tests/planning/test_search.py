@@ -253,10 +253,10 @@ def test_the_bound_on_tokens_in_flight_holds_without_a_search_too(
 
 
 def test_a_bound_on_tokens_in_flight_is_kept_without_pipeline_stages() -> None:
-    """By five micro-batches of twelve samples, where two or three would hold all under the cap."""
-    config = PlannerConfig(max_tokens_per_gpu=24, max_inflight_tokens=12)
+    """By ten micro-batches of six samples, where three to five would hold all under the cap."""
+    config = PlannerConfig(max_tokens_per_gpu=24, max_inflight_tokens=6)
     step = plan_step([1] * 60, ParallelDims(), config)
-    assert [len(samples) for (samples,) in zip(*step.micro_batches, strict=True)] == [12] * 5
+    assert [len(samples) for (samples,) in zip(*step.micro_batches, strict=True)] == [6] * 10
 
 
 @pytest.mark.parametrize("owners", [None, [i % 2 for i in range(100)]])
@@ -433,7 +433,7 @@ def test_slots_of_one_rank_are_legal(problem: Step, count: int | None) -> None:
         micro_batches=as_tuples([slots]),
         num_microbatches=len(slots),
         sample_indices=tuple(range(len(problem.lengths))),
-        dims=replace(problem.dims, data_parallel=1),
+        dims=replace(problem.dims, data_parallel=1, expert_parallel=1),
         config=problem.config,
     )
     assert broken_invariants(step, problem.lengths) == set()
