@@ -67,20 +67,27 @@ class Counter:
         return (self._state >> 33) % bound
 
 
-class _RankState:
-    """A step whose ranks run by themselves."""
+class _State:
+    """A step that is being changed, with the cost of each of its micro-batches."""
 
     def __init__(self, step: Candidate, objective: Objective) -> None:
         self.ranks = [list(slots) for slots in step.ranks]
         self.ends = list(step.ends)
         self._objective = objective
         self._costs = [objective.slot_costs(slots) for slots in self.ranks]
-        self._tried: tuple[dict[int, list[float]], dict[int, float]] = ({}, {})
 
     @property
     def end(self) -> float:
         """End of the step."""
         return max(self.ends)
+
+
+class _RankState(_State):
+    """A step whose ranks run by themselves."""
+
+    def __init__(self, step: Candidate, objective: Objective) -> None:
+        super().__init__(step, objective)
+        self._tried: tuple[dict[int, list[float]], dict[int, float]] = ({}, {})
 
     def places(self, random: Counter) -> tuple[Place, Place]:
         """A micro-batch of the rank that ends last, and one of it or of a rank of the earlier
@@ -120,21 +127,13 @@ class _RankState:
             self.ranks[rank][slot] = samples
 
 
-class _LockstepState:
+class _LockstepState(_State):
     """A step whose ranks run each slot together."""
 
     def __init__(self, step: Candidate, objective: Objective) -> None:
-        self.ranks = [list(slots) for slots in step.ranks]
-        self.ends = list(step.ends)
-        self._objective = objective
-        self._costs = [objective.slot_costs(slots) for slots in self.ranks]
+        super().__init__(step, objective)
         self._slowest = [max(slot) for slot in zip(*self._costs, strict=True)]
         self._tried: tuple[dict[Place, float], list[float], float] = ({}, [], 0.0)
-
-    @property
-    def end(self) -> float:
-        """End of the step."""
-        return self.ends[0]
 
     def places(self, random: Counter) -> tuple[Place, Place]:
         """The costliest micro-batch of a slot, and any other."""
