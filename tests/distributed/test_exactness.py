@@ -121,18 +121,28 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
 """Settings beside the matrix: name to layout and what differs."""
 
 
-def special_jobs() -> list[Job]:
+LONG_SPECIAL = {
+    # The other one of a kind, or of a pair that has this layout or this objective, runs always.
+    *(f"cp2-padding-samples-{objective}" for objective in OBJECTIVES if "trained" not in objective),
+    "dp2-pp2-padding-samples-token-mean",
+    "dp2-pp2-padding-samples-sample-mean",
+    "dp4-overlapped-reduction-distributed-optimizer",
+}
+
+
+def special_jobs() -> list[Any]:
     """The settings beside the matrix."""
     made = []
     for name, (layout_name, changes) in SPECIAL.items():
         nproc, kind, dims = LAYOUTS[layout_name]
         parameters = {"dims": dims, "kind": kind, **changes}
         parameters["reference"] = parameters["kind"]
-        made.append(Job(name, "kit.exactness:compare", nproc, dims, parameters))
+        job = Job(name, "kit.exactness:compare", nproc, dims, parameters)
+        made.append(pytest.param(job, marks=pytest.mark.long if name in LONG_SPECIAL else ()))
     return made
 
 
-EVERY_VARIANT = {"dp2-pp2", "dp2-pp2-vpp2", "dp2-ep2", "cp2-tp2-sp"}
+EVERY_VARIANT = {"dp2-pp2", "dp2-pp2-vpp2", "dp2-ep2"}
 """Layouts of which every spread and variant runs without --long; of the others uneven and empty
 ranks."""
 

@@ -93,6 +93,7 @@ def test_refused_oversize_sample_is_named_everywhere(job: Job, ranks: list[dict[
     assert sum(rank["cause"] == "OversizeSampleError" for rank in ranks) == 2
 
 
+EXTRA = 4
 PLACEHOLDERS = {
     "dp2-pp2": (4, "dense", DP2_PP2),
     "cp2-tp2-sp": (
@@ -107,16 +108,19 @@ PLACEHOLDERS = {
 @pytest.mark.parametrize(
     "job",
     [
-        job(
-            f"placeholders-{name}{'' if per_token else '-mean-over-micro-batches'}",
-            "extra_placeholders",
-            dims,
-            nproc,
-            reference=kind,
-            kind=kind,
-            count=10,
-            per_token_loss=per_token,
-            settings={},
+        pytest.param(
+            job(
+                f"placeholders-{name}{'' if per_token else '-mean-over-micro-batches'}",
+                "extra_placeholders",
+                dims,
+                nproc,
+                reference=kind,
+                kind=kind,
+                count=EXTRA,
+                per_token_loss=per_token,
+                settings={},
+            ),
+            marks=() if per_token or name == "dp2-pp2" else pytest.mark.long,
         )
         for name, (nproc, kind, dims) in PLACEHOLDERS.items()
         for per_token in (True, False)
@@ -129,7 +133,7 @@ PLACEHOLDERS = {
             2,
             reference="moe",
             kind="moe",
-            count=10,
+            count=EXTRA,
             per_token_loss=True,
             settings={
                 "moe_router_load_balancing_type": balancing,
@@ -142,7 +146,7 @@ PLACEHOLDERS = {
     ids=str,
 )
 def test_placeholders_contribute_exactly_zero(job: Job, ranks: list[dict[str, Any]]) -> None:
-    """slime counts each placeholder as one token. Here ten more on every rank change no bit.
+    """slime counts each placeholder as one token. Here some more on every rank change no bit.
 
     Gradients are accumulated micro-batch after micro-batch, then summed over ranks: the order is
     the same with and without placeholders, which come first. Where Megatron divides by the number
@@ -150,7 +154,7 @@ def test_placeholders_contribute_exactly_zero(job: Job, ranks: list[dict[str, An
     """
     for rank in ranks:
         assert rank["nonzero"]
-        assert rank["placeholders"] >= 10
+        assert rank["placeholders"] >= EXTRA
         if job.parameters["per_token_loss"]:
             assert rank["bit_equal"], rank["largest_difference"]
             assert rank["metrics"][0] == rank["metrics"][1]

@@ -43,7 +43,7 @@ JOBS = [
     )
     for system, name, dims, nproc, seed in LAYOUTS
 ]
-LONG = {"multi-turn-verl-dp2-other-turns", "multi-turn-skyrl-dp2"}
+LONG = {job.name for job in JOBS} - {"multi-turn-verl-dp2-pp2"}
 with_every_layout = pytest.mark.parametrize(
     "job",
     [pytest.param(job, marks=pytest.mark.long if job.name in LONG else ()) for job in JOBS],

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.harness import Job, JobFailedError, results, run_jobs
+from kit.harness import Job
 
 from mcore_batching.planning import CostModel, plan_step
 from mcore_batching.planning.records import read_records
@@ -18,39 +18,18 @@ LAYOUT = {"data_parallel": 2, "pipeline_parallel": 2}
 MODEL = CostModel(quadratic=0.25, per_micro_batch=2.0)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds a file "taken", where no folder can be made, and what the jobs recorded."""
-    made = tmp_path_factory.mktemp("record")
-    (made / "taken").write_text("")
-    (made / "cost.json").write_text(MODEL.to_json())
-    return made
+def job(name: str, **parameters: Any) -> Job:
+    given = {"dims": LAYOUT, "cost_model": MODEL.to_json(), **parameters}
+    return Job(name, "kit.recording:record", 4, LAYOUT, given)
 
 
-@pytest.fixture(scope="module")
-def outcomes_of_jobs(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[Any] | JobFailedError]:
-    def job(name: str, **parameters: Any) -> Job:
-        return Job(name, "kit.recording:record", 4, LAYOUT, {"dims": LAYOUT, **parameters})
-
-    jobs = [
-        job(
-            "record",
-            directory=str(folder / "steps"),
-            steps=3,
-            cost_model=str(folder / "cost.json"),
-        ),
-        job("no-folder", directory=str(folder / "taken" / "steps"), steps=1, cost_model=None),
-    ]
-    return run_jobs(jobs, tmp_path_factory.mktemp("jobs"))
-
-
+@pytest.mark.parametrize("job", [job("record", steps=3, taken=False)], ids=str)
 def test_every_step_of_all_ranks_is_recorded(
-    folder: Path, outcomes_of_jobs: dict[str, Any]
+    job: Job, ranks: list[dict[str, str]], tmp_path: Path
 ) -> None:
-    assert set(results(outcomes_of_jobs["record"])) == {""}
-    records = read_records(folder / "steps")
+    assert {rank["error"] for rank in ranks} == {""}
+    (tmp_path / "steps.jsonl").write_text(ranks[0]["recorded"])
+    records = read_records(tmp_path)
     assert [record.step for record in records] == [0, 1, 2]
     for record in records:
         validate_plan(record.plan, record.lengths)
@@ -69,10 +48,10 @@ def test_every_step_of_all_ranks_is_recorded(
         assert record.measured_seconds > 0
 
 
+@pytest.mark.parametrize("job", [job("no-folder", steps=1, taken=True)], ids=str)
 def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(
-    outcomes_of_jobs: dict[str, Any],
+    job: Job, ranks: list[dict[str, str]]
 ) -> None:
-    raised = results(outcomes_of_jobs["no-folder"])
-    assert len(set(raised)) == 1
-    assert "cannot record into" in raised[0]
-    assert "set --dynamic-batch-record to a folder" in raised[0]
+    (raised,) = {rank["error"] for rank in ranks}
+    assert "cannot record into" in raised
+    assert "set --dynamic-batch-record to a folder" in raised

@@ -49,7 +49,12 @@ JOBS = [
 ]
 
 
-@pytest.mark.parametrize("job", JOBS, ids=str)
+# Three processes are a launch of their own.
+@pytest.mark.parametrize(
+    "job",
+    [pytest.param(job, marks=pytest.mark.long if job.nproc == 3 else ()) for job in JOBS],
+    ids=str,
+)
 def test_simulated_order_is_megatrons(job: Job, ranks: list[Any]) -> None:
     dims = ParallelDims(**job.parameters["dims"])
     for number, (costs, forward_only) in enumerate(steps_of(job.parameters["dims"])):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from batches import share_of_rank
 from byte_tokens import VOCABULARY
 from kit.model import named_parameters
@@ -75,14 +76,20 @@ def played(dims: dict[str, Any], weights: str, num_prompts: int, seed: int) -> d
 
 
 def reference(weights: str, num_prompts: int, seed: int) -> list[dict[str, Any]]:
-    """The same games in one process: Megatron's own layers, one game a forward pass, one at a time.
+    """The same games on the first rank: Megatron's own layers, one game a forward pass.
 
     Args:
         weights: file to write the whole model's to, drawn at random.
         num_prompts: as in `played`.
         seed: as in `played`.
+
+    Returns:
+        the games, one after the other; nothing on other ranks.
     """
-    policy, _ = build_policy_and_reference(ParallelDims(), seed=0, **SHAPE)
+    dims = ParallelDims(data_parallel=dist.get_world_size())
+    policy, _ = build_policy_and_reference(dims, seed=0, **SHAPE)
+    if dist.get_rank() != 0:
+        return []
     model = GPTModel(
         config=get_model_config(policy[0]),
         transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),

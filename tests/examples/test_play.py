@@ -40,30 +40,31 @@ def outcomes(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("play")
     weights = str(folder / "weights.pt")
     parameters = {"weights": weights, "seed": SEED}
-    alone = Job(
-        "reference", "play_worker:reference", 1, {}, parameters | {"num_prompts": MOST_PROMPTS}
-    )
+    given = parameters | {"num_prompts": MOST_PROMPTS}
+    alone = Job("reference", "play_worker:reference", 4, {"data_parallel": 4}, given)
     jobs = [
-        Job(
-            name_of(dims, num_prompts),
-            "play_worker:played",
-            4,
-            LAYOUTS[dims],
-            parameters | {"dims": LAYOUTS[dims], "num_prompts": num_prompts},
-        )
-        for dims, num_prompts in CASES + LONG_CASES * request.config.getoption("--long")
+        alone,
+        *(
+            Job(
+                name_of(dims, num_prompts),
+                "play_worker:played",
+                4,
+                LAYOUTS[dims],
+                parameters | {"dims": LAYOUTS[dims], "num_prompts": num_prompts},
+            )
+            for dims, num_prompts in CASES + LONG_CASES * request.config.getoption("--long")
+        ),
     ]
     with pytest.MonkeyPatch.context() as patch:
         modules = HERE.parents[1] / "examples" / "grpo"
         paths = [str(HERE), str(modules), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(paths))
-        found = run_jobs([alone], folder / "alone")
-        return found | run_jobs(jobs, folder / "together")
+        return run_jobs(jobs, folder / "together")
 
 
 @each_case
 def test_every_layout_draws_the_tokens_of_one_process(outcomes, dims, num_prompts):
-    (reference,) = results(outcomes["reference"])
+    reference = results(outcomes["reference"])[0]
     expected = {tuple(each["game"]): each for each in reference[: 2 * num_prompts]}
     ranks = results(outcomes[name_of(dims, num_prompts)])
     replicas = {}
@@ -100,7 +101,7 @@ def tokens_drawn(game):
 
 
 def test_the_games_are_worth_comparing(outcomes):
-    (reference,) = results(outcomes["reference"])
+    reference = results(outcomes["reference"])[0]
     assert len(set(map(tokens_drawn, reference))) > 2
     tokens = [t for g in reference for s, e in g["turns"] for t in g["tokens"][s:e]]
     assert len(set(tokens)) > len(tokens) // 3

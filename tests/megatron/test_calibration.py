@@ -4,36 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mcore_batching.megatron.standalone.calibration import rows_to_time
 from mcore_batching.tools.cli import main
-
-PROGRAM = """
-import torch
-from mcore_batching.megatron import cpu_emulation
-cpu_emulation.enable(force=True)
-from mcore_batching.megatron.standalone.calibration import LayerStack, calibrate
-stack = LayerStack(
-    num_layers=1, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4,
-    num_query_groups=2, dtype=torch.float32,
-)
-fit, timings = calibrate(stack, max_tokens=2048, repeats=2)
-assert {len(t.lengths) for t in timings} == {1, 4, 16}, timings
-assert fit.cost_model.linear == 1.0
-assert 0 < fit.seconds_per_unit < 1
-assert 0.2 < fit.cost_model.backward_ratio < 20, fit
-print("fitted", fit)
-"""
-
-
-def test_a_real_layer_stack_is_timed_and_fitted() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    assert "fitted" in done.stdout
 
 
 def test_rows_differ_in_tokens_and_in_the_lengths_of_their_sequences() -> None:
@@ -97,56 +73,95 @@ def test_the_fewest_tokens_of_the_command_make_enough_rows_for_a_fit() -> None:
     assert len(rows_to_time(63)) < 3 <= len(rows_to_time(64))
 
 
-FAKED = """
-import sys
+PROGRAM = """
+import contextlib, io, json, sys
+import torch
+from mcore_batching.megatron import cpu_emulation
+cpu_emulation.enable(force=True)
 from mcore_batching.tools.cli import main
 from mcore_batching.megatron.standalone import calibration
 from mcore_batching.planning import ConfigError, CostModel
 from mcore_batching.planning.cost_fit import CostFit
 
-def calibrate(stack, **options):
-    print("groups", stack.num_query_groups)
-    error = float(sys.argv[1])
-    if error > 1:
-        raise ConfigError("no fit")
-    fit = CostFit(
-        cost_model=CostModel(), seconds_per_unit=1e-6, mean_relative_error=0.1,
-        max_relative_error=error,
-    )
-    return fit, []
+stack = calibration.LayerStack(
+    num_layers=1, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4,
+    num_query_groups=2, dtype=torch.float32,
+)
+fit, timings = calibration.calibrate(stack, max_tokens=2048, repeats=2)
+found = {
+    "sequences": sorted({len(timing.lengths) for timing in timings}),
+    "linear": fit.cost_model.linear,
+    "seconds per unit": fit.seconds_per_unit,
+    "backward ratio": fit.cost_model.backward_ratio,
+}
 
-calibration.calibrate = calibrate
-sys.exit(main(["calibrate", "--cpu", *sys.argv[2:]]))
+def run(error, arguments):
+    def calibrate(stack, **options):
+        print("groups", stack.num_query_groups)
+        if error > 1:
+            raise ConfigError("no fit")
+        fit = CostFit(
+            cost_model=CostModel(), seconds_per_unit=1e-6, mean_relative_error=0.1,
+            max_relative_error=error,
+        )
+        return fit, []
+
+    calibration.calibrate = calibrate
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["calibrate", "--cpu", *arguments])
+    return [code, out.getvalue(), err.getvalue()]
+
+found |= {name: run(*case) for name, case in json.loads(sys.argv[1]).items()}
+print(json.dumps(found))
 """
 
 
-def faked(error: float, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command, with a fit whose worst row is off by `error`; beyond 1 there is none."""
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FAKED, str(error), *arguments],
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A real fit; and exit code, stdout and stderr of the command with fits that are made up.
+
+    A made-up one's worst row is off by the case's number; beyond 1 there is no fit.
+    """
+    out = tmp_path_factory.mktemp("faked") / "cost.json"
+    cases: dict[str, tuple[float, list[str]]] = {
+        "poor": (0.3, ["--hidden-size=96", "--num-attention-heads=12", f"--out={out}"]),
+        "good": (0.2, ["--hidden-size=64", "--num-attention-heads=4"]),
+        "none": (2.0, []),
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(cases)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
-
-
-def test_a_poor_fit_is_written_with_a_warning(tmp_path: Path) -> None:
-    out = tmp_path / "cost.json"
-    done = faked(0.3, "--hidden-size", "96", "--num-attention-heads", "12", "--out", str(out))
     assert done.returncode == 0, done.stderr
-    assert "mcore-batching: the cost model is poor: it is 30% off for one of" in done.stderr
-    assert json.loads(out.read_text())["max_relative_error"] == 0.3
-    assert "groups 6" in done.stdout
+    return {"out": out, **json.loads(done.stdout.splitlines()[-1])}
 
 
-def test_a_good_fit_is_written_without_one() -> None:
-    done = faked(0.2, "--hidden-size", "64", "--num-attention-heads", "4")
-    assert done.returncode == 0, done.stderr
-    assert "poor" not in done.stderr
-    assert "groups 4" in done.stdout
+def test_a_real_layer_stack_is_timed_and_fitted(found: dict[str, Any]) -> None:
+    assert found["sequences"] == [1, 4, 16]
+    assert found["linear"] == 1.0
+    assert 0 < found["seconds per unit"] < 1
+    assert 0.2 < found["backward ratio"] < 20
 
 
-def test_no_fit_names_the_flags_that_help() -> None:
-    done = faked(2.0)
-    assert done.returncode == 2
-    assert "no fit; raise --max-tokens or --repeats" in done.stderr
+def test_a_poor_fit_is_written_with_a_warning(found: dict[str, Any]) -> None:
+    code, printed, complaints = found["poor"]
+    assert code == 0, complaints
+    assert "mcore-batching: the cost model is poor: it is 30% off for one of" in complaints
+    assert json.loads(found["out"].read_text())["max_relative_error"] == 0.3
+    assert "groups 6" in printed
+
+
+def test_a_good_fit_is_written_without_one(found: dict[str, Any]) -> None:
+    code, printed, complaints = found["good"]
+    assert code == 0, complaints
+    assert "poor" not in complaints
+    assert "groups 4" in printed
+
+
+def test_no_fit_names_the_flags_that_help(found: dict[str, Any]) -> None:
+    code, _, complaints = found["none"]
+    assert code == 2
+    assert "no fit; raise --max-tokens or --repeats" in complaints

@@ -1,89 +1,91 @@
 """The CPU stand-in patches when asked to, and never where a GPU would be forgotten.
 
-Each in a process of its own.
+All in one process of its own, in which it is turned on last.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+import pytest
 
+PROGRAM = """
+import json, os, torch
+os.environ.pop('MCORE_BATCHING_CPU', None)
+found = {}
 
-def output_of(program: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_import_touches_nothing() -> None:
-    output_of("""
-import torch
 before = torch.cuda.current_device, torch.cuda.Stream
 from mcore_batching.megatron import cpu_emulation
-assert (torch.cuda.current_device, torch.cuda.Stream) == before
-assert not cpu_emulation.is_enabled()
-""")
+from mcore_batching.megatron.standalone.bootstrap import initialize_process_group
+after = torch.cuda.current_device, torch.cuda.Stream
+found['import'] = [after == before, cpu_emulation.is_enabled()]
 
+torch.cuda.is_available = lambda: False
+try:
+    initialize_process_group()
+except cpu_emulation.DeviceError as error:
+    found['bootstrap'] = str(error)
 
-def test_refuses_where_cuda_is_present_unless_forced() -> None:
-    message = output_of("""
-import torch
 torch.cuda.is_available = lambda: True
-from mcore_batching.megatron import cpu_emulation
 try:
     cpu_emulation.enable()
 except cpu_emulation.DeviceError as error:
-    assert isinstance(error, RuntimeError)
-    print(error)
-assert not cpu_emulation.is_enabled()
-cpu_emulation.enable(force=True)
-assert cpu_emulation.is_enabled()
-""")
-    assert "this machine has CUDA: unset MCORE_BATCHING_CPU" in message
-    assert "force=True" in message
+    found['refused'] = [str(error), isinstance(error, RuntimeError), cpu_emulation.is_enabled()]
 
-
-def test_cuda_tensors_are_cpu_tensors() -> None:
-    output_of("""
-import torch
-from mcore_batching.megatron import cpu_emulation
 cpu_emulation.enable(force=True)
 cpu_emulation.enable(force=True)
 x = torch.ones(2, device='cuda')
-assert x.device.type == 'cpu' and x.cuda() is x
-assert x.to('cuda:0', torch.float64).dtype is torch.float64
-assert x.type() == 'torch.cuda.FloatTensor'
-assert torch.zeros(1, device=torch.cuda.current_device()).device.type == 'cpu'
 with torch.cuda.stream(torch.cuda.Stream()):
     torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
-assert torch.cuda.current_stream().record_event().query()
 torch.cuda.manual_seed(3)
 a = torch.rand(2)
 torch.manual_seed(3)
-assert torch.equal(a, torch.rand(2))
-""")
+found['enabled'] = {
+    'is enabled': cpu_emulation.is_enabled(),
+    'on the host': x.device.type == 'cpu' and x.cuda() is x,
+    'to': x.to('cuda:0', torch.float64).dtype is torch.float64,
+    'type': x.type() == 'torch.cuda.FloatTensor',
+    'current device': torch.zeros(1, device=torch.cuda.current_device()).device.type == 'cpu',
+    'event': torch.cuda.current_stream().record_event().query(),
+    'seed': torch.equal(a, torch.rand(2)),
+}
+print(json.dumps(found))
+"""
 
 
-def test_bootstrap_needs_the_stand_in_to_be_asked_for() -> None:
-    message = output_of("""
-import os, torch
-os.environ.pop('MCORE_BATCHING_CPU', None)
-torch.cuda.is_available = lambda: False
-from mcore_batching.megatron.standalone.bootstrap import initialize_process_group
-from mcore_batching.megatron.cpu_emulation import DeviceError
-try:
-    initialize_process_group()
-except DeviceError as error:
-    print(error)
-""")
-    assert "no CUDA device: set MCORE_BATCHING_CPU=1" in message
+@pytest.fixture(scope="module")
+def found() -> dict[str, object]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    outcome: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return outcome
+
+
+def test_import_touches_nothing(found: dict[str, object]) -> None:
+    assert found["import"] == [True, False]
+
+
+def test_bootstrap_needs_the_stand_in_to_be_asked_for(found: dict[str, object]) -> None:
+    assert "no CUDA device: set MCORE_BATCHING_CPU=1" in str(found["bootstrap"])
+
+
+def test_refuses_where_cuda_is_present_unless_forced(found: dict[str, object]) -> None:
+    (message, is_runtime_error, enabled) = found["refused"]  # type: ignore[misc]
+    assert "this machine has CUDA: unset MCORE_BATCHING_CPU" in message
+    assert "force=True" in message
+    assert is_runtime_error
+    assert not enabled
+
+
+def test_cuda_tensors_are_cpu_tensors(found: dict[str, object]) -> None:
+    enabled = found["enabled"]
+    assert isinstance(enabled, dict)
+    assert [name for name, right in enabled.items() if not right] == []

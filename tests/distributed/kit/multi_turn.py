@@ -1,6 +1,6 @@
 """Jobs that train on multi-turn batches of the sizes that verl and SkyRL were tested with.
 
-Every rank makes the whole batch, so that the reference can be computed in the same process: plain
+Every rank makes the whole batch, and the first computes the reference in the same process: plain
 ``[samples, length]`` forward passes over samples of one length, each optimizer step's loss in one
 piece, `torch.optim.AdamW`.
 """
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 
@@ -184,7 +185,11 @@ def train(system: str, dims: dict[str, Any], seed: int = 0) -> dict[str, Any]:
     shape = ParallelDims(**dims)
     batch = multi_turn_batch(system, seed)
     steps = steps_by_prompt(batch, system, shape)
-    plain = plain_run(batch, steps)
+    # Once, since the processes share few cores.
+    box = [plain_run(batch, steps) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    (plain,) = box
+    assert plain is not None
     args = arguments(shape, max_tokens_per_gpu=CAP_TOKENS[system])
     report: dict[str, Any] = {
         "last_stage": is_last_stage(),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 
@@ -17,8 +20,27 @@ from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_c
 from mcore_batching.planning import ParallelDims
 
 
-def record(dims: dict[str, Any], directory: str, steps: int, cost_model: str | None) -> str:
-    """Train; what was raised, "" if nothing."""
+def record(dims: dict[str, Any], steps: int, cost_model: str, taken: bool) -> dict[str, str]:
+    """Train, and record into a folder that every rank finds.
+
+    Args:
+        dims: of the job.
+        steps: optimizer steps.
+        cost_model: as JSON.
+        taken: the folder cannot be made, since there is a file of its name.
+
+    Returns:
+        what was raised, "" if nothing, and on rank 0 what lies in the folder's one file.
+    """
+    box = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(box, src=0)
+    directory = Path(box[0]) / "steps"
+    model_file = Path(box[0]) / "cost.json"
+    if dist.get_rank() == 0:
+        model_file.write_text(cost_model)
+        if taken:
+            directory.write_text("")
+    dist.barrier()
     shape = ParallelDims(**dims)
     model = build_model(
         transformer_config("dense", **pipeline_config(shape)),
@@ -29,15 +51,18 @@ def record(dims: dict[str, Any], directory: str, steps: int, cost_model: str | N
     optimizer = adam(model, distributed=False)
     args = arguments(
         shape,
-        dynamic_batch_record=directory,
-        dynamic_batch_cost_model=cost_model,
+        dynamic_batch_record=str(directory),
+        dynamic_batch_cost_model=str(model_file),
         global_batch_size=8,
     )
     data = rollouts(4 * steps, 16, seed=parallel_state.get_data_parallel_rank())
     try:
         iterators, counts = get_data_iterator(args, model, data)
     except PlanningFailedError as error:
-        return str(error)
+        return {"error": str(error), "recorded": ""}
     for step in range(steps):
         train_step(packed_objective, args, model, iterators, counts, optimizer, step=step)
-    return ""
+    if dist.get_rank() != 0:
+        return {"error": "", "recorded": ""}
+    (file,) = directory.iterdir()
+    return {"error": "", "recorded": file.read_text()}
