@@ -62,6 +62,28 @@ def gather_response(
             f"expected local_stream of shape [{expected}, ...], one value per token of this rank's "
             f"slice, got {list(local_stream.shape)}"
         )
+    positions = micro_batch.responses.owned_positions.to(local_stream.device)
+    return gather_own_values(local_stream.index_select(0, positions), micro_batch, group=group)
+
+
+def gather_own_values(
+    own_values: Tensor, micro_batch: PackedMicroBatch, *, group: dist.ProcessGroup | None
+) -> list[Tensor]:
+    """Each sample's values of its response tokens, from those that this rank predicts.
+
+    The rest of `gather_response`, whose notes on collectives hold here too.
+
+    Args:
+        own_values: ``[owned, ...]``, one for each of ``micro_batch.responses.owned_positions``.
+        micro_batch: the row.
+        group: as for `gather_response`.
+
+    Returns:
+        as `gather_response`.
+
+    Raises:
+        BatchError: the group is not of the size for which the row was cut.
+    """
     size = 1 if group is None else group.size()
     if size != micro_batch.context_parallel_size:
         raise BatchError(
@@ -70,10 +92,9 @@ def gather_response(
             Argument("group"),
             " to the context-parallel group",
         )
-    responses, device = micro_batch.responses, local_stream.device
-    own_values = local_stream.index_select(0, responses.owned_positions.to(device))
-    flat = local_stream.new_zeros((responses.owned.numel(), *local_stream.shape[1:]))
-    flat = flat.index_copy(0, responses.owned_indices.to(device), own_values)
+    responses = micro_batch.responses
+    flat = own_values.new_zeros((responses.owned.numel(), *own_values.shape[1:]))
+    flat = flat.index_copy(0, responses.owned_indices.to(own_values.device), own_values)
     if group is not None and size > 1 and flat.numel():
         flat = cast(Any, _SumOverGroup).apply(flat, group)
     return list(torch.split(flat, micro_batch.response_lengths))

@@ -21,7 +21,11 @@ from mcore_batching.megatron.errors import (
     PlanningFailedError,
 )
 from mcore_batching.megatron.forward_only import forward_only
-from mcore_batching.megatron.log_probs import response_entropy, response_log_probs
+from mcore_batching.megatron.log_probs import (
+    response_entropy,
+    response_log_probs,
+    response_log_probs_and_entropy,
+)
 from mcore_batching.megatron.train_step import TrainStepResult, train_step
 from mcore_batching.megatron.validation import check_settings
 
@@ -43,6 +47,7 @@ __all__ = [
     "packed_layer_spec",
     "response_entropy",
     "response_log_probs",
+    "response_log_probs_and_entropy",
     "schedule_of",
     "train_step",
     "use_packed_attention",

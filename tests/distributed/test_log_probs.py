@@ -1,0 +1,65 @@
+"""Log-probabilities and entropies in chunks are those of one float64 softmax, gradients too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kit.harness import Job
+
+# float32 keeps 24 bits, through sums over 64 entries; of bfloat16 logits only the gradient is
+# rounded to its 8 bits.
+FLOAT32 = 1e-6
+BFLOAT16 = 4e-3
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {"data_parallel": 2},
+    "tp2": {"tensor_parallel": 2},
+    "cp2": {"context_parallel": 2},
+}
+CASES = [
+    (name, temperature, chunk_tokens, dtype)
+    for name in LAYOUTS
+    for temperature, chunk_tokens, dtype in ((1.0, 1024, "float32"), (0.7, 3, "float32"))
+] + [("tp2", 1.3, 5, "bfloat16")]
+JOBS = [
+    Job(
+        f"log-probs-{name}-{temperature}-{chunk_tokens}-{dtype}",
+        "kit.log_probs:compare",
+        2,
+        LAYOUTS[name],
+        {"temperature": temperature, "chunk_tokens": chunk_tokens, "dtype": dtype},
+    )
+    for name, temperature, chunk_tokens, dtype in CASES
+]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_values_and_gradients_are_those_of_a_plain_softmax(
+    job: Job, ranks: list[dict[str, float]]
+) -> None:
+    for rank in ranks:
+        for name, difference in rank.items():
+            rounded = job.parameters["dtype"] == "bfloat16" and "gradient" in name
+            assert difference < (BFLOAT16 if rounded else FLOAT32), name
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(f"log-probs-memory-{name}", "kit.log_probs:memory_is_shared", 2, LAYOUTS[name])
+        for name in ("dp2", "tp2")
+    ],
+    ids=str,
+)
+def test_the_gradient_is_written_over_logits_that_nobody_else_reads(
+    job: Job, ranks: list[dict[str, Any]]
+) -> None:
+    for rank in ranks:
+        assert rank["once"]["in place"]
+        for name in ("twice", "leaf", "kept"):
+            assert not rank[name]["in place"], name
+            assert rank[name]["logits are whole"], name
+        for name in ("once", "twice", "leaf", "kept"):
+            assert rank[name]["gradient"] < FLOAT32, name
+        # Loudly, not with a wrong gradient.
+        assert "modified by an inplace operation" in rank["another reader"]
