@@ -34,6 +34,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "cp2-ep2": (2, "moe", {"context_parallel": 2, "expert_parallel": 2}),
     "dp4": (4, "dense", {"data_parallel": 4}),
     "pp4": (4, "dense", {"pipeline_parallel": 4}),
+    "cp2-pp2": (4, "dense", {"context_parallel": 2, "pipeline_parallel": 2}),
     "cp4": (4, "dense", {"context_parallel": 4}),
     "dp2-cp2": (4, "dense", {"data_parallel": 2, "context_parallel": 2}),
     "dp2-pp2": (4, "dense", {"data_parallel": 2, "pipeline_parallel": 2}),
@@ -142,6 +143,34 @@ def special_jobs() -> list[Any]:
     return made
 
 
+OWN_FORWARD_PLAN = {"dynamic_batch_forward_only_plan": "own"}
+BLOCKING: list[tuple[str, dict[str, Any]]] = [
+    ("dp2-pp2-vpp2", {"spread": "empty", "planner": OWN_FORWARD_PLAN}),
+    ("dp2-pp2-vpp2", {"spread": "uneven", "overlap": True}),
+    ("dp2-pp2-vpp2", {"spread": "empty"}),
+    ("dp2-pp2", {"spread": "empty", "overlap_gather": True, "distributed_optimizer": True}),
+    ("cp2-pp2", {}),
+    ("cp2-pp2", {"planner": OWN_FORWARD_PLAN}),
+    ("pp4", {}),
+    ("pp4", {"planner": OWN_FORWARD_PLAN}),
+    ("pp4", {"settings": {"batch_p2p_comm": False}}),
+]
+"""Settings that also run where transfers between stages block as NCCL's do; without --long the
+first alone."""
+
+
+def blocking_jobs() -> list[Any]:
+    """`BLOCKING` as jobs."""
+    made = []
+    for number, (layout_name, changes) in enumerate(BLOCKING):
+        nproc, kind, dims = LAYOUTS[layout_name]
+        parameters = {"dims": dims, "kind": kind, "reference": kind, **changes}
+        name = f"{layout_name}-blocking-{number}"
+        job = Job(name, "kit.exactness:compare_blocking", nproc, dims, parameters)
+        made.append(pytest.param(job, marks=pytest.mark.long if number else ()))
+    return made
+
+
 EVERY_VARIANT = {"dp2-pp2", "dp2-pp2-vpp2", "dp2-ep2"}
 """Layouts of which every spread and variant runs without --long; of the others uneven and empty
 ranks."""
@@ -176,7 +205,7 @@ def jobs() -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize("job", [*jobs(), *special_jobs()], ids=str)
+@pytest.mark.parametrize("job", [*jobs(), *special_jobs(), *blocking_jobs()], ids=str)
 def test_equals_reference(
     job: Job, ranks: list[dict[str, Any]], references: dict[str, str]
 ) -> None:

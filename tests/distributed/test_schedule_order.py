@@ -37,15 +37,21 @@ def steps_of(dims: dict[str, int]) -> list[tuple[list[float], bool]]:
     return [(each, False) for each in costs] + [(costs[-1], True)]
 
 
-JOBS = [
-    Job(
-        f"order-{name}",
-        "kit.operations:operations",
+def order_of(name: str, suffix: str = "") -> Job:
+    dims = LAYOUTS[name]
+    return Job(
+        f"order-{name}{suffix.replace('_', '-')}",
+        f"kit.operations:operations{suffix}",
         dims["pipeline_parallel"],
         dims,
         {"dims": dims, "steps": steps_of(dims)},
     )
-    for name, dims in LAYOUTS.items()
+
+
+JOBS = [
+    *(order_of(name) for name in LAYOUTS),
+    # Nor does the order of passes ask for transfers that would never end under NCCL.
+    *(pytest.param(order_of(name, "_blocking"), marks=pytest.mark.long) for name in LAYOUTS),
 ]
 
 

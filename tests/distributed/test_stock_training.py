@@ -155,6 +155,14 @@ def test_dp2_pp2_vpp2(records: list[Ranks]) -> None:
     assert set(batching(flagged, "placeholders")) == {0}
 
 
+@pytest.mark.long
+@runs("pp2-padded", "pp2-blocking", "vpp2-padded", "vpp2-blocking")
+def test_transfers_may_block_as_nccls_do(records: list[Ranks]) -> None:
+    one_f_one_b_padded, one_f_one_b, interleaved_padded, interleaved = records
+    assert_same_training(one_f_one_b, one_f_one_b_padded, 10)
+    assert_same_training(interleaved, interleaved_padded, 10)
+
+
 @runs("dp4-padded", "tp2-cp2", "tp2-exchange")
 def test_tp2_cp2(records: list[Ranks]) -> None:
     """Megatron's local attention refuses context parallelism: the reference is data-parallel."""

@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.utils import get_model_config
 
+from kit.blocking_p2p import blocking_p2p
 from kit.model import adam, local_part, named_parameters, sharded_model
 from kit.objective import DEFAULT_OBJECTIVE, packed_objective
 from kit.samples import CAP_TOKENS, make_samples, share, take
@@ -48,6 +49,12 @@ def difference(ours: torch.Tensor, reference: torch.Tensor) -> float:
         return 0.0
     scale = float(reference.abs().max()) or 1.0
     return float((ours - reference).abs().max()) / scale
+
+
+def compare_blocking(**parameters: Any) -> dict[str, Any]:
+    """`compare`, where transfers between stages block as NCCL's do."""
+    with blocking_p2p():
+        return compare(**parameters)
 
 
 def compare(

@@ -83,7 +83,7 @@ def sharded_model(
     **settings: Any,
 ) -> list[Any]:
     """This rank's chunks, holding its part of ``weights``."""
-    config = transformer_config(kind, **pipeline_config(dims), **settings)
+    config = transformer_config(kind, **pipeline_config(dims) | settings)
     model = build_model(
         config,
         vocab_size=VOCABULARY,

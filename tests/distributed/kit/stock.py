@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe import moe_logging
 from megatron.training import argument_utils, get_args, training
 
+from kit.blocking_p2p import blocking_p2p
 from kit.harness import REPOSITORY
 from mcore_batching import run
 from mcore_batching.integrations.megatron_lm import install
@@ -72,6 +73,12 @@ def train(script: str, words: Sequence[str]) -> dict[str, Any]:
         _take_down()
         sys.argv, sys.path[:] = before
     return record
+
+
+def train_blocking(script: str, words: Sequence[str]) -> dict[str, Any]:
+    """`train`, where transfers between stages block as NCCL's do."""
+    with blocking_p2p():
+        return train(script, words)
 
 
 def train_and_resume(script: str, words: Sequence[str]) -> dict[str, dict[str, Any]]:

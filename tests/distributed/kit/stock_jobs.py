@@ -105,8 +105,10 @@ JOBS = {
             *(*steps(10), *PP2, *EXCHANGE, *saved("pp2", every=5)),
             function="train_and_resume",
         ),
+        job("pp2-blocking", *steps(10), *PP2, *EXCHANGE, function="train_blocking"),
         job("vpp2-padded", *steps(20), *VPP2),
         job("vpp2", *steps(20), *VPP2, *FLAG),
+        job("vpp2-blocking", *steps(10), *VPP2, *FLAG, function="train_blocking"),
         job(
             "vpp2-resumed",
             *(*steps(10), *VPP2, *FLAG, *saved("vpp2", every=5)),
