@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.harness import Job, JobFailedError, run_jobs
+from kit import harness
+from kit.harness import Job, JobFailedError, results, run_jobs
 
 JOBS = [
     Job("hangs", "kit.faults:hangs", 2, seconds=3.0),
@@ -37,3 +40,13 @@ def test_crash_on_one_rank_fails_with_its_traceback(found: dict[str, Any]) -> No
     assert isinstance(failure, JobFailedError)
     assert "rank 1: Traceback" in str(failure)
     assert "on purpose" in str(failure)
+
+
+@pytest.mark.long
+def test_no_worker_outlives_its_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "START_SECONDS", 60.0)
+    job = Job("lingers", "kit.faults:lingers", 2, seconds=1.0)
+    workers = results(run_jobs([job], tmp_path)["lingers"])
+    for worker in workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(worker, 0)

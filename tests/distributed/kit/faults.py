@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import threading
 import time
 from typing import Any
 
@@ -427,6 +429,12 @@ def freed_while_sending(repeats: int, num_values: int) -> int:
             wrong += int((received != 1).any())
         dist.barrier()
     return wrong
+
+
+def lingers() -> int:
+    """Returns at once, in a process that does not end by itself; its number."""
+    threading.Thread(target=time.sleep, args=(3600,)).start()
+    return os.getpid()
 
 
 def hangs() -> None:

@@ -10,6 +10,7 @@ exits; the launch as a whole has a hard limit, after which its process group is 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -24,6 +25,7 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[3]
 JOB_SECONDS = 90.0
 START_SECONDS = 120.0
+SECONDS_TO_END = 45.0  # torchrun gives its workers 30 before it kills them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +129,12 @@ def _launch(jobs: list[Job], folder: Path) -> str:
         try:
             process.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            # torchrun starts its workers in sessions of their own, and ends them if asked.
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(SECONDS_TO_END)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             sink.write(f"\nkilled after {limit:.0f} s\n")
     return log.read_text()
