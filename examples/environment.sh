@@ -6,6 +6,8 @@
 # made anew. A directory that none of these scripts made is never touched.
 
 mcb_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# Versions of Python that will do, the best first; a script that needs more leaves some out.
+mcb_versions=(3.12 3.11 3.13)
 
 mcb_fail() {
     printf '%s: %s\n' "$(basename "$0")" "$*" >&2
@@ -24,6 +26,16 @@ mcb_constraints_of() {
         3.12 | 3.13) echo "$mcb_root/examples/constraints-py312.txt" ;;
         *) return 1 ;;
     esac
+}
+
+mcb_will_do() { # VERSION
+    case " ${mcb_versions[*]} " in *" $1 "*) return 0 ;; *) return 1 ;; esac
+}
+
+# Make a folder, or say what to set where it cannot be written to, as in a clone that is read-only.
+mcb_make_folder() { # DIRECTORY HOW
+    { mkdir -p "$1" && [ -w "$1" ]; } 2>/dev/null ||
+        mcb_fail "cannot write to $1: $2 another folder, one that can be written to"
 }
 
 # An interpreter of one version ("3.12"): on the path, or installed with pyenv.
@@ -57,20 +69,20 @@ mcb_find_python() {
         command -v "$MCORE_BATCHING_PYTHON"
         return 0
     fi
-    for name in python3.12 python3.11 python3.13 python3 python; do
-        if version=$(mcb_version_of "$name") && mcb_constraints_of "$version" >/dev/null; then
+    for name in "${mcb_versions[@]/#/python}" python3 python; do
+        if version=$(mcb_version_of "$name") && mcb_will_do "$version"; then
             command -v "$name"
             return 0
         fi
     done
-    for version in 3.12 3.11 3.13; do
+    for version in "${mcb_versions[@]}"; do
         if python=$(mcb_python_of_version "$version"); then
             echo "$python"
             return 0
         fi
     done
-    mcb_fail "found no Python 3.11, 3.12 or 3.13 (looked for python3.12, python3.11, python3.13," \
-        "python3, python, and in pyenv): install one, or name it in MCORE_BATCHING_PYTHON"
+    mcb_fail "found no Python of version ${mcb_versions[*]} (looked on the path and in pyenv):" \
+        "install one, or name it in MCORE_BATCHING_PYTHON"
 }
 
 # What an environment's packages depend on: pins, declared dependencies, Python version.
@@ -131,8 +143,8 @@ mcb_ensure_environment() { # DIRECTORY EXTRAS
     fi
 
     if [ ! -x "$directory/bin/python" ]; then
+        mcb_make_folder "$directory" 'set MCORE_BATCHING_VENV to'
         echo "making $directory with $("$python" --version) ($python)"
-        mkdir -p "$directory"
         touch "$unfinished"
         "$python" -m venv "$directory" ||
             mcb_fail "$python cannot make environments (on Debian and Ubuntu: install python3-venv)"
@@ -146,13 +158,19 @@ mcb_ensure_environment() { # DIRECTORY EXTRAS
 }
 
 mcb_install() { # PYTHON EXTRAS
-    local python=$1 extras=$2 quiet=--quiet constraints
+    local python=$1 extras=$2 quiet=--quiet constraints what=(--editable "${mcb_root}[$2]") copy
     constraints=$(mcb_constraints_of "$(mcb_version_of "$python")") || return 1
     [ -t 1 ] && quiet=--progress-bar=on
     echo "installing mcore_batching[$extras] and $(grep -v '^#' "$constraints" | paste -sd' ' -)" \
         "(torch is large: minutes, the first time)"
+    if ! [ -w "$mcb_root" ]; then
+        # Building writes beside the sources. The scripts run the clone itself, by PYTHONPATH.
+        copy=$(mktemp -d) || return 1
+        cp -R "$mcb_root"/{pyproject.toml,README.md,LICENSE,mcore_batching} "$copy" || return 1
+        what=("${copy}[$extras]")
+    fi
     # The build needs no environment of its own, so that a later run needs no network.
     "$python" -m pip install "$quiet" --disable-pip-version-check 'setuptools>=77' &&
         "$python" -m pip install "$quiet" --disable-pip-version-check --no-build-isolation \
-            --constraint "$constraints" --editable "${mcb_root}[$extras]"
+            --constraint "$constraints" "${what[@]}"
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From a bare machine to a GRPO run with dynamic micro-batches, beside the same run without them.
 #
-#     bash examples/quickstart.sh [--online] [--short] [--nproc N] [flags of grpo.py]
+#     bash examples/quickstart.sh [--online] [--short] [--nproc N] [--out DIR] [flags of grpo.py]
 #
 # Makes .venv (or $MCORE_BATCHING_VENV), installs this package with what the job needs, and runs
 # examples/grpo/grpo.py --compare on 4 processes, 2 data-parallel ranks of 2 pipeline stages: on GPUs if
@@ -16,16 +16,17 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source-path=SCRIPTDIR
 . "$here/environment.sh"
 
-nproc='' dp=2 pp=2 tp=1 cp=1
+nproc='' dp=2 pp=2 tp=1 cp=1 out=$mcb_root/runs/quickstart
 given=()
 chosen=() online='' short='' length=()
 while [ $# -gt 0 ]; do
     case $1 in
-        --nproc | --dp | --pp | --tp | --cp)
-            [ $# -gt 1 ] || mcb_fail "$1 needs a number after it"
+        --nproc | --dp | --pp | --tp | --cp | --out)
+            [ $# -gt 1 ] || mcb_fail "$1 needs a value after it"
             set -- "$1=$2" "${@:3}"
             continue
             ;;
+        --out=*) out=${1#*=} ;;
         --*=*)
             name=${1%%=*} value=${1#*=}
             case $name in
@@ -56,6 +57,7 @@ if [ "$short" ]; then
 fi
 : "${nproc:=$((dp * pp * tp * cp))}"
 
+mcb_make_folder "$out" 'set --out to'
 environment=${MCORE_BATCHING_VENV:-$mcb_root/.venv}
 mcb_ensure_environment "$environment" megatron,plot
 python=$environment/bin/python
@@ -74,5 +76,5 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUDA_DEVICE_MAX_CONNECTIONS=1
 export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
 export PYTHONPATH="$mcb_root${PYTHONPATH:+:$PYTHONPATH}"
 "$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" "$here/grpo/grpo.py" \
-    --out "$mcb_root/runs/quickstart" "${chosen[@]}" \
+    --out "$out" "${chosen[@]}" \
     ${length[@]+"${length[@]}"} ${given[@]+"${given[@]}"}

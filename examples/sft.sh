@@ -10,8 +10,9 @@
 # same start, with the plugin's flag and without (--dynamic and --baseline: once), and draws loss
 # and tokens computed per step into runs/sft. --data FILE trains on other JSON lines: messages,
 # prompt and completion, or question and answer, such as GSM8K's; samples longer than --seq-length
-# are left out and counted. --short runs for seconds. Needs Python 3.12 or 3.13, for which
-# megatron-core 0.19 has wheels.
+# are left out and counted. --short runs for seconds. With Megatron's --save DIR --load DIR an
+# interrupted job goes on where it was, and a finished one has nothing left to do. Needs Python 3.12
+# or 3.13, for which megatron-core 0.19 has wheels.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source-path=SCRIPTDIR
@@ -48,18 +49,24 @@ while [ $# -gt 0 ]; do
 done
 [ -f "$data" ] || mcb_fail "no file $data: give --data a file of JSON lines"
 
+# megatron-core has no wheel with megatron.training, the stock entry point, for Python 3.11.
+mcb_versions=(3.12 3.13)
 environment=${MCORE_BATCHING_VENV:-$mcb_root/.venv}
 python=${MCORE_BATCHING_PYTHON:-}
 if [ -z "$python" ] && [ -f "$environment/mcore_batching.complete" ]; then
     python=$environment/bin/python
 fi
-[ -n "$python" ] || python=$(mcb_find_python)
-if [ "$(mcb_version_of "$python")" = 3.11 ]; then
-    echo "sft.sh: $python is Python 3.11, whose newest megatron-core (0.16.1) ships without" \
-        "megatron.training, the stock entry point that this example is about. Name a Python 3.12" \
-        "or 3.13 in MCORE_BATCHING_PYTHON; examples/quickstart.sh runs on 3.11." >&2
-    exit 3
+if [ -n "$python" ] && [ "$(mcb_version_of "$python")" = 3.11 ]; then
+    if [ -n "${MCORE_BATCHING_PYTHON:-}${MCORE_BATCHING_VENV:-}" ]; then
+        echo "sft.sh: $python is Python 3.11, whose newest megatron-core (0.16.1) ships without" \
+            "megatron.training, the stock entry point that this example is about. Name a Python" \
+            "3.12 or 3.13 in MCORE_BATCHING_PYTHON, or another folder in MCORE_BATCHING_VENV;" \
+            "examples/quickstart.sh runs on 3.11." >&2
+        exit 3
+    fi
+    environment=$mcb_root/.venv-sft # .venv, made by quickstart.sh, stays as it is
 fi
+mcb_make_folder "$out" 'set --out to'
 mcb_ensure_environment "$environment" megatron,plot
 python=$environment/bin/python
 
@@ -102,20 +109,22 @@ job=(
 # Of the log's lines these, shortened.
 shown='s/.* (iteration +[0-9]+\/ +[0-9]+) .*(consumed samples: +[0-9]+) .*(lm loss: [^ ]+) .*/\1 | \2 | \3/p
 / validation loss at /p
-/: left out$/p'
-mkdir -p "$out"
+/: left out$/p
+/^nothing left to do: /p'
+finished=
 for run in "${runs[@]}"; do
     flags=()
     [ "$run" = padded ] || flags=(--use-dynamic-batch-size --max-tokens-per-gpu 2048)
     echo "== $run: the whole log is in $out/$run.log"
-    rm -f "$out/$run.log"
+    [ ! -f "$out/$run.log" ] || mv "$out/$run.log" "$out/$run.previous.log"
     "$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" \
         -m mcore_batching.run "$here/sft/sft.py" "${job[@]}" ${flags[@]+"${flags[@]}"} \
         ${given[@]+"${given[@]}"} 2>&1 | tee "$out/$run.log" | sed -u -n -E "$shown" || {
         grep -m 8 -E '([Ee]rror|Exception)(:|$)' "$out/$run.log" >&2 || tail -n 40 "$out/$run.log" >&2
         mcb_fail "the $run run failed; the whole log is in $out/$run.log"
     }
+    if grep -q '^nothing left to do: ' "$out/$run.log"; then finished=yes; fi
 done
-if [ ${#runs[@]} -eq 2 ]; then
+if [ ${#runs[@]} -eq 2 ] && [ -z "$finished" ]; then
     "$python" "$here/sft/sft_figure.py" "$out"
 fi

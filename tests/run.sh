@@ -16,6 +16,10 @@ mcb_ensure_environment "$environment" megatron,dev
 python=$environment/bin/python
 export PYTHONPATH="$mcb_root${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 cd "$mcb_root" || exit 1
+if ! [ -w "$mcb_root" ]; then # no caches beside the sources
+    export PYTHONDONTWRITEBYTECODE=1 RUFF_NO_CACHE=true MYPY_CACHE_DIR=/dev/null
+    set -- -p no:cacheprovider "$@"
+fi
 
 # Not the documentation: newer releases of ruff format code in Markdown, older ones do not.
 sources=(mcore_batching tests examples)

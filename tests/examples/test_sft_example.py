@@ -110,3 +110,47 @@ def test_the_command_explains_itself_and_refuses_before_it_installs(
     assert done.returncode == status
     assert says in done.stdout + done.stderr
     assert not (tmp_path / "none").exists()
+
+
+def sft(tmp_path, *arguments, **environment):
+    """The command with the pythons of `tmp_path` on its path, and a pyenv that has them all."""
+    for name in ("3.11", "3.12"):
+        python = tmp_path / "pyenv" / "versions" / f"{name}.1" / "bin" / "python"
+        python.parent.mkdir(parents=True, exist_ok=True)
+        # Whatever it is asked for, it says its version; it makes no environment.
+        python.write_text(f"#!/bin/sh\n[ $1 = -m ] && exit 1\necho {name}\n")
+        python.chmod(0o755)
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    (commands / "python3.11").symlink_to(tmp_path / "pyenv/versions/3.11.1/bin/python")
+    pyenv = commands / "pyenv"
+    pyenv.write_text(f"#!/bin/sh\necho {tmp_path / 'pyenv'}\n")
+    for name in ("python3.12", "python3.13", "python3", "python"):
+        # As pyenv's shims: there, and of no use.
+        (commands / name).write_text("#!/bin/sh\nexit 127\n")
+    for command in commands.iterdir():
+        command.chmod(0o755)
+    return subprocess.run(
+        ["bash", str(EXAMPLES / "sft.sh"), "--out", str(tmp_path / "runs"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": f"{commands}:/usr/bin:/bin", **environment},
+    )
+
+
+def test_a_python_that_can_do_the_job_is_looked_for(tmp_path):
+    """A 3.11 on the path comes first for quickstart.sh, and will not do here."""
+    done = sft(tmp_path, MCORE_BATCHING_VENV=str(tmp_path / "made"))
+    assert f"({tmp_path}/pyenv/versions/3.12.1/bin/python)" in done.stdout
+    assert "cannot make environments" in done.stderr
+
+
+@pytest.mark.parametrize("folder", ["made", "runs"])
+def test_folders_that_cannot_be_written_name_what_to_set(tmp_path, folder):
+    (tmp_path / folder).touch()  # no folder can be made there, not even by root
+    done = sft(tmp_path, MCORE_BATCHING_VENV=str(tmp_path / "made" / "deep"))
+    variable = {"made": "set MCORE_BATCHING_VENV to", "runs": "set --out to"}[folder]
+    assert done.returncode == 1
+    assert f"cannot write to {tmp_path / folder}" in done.stderr
+    assert f"{variable} another folder" in done.stderr

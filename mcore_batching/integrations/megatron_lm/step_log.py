@@ -2,6 +2,9 @@
 
 The planner predicts times in units of cost. A unit's seconds are the median over the steps before,
 so the first two steps have no prediction.
+
+Stock code prints the first step after every start, a resumed one's too, and does not clear its sums
+then: the next line holds the mean of all steps since the start, that first one included.
 """
 
 from __future__ import annotations

@@ -82,20 +82,20 @@ def train_blocking(script: str, words: Sequence[str]) -> dict[str, Any]:
 
 
 def train_and_resume(script: str, words: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """A run that saves checkpoints, and one that goes on from the one in the middle.
+    """A run that saves checkpoints, one that goes on from the one in the middle, and a relaunch.
 
     Args:
         script: its path in the repository.
         words: its arguments, with ``--save``, and ``--save-interval`` at half of ``--train-iters``.
 
     Returns:
-        `train`'s record of both, ``whole`` and ``resumed``.
+        `train`'s record of each, ``whole``, ``resumed`` and ``relaunched`` when all is done.
     """
     half = words[words.index("--save-interval") + 1]
     loads = ["--load" if word == "--save" else word for word in words]
     whole = train(script, words)
     resumed = train(script, [*loads, "--ckpt-step", half])
-    return {"whole": whole, "resumed": resumed}
+    return {"whole": whole, "resumed": resumed, "relaunched": train(script, loads)}
 
 
 def _listen(record: dict[str, Any]) -> Callable[[], None]:

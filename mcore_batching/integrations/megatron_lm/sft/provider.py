@@ -17,7 +17,11 @@ from megatron.core.datasets.utils import Split
 from mcore_batching.integrations.megatron_lm.sft.dataset import SftDataset, TokenizedLines
 from mcore_batching.integrations.megatron_lm.sft.errors import SftDataError, TokenizationError
 from mcore_batching.integrations.megatron_lm.sft.jsonl import JsonLines
-from mcore_batching.integrations.megatron_lm.sft.split import split_records, without_too_long
+from mcore_batching.integrations.megatron_lm.sft.split import (
+    is_first_process,
+    split_records,
+    without_too_long,
+)
 from mcore_batching.integrations.megatron_lm.sft.tokenization import (
     SampleTokenizer,
     byte_level_tokenizer,
@@ -96,12 +100,13 @@ def build_sft_datasets(
         return None, None, None
     if pad is None:
         pad = not getattr(args, "use_dynamic_batch_size", False)
+    numbers = _numbers_to_draw(args, *train_valid_test_num_samples)
     lines = JsonLines(args.dynamic_batch_data)
     samples = TokenizedLines(lines, _sample_tokenizer(args, tokenizer))
     shares = split_records(lines, args.split)
     wanted = [
         share if number is None or number > 0 else None
-        for share, number in zip(shares, train_valid_test_num_samples, strict=True)
+        for share, number in zip(shares, numbers, strict=True)
     ]
     fitting = without_too_long(samples, wanted, args.seq_length, args.dynamic_batch_on_too_long)
     made = [
@@ -116,7 +121,7 @@ def build_sft_datasets(
             pad_to=args.seq_length if pad else None,
             attention_mask=pad and getattr(args, "create_attention_mask_in_dataloader", False),
         )
-        for split, members, number in zip(Split, fitting, train_valid_test_num_samples, strict=True)
+        for split, members, number in zip(Split, fitting, numbers, strict=True)
     ]
     return made[0], made[1], made[2]
 
@@ -151,6 +156,29 @@ def datasets_provider_for(args: Any, provider: Callable[..., Any]) -> Callable[.
     replacement = functools.partial(datasets_provider, vp_stage=vp_stage)
     replacement.is_distributed = True  # type: ignore[attr-defined]
     return replacement
+
+
+def _numbers_to_draw(
+    args: Any, train: int | None, valid: int | None, test: int | None
+) -> tuple[int | None, int | None, int | None]:
+    """Samples to draw of each, with some more for a job that has consumed all of its own.
+
+    Stock code refuses a dataset that is consumed, which would end the relaunch of a finished job in
+    an assertion. With one sample more it trains no further step, and evaluates as after the last.
+    """
+    consumed = getattr(args, "consumed_train_samples", 0)
+    if train and consumed >= train and not getattr(args, "skip_train", False):
+        if is_first_process():
+            print(
+                f"nothing left to do: {consumed} of {train} training samples are consumed; raise "
+                "--train-iters or --train-samples to train further",
+                flush=True,
+            )
+        train = consumed + 1
+    evaluated = getattr(args, "consumed_valid_samples", 0)
+    if valid and evaluated >= valid:
+        valid = evaluated + (test or 1)  # stock code evaluates as many of each in the end
+    return train, valid, test
 
 
 def _reads_data(args: Any, vp_stage: int | None = None) -> bool:

@@ -108,10 +108,11 @@ def without_too_long(
                 f"{found}: raise --seq-length, or leave such samples out with "
                 f"{PREFIX}on-too-long drop",
             )
-        if _is_first_process():
+        if is_first_process():
             print(f"{samples.lines.error(int(index), found)}: left out", flush=True)
     return fitting
 
 
-def _is_first_process() -> bool:
+def is_first_process() -> bool:
+    """True on the one process that prints."""
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
