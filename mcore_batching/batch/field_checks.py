@@ -12,6 +12,7 @@ from typing import Any
 
 from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.fields import Field, Kind, declaration_line
+from mcore_batching.batch.value_checks import require_loss_masks
 from mcore_batching.batch.value_shapes import count_of, describe, is_integral, shape_of
 
 _ROWS_OF = {
@@ -165,6 +166,8 @@ def check_values(
                 declaration=field.declaration,
                 advice="correct the values, or declare the field otherwise than by",
             )
+    if field.name == "loss_masks" and field.kind is Kind.PER_RESPONSE_TOKEN:
+        require_loss_masks(values)
 
 
 def _unmet(field: Field, value: Any, total_length: int, response_length: int) -> str | None:

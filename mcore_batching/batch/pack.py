@@ -20,6 +20,7 @@ from mcore_batching.batch.packed import PackedMicroBatch
 from mcore_batching.batch.response_tokens import loss_masks, predicted_positions, response_tokens
 from mcore_batching.batch.row_layout import Row, padded_offsets, require_alignment
 from mcore_batching.batch.schema import Schema
+from mcore_batching.batch.value_checks import require_token_id, tensor_of
 from mcore_batching.planning.errors import Argument
 
 
@@ -69,8 +70,8 @@ def pack(
 
     Raises:
         SchemaError: a field is not declared, or a value is not what its kind says.
-        BatchError: no samples, not one index per sample, or alignments that leave segments which
-            cannot be cut.
+        BatchError: no samples, not one index per sample, alignments that leave segments which
+            cannot be cut, or a ``pad_token_id`` that is no integer.
     """
     require_alignment(sample_alignment_tokens, row_alignment_tokens, context_parallel_size)
     if not validated:
@@ -83,7 +84,8 @@ def pack(
     first = fields["tokens"][0]
     device = first.device if isinstance(first, Tensor) else torch.device("cpu")
     row = Row(totals, padded_offsets(totals, sample_alignment_tokens, row_alignment_tokens))
-    tokens = [_as_tensor(value, torch.int64, device) for value in fields["tokens"]]
+    pad_token_id = require_token_id("pad_token_id", pad_token_id)
+    tokens = _integers("tokens", fields["tokens"], device)
     predicted_at = predicted_positions(row.offsets, totals, responses)
     weights = loss_masks(
         fields, responses, predicted_at, is_placeholder=is_placeholder, device=device
@@ -173,7 +175,7 @@ def _position_ids(
     if not names:
         return row.lay_out([torch.arange(n, device=device) for n in row.total_lengths], 0)
     name = names[0]
-    pieces = [_as_tensor(value, torch.int64, device) for value in fields[name]]
+    pieces = _integers(name, fields[name], device)
     axes = {tuple(piece.shape[:-1]) for piece in pieces if piece.numel()}
     if len(axes) > 1:
         raise SchemaError(
@@ -185,5 +187,9 @@ def _position_ids(
     return row.lay_out([piece.movedim(-1, 0) for piece in pieces], 0).movedim(0, -1)
 
 
-def _as_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.as_tensor(value, device=device).to(dtype)
+def _integers(name: str, values: Sequence[Any], device: torch.device) -> list[Tensor]:
+    """The values of a field, int64."""
+    return [
+        tensor_of(name, index, value, integral=True).to(device, torch.int64)
+        for index, value in enumerate(values)
+    ]

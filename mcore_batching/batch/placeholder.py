@@ -22,6 +22,7 @@ from torch import Tensor
 from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.field_checks import check_values
 from mcore_batching.batch.fields import Field, Kind, declaration_line
+from mcore_batching.batch.value_checks import require_token_id
 from mcore_batching.batch.value_shapes import is_array, shape_of
 
 _TOTAL_LENGTH, _RESPONSE_LENGTH = 1, 0
@@ -53,8 +54,10 @@ def make_placeholder(
 
     Raises:
         SchemaError: a requested field is not declared, or got no value of the right length.
+        BatchError: ``pad_token_id`` is no integer.
     """
     keys = list(batch_keys)
+    pad_token_id = require_token_id("pad_token_id", pad_token_id)
     filled: dict[str, list[Any]] = {}
     for key in keys:
         field = schema.get(key)

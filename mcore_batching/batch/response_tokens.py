@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch.errors import SchemaError
+from mcore_batching.batch.value_checks import tensor_of
 from mcore_batching.batch.zigzag import locate
 
 
@@ -109,7 +110,7 @@ def given_loss_mask(given: Sequence[Any], index: int, response_length: int) -> T
     Raises:
         SchemaError: it is not one number per response token.
     """
-    mask = torch.as_tensor(given[index])
+    mask = tensor_of("loss_masks", index, given[index])
     if mask.shape != (response_length,):
         raise SchemaError(
             "loss_masks",

@@ -71,6 +71,20 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def as_number(value: Any) -> float | None:
+    """A number of any library, or a tensor of one element, as a float; None for all else.
+
+    Texts are none, whatever they spell.
+    """
+    texts = is_array(value) and value.dtype.kind not in "biuf"
+    if texts or isinstance(value, str | bytes | bytearray):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+
+
 def count_of(values: Any) -> int | None:
     """Number of per-sample values of a field; None if it is not a list of values."""
     if isinstance(values, str | bytes | Mapping):

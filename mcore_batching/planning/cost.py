@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, fields
 
 from mcore_batching.planning.errors import Argument, ConfigError
 from mcore_batching.planning.integers import at_least
+from mcore_batching.planning.json_text import parse_json
 
 
 def ordered_sum(values: Iterable[float]) -> float:
@@ -143,8 +144,8 @@ class CostModel:
             ConfigError: text that is none, or that lacks a coefficient (`window` may be left out).
         """
         try:
-            raw = json.loads(text.removeprefix("\ufeff"))
-        except (ValueError, RecursionError) as error:
+            raw = parse_json(text)
+        except ValueError as error:
             raise ConfigError(
                 f"expected a cost model in JSON, got text that is none: {error}"
             ) from None

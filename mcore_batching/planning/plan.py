@@ -9,9 +9,13 @@ A document is
      "scope": "global", "num_samples": n, "digest": "...",
      "steps": [{"num_microbatches": k, "ranks": [[[3, 17], [5], []], ...]}]}
 
-One step out of a batch lists its samples as the step's `sample_indices`, a batch whose steps leave
-samples out lists those as `dropped`. `lengths_digest` is there where the lengths were given, and is
-no part of what `digest` covers.
+Optional keys:
+
+- `sample_indices` of a step: the samples of one step out of a batch;
+- `dropped`: the samples that a batch's steps leave out;
+- `lengths_digest`: SHA-256 in hex of the lengths that the plan was made from, by which `check`
+  tells them from others that would fit as well; there where `to_json` was given the lengths, and no
+  part of what `digest` covers, so that a plan's digest does not depend on it.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
 from mcore_batching.planning.errors import LengthError, PlanFormatError, PlanningError
 from mcore_batching.planning.integers import as_integer
+from mcore_batching.planning.json_text import parse_json
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.problem import check_lengths
 
@@ -332,8 +337,8 @@ def _check_digest(recorded: str | None, found: str) -> None:
 def _load(text: str) -> dict[str, Any]:
     """Read a document. Its digest is read, not compared: that takes the plan made from it."""
     try:
-        raw = json.loads(text.removeprefix("\ufeff"))
-    except (ValueError, RecursionError) as error:
+        raw = parse_json(text)
+    except ValueError as error:
         raise PlanFormatError(f"expected a plan in JSON, got text that is none: {error}") from None
     if not isinstance(raw, dict):
         raise PlanFormatError(f"expected a JSON object, got {type(raw).__name__}")

@@ -31,6 +31,7 @@ from typing import Any, TextIO
 from mcore_batching.planning.cost import CostModel
 from mcore_batching.planning.errors import Argument, PlanningError
 from mcore_batching.planning.integers import at_least
+from mcore_batching.planning.json_text import MAX_JSON_CHARACTERS, parse_json
 from mcore_batching.planning.plan import StepPlan, step_from_data
 from mcore_batching.planning.problem import check_lengths
 from mcore_batching.planning.statistics import predicted_step_time
@@ -179,16 +180,12 @@ def read_records(directory: str | Path) -> list[StepRecord]:
 
 
 def _read_file(file: Path) -> Iterator[StepRecord]:
-    try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecordError(f"cannot read {file}: {error}") from None
     header: dict[str, Any] | None = None
-    for number, line in enumerate(lines, 1):
-        if number == len(lines) and not line.endswith("\n"):
+    for number, line in enumerate(_lines(file), 1):
+        if len(line) <= MAX_JSON_CHARACTERS and not line.endswith("\n"):
             return  # cut short when the job was killed
         try:
-            raw = json.loads(line)
+            raw = parse_json(line)
             if not isinstance(raw, dict):
                 raise ValueError(f"expected a JSON object, got {raw!r:.60}")
             if "format" in raw:
@@ -197,9 +194,18 @@ def _read_file(file: Path) -> Iterator[StepRecord]:
             if header is None:
                 raise ValueError(f'expected a line with "format": "{FORMAT}" before the first step')
             yield _record(raw, header, str(file))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
             raise RecordError(f"{file}:{number}: not a record of a step: {reason}") from None
+
+
+def _lines(file: Path) -> Iterator[str]:
+    """The lines of a file, of one too long no more than shows that."""
+    try:
+        with file.open(encoding="utf-8-sig") as lines:
+            yield from iter(lambda: lines.readline(MAX_JSON_CHARACTERS + 1), "")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"cannot read {file}: {error}") from None
 
 
 def _checked_header(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,10 +31,11 @@ from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.field_checks import num_samples, read_lengths, require_one_per_sample
 from mcore_batching.batch.response_tokens import given_loss_mask
 from mcore_batching.batch.select import step_batches
+from mcore_batching.batch.value_checks import require_loss_masks
 from mcore_batching.planning.errors import Argument
 from mcore_batching.rl.group_locality import groups_held, require_local
 from mcore_batching.rl.metrics import masked_zscore
-from mcore_batching.rl.real_samples import indices_by_group, real_indices
+from mcore_batching.rl.real_samples import as_numbers, indices_by_group, real_indices
 
 Outcome = Literal["last", "sum"]
 
@@ -67,9 +68,10 @@ def compute_advantages(
         outcome: the reward of a trajectory: that of its "last" turn (by ``round_number`` where the
             batch has it, else the last in the batch), or the "sum" over its turns.
         steps: sample indices of each optimizer step, as from `group_steps`; one step of all if
-            None. As many on every rank. Samples in no step are not normalised.
+            None. As many on every rank.
         normalize: to mean 0 and variance 1 over the unmasked tokens of each step, of all ranks;
-            None: only under "reinforce_baseline".
+            None: only under "reinforce_baseline". A sample in no step, which nothing trains, then
+            has advantages of 0.0.
         group: the data-parallel ranks, each with samples of its own; None for this process alone.
 
     Returns:
@@ -104,11 +106,12 @@ def compute_advantages(
     if not normalize:
         return advantages
     steps = [range(len(advantages))] if steps is None else steps
+    normalized = [torch.zeros_like(each) for each in advantages]
     for step, part in zip(steps, parts, strict=True):
         scores = masked_zscore(part["advantages"], part["masks"], group=group)
         for index, score in zip(step, scores, strict=True):
-            advantages[index] = score
-    return advantages
+            normalized[index] = score
+    return normalized
 
 
 def _require_offered(estimator: str, step_wise: bool) -> None:
@@ -132,6 +135,7 @@ def _masks(batch: Mapping[str, Any]) -> list[Tensor]:
     given = batch.get("loss_masks")
     if given is not None:
         require_one_per_sample("loss_masks", given, len(responses))
+        require_loss_masks(given)
     real = set(real_indices(batch))
     masks = []
     for index, length in enumerate(responses):
@@ -193,12 +197,15 @@ def _outcomes(
         raise BatchError(Argument("outcome"), f" must be 'last' or 'sum', got {outcome!r}")
     rewards = _values(batch, "rewards")
     if outcome == "sum":
-        return [sum(float(rewards[turn]) for turn in turns) for turns in trajectories]
+        return [sum(as_numbers("rewards", rewards, turns)) for turns in trajectories]
     if batch.get("round_number") is None:
-        return [float(rewards[turns[-1]]) for turns in trajectories]
-    numbers = _values(batch, "round_number")
-    last = [max(turns, key=lambda turn: int(numbers[turn])) for turns in trajectories]
-    return [float(rewards[turn]) for turn in last]
+        return as_numbers("rewards", rewards, [turns[-1] for turns in trajectories])
+    rounds = _values(batch, "round_number")
+    last = []
+    for turns in trajectories:
+        numbers = as_numbers("round_number", rounds, turns)
+        last.append(max(zip(numbers, turns, strict=True), key=lambda each: each[0])[1])
+    return as_numbers("rewards", rewards, last)
 
 
 def _values(batch: Mapping[str, Any], name: str) -> Any:
@@ -225,8 +232,8 @@ def outcome_advantages(
         lengths: trained tokens of each trajectory, for "opo".
 
     Raises:
-        BatchError: an estimator that is not offered, a reward that is not finite, not one group or
-            length per trajectory, or no lengths for "opo".
+        BatchError: an estimator that is not offered, a reward that is no finite number, not one
+            group or length per trajectory, or no lengths for "opo".
         LengthError: a group is None or not hashable.
     """
     _require_offered(estimator, step_wise=False)
@@ -239,7 +246,8 @@ def outcome_advantages(
             f"{len(groups)} groups and {len(lengths)} lengths"
         )
     advantages = [0.0] * len(rewards)
-    for index, reward in enumerate(rewards):
+    numbers = as_numbers("rewards", rewards, range(len(rewards)))
+    for index, reward in enumerate(numbers):
         if not math.isfinite(reward):
             raise BatchError(
                 f"expected finite rewards, got {reward} for trajectory {index} of group "
@@ -249,7 +257,7 @@ def outcome_advantages(
         if len(indices) < 2:
             continue
         found = OUTCOME_ESTIMATORS[estimator](
-            [float(rewards[index]) for index in indices], [lengths[index] for index in indices]
+            [numbers[index] for index in indices], [lengths[index] for index in indices]
         )
         for index, advantage in zip(indices, found, strict=True):
             advantages[index] = advantage

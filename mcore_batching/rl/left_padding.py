@@ -29,10 +29,13 @@ from mcore_batching.batch.fields import Field, Kind
 from mcore_batching.batch.pack import pack
 from mcore_batching.batch.packed import PackedMicroBatch
 from mcore_batching.batch.schema import DEFAULT_SCHEMA, Schema
+from mcore_batching.batch.value_checks import require_token_id, tensor_of
 from mcore_batching.rl._right_aligned import column_mask, right_align, right_aligned_rows
 
 _WITHOUT_ROWS = (Kind.PER_SAMPLE, Kind.MULTIMODAL, Kind.METADATA)
 _INTEGRAL = (Kind.TOKENS, Kind.POSITION_IDS, Kind.ROUTED_EXPERTS)
+
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -133,12 +136,15 @@ def left_pad(
         max_seq_len: tokens that a sample should not exceed; longer ones are warned of and kept.
 
     Returns:
-        the blocks, each on the device and of the type of the field's values.
+        the blocks, each on the device and of the type of the field's values; int64 for unsigned
+        integers of 16 bits and more.
 
     Raises:
         SchemaError: a value is not what its kind says, or a field's values differ in type or in
             trailing shape.
+        BatchError: ``pad_token_id`` is no integer.
     """
+    pad_token_id = require_token_id("pad_token_id", pad_token_id)
     schema = schema.resolve(samples)
     schema.validate(samples)
     given = {key: list(values) for key, values in samples.items() if values is not None}
@@ -257,8 +263,8 @@ def _block(field: Field, values: Sequence[Any], fill: int) -> Tensor:
     tensors = [
         torch.zeros(0, dtype=default)
         if isinstance(value, list | tuple) and not value
-        else torch.as_tensor(value)
-        for value in values
+        else _supported(tensor_of(field.name, index, value, integral=field.kind in _INTEGRAL))
+        for index, value in enumerate(values)
     ]
     block = right_align(
         [value.movedim(-1, 0) if tokens_last else value for value in tensors],
@@ -271,6 +277,11 @@ def _block(field: Field, values: Sequence[Any], fill: int) -> Tensor:
         experts = torch.arange(block.shape[-1], dtype=block.dtype, device=block.device)
         block[padding] = experts
     return block.movedim(1, -1) if tokens_last else block
+
+
+def _supported(tensor: Tensor) -> Tensor:
+    """The tensor, as int64 if torch has hardly any operation for its type."""
+    return tensor.long() if tensor.dtype in _UNSIGNED else tensor
 
 
 def _row_dimension(field: Field, block: Tensor) -> int:

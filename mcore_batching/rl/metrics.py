@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_batching.batch.consensus import Consensus, Statement
-from mcore_batching.batch.errors import BatchError, SchemaError
+from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.field_checks import num_samples, require_one_per_sample
-from mcore_batching.rl.real_samples import indices_by_group, real_indices
+from mcore_batching.rl.real_samples import as_numbers, indices_by_group, real_indices
 
 
 def sample_metrics(
@@ -75,13 +75,9 @@ def sample_metrics(
 
 def _numbers(name: str, values: Any, real: Sequence[int], count: int) -> list[float]:
     """The values of the real samples."""
-    require_one_per_sample(name, values, count, " and each a number, to compute a metric of")
-    try:
-        return [float(values[index]) for index in real]
-    except (TypeError, ValueError, IndexError, RuntimeError) as error:
-        raise SchemaError(
-            name, expected="one number per sample, to compute a metric of", found=str(error)
-        ) from error
+    use = ", to compute a metric of"
+    require_one_per_sample(name, values, count, f" and each a number{use}")
+    return as_numbers(name, values, real, use)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,7 +116,7 @@ def group_statistics(
         absent.
 
     Raises:
-        BatchError: not one group, or not one tag, for each value.
+        BatchError: not one group, or not one tag, for each value, or a value that is no number.
         LengthError: a real sample's group is None or not hashable.
     """
     tags = [False] * len(values) if is_padding is None else list(is_padding)
@@ -131,7 +127,7 @@ def group_statistics(
         )
     real = (index for index, tag in enumerate(tags) if not bool(tag))
     return {
-        group: _statistics([float(values[index]) for index in members])
+        group: _statistics(as_numbers("values", values, members))
         for group, members in indices_by_group(groups, real).items()
     }
 

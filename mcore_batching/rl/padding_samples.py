@@ -32,6 +32,7 @@ from mcore_batching.batch.field_checks import read_lengths
 from mcore_batching.batch.fields import Field, Kind
 from mcore_batching.batch.placeholder import check_filled, make_placeholder
 from mcore_batching.batch.schema import DEFAULT_SCHEMA, Schema
+from mcore_batching.batch.value_checks import require_token_id
 from mcore_batching.batch.value_shapes import is_array, shape_of
 from mcore_batching.planning.errors import Argument
 
@@ -118,9 +119,12 @@ def pad_batch(
 
     Raises:
         SchemaError: a value of the batch is not what its kind says, or a kind is not known.
-        BatchError: no samples, or a `multiple` below 1.
+        BatchError: no samples, a `multiple` below 1, or a token id that is no integer.
     """
     _require_positive("multiple", multiple)
+    pad_token_id = require_token_id("pad_token_id", pad_token_id)
+    if response_token_id is not None:
+        response_token_id = require_token_id("response_token_id", response_token_id)
     total_lengths, _ = read_lengths(batch)
     if not total_lengths:
         raise BatchError(

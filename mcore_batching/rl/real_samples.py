@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
+from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.field_checks import num_samples, require_one_per_sample
 from mcore_batching.batch.select import take
+from mcore_batching.batch.value_shapes import as_number, describe
 from mcore_batching.planning.groups import group_key
 
 
@@ -24,6 +26,28 @@ def real_indices(batch: Mapping[str, Any]) -> list[int]:
         return list(range(count))
     require_one_per_sample("is_padding", tags, count)
     return [index for index, tag in enumerate(tags) if not bool(tag)]
+
+
+def as_numbers(
+    name: str, values: Sequence[Any], indices: Iterable[int], use: str = ""
+) -> list[float]:
+    """The values at these indices, one number each; texts are none. `use` is for the error.
+
+    Raises:
+        SchemaError: a value is not one number.
+    """
+    numbers = []
+    for index in indices:
+        number = as_number(values[index])
+        if number is None:
+            raise SchemaError(
+                name,
+                sample_index=index,
+                expected=f"one number per sample{use}",
+                found=describe(values[index]),
+            )
+        numbers.append(number)
+    return numbers
 
 
 def real_samples(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import errno
 import io
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -17,11 +16,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mcore_batching.planning import MAX_LENGTH_TOKENS, Argument, MCoreBatchingError
+from mcore_batching.planning.json_text import MAX_JSON_CHARACTERS, parse_json
 
 # Fewer digits than Python refuses to convert, and more than any length has.
 _INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
-MAX_LINE_CHARACTERS = 2**24
-"""Far more than a sample has; as JSON, a line takes up to 40 times its size in memory."""
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 
 _COLUMN = Argument("column")
@@ -123,9 +121,9 @@ def _no_column(
 
 def _filled_lines(file: Iterable[str], source: str) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(file, start=1):
-        if len(line) > MAX_LINE_CHARACTERS:
+        if len(line) > MAX_JSON_CHARACTERS:
             raise LengthsFileError(
-                f"{source}:{number}: a line may have at most {MAX_LINE_CHARACTERS} characters, got "
+                f"{source}:{number}: a line may have at most {MAX_JSON_CHARACTERS} characters, got "
                 f"{len(line)}; write one sample per line"
             )
         text = line.strip()
@@ -159,8 +157,8 @@ def _read_json_lines(
     values: list[_Value] = []
     for line, text in _filled_lines(file, source):
         try:
-            record = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            record = parse_json(text)
+        except ValueError as error:
             raise LengthsFileError(f"{source}:{line}: not a line of JSON: {error}") from None
         if not isinstance(record, dict):
             raise LengthsFileError(

@@ -277,12 +277,38 @@ def test_normalisation_is_by_step() -> None:
         for i, expected in zip(step, plain_zscores(batch, step), strict=True):
             assert found[i].tolist() == pytest.approx(expected, **ROUNDING)
     none = compute_advantages(batch, "dr_grpo", step_wise=True, steps=[], normalize=True)
-    assert all(map(torch.equal, none, compute_advantages(batch, "dr_grpo", step_wise=True)))
+    assert not torch.cat(none).any()
     default = compute_advantages(batch, "reinforce_baseline", step_wise=True, steps=STEPS)
     assert all(map(torch.equal, default, found))
     partly = compute_advantages(batch, "dr_grpo", step_wise=True, steps=STEPS[1:], normalize=True)
-    unnormalised = compute_advantages(batch, "dr_grpo", step_wise=True)
-    assert all(map(torch.equal, partly, [*unnormalised[:3], *found[3:]]))
+    assert all(map(torch.equal, partly[3:], found[3:]))
+    # Not as they are: they would be on another scale than those beside them.
+    assert not torch.cat(partly[:3]).any()
+
+
+def test_rewards_are_numbers() -> None:
+    """float() would read "1"."""
+    batch = turns_of(0)
+    for bad in ("1", b"1", None, [1.0, 2.0], "nan"):
+        rewards = [bad, *batch["rewards"][1:]]
+        with pytest.raises(SchemaError, match="'rewards', sample 0: expected one number"):
+            compute_advantages({**batch, "rewards": rewards}, step_wise=True, outcome="sum")
+    with pytest.raises(SchemaError, match="'rewards', sample 0: expected one number"):
+        outcome_advantages(["1", "0"], ["a", "a"])  # type: ignore[list-item]
+    assert outcome_advantages(
+        [True, torch.tensor([0.0])],  # type: ignore[list-item]
+        ["a", "a"],
+        estimator="dr_grpo",
+    ) == [0.5, -0.5]
+
+
+@pytest.mark.parametrize("bad", [math.nan, -1.0])
+def test_loss_masks_are_weights(bad: float) -> None:
+    batch = turns_of(0)
+    masks = [[1.0] * length for length in batch["response_lengths"]]
+    masks[2][0] = bad
+    with pytest.raises(SchemaError, match="'loss_masks', sample 2: expected finite weights"):
+        compute_advantages({**batch, "loss_masks": masks}, step_wise=True)
 
 
 def test_without_steps_the_batch_is_one() -> None:

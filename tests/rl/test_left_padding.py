@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from batch_cases import make_samples, sample_shapes
@@ -193,6 +194,21 @@ def test_lists_come_back_as_tensors() -> None:
     assert [value.tolist() for value in found["loss_masks"]] == [[], [1, 0]]
     assert [value.tolist() for value in found["position_ids"]] == [[], [0, 1, 2]]
     assert found["rewards"] == [0.5, 1.5]
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_tokens_of_unsigned_types_are_padded_too(make: Any, dtype: str) -> None:
+    """Megatron's indexed datasets hold uint16; torch cannot do much with it."""
+    kind = getattr(np if make is np.array else torch, dtype)
+    samples = {
+        "tokens": [make([5, 50_000, 7], dtype=kind), make([65_535], dtype=kind)],
+        "total_lengths": [3, 1],
+        "response_lengths": [1, 1],
+    }
+    padded = left_pad(samples, pad_token_id=70_000)
+    assert padded.tokens.tolist() == [[5, 50_000, 7], [70_000, 70_000, 65_535]]
+    assert [each.tolist() for each in unpad(padded)["tokens"]] == [[5, 50_000, 7], [65_535]]
 
 
 def test_no_samples_and_no_tokens() -> None:

@@ -146,9 +146,11 @@ def test_verl_fault_metrics_of_a_batch_that_is_all_padding() -> None:
     assert sample_metrics(make_samples([]), ["response_lengths"]) == {}
 
 
-@pytest.mark.parametrize("values", [None, [1.0], [1.0, 2.0, 3.0], [1.0, "a"], [1.0, torch.ones(2)]])
+@pytest.mark.parametrize(
+    "values", [None, [1.0], [1.0, 2.0, 3.0], [1.0, "a"], [1.0, "2"], [1.0, torch.ones(2)]]
+)
 def test_a_metric_of_what_is_no_number_a_sample_is_refused(values: Any) -> None:
-    with pytest.raises(SchemaError, match=r"'rewards': expected .* per sample.* a metric of"):
+    with pytest.raises(SchemaError, match=r"'rewards'.*: expected .* per sample.* a metric of"):
         sample_metrics({"total_lengths": [2, 2], "rewards": values}, ["rewards"])
 
 

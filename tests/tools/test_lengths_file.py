@@ -118,7 +118,7 @@ def test_what_is_no_group_is_refused_with_its_line(tmp_path: Path, value: str) -
 def test_a_line_that_holds_no_single_sample_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(lengths_file, "MAX_LINE_CHARACTERS", 100)
+    monkeypatch.setattr(lengths_file, "MAX_JSON_CHARACTERS", 100)
     path = tmp_path / name
     path.write_text("\n" + " " * 101 + '{"n": 1}\n')
     with pytest.raises(LengthsFileError, match=r":2: a line may have at most 100 characters"):

@@ -17,6 +17,7 @@ from mcore_batching.planning import (
     ParallelDims,
     PlannerConfig,
 )
+from mcore_batching.planning.json_text import MAX_JSON_CHARACTERS
 from mcore_batching.tools.files import write_whole
 
 if TYPE_CHECKING:
@@ -173,13 +174,14 @@ def cost_model_of(options: argparse.Namespace) -> CostModel | None:
 
 
 def read(path: str) -> str:
-    """A file's text.
+    """The text of a file of JSON.
 
     Raises:
         UsageError: it cannot be read.
     """
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with Path(path).open(encoding="utf-8") as file:
+            return file.read(MAX_JSON_CHARACTERS + 1)  # more than that is refused by who reads it
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
 

@@ -7,7 +7,6 @@ pickling.
 
 from __future__ import annotations
 
-import json
 import os
 from array import array
 from bisect import bisect_right
@@ -16,6 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 from mcore_batching.integrations.megatron_lm.sft.errors import SftDataError
+from mcore_batching.planning.json_text import MAX_JSON_CHARACTERS, parse_json
 
 
 class JsonLines:
@@ -27,7 +27,7 @@ class JsonLines:
         paths: UTF-8 files with one JSON value a line.
 
     Raises:
-        SftDataError: a file cannot be read, or holds no record.
+        SftDataError: a file cannot be read, holds no record, or has a line of more than 32 MiB.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -48,8 +48,8 @@ class JsonLines:
         path, start = self._locate(index)
         raw = self._line(path, start)
         try:
-            return json.loads(raw.decode("utf-8-sig" if start == 0 else "utf-8"))
-        except (ValueError, RecursionError) as error:
+            return parse_json(raw.decode("utf-8-sig" if start == 0 else "utf-8"))
+        except ValueError as error:
             raise self.error(index, f"not a line of JSON: {error}") from None
 
     def records_of_file(self, file: int) -> range:
@@ -99,7 +99,15 @@ def _offsets(path: str) -> array[int]:
     start = 0
     try:
         with open(path, "rb") as file:
-            for line in file:
+            lines = iter(lambda: file.readline(MAX_JSON_CHARACTERS + 1), b"")
+            for number, line in enumerate(lines, start=1):
+                if len(line) > MAX_JSON_CHARACTERS:
+                    raise SftDataError(
+                        f"a line may have at most {MAX_JSON_CHARACTERS} bytes: write one record a "
+                        "line",
+                        path,
+                        number,
+                    )
                 if line.strip():
                     offsets.append(start)
                 start += len(line)

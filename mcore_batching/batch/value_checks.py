@@ -1,0 +1,100 @@
+"""Values that become tensors: what is none, or says something else than it seems to, is refused.
+
+tensor_of("tokens", 0, [5, 6.5], integral=True)    SchemaError, where int64 would make it 6
+require_loss_masks([[1, 0], [nan]])                SchemaError, sample 1
+require_token_id("pad_token_id", True)             BatchError, where it would be token 1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_batching.batch.errors import BatchError, SchemaError
+from mcore_batching.batch.value_shapes import describe, is_integral
+from mcore_batching.planning.errors import Argument
+from mcore_batching.planning.integers import as_integer
+
+
+def tensor_of(name: str, index: int, value: Any, *, integral: bool = False) -> Tensor:
+    """A sample's value as a tensor, of its own type and on its own device.
+
+    Args:
+        name: of the field, for errors.
+        index: of the sample, for errors.
+        value: a tensor, an array, a number or lists of them.
+        integral: it is to hold integers.
+
+    Raises:
+        SchemaError: it holds no numbers, lists of different lengths, or other numbers than
+            integers.
+    """
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise SchemaError(
+            name,
+            sample_index=index,
+            expected="numbers, in lists of the same length",
+            found=f"{describe(value)} ({error})",
+        ) from None
+    if integral and not is_integral(tensor):
+        raise SchemaError(
+            name,
+            sample_index=index,
+            expected="integers throughout",
+            found=f"{describe(value)} that is {tensor.dtype} as a tensor",
+        )
+    return tensor
+
+
+def require_loss_masks(masks: Sequence[Any]) -> None:
+    """Check that the loss masks of a batch are weights.
+
+    Args:
+        masks: one per sample.
+
+    Raises:
+        SchemaError: one has an entry that is no number, negative, infinite or NaN.
+    """
+    tensors = [tensor_of("loss_masks", index, mask) for index, mask in enumerate(masks)]
+    filled = [each.flatten().double() for each in tensors if each.numel()]
+    devices = {each.device for each in filled}
+    # One answer for all of a device's: the host waits for each.
+    if all(_are_weights([each for each in filled if each.device == on]) for on in devices):
+        return
+    index = next(i for i, each in enumerate(tensors) if not _are_weights([each.flatten()]))
+    values = tensors[index].flatten().tolist()
+    raise SchemaError(
+        "loss_masks",
+        sample_index=index,
+        expected="finite weights of 0 or more",
+        found=str(next(value for value in values if not 0 <= value < math.inf)),
+    )
+
+
+def _are_weights(masks: Sequence[Tensor]) -> bool:
+    together = torch.cat(list(masks))
+    # A comparison with NaN is False.
+    return bool(((together >= 0) & (together < math.inf)).all())
+
+
+def require_token_id(name: str, value: Any) -> int:
+    """The argument `name` as the id of a token.
+
+    Raises:
+        BatchError: it is no integer, or beyond what int64 holds.
+    """
+    number = as_integer(value)
+    if number is None or not -(2**63) <= number < 2**63:
+        raise BatchError(
+            Argument(name),
+            f" must be the id of a token, an integer, got {value!r:.60}; set ",
+            Argument(name),
+            " to the tokenizer's",
+        )
+    return number
