@@ -61,12 +61,17 @@ def require_loss_masks(masks: Sequence[Any]) -> None:
     Raises:
         SchemaError: one has an entry that is no number, negative, infinite or NaN.
     """
-    tensors = [tensor_of("loss_masks", index, mask) for index, mask in enumerate(masks)]
+    tensors = [
+        tensor_of("loss_masks", index, mask)
+        for index, mask in enumerate(masks)
+        if not _is_list_of_weights(mask)
+    ]
     filled = [each.flatten().double() for each in tensors if each.numel()]
     devices = {each.device for each in filled}
     # One answer for all of a device's: the host waits for each.
     if all(_are_weights([each for each in filled if each.device == on]) for on in devices):
         return
+    tensors = [tensor_of("loss_masks", index, mask) for index, mask in enumerate(masks)]
     index = next(i for i, each in enumerate(tensors) if not _are_weights([each.flatten()]))
     values = tensors[index].flatten().tolist()
     raise SchemaError(
@@ -75,6 +80,17 @@ def require_loss_masks(masks: Sequence[Any]) -> None:
         expected="finite weights of 0 or more",
         found=str(next(value for value in values if not 0 <= value < math.inf)),
     )
+
+
+def _is_list_of_weights(mask: Any) -> bool:
+    """True for a plain list of weights, which takes a hundredth of the time of its tensor."""
+    if not isinstance(mask, list | tuple):
+        return False
+    try:
+        # The sum is NaN or infinite where a number is; min alone may pass over NaN.
+        return bool(min(mask, default=0) >= 0 and math.isfinite(sum(mask)))
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return False
 
 
 def _are_weights(masks: Sequence[Tensor]) -> bool:
