@@ -11,6 +11,11 @@
 
 A rank that raises while others wait in a collective leaves them waiting. So what may fail is done
 inside `Consensus.agree`: it exchanges how the work went before anybody goes on.
+
+While all goes well and alike, that is one message of 1 KB (`SUMMARY_BYTES`) in each of
+⌈log2 ranks⌉ rounds, which says so and carries maxima and sums. Only where a rank failed, or differs,
+or asks what others tell, do all of them gather everybody's statement: one object for each rank, on
+each rank.
 """
 
 from __future__ import annotations
@@ -23,7 +28,17 @@ from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
+from mcore_batching.batch._summary import (
+    NUMBERS_IN_SUMMARY,
+    Numbers,
+    Summary,
+    digest_if_any,
+    digest_of,
+    reduced,
+    residue_of,
+)
 from mcore_batching.batch.errors import BatchError
+from mcore_batching.batch.rank_messages import RankMessages, carries_host_messages
 from mcore_batching.planning.errors import Argument, MCoreBatchingError
 
 Result = TypeVar("Result")
@@ -64,7 +79,9 @@ class Statement:
         equal: names to values that must be the same on all ranks; compared by their ``repr``. A
             name that a rank leaves out is not compared there.
         equal_in_replica: the same, among the ranks of each replica.
-        tell: what every rank is to know of this one; small, picklable.
+        tell: what ranks that ask are to know of this one; small, picklable.
+        asks: True if this rank needs to know what the others tell; None: if it tells something
+            itself. Whatever one asks for, all gather.
         largest: numbers of which every rank is to know the largest; as many on each rank.
         total: numbers of which every rank is to know the sum over replicas; as many on each rank,
             and the same on all ranks of a replica.
@@ -73,6 +90,7 @@ class Statement:
     equal: Mapping[str, Any] = field(default_factory=dict)
     equal_in_replica: Mapping[str, Any] = field(default_factory=dict)
     tell: Any = None
+    asks: bool | None = None
     largest: Sequence[float] = ()
     total: Sequence[float] = ()
 
@@ -83,7 +101,8 @@ class Agreement(Generic[Result]):
 
     Attributes:
         result: what this rank's work returned.
-        told: every rank's `Statement.tell`, by global rank, in the order of the group.
+        told: every rank's `Statement.tell`, by global rank, in the order of the group; this rank's
+            alone if no rank asked.
         largest: of each number in `Statement.largest`, the largest of all ranks.
         total: of each number in `Statement.total`, the sum over replicas.
     """
@@ -100,8 +119,9 @@ class _Note:
 
     stage: str
     error: str | None = None
-    equal: Mapping[str, str] = field(default_factory=dict)
-    equal_in_replica: Mapping[str, str] = field(default_factory=dict)
+    asks: bool = False
+    equal: dict[str, str] = field(default_factory=dict)
+    equal_in_replica: dict[str, str] = field(default_factory=dict)
     tell: bytes = b""
     largest: Sequence[float] = ()
     total: Sequence[float] = ()
@@ -140,6 +160,14 @@ class Consensus:
         self.replicas = [[rank] for rank in self.ranks] if replicas is None else replicas
         self._mismatch = mismatch
         self._spell = spell
+        self._position = next(
+            (number, list(ranks).index(self.rank), len(ranks))
+            for number, ranks in enumerate(self.replicas)
+            if self.rank in ranks
+        )
+        self._messages: RankMessages | None = None
+        if group is not None and carries_host_messages(group):
+            self._messages = RankMessages(group)
 
     def agree(
         self,
@@ -173,6 +201,10 @@ class Consensus:
         except Exception as exception:
             cause = exception
             note = _Note(stage, error=self._described(exception))
+        numbers = self._settled(note)
+        if numbers is not None:
+            told = {self.rank: pickle.loads(note.tell)}
+            return Agreement(result, told, list(numbers.maxima), list(numbers.sums))
         notes = self._gather(note)
         _require_equal(
             {rank: {"stage": repr(each.stage)} for rank, each in notes.items()}, self._mismatch
@@ -191,8 +223,30 @@ class Consensus:
             total=[sum(each) for each in zip(*(n.total for n in firsts), strict=True)],
         )
 
+    def _settled(self, note: _Note) -> Numbers | None:
+        """Maxima and sums, where nobody failed, differs or asks; None where notes are needed."""
+        if self._messages is None:
+            return None
+        replica, place, size = self._position
+        numbers = Numbers(note.largest, [each if place == 0 else 0 for each in note.total])
+        head, rest = numbers.split(NUMBERS_IN_SUMMARY)
+        own = Summary(
+            digest_of(note.stage, len(note.largest), len(note.total)),
+            digest_if_any(note.equal),
+            residue_of(note.equal_in_replica, replica, place, size),
+            head,
+            settles=note.error is None and not note.asks,
+        )
+        summary = reduced(self._messages, own)
+        if not summary.settles or summary.residue or not summary.numbers.fit:
+            return None
+        if not (rest.maxima or rest.sums):
+            return summary.numbers
+        behind = reduced(self._messages, rest)
+        return summary.numbers.followed_by(behind) if behind.fit else None
+
     def _compare(self, notes: Mapping[int, _Note], mismatch: type[CollectiveError]) -> None:
-        _require_equal({rank: note.equal for rank, note in notes.items()}, mismatch)
+        _require_equal({rank: note.equal | _counts(note) for rank, note in notes.items()}, mismatch)
         failures: dict[int, str] = {}
         for replica in self.replicas:
             failures |= _differences({rank: notes[rank].equal_in_replica for rank in replica})
@@ -218,15 +272,22 @@ class Consensus:
 
 
 def _noted(stage: str, statement: Statement) -> _Note:
-    counts = {"number of maxima": len(statement.largest), "number of sums": len(statement.total)}
     return _Note(
         stage,
-        equal={name: repr(value) for name, value in {**statement.equal, **counts}.items()},
+        asks=statement.tell is not None if statement.asks is None else statement.asks,
+        equal={name: repr(value) for name, value in statement.equal.items()},
         equal_in_replica={n: repr(value) for n, value in statement.equal_in_replica.items()},
         tell=pickle.dumps(statement.tell),
         largest=list(statement.largest),
         total=list(statement.total),
     )
+
+
+def _counts(note: _Note) -> dict[str, str]:
+    return {
+        "number of maxima": repr(len(note.largest)),
+        "number of sums": repr(len(note.total)),
+    }
 
 
 def _require_equal(said: Mapping[int, Mapping[str, str]], mismatch: type[CollectiveError]) -> None:

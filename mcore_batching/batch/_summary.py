@@ -1,0 +1,173 @@
+"""Summaries of the ranks' statements: messages of a fixed size that combine two by two.
+
+    rank 0  key a1f3  equal 9c20  maxima 3 7  sums 12        key a1f3  equal 9c20
+    rank 1  key a1f3  equal 9c20  maxima 4 5  sums 10   ->   maxima 4 7  sums 22
+
+They tell that all ranks say the same, with their maxima and sums, or that some do not; who differs
+and in what is left to the statements themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from mcore_batching.batch.rank_messages import RankMessages
+
+_DIGEST_BYTES = 16
+_MODULUS = 1 << 8 * _DIGEST_BYTES
+_NOTHING = bytes(_DIGEST_BYTES)
+_HEAD = struct.Struct(f"<?{_DIGEST_BYTES}s{_DIGEST_BYTES}s{_DIGEST_BYTES}s")
+NUMBERS_IN_SUMMARY = 100
+"""Of a statement with more, the others follow in a message of their own."""
+_NUMBER_BYTES = 9
+SUMMARY_BYTES = _HEAD.size + 1 + NUMBERS_IN_SUMMARY * _NUMBER_BYTES
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Numbers of which ranks want the maxima, then numbers of which they want the sums.
+
+    Attributes:
+        maxima: int or float, no NaN.
+        sums: int or float.
+        fit: False if some number does not fit into 8 bytes or has no maximum; the others are
+            meaningless then.
+    """
+
+    maxima: Sequence[Any] = ()
+    sums: Sequence[Any] = ()
+    fit: bool = True
+
+    def joined(self, other: Numbers) -> Numbers:
+        """Those of some ranks and of the ranks behind them."""
+        if not (self.fit and other.fit):
+            return Numbers(fit=False)
+        return Numbers(
+            [max(pair) for pair in zip(self.maxima, other.maxima, strict=True)],
+            [sum(pair) for pair in zip(self.sums, other.sums, strict=True)],
+        )
+
+    def message(self) -> bytes:
+        """``fit``, then a letter and 8 bytes for each number."""
+        numbers = [*self.maxima, *self.sums]
+        unfit = bytes(1 + _NUMBER_BYTES * len(numbers))
+        kinds = "".join("d" if isinstance(number, float) else "q" for number in numbers)
+        try:
+            if not self.fit or any(number != number for number in self.maxima):
+                return unfit
+            return b"\1" + kinds.encode() + struct.pack(f"<{kinds}", *numbers)
+        except struct.error:  # an integer of more than 64 bits, or no number at all
+            return unfit
+
+    def like(self, message: bytes) -> Numbers:
+        """Another rank's numbers, as many as these."""
+        if not message[0]:
+            return Numbers(fit=False)
+        count, most = len(self.maxima) + len(self.sums), len(self.maxima)
+        kinds = message[1 : 1 + count].decode()
+        numbers = struct.unpack_from(f"<{kinds}", message, 1 + count)
+        return Numbers(numbers[:most], numbers[most:])
+
+    def followed_by(self, others: Numbers) -> Numbers:
+        """The inverse of `split`."""
+        return Numbers([*self.maxima, *others.maxima], [*self.sums, *others.sums])
+
+    def split(self, count: int) -> tuple[Numbers, Numbers]:
+        """The first numbers, and those behind them."""
+        most = min(count, len(self.maxima))
+        head = Numbers(self.maxima[:most], self.sums[: count - most])
+        return head, Numbers(self.maxima[most:], self.sums[count - most :])
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A rank's part in an agreement, or that of several ranks.
+
+    Attributes:
+        key: digest of what makes two summaries comparable.
+        equal: digest of what must be equal on all ranks; zeros where nothing is said.
+        residue: adds up to 0, modulo 2^128, if the ranks of every replica say the same.
+        numbers: at most `NUMBERS_IN_SUMMARY`.
+        settles: False if the statements themselves are needed; all else is meaningless then.
+    """
+
+    key: bytes = _NOTHING
+    equal: bytes = _NOTHING
+    residue: int = 0
+    numbers: Numbers = Numbers()
+    settles: bool = True
+
+    def joined(self, other: Summary) -> Summary:
+        """The summary of some ranks and of the ranks behind them."""
+        said = {self.equal, other.equal} - {_NOTHING}
+        if not (self.settles and other.settles) or self.key != other.key or len(said) > 1:
+            return Summary(settles=False)
+        return Summary(
+            self.key,
+            said.pop() if said else _NOTHING,
+            (self.residue + other.residue) % _MODULUS,
+            self.numbers.joined(other.numbers),
+        )
+
+    def message(self) -> bytes:
+        """Itself in `SUMMARY_BYTES` bytes."""
+        residue = self.residue.to_bytes(_DIGEST_BYTES, "little")
+        head = _HEAD.pack(self.settles, self.key, self.equal, residue)
+        return (head + self.numbers.message()).ljust(SUMMARY_BYTES, b"\0")
+
+    def like(self, message: bytes) -> Summary:
+        """Another rank's summary; its numbers are read if they are as many as these."""
+        settles, key, equal, residue = _HEAD.unpack_from(message)
+        if not settles or key != self.key:
+            return Summary(key, settles=settles)
+        numbers = self.numbers.like(message[_HEAD.size :])
+        return Summary(key, equal, int.from_bytes(residue, "little"), numbers)
+
+
+Kind = TypeVar("Kind", Numbers, Summary)
+
+
+def reduced(messages: RankMessages, own: Kind) -> Kind:
+    """The numbers or summaries of all ranks, joined. A collective over the group.
+
+    Args:
+        messages: between the ranks.
+        own: this rank's.
+    """
+    size = len(own.message())
+
+    def joined(low: bytes, high: bytes) -> bytes:
+        return own.like(low).joined(own.like(high)).message().ljust(size, b"\0")
+
+    return own.like(messages.reduce(own.message(), joined))
+
+
+def digest_of(*texts: Any) -> bytes:
+    """Of texts, numbers and dicts of them, alike however a dict is ordered."""
+    parts = [sorted(each.items()) if isinstance(each, Mapping) else each for each in texts]
+    return hashlib.sha256(repr(parts).encode(errors="surrogatepass")).digest()[:_DIGEST_BYTES]
+
+
+def digest_if_any(values: Mapping[str, str]) -> bytes:
+    """The digest of some values; zeros of none, which differs from nobody's."""
+    return digest_of(values) if values else _NOTHING
+
+
+def residue_of(values: Mapping[str, str], replica: int, place: int, size: int) -> int:
+    """This rank's part of a sum that is 0 if the ranks of each replica have the same values.
+
+    The others of a replica add their digests, the first takes its own off as many times. The
+    replica's number is in the digest, or else two replicas could make up for each other.
+
+    Args:
+        values: what must be the same.
+        replica: the number of the replica.
+        place: this rank's in the replica.
+        size: ranks of the replica.
+    """
+    digest = int.from_bytes(digest_of(replica, values), "little")
+    return (digest if place else digest * (1 - size)) % _MODULUS

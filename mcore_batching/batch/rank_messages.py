@@ -1,0 +1,105 @@
+"""Small messages over all ranks of a group, in ⌈log2 ranks⌉ rounds of one message each.
+
+gloo's own all-reduce and all-gather hand parts on round a ring: the least message waits for
+``2 (ranks - 1)`` or ``ranks - 1`` others, one after the other. Here ranks pair up over ever longer
+distances (recursive doubling), and every rank sends and receives one message a round:
+
+    4 ranks, reduced      0-1 2-3, then 0-2 1-3
+    6 ranks, reduced      1 to 0, 3 to 2; 0-2 4-5, 0-4 2-5; 0 to 1, 2 to 3
+    6 ranks, gathered     from the next rank, from two further on, from four further on
+
+All ranks end with the same bytes: every rank combines the same pairs, lower ranks first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+_TAG = 7321  # beside messages of the group's owner, whose tag is 0 unless they choose
+
+
+def carries_host_messages(group: dist.ProcessGroup) -> bool:
+    """True if ranks of the group can send tensors on the host to each other (gloo)."""
+    return "cpu:gloo" in str(dist.get_backend_config(group))
+
+
+class RankMessages:
+    """Messages between the ranks of a group.
+
+    Args:
+        group: one that `carries_host_messages`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._ranks = dist.get_process_group_ranks(group)
+        self._place = dist.get_group_rank(group, dist.get_rank())
+        # Until it has arrived, gloo reads a message without keeping it alive.
+        self._leaving = bytearray()
+
+    def reduce(self, own: bytes, combine: Callable[[bytes, bytes], bytes]) -> bytes:
+        """The messages of all ranks combined, the same on all. A collective over the group.
+
+        Args:
+            own: of the same length on every rank, 1 byte or more.
+            combine: of the messages of some ranks and of the ranks that follow these, one of the
+                same length; must be associative up to rounding.
+        """
+        size = len(self._ranks)
+        pairs = size - (1 << (size.bit_length() - 1))  # those beyond a power of two fold in first
+        place, value = self._place, own
+        if place < 2 * pairs and place % 2:
+            self._send(place - 1, value)
+            return self._receive(place - 1, len(own))
+        if place < 2 * pairs:
+            value = combine(value, self._receive(place + 1, len(own)))
+        number = place // 2 if place < 2 * pairs else place - pairs
+        distance = 1
+        while distance < size - pairs:
+            other = number ^ distance
+            partner = 2 * other if other < pairs else other + pairs
+            theirs = self._swap(partner, value, partner, len(own))
+            value = combine(value, theirs) if number < other else combine(theirs, value)
+            distance *= 2
+        if place < 2 * pairs:
+            self._send(place + 1, value)
+        return value
+
+    def gather(self, own: bytes) -> list[bytes]:
+        """The messages of all ranks, in the order of the group. A collective over the group.
+
+        Args:
+            own: of the same length on every rank, 1 byte or more.
+        """
+        size, held = len(self._ranks), own
+        while (blocks := len(held) // len(own)) < size:
+            sent = held[: min(blocks, size - blocks) * len(own)]
+            before, behind = (self._place - blocks) % size, (self._place + blocks) % size
+            held += self._swap(before, sent, behind, len(sent))
+        first = [held[i : i + len(own)] for i in range(0, len(held), len(own))]
+        return first[size - self._place :] + first[: size - self._place]
+
+    def _swap(self, target: int, message: bytes, source: int, length: int) -> bytes:
+        leaving = self._start(target, message)
+        arrived = self._receive(source, length)
+        leaving.wait()
+        return arrived
+
+    def _send(self, target: int, message: bytes) -> None:
+        self._start(target, message).wait()
+
+    def _start(self, target: int, message: bytes) -> dist.Work:
+        self._leaving = bytearray(message)
+        tensor = torch.frombuffer(self._leaving, dtype=torch.uint8)
+        work = dist.isend(tensor, self._ranks[target], group=self._group, tag=_TAG)
+        assert work is not None  # None only outside of the group
+        return work
+
+    def _receive(self, source: int, length: int) -> bytes:
+        box = bytearray(length)
+        tensor = torch.frombuffer(box, dtype=torch.uint8)
+        dist.recv(tensor, self._ranks[source], group=self._group, tag=_TAG)
+        return bytes(box)
