@@ -55,12 +55,14 @@ class Numbers:
         """``fit``, then a letter and 8 bytes for each number."""
         numbers = [*self.maxima, *self.sums]
         unfit = bytes(1 + _NUMBER_BYTES * len(numbers))
+        if not self.fit or not all(isinstance(number, int | float) for number in numbers):
+            return unfit
+        if any(number != number for number in self.maxima):
+            return unfit
         kinds = "".join("d" if isinstance(number, float) else "q" for number in numbers)
         try:
-            if not self.fit or any(number != number for number in self.maxima):
-                return unfit
             return b"\1" + kinds.encode() + struct.pack(f"<{kinds}", *numbers)
-        except struct.error:  # an integer of more than 64 bits, or no number at all
+        except struct.error:  # an integer of more than 64 bits
             return unfit
 
     def like(self, message: bytes) -> Numbers:

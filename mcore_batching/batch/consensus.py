@@ -12,10 +12,9 @@
 A rank that raises while others wait in a collective leaves them waiting. So what may fail is done
 inside `Consensus.agree`: it exchanges how the work went before anybody goes on.
 
-While all goes well and alike, that is one message of 1 KB (`SUMMARY_BYTES`) in each of
-⌈log2 ranks⌉ rounds, which says so and carries maxima and sums. Only where a rank failed, or differs,
-or asks what others tell, do all of them gather everybody's statement: one object for each rank, on
-each rank.
+While all goes well and alike, that is one message of 1 KB in each of ⌈log2 ranks⌉ rounds, which
+says so and carries maxima and sums. Only where a rank failed, or differs, or asks what others tell,
+do all of them gather everybody's statement: one object for each rank, on each rank.
 """
 
 from __future__ import annotations
@@ -222,6 +221,28 @@ class Consensus:
             largest=[max(each) for each in zip(*(n.largest for n in notes.values()), strict=True)],
             total=[sum(each) for each in zip(*(n.total for n in firsts), strict=True)],
         )
+
+    def do_alike(
+        self,
+        stage: str,
+        work: Callable[[], Result],
+        *,
+        failure: type[CollectiveError] = RankFailedError,
+    ) -> Result:
+        """Do work that follows from what is agreed, so that all ranks can do it or none.
+
+        No collective unless it fails: then as `agree`. Should it fail here alone, the others are
+        in their next agreement, and all raise that the stages differ.
+
+        Args:
+            stage: as for `agree`.
+            work: as for `agree`; may be done twice.
+            failure: as for `agree`.
+        """
+        try:
+            return work()
+        except Exception:
+            return self.agree(stage, work, failure=failure).result
 
     def _settled(self, note: _Note) -> Numbers | None:
         """Maxima and sums, where nobody failed, differs or asks; None where notes are needed."""

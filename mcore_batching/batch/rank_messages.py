@@ -1,4 +1,4 @@
-"""Small messages over all ranks of a group, in ⌈log2 ranks⌉ rounds of one message each.
+"""Small messages over the ranks of a group, in ⌈log2 ranks⌉ rounds of one message each.
 
 gloo's own all-reduce and all-gather hand parts on round a ring: the least message waits for
 ``2 (ranks - 1)`` or ``ranks - 1`` others, one after the other. Here ranks pair up over ever longer
@@ -13,7 +13,7 @@ All ranks end with the same bytes: every rank combines the same pairs, lower ran
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -31,17 +31,18 @@ class RankMessages:
 
     Args:
         group: one that `carries_host_messages`.
+        ranks: those of it that take part, as global ranks, this one among them; None: all.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int] | None = None) -> None:
         self._group = group
-        self._ranks = dist.get_process_group_ranks(group)
-        self._place = dist.get_group_rank(group, dist.get_rank())
+        self._ranks = dist.get_process_group_ranks(group) if ranks is None else list(ranks)
+        self._place = self._ranks.index(dist.get_rank())
         # Until it has arrived, gloo reads a message without keeping it alive.
         self._leaving = bytearray()
 
     def reduce(self, own: bytes, combine: Callable[[bytes, bytes], bytes]) -> bytes:
-        """The messages of all ranks combined, the same on all. A collective over the group.
+        """The messages of all ranks combined, the same on all. A collective over the ranks.
 
         Args:
             own: of the same length on every rank, 1 byte or more.
@@ -69,7 +70,7 @@ class RankMessages:
         return value
 
     def gather(self, own: bytes) -> list[bytes]:
-        """The messages of all ranks, in the order of the group. A collective over the group.
+        """The messages of all ranks, in their order. A collective over the ranks.
 
         Args:
             own: of the same length on every rank, 1 byte or more.

@@ -7,16 +7,25 @@ module's own, so neither the GPU nor Megatron's communicators are involved.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import io
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mcore_batching.batch.consensus import Agreement, Consensus, Statement, no_statement
+from mcore_batching.batch.consensus import (
+    Agreement,
+    Consensus,
+    Result,
+    Statement,
+    no_statement,
+)
+from mcore_batching.batch.rank_messages import RankMessages
 from mcore_batching.megatron.arguments import flag_of
 from mcore_batching.megatron.errors import (
     ForwardFailedError,
@@ -42,7 +51,7 @@ class JobConsensus(Consensus):
     def __init__(self, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> None:
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self.data_parallel_rank: int = parallel_state.get_data_parallel_rank()
-        world = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._world = world = dist.new_group(backend="gloo", timeout=self._timeout)
         replica_of: list[Any] = [None] * dist.get_world_size(world)
         dist.all_gather_object(replica_of, self.data_parallel_rank, group=world)
         super().__init__(
@@ -61,73 +70,109 @@ class JobConsensus(Consensus):
     def _replica(self) -> Sequence[int]:
         return self.replicas[self.data_parallel_rank]
 
-    @property
-    def is_first_of_replica(self) -> bool:
-        """True on the first rank of each replica."""
-        return self.rank == self._replica[0]
-
-    def of_replicas(self, told: Mapping[int, Any]) -> list[Any]:
-        """The values of each replica's first rank, by data-parallel rank."""
-        return [told[ranks[0]] for ranks in self.replicas]
-
-    def share_within_replica(self, value: Any, has_value: Mapping[int, bool]) -> Any:
+    def share_within_replica(
+        self, value: Any, count: int | None, says: Callable[[int], Statement]
+    ) -> tuple[Any, Agreement[Any]]:
         """Hand a value to the ranks of each replica that lack it.
 
         A collective over all ranks.
 
         Args:
             value: this rank's value, ignored where it has none.
-            has_value: for every global rank, whether it has the value.
+            count: what ``says`` is given, 0 or more; None where this rank has no value.
+            says: this rank's part in the agreement, made of the count of the replica's first rank
+                that has the value.
 
         Raises:
             PlanMismatchError: no rank of some replica has the value.
         """
+        counts = _gathered(
+            RankMessages(self._world, self._replica), [-1 if count is None else count]
+        )
+        having = [place for place, (each,) in enumerate(counts) if each >= 0]
+        source = self._replica[having[0]] if having else None
+        agreed = self.agree(
+            "sharing data",
+            lambda: _serialised(value) if self.rank == source else b"",
+            lambda _: dataclasses.replace(
+                says(counts[having[0]][0] if having else 0), tell=bool(having), asks=not having
+            ),
+            failure=PlanningFailedError,
+        )
         lacking = {
             ranks[0]: f"no rank of data-parallel rank {replica} (global ranks {list(ranks)}) was "
             "given rollout_data: pass it on at least one, an empty batch if it has no samples"
             for replica, ranks in enumerate(self.replicas)
-            if not any(has_value[rank] for rank in ranks)
+            if not agreed.told.get(ranks[0], True)
         }
         if lacking:
             raise PlanMismatchError(lacking)
-        if all(has_value.values()):
-            return value
-        source = next(rank for rank in self._replica if has_value[rank])
         if self._replica_group is None:
             self._replica_group = self._own_group(self.replicas)
-        return self._broadcast(value, source, self._replica_group)
+        if len(having) == len(counts):
+            return value, agreed
+        return _broadcast(agreed.result, source, self._replica_group), agreed
 
     def share(self, value: Any, source: int) -> Any:
         """Hand the value of global rank ``source`` to all ranks. A collective over all ranks."""
-        return self._broadcast(value, source, self.group)
+        agreed = self.agree(
+            "sharing data",
+            lambda: _serialised(value) if self.rank == source else b"",
+            failure=PlanningFailedError,
+        )
+        return _broadcast(agreed.result, source, self.group)
 
-    def exchange(self, values: Sequence[Any]) -> list[Any]:
+    def gather_integers(self, own: Sequence[int], longest: int) -> list[list[int]]:
+        """The integers of every data-parallel rank. A collective over all ranks.
+
+        Args:
+            own: the same on all ranks of a replica.
+            longest: the most that any rank has, agreed on before.
+        """
+        place = self._replica.index(self.rank)
+        counterparts = [ranks[place] for ranks in self.replicas]
+        padded = [len(own), *own, *[0] * (longest - len(own))]
+        gathered = _gathered(RankMessages(self._world, counterparts), padded)
+        return [integers[:count] for count, *integers in gathered]
+
+    def exchange(
+        self,
+        stage: str,
+        work: Callable[[], tuple[Result, Sequence[Any]]],
+        says: Callable[[Result], Statement],
+    ) -> tuple[Result, list[Any]]:
         """Hand each data-parallel rank one value, and get one from each.
 
         A collective over all ranks: those that hold the same place in their replicas exchange
         among themselves, so all ranks of a replica end up with the same.
 
         Args:
-            values: for every data-parallel rank, what to hand to it.
+            stage: as for `agree`.
+            work: gives a result, and for every data-parallel rank what to hand to it.
+            says: this rank's part in the agreement, made of the result.
 
         Returns:
-            from every data-parallel rank, what it handed to this one; tensors on the host.
+            the result; from every data-parallel rank, what it handed to this one, tensors on the
+            host.
 
         Raises:
-            PlanningFailedError: on every rank, if a value cannot be serialised on any.
+            PlanningFailedError: on every rank, if the work failed on any, or a value cannot be
+                serialised.
         """
-        agreed = self.agree(
-            "exchanging samples",
-            lambda: [_serialised(value) for value in values],
-            lambda outgoing: Statement(tell=[len(each) for each in outgoing]),
-            failure=PlanningFailedError,
-        )
-        outgoing = agreed.result
-        place = self._replica.index(self.rank)
-        counterparts = [ranks[place] for ranks in self.replicas]
+
+        def serialised() -> tuple[Result, list[bytes]]:
+            result, values = work()
+            return result, [_serialised(value) for value in values]
+
+        result, outgoing = self.agree(
+            stage, serialised, lambda made: says(made[0]), failure=PlanningFailedError
+        ).result
         if self._counterpart_group is None:
             self._counterpart_group = self._own_group(list(zip(*self.replicas, strict=True)))
-        incoming_sizes = [agreed.told[rank][self.data_parallel_rank] for rank in counterparts]
+        sizes = torch.tensor([len(each) for each in outgoing])
+        arriving = torch.empty_like(sizes)
+        dist.all_to_all_single(arriving, sizes, group=self._counterpart_group)
+        incoming_sizes = arriving.tolist()
         # A view of bytes() would be read-only, which torch warns of.
         sent = torch.frombuffer(bytearray(b"".join(outgoing)), dtype=torch.uint8)
         received = torch.empty(sum(incoming_sizes), dtype=torch.uint8)
@@ -139,7 +184,7 @@ class JobConsensus(Consensus):
             group=self._counterpart_group,
         )
         parts = torch.split(received, incoming_sizes)
-        return [_deserialised(part.numpy().tobytes()) for part in parts]
+        return result, [_deserialised(part.numpy().tobytes()) for part in parts]
 
     def _own_group(self, partition: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """The group of this rank's part, made by all ranks together."""
@@ -150,16 +195,6 @@ class JobConsensus(Consensus):
             if self.rank in ranks:
                 own = group
         return own
-
-    def _broadcast(self, value: Any, source: int, group: dist.ProcessGroup | None) -> Any:
-        agreed = self.agree(
-            "sharing data",
-            lambda: _serialised(value) if self.rank == source else b"",
-            failure=PlanningFailedError,
-        )
-        box = [agreed.result]
-        dist.broadcast_object_list(box, src=source, group=group)
-        return _deserialised(box[0])
 
 
 _current: tuple[Any, JobConsensus] | None = None
@@ -216,6 +251,17 @@ def agree_after_pipeline(
         failure=ForwardFailedError,
         mismatch=ForwardFailedError,
     )
+
+
+def _gathered(messages: RankMessages, own: Sequence[int]) -> list[list[int]]:
+    """The integers of several ranks, of which each gives as many."""
+    return [array("q", each).tolist() for each in messages.gather(array("q", own).tobytes())]
+
+
+def _broadcast(serialised: bytes, source: int | None, group: dist.ProcessGroup | None) -> Any:
+    box = [serialised]
+    dist.broadcast_object_list(box, src=source, group=group)
+    return _deserialised(box[0])
 
 
 def _serialised(value: Any) -> bytes:

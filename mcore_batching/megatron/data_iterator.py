@@ -259,11 +259,15 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
         PlanningFailedError: on every rank, if a field does not fit on any (a `SchemaError`).
     """
     consensus = get_consensus()
+
+    def lacking() -> set[str]:
+        return set(fields) - set(schedule_of(data_iterator).schema)
+
     # What one rank's samples leave open (it may have none), another's may tell.
     kinds = consensus.agree(
         "adding fields, their kinds",
         lambda: schedule_of(data_iterator).kinds_of(fields),
-        lambda own: Statement(tell=own),
+        lambda own: Statement(tell=own, asks=not set(own) >= lacking()),
         failure=PlanningFailedError,
     )
     told = {name: field for own in kinds.told.values() for name, field in own.items()}

@@ -15,8 +15,11 @@ from mcore_batching.batch.consensus import Statement
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.planning_protocol import PlanningProtocol
 from mcore_batching.megatron.rollout_batch import RolloutBatch
-from mcore_batching.megatron.schedule import MicroBatches
+from mcore_batching.megatron.shards import MicroBatches
 from mcore_batching.planning import StepPlan, plan_step
+
+_Samples = tuple[list[int], dict[str, list[Any]]]
+"""Numbers of some samples; field name to their values."""
 
 
 class ExchangingProtocol(PlanningProtocol):
@@ -34,8 +37,9 @@ class ExchangingProtocol(PlanningProtocol):
     def lay_out(self) -> None:
         """Plan all ranks' samples, and move them."""
         shards = self._gather_lengths()
-        self._make_plan([length for shard in shards for length in shard])
-        self._move_samples([len(shard) for shard in shards])
+        self._lengths = [length for shard in shards for length in shard]
+        incoming = self._exchange_samples([len(shard) for shard in shards])
+        self._hold(incoming)
 
     def choose(self) -> tuple[MicroBatches, ...]:
         """This rank's micro-batches of the one step, as indices of the samples it now holds."""
@@ -45,46 +49,49 @@ class ExchangingProtocol(PlanningProtocol):
 
     def _gather_lengths(self) -> list[list[int]]:
         def says(batch: RolloutBatch) -> Statement:
-            return Statement(equal=batch.comparable(), tell=batch.total_lengths)
+            return Statement(equal=batch.comparable(), largest=[len(batch.total_lengths)])
 
         agreed = self.consensus.agree(
             "gathering lengths", self.batch.resolved, says, failure=PlanningFailedError
         )
         self.batch = agreed.result
-        return self.consensus.of_replicas(agreed.told)
+        return self.consensus.gather_integers(self.batch.total_lengths, agreed.largest[0])
 
-    def _make_plan(self, lengths: list[int]) -> None:
-        self._lengths = lengths
-        settings = self.settings
-        self._plan = self.consensus.agree(
-            "planning all samples",
-            lambda: plan_step(
-                lengths,
+    def _exchange_samples(self, counts: Sequence[int]) -> list[_Samples]:
+        """Plan, and hand over what the plan wants elsewhere; what each rank handed to this one."""
+        settings, own = self.settings, self.consensus.data_parallel_rank
+        first = list(accumulate(counts, initial=0))
+        mine = range(first[own], first[own + 1])
+
+        def leaving(plan: StepPlan, rank: int) -> _Samples:
+            numbers = [i for i in _samples_of(plan, rank) if i in mine]
+            places = [i - mine.start for i in numbers]
+            columns = self.batch.data.items()
+            return numbers, {name: [values[i] for i in places] for name, values in columns}
+
+        def work() -> tuple[StepPlan, list[_Samples]]:
+            plan = plan_step(
+                self._lengths,
                 settings.dims,
                 settings.config,
                 settings.cost_model,
                 forward_only=self.forward_only,
-            ),
-            lambda plan: Statement(equal={"plan (sha256)": plan.digest()}),
-            failure=PlanningFailedError,
-        ).result
+            )
+            return plan, [leaving(plan, rank) for rank in range(len(counts))]
 
-    def _move_samples(self, counts: Sequence[int]) -> None:
-        own = self.consensus.data_parallel_rank
-        first = list(accumulate(counts, initial=0))
-        mine = range(first[own], first[own + 1])
-        outgoing = []
-        for rank in range(len(counts)):
-            leaving = [i for i in _samples_of(self._plan, rank) if i in mine]
-            columns = {
-                name: [values[i - mine.start] for i in leaving]
-                for name, values in self.batch.data.items()
-            }
-            outgoing.append((leaving, columns))
+        def says(plan: StepPlan) -> Statement:
+            return Statement(equal={"plan (sha256)": plan.digest()})
+
+        self._plan, incoming = self.consensus.exchange("planning all samples", work, says)
+        self.plan_digest = self._plan.digest()
+        return incoming
+
+    def _hold(self, incoming: Sequence[_Samples]) -> None:
+        """Go on with the samples that the plan wants here."""
         held: dict[int, tuple[dict[str, list[Any]], int]] = {}
-        for numbers, columns in self.consensus.exchange(outgoing):
+        for numbers, columns in incoming:
             held |= {number: (columns, place) for place, number in enumerate(numbers)}
-        here = self._samples_of_own = _samples_of(self._plan, own)
+        here = self._samples_of_own = _samples_of(self._plan, self.consensus.data_parallel_rank)
         data = {
             name: [columns[name][place] for columns, place in (held[i] for i in here)]
             for name in self.batch.template

@@ -226,8 +226,11 @@ def _agreed_names(
         return (real[0] if real else None), list(extra)
 
     def says(names: tuple[list[str] | None, list[str]]) -> Statement:
-        equal = {} if names[0] is None else {"names that f returned": sorted(names[0])}
-        return Statement(equal=equal, tell=names)
+        real, extra = names
+        equal = {} if real is None else {"names that f returned": sorted(real)}
+        # Stages without logits need no names, and ranks with real samples know them.
+        asks = is_last_stage() and (real is None or not set(extra) <= set(real))
+        return Statement(equal=equal, tell=names, asks=asks)
 
     told = agree_after_pipeline(args, _OPERATION, failed, work, says).told
     known: list[str] | None = next((real for real, _ in told.values() if real is not None), None)

@@ -1,14 +1,22 @@
 """The planning protocol: from rollout data on every rank to this rank's micro-batches.
 
-All ranks take its steps together, each an agreement (`mcore_batching.batch.consensus`):
+All ranks take its steps together, and agree (`mcore_batching.batch.consensus`) where one needs
+what others know:
 
 1. take stock: settings and rollout data are read; settings must be the same everywhere;
 2. share data: ranks without data get their replica's, replicas without samples learn the fields;
+   nothing where every rank has samples;
 3. pack: each replica packs its own samples of every optimizer step, in one way or several;
-4. fill: each way is brought to the largest count of all ranks, rounded up;
-5. choose: the way in which the step ends first, by the outlooks of all ranks.
+4. fill: each way is brought to the largest count of all ranks, rounded up; the ranks of a replica
+   must have made the same;
+5. choose: the way in which the step ends first, by the outlooks of all ranks; no agreement, since
+   all that it follows from has been compared.
 
-`mcore_batching.megatron.exchange` replaces 3 to 5 by one plan of all samples.
+So planning takes three collectives of one small message a round, and an optimizer step
+(`prepared_step`, `agree_after_pipeline`) two: the count waits for what every rank packs, the choice
+for the outlook on that count, the pipeline for every rank's rows, the update for every rank's loss.
+`mcore_batching.megatron.exchange` replaces 3 to 5 by one plan of all samples: two agreements, a
+gather of all lengths, and two exchanges (sizes, samples), all three of which grow with the ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +36,8 @@ from mcore_batching.megatron.consensus import get_consensus
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.recording import open_record
 from mcore_batching.megatron.rollout_batch import RolloutBatch
-from mcore_batching.megatron.schedule import MicroBatches, MicroBatchSchedule, Shard
+from mcore_batching.megatron.schedule import MicroBatchSchedule
+from mcore_batching.megatron.shards import GatheredShards, MicroBatches, Shard
 from mcore_batching.megatron.step_shard import Settings, StepShard
 from mcore_batching.megatron.topology import current_dims, model_chunks
 from mcore_batching.megatron.validation import prepare_model
@@ -50,13 +59,15 @@ class PlanningProtocol:
     Attributes:
         settings: from `take_stock` on.
         batch: this replica's samples, from `share_data` on.
-        num_samples: of every data-parallel rank, from `take_stock` on.
+        num_samples: of all data-parallel ranks together, from `share_data` on.
+        plan_digest: of the plans of all data-parallel ranks together, from `lay_out` on.
     """
 
     scope: Literal["local", "global"] = "local"
     settings: Settings
     batch: RolloutBatch
-    num_samples: list[int]
+    num_samples: int
+    plan_digest: str
 
     def __init__(
         self,
@@ -113,27 +124,34 @@ class PlanningProtocol:
                 for part in dataclasses.asdict(settings).values()
                 for name, value in part.items()
             }
-            return Statement(equal=equal, tell=None if batch is None else len(batch.total_lengths))
+            # Whoever records gathers the plans of all ranks, which is a collective.
+            equal["steps are recorded"] = open_record(self.args) is not None
+            counted = self._counted(0 if batch is None else len(batch.total_lengths))
+            largest = [*counted.largest, int(batch is None)]
+            return dataclasses.replace(counted, equal=equal, largest=largest)
 
         agreed = self.consensus.agree("taking stock", work, says, failure=PlanningFailedError)
         self.settings, self._given = agreed.result
-        self._samples_at = agreed.told
+        self._stock = agreed
 
     def share_data(self) -> None:
         """Hand the data to ranks that lack it, and the fields to ranks without samples."""
-        samples_at = self._samples_at
-        self.batch = self.consensus.share_within_replica(
-            self._given, {rank: count is not None for rank, count in samples_at.items()}
-        )
-        self.num_samples = [
-            next(count for rank in replica if (count := samples_at[rank]) is not None)
-            for replica in self.consensus.replicas
-        ]
-        if any(self.num_samples) and not all(self.num_samples):
-            populated = next(rank for rank, count in samples_at.items() if count)
-            self.batch = self.batch.with_fields_of(
-                self.consensus.share(self.batch.fields(), populated)
-            )
+        batch, stock = self._given, self._stock
+        *_, somebody_lacks_data = stock.largest
+        if somebody_lacks_data:
+            count = None if batch is None else len(batch.total_lengths)
+            batch, stock = self.consensus.share_within_replica(batch, count, self._counted)
+        assert batch is not None
+        somebody_is_empty, minus_populated, *_ = stock.largest
+        self.num_samples = stock.total[0]
+        if somebody_is_empty and -minus_populated < len(self.consensus.ranks):
+            batch = batch.with_fields_of(self.consensus.share(batch.fields(), -minus_populated))
+        self.batch = batch
+
+    def _counted(self, count: int) -> Statement:
+        """This rank's samples: is there any rank without, which is the first that has some."""
+        populated = self.consensus.rank if count else len(self.consensus.ranks)
+        return Statement(largest=[int(count == 0), -populated], total=[count])
 
     def lay_out(self) -> None:
         """Prepare what `choose` needs of the other ranks: here, pack and fill."""
@@ -147,30 +165,19 @@ class PlanningProtocol:
         )
 
     def conclude(self) -> MicroBatchSchedule:
-        """The schedule, once the ranks of each replica have chosen the same."""
-
-        def says(chosen: tuple[MicroBatches, ...]) -> Statement:
-            lengths = self.batch.total_lengths
-            digest = _digest([lengths, chosen])
-            first = self.consensus.is_first_of_replica
-            return Statement(
-                equal_in_replica={"samples and plan (sha256)": digest},
-                tell=(digest, Shard(lengths, chosen) if first else None),
-            )
-
-        agreed = self.consensus.agree("choosing", self.choose, says, failure=PlanningFailedError)
-        told = self.consensus.of_replicas(agreed.told)
+        """The schedule. What it is chosen by is the same on the ranks of each replica."""
+        chosen = self.consensus.do_alike("choosing", self.choose, failure=PlanningFailedError)
         return MicroBatchSchedule(
             rollout_data=self.batch.data,
             schema=self.batch.schema,
             template=self.batch.template,
-            steps=agreed.result,
+            steps=chosen,
             dims=self.settings.dims,
             config=self.settings.config,
             context_parallel_rank=parallel_state.get_context_parallel_rank(),
             pad_token_id=getattr(self.args, "pad_token_id", None) or 0,
-            plan_digest=_digest([digest for digest, _ in told]),
-            shards=tuple(shard for _, shard in told),
+            plan_digest=self.plan_digest,
+            gather_shards=GatheredShards(self.consensus, Shard(self.batch.total_lengths, chosen)),
             scope=self.scope,
             cost_model=self.settings.cost_model,
         )
@@ -213,9 +220,17 @@ class PlanningProtocol:
         def says(outlooks: list[list[ShardOutlook]]) -> Statement:
             each = [outlook for ways in outlooks for outlook in ways]
             ends = [outlook.end for outlook in each]
-            return Statement(largest=ends + [outlook.inflight_tokens for outlook in each])
+            filled = [shard.filled for shard in self._shards]
+            digest = _digest([self.batch.total_lengths, filled])
+            return Statement(
+                equal_in_replica={"samples and plan (sha256)": digest},
+                largest=ends + [outlook.inflight_tokens for outlook in each],
+                # 32 bits at a time, whose sum over any number of replicas travels as one integer.
+                total=[int(digest[i : i + 8], 16) for i in range(0, len(digest), 8)],
+            )
 
         agreed = self.consensus.agree("filling", work, says, failure=PlanningFailedError)
+        self.plan_digest = _digest([agreed.total, agreed.largest])
         half = len(agreed.largest) // 2
         worst = map(ShardOutlook, agreed.largest[:half], agreed.largest[half:])
         self._outlooks = [[next(worst) for _ in shard.packings] for shard in self._shards]

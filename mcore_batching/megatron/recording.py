@@ -36,6 +36,8 @@ def open_record(args: Any) -> StepRecorder | None:
 def recorded(args: Any, schedule: MicroBatchSchedule, step: int) -> Iterator[None]:
     """Write down a step whose forward and backward passes run inside.
 
+    A collective over all ranks where they are recorded.
+
     Args:
         args: Megatron's arguments.
         schedule: of the step.
@@ -49,4 +51,5 @@ def recorded(args: Any, schedule: MicroBatchSchedule, step: int) -> Iterator[Non
     started = time.monotonic()
     yield
     torch.cuda.synchronize()
-    recorder.append(*schedule.step_plan(step), time.monotonic() - started)
+    seconds = time.monotonic() - started  # without the wait for the other ranks' plans
+    recorder.append(*schedule.step_plan(step), seconds)

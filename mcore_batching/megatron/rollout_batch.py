@@ -98,15 +98,15 @@ class RolloutBatch:
             self, schema=schema, template=template, data={key: [] for key in template}
         )
 
-    def steps_of(self, num_samples: Sequence[int]) -> list[list[int]]:
+    def steps_of(self, num_samples: int) -> list[list[int]]:
         """Local sample indices of every step.
 
         Args:
-            num_samples: of every data-parallel rank.
+            num_samples: of all data-parallel ranks together.
         """
         if self.steps is not None:
             return [list(step) for step in self.steps]
-        mine, total = len(self.total_lengths), sum(num_samples)
+        mine, total = len(self.total_lengths), num_samples
         size = self.global_batch_size or max(total, 1)
         # The first k samples of the whole batch are the first k/total of every rank's.
         ends = [mine * min(end, total) // total for end in range(size, total + size, size) if total]

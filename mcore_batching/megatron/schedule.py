@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from mcore_batching.batch import (
@@ -16,6 +16,7 @@ from mcore_batching.batch import (
     make_placeholder,
     pack,
 )
+from mcore_batching.megatron.shards import MicroBatches, Shard
 from mcore_batching.planning import (
     CostModel,
     ParallelDims,
@@ -24,21 +25,6 @@ from mcore_batching.planning import (
     row_multiple_tokens,
     sample_multiple_tokens,
 )
-
-MicroBatches = tuple[tuple[int, ...], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Shard:
-    """The lengths and micro-batches of one data-parallel rank, for statistics and records.
-
-    Attributes:
-        lengths: total length of each of its samples, in tokens.
-        steps: as `MicroBatchSchedule.steps`.
-    """
-
-    lengths: list[int]
-    steps: tuple[MicroBatches, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +42,7 @@ class MicroBatchSchedule:
         context_parallel_rank: which slice of every row this rank holds.
         pad_token_id: token that fills padding and placeholders.
         plan_digest: of the plans of all data-parallel ranks together; the same on every rank.
-        shards: of every data-parallel rank.
+        gather_shards: gives those of every data-parallel rank, the first time as a collective.
         scope: "local" if every sample stayed on its rank, "global" if they were exchanged.
         cost_model: what the plan was made by.
     """
@@ -70,9 +56,14 @@ class MicroBatchSchedule:
     context_parallel_rank: int
     pad_token_id: int
     plan_digest: str
-    shards: tuple[Shard, ...]
+    gather_shards: Callable[[], tuple[Shard, ...]]
     scope: Literal["global", "local"]
     cost_model: CostModel
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """Of every data-parallel rank. A collective over all ranks the first time."""
+        return self.gather_shards()
 
     @property
     def num_samples(self) -> int:
@@ -116,7 +107,7 @@ class MicroBatchSchedule:
     def step_plan(self, step: int) -> tuple[StepPlan, list[int]]:
         """One step's plan over all data-parallel ranks, and the lengths that it refers to.
 
-        The same on every rank, without a collective.
+        The same on every rank. A collective over all ranks the first time, whatever the step.
 
         Args:
             step: which optimizer step.

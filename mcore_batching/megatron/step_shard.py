@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mcore_batching.megatron.arguments import uses_dynamic_batch_size
-from mcore_batching.megatron.schedule import MicroBatches
+from mcore_batching.megatron.shards import MicroBatches
 from mcore_batching.planning import (
     CostModel,
     ParallelDims,
@@ -44,6 +44,7 @@ class StepShard:
     Attributes:
         packings: ways to pack the samples, as places in ``indices`` [ways][micro-batches]; the
             same number of ways on every rank.
+        filled: the same ways, as local sample indices, from `fill` on.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class StepShard:
             forward_only=forward_only,
         )
         self._indices = indices
-        self._filled: list[MicroBatches] = []
+        self.filled: list[MicroBatches] = []
         if uses_dynamic_batch_size(args):
             self.packings = shard_packings(self._problem)
         else:
@@ -79,11 +80,15 @@ class StepShard:
             the outlook of each.
         """
         round_up = self._problem.dims.round_up_num_microbatches
-        self._filled = [
+        made = [
             fill_shard(self._problem, bins, round_up(max(1, count)))
             for bins, count in zip(self.packings, largest, strict=True)
         ]
-        return [shard_outlook(self._problem, micro_batches) for micro_batches in self._filled]
+        self.filled = [
+            tuple(tuple(self._indices[i] for i in places) for places in micro_batches)
+            for micro_batches in made
+        ]
+        return [shard_outlook(self._problem, micro_batches) for micro_batches in made]
 
     def chosen(self, outlooks: Sequence[ShardOutlook]) -> MicroBatches:
         """Local sample indices of the packing with which the step ends first.
@@ -91,5 +96,4 @@ class StepShard:
         Args:
             outlooks: of each packing, the worst of all ranks.
         """
-        filled = self._filled[soonest_packing(outlooks, self._problem.config)]
-        return tuple(tuple(self._indices[i] for i in places) for places in filled)
+        return self.filled[soonest_packing(outlooks, self._problem.config)]

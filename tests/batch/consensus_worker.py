@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mcore_batching.batch.consensus import Consensus, DisagreementError, Statement
+from mcore_batching.batch.rank_messages import RankMessages
 from mcore_batching.planning.errors import Argument, ConfigError
 
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -93,6 +96,104 @@ def plan(rank: int) -> dict[str, dict[str, Any]]:
     return cases
 
 
+WIDE_REPLICAS = [[0, 3], [1, 4], [2, 5]]
+
+
+def wide_statements(rank: int) -> dict[str, Statement]:
+    """Name of each case among six ranks to this rank's statement."""
+    replica = rank % 3
+    return {
+        "alike": Statement(
+            equal={"cap": 8, "fill": "split"},
+            equal_in_replica={"samples": replica},
+            largest=[rank, -rank, 0.1 * rank, -math.inf, math.inf if rank == 4 else 0],
+            total=[2**53 + 1, 0.1 * replica, 0 if replica else 0.5, replica - 1],
+        ),
+        "more numbers than a summary holds": Statement(
+            largest=[rank * (-1) ** i + i for i in range(150)],
+            total=[replica * i for i in range(80)],
+        ),
+        "as many numbers as a summary holds": Statement(largest=[rank] * 60, total=[1] * 40),
+        "said by some": Statement(equal={"names": ["a"]} if rank in (1, 4) else {}),
+        "nobody asks": Statement(tell=rank, asks=False),
+        "one asks": Statement(tell=rank, asks=rank == 5),
+        "said in part": Statement(equal={"a": 1} if rank < 4 else {"b": 2}),
+        "nan on rank 0": Statement(largest=[math.nan if rank == 0 else rank]),
+        "nan on rank 4": Statement(largest=[math.nan if rank == 4 else rank]),
+        "nan among many": Statement(largest=[0] * 120 + [math.nan if rank == 4 else rank]),
+        "nan in a sum": Statement(total=[math.nan if replica == 1 else 1.0]),
+        "integers beyond 64 bits": Statement(largest=[2**70 + rank], total=[2**65]),
+        "a sum beyond 64 bits": Statement(total=[2**62]),
+        "a number of another kind": Statement(largest=[torch.tensor(rank)]),
+        "said by some and differs": Statement(equal={"names": [rank]} if rank in (1, 4) else {}),
+        "one replica differs": Statement(equal_in_replica={"samples": rank == 4}),
+        "two replicas differ crosswise": Statement(equal_in_replica={"samples": rank in (0, 4)}),
+        "number of maxima differs": Statement(largest=[0] * (2 if rank == 3 else 1)),
+        "a number of another type differs": Statement(equal={"cap": 8.0 if rank == 2 else 8}),
+    }
+
+
+@contextlib.contextmanager
+def counted_calls() -> Iterator[dict[str, int]]:
+    """How often this rank gathers everybody's statement, and how often it sends a message."""
+    counts = {"gathers": 0, "messages": 0}
+    gather, send = dist.all_gather_object, dist.isend
+
+    def gathering(*arguments: Any, **options: Any) -> Any:
+        counts["gathers"] += 1
+        return gather(*arguments, **options)
+
+    def sending(*arguments: Any, **options: Any) -> Any:
+        counts["messages"] += 1
+        return send(*arguments, **options)
+
+    dist.all_gather_object, dist.isend = gathering, sending
+    try:
+        yield counts
+    finally:
+        dist.all_gather_object, dist.isend = gather, send
+
+
+def run_wide(rank: int, report: dict[str, Any]) -> None:
+    """The cases among all six ranks, and messages among the first 1 to 6 of them."""
+    consensus = Consensus(dist.group.WORLD, replicas=WIDE_REPLICAS)
+    for name, statement in wide_statements(rank).items():
+        with counted_calls() as counts:
+            outcome = outcome_of(lambda n=name, s=statement: consensus.agree(n, int, lambda _: s))
+        report[name] = outcome | counts
+    with counted_calls() as counts:
+        outcome = outcome_of(
+            lambda: consensus.do_alike("fine", int) or consensus.do_alike("", config_error_raised)
+        )
+    report["alike without a word"] = outcome | counts
+    alone = config_error_raised if rank == 1 else int
+
+    def on_one() -> Any:
+        consensus.do_alike("work that fails on one", alone)
+        return consensus.agree("the next", int)
+
+    report["fails on one without a word"] = outcome_of(on_one)
+    report["messages"] = {}
+    for size in range(1, 7):
+        if rank < size:
+            messages = RankMessages(dist.group.WORLD, range(size))
+            report["messages"][size] = (
+                messages.reduce(bytes([rank, rank]), in_order),
+                messages.gather(bytes([rank, 7])),
+            )
+
+
+def config_error_raised() -> Any:
+    """Raise, always."""
+    raise config_error()
+
+
+def in_order(low: bytes, high: bytes) -> bytes:
+    """First and last rank of two neighbouring runs of ranks."""
+    assert low[1] + 1 == high[0], (low, high)
+    return bytes([low[0], high[1]])
+
+
 def outcome_of(call: Callable[[], Any]) -> dict[str, Any]:
     """What an agreement came to, or its error after a round trip through pickle."""
     try:
@@ -110,7 +211,8 @@ def outcome_of(call: Callable[[], Any]) -> dict[str, Any]:
             "failures": getattr(error, "failures", None),
             "cause": cause,
         }
-    return {name: getattr(agreed, name) for name in ("result", "told", "largest", "total")}
+    names = ("result", "told", "largest", "total")
+    return {name: getattr(agreed, name, None) for name in names} | {"type": None}
 
 
 def run_all(rank: int, size: int, store: str, results: str) -> None:
@@ -119,16 +221,26 @@ def run_all(rank: int, size: int, store: str, results: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=TIMEOUT
     )
+    first_three, last_two = dist.new_group([0, 1, 2]), dist.new_group([1, 2])
+    report: dict[str, Any] = {"wide": {}}
+    run_wide(rank, report["wide"])
+    if rank < 3:
+        run_three(rank, first_three, last_two, report)
+    torch.save(report, f"{results}.{rank}")
+    dist.barrier()  # no rank leaves while another is still in the last collective
+    dist.destroy_process_group()
+
+
+def run_three(rank: int, three: Any, last_two: Any, report: dict[str, Any]) -> None:
+    """The cases among ranks 0, 1 and 2, and some among 1 and 2."""
     consensus = Consensus(
-        dist.group.WORLD,
+        three,
         replicas=[[0, 1], [2]],
         spell=lambda argument: f"--{argument.name}",
     )
-    report: dict[str, Any] = {}
     for name, arguments in plan(rank).items():
         stage = arguments.pop("stage", name)
         report[name] = outcome_of(lambda s=stage, a=arguments: consensus.agree(s, **a))
-    last_two = dist.new_group([1, 2])
     if rank:
         subgroup = Consensus(last_two)
         report["subgroup"] = outcome_of(
@@ -137,6 +249,3 @@ def run_all(rank: int, size: int, store: str, results: str) -> None:
         report["subgroup fails"] = outcome_of(
             lambda: subgroup.agree("", raises(ValueError("here")) if rank == 2 else int)
         )
-    torch.save(report, f"{results}.{rank}")
-    dist.barrier()  # no rank leaves while another is still in the last collective
-    dist.destroy_process_group()

@@ -1,13 +1,18 @@
-"""What goes wrong on one rank is the same named error on all: three processes, gloo."""
+"""What goes wrong on one rank is the same named error on all: six processes, gloo."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import pytest
-from consensus_worker import run_all
+from consensus_worker import WIDE_REPLICAS, run_all, wide_statements
+from hypothesis import given
+from hypothesis import strategies as st
 from spawned import reports_of
 
+from mcore_batching.batch._summary import SUMMARY_BYTES, Numbers, Summary, digest_if_any, residue_of
 from mcore_batching.batch.consensus import (
     CollectiveError,
     Consensus,
@@ -17,12 +22,24 @@ from mcore_batching.batch.consensus import (
 )
 from mcore_batching.batch.errors import BatchError
 
-NUM_RANKS = 3
+NUM_RANKS = 6
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: Any) -> list[dict[str, Any]]:
+def all_reports(tmp_path_factory: Any) -> list[dict[str, Any]]:
     return reports_of(run_all, NUM_RANKS, tmp_path_factory.mktemp("consensus"))
+
+
+@pytest.fixture(scope="module")
+def reports(all_reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of the cases among three ranks."""
+    return all_reports[:3]
+
+
+@pytest.fixture(scope="module")
+def wide(all_reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of the cases among all six."""
+    return [report["wide"] for report in all_reports]
 
 
 def test_every_rank_learns_what_was_told(reports: list[dict[str, Any]]) -> None:
@@ -33,6 +50,7 @@ def test_every_rank_learns_what_was_told(reports: list[dict[str, Any]]) -> None:
             "told": {rank: ("rank", rank) for rank in range(3)},
             "largest": [2, 0],
             "total": [21, 1.0],
+            "type": None,
         }
 
 
@@ -126,3 +144,140 @@ def test_the_errors_are_those_of_a_batch() -> None:
         assert issubclass(error, CollectiveError)
         assert issubclass(error, RuntimeError)
         assert issubclass(error, BatchError)
+
+
+WITHOUT_GATHER = [
+    "alike",
+    "more numbers than a summary holds",
+    "as many numbers as a summary holds",
+    "said by some",
+    "nobody asks",
+    "nan in a sum",
+]
+AFTER_GATHER = [
+    "one asks",
+    "said in part",
+    "nan on rank 0",
+    "nan on rank 4",
+    "nan among many",
+    "integers beyond 64 bits",
+    "a sum beyond 64 bits",
+    "a number of another kind",
+]
+
+
+@pytest.mark.parametrize("case", WITHOUT_GATHER + AFTER_GATHER)
+def test_maxima_and_sums_are_those_of_all_ranks(wide: list[dict[str, Any]], case: str) -> None:
+    """As Python's ``max`` and ``sum`` over ranks and replicas, and the same bits on every rank."""
+    statements = [wide_statements(rank)[case] for rank in range(NUM_RANKS)]
+    firsts = [statements[replica[0]] for replica in WIDE_REPLICAS]
+    largest = [max(each) for each in zip(*(one.largest for one in statements), strict=True)]
+    total = [sum(each) for each in zip(*(one.total for one in firsts), strict=True)]
+    for report in (rank[case] for rank in wide):
+        assert report["type"] is None
+        assert repr(report["largest"]) == repr(largest)
+        assert repr(report["total"]) == repr(total)
+
+
+@pytest.mark.parametrize("case", WITHOUT_GATHER)
+def test_where_all_goes_well_a_few_small_messages_do(wide: list[dict[str, Any]], case: str) -> None:
+    """Six ranks take at most 3 messages each; 230 numbers take a second round of them."""
+    for rank in wide:
+        assert rank[case]["gathers"] == 0
+        assert rank[case]["messages"] <= (6 if case.startswith("more numbers") else 3)
+    assert SUMMARY_BYTES <= 1024
+
+
+def test_who_asks_is_told_and_so_are_all(wide: list[dict[str, Any]]) -> None:
+    for rank, report in enumerate(wide):
+        assert report["one asks"]["told"] == {each: each for each in range(NUM_RANKS)}
+        assert report["one asks"]["gathers"] == 1
+        assert report["nobody asks"]["told"] == {rank: rank}
+
+
+@pytest.mark.parametrize(
+    ("case", "failures"),
+    [
+        ("one replica differs", {4: "samples is True, on rank 1 it is False"}),
+        (
+            "two replicas differ crosswise",
+            {
+                3: "samples is False, on rank 0 it is True",
+                4: "samples is True, on rank 1 it is False",
+            },
+        ),
+        ("number of maxima differs", {3: "number of maxima is 2, on rank 0 it is 1"}),
+        ("a number of another type differs", {2: "cap is 8.0, on rank 0 it is 8"}),
+        ("said by some and differs", {4: "names is [4], on rank 1 it is [1]"}),
+    ],
+)
+def test_no_difference_is_lost_in_a_summary(
+    wide: list[dict[str, Any]], case: str, failures: dict[int, str]
+) -> None:
+    for report in (rank[case] for rank in wide):
+        assert report["type"] == "DisagreementError"
+        assert report["failures"] == failures
+        assert report["gathers"] == 1
+
+
+def test_work_that_all_can_do_or_none_needs_no_word_unless_it_fails(
+    wide: list[dict[str, Any]],
+) -> None:
+    for rank, report in enumerate(wide):
+        assert report["alike without a word"]["type"] == "ConfigError"
+        assert report["alike without a word"]["gathers"] == 1
+        alone = report["fails on one without a word"]
+        assert alone["type"] == "DisagreementError"
+        assert alone["failures"] == {
+            1: "stage is 'work that fails on one', on rank 0 it is 'the next'"
+        }
+        assert alone["cause"] == "NoneType", rank
+
+
+def test_messages_reach_all_of_any_number_of_ranks(wide: list[dict[str, Any]]) -> None:
+    for rank, report in enumerate(wide):
+        assert report["messages"] == {
+            size: (bytes([0, size - 1]), [bytes([each, 7]) for each in range(size)])
+            for size in range(rank + 1, NUM_RANKS + 1)
+        }
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(-(2**40), 2**40) | st.floats(allow_nan=False),
+            st.integers(-(2**40), 2**40),
+        ),
+        min_size=1,
+        max_size=9,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_joined_in_any_tree_numbers_are_the_same(
+    values: list[tuple[float, int]], random: Any
+) -> None:
+    parts = [Numbers([most], [addend]) for most, addend in values]
+    while len(parts) > 1:
+        at = random.randrange(len(parts) - 1)
+        low, high = (parts[0].like(part.message()) for part in parts[at : at + 2])
+        parts[at : at + 2] = [low.joined(high)]
+    assert parts[0].maxima[0] == max(most for most, _ in values)
+    assert list(parts[0].sums) == [sum(addend for _, addend in values)]
+
+
+@given(st.lists(st.lists(st.sampled_from("ab"), min_size=1, max_size=3), min_size=1, max_size=4))
+def test_residues_vanish_where_each_replica_is_of_one_mind(replicas: list[list[str]]) -> None:
+    residue = sum(
+        residue_of({"samples": said}, number, place, len(replica))
+        for number, replica in enumerate(replicas)
+        for place, said in enumerate(replica)
+    )
+    assert (residue % 2**128 == 0) == all(len(set(replica)) == 1 for replica in replicas)
+
+
+def test_a_summary_survives_its_message() -> None:
+    numbers = Numbers((3, 0.5, -math.inf), (2**63 - 1,))
+    for settles, said in itertools.product((True, False), ({}, {"a": "1"})):
+        summary = Summary(b"k" * 16, digest_if_any(said), 2**128 - 1, numbers, settles)
+        read = summary.like(summary.message())
+        assert read == (summary if settles else Summary(b"k" * 16, settles=False))

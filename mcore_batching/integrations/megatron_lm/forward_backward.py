@@ -129,10 +129,11 @@ class PackedForwardBackward:
         if not forward_only:
             compat.scale_moe_metrics(num_microbatches / count)
             torch.cuda.synchronize()
+            ended = time.monotonic()
             record_step(
                 *schedule.step_plan(0),
                 plan_seconds=planned - started,
-                run_seconds=time.monotonic() - planned,
+                run_seconds=ended - planned,
             )
         return losses
 

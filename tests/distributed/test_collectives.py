@@ -1,0 +1,53 @@
+"""The collectives among all ranks that a step makes beside Megatron's own: one more is a choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kit.harness import Job
+
+DP2_PP2 = {"data_parallel": 2, "pipeline_parallel": 2}
+OF_ALL = {
+    # Taking stock, packing, filling.
+    "plan": {"reduce": 3},
+    # Collating, and after the pipeline.
+    "train_step": {"reduce": 2},
+    # Reading the arguments, collating, and after the pipeline.
+    "forward_only": {"reduce": 3},
+    "plans of all ranks": {"reduce": 1, "gather": 1},
+    "plans of all ranks, again": {},
+    # Taking stock, lengths, plan; then the samples' sizes and the samples.
+    "plan, exchange": {"reduce": 3, "gather": 1, "all_to_all_single": 2},
+}
+EXPECTED = {
+    "dp2": OF_ALL | {"plan, data on one rank of a replica": {"reduce": 3}},
+    "dp2-pp2": OF_ALL
+    | {
+        "plan, data on one rank of a replica": {
+            "reduce": 4,
+            "gather": 1,
+            "broadcast_object_list": 1,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(
+            f"collectives-{name}",
+            "kit.collectives:collectives_of_phases",
+            nproc,
+            dims,
+            {"dims": dims, "reference": "dense"},
+        )
+        for name, nproc, dims in (("dp2", 2, {"data_parallel": 2}), ("dp2-pp2", 4, DP2_PP2))
+    ],
+    ids=str,
+)
+def test_collectives_of_each_phase(job: Job, ranks: list[dict[str, Any]]) -> None:
+    expected = EXPECTED[job.name.removeprefix("collectives-")]
+    for phases in ranks:
+        assert phases == expected
