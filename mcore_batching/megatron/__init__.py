@@ -17,6 +17,8 @@ from mcore_batching.megatron.errors import (
     CollationFailedError,
     DynamicBatchArgumentError,
     ForwardFailedError,
+    NonFiniteError,
+    PipelineFailedError,
     PlanMismatchError,
     PlanningFailedError,
 )
@@ -35,7 +37,9 @@ __all__ = [
     "DataIterator",
     "DynamicBatchArgumentError",
     "ForwardFailedError",
+    "NonFiniteError",
     "PackedAttention",
+    "PipelineFailedError",
     "PlanMismatchError",
     "PlanningFailedError",
     "TrainStepResult",

@@ -96,6 +96,19 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "SECONDS",
         "help": "how long to wait for the other ranks to have planned or collated before raising",
     },
+    "no_failure_watch": {
+        "action": "store_true",
+        "help": "wrap no exception of the model, and leave the ranks that wait for the one that "
+        "raised it to their process groups' time-out: for a debugger on one rank, or a launcher "
+        "that ends the others itself",
+    },
+    "on_nonfinite": {
+        "choices": ["error", "skip"],
+        "default": "error",
+        "help": "a loss or gradient of train_step that is NaN or infinite is an error on every "
+        "rank, or its update is skipped on every rank; unchecked as in Megatron under "
+        "--no-check-for-nan-in-loss-and-grad and dynamic loss scaling",
+    },
 }
 
 FLAGS = {

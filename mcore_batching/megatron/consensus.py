@@ -26,6 +26,7 @@ from mcore_batching.batch.consensus import (
     no_statement,
 )
 from mcore_batching.batch.rank_messages import RankMessages
+from mcore_batching.megatron import failure_watch
 from mcore_batching.megatron.arguments import flag_of
 from mcore_batching.megatron.errors import (
     ForwardFailedError,
@@ -65,6 +66,17 @@ class JobConsensus(Consensus):
         )
         self._replica_group: dist.ProcessGroup | None = None
         self._counterpart_group: dist.ProcessGroup | None = None
+
+    def agree(
+        self,
+        stage: str,
+        work: Callable[[], Result],
+        says: Callable[[Result], Statement] = no_statement,
+        **errors: Any,
+    ) -> Agreement[Result]:
+        """`Consensus.agree`; raises `PipelineFailedError`, too, if a pipeline has failed."""
+        with failure_watch.waiting():
+            return super().agree(stage, work, says, **errors)
 
     @property
     def _replica(self) -> Sequence[int]:

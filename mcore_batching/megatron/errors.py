@@ -40,6 +40,28 @@ class ForwardFailedError(CollectiveError):
     headline = "a function of the model's output failed; no parameter was updated"
 
 
+class NonFiniteError(CollectiveError):
+    """A loss or a gradient is NaN or infinite on some rank. Raised before the optimizer's step."""
+
+    headline = (
+        "a loss or gradient is not finite; no parameter was updated (to drop such steps instead, "
+        "set --dynamic-batch-on-nonfinite skip)"
+    )
+
+
+class PipelineFailedError(CollectiveError):
+    """An exception in the model, in Megatron's schedule or in the optimizer on some rank.
+
+    The other ranks waited for that rank. The process groups are aborted: no collective works any
+    more, and after a failure in the optimizer parameters may differ between ranks.
+    """
+
+    headline = (
+        "a rank failed while others waited for it; the process groups are aborted, restart the "
+        "job from its last checkpoint"
+    )
+
+
 class PlanMismatchError(CollectiveError):
     """Ranks that must agree on settings, plan, counts, field names or the call do not."""
 

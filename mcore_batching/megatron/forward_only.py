@@ -28,6 +28,7 @@ from mcore_batching.megatron.data_iterator import (
     rollout_of,
 )
 from mcore_batching.megatron.errors import CollationFailedError, ForwardFailedError
+from mcore_batching.megatron.failure_watch import reporting
 from mcore_batching.megatron.logits_function import adapted, real_outputs
 from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep, prepare
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
@@ -72,6 +73,7 @@ def forward_only(
             be collated on any.
         ForwardFailedError: on every rank, if ``f`` raised on any, did not return one output per
             sample (an `OrderError`), or returned other names than elsewhere.
+        PipelineFailedError: on every rank that can still be reached, if the model raised on any.
         ValueError: ``f`` finds the samples' tokens in the logits by their lengths, as slime's
             functions do, and these parallel dims pad samples.
     """
@@ -82,7 +84,8 @@ def forward_only(
     with _evaluation_mode(chunks):
         for step in range(len(schedule.steps)):
             prepared = prepare(args, _OPERATION, step, lambda: schedule)
-            made, failed = _run(function, args, chunks, prepared)
+            with reporting(args, _OPERATION):
+                made, failed = _run(function, args, chunks, prepared)
             outputs += made
             names = _agreed_names(args, outputs, failed)
     if not is_last_stage():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mcore_batching.batch.consensus import Statement
 from mcore_batching.megatron.consensus import agree_after_pipeline
+from mcore_batching.megatron.nonfinite import skips
 
 
 def checked_shares(made: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -50,8 +51,11 @@ def agreed_metric_names(
     operation: str,
     collected: Sequence[Mapping[str, Tensor]],
     failed: Sequence[Exception],
-) -> list[str]:
+    faults: Callable[[], tuple[str, str]],
+) -> tuple[list[str], tuple[str, str] | None]:
     """The names of the metrics, the same for every micro-batch on all ranks of the last stage.
+
+    Also what is not finite.
 
     A collective over all ranks.
 
@@ -60,25 +64,34 @@ def agreed_metric_names(
         operation: the call that ran the pipeline, in words.
         collected: shares of each micro-batch by name, ``loss`` among them; empty on other stages.
         failed: what the loss function raised, in the order of micro-batches.
+        faults: `nonfinite.faults` of this rank.
+
+    Returns:
+        the names; this rank's faults, None if all ranks are without.
 
     Raises:
         ForwardFailedError: the loss function raised, or names differ.
     """
 
-    def work() -> list[str]:
+    def work() -> tuple[list[str], tuple[str, str]]:
         for each in collected:
             if set(each) != set(collected[0]):
                 raise ValueError(
                     f"the loss function returned metrics {sorted(each)} for one micro-batch and "
                     f"{sorted(collected[0])} for another: return the same names for all"
                 )
-        return list(collected[0]) if collected else []
+        return (list(collected[0]) if collected else []), faults()
 
-    def says(names: list[str]) -> Statement:
-        return Statement(equal={"names of metrics": sorted(names)} if collected else {})
+    def says(made: tuple[list[str], tuple[str, str]]) -> Statement:
+        names, found = made
+        equal = {"names of metrics": sorted(names)} if collected else {}
+        return Statement(
+            equal=equal | {"dynamic_batch_on_nonfinite": skips(args)}, largest=[int(any(found))]
+        )
 
-    names: list[str] = agree_after_pipeline(args, operation, failed, work, says).result
-    return names
+    agreed = agree_after_pipeline(args, operation, failed, work, says)
+    names, found = agreed.result
+    return names, found if agreed.largest[0] else None
 
 
 def summed_metrics(

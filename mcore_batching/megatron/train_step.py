@@ -25,10 +25,18 @@ from torch import Tensor
 from mcore_batching.batch import PackedMicroBatch, StepTotals
 from mcore_batching.megatron.chunk_forward import run_chunk
 from mcore_batching.megatron.data_iterator import DataIterator, schedule_of
+from mcore_batching.megatron.failure_watch import reporting
 from mcore_batching.megatron.loss_shares import (
     agreed_metric_names,
     checked_shares,
     summed_metrics,
+)
+from mcore_batching.megatron.nonfinite import (
+    faults,
+    gradients_measured,
+    is_checked,
+    raise_on_all,
+    skips,
 )
 from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep, prepare
 from mcore_batching.megatron.recording import recorded
@@ -49,7 +57,8 @@ class TrainStepResult:
         metrics: name to the mean over the step, ``loss`` among them; on ranks of the last
             pipeline stage, empty elsewhere.
         grad_norm: norm of all gradients before clipping; None where the optimizer gives none.
-        update_successful: False if the optimizer skipped the step (overflow in mixed precision).
+        update_successful: False if the step was skipped: by the optimizer (overflow in mixed
+            precision), or for a loss or gradient that is not finite, on request.
         totals: what the samples of the step add up to, over all ranks.
         num_microbatches: forward passes of this rank, placeholders included.
     """
@@ -90,6 +99,10 @@ def train_step(
         step: which of the schedule's steps.
 
     Raises:
+        NonFiniteError: on every rank, if a loss or gradient is NaN or infinite on any; nothing is
+            updated.
+        PipelineFailedError: on every rank that can still be reached, if the model, the schedule or
+            the optimizer raised on any.
         CollationFailedError: on every rank, if the arguments could not be read or the samples not
             be collated on any.
         ForwardFailedError: on every rank, if the loss function raised on any, or returned no
@@ -106,18 +119,30 @@ def train_step(
 
     prepared = prepare(args, _OPERATION, step, schedule)
     model = model_chunks(model)
-    _make_ready(model, optimizer)
-    with recorded(args, prepared.schedule, step):
-        collected, failed = _forward_backward(loss_function, args, model, prepared)
-    names = agreed_metric_names(args, _OPERATION, collected, failed)
-    metrics = summed_metrics(collected, names) if is_last_stage() else {}
-    update_successful, grad_norm, _ = optimizer.step()
+    with reporting(args, _OPERATION):
+        _make_ready(model, optimizer)
+        checked = is_checked(args, optimizer)
+        with (
+            recorded(args, prepared.schedule, step),
+            gradients_measured(model, checked) as largest,
+        ):
+            collected, failed = _forward_backward(loss_function, args, model, prepared)
+
+    def nonfinite() -> tuple[str, str]:
+        return faults(collected, largest, model, prepared) if checked else ("", "")
+
+    names, found = agreed_metric_names(args, _OPERATION, collected, failed, nonfinite)
+    if found is not None and not skips(args):
+        raise_on_all(args, _OPERATION, found)
+    with reporting(args, f"{_OPERATION}, after the pipeline"):
+        metrics = summed_metrics(collected, names) if is_last_stage() else {}
+        update_successful, grad_norm = _updated(model, optimizer, skip=found is not None)
     if update_successful and opt_param_scheduler is not None:
         opt_param_scheduler.step(increment=prepared.totals.num_samples)
     return TrainStepResult(
         metrics=metrics,
-        grad_norm=None if grad_norm is None else float(grad_norm),
-        update_successful=bool(update_successful),
+        grad_norm=grad_norm,
+        update_successful=update_successful,
         totals=prepared.totals,
         num_microbatches=len(prepared.rows),
     )
@@ -183,11 +208,24 @@ def _forward_backward(
     return collected, failed
 
 
-def _make_ready(model: list[Any], optimizer: Any) -> None:
-    """Zero the gradients, and set the hooks that ``megatron.training`` sets, where nobody has."""
+def _updated(model: list[Any], optimizer: Any, *, skip: bool) -> tuple[bool, float | None]:
+    """Step the optimizer, or drop the gradients; update successful, and the gradients' norm."""
+    if skip:
+        _zero_gradients(model, optimizer)
+        return False, None
+    update_successful, grad_norm, _ = optimizer.step()
+    return bool(update_successful), None if grad_norm is None else float(grad_norm)
+
+
+def _zero_gradients(model: list[Any], optimizer: Any) -> None:
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
+
+
+def _make_ready(model: list[Any], optimizer: Any) -> None:
+    """Zero the gradients, and set the hooks that ``megatron.training`` sets, where nobody has."""
+    _zero_gradients(model, optimizer)
     config = get_model_config(model[0])
     if config.grad_scale_func is None:
         config.grad_scale_func = optimizer.scale_loss

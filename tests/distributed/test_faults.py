@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import pytest
@@ -364,6 +366,62 @@ def test_wrong_call_on_all_ranks_is_the_error_itself(job: Job, ranks: list[list[
     assert behind.startswith("IndexError: step must be 0 to 0, got -1")
     assert no_function.startswith("TypeError: f must be a function of the logits, got NoneType")
     assert lacking.startswith("KeyError: 'rollout_data lacks total_lengths, response_lengths")
+
+
+@pytest.mark.parametrize(
+    ("job", "text"),
+    [
+        (
+            job(
+                f"not-finite-{fault}{'-overlapped' if overlap else ''}",
+                "settings_for_nonfinite",
+                DP2_PP2,
+                4,
+                module="nonfinite",
+                fault=fault,
+                overlap=overlap,
+            ),
+            text,
+        )
+        for fault, overlap, text in (
+            ("loss", False, "rank 2: the loss of micro-batch 1 (samples ["),
+            ("gradient", False, "rank 2: the gradient of "),
+            ("gradient", True, "rank 2: the gradient of "),
+        )
+    ],
+    ids=lambda value: str(value) if isinstance(value, Job) else "",
+)
+def test_what_is_not_finite_is_an_error_on_all_or_skipped_on_all(
+    job: Job, ranks: list[dict[str, Any]], text: str
+) -> None:
+    """Also where Megatron's wrapper would raise on one rank, and leave the others waiting."""
+    for rank in ranks:
+        assert rank["error"]["type"] == "NonFiniteError"
+        assert rank["error"]["message"] == ranks[0]["error"]["message"]
+        assert text in rank["error"]["message"]
+        assert rank["error"]["unchanged"]
+        expected = {"updated": False, "grad_norm": None, "dropped": True, "unchanged": True}
+        assert rank["skip"] == expected
+        assert rank["updated"]
+        assert 0 < rank["grad_norm"] < math.inf
+    found = set(re.findall(r"rank (\d):", ranks[0]["error"]["message"]))
+    if job.parameters["fault"] == "loss":
+        assert found == {"2"}
+    elif not job.parameters["overlap"]:
+        assert found == {"0", "2"}  # both stages of the replica, before gradients are added up
+
+
+@pytest.mark.parametrize(
+    "job", [job("loss-scaling", "loss_scaling", DP2_PP2, 4, module="nonfinite")], ids=str
+)
+def test_dynamic_loss_scaling_skips_as_megatron_means_it(
+    job: Job, ranks: list[list[tuple[bool, float, float | None]]]
+) -> None:
+    assert all(rank == ranks[0] for rank in ranks)
+    skipped = [scale for updated, scale, _ in ranks[0] if not updated]
+    updated = [scale for updated, scale, _ in ranks[0] if updated]
+    assert skipped == [2.0 ** (21 - step) for step in range(len(skipped))] != []
+    assert set(updated) == {skipped[-1]}
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ FLAGS = {
     "--dynamic-batch-max-inflight-tokens",
     "--dynamic-batch-plan-effort",
     "--dynamic-batch-record",
+    "--dynamic-batch-no-failure-watch",
+    "--dynamic-batch-on-nonfinite",
     "--dynamic-batch-on-oversize",
     "--dynamic-batch-pad-each-to",
     "--dynamic-batch-pad-total-to",

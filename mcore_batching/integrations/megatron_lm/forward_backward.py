@@ -36,6 +36,7 @@ from mcore_batching.megatron.chunk_forward import padding_mask
 from mcore_batching.megatron.consensus import agree_after_pipeline
 from mcore_batching.megatron.data_iterator import plan_micro_batches, schedule_of
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.failure_watch import reporting
 from mcore_batching.megatron.model_inputs import changed_inputs
 from mcore_batching.megatron.prepared_step import prepare
 from mcore_batching.megatron.recording import recorded
@@ -98,6 +99,7 @@ class PackedForwardBackward:
         Raises:
             DynamicBatchArgumentError: an argument asks for something that packed rows do not have.
             CollectiveError: on every rank, if reading, planning or the loss function failed on any.
+            PipelineFailedError: on every rank that can be reached, if the model raised on any.
         """
         del micro_batch_size
         _check_options(collect_non_loss_data, adjust_tensor_shapes_fn)
@@ -115,7 +117,10 @@ class PackedForwardBackward:
         ]
         planned = time.monotonic()
         failed: list[Exception] = []
-        with contextlib.nullcontext() if forward_only else recorded(self._args, schedule, 0):
+        with (
+            reporting(self._args, operation),
+            contextlib.nullcontext() if forward_only else recorded(self._args, schedule, 0),
+        ):
             losses = self._run(
                 forward_step_func=_with_deferred_errors(forward_step_func, failed),
                 data_iterator=rows if isinstance(model, list) and len(rows) > 1 else rows[0],

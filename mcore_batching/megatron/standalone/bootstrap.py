@@ -50,8 +50,16 @@ def initialize_process_group(timeout_seconds: float = 600.0) -> None:
     )
 
 
-def initialize_model_parallel(dims: ParallelDims, seed: int = 1234) -> None:
+def initialize_model_parallel(
+    dims: ParallelDims, seed: int = 1234, timeout_seconds: float = 600.0
+) -> None:
     """Make Megatron's process groups and seed its generators.
+
+    Args:
+        dims: the job's parallel dims.
+        seed: of the generators.
+        timeout_seconds: how long a collective waits for the other ranks; Megatron's own default is
+            half an hour.
 
     Raises:
         ParallelDimsError: torchrun started more or fewer processes than ``dims`` need.
@@ -73,6 +81,7 @@ def initialize_model_parallel(dims: ParallelDims, seed: int = 1234) -> None:
         context_parallel_size=dims.context_parallel,
         expert_model_parallel_size=dims.expert_parallel,
         expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=timeout_seconds / 60,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 

@@ -59,7 +59,7 @@ def _do(job: dict[str, Any]) -> Any:
     module, function = job["function"].split(":")
     torch.manual_seed(0)
     if job["dims"] is not None:
-        initialize_model_parallel(ParallelDims(**job["dims"]))
+        initialize_model_parallel(ParallelDims(**job["dims"]), timeout_seconds=60.0)
     value = getattr(importlib.import_module(module), function)(**job["parameters"])
     if job["dims"] is not None:
         parallel_state.destroy_model_parallel()

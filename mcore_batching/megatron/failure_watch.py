@@ -1,0 +1,216 @@
+"""The end of every rank within seconds of an exception that leaves a pipeline on one of them.
+
+An exception in a layer, in Megatron's schedule or in the optimizer leaves the other ranks waiting
+in a collective, by default for 10 minutes and more. Here the rank on which it happened says so in
+the job's key-value store; a thread on each other rank reads that and releases its main thread:
+
+    rank 2: OutOfMemoryError in a layer -> writes it into the store, raises PipelineFailedError
+    rank 0: its thread reads the store  -> aborts the process groups, so that the collective raises
+            and the main thread raises PipelineFailedError, with rank 2's text
+
+NCCL's communicators can be aborted. Nothing wakes a thread that waits in gloo: such a process
+prints the error and ends with `EXIT_CODE` after `GRACE_SECONDS`. In both cases the job has to be
+started again. The main thread pays for two events per call; the thread asks the store every
+`POLL_SECONDS`, and only while the main thread is inside one of the engine's calls.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from mcore_batching.megatron.errors import PipelineFailedError
+
+POLL_SECONDS = 0.5
+GRACE_SECONDS = 4.0
+"""Time that a released main thread has to raise before its process is ended."""
+EXIT_CODE = 86
+
+_RANKS_PER_POLL_SECONDS = 1024
+_KEY = "failure"
+
+
+class FailureWatch:
+    """A rank's eye on the failures of all others.
+
+    Args:
+        store: seen by all ranks, this object by nobody else: a store's client is locked while
+            anybody waits on it.
+        rank: this rank.
+        num_ranks: of the job; beyond a thousand, each asks the store less often.
+    """
+
+    def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._poll_seconds = POLL_SECONDS * max(1.0, num_ranks / _RANKS_PER_POLL_SECONDS)
+        self._failure: dict[int, str] | None = None
+        self._inside = threading.Event()
+        self._ending = threading.Event()
+        self._aborting = threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="failure watch", daemon=True)
+        self._thread.start()
+        # A thread that comes back from C++ into an interpreter that is going down aborts it.
+        atexit.register(self._stop)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A part of the program in which this rank may wait for others.
+
+        Raises:
+            PipelineFailedError: a pipeline has failed on some rank.
+        """
+        self._raise_known(None)
+        self._inside.set()
+        try:
+            yield
+        except Exception as exception:
+            # A rank that ends closes its connections: what this one sees is not the first cause.
+            with contextlib.suppress(RuntimeError):
+                self._read()
+            self._raise_known(exception)
+            raise
+        finally:
+            self._inside.clear()
+        self._raise_known(None)
+
+    @contextlib.contextmanager
+    def reporting(self, operation: str) -> Iterator[None]:
+        """A part of the program whose exceptions the other ranks are to know; includes `waiting`.
+
+        Args:
+            operation: the call, in words.
+        """
+        with self.waiting():
+            try:
+                yield
+            except Exception as exception:
+                self._report(f"{operation}: {_described(exception)}")
+                raise
+
+    def _report(self, text: str) -> None:
+        note = json.dumps({"rank": self._rank, "text": text})
+        # The first one stays: others that fail now most likely fail for it.
+        self._store.compare_set(_KEY, "", note)
+
+    def _read(self) -> bool:
+        if self._failure is None and self._store.check([_KEY]):
+            note = json.loads(self._store.get(_KEY))
+            self._failure = {note["rank"]: note["text"]}
+        return self._failure is not None
+
+    def _raise_known(self, cause: Exception | None) -> None:
+        if self._failure is not None:
+            self._abort()
+            raise PipelineFailedError(self._failure) from cause
+
+    def _watch(self) -> None:
+        try:
+            while not self._failure:
+                self._inside.wait()
+                if self._ending.wait(self._poll_seconds):
+                    return
+                if self._inside.is_set():
+                    self._read()
+        except RuntimeError:  # the store is gone, and the job with it
+            return
+        threading.Thread(target=self._abort, daemon=True).start()
+        given_up = time.monotonic() + GRACE_SECONDS
+        while self._inside.is_set():
+            if time.monotonic() > given_up:
+                self._end()
+            if self._ending.wait(0.05):
+                return
+
+    def _abort(self) -> None:
+        """Abort all process groups, once: collectives that wait or are to come raise."""
+        if self._aborting.acquire(blocking=False):
+            # Whatever it raises, the error that is raised or printed next says more.
+            with contextlib.suppress(Exception):
+                dist.distributed_c10d._abort_process_group()
+
+    def _end(self) -> None:
+        error = PipelineFailedError(self._failure or {})
+        print(
+            f"{type(error).__name__}: {error}\nrank {self._rank} waited for it and cannot be "
+            f"released: its process ends with exit code {EXIT_CODE}",
+            file=sys.stderr,
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_CODE)
+
+    def _stop(self) -> None:
+        self._ending.set()
+        self._inside.set()
+        self._thread.join(timeout=1.0)
+
+
+_watches = itertools.count()
+_current: tuple[Any, FailureWatch] | None = None
+
+
+def waiting() -> contextlib.AbstractContextManager[None]:
+    """`FailureWatch.waiting` of this job; nothing before its first pipeline."""
+    watch = _present()
+    return contextlib.nullcontext() if watch is None else watch.waiting()
+
+
+def reporting(args: Any, operation: str) -> contextlib.AbstractContextManager[None]:
+    """`FailureWatch.reporting` of this job, nothing without a watch.
+
+    Args:
+        args: Megatron's arguments, for ``--dynamic-batch-no-failure-watch``.
+        operation: the call, in words.
+    """
+    watch = _watch_of(args)
+    return contextlib.nullcontext() if watch is None else watch.reporting(operation)
+
+
+def _watch_of(args: Any) -> FailureWatch | None:
+    """The watch over the present default process group, made at the first call on each rank.
+
+    None where it is turned off, where there is one process alone, and where the store cannot be
+    cloned (before PyTorch 2.8).
+    """
+    global _current
+    if getattr(args, "dynamic_batch_no_failure_watch", False):
+        return None
+    world = dist.group.WORLD
+    present = _present()
+    if present is not None or world is None or dist.get_world_size() == 1:
+        return present
+    store = dist.distributed_c10d._get_default_store()
+    if not hasattr(store, "clone"):
+        return None
+    # A job that makes its groups anew in the same processes must not read the former failure.
+    own = dist.distributed_c10d.PrefixStore(
+        f"mcore_batching/failure_watch/{next(_watches)}", store.clone()
+    )
+    _current = (world, FailureWatch(own, dist.get_rank(), dist.get_world_size()))
+    return _current[1]
+
+
+def _present() -> FailureWatch | None:
+    # After an abort there is no group, and the next call is to raise the same error.
+    if _current is not None and dist.group.WORLD in (None, _current[0]):
+        return _current[1]
+    return None
+
+
+def _described(exception: Exception) -> str:
+    """Type, message and the line that raised."""
+    text = "".join(traceback.format_exception_only(exception)).strip()
+    frame = traceback.extract_tb(exception.__traceback__)[-1]
+    return f"{text} ({frame.filename}:{frame.lineno}, in {frame.name})"

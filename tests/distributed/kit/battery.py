@@ -1,0 +1,157 @@
+"""Three steps of training, and a fault in the second, on the last rank."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import unwrap_model
+
+from kit.exactness import arguments
+from kit.faults import my_samples, small_model
+from kit.forked import at_fault
+from kit.model import adam
+from kit.objective import packed_objective
+from mcore_batching.megatron import failure_watch, get_data_iterator, train_step
+from mcore_batching.planning import ParallelDims
+
+STOPPED_SECONDS = 15
+SLOW_SECONDS = 30
+
+
+class _Job:
+    """What a fault may change; the hooks of a layer run on every rank, and must be set there."""
+
+    def __init__(self, dims: dict[str, Any], reference: str, folder: str) -> None:
+        self.folder = folder
+        self.model = small_model(dims, reference)
+        self.args = arguments(ParallelDims(**dims))
+        self.data: dict[str, list[Any]] | None = my_samples(dims)
+        self.optimizer = adam(self.model, distributed=False)
+        self.loss: Callable[..., Any] = packed_objective
+
+    @property
+    def layer(self) -> torch.nn.Module:
+        layer: torch.nn.Module = unwrap_model(self.model[-1]).decoder.layers[-1]
+        return layer
+
+    def raises(self, *unused: Any, **also_unused: Any) -> Any:
+        at_fault(self.folder)
+        raise torch.OutOfMemoryError("out of memory, on purpose")
+
+    def before_layer(self, happens: Callable[[], Any]) -> None:
+        """Once, in the second micro-batch or, where there is one alone, in the first."""
+        calls = iter(range(1000))
+
+        def hook(module: torch.nn.Module, inputs: Any) -> None:
+            if next(calls) == 1:
+                at_fault(self.folder)
+                happens()
+
+        self.layer.register_forward_pre_hook(hook)
+
+
+def _forward(job: _Job) -> None:
+    job.before_layer(job.raises)
+
+
+def _backward(job: _Job) -> None:
+    def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        output[0].register_hook(job.raises)
+
+    job.layer.register_forward_hook(hook)
+
+
+def _optimizer(job: _Job) -> None:
+    job.optimizer.step = job.raises
+
+
+def _loss(job: _Job) -> None:
+    job.loss = job.raises
+
+
+def _not_finite(job: _Job) -> None:
+    def loss(*given: Any) -> Any:
+        at_fault(job.folder)
+        share, metrics = packed_objective(*given)
+        return share * float("nan"), metrics
+
+    job.loss = loss
+
+
+def _settings(job: _Job) -> None:
+    at_fault(job.folder)
+    job.args.max_tokens_per_gpu += 8
+
+
+def _no_data(job: _Job) -> None:
+    at_fault(job.folder)
+    job.data = {}
+
+
+def _killed(job: _Job) -> None:
+    job.before_layer(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def _stopped(job: _Job) -> None:
+    def stop() -> None:
+        wake = f"sleep {STOPPED_SECONDS}; kill -CONT {os.getpid()}"
+        subprocess.Popen(["sh", "-c", wake])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    job.before_layer(stop)
+
+
+def _slow(job: _Job) -> None:
+    job.before_layer(lambda: time.sleep(SLOW_SECONDS))
+
+
+FAULTS: dict[str, Callable[[_Job], None]] = {
+    "layer, forward": _forward,
+    "layer, backward": _backward,
+    "optimizer": _optimizer,
+    "loss": _loss,
+    "loss is NaN": _not_finite,
+    "other settings": _settings,
+    "no data": _no_data,
+    "SIGKILL": _killed,
+    "SIGSTOP": _stopped,
+    "slow": _slow,
+}
+
+
+def train(
+    dims: dict[str, Any],
+    reference: str,
+    fault: str,
+    folder: str,
+    grace_seconds: float | None = None,
+) -> list[Any]:
+    """The metrics of three steps, each planned anew, with the fault in the second.
+
+    ``fault`` may also be "none", or "disk full": on rank 0, which records.
+    """
+    if grace_seconds is not None:
+        failure_watch.GRACE_SECONDS = grace_seconds
+    job = _Job(dims, reference, folder)
+    if fault == "disk full":
+        job.args.dynamic_batch_record = folder
+    found = []
+    for step in range(3):
+        if step == 1 and fault in FAULTS and dist.get_rank() == dist.get_world_size() - 1:
+            FAULTS[fault](job)
+        if step == 1 and fault == "disk full" and dist.get_rank() == 0:
+            # Python ignores SIGXFSZ: writing raises.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+        iterators, counts = get_data_iterator(job.args, job.model, job.data)
+        result = train_step(job.loss, job.args, job.model, iterators, counts, job.optimizer)
+        found.append({**result.metrics, "grad_norm": result.grad_norm})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    return found
