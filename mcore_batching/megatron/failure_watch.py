@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,8 +102,10 @@ class FailureWatch:
 
     def _report(self, text: str) -> None:
         note = json.dumps({"rank": self._rank, "text": text})
-        # The first one stays: others that fail now most likely fail for it.
-        self._store.compare_set(_KEY, "", note)
+        # Without a store there is nobody to tell.
+        with contextlib.suppress(RuntimeError):
+            # The first one stays: others that fail now most likely fail for it.
+            self._store.compare_set(_KEY, "", note)
 
     def _read(self) -> bool:
         if self._failure is None and self._store.check([_KEY]):
@@ -158,7 +161,8 @@ class FailureWatch:
 
 
 _watches = itertools.count()
-_current: tuple[Any, FailureWatch] | None = None
+_current: tuple[weakref.ref[Any], FailureWatch] | None = None
+"""The default process group and its watch."""
 
 
 def waiting() -> contextlib.AbstractContextManager[None]:
@@ -198,13 +202,13 @@ def _watch_of(args: Any) -> FailureWatch | None:
     own = dist.distributed_c10d.PrefixStore(
         f"mcore_batching/failure_watch/{next(_watches)}", store.clone()
     )
-    _current = (world, FailureWatch(own, dist.get_rank(), dist.get_world_size()))
+    _current = (weakref.ref(world), FailureWatch(own, dist.get_rank(), dist.get_world_size()))
     return _current[1]
 
 
 def _present() -> FailureWatch | None:
     # After an abort there is no group, and the next call is to raise the same error.
-    if _current is not None and dist.group.WORLD in (None, _current[0]):
+    if _current is not None and dist.group.WORLD in (None, _current[0]()):
         return _current[1]
     return None
 

@@ -5,14 +5,19 @@ Run with ``--long``; the table is printed at the end.
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import re
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from kit.battery import SLOW_SECONDS, STOPPED_SECONDS
 from kit.forked import End, run_forked
-from kit.harness import Job
+from kit.harness import Job, JobFailedError, results, run_jobs
+from kit.stock_jobs import FLAG, PP2, TP2, TP2_CP2, VPP2, job, steps
 
 from mcore_batching.megatron.failure_watch import EXIT_CODE
 
@@ -106,3 +111,40 @@ def test_every_rank_goes_on(fault: str, layout: str, ends: dict[str, list[End]])
         assert min(rank.seconds for rank in found) > SURVIVED[fault] - 1
     else:
         assert "no more steps are recorded" in found[0].message
+
+
+RESUMED = {"DP2 PP2": PP2, "DP2 PP2 VPP2": VPP2, "DP2 TP2": TP2, "TP2 CP2": TP2_CP2}
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training") is None,
+    reason="this megatron-core ships without megatron.training (it does from 0.19 on)",
+)
+def test_killed_in_a_checkpoint_and_resumed(tmp_path: Path) -> None:
+    """torchrun ends the other ranks; the run goes on from the checkpoint before, bit for bit."""
+    whole, killed, resumed = [], [], []
+    for layout, flags in RESUMED.items():
+        name = name_of("checkpoint", layout)
+        saved = str(tmp_path / f"{name}-saved")
+        words = [*steps(6, evaluations=0), *flags, *FLAG]
+        saves = [*words, "--save", saved, "--save-interval", "2"]
+        whole.append(job(f"{name}-whole", *words))
+        each = job(f"{name}-killed", *saves, function="killed_in_checkpoint")
+        moment = str(tmp_path / f"{name}-moment")
+        killed.append(dataclasses.replace(each, parameters={**each.parameters, "moment": moment}))
+        resumed.append(job(f"{name}-resumed", *saves, "--load", saved))
+    expected = run_jobs(whole, tmp_path / "whole")
+    for each in killed:
+        failed = run_jobs([each], tmp_path / each.name)[each.name]
+        seconds = time.time() - float(Path(each.parameters["moment"]).read_text())
+        assert isinstance(failed, JobFailedError)
+        assert seconds < SECONDS
+        print(f"{each.name}: all ranks gone after {seconds:.1f} s")
+    found = run_jobs(resumed, tmp_path / "resumed")
+    for before, after in zip(whole, resumed, strict=True):
+        pairs = zip(results(expected[before.name]), results(found[after.name]), strict=True)
+        for reference, record in pairs:
+            assert [step["iteration"] for step in record["steps"]] == [3, 4, 5, 6]
+            for step, wanted in zip(record["steps"], reference["steps"][2:], strict=True):
+                for name in ("loss", "grad_norm", "learning_rate", "consumed_samples"):
+                    assert step[name] == wanted[name], (after.name, step["iteration"], name)

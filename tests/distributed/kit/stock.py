@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
 from megatron.core.transformer.moe import moe_logging
 from megatron.training import argument_utils, get_args, training
 
@@ -96,6 +99,26 @@ def train_and_resume(script: str, words: Sequence[str]) -> dict[str, dict[str, A
     whole = train(script, words)
     resumed = train(script, [*loads, "--ckpt-step", half])
     return {"whole": whole, "resumed": resumed, "relaunched": train(script, loads)}
+
+
+def killed_in_checkpoint(script: str, words: Sequence[str], moment: str) -> dict[str, Any]:
+    """A run whose last rank is killed when it is to write its part of the second checkpoint.
+
+    Args:
+        script: its path in the repository.
+        words: its arguments.
+        moment: file that gets the time.
+    """
+    save, numbers = dist_checkpointing.save, iter(range(1000))
+
+    def killed(*arguments: Any, **options: Any) -> Any:
+        if next(numbers) == 1 and dist.get_rank() == dist.get_world_size() - 1:
+            Path(moment).write_text(repr(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return save(*arguments, **options)
+
+    dist_checkpointing.save = killed
+    return train(script, words)
 
 
 def _listen(record: dict[str, Any]) -> Callable[[], None]:

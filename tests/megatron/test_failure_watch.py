@@ -1,0 +1,148 @@
+"""The watch of one rank over a store that others write to; with whole jobs in `distributed`."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from mcore_batching.megatron import PipelineFailedError, PlanningFailedError, failure_watch
+from mcore_batching.megatron.failure_watch import EXIT_CODE, FailureWatch, reporting
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_watch, "POLL_SECONDS", 0.01)
+
+
+def two_ranks() -> list[FailureWatch]:
+    store = dist.HashStore()
+    return [FailureWatch(store, rank, num_ranks=2) for rank in range(2)]
+
+
+def raised_by(watch: FailureWatch, exception: Exception) -> PipelineFailedError:
+    """What becomes of an exception in a step."""
+    with pytest.raises(PipelineFailedError) as info, watch.reporting("step"):
+        raise exception
+    return info.value
+
+
+class NoMemoryError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("this message cannot be made")
+
+
+def test_a_failure_is_raised_on_the_rank_itself_with_its_cause() -> None:
+    ours, _ = two_ranks()
+    error = raised_by(ours, KeyError("x"))
+    assert re.search(r"rank 0: step: KeyError: 'x' \(.*, in ", str(error))
+    assert isinstance(error.__cause__, KeyError)
+
+
+def test_another_rank_raises_the_first_cause_wherever_it_comes_by_next() -> None:
+    ours, theirs = two_ranks()
+    raised_by(theirs, KeyError("x"))
+    # Its own error, say of a closed connection, comes of the first one.
+    assert "rank 1: step: KeyError" in str(raised_by(ours, OSError("connection closed")))
+    for _ in range(2):
+        with pytest.raises(PipelineFailedError, match="rank 1: step: KeyError"), ours.waiting():
+            pytest.fail("must not begin")
+
+
+def test_a_rank_that_gets_free_raises_though_nothing_raised_in_it() -> None:
+    ours, theirs = two_ranks()
+
+    def computes() -> None:
+        with ours.waiting():
+            raised_by(theirs, KeyError("x"))
+            time.sleep(0.5)
+
+    with pytest.raises(PipelineFailedError, match="rank 1: step: KeyError"):
+        computes()
+
+
+def test_errors_without_a_failed_pipeline_stay_what_they_are() -> None:
+    ours, _ = two_ranks()
+    with pytest.raises(PlanningFailedError, match="rank 1: y"), ours.waiting():
+        raise PlanningFailedError({1: "y"})
+    with ours.waiting():
+        pass
+
+
+def test_an_error_whose_message_cannot_be_made_is_named() -> None:
+    ours, _ = two_ranks()
+    assert "NoMemoryError" in str(raised_by(ours, NoMemoryError()))
+
+
+def test_the_store_is_left_alone_outside_the_engines_calls() -> None:
+    class Counting:
+        calls = 0
+
+        def check(self, keys: list[str]) -> bool:
+            self.calls += 1
+            return False
+
+    store = Counting()
+    watch = FailureWatch(store, 0, num_ranks=2)
+    time.sleep(0.1)
+    assert store.calls == 0
+    with watch.waiting():
+        time.sleep(0.1)
+    assert store.calls > 1
+    time.sleep(0.05)
+    before = store.calls
+    time.sleep(0.1)
+    assert store.calls == before
+
+
+def test_it_ends_with_the_interpreter() -> None:
+    ours, _ = two_ranks()
+    ours._stop()
+    assert not ours._thread.is_alive()
+
+
+def test_one_process_has_no_watch() -> None:
+    threads = threading.active_count()
+    with pytest.raises(KeyError), reporting(SimpleNamespace(), "step"):
+        raise KeyError("x")
+    assert threading.active_count() == threads
+
+
+STUCK = """
+import time
+import torch.distributed as dist
+from mcore_batching.megatron import failure_watch
+failure_watch.POLL_SECONDS, failure_watch.GRACE_SECONDS = 0.01, 0.1
+store = dist.HashStore()
+ours, theirs = (failure_watch.FailureWatch(store, rank, num_ranks=2) for rank in range(2))
+print("before")
+try:
+    with theirs.reporting("step"):
+        raise KeyError("x")
+except RuntimeError:
+    pass
+with ours.waiting():
+    time.sleep(30)
+"""
+
+
+def test_a_rank_that_does_not_get_free_is_ended_with_the_cause() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK],
+        env={**os.environ, "MCORE_BATCHING_CPU": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == EXIT_CODE, done.stderr
+    assert done.stdout == "before\n"
+    assert "PipelineFailedError: " in done.stderr
+    assert "rank 1: step: KeyError: 'x'" in done.stderr
+    assert "rank 0 waited for it and cannot be released" in done.stderr
