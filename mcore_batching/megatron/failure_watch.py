@@ -10,7 +10,13 @@ the job's key-value store; a thread on each other rank reads that and releases i
 
 NCCL's communicators can be aborted. Nothing wakes a thread that waits in gloo: such a process
 prints the error and ends with `EXIT_CODE` after `GRACE_SECONDS`. In both cases the job has to be
-started again. The main thread pays for two events per call; the thread asks the store every
+started again.
+
+An exception in the loss function does not leave the pipeline (see `train_step`), but a loss that
+communicates with tensor- or context-parallel ranks leaves these waiting all the same. So it is
+noted, too, and ends the job if the ranks do not agree on it within `DEFERRED_SECONDS`.
+
+The main thread pays for two events per call; the thread asks the store every
 `POLL_SECONDS`, and only while the main thread is inside one of the engine's calls.
 """
 
@@ -30,16 +36,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from mcore_batching.megatron.errors import PipelineFailedError
 
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 4.0
 """Time that a released main thread has to raise before its process is ended."""
+DEFERRED_SECONDS = 10.0
+"""Time that the pipeline has to run dry after an exception in the loss function."""
 EXIT_CODE = 86
 
 _RANKS_PER_POLL_SECONDS = 1024
-_KEY = "failure"
+_FAILURE = "failure"
+_DEFERRED = "deferred"
 
 
 class FailureWatch:
@@ -57,6 +67,8 @@ class FailureWatch:
         self._rank = rank
         self._poll_seconds = POLL_SECONDS * max(1.0, num_ranks / _RANKS_PER_POLL_SECONDS)
         self._failure: dict[int, str] | None = None
+        self._deferred_since: float | None = None
+        self._deferring = threading.Lock()
         self._inside = threading.Event()
         self._ending = threading.Event()
         self._aborting = threading.Lock()
@@ -67,11 +79,22 @@ class FailureWatch:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """A part of the program in which this rank may wait for others.
+        """An agreement of all ranks, also on exceptions that were deferred.
 
         Raises:
             PipelineFailedError: a pipeline has failed on some rank.
         """
+        try:
+            with self._region():
+                yield
+        finally:
+            with self._deferring, contextlib.suppress(RuntimeError):
+                if self._deferred_since is not None and self._failure is None:
+                    self._deferred_since = None
+                    self._store.delete_key(_DEFERRED)
+
+    @contextlib.contextmanager
+    def _region(self) -> Iterator[None]:
         self._raise_known(None)
         self._inside.set()
         try:
@@ -88,30 +111,48 @@ class FailureWatch:
 
     @contextlib.contextmanager
     def reporting(self, operation: str) -> Iterator[None]:
-        """A part of the program whose exceptions the other ranks are to know; includes `waiting`.
+        """A part of the program whose exceptions the other ranks are to know.
 
         Args:
             operation: the call, in words.
+
+        Raises:
+            PipelineFailedError: in place of any exception, or for one on another rank.
         """
-        with self.waiting():
+        with self._region():
             try:
                 yield
             except Exception as exception:
-                self._report(f"{operation}: {_described(exception)}")
+                # Without a store there is nobody to tell.
+                with contextlib.suppress(RuntimeError):
+                    self._report(f"{operation}: {_described(exception)}")
                 raise
 
-    def _report(self, text: str) -> None:
-        note = json.dumps({"rank": self._rank, "text": text})
-        # Without a store there is nobody to tell.
+    def defer(self, text: str) -> None:
+        """An exception in a part that is reported, which is raised after the next agreement."""
+        self._deferred_since = time.monotonic()
         with contextlib.suppress(RuntimeError):
-            # The first one stays: others that fail now most likely fail for it.
-            self._store.compare_set(_KEY, "", note)
+            self._store.compare_set(_DEFERRED, "", self._note(text))
 
-    def _read(self) -> bool:
-        if self._failure is None and self._store.check([_KEY]):
-            note = json.loads(self._store.get(_KEY))
+    def _note(self, text: str) -> str:
+        return json.dumps({"rank": self._rank, "text": text})
+
+    def _report(self, text: str) -> None:
+        # The first one stays: others that fail after it most likely fail for it.
+        deferred = self._store.check([_DEFERRED])
+        note = self._store.get(_DEFERRED) if deferred else self._note(text)
+        self._store.compare_set(_FAILURE, "", note)
+
+    def _report_overdue(self) -> None:
+        with self._deferring:
+            since = self._deferred_since
+            if since is not None and time.monotonic() - since > DEFERRED_SECONDS:
+                self._report("an exception was deferred, and the pipeline does not end")
+
+    def _read(self) -> None:
+        if self._failure is None and self._store.check([_FAILURE]):
+            note = json.loads(self._store.get(_FAILURE))
             self._failure = {note["rank"]: note["text"]}
-        return self._failure is not None
 
     def _raise_known(self, cause: Exception | None) -> None:
         if self._failure is not None:
@@ -125,6 +166,7 @@ class FailureWatch:
                 if self._ending.wait(self._poll_seconds):
                     return
                 if self._inside.is_set():
+                    self._report_overdue()
                     self._read()
         except RuntimeError:  # the store is gone, and the job with it
             return
@@ -180,6 +222,21 @@ def reporting(args: Any, operation: str) -> contextlib.AbstractContextManager[No
     """
     watch = _watch_of(args)
     return contextlib.nullcontext() if watch is None else watch.reporting(operation)
+
+
+def defer(args: Any, operation: str, exception: Exception) -> None:
+    """Note an exception in a function of the model's output, which is raised after the pipeline.
+
+    Args:
+        args: as in `reporting`.
+        operation: the call, in words.
+        exception: which other ranks of the same micro-batch need not have.
+    """
+    sharing = parallel_state.get_tensor_model_parallel_world_size()
+    sharing *= parallel_state.get_context_parallel_world_size()
+    watch = _watch_of(args)
+    if watch is not None and sharing > 1:
+        watch.defer(f"{operation}: {_described(exception)}")
 
 
 def _watch_of(args: Any) -> FailureWatch | None:

@@ -28,7 +28,7 @@ from mcore_batching.megatron.data_iterator import (
     rollout_of,
 )
 from mcore_batching.megatron.errors import CollationFailedError, ForwardFailedError
-from mcore_batching.megatron.failure_watch import reporting
+from mcore_batching.megatron.failure_watch import defer, reporting
 from mcore_batching.megatron.logits_function import adapted, real_outputs
 from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep, prepare
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
@@ -181,6 +181,7 @@ def _run(
             except Exception as exception:
                 # The pipeline has to run dry before all ranks can be told.
                 failed.append(exception)
+                defer(args, _OPERATION, exception)
                 values = {}
             return _RowOutputs(row.is_placeholder, values)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from mcore_batching.batch import PackedMicroBatch, StepTotals
 from mcore_batching.megatron.chunk_forward import run_chunk
 from mcore_batching.megatron.data_iterator import DataIterator, schedule_of
-from mcore_batching.megatron.failure_watch import reporting
+from mcore_batching.megatron.failure_watch import defer, reporting
 from mcore_batching.megatron.loss_shares import (
     agreed_metric_names,
     checked_shares,
@@ -185,6 +185,7 @@ def _forward_backward(
                 attached = (share + nothing.to(share.dtype)) * undo
             except Exception as exception:
                 failed.append(exception)
+                defer(args, _OPERATION, exception)
                 attached = nothing
             if per_token:
                 count = torch.tensor(

@@ -34,7 +34,7 @@ FATAL = {
     "layer, forward": "PipelineFailedError",
     "layer, backward": "PipelineFailedError",
     "optimizer": "PipelineFailedError",
-    "loss": "ForwardFailedError",
+    "loss": "ForwardFailedError",  # but see `expected`
     "loss is NaN": "NonFiniteError",
     "other settings": "PlanMismatchError",
     "no data": "PlanningFailedError",
@@ -42,6 +42,12 @@ FATAL = {
 }
 SURVIVED = {"none": 0, "SIGSTOP": STOPPED_SECONDS, "slow": SLOW_SECONDS, "disk full": 0}
 SECONDS = 60.0  # generous: two cores may carry four processes; a time-out would take 100
+
+
+def expected(fault: str, layout: str) -> str:
+    """The error's type. A loss that communicates leaves the ranks waiting that share its rows."""
+    in_loss = fault == "loss" and layout in ("TP2", "CP2")
+    return "PipelineFailedError" if in_loss else FATAL[fault]
 
 
 def name_of(fault: str, layout: str) -> str:
@@ -86,19 +92,19 @@ def ends(
 def test_every_rank_ends_with_the_named_error(
     fault: str, layout: str, ends: dict[str, list[End]]
 ) -> None:
-    *others, faulty = ends[name_of(fault, layout)]
-    if fault == "SIGKILL":
-        assert faulty.exit_code == -9
-    else:
-        assert faulty.error == FATAL[fault], faulty
-    for rank in others:
+    error = expected(fault, layout)
+    *others, faulty = ranks = ends[name_of(fault, layout)]
+    for rank in others if fault == "SIGKILL" else ranks:
         # Raised, or printed by a process that could not be released.
         assert rank.exit_code == (1 if rank.error else EXIT_CODE), rank
-        assert FATAL[fault] in (rank.error or rank.message), rank
+        assert error in (rank.error or rank.message), rank
         assert rank.seconds < SECONDS
-    if FATAL[fault] == "PipelineFailedError" and fault != "SIGKILL":
-        cause = "out of memory, on purpose"
-        assert all(cause in rank.message for rank in [*others, faulty])
+        if error == "PipelineFailedError" and fault != "SIGKILL":
+            assert "out of memory, on purpose" in rank.message
+    if fault == "SIGKILL":
+        assert faulty.exit_code == -9
+    elif fault != "loss":
+        assert faulty.error == error, faulty
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -36,7 +36,7 @@ from mcore_batching.megatron.chunk_forward import padding_mask
 from mcore_batching.megatron.consensus import agree_after_pipeline
 from mcore_batching.megatron.data_iterator import plan_micro_batches, schedule_of
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.failure_watch import reporting
+from mcore_batching.megatron.failure_watch import defer, reporting
 from mcore_batching.megatron.model_inputs import changed_inputs
 from mcore_batching.megatron.prepared_step import prepare
 from mcore_batching.megatron.recording import recorded
@@ -122,7 +122,9 @@ class PackedForwardBackward:
             contextlib.nullcontext() if forward_only else recorded(self._args, schedule, 0),
         ):
             losses = self._run(
-                forward_step_func=_with_deferred_errors(forward_step_func, failed),
+                forward_step_func=_with_deferred_errors(
+                    forward_step_func, failed, self._args, operation
+                ),
                 data_iterator=rows if isinstance(model, list) and len(rows) > 1 else rows[0],
                 model=model,
                 num_microbatches=count,
@@ -180,7 +182,7 @@ def _check_options(collect_non_loss_data: bool, adjust_tensor_shapes_fn: Any) ->
 
 
 def _with_deferred_errors(
-    forward_step_func: Callable[..., Any], failed: list[Exception]
+    forward_step_func: Callable[..., Any], failed: list[Exception], args: Any, operation: str
 ) -> Callable[..., tuple[Tensor, Callable[..., Any]]]:
     """The forward step, with errors of its loss function collected instead of raised.
 
@@ -190,6 +192,8 @@ def _with_deferred_errors(
     Args:
         forward_step_func: the script's.
         failed: gets the exceptions.
+        args: Megatron's arguments.
+        operation: "training" or "evaluation".
     """
 
     def forward_step(data_iterator: PackedRows, chunk: Any, *rest: Any, **options: Any) -> Any:
@@ -202,6 +206,7 @@ def _with_deferred_errors(
                 _check_loss(result)
             except Exception as exception:
                 failed.append(exception)
+                defer(args, operation, exception)
                 zero = output_tensor.float().sum() * 0.0
                 return zero, torch.zeros((), dtype=torch.int, device=zero.device), {}
             return result
