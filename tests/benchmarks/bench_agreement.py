@@ -21,7 +21,9 @@ import os
 import pickle
 import random
 import resource
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -238,16 +240,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    reports = {ranks: run(ranks, options.repeats) for ranks in options.ranks}
-    print(
-        f"agreements of a step: before {len(before(0))}, now {len(now(0))}; {os.cpu_count()} cores"
-    )
-    for ranks, report in reports.items():
-        for way, each in report.items():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the processes, too
+    print(f"agreements: before {len(before(0))}, now {len(now(0))}; {os.cpu_count()} cores")
+    reports: dict[int, dict[str, Measured]] = {}
+    for ranks in options.ranks:
+        reports[ranks] = run(ranks, options.repeats)
+        for way, each in reports[ranks].items():
             sent = f"{each['bytes'] / 1024:9.1f} KB" if "bytes" in each else " " * 12
             print(
                 f"{ranks:>5} ranks  {way:<18} {1e3 * each['wall']:9.2f} ms wall "
-                f"{1e3 * each['cpu']:8.2f} ms CPU a rank {sent}"
+                f"{1e3 * each['cpu']:8.2f} ms CPU a rank {sent}",
+                flush=True,
             )
     for way, against, name, in_a_row in WAYS:
         start, each, explained = slope(
