@@ -418,10 +418,12 @@ def test_dynamic_loss_scaling_skips_as_megatron_means_it(
     job: Job, ranks: list[list[tuple[bool, float, float | None]]]
 ) -> None:
     assert all(rank == ranks[0] for rank in ranks)
-    skipped = [scale for updated, scale, _ in ranks[0] if not updated]
-    updated = [scale for updated, scale, _ in ranks[0] if updated]
-    assert skipped == [2.0 ** (21 - step) for step in range(len(skipped))] != []
-    assert set(updated) == {skipped[-1]}
+    before = 2.0**22
+    for updated, scale, grad_norm in ranks[0]:
+        assert scale == (before if updated else before / 2)
+        assert (grad_norm is not None) == updated
+        before = scale
+    assert {updated for updated, _, _ in ranks[0]} == {True, False}
 
 
 @pytest.mark.parametrize(
