@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -46,16 +47,31 @@ def _scalar(name: str, value: Any) -> Tensor:
     return value.reshape(())
 
 
-def agreed_metric_names(
+@dataclasses.dataclass(frozen=True)
+class AgreedShares:
+    """What all ranks know of a step's shares before the optimizer's step.
+
+    Attributes:
+        names: of the metrics, on ranks of the last stage.
+        faults: `nonfinite.faults` of this rank.
+        are_finite: True if all ranks are without faults.
+        are_refused: True if any rank does not skip steps with faults.
+    """
+
+    names: list[str]
+    faults: tuple[str, str]
+    are_finite: bool
+    are_refused: bool
+
+
+def agreed_shares(
     args: Any,
     operation: str,
     collected: Sequence[Mapping[str, Tensor]],
     failed: Sequence[Exception],
     faults: Callable[[], tuple[str, str]],
-) -> tuple[list[str], tuple[str, str] | None]:
-    """The names of the metrics, the same for every micro-batch on all ranks of the last stage.
-
-    Also what is not finite.
+) -> AgreedShares:
+    """Agree on the metrics' names, the same for every micro-batch, and on what is not finite.
 
     A collective over all ranks.
 
@@ -64,10 +80,7 @@ def agreed_metric_names(
         operation: the call that ran the pipeline, in words.
         collected: shares of each micro-batch by name, ``loss`` among them; empty on other stages.
         failed: what the loss function raised, in the order of micro-batches.
-        faults: `nonfinite.faults` of this rank.
-
-    Returns:
-        the names; this rank's faults, None if all ranks are without.
+        faults: gives this rank's `nonfinite.faults`.
 
     Raises:
         ForwardFailedError: the loss function raised, or names differ.
@@ -84,14 +97,16 @@ def agreed_metric_names(
 
     def says(made: tuple[list[str], tuple[str, str]]) -> Statement:
         names, found = made
-        equal = {"names of metrics": sorted(names)} if collected else {}
         return Statement(
-            equal=equal | {"dynamic_batch_on_nonfinite": skips(args)}, largest=[int(any(found))]
+            equal={"names of metrics": sorted(names)} if collected else {},
+            # By maxima: what other stages leave out of `equal` costs nothing, what differs does.
+            largest=[int(any(found)), int(not skips(args))],
         )
 
     agreed = agree_after_pipeline(args, operation, failed, work, says)
     names, found = agreed.result
-    return names, found if agreed.largest[0] else None
+    has_faults, are_refused = agreed.largest
+    return AgreedShares(names, found, not has_faults, bool(are_refused))
 
 
 def summed_metrics(

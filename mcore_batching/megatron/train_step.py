@@ -27,7 +27,7 @@ from mcore_batching.megatron.chunk_forward import run_chunk
 from mcore_batching.megatron.data_iterator import DataIterator, schedule_of
 from mcore_batching.megatron.failure_watch import defer, reporting
 from mcore_batching.megatron.loss_shares import (
-    agreed_metric_names,
+    agreed_shares,
     checked_shares,
     summed_metrics,
 )
@@ -36,7 +36,6 @@ from mcore_batching.megatron.nonfinite import (
     gradients_measured,
     is_checked,
     raise_on_all,
-    skips,
 )
 from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep, prepare
 from mcore_batching.megatron.recording import recorded
@@ -131,12 +130,12 @@ def train_step(
     def nonfinite() -> tuple[str, str]:
         return faults(collected, largest, model, prepared) if checked else ("", "")
 
-    names, found = agreed_metric_names(args, _OPERATION, collected, failed, nonfinite)
-    if found is not None and not skips(args):
-        raise_on_all(args, _OPERATION, found)
+    agreed = agreed_shares(args, _OPERATION, collected, failed, nonfinite)
+    if agreed.are_refused and not agreed.are_finite:
+        raise_on_all(args, _OPERATION, agreed.faults)
     with reporting(args, f"{_OPERATION}, after the pipeline"):
-        metrics = summed_metrics(collected, names) if is_last_stage() else {}
-        update_successful, grad_norm = _updated(model, optimizer, skip=found is not None)
+        metrics = summed_metrics(collected, agreed.names) if is_last_stage() else {}
+        update_successful, grad_norm = _updated(model, optimizer, skip=not agreed.are_finite)
     if update_successful and opt_param_scheduler is not None:
         opt_param_scheduler.step(increment=prepared.totals.num_samples)
     return TrainStepResult(
