@@ -12,9 +12,9 @@ NCCL's communicators can be aborted. Nothing wakes a thread that waits in gloo: 
 prints the error and ends with `EXIT_CODE` after `GRACE_SECONDS`. In both cases the job has to be
 started again.
 
-An exception in the loss function does not leave the pipeline (see `train_step`), but a loss that
-communicates with tensor- or context-parallel ranks leaves these waiting all the same. So it is
-noted, too, and ends the job if the ranks do not agree on it within `DEFERRED_SECONDS`.
+An exception in the loss function need not leave the pipeline (see `train_step`). But a loss
+communicates with tensor- and context-parallel ranks: it does leave it unless all ranks that share
+the micro-batch raise within `ALIKE_SECONDS`.
 
 The main thread pays for two events per call; the thread asks the store every
 `POLL_SECONDS`, and only while the main thread is inside one of the engine's calls.
@@ -43,13 +43,12 @@ from mcore_batching.megatron.errors import PipelineFailedError
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 4.0
 """Time that a released main thread has to raise before its process is ended."""
-DEFERRED_SECONDS = 10.0
-"""Time that the pipeline has to run dry after an exception in the loss function."""
+ALIKE_SECONDS = 3.0
+"""Time between the exceptions of ranks that share a micro-batch."""
 EXIT_CODE = 86
 
 _RANKS_PER_POLL_SECONDS = 1024
 _FAILURE = "failure"
-_DEFERRED = "deferred"
 
 
 class FailureWatch:
@@ -67,8 +66,7 @@ class FailureWatch:
         self._rank = rank
         self._poll_seconds = POLL_SECONDS * max(1.0, num_ranks / _RANKS_PER_POLL_SECONDS)
         self._failure: dict[int, str] | None = None
-        self._deferred_since: float | None = None
-        self._deferring = threading.Lock()
+        self._num_pipelines = 0
         self._inside = threading.Event()
         self._ending = threading.Event()
         self._aborting = threading.Lock()
@@ -79,22 +77,11 @@ class FailureWatch:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """An agreement of all ranks, also on exceptions that were deferred.
+        """A part of the program in which this rank may wait for others.
 
         Raises:
             PipelineFailedError: a pipeline has failed on some rank.
         """
-        try:
-            with self._region():
-                yield
-        finally:
-            with self._deferring, contextlib.suppress(RuntimeError):
-                if self._deferred_since is not None and self._failure is None:
-                    self._deferred_since = None
-                    self._store.delete_key(_DEFERRED)
-
-    @contextlib.contextmanager
-    def _region(self) -> Iterator[None]:
         self._raise_known(None)
         self._inside.set()
         try:
@@ -119,35 +106,36 @@ class FailureWatch:
         Raises:
             PipelineFailedError: in place of any exception, or for one on another rank.
         """
-        with self._region():
+        self._num_pipelines += 1
+        with self.waiting():
             try:
                 yield
             except Exception as exception:
-                # Without a store there is nobody to tell.
-                with contextlib.suppress(RuntimeError):
-                    self._report(f"{operation}: {_described(exception)}")
+                self._report(f"{operation}: {_described(exception)}")
                 raise
 
-    def defer(self, text: str) -> None:
-        """An exception in a part that is reported, which is raised after the next agreement."""
-        self._deferred_since = time.monotonic()
-        with contextlib.suppress(RuntimeError):
-            self._store.compare_set(_DEFERRED, "", self._note(text))
+    def is_joined(self, what: str, how_many: int) -> bool:
+        """True as soon as so many ranks have come to the same point of the same pipeline.
 
-    def _note(self, text: str) -> str:
-        return json.dumps({"rank": self._rank, "text": text})
+        Args:
+            what: names the point, no second time in this pipeline.
+            how_many: ranks, this one included; False if they have not come in time.
+        """
+        key = f"{self._num_pipelines}/{what}"
+        given_up = time.monotonic() + ALIKE_SECONDS
+        self._store.add(key, 1)
+        while self._store.add(key, 0) < how_many:
+            if time.monotonic() > given_up:
+                return False
+            time.sleep(0.02)
+        return True
 
     def _report(self, text: str) -> None:
-        # The first one stays: others that fail after it most likely fail for it.
-        deferred = self._store.check([_DEFERRED])
-        note = self._store.get(_DEFERRED) if deferred else self._note(text)
-        self._store.compare_set(_FAILURE, "", note)
-
-    def _report_overdue(self) -> None:
-        with self._deferring:
-            since = self._deferred_since
-            if since is not None and time.monotonic() - since > DEFERRED_SECONDS:
-                self._report("an exception was deferred, and the pipeline does not end")
+        note = json.dumps({"rank": self._rank, "text": text})
+        # Without a store there is nobody to tell.
+        with contextlib.suppress(RuntimeError):
+            # The first one stays: others that fail after it most likely fail for it.
+            self._store.compare_set(_FAILURE, "", note)
 
     def _read(self) -> None:
         if self._failure is None and self._store.check([_FAILURE]):
@@ -166,7 +154,6 @@ class FailureWatch:
                 if self._ending.wait(self._poll_seconds):
                     return
                 if self._inside.is_set():
-                    self._report_overdue()
                     self._read()
         except RuntimeError:  # the store is gone, and the job with it
             return
@@ -224,19 +211,26 @@ def reporting(args: Any, operation: str) -> contextlib.AbstractContextManager[No
     return contextlib.nullcontext() if watch is None else watch.reporting(operation)
 
 
-def defer(args: Any, operation: str, exception: Exception) -> None:
-    """Note an exception in a function of the model's output, which is raised after the pipeline.
+def defer(args: Any, failed: list[Exception], exception: Exception) -> None:
+    """Keep what a function of the model's output raised, to be raised after the pipeline.
 
     Args:
         args: as in `reporting`.
-        operation: the call, in words.
-        exception: which other ranks of the same micro-batch need not have.
+        failed: of this pipeline so far; the exception is added.
+        exception: what was raised.
+
+    Raises:
+        Exception: itself, where ranks that share the micro-batch have not raised, and so may wait
+            for this one inside the function.
     """
+    failed.append(exception)
     sharing = parallel_state.get_tensor_model_parallel_world_size()
     sharing *= parallel_state.get_context_parallel_world_size()
     watch = _watch_of(args)
     if watch is not None and sharing > 1:
-        watch.defer(f"{operation}: {_described(exception)}")
+        replica = parallel_state.get_data_parallel_rank()
+        if not watch.is_joined(f"replica {replica} raises {len(failed)}", sharing):
+            raise exception
 
 
 def _watch_of(args: Any) -> FailureWatch | None:

@@ -180,8 +180,7 @@ def _run(
                 values = real_outputs(f(output, **offered), row)
             except Exception as exception:
                 # The pipeline has to run dry before all ranks can be told.
-                failed.append(exception)
-                defer(args, _OPERATION, exception)
+                defer(args, failed, exception)
                 values = {}
             return _RowOutputs(row.is_placeholder, values)
 

@@ -183,8 +183,7 @@ def _forward_backward(
                 reported = {name: value.detach().clone() for name, value in reported.items()}
                 attached = (share + nothing.to(share.dtype)) * undo
             except Exception as exception:
-                failed.append(exception)
-                defer(args, _OPERATION, exception)
+                defer(args, failed, exception)
                 attached = nothing
             if per_token:
                 count = torch.tensor(

@@ -81,38 +81,14 @@ def test_an_error_whose_message_cannot_be_made_is_named() -> None:
     assert "NoMemoryError" in str(raised_by(ours, NoMemoryError()))
 
 
-def test_a_deferred_error_is_the_first_cause_of_what_fails_after_it() -> None:
+def test_ranks_that_share_a_micro_batch_join_or_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_watch, "ALIKE_SECONDS", 0.1)
     ours, theirs = two_ranks()
-    with theirs.reporting("step"):
-        theirs.defer("step: ValueError: in the loss")
-    error = raised_by(ours, OSError("sizes do not match"))
-    assert str(error).endswith("\n  rank 1: step: ValueError: in the loss")
-
-
-def test_a_deferred_error_is_forgotten_once_the_ranks_have_agreed_on_it() -> None:
-    ours, theirs = two_ranks()
-    with theirs.reporting("step"):
-        theirs.defer("step: ValueError: in the loss")
-    with pytest.raises(PlanningFailedError), theirs.waiting():
-        raise PlanningFailedError({1: "ValueError: in the loss"})
-    assert "rank 0: step: KeyError" in str(raised_by(ours, KeyError("x")))
-
-
-def test_a_pipeline_that_does_not_run_dry_after_it_has_failed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(failure_watch, "DEFERRED_SECONDS", 0.05)
-    ours, theirs = two_ranks()
-
-    def gets_stuck() -> None:
-        with theirs.reporting("step"):
-            theirs.defer("step: ValueError: in the loss")
-            time.sleep(0.5)
-
-    with pytest.raises(PipelineFailedError, match="rank 1: step: ValueError: in the loss"):
-        gets_stuck()
-    with pytest.raises(PipelineFailedError, match="rank 1: step"), ours.waiting():
-        time.sleep(0.5)
+    with ours.reporting("step"), theirs.reporting("step"):
+        assert not ours.is_joined("first", 2)
+        assert theirs.is_joined("first", 2)
+    with ours.reporting("step"):
+        assert not ours.is_joined("first", 2)  # another pipeline
 
 
 def test_the_store_is_left_alone_outside_the_engines_calls() -> None:

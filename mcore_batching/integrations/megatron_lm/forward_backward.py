@@ -122,9 +122,7 @@ class PackedForwardBackward:
             contextlib.nullcontext() if forward_only else recorded(self._args, schedule, 0),
         ):
             losses = self._run(
-                forward_step_func=_with_deferred_errors(
-                    forward_step_func, failed, self._args, operation
-                ),
+                forward_step_func=_with_deferred_errors(forward_step_func, failed, self._args),
                 data_iterator=rows if isinstance(model, list) and len(rows) > 1 else rows[0],
                 model=model,
                 num_microbatches=count,
@@ -182,7 +180,7 @@ def _check_options(collect_non_loss_data: bool, adjust_tensor_shapes_fn: Any) ->
 
 
 def _with_deferred_errors(
-    forward_step_func: Callable[..., Any], failed: list[Exception], args: Any, operation: str
+    forward_step_func: Callable[..., Any], failed: list[Exception], args: Any
 ) -> Callable[..., tuple[Tensor, Callable[..., Any]]]:
     """The forward step, with errors of its loss function collected instead of raised.
 
@@ -193,7 +191,6 @@ def _with_deferred_errors(
         forward_step_func: the script's.
         failed: gets the exceptions.
         args: Megatron's arguments.
-        operation: "training" or "evaluation".
     """
 
     def forward_step(data_iterator: PackedRows, chunk: Any, *rest: Any, **options: Any) -> Any:
@@ -205,8 +202,7 @@ def _with_deferred_errors(
                 result = loss_function(output_tensor, *arguments, **keywords)
                 _check_loss(result)
             except Exception as exception:
-                failed.append(exception)
-                defer(args, operation, exception)
+                defer(args, failed, exception)
                 zero = output_tensor.float().sum() * 0.0
                 return zero, torch.zeros((), dtype=torch.int, device=zero.device), {}
             return result

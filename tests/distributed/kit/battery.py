@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -142,6 +143,7 @@ def train(
         failure_watch.GRACE_SECONDS = grace_seconds
     job = _Job(dims, reference, folder)
     if fault == "disk full":
+        warnings.simplefilter("default")
         job.args.dynamic_batch_record = folder
     found = []
     for step in range(3):
