@@ -148,6 +148,7 @@ BLOCKING: list[tuple[str, dict[str, Any]]] = [
     ("dp2-pp2-vpp2", {"spread": "empty", "planner": OWN_FORWARD_PLAN}),
     ("dp2-pp2-vpp2", {"spread": "uneven", "overlap": True}),
     ("dp2-pp2-vpp2", {"spread": "empty"}),
+    ("dp2-pp2-vpp2", {"settings": {"overlap_p2p_comm_warmup_flush": True}}),
     ("dp2-pp2", {"spread": "empty", "overlap_gather": True, "distributed_optimizer": True}),
     ("cp2-pp2", {}),
     ("cp2-pp2", {"planner": OWN_FORWARD_PLAN}),
