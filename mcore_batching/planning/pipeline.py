@@ -104,36 +104,56 @@ def pipeline_operations(
         LayoutError: the schedule cannot run this many micro-batches, or there is not one factor for
             each stage.
     """
-    count, stages = len(forward_costs), dims.pipeline_parallel
-    chunks = dims.virtual_pipeline
-    orders = [stage_order(dims, stage, count, forward_only=forward_only) for stage in range(stages)]
-    ends: dict[tuple[int, Pass], float] = {}
-    made: list[list[Operation]] = [[] for _ in range(stages)]
-    clock = [0.0] * stages
+    made: list[list[Operation]] = [[] for _ in range(dims.pipeline_parallel)]
+    clock = [0.0] * dims.pipeline_parallel
+    ends: list[tuple[int, float]] = []
+    for stage, step, needed in _passes_in_turn(dims, len(forward_costs), forward_only):
+        backward, chunk, slot = step
+        ready = 0.0
+        if needed >= 0:
+            of_stage, ready = ends[needed]
+            ready += transfer if of_stage != stage else 0.0
+        start = max(clock[stage], ready)
+        cost = forward_costs[slot] / dims.virtual_pipeline
+        clock[stage] = start + cost * (backward_ratio if backward else 1.0)
+        ends.append((stage, clock[stage]))
+        made[stage].append(Operation(stage, chunk, slot, backward, start, clock[stage]))
+    return [operation for operations in made for operation in operations]
+
+
+def _passes_in_turn(
+    dims: ParallelDims, num_microbatches: int, forward_only: bool
+) -> list[tuple[int, Pass, int]]:
+    """All passes of a step in an order in which every one comes after what it needs.
+
+    Returns:
+        for each its stage, itself, and the number of the one that it needs (-1: none).
+    """
+    stages, chunks = dims.pipeline_parallel, dims.virtual_pipeline
+    orders = [
+        stage_order(dims, stage, num_microbatches, forward_only=forward_only)
+        for stage in range(stages)
+    ]
+    number: list[dict[Pass, int]] = [{} for _ in range(stages)]
+    made: list[tuple[int, Pass, int]] = []
     waiting = list(range(stages))
     while waiting:
-        progress = False
-        for stage in list(waiting):
-            order = orders[stage]
-            while len(made[stage]) < len(order):
-                backward, chunk, slot = step = order[len(made[stage])]
-                needed = _input_of(step, stage, stages, chunks)
-                ready = 0.0
+        before = len(made)
+        for stage in waiting:
+            own, order = number[stage], orders[stage]
+            for at in range(len(own), len(order)):
+                step = order[at]
+                needed, index = _input_of(step, stage, stages, chunks), -1
                 if needed is not None:
-                    if needed not in ends:
+                    index = number[needed[0]].get(needed[1], -1)
+                    if index < 0:
                         break
-                    ready = ends[needed] + (transfer if needed[0] != stage else 0.0)
-                start = max(clock[stage], ready)
-                cost = forward_costs[slot] / chunks
-                clock[stage] = start + cost * (backward_ratio if backward else 1.0)
-                ends[stage, step] = clock[stage]
-                made[stage].append(Operation(stage, chunk, slot, backward, start, clock[stage]))
-                progress = True
-            if len(made[stage]) == len(order):
-                waiting.remove(stage)
-        if waiting and not progress:
+                own[step] = len(made)
+                made.append((stage, step, index))
+        waiting = [stage for stage in waiting if len(number[stage]) < len(orders[stage])]
+        if waiting and len(made) == before:
             raise ParallelDimsError(f"the schedule of {dims} waits for itself; this is a bug")
-    return [operation for operations in made for operation in operations]
+    return made
 
 
 def _input_of(step: Pass, stage: int, stages: int, chunks: int) -> tuple[int, Pass] | None:
@@ -223,40 +243,28 @@ def _interleaved_time(
     chunk_costs += [backward_ratio * cost for cost in chunk_costs]
     clock = [0.0] * dims.pipeline_parallel
     ends: list[float] = []
+    ended = ends.append
     for stage, needed, cost in _interleaved_program(dims, len(costs), forward_only):
         start = clock[stage]
         if needed >= 0 and ends[needed] > start:
             start = ends[needed]
         start += chunk_costs[cost]
         clock[stage] = start
-        ends.append(start)
+        ended(start)
     return max(clock)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=64)
 def _interleaved_program(
     dims: ParallelDims, num_microbatches: int, forward_only: bool
 ) -> tuple[tuple[int, int, int], ...]:
-    """All passes in an order in which every one comes after what it needs.
-
-    Returns:
-        for each its stage, the number of the pass that it needs (-1: none), and the index of its
-        cost.
-    """
-    operations = pipeline_operations([1.0] * num_microbatches, dims, forward_only=forward_only)
-    operations.sort(key=lambda operation: (operation.end, operation.stage))
-    number = {(o.stage, (o.backward, o.chunk, o.slot)): index for index, o in enumerate(operations)}
-    made = []
-    for o in operations:
-        needed = _input_of(
-            (o.backward, o.chunk, o.slot),
-            o.stage,
-            dims.pipeline_parallel,
-            dims.virtual_pipeline,
+    """`_passes_in_turn`, with the index of its cost in place of each pass."""
+    return tuple(
+        (stage, needed, slot + (num_microbatches if backward else 0))
+        for stage, (backward, _, slot), needed in _passes_in_turn(
+            dims, num_microbatches, forward_only
         )
-        cost = o.slot + (num_microbatches if o.backward else 0)
-        made.append((o.stage, -1 if needed is None else number[needed], cost))
-    return tuple(made)
+    )
 
 
 def _one_f_one_b_time(costs: Sequence[float], stages: int, backward_ratio: float) -> float:

@@ -8,7 +8,7 @@ input gives the same plan everywhere.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
@@ -86,6 +86,7 @@ def plan_batch(
     groups_per_step: int | None = None,
     last: LastStep = "keep",
     forward_only: bool = False,
+    on_step: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Plan the steps of one batch: a number of samples each, a number of groups each, or one step.
 
@@ -104,6 +105,7 @@ def plan_batch(
         last: treatment of groups left over, as in `group_steps`; those dropped are listed in
             `Plan.dropped`.
         forward_only: as in `plan_step`.
+        on_step: called after each step with the steps planned so far and all of them.
 
     Raises:
         As `plan_step`; LengthError also for `samples_per_step` below 1, for groups that
@@ -120,10 +122,14 @@ def plan_batch(
             problem.num_samples, groups, groups_per_step, last, samples_per_step
         )
     _check_search(config, max(map(len, samples_of_steps)))
-    steps = tuple(_plan_samples(problem, samples, owners) for samples in samples_of_steps)
+    steps: list[StepPlan] = []
+    for samples in samples_of_steps:
+        steps.append(_plan_samples(problem, samples, owners))
+        if on_step is not None:
+            on_step(len(steps), len(samples_of_steps))
     covered = {sample for step in steps for sample in step.sample_indices}
     dropped = tuple(sample for sample in range(problem.num_samples) if sample not in covered)
-    return Plan(steps=steps, num_samples=problem.num_samples, dropped=dropped)
+    return Plan(steps=tuple(steps), num_samples=problem.num_samples, dropped=dropped)
 
 
 def _check_search(config: PlannerConfig, num_samples: int) -> None:

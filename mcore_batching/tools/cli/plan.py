@@ -30,6 +30,7 @@ from mcore_batching.tools.cli.options import (
     dims_of,
     write,
 )
+from mcore_batching.tools.cli.progress import progress
 from mcore_batching.tools.explain import explain
 from mcore_batching.tools.lengths_file import read_groups, read_lengths
 from mcore_batching.tools.picture import check_picture
@@ -113,17 +114,19 @@ def run(options: argparse.Namespace) -> int:
         check_picture(options.plot)
     lengths = read_lengths(options.lengths, options.column)
     started = time.monotonic()
-    plan = plan_batch(
-        lengths,
-        dims,
-        config,
-        cost_model,
-        samples_per_step=options.samples_per_step,
-        groups=groups,
-        groups_per_step=options.groups_per_step,
-        last=options.last,
-        forward_only=options.forward_only,
-    )
+    with progress("planning") as on_step:
+        plan = plan_batch(
+            lengths,
+            dims,
+            config,
+            cost_model,
+            samples_per_step=options.samples_per_step,
+            groups=groups,
+            groups_per_step=options.groups_per_step,
+            last=options.last,
+            forward_only=options.forward_only,
+            on_step=on_step,
+        )
     planning_seconds = time.monotonic() - started
     validate_plan(plan, lengths)
     if options.out:
@@ -135,7 +138,9 @@ def run(options: argparse.Namespace) -> int:
     print(report.STEP_LEGEND)
     if len(plan.steps) == 1:
         advice = 0.0 if options.no_advice else max(planning_seconds, _LEAST_ADVICE_SECONDS)
-        print(explain(plan.steps[0], lengths, options.spell, advice_seconds=advice))
+        with progress("looking for advice"):
+            explained = explain(plan.steps[0], lengths, options.spell, advice_seconds=advice)
+        print(explained)
     else:
         print(report.packing_line(plan, lengths))
     print(f"digest {plan.digest()}")

@@ -17,6 +17,7 @@ from mcore_batching.tools.cli.options import (
     check_at_least,
     cost_model_of,
 )
+from mcore_batching.tools.cli.progress import progress
 from mcore_batching.tools.picture import check_picture
 from mcore_batching.tools.replay_plot import draw_replay
 
@@ -92,7 +93,8 @@ def _print(steps: Sequence[replay.ReplayedStep], options: argparse.Namespace) ->
             f"{sum(errors) / len(errors):.1%} on average, {max(errors):.1%} at worst"
         )
     planned = replay.spread_out(steps, options.steps)
-    found = replay.better_plans(planned, options.plan_effort)
+    with progress("planning the steps again"):
+        found = replay.better_plans(planned, options.plan_effort)
     if found:
         print(f"\n{len(planned)} of these steps with the same samples on the same GPUs:")
         report.print_table(_alternative_table(found, factor, options.spell), sys.stdout)
