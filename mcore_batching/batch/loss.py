@@ -27,6 +27,7 @@ from torch import Tensor
 from mcore_batching.batch.context_parallel import owned_response_mask
 from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.packed import PackedMicroBatch
+from mcore_batching.batch.value_checks import is_tagged
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,7 +149,11 @@ def owned_num_tokens(row: PackedMicroBatch) -> int:
 def _are_padding(row: PackedMicroBatch) -> list[bool]:
     """True for each sample of the row that is a padding sample."""
     tags = row.fields.get("is_padding")
-    return [False] * len(row.total_lengths) if tags is None else [bool(tag) for tag in tags]
+    return (
+        [False] * len(row.total_lengths)
+        if tags is None
+        else [is_tagged("is_padding", index, tag) for index, tag in enumerate(tags)]
+    )
 
 
 def _weighted_sum(

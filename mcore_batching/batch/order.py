@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from typing import TypeVar
 
-from mcore_batching.batch.errors import OrderError
+from mcore_batching.batch.errors import BatchError, OrderError
+from mcore_batching.batch.value_checks import require_index
+from mcore_batching.planning.integers import entries
 
 T = TypeVar("T")
 
+_MAX_MISSING = 10**6  # indices of an error: `num_samples` may be any number
 _MAX_LISTED = 10  # indices of each fault in a message
 
 
@@ -35,7 +39,7 @@ def restore_order(values: Sequence[T], sample_indices: Sequence[int], num_sample
         OrderError: not one index per value, or the indices are not 0 to ``num_samples - 1``, each
             exactly once.
     """
-    _require_permutation(values, sample_indices, num_samples)
+    sample_indices = _require_permutation(values, sample_indices, num_samples)
     place = {index: k for k, index in enumerate(sample_indices)}
     return [values[place[index]] for index in range(num_samples)]
 
@@ -53,19 +57,28 @@ def apply_order(values: Sequence[T], sample_indices: Sequence[int]) -> list[T]:
     Raises:
         OrderError: the indices are not 0 to ``len(values) - 1``, each exactly once.
     """
-    _require_permutation(values, sample_indices, len(values))
+    values = entries("values", values, BatchError)
+    sample_indices = _require_permutation(values, sample_indices, len(values))
     return [values[index] for index in sample_indices]
 
 
 def _require_permutation(
-    values: Sequence[object], sample_indices: Sequence[int], num_samples: int
-) -> None:
+    values: Sequence[object], given: Sequence[int], num_samples: int
+) -> list[int]:
+    """The indices as Python ints."""
+    sample_indices = [
+        require_index("sample_indices", index)
+        for index in entries("sample_indices", given, BatchError)
+    ]
+    values = entries("values", values, BatchError)
+    num_samples = require_index("num_samples", num_samples)
     counts = Counter(sample_indices)
-    missing = tuple(index for index in range(num_samples) if index not in counts)
+    absent = (index for index in range(num_samples) if index not in counts)
+    missing = tuple(islice(absent, _MAX_MISSING))
     doubled = tuple(sorted(index for index, count in counts.items() if count > 1))
     extra = tuple(sorted(index for index in counts if not 0 <= index < num_samples))
     if len(values) == len(sample_indices) and not (missing or doubled or extra):
-        return
+        return sample_indices
     faults = [
         f"{name} {', '.join(map(str, indices[:_MAX_LISTED]))}"
         + (f" and {len(indices) - _MAX_LISTED} more" if len(indices) > _MAX_LISTED else "")

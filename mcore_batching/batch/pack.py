@@ -20,8 +20,9 @@ from mcore_batching.batch.packed import PackedMicroBatch
 from mcore_batching.batch.response_tokens import loss_masks, predicted_positions, response_tokens
 from mcore_batching.batch.row_layout import Row, padded_offsets, require_alignment
 from mcore_batching.batch.schema import Schema
-from mcore_batching.batch.value_checks import require_token_id, tensor_of
+from mcore_batching.batch.value_checks import require_index, require_token_id, tensor_of
 from mcore_batching.planning.errors import Argument
+from mcore_batching.planning.integers import entries
 
 
 def pack(
@@ -77,6 +78,10 @@ def pack(
     if not validated:
         schema.validate(samples)
     totals, responses = read_lengths(samples)
+    sample_indices = [
+        require_index("sample_indices", index)
+        for index in entries("sample_indices", sample_indices, BatchError)
+    ]
     _require_indices(sample_indices, len(totals), is_placeholder)
     if validated:
         _require_lengths(samples, schema, totals, responses)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch.errors import SchemaError
-from mcore_batching.batch.value_checks import tensor_of
+from mcore_batching.batch.value_checks import is_tagged, tensor_of
 from mcore_batching.batch.zigzag import locate
 
 
@@ -95,7 +95,7 @@ def loss_masks(
     given, padding = fields.get("loss_masks"), fields.get("is_padding")
     masks = []
     for i, response in enumerate(response_lengths):
-        if is_placeholder or (padding is not None and bool(padding[i])):
+        if is_placeholder or (padding is not None and is_tagged("is_padding", i, padding[i])):
             masks.append(torch.zeros(response, dtype=torch.float32, device=device))
         elif given is None:
             masks.append(torch.ones(response, dtype=torch.float32, device=device))

@@ -19,7 +19,7 @@ from torch import Tensor
 from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.zigzag import slice_packed
 from mcore_batching.planning.errors import Argument
-from mcore_batching.planning.integers import round_up
+from mcore_batching.planning.integers import as_integer, round_up
 
 
 def padded_offsets(
@@ -31,11 +31,23 @@ def padded_offsets(
         total_lengths: tokens of each sample.
         sample_alignment_tokens: each sample is padded to a multiple of this.
         row_alignment_tokens: then the row is padded to a multiple of this.
+
+    Raises:
+        BatchError: the row has more tokens than int32 offsets can tell.
     """
     offsets = [0]
     for length in total_lengths:
         offsets.append(offsets[-1] + round_up(max(length, 1), sample_alignment_tokens))
     end = round_up(offsets[-1], row_alignment_tokens)
+    if end >= 2**31:
+        raise BatchError(
+            f"a row may have at most {2**31 - 1} tokens, got {len(total_lengths)} samples padded "
+            "to more; decrease ",
+            Argument("sample_alignment_tokens"),
+            " or ",
+            Argument("row_alignment_tokens"),
+            ", or pack fewer samples",
+        )
     return (*offsets, end) if end > offsets[-1] else tuple(offsets)
 
 
@@ -52,8 +64,10 @@ def require_alignment(
         ("row_alignment_tokens", row_alignment_tokens),
         ("context_parallel_size", context_parallel_size),
     ):
-        if value < 1:
-            raise BatchError(Argument(name), f" must be 1 or more, got {value}")
+        number = as_integer(value)
+        if number is None or number < 1:
+            kind = "an integer of " if number is None else ""
+            raise BatchError(Argument(name), f" must be {kind}1 or more, got {value!r:.60}")
     if context_parallel_size == 1:
         return
     multiple = 2 * context_parallel_size

@@ -12,7 +12,6 @@ name, never attached whole. The given batch is not changed, and its lists are no
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -20,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_batching.batch.errors import OrderError
+from mcore_batching.batch.errors import BatchError, OrderError
 from mcore_batching.batch.field_checks import num_samples, require_one_per_sample
+from mcore_batching.batch.value_checks import require_index
 from mcore_batching.batch.value_shapes import is_array
+from mcore_batching.planning.integers import entries
 
 
 def take(batch: Mapping[str, Any], indices: Sequence[int]) -> dict[str, Any]:
@@ -44,7 +45,8 @@ def take(batch: Mapping[str, Any], indices: Sequence[int]) -> dict[str, Any]:
     for key, values in batch.items():
         if values is not None:
             require_one_per_sample(key, values, count, ", so that it can be sliced with the batch")
-    positions = [_position(index) for index in indices]
+    indices = entries("indices", indices, BatchError)
+    positions = [require_index("indices", index) for index in indices]
     beyond = tuple(sorted({index for index in positions if not 0 <= index < count}))
     if beyond:
         raise OrderError(
@@ -69,8 +71,11 @@ def step_batches(batch: Mapping[str, Any], steps: Iterable[Sequence[int]]) -> li
     Raises:
         SchemaError, OrderError: as `take`; OrderError also if a sample is in two steps.
     """
-    steps = list(steps)
-    counts = Counter(_position(index) for step in steps for index in step)
+    steps = [
+        [require_index("steps", index) for index in entries("steps", step, BatchError)]
+        for step in entries("steps", steps, BatchError)
+    ]
+    counts = Counter(index for step in steps for index in step)
     doubled = tuple(sorted(index for index, count in counts.items() if count > 1))
     if doubled:
         raise OrderError(
@@ -79,15 +84,6 @@ def step_batches(batch: Mapping[str, Any], steps: Iterable[Sequence[int]]) -> li
             doubled=doubled,
         )
     return [take(batch, step) for step in steps]
-
-
-def _position(index: Any) -> int:
-    try:
-        return operator.index(index)
-    except TypeError:
-        raise OrderError(
-            f"expected integer indices, got {index!r:.60}; pass positions in the batch"
-        ) from None
 
 
 def _entries(values: Any, positions: list[int]) -> Any:

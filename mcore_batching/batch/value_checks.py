@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_batching.batch.errors import BatchError, SchemaError
-from mcore_batching.batch.value_shapes import describe, is_integral
+from mcore_batching.batch.errors import BatchError, OrderError, SchemaError
+from mcore_batching.batch.value_shapes import as_number, describe, is_integral
 from mcore_batching.planning.errors import Argument
 from mcore_batching.planning.integers import as_integer
 
@@ -97,6 +97,35 @@ def _are_weights(masks: Sequence[Tensor]) -> bool:
     together = torch.cat(list(masks))
     # A comparison with NaN is False.
     return bool(((together >= 0) & (together < math.inf)).all())
+
+
+def is_tagged(name: str, index: int, tag: Any) -> bool:
+    """A sample's tag, such as ``is_padding``; None counts as False.
+
+    Raises:
+        SchemaError: it is not one boolean or number: of a text even "False" would be true.
+    """
+    number = 0.0 if tag is None else as_number(tag)
+    if number is None:
+        raise SchemaError(
+            name,
+            sample_index=index,
+            expected="True or False",
+            found=describe(tag),
+        )
+    return bool(number)
+
+
+def require_index(name: str, value: Any) -> int:
+    """An entry of the argument `name`, or itself, as a Python int.
+
+    Raises:
+        OrderError: it is no integer.
+    """
+    number = as_integer(value)
+    if number is None:
+        raise OrderError(f"expected integers in {name}, got {value!r:.60}; pass positions")
+    return number
 
 
 def require_token_id(name: str, value: Any) -> int:

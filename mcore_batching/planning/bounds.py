@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from mcore_batching.planning.cost import ordered_sum
-from mcore_batching.planning.errors import ItemTooLargeError
+from mcore_batching.planning.packing import checked_sizes
 from mcore_batching.planning.problem import Problem
 
 
@@ -29,12 +29,11 @@ def bin_lower_bound(sizes: Sequence[int], capacity: int) -> int:
 
     Raises:
         ItemTooLargeError: an item is larger than `capacity`.
+        LengthError: a size or `capacity` is negative or no integer.
     """
+    sizes, capacity = checked_sizes(sizes, capacity)
     if not sizes:
         return 0
-    if max(sizes) > capacity:
-        index = next(i for i, size in enumerate(sizes) if size > capacity)
-        raise ItemTooLargeError(index=index, size=sizes[index], capacity=capacity)
     ascending = sorted(sizes)
     prefix = [0, *accumulate(ascending)]
     num_items = len(ascending)

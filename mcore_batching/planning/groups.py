@@ -17,7 +17,7 @@ from collections.abc import Hashable, Sequence
 from typing import Literal, get_args
 
 from mcore_batching.planning.errors import Argument, LengthError
-from mcore_batching.planning.integers import as_integer, at_least
+from mcore_batching.planning.integers import as_integer, at_least, entries
 
 LastStep = Literal["keep", "drop", "error"]
 
@@ -42,7 +42,7 @@ def group_steps(
             the three, or "error" with groups left over.
     """
     groups_per_step = at_least("groups_per_step", groups_per_step, 1, LengthError)
-    if last not in get_args(LastStep):
+    if not isinstance(last, str) or last not in get_args(LastStep):
         raise LengthError(
             Argument("last"),
             f" must be one of {', '.join(get_args(LastStep))}, got {last!r}; set ",
@@ -51,7 +51,7 @@ def group_steps(
         )
     place: dict[Hashable, int] = {}
     steps: list[list[int]] = []
-    for index, group in enumerate(groups):
+    for index, group in enumerate(entries("groups", groups, LengthError)):
         step = place.setdefault(group_key(group, index), len(place)) // groups_per_step
         if step == len(steps):
             steps.append([])

@@ -7,9 +7,10 @@ back as a Python int; floats and booleans are refused, never rounded.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from mcore_batching.planning.errors import Argument, PlanningError
+from mcore_batching.planning.errors import Argument, MCoreBatchingError, PlanningError
 
 
 def as_integer(value: Any) -> int | None:
@@ -42,6 +43,27 @@ def at_least(name: str, value: Any, minimum: int, error: type[PlanningError]) ->
             Argument(name), f" must be {minimum} or more, got {number}; increase ", Argument(name)
         )
     return number
+
+
+def entries(name: str, values: Any, error: type[MCoreBatchingError]) -> Sequence[Any]:
+    """The argument `name` as a sequence: itself if it is a list, tuple or range.
+
+    Raises:
+        MCoreBatchingError: it has no entries in an order, as a number, a dict or a set has none; of
+            the class `error`.
+    """
+    if isinstance(values, (list, tuple, range)):
+        return values
+    try:
+        if isinstance(values, (str, bytes, Mapping, Set)):
+            raise TypeError
+        return list(values)
+    except TypeError:
+        raise error(
+            Argument(name),
+            f" must be a sequence, got {type(values).__name__} {values!r:.60}; pass one entry for "
+            "each",
+        ) from None
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mcore_batching.planning.errors import Argument, ItemTooLargeError, LengthError
+from mcore_batching.planning.integers import as_integer, at_least, entries
 
 
 def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
@@ -27,8 +28,9 @@ def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
     Raises:
         ItemTooLargeError: an item is larger than `capacity`.
-        LengthError: an item's size is negative.
+        LengthError: an item's size is negative or no integer, or `capacity` is.
     """
+    sizes, capacity = checked_sizes(sizes, capacity)
     return _pack(sizes, capacity, range(len(sizes)))
 
 
@@ -38,6 +40,7 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
     It often needs fewer bins than `first_fit`, though not always: sizes 4, 7, 9, 10, 6, 4 in bins
     of 20 take 3 this way and 2 the other. Arguments, result and errors are those of `first_fit`.
     """
+    sizes, capacity = checked_sizes(sizes, capacity)
     # A stable sort keeps ties in index order, also when reversed.
     return _pack(sizes, capacity, sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True))
 
@@ -45,7 +48,6 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
 def _pack(sizes: Sequence[int], capacity: int, order: Iterable[int]) -> list[list[int]]:
     if not sizes:
         return []
-    _check_sizes(sizes, capacity)
     bins: list[list[int]] = []
     # Leaves are bins, the unopened ones with full room, so that a descent always ends at a bin. The
     # tree doubles only when all are opened: its depth follows the bins, not the items.
@@ -90,14 +92,25 @@ def _doubled(free: list[int], num_leaves: int, capacity: int) -> list[int]:
     return doubled
 
 
-def _check_sizes(sizes: Sequence[int], capacity: int) -> None:
-    if max(sizes) > capacity:
-        index = next(i for i, size in enumerate(sizes) if size > capacity)
-        raise ItemTooLargeError(index=index, size=sizes[index], capacity=capacity)
-    if min(sizes) < 0:
-        index = next(i for i, size in enumerate(sizes) if size < 0)
-        raise LengthError(
-            f"the size of item {index} must be 0 or more, got {sizes[index]}; correct ",
-            Argument("sizes"),
-            index=index,
-        )
+def checked_sizes(sizes: Sequence[int], capacity: int) -> tuple[list[int], int]:
+    """Both as Python ints.
+
+    Raises:
+        ItemTooLargeError: an item is larger than `capacity`.
+        LengthError: one is negative or no integer.
+    """
+    capacity = at_least("capacity", capacity, 0, LengthError)
+    checked: list[int] = []
+    for index, given in enumerate(entries("sizes", sizes, LengthError)):
+        size = given if type(given) is int else as_integer(given)
+        if size is None or size < 0:
+            raise LengthError(
+                f"the size of item {index} must be an integer of 0 or more, got {given!r:.60}; "
+                "correct ",
+                Argument("sizes"),
+                index=index,
+            )
+        if size > capacity:
+            raise ItemTooLargeError(index=index, size=size, capacity=capacity)
+        checked.append(size)
+    return checked, capacity

@@ -14,7 +14,7 @@ from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
 from mcore_batching.planning.errors import Argument, ConfigError, LengthError
 from mcore_batching.planning.groups import LastStep, group_steps
-from mcore_batching.planning.integers import at_least
+from mcore_batching.planning.integers import at_least, entries
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import place, split_until
 from mcore_batching.planning.plan import MicroBatches, Plan, StepPlan
@@ -189,6 +189,7 @@ def _whole_groups(
             absent,
             ", or none of them",
         )
+    groups = entries("groups", groups, LengthError)
     if len(groups) != num_samples:
         raise LengthError(
             Argument("groups"),

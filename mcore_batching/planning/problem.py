@@ -19,7 +19,7 @@ from functools import cached_property
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
 from mcore_batching.planning.errors import Argument, LengthError, OversizeSampleError
-from mcore_batching.planning.integers import as_integer, round_up
+from mcore_batching.planning.integers import as_integer, entries, round_up
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline import inflight_tokens
 from mcore_batching.planning.tokens import (
@@ -170,7 +170,7 @@ def check_lengths(lengths: Sequence[int]) -> list[int]:
             the sample.
     """
     checked: list[int] = []
-    for index, length in enumerate(lengths):
+    for index, length in enumerate(entries("lengths", lengths, LengthError)):
         number = length if type(length) is int else as_integer(length)
         if number is None:
             raise LengthError(
@@ -196,6 +196,7 @@ def check_owners(owners: Sequence[int], num_samples: int, data_parallel: int) ->
     Raises:
         LengthError: not one owner per sample, or an owner that is no rank of the layout.
     """
+    owners = entries("owners", owners, LengthError)
     if len(owners) != num_samples:
         raise LengthError(
             Argument("owners"),

@@ -33,6 +33,7 @@ from mcore_batching.batch.response_tokens import given_loss_mask
 from mcore_batching.batch.select import step_batches
 from mcore_batching.batch.value_checks import require_loss_masks
 from mcore_batching.planning.errors import Argument
+from mcore_batching.planning.integers import entries
 from mcore_batching.rl.group_locality import groups_held, require_local
 from mcore_batching.rl.metrics import masked_zscore
 from mcore_batching.rl.real_samples import as_numbers, indices_by_group, real_indices
@@ -115,6 +116,8 @@ def compute_advantages(
 
 
 def _require_offered(estimator: str, step_wise: bool) -> None:
+    if not isinstance(estimator, str):
+        raise BatchError(Argument("estimator"), f" must be a name, got {estimator!r:.60}")
     if estimator in OUTCOME_ESTIMATORS:
         return
     reason = " is unknown"
@@ -239,7 +242,8 @@ def outcome_advantages(
     _require_offered(estimator, step_wise=False)
     if estimator == "opo" and lengths is None:
         raise BatchError("estimator='opo' weighs rewards by length; set ", Argument("lengths"))
-    lengths = [1] * len(rewards) if lengths is None else lengths
+    rewards, groups = entries("rewards", rewards, BatchError), entries("groups", groups, BatchError)
+    lengths = [1] * len(rewards) if lengths is None else entries("lengths", lengths, BatchError)
     if not len(rewards) == len(groups) == len(lengths):
         raise BatchError(
             f"expected one group and one length for each of {len(rewards)} rewards, got "

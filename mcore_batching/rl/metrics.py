@@ -25,6 +25,9 @@ from torch import Tensor
 from mcore_batching.batch.consensus import Consensus, Statement
 from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.field_checks import num_samples, require_one_per_sample
+from mcore_batching.batch.value_checks import is_tagged
+from mcore_batching.planning.errors import Argument
+from mcore_batching.planning.integers import entries
 from mcore_batching.rl.real_samples import as_numbers, indices_by_group, real_indices
 
 
@@ -49,6 +52,8 @@ def sample_metrics(
 
     def numbers() -> list[list[float]]:
         real = real_indices(batch)
+        if not all(isinstance(name, str) for name in entries("fields", fields, BatchError)):
+            raise BatchError(Argument("fields"), f" must hold names of fields, got {fields!r:.60}")
         return [_numbers(name, batch.get(name), real, num_samples(batch)) for name in fields]
 
     def says(numbers: list[list[float]]) -> Statement:
@@ -119,13 +124,18 @@ def group_statistics(
         BatchError: not one group, or not one tag, for each value, or a value that is no number.
         LengthError: a real sample's group is None or not hashable.
     """
-    tags = [False] * len(values) if is_padding is None else list(is_padding)
+    values, groups = entries("values", values, BatchError), entries("groups", groups, BatchError)
+    tags = (
+        [False] * len(values)
+        if is_padding is None
+        else entries("is_padding", is_padding, BatchError)
+    )
     if not len(values) == len(groups) == len(tags):
         raise BatchError(
             f"expected one group and one is_padding for each of {len(values)} values, got "
             f"{len(groups)} groups and {len(tags)} tags"
         )
-    real = (index for index, tag in enumerate(tags) if not bool(tag))
+    real = (i for i, tag in enumerate(tags) if not is_tagged("is_padding", i, tag))
     return {
         group: _statistics(as_numbers("values", values, members))
         for group, members in indices_by_group(groups, real).items()

@@ -32,7 +32,7 @@ from mcore_batching.batch.field_checks import read_lengths
 from mcore_batching.batch.fields import Field, Kind
 from mcore_batching.batch.placeholder import check_filled, make_placeholder
 from mcore_batching.batch.schema import DEFAULT_SCHEMA, Schema
-from mcore_batching.batch.value_checks import require_token_id
+from mcore_batching.batch.value_checks import is_tagged, require_token_id
 from mcore_batching.batch.value_shapes import is_array, shape_of
 from mcore_batching.planning.errors import Argument
 
@@ -137,7 +137,7 @@ def pad_batch(
         schema = schema.declare("is_padding", Kind.PER_SAMPLE)
     given = {key: list(values) for key, values in batch.items() if values is not None}
     tags = given.get("is_padding", [False] * len(total_lengths))
-    given["is_padding"] = [bool(tag) for tag in tags]
+    given["is_padding"] = [is_tagged("is_padding", index, tag) for index, tag in enumerate(tags)]
 
     num_padding = -len(total_lengths) % multiple
     template = _padding_sample(given, schema, pad_token_id, response_token_id)

@@ -8,6 +8,7 @@ from typing import Any
 from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.field_checks import num_samples, require_one_per_sample
 from mcore_batching.batch.select import take
+from mcore_batching.batch.value_checks import is_tagged
 from mcore_batching.batch.value_shapes import as_number, describe
 from mcore_batching.planning.groups import group_key
 
@@ -25,7 +26,7 @@ def real_indices(batch: Mapping[str, Any]) -> list[int]:
     if tags is None:
         return list(range(count))
     require_one_per_sample("is_padding", tags, count)
-    return [index for index, tag in enumerate(tags) if not bool(tag)]
+    return [index for index, tag in enumerate(tags) if not is_tagged("is_padding", index, tag)]
 
 
 def as_numbers(

@@ -9,8 +9,26 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_batching.batch import DEFAULT_SCHEMA, BatchError, SchemaError, make_placeholder, pack
-from mcore_batching.rl import left_pad, pad_batch
+from mcore_batching.batch import (
+    DEFAULT_SCHEMA,
+    BatchError,
+    OrderError,
+    SchemaError,
+    apply_order,
+    make_placeholder,
+    pack,
+    restore_order,
+    step_batches,
+    take,
+)
+from mcore_batching.rl import (
+    group_statistics,
+    left_pad,
+    outcome_advantages,
+    pad_batch,
+    real_indices,
+    sample_metrics,
+)
 
 SAMPLES: dict[str, Any] = {
     "tokens": [[1, 2, 3], [4, 5]],
@@ -74,3 +92,60 @@ def test_a_token_id_is_an_integer(bad: Any) -> None:
 def test_a_token_id_of_any_library_counts() -> None:
     for seven in (7, np.int64(7), torch.tensor(7)):
         assert packed(SAMPLES, pad_token_id=seven, row_alignment_tokens=8).tokens[0, -1] == 7
+
+
+@pytest.mark.parametrize("name", ["sample_alignment_tokens", "row_alignment_tokens"])
+@pytest.mark.parametrize("bad", ["1", None, 2.0, True, [1], 0, torch.tensor([1, 2])])
+def test_alignments_are_integers(name: str, bad: Any) -> None:
+    with pytest.raises(BatchError, match=f"{name} must be (an integer of )?1 or more"):
+        packed(SAMPLES, **{name: bad})
+
+
+@pytest.mark.parametrize("huge", [2**31, 10**400])
+def test_rows_beyond_int32_offsets_are_refused(huge: int) -> None:
+    with pytest.raises(BatchError, match="a row may have at most 2147483647 tokens"):
+        packed(SAMPLES, row_alignment_tokens=huge)
+
+
+@pytest.mark.parametrize("bad", ["False", [1, 2], np.array([0, 1])])
+def test_a_tag_is_one_boolean(bad: Any) -> None:
+    """Of a text even "False" is true."""
+    batch = SAMPLES | {"is_padding": [False, bad]}
+    with pytest.raises(SchemaError, match="'is_padding', sample 1"):
+        real_indices(batch)
+    with pytest.raises(SchemaError, match="'is_padding', sample 1"):
+        packed(batch)
+    assert real_indices(SAMPLES | {"is_padding": [torch.tensor(True), None]}) == [1]
+
+
+@pytest.mark.parametrize("bad", [0.0, "0", None, True, [0], torch.tensor(True)])
+def test_indices_are_integers(bad: Any) -> None:
+    for call in (
+        lambda: restore_order(["a", "b"], [1, bad], 2),
+        lambda: apply_order(["a", "b"], [1, bad]),
+        lambda: take({"rewards": [1.0, 2.0]}, [bad]),
+        lambda: step_batches({"rewards": [1.0, 2.0]}, [[1], [bad]]),
+        lambda: pack(SAMPLES, schema=DEFAULT_SCHEMA, sample_indices=[0, bad]),
+    ):
+        with pytest.raises(OrderError, match="expected integers in "):
+            call()
+    assert restore_order(["a", "b"], torch.tensor([1, 0]), 2) == ["b", "a"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [3, None, {0: 1}, {0, 1}, "ab", torch.tensor(3)])
+def test_what_has_no_entries_in_an_order_is_named(bad: Any) -> None:
+    for name, call in {
+        "sample_indices": lambda: restore_order(["a", "b"], bad, 2),
+        "indices": lambda: take({"rewards": [1.0]}, bad),
+        "steps": lambda: step_batches({"rewards": [1.0]}, bad),
+        "rewards": lambda: outcome_advantages(bad, ["a"]),
+        "groups": lambda: group_statistics([1.0], bad),
+        "fields": lambda: sample_metrics({"rewards": [1.0]}, bad),
+    }.items():
+        with pytest.raises(BatchError, match=f"{name} must be a sequence"):
+            call()
+
+
+def test_a_number_of_samples_that_no_machine_holds_is_refused_at_once() -> None:
+    with pytest.raises(OrderError, match="expected one value for each of 2147483648 samples"):
+        restore_order(["a"], [0], 2**31)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -126,3 +127,14 @@ def test_lower_bound_sees_that_large_items_leave_no_room_for_middling_ones() -> 
     sizes = [7, 7, 6, 5, 5, 5, 2]
     assert -(-sum(sizes) // 10) == 4
     assert bin_lower_bound(sizes, 10) == 5
+
+
+@pytest.mark.parametrize("pack", [first_fit, first_fit_decreasing, bin_lower_bound])
+@pytest.mark.parametrize("bad", ["3", None, 3.0, True, [3], -1])
+def test_sizes_and_capacity_are_integers(pack: Any, bad: Any) -> None:
+    with pytest.raises(LengthError, match="size of item 1 must be an integer of 0 or more"):
+        pack([1, bad], 10)
+    with pytest.raises(LengthError, match="capacity must be"):
+        pack([1], bad)
+    with pytest.raises(LengthError, match="sizes must be a sequence"):
+        pack({3: 1}, 10)

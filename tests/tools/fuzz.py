@@ -1,0 +1,434 @@
+"""Hostile inputs for the command line and the public functions of planning, batch and rl.
+
+    python tests/tools/fuzz.py [INPUTS [SEED]]
+
+An input is a sound call with some of its values, at any depth, replaced by hostile ones. It
+may be refused by one of the package's own errors; a command by its exit status and one line. What
+is accepted must be right: plans pass `validate_plan`, packed and padded samples come back in order.
+Everything follows from the seed, and a fault's number and seed make it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import math
+import random
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Container
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mcore_batching import batch as batching
+from mcore_batching import planning, rl
+from mcore_batching.planning import (
+    CostModel,
+    MCoreBatchingError,
+    ParallelDims,
+    Plan,
+    PlannerConfig,
+    StepPlan,
+)
+from mcore_batching.planning.plan import lengths_digest
+from mcore_batching.tools.cli import main as command
+
+DIMS: dict[str, Any] = {
+    "data_parallel": 2,
+    "pipeline_parallel": 2,
+    "virtual_pipeline": 1,
+    "context_parallel": 1,
+    "tensor_parallel": 1,
+    "expert_parallel": 1,
+    "sequence_parallel": False,
+    "microbatch_group_size": None,
+}
+CONFIG: dict[str, Any] = {
+    "max_tokens_per_gpu": 64,
+    "packing": "auto",
+    "balance": "auto",
+    "fill": "split",
+    "on_oversize": "own-bin",
+    "pad_each_to": None,
+    "pad_total_to": 8,
+    "plan_effort": 20,
+    "max_inflight_tokens": None,
+}
+COSTS: dict[str, Any] = {"linear": 1.0, "quadratic": 0.1, "per_micro_batch": 3.0, "window": None}
+BATCH_OPTIONS = {"samples_per_step", "owners", "groups", "groups_per_step", "last", "forward_only"}
+LENGTHS = [30, 7, 64, 1, 0, 12, 12, 90]
+
+
+MOST_CPU_SECONDS = 10.0
+
+
+PACKED = {"sample_alignment_tokens": 4, "row_alignment_tokens": 8, "context_parallel_size": 1}
+
+
+class Odd:
+    """An object that is nothing else."""
+
+
+def hostile(rng: random.Random) -> Any:
+    """A value that few functions expect."""
+    return rng.choice(
+        [
+            *(None, True, False, -1, 0, 1, 2, 3, 2**31, 2**40 + 1, 2**63, -(2**63) - 1, 10**400),
+            *(0.5, 7.0, -1.0, math.nan, math.inf, -math.inf, 1e308, Decimal(3), 3 + 4j),
+            *("", "7", "a", "global", "drop", "\ud800", b"7", [], [[]], [[1]], [None], (), {}),
+            *({"a": 1}, {1}, range(3), Odd(), Odd, [1, "a"], [1.0, math.nan], [-1, 5]),
+            *(np.int64(5), np.float32(2.5), np.bool_(True), np.array([1, 2]), np.array(3)),
+            *(np.array([[1.5]]), np.array(["7"]), np.uint16([5, 6, 7]), np.array(None)),
+            *(torch.tensor(5), torch.tensor(2.5), torch.tensor(True), torch.tensor([1, 2, 3])),
+            *(torch.tensor([]), torch.ones(2, 2), torch.tensor([True]), torch.tensor(1j)),
+            *(torch.tensor([300, 2], dtype=torch.uint16), torch.tensor(math.nan)),
+        ]
+    )
+
+
+def mutated(value: Any, rng: random.Random) -> Any:
+    """The value with one part, at any depth, replaced, left out or doubled."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        key = rng.choice(list(value))
+        kind = rng.random()
+        if kind < 0.07:
+            return {k: v for k, v in value.items() if k != key}
+        if kind < 0.1:
+            return value | {rng.choice(["extra", "uids", "position_ids"]): hostile(rng)}
+        return value | {key: mutated(value[key], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.7:
+        place = rng.randrange(len(value))
+        kind = rng.random()
+        if kind < 0.1:
+            return value[:place] + value[place + 1 :]
+        if kind < 0.2:
+            return [*value[:place], value[place], *value[place:]]
+        return [*value[:place], mutated(value[place], rng), *value[place + 1 :]]
+    return hostile(rng)
+
+
+def spoiled(value: Any, rng: random.Random) -> Any:
+    """The value with none to two mutations."""
+    for _ in range(rng.choice([0, 0, 0, 1, 1, 2])):
+        value = mutated(value, rng)
+    return value
+
+
+def keywords(value: Any, known: Container[str] | None = None) -> dict[str, Any]:
+    """A mutated dict of keyword arguments, which remains one."""
+    given = value if isinstance(value, dict) else {}
+    return {k: v for k, v in given.items() if type(k) is str and (known is None or k in known)}
+
+
+# Each target makes its input, then calls: what it raises is judged, what it asserts must hold.
+
+
+def plans(rng: random.Random) -> None:
+    given = keywords(
+        spoiled({"lengths": list(LENGTHS), "dims": dict(DIMS), "config": dict(CONFIG)}, rng)
+    )
+    options = spoiled(
+        rng.choice(
+            [
+                {},
+                {"samples_per_step": 3},
+                {"owners": [0, 1] * 4},
+                {"groups": list("aabbccdd"), "groups_per_step": 2, "last": "drop"},
+                {"forward_only": True},
+            ]
+        ),
+        rng,
+    )
+    dims = ParallelDims(**keywords(given.get("dims"), DIMS))
+    config = PlannerConfig(**{"max_tokens_per_gpu": 64} | keywords(given.get("config"), CONFIG))
+    costs = CostModel(**keywords(spoiled(dict(COSTS), rng), COSTS))
+    if dims.data_parallel * dims.group_size > 4096 or dims.pipeline_parallel > 64:
+        return  # sound, and slow
+    lengths = given.get("lengths")
+    plan = planning.plan_batch(lengths, dims, config, costs, **keywords(options, BATCH_OPTIONS))
+    planning.validate_plan(plan, lengths)
+    ran = [i for step in plan.steps for rank in step.micro_batches for held in rank for i in held]
+    assert sorted([*ran, *plan.dropped]) == list(range(len(lengths)))
+    assert Plan.from_json(plan.to_json(lengths)) == plan
+    for step in plan.steps:
+        made = planning.step_statistics(step, lengths, costs)
+        assert math.isfinite(made.step_time)
+        assert made.step_time >= made.floor_time * (1 - 1e-9)
+
+
+def documents(rng: random.Random) -> None:
+    dims, config = ParallelDims(**DIMS), PlannerConfig(**CONFIG)
+    plan = planning.plan_batch(LENGTHS, dims, config, samples_per_step=3)
+    raw = spoiled(json.loads(plan.to_json(LENGTHS)), rng)
+    text = json.dumps(raw, default=repr, skipkeys=True)
+    if rng.random() < 0.2:
+        place = rng.randrange(len(text) + 1)
+        text = text[:place] + rng.choice(["", "}", "\0", "NaN", "9" * 5000]) + text[place + 3 :]
+    reader = rng.choice([Plan.from_json, StepPlan.from_json, CostModel.from_json])
+    read: Any = reader(text, **({} if reader == CostModel.from_json else {"verify_digest": False}))
+    if isinstance(read, Plan):
+        lengths = spoiled(list(LENGTHS), rng)
+        str(read)
+        planning.validate_plan(read, lengths)
+        for step in read.steps:
+            planning.step_statistics(step, lengths)
+
+
+def parts(rng: random.Random) -> None:
+    sizes, groups = spoiled(list(LENGTHS), rng), spoiled(["a", "b", 3, "a"], rng)
+    capacity = spoiled(100, rng)
+    if rng.random() < 0.5:
+        for pack in (planning.first_fit, planning.first_fit_decreasing):
+            bins = pack(sizes, capacity)
+            assert sorted(i for each in bins for i in each) == list(range(len(sizes)))
+            assert all(sum(sizes[i] for i in each) <= capacity for each in bins)
+            assert planning.bin_lower_bound(sizes, capacity) <= len(bins)
+    elif rng.random() < 0.5:
+        steps = planning.group_steps(groups, spoiled(2, rng), last=spoiled("keep", rng))
+        found = [i for step in steps for i in step]
+        assert len(set(found)) == len(found) <= len(groups)
+    else:
+        lengths_digest(sizes)
+
+
+def samples() -> dict[str, Any]:
+    return {
+        "tokens": [[1, 2, 3], [4, 5], [6]],
+        "total_lengths": [3, 2, 1],
+        "response_lengths": [2, 1, 0],
+        "loss_masks": [[1.0, 0.5], [1.0], []],
+        "rewards": [1.0, 0.0, 0.5],
+        "uids": ["a", "a", "b"],
+        "advantages": [torch.ones(2), torch.tensor([0.5]), []],
+        "is_padding": [False, False, False],
+    }
+
+
+def packs(rng: random.Random) -> None:
+    given = spoiled(samples(), rng)
+    options = keywords(
+        spoiled(
+            {
+                "sample_indices": [2, 0, 1],
+                **PACKED,
+                "pad_token_id": 0,
+            },
+            rng,
+        ),
+        {"sample_indices", *PACKED, "pad_token_id"},
+    )
+    schema = batching.DEFAULT_SCHEMA.resolve(keywords(given))
+    row = batching.pack(keywords(given), schema=schema, **{"sample_indices": (0, 1, 2)} | options)
+    tokens = [torch.as_tensor(each).long() for each in given["tokens"]]
+    if row.context_parallel_size == 1:
+        for start, each in zip(row.host_cu_seqlens_padded, tokens, strict=False):
+            assert torch.equal(row.tokens[0, start : start + len(each)], each)
+    weights = batching.step_totals([row]).token_weight
+    assert math.isfinite(weights)
+    assert weights >= 0
+    order = list(row.sample_indices)
+    values = [f"output {index}" for index in order]
+    restored = batching.restore_order(values, order, len(order))
+    assert restored == [f"output {index}" for index in range(len(order))]
+    assert batching.apply_order(restored, order) == values
+
+
+def orders(rng: random.Random) -> None:
+    values, indices = spoiled(list("abc"), rng), spoiled([2, 0, 1], rng)
+    if rng.random() < 0.5:
+        restored = batching.restore_order(values, indices, spoiled(3, rng))
+        assert batching.apply_order(restored, indices) == list(values)
+    elif rng.random() < 0.5:
+        taken = batching.take(keywords(spoiled(samples(), rng)), indices)
+        for found in taken.values():
+            assert found is None or len(found) == len(indices)
+    else:
+        batching.step_batches(samples(), spoiled([[2], [0, 1]], rng))
+
+
+def left_pads(rng: random.Random) -> None:
+    given = keywords(spoiled(samples(), rng))
+    padded = rl.left_pad(given, pad_token_id=spoiled(0, rng))
+    back = rl.unpad(padded)
+    for found, each in zip(back["tokens"], given["tokens"], strict=True):
+        assert found.tolist() == torch.as_tensor(each).tolist()
+
+
+def pads(rng: random.Random) -> None:
+    given = keywords(spoiled(samples(), rng))
+    multiple = spoiled(4, rng)
+    if type(multiple) is int and multiple > 100:
+        return  # sound, and as long as it says
+    padded = rl.pad_batch(given, multiple, pad_token_id=spoiled(0, rng))
+    batching.DEFAULT_SCHEMA.resolve(padded).validate(padded)
+    assert len(padded["tokens"]) % multiple == 0
+    real = rl.real_samples(padded)
+    assert len(real["tokens"]) <= len(given["tokens"])
+
+
+def advantages(rng: random.Random) -> None:
+    given = keywords(spoiled(samples(), rng))
+    options = keywords(
+        spoiled({"estimator": rng.choice(list(rl.OUTCOME_ESTIMATORS)), "outcome": "sum"}, rng),
+        {"estimator", "outcome", "steps"},
+    )
+    if rng.random() < 0.5:
+        found = rl.compute_advantages(given, **options)
+        assert [len(each) for each in found] == [int(n) for n in given["response_lengths"]]
+        assert all(bool(each.isfinite().all()) for each in found)
+    else:
+        rewards, groups = spoiled([1.0, 0.0, 0.5], rng), spoiled(["a", "a", "b"], rng)
+        scores = rl.outcome_advantages(rewards, groups, lengths=spoiled([3, 1, 2], rng))
+        assert all(map(math.isfinite, scores))
+
+
+def metrics(rng: random.Random) -> None:
+    given = keywords(spoiled(samples(), rng))
+    if rng.random() < 0.5:
+        rl.sample_metrics(given, spoiled(["rewards", "truncated"][: rng.randint(1, 2)], rng))
+    elif rng.random() < 0.5:
+        values = spoiled([1.0, 2.0, 3.0], rng)
+        found = rl.group_statistics(values, spoiled(["a", "b", "a"], rng))
+        assert sum(each.num_values for each in found.values()) == len(values)
+    else:
+        rl.required_batch_multiple(
+            data_parallel_size=spoiled(2, rng),
+            samples_per_prompt=spoiled(4, rng),
+            actor_mini_batch_size=spoiled(8, rng),
+        )
+
+
+NUMBERS = ["0", "1", "2", "3", "64", "-1", "10" * 9, "1e3", "x", "", "nan", "²", "7" * 5000]
+FLAGS = [
+    *("--max-tokens-per-gpu", "--dp", "--pp", "--vpp", "--cp", "--tp", "--ep", "--plan-effort"),
+    *("--samples-per-step", "--microbatch-group-size", "--max-inflight-tokens", "--plot-step"),
+    *("--groups-per-step", "--draws", "--seed", "--steps"),
+]
+WORDS = ["--balance", "--fill", "--packing", "--last-groups", "--column", "--group-column"]
+
+
+def file_of(rng: random.Random, folder: Path) -> str:
+    """A file that is sound, spoiled, random or absent."""
+    plan = planning.plan_batch(LENGTHS, ParallelDims(), PlannerConfig(max_tokens_per_gpu=64))
+    sound = rng.choice(
+        [
+            "\n".join(map(str, LENGTHS)).encode(),
+            b"n,g\n5,a\n7,b\n",
+            b'{"n": 5, "g": "a"}\n{"n": 7, "g": "b"}\n',
+            plan.to_json(LENGTHS).encode(),
+            CostModel(**COSTS).to_json().encode(),
+        ]
+    )
+    kind = rng.random()
+    if kind < 0.4:
+        place = rng.randrange(len(sound) + 1)
+        sound = sound[:place] + rng.randbytes(rng.randint(1, 4)) + sound[place + 2 :]
+    elif kind < 0.5:
+        sound = rng.randbytes(rng.randint(0, 300))
+    name = folder / f"file{rng.randrange(10**9)}{rng.choice(['.txt', '.csv', '.jsonl', '.json'])}"
+    if kind < 0.95:
+        name.write_bytes(sound)
+    return rng.choice([str(name)] * 8 + [str(folder), "/dev/null", ""])
+
+
+def commands(rng: random.Random) -> None:
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        words = [rng.choice(["plan", "check", "compare", "replay", "plan", "nothing"])]
+        words += [file_of(rng, folder) for _ in range(2 if words == ["check"] else 1)]
+        if rng.random() < 0.9:
+            words += ["--max-tokens-per-gpu", "64"]
+        if rng.random() < 0.5:
+            words += ["--column", "n"]
+        for _ in range(rng.randint(0, 3)):
+            words += [rng.choice(FLAGS), rng.choice(NUMBERS)]
+        if rng.random() < 0.3:
+            words += [rng.choice(WORDS), rng.choice(["n", "cost", "none", "split", "drop", ""])]
+        if rng.random() < 0.3:
+            words += [rng.choice(["--groups", "--cost-model"]), file_of(rng, folder)]
+        if rng.random() < 0.2:
+            out = rng.choice(["x.json", "x.csv", "none/x.json", ""])
+            words += [rng.choice(["--out", "--plot"]), str(folder / out)]
+        if rng.random() < 0.3:
+            words.append(rng.choice(["--no-advice", "--forward-only", "--version", "--help", "-"]))
+        _run_command(words)
+
+
+def _run_command(words: list[str]) -> None:
+    output, errors = io.StringIO(), io.StringIO()
+    standard_input = sys.stdin
+    sys.stdin = io.StringIO("5\n7\n")
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            try:
+                status = command(words)
+            except SystemExit as end:  # of the parser, with its usage
+                status = end.code
+                errors.truncate(0)
+    finally:
+        sys.stdin = standard_input
+    assert status in (0, 1, 2), (words, status, errors.getvalue())
+    assert errors.getvalue().count("\n") <= bool(status), (words, errors.getvalue())
+    for text in (output.getvalue(), errors.getvalue()):
+        assert "Traceback" not in text
+
+
+TARGETS: list[Callable[[random.Random], None]] = [
+    *(plans, documents, parts, packs, orders, left_pads, pads, advantages, metrics, commands)
+]
+
+
+def fault_of(number: int, seed: int) -> tuple[str, str | None]:
+    """The outcome of one input ("held" or "refused"), and its fault if it has one."""
+    target = TARGETS[number % len(TARGETS)]
+    rng = random.Random(f"{seed}-{number}")
+    signal.signal(signal.SIGVTALRM, _too_long)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_CPU_SECONDS)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            target(rng)
+    except MCoreBatchingError as error:
+        text = str(error)
+        return "refused", None if len(text) < 2000 else f"{target.__name__}: {len(text)} characters"
+    except Exception:
+        return "fault", f"input {number}, seed {seed}, {target.__name__}:\n{traceback.format_exc()}"
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    return "held", None
+
+
+def _too_long(*_: object) -> None:
+    raise TimeoutError(f"took more than {MOST_CPU_SECONDS:.0f} s of CPU time")
+
+
+def faults(
+    inputs: int, seed: int = 0, show: Callable[[str], None] = lambda fault: None
+) -> tuple[Counter[str], list[str]]:
+    """Outcomes of so many inputs, by target and kind, and the faults, each shown once found."""
+    outcomes: Counter[str] = Counter()
+    found = []
+    for number in range(inputs):
+        outcome, fault = fault_of(number, seed)
+        outcomes[f"{TARGETS[number % len(TARGETS)].__name__} {outcome}"] += 1
+        if fault is not None:
+            found.append(fault)
+            show(fault)
+    return outcomes, found
+
+
+if __name__ == "__main__":
+    given = [int(word) for word in sys.argv[1:]]
+    outcomes, found = faults(*given or [1000], show=functools.partial(print, flush=True))
+    print(dict(sorted(outcomes.items())))
+    sys.exit(bool(found))
