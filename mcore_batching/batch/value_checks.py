@@ -124,7 +124,7 @@ def require_index(name: str, value: Any) -> int:
     """
     number = as_integer(value)
     if number is None:
-        raise OrderError(f"expected integers in {name}, got {value!r:.60}; pass positions")
+        raise OrderError(f"expected integer {name}, got {value!r:.60}; pass positions")
     return number
 
 

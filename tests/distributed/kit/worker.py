@@ -31,6 +31,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     rank = int(os.environ["RANK"])
     stacks = (folder / f"stacks.rank{rank}.txt").open("w")
+    faulthandler.enable(file=stacks)  # of a process lost to a signal, at its end too
     initialize_process_group(timeout_seconds=60.0)
     for job in json.loads((folder / "jobs.json").read_text()):
         (folder / f"{job['name']}.rank{rank}.started").touch()
