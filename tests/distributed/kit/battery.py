@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from kit.faults import my_samples, small_model
 from kit.forked import at_fault
 from kit.model import adam
 from kit.objective import packed_objective
-from mcore_batching.megatron import failure_watch, get_data_iterator, train_step
+from mcore_batching.megatron import get_data_iterator, train_step
 from mcore_batching.planning import ParallelDims
 
 STOPPED_SECONDS = 15
@@ -128,32 +129,27 @@ FAULTS: dict[str, Callable[[_Job], None]] = {
 }
 
 
-def train(
-    dims: dict[str, Any],
-    reference: str,
-    fault: str,
-    folder: str,
-    grace_seconds: float | None = None,
-) -> list[Any]:
+def train(dims: dict[str, Any], reference: str, fault: str, folder: str) -> list[Any]:
     """The metrics of three steps, each planned anew, with the fault in the second.
 
     ``fault`` may also be "none", or "disk full": on rank 0, which records.
     """
-    if grace_seconds is not None:
-        failure_watch.GRACE_SECONDS = grace_seconds
     job = _Job(dims, reference, folder)
     if fault == "disk full":
-        warnings.simplefilter("default")
         job.args.dynamic_batch_record = folder
     found = []
+    warned: list[str] = []
     for step in range(3):
         if step == 1 and fault in FAULTS and dist.get_rank() == dist.get_world_size() - 1:
             FAULTS[fault](job)
         if step == 1 and fault == "disk full" and dist.get_rank() == 0:
-            # Python ignores SIGXFSZ: writing raises.
+            # Python ignores SIGXFSZ: writing raises, to the standard error as well.
+            warnings.showwarning = lambda message, *unused, **options: warned.append(str(message))
+            warnings.simplefilter("always")
             resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
         iterators, counts = get_data_iterator(job.args, job.model, job.data)
         result = train_step(job.loss, job.args, job.model, iterators, counts, job.optimizer)
         found.append({**result.metrics, "grad_norm": result.grad_norm})
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    print("\n".join(warned), file=sys.stderr)
     return found
