@@ -77,10 +77,10 @@ class PlannerConfig:
                 object.__setattr__(self, name, at_least(name, value, 1, ConfigError))
         for name, choices in CHOICES.items():
             value = getattr(self, name)
-            if value not in choices:
+            if not (isinstance(value, str) and value in choices):
                 raise ConfigError(
                     Argument(name),
-                    f" must be one of {', '.join(map(repr, choices))}, got {value!r}; set ",
+                    f" must be one of {', '.join(map(repr, choices))}, got {value!r:.60}; set ",
                     Argument(name),
                     " to one of these",
                 )

@@ -420,7 +420,8 @@ def _settings(kind: type[_Settings], raw: dict[str, Any], what: str) -> _Setting
     unknown = sorted(set(raw) - known)
     if unknown:
         raise PlanFormatError(
-            f'unknown keys in "{what}": {", ".join(unknown)}; expected {", ".join(sorted(known))}'
+            f'unknown keys in "{what}": {", ".join(unknown):.200}; expected '
+            f"{', '.join(sorted(known))}"
         )
     try:
         return kind(**raw)

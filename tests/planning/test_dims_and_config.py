@@ -172,8 +172,10 @@ def test_cap_counts_all_context_parallel_ranks() -> None:
     assert PlannerConfig(max_tokens_per_gpu=10).cap_tokens(ParallelDims(context_parallel=4)) == 40
 
 
-def test_numbers_that_convert_to_int_are_stored_as_int() -> None:
+def test_numpys_integers_are_stored_as_int_and_its_arrays_refused() -> None:
     numpy = pytest.importorskip("numpy", reason="NumPy integers need NumPy")
+    with pytest.raises(ConfigError, match="fill must be one of 'split', 'placeholder', got array"):
+        PlannerConfig(max_tokens_per_gpu=10, fill=numpy.array(["split", "pad"]))
     dims = ParallelDims(data_parallel=numpy.int64(2))
     config = PlannerConfig(max_tokens_per_gpu=numpy.int32(10))
     assert type(dims.data_parallel) is type(config.max_tokens_per_gpu) is int
