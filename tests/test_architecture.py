@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from import_graph import NOTHING, Layer, circles, imports_of, wrong_arrows
+from kit.patience import patience
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "mcore_batching"
@@ -169,7 +170,7 @@ def run(code: str, path: Path | None = None) -> subprocess.CompletedProcess[str]
         env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
     )
 
 

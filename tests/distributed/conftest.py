@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from kit.harness import REPOSITORY, Job, environment, results, run_jobs
+from kit.patience import patience
 
 KINDS = ("dense", "moe", "learned", "qk")
 
@@ -24,7 +25,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=patience(180),
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

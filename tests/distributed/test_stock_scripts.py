@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from kit.harness import REPOSITORY, environment
+from kit.patience import patience
 from kit.stock_jobs import (
     COMMON,
     EXCHANGE,
@@ -70,7 +71,7 @@ def trained(command: list[str], script: str, words: list[str], folder: Path) -> 
         env=environment(1) | alone | {"MASTER_PORT": "0"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=patience(200),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     path = folder / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt"
@@ -125,7 +126,7 @@ def log_lines(checkout: Path, words: list[str]) -> list[dict[str, float]]:
         env=variables | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=patience(300),
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-4000:]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import sft_figure
+from kit.patience import patience
 from sft_log import Iteration, LogError, read_log
 
 EXAMPLES = Path(sft_figure.__file__).resolve().parents[1]
@@ -104,7 +105,7 @@ def test_the_command_explains_itself_and_refuses_before_it_installs(
         ["bash", str(EXAMPLES / "sft.sh"), *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(60),
         env={"PATH": "/usr/bin:/bin", **environment},
     )
     assert done.returncode == status
@@ -134,7 +135,7 @@ def sft(tmp_path, *arguments, **environment):
         ["bash", str(EXAMPLES / "sft.sh"), "--out", str(tmp_path / "runs"), *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(60),
         env={"PATH": f"{commands}:/usr/bin:/bin", **environment},
     )
 

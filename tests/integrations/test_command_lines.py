@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 import pytest
+from kit.patience import patience
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,
@@ -187,7 +188,7 @@ def outcomes() -> dict[str, str]:
         input=json.dumps(given),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=patience(200),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     read: dict[str, str] = json.loads(done.stderr.splitlines()[-1])

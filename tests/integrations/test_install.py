@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kit.patience import patience
 
 needs_training = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,
@@ -47,7 +48,7 @@ def run(program: str, *arguments: str, **variables: str) -> str:
         env=os.environ | {"MCORE_BATCHING_CPU": "1"} | variables,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=patience(200),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -137,7 +138,7 @@ def launched(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={key: value for key, value in os.environ.items() if key != "MCORE_BATCHING_CPU"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=patience(200),
     )
 
 
@@ -173,7 +174,7 @@ def test_the_launcher_says_what_is_missing(arguments: list[str], message: str) -
         [sys.executable, "-m", "mcore_batching.run", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(60),
     )
     assert done.returncode == 2
     assert message in done.stderr

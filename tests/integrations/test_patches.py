@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.patience import patience
 
 from mcore_batching.integrations import megatron_lm
 
@@ -89,7 +90,7 @@ def apply(tree: Path, release: str, *options: str) -> str:
         env={**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(60),
     )
     assert done.returncode == 0, done.stderr
     return done.stderr
@@ -183,7 +184,7 @@ def train(tree: Path, script: Path, *flags: str) -> list[str]:
         env=variables,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=patience(300),
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     # Up to the last column: without a newline, what the other process prints may follow.

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.patience import patience
 
 import mcore_batching
 from mcore_batching.integrations.slime import HookError, batching
@@ -262,6 +263,10 @@ def test_importing_the_package_does_not_import_what_hook_needs() -> None:
     code = "import sys, mcore_batching; mcore_batching.hook, mcore_batching.install; "
     code += "print([name for name in ('torch', 'megatron') if name in sys.modules])"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+        check=True,
     )
     assert done.stdout.strip() == "[]"

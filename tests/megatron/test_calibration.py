@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.patience import patience
 
 from mcore_batching.megatron.standalone.calibration import rows_to_time
 from mcore_batching.tools.cli import main
@@ -30,7 +31,7 @@ def test_the_command_writes_a_cost_model_that_plan_takes(tmp_path: Path) -> None
         [*command, "calibrate", "--cpu", *small, *heads, "--repeats", "1", "--out", str(out)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=patience(240),
     )
     assert done.returncode == 0, done.stderr
     assert "error of the fit" in done.stdout
@@ -39,7 +40,7 @@ def test_the_command_writes_a_cost_model_that_plan_takes(tmp_path: Path) -> None
         [*command, "plan", str(lengths), "--max-tokens-per-gpu", "512", "--cost-model", str(out)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(60),
     )
     assert planned.returncode == 0, planned.stderr
 
@@ -133,7 +134,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(cases)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=patience(240),
     )
     assert done.returncode == 0, done.stderr
     return {"out": out, **json.loads(done.stdout.splitlines()[-1])}

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from kit.patience import patience
 
 PROGRAM = """
 import json, os, torch
@@ -61,7 +62,7 @@ def found() -> dict[str, object]:
         [sys.executable, "-W", "ignore", "-c", PROGRAM],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=patience(240),
         check=False,
     )
     assert done.returncode == 0, done.stderr

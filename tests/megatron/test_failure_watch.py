@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from kit.patience import patience
 
 from mcore_batching.megatron import PipelineFailedError, PlanningFailedError, failure_watch
 from mcore_batching.megatron.failure_watch import EXIT_CODE, FailureWatch, reporting
@@ -149,7 +150,7 @@ def test_a_rank_that_does_not_get_free_is_ended_with_the_cause() -> None:
         env={**os.environ, "MCORE_BATCHING_CPU": "1", "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
     )
     assert done.returncode == EXIT_CODE, done.stderr
     assert done.stdout == "before\n"

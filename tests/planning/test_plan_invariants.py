@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import example, given
+from kit.patience import patience
 from planning_cases import (
     Case,
     broken_invariants,
@@ -247,7 +248,7 @@ def digests(python: str, hash_seed: str) -> list[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(60),
         check=True,
     )
     return run.stdout.split()
@@ -279,7 +280,10 @@ def runs(python: str) -> bool:
     """Whether there is such an interpreter; a version manager's shim may stand for none."""
     if shutil.which(python) is None:
         return False
-    return subprocess.run([python, "-c", ""], capture_output=True, timeout=60).returncode == 0
+    return (
+        subprocess.run([python, "-c", ""], capture_output=True, timeout=patience(60)).returncode
+        == 0
+    )
 
 
 def test_deterministic_over_hash_seeds_and_python_versions() -> None:

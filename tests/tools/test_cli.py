@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kit.patience import patience
 
 from mcore_batching.planning import (
     Argument,
@@ -37,7 +38,7 @@ def command(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(60),
     )
 
 
@@ -464,7 +465,7 @@ def test_a_reader_that_leaves_early_gets_no_traceback(lengths_file: str) -> None
             stdout=broken,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=patience(60),
         )
     assert (failed.returncode, failed.stderr) == (141, "")
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from kit.patience import patience
 
 from mcore_batching.planning import CostModel, Plan
 from mcore_batching.tools import files
@@ -32,7 +33,7 @@ def shell(script: str, folder: Path, **environment: str) -> subprocess.Completed
         env={**os.environ, **settings, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(60),
     )
 
 
@@ -84,7 +85,7 @@ def test_an_interrupted_command_says_so_in_one_line(tmp_path: Path) -> None:
         running.stdin.flush()
         time.sleep(0.2)
         running.send_signal(signal.SIGINT)
-        printed = running.communicate(timeout=60)
+        printed = running.communicate(timeout=patience(60))
     assert running.returncode == 130
     assert printed == ("", "mcore-batching: interrupted\n")
     assert list(tmp_path.iterdir()) == []

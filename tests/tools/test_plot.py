@@ -19,6 +19,7 @@ from mcore_batching.tools.plot import MOST_ROWS, draw_step, step_figure
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 
+from kit.patience import patience
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -183,7 +184,11 @@ def test_no_backend_is_chosen_for_the_caller() -> None:
         "print('matplotlib.pyplot' in sys.modules)"
     )
     finished = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+        check=True,
     )
     assert finished.stdout == "False\n"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
+from kit.patience import patience
 from planning_cases import Case, cases, examples
 from recorded_jobs import CONFIG, COSTS, DIMS, lengths_of, recorded_job, the_file
 
@@ -100,7 +101,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_killed_job_has_lost_nothing(tmp_path: Path) -> None:
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=60)
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=patience(60))
     assert killed.returncode == -signal.SIGKILL
     assert len(read_records(tmp_path)) == 3
 

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from kit.patience import is_up
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 JOB_SECONDS = 90.0
 START_SECONDS = 120.0
@@ -126,9 +128,13 @@ def _launch(jobs: list[Job], folder: Path) -> str:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        try:
-            process.wait(limit)
-        except subprocess.TimeoutExpired:
+
+        def ends_within(seconds: float) -> bool:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+            return process.returncode is not None
+
+        if is_up(limit, ends_within):
             # torchrun starts its workers in sessions of their own, and ends them if asked.
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -11,12 +11,13 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from kit.patience import MOST_SLOWNESS, is_up
 from mcore_batching.megatron.standalone.bootstrap import (
     initialize_model_parallel,
     initialize_process_group,
@@ -35,11 +36,10 @@ def main() -> None:
     initialize_process_group(timeout_seconds=60.0)
     for job in json.loads((folder / "jobs.json").read_text()):
         (folder / f"{job['name']}.rank{rank}.started").touch()
-        faulthandler.dump_traceback_later(job["seconds"], file=stacks)
-        # Every rank dumps before the first exits: torchrun stops the others as soon as one does.
-        last = threading.Timer(job["seconds"] + SECONDS_FOR_ALL_STACKS, os._exit, (17,))
-        last.daemon = True
-        last.start()
+        # Where no thread of Python's gets to run.
+        faulthandler.dump_traceback_later(job["seconds"] * MOST_SLOWNESS, file=stacks)
+        done = threading.Event()
+        threading.Thread(target=_end_late, args=(job["seconds"], done, stacks), daemon=True).start()
         result: dict[str, Any]
         try:
             result = {"value": _do(job)}
@@ -48,12 +48,21 @@ def main() -> None:
         (folder / f"{job['name']}.rank{rank}.json").write_text(json.dumps(result))
         if "error" in result:
             os._exit(1)  # the others may be waiting for this rank: nothing can be taken down
-        last.cancel()
+        done.set()
         faulthandler.cancel_dump_traceback_later()
         # Else the collector goes over the modules, and what Megatron keeps, again and again.
         gc.collect()
         gc.freeze()
     dist.destroy_process_group()
+
+
+def _end_late(seconds: float, done: threading.Event, stacks: TextIO) -> None:
+    """End the process with the stacks of all its threads, unless the job is done in time."""
+    if is_up(seconds, done.wait):
+        faulthandler.dump_traceback(file=stacks)
+        # Every rank dumps before the first exits: torchrun stops the others as soon as one does.
+        if not done.wait(SECONDS_FOR_ALL_STACKS):
+            os._exit(17)
 
 
 def _do(job: dict[str, Any]) -> Any:
