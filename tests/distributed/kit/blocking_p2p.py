@@ -104,10 +104,15 @@ class _Device:
         self._streams: dict[tuple[Any, int | None], _Stream] = {}
         self._posted: list[concurrent.futures.Future[None]] = []
 
-    def isend(self, tensor: torch.Tensor, dst: int, group: Any = None) -> _Request:
+    # NCCL has no tags: what has one travels between hosts, over gloo on a GPU too.
+    def isend(self, tensor: torch.Tensor, dst: int, group: Any = None, tag: int = 0) -> Any:
+        if tag:
+            return _isend(tensor, dst, group=group, tag=tag)
         return self._post(group, dst, [(True, tensor, dst)])
 
-    def irecv(self, tensor: torch.Tensor, src: int, group: Any = None) -> _Request:
+    def irecv(self, tensor: torch.Tensor, src: int, group: Any = None, tag: int = 0) -> Any:
+        if tag:
+            return _irecv(tensor, src, group=group, tag=tag)
         return self._post(group, src, [(False, tensor, src)])
 
     def batch_isend_irecv(self, operations: list[dist.P2POp]) -> list[_Request]:
