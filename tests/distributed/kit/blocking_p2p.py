@@ -104,15 +104,16 @@ class _Device:
         self._streams: dict[tuple[Any, int | None], _Stream] = {}
         self._posted: list[concurrent.futures.Future[None]] = []
 
-    # NCCL has no tags: what has one travels between hosts, over gloo on a GPU too.
-    def isend(self, tensor: torch.Tensor, dst: int, group: Any = None, tag: int = 0) -> Any:
-        if tag:
-            return _isend(tensor, dst, group=group, tag=tag)
+    # NCCL has no tags: what has one travels between hosts, over gloo on a GPU too. Under one of the
+    # stand-in's modes torch comes back here, with further arguments, before it sends.
+    def isend(self, tensor: torch.Tensor, dst: int, group: Any = None, **others: Any) -> Any:
+        if others.get("tag"):
+            return _isend(tensor, dst, group=group, **others)
         return self._post(group, dst, [(True, tensor, dst)])
 
-    def irecv(self, tensor: torch.Tensor, src: int, group: Any = None, tag: int = 0) -> Any:
-        if tag:
-            return _irecv(tensor, src, group=group, tag=tag)
+    def irecv(self, tensor: torch.Tensor, src: int, group: Any = None, **others: Any) -> Any:
+        if others.get("tag"):
+            return _irecv(tensor, src, group=group, **others)
         return self._post(group, src, [(False, tensor, src)])
 
     def batch_isend_irecv(self, operations: list[dist.P2POp]) -> list[_Request]:
