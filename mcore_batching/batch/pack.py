@@ -78,11 +78,7 @@ def pack(
     if not validated:
         schema.validate(samples)
     totals, responses = read_lengths(samples)
-    sample_indices = [
-        require_index("sample_indices", index)
-        for index in entries("sample_indices", sample_indices, BatchError)
-    ]
-    _require_indices(sample_indices, len(totals), is_placeholder)
+    indices = _read_indices(sample_indices, len(totals), is_placeholder)
     if validated:
         _require_lengths(samples, schema, totals, responses)
     fields = {key: list(values) for key, values in samples.items() if values is not None}
@@ -113,7 +109,7 @@ def pack(
         max_seqlen=max(end - start for start, end in pairwise(row.offsets)),
         total_lengths=totals,
         response_lengths=responses,
-        sample_indices=tuple(sample_indices),
+        sample_indices=indices,
         is_placeholder=is_placeholder,
         responses=response_tokens(
             weights,
@@ -129,7 +125,13 @@ def pack(
     )
 
 
-def _require_indices(sample_indices: Sequence[int], num_samples: int, is_placeholder: bool) -> None:
+def _read_indices(
+    sample_indices: Sequence[int], num_samples: int, is_placeholder: bool
+) -> tuple[int, ...]:
+    indices = tuple(
+        require_index("sample_indices", index)
+        for index in entries("sample_indices", sample_indices, BatchError)
+    )
     if not num_samples:
         raise BatchError(
             "expected at least one sample, got none: pack make_placeholder(schema, keys, batch) "
@@ -139,13 +141,14 @@ def _require_indices(sample_indices: Sequence[int], num_samples: int, is_placeho
             Argument("sample_indices", ()),
         )
     expected = 0 if is_placeholder else num_samples
-    if len(sample_indices) != expected:
+    if len(indices) != expected:
         raise BatchError(
             f"expected {expected} sample_indices for {num_samples} samples with "
-            f"is_placeholder={is_placeholder}, got {len(sample_indices)}; set ",
+            f"is_placeholder={is_placeholder}, got {len(indices)}; set ",
             Argument("sample_indices"),
             " to the origin index of each real sample, () for a placeholder",
         )
+    return indices
 
 
 def _require_lengths(

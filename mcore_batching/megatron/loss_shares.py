@@ -49,7 +49,7 @@ def _scalar(name: str, value: Any) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class AgreedShares:
-    """What all ranks know of a step's shares before the optimizer's step.
+    """A step's metrics and faults, as all ranks know them before the optimizer's step.
 
     Attributes:
         names: of the metrics, on ranks of the last stage.

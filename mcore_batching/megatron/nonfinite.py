@@ -86,7 +86,7 @@ def faults(
     model: list[Any],
     prepared: PreparedStep,
 ) -> tuple[str, str]:
-    """What is not finite on this rank: losses and gradients in words, each "" if all is well.
+    """Losses and gradients of this rank that are not finite, in words; each "" if all is well.
 
     Waits for the device, once for the losses of all micro-batches and once for all gradients.
     """

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.multiprocessing as multiprocessing
-from kit.patience import patience
+from kit.patience import is_up
 
 SECONDS = 150  # a rank that waits for another gives up after 60
 
@@ -24,12 +23,8 @@ def reports_of(
         nprocs=size,
         join=False,
     )
-    deadline = time.monotonic() + patience(seconds)
     try:
-        while not context.join(timeout=1.0):
-            if time.monotonic() > deadline:
-                deadline += patience(seconds) - seconds  # the load may have come since
-                assert time.monotonic() < deadline, f"not done after {seconds} seconds"
+        assert not is_up(seconds, context.join), f"not done after {seconds} seconds"
     finally:
         for process in context.processes:
             if process.is_alive():
