@@ -17,11 +17,13 @@ def reports_of(
     run: Callable[..., None], size: int, folder: Path, seconds: float = SECONDS
 ) -> list[Any]:
     """What each rank's ``run(rank, size, store, results)`` saved to ``results.rank``."""
-    context = multiprocessing.spawn(
+    multiprocessing.set_forkserver_preload(["torch.distributed", "mcore_batching.rl"])
+    context = multiprocessing.start_processes(
         run,
         args=(size, str(folder / "store"), str(folder / "results")),
         nprocs=size,
         join=False,
+        start_method="forkserver",  # imports what takes seconds once for all
     )
     try:
         assert not is_up(seconds, context.join), f"not done after {seconds} seconds"

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 # float32 rounds to 6e-8 of a value. Wrong programs differ by 1e-3 and more at the first step.
 LOSS = 3e-6
 GRAD_NORM = 2e-5
-ERROR_SECONDS = 30.0  # an error that came by a collective's timeout would take 60
+ERROR_SECONDS = 45.0  # an error that came by a collective's timeout would take 60
 
 Ranks = list[Any]
 
@@ -124,10 +124,10 @@ def test_dp2_pp2(records: list[Ranks]) -> None:
 @runs("pp2-padded", "pp2", "pp2-exchange", "pp2-overlapped-reduction")
 def test_exchange_is_exact_and_balances_ranks(records: list[Ranks]) -> None:
     padded, kept, exchanged, overlapped = records
-    assert_same_training(exchanged, padded, 20)
-    assert_same_training(overlapped, padded, 10)
+    assert_same_training(exchanged, padded, 10)
+    assert_same_training(overlapped, padded, 5)
     # Of the slowest rank over the mean, in excess of 1: samples are few and cannot be divided.
-    before, after = (sum(batching(ranks, "rank balance")) - 20 for ranks in (kept, exchanged))
+    before, after = (sum(batching(r, "rank balance")[:10]) - 10 for r in (kept, exchanged))
     assert after < before / 3
 
 
@@ -149,8 +149,8 @@ def test_batch_size_ramps_up(records: list[Ranks]) -> None:
 @runs("vpp2-padded", "vpp2", "vpp2-placeholders")
 def test_dp2_pp2_vpp2(records: list[Ranks]) -> None:
     padded, flagged, with_placeholders = records
-    assert_same_training(flagged, padded, 20)
-    assert_same_training(with_placeholders, padded, 10)
+    assert_same_training(flagged, padded, 10)
+    assert_same_training(with_placeholders, padded, 5)
     assert set(batching(with_placeholders, "placeholders")) == {2}
     assert set(batching(flagged, "placeholders")) == {0}
 
@@ -167,14 +167,14 @@ def test_transfers_may_block_as_nccls_do(records: list[Ranks]) -> None:
 def test_tp2_cp2(records: list[Ranks]) -> None:
     """Megatron's local attention refuses context parallelism: the reference is data-parallel."""
     padded, flagged, exchanged = records
-    assert_same_training(flagged, padded, 20)
-    assert_same_training(exchanged, padded, 10)
+    assert_same_training(flagged, padded, 10)
+    assert_same_training(exchanged, padded, 5)
 
 
 @runs("ep2-padded", "ep2")
 def test_dp2_pp2_ep2(records: list[Ranks]) -> None:
     padded, flagged = records
-    assert_same_training(flagged, padded, 10)
+    assert_same_training(flagged, padded, 5)
 
 
 @runs("ep2", "ep2-tokens-per-sample")
@@ -234,8 +234,8 @@ def test_floating_point_operations_are_counted_of_samples_alone(records: list[Ra
     ("records", "num_steps"),
     [
         pytest.param(("pp2-exchange", "pp2-resumed"), 10, id="pp2-exchange"),
-        pytest.param(("vpp2", "vpp2-resumed"), 10, id="vpp2"),
-        pytest.param(("tp2-cp2", "tp2-cp2-resumed"), 10, id="tp2-cp2"),
+        pytest.param(("vpp2", "vpp2-resumed"), 10, id="vpp2", marks=pytest.mark.long),
+        pytest.param(("tp2-cp2", "tp2-cp2-resumed"), 10, id="tp2-cp2", marks=pytest.mark.long),
     ],
     indirect=["records"],
 )

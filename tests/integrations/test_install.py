@@ -6,9 +6,12 @@ In processes of their own, since Megatron's modules are patched there.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import select
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,20 +45,53 @@ from mcore_batching.integrations.megatron_lm import install
 """
 
 
-def run(program: str, *arguments: str, **variables: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", NAMES + program, *arguments],
-        env=os.environ | {"MCORE_BATCHING_CPU": "1"} | variables,
-        capture_output=True,
+SERVER = """
+import json, traceback
+reports = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what Megatron prints is no report
+for line in sys.stdin:
+    program, sys.argv[1:] = json.loads(line)
+    if child := os.fork():
+        os.waitpid(child, 0)
+        continue
+    report = ""
+    try:
+        exec(program, globals())
+    except BaseException:
+        report = traceback.format_exc()
+    print(json.dumps(report), file=reports, flush=True)
+    os._exit(0)
+"""
+
+
+Runs = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Runs]:
+    """Runs a program in a process of its own, forked off one that has imported Megatron."""
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", NAMES + SERVER],
+        env=os.environ | {"MCORE_BATCHING_CPU": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=patience(200),
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    ) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+
+        def run_in_fork(program: str, *arguments: str) -> None:
+            print(json.dumps([program, arguments]), file=server.stdin, flush=True)
+            ready, _, _ = select.select([server.stdout], [], [], patience(200))
+            assert ready, "no report in time"
+            assert json.loads(server.stdout.readline()) == ""
+
+        yield run_in_fork
+        server.kill()
 
 
 @needs_training
-def test_without_the_flag_no_megatron_name_is_touched() -> None:
+def test_without_the_flag_no_megatron_name_is_touched(run: Runs) -> None:
     run("""
 before = names()
 installation = install(["--num-layers", "4"])
@@ -66,7 +102,9 @@ assert "nothing hooked" in str(installation)
 
 
 @needs_training
-def test_without_the_flag_the_parser_knows_its_other_flags_and_nothing_else_changes() -> None:
+def test_without_the_flag_the_parser_knows_its_other_flags_and_nothing_else_changes(
+    run: Runs,
+) -> None:
     run("""
 before = names()
 installation = install(["--max-tokens-per-gpu=64"])
@@ -78,7 +116,7 @@ assert training.get_forward_backward_func.__module__.startswith("megatron.")
 
 
 @needs_training
-def test_with_the_flag_it_says_what_it_hooked_and_undo_puts_it_back() -> None:
+def test_with_the_flag_it_says_what_it_hooked_and_undo_puts_it_back(run: Runs) -> None:
     run("""
 before = names()
 installation = install(["--use-dynamic-batch-size", "--dynamic-batch-data", "x"])
@@ -97,7 +135,7 @@ assert install([]).hooked == []
 
 @needs_training
 @pytest.mark.parametrize("word", ["--yaml-cfg", "--yaml-cfg=job.yaml"])
-def test_a_yaml_file_that_would_drop_the_flag_is_refused(word: str) -> None:
+def test_a_yaml_file_that_would_drop_the_flag_is_refused(word: str, run: Runs) -> None:
     run(
         """
 from mcore_batching.megatron import DynamicBatchArgumentError
@@ -116,7 +154,7 @@ assert install(sys.argv[1:]).hooked == []  # without the flag it is nobody's bus
 
 
 @needs_training
-def test_the_parser_takes_every_flag() -> None:
+def test_the_parser_takes_every_flag(run: Runs) -> None:
     run("""
 install(["--use-dynamic-batch-size"])
 import argparse
