@@ -1,9 +1,7 @@
-"""Jobs that end processes: each has ranks of its own, forked from one that has imported everything.
+"""Jobs that end processes: each has ranks of its own, and how they ended is what it brings back.
 
-Importing torch and Megatron takes longer than most jobs, and torchrun would end all ranks as soon
-as one ends. Here every rank ends as it does, and how it ended is what the job brings back. The
-store is a process of its own, as torchrun's agent is. The rank at fault stays alive after it has
-caught its error, as a script may, until all others have ended.
+Nobody ends the others when one rank ends, as torchrun would. The rank at fault stays alive after it
+has caught its error, as a script may, until all others have ended.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from kit.harness import Job, environment
+from kit.ranks import fork_ranks
 
 START_SECONDS = 120.0
 CONNECT_SECONDS = 100.0
@@ -98,35 +97,15 @@ def main() -> None:
     for job in json.loads((scratch / "jobs.json").read_text()):
         folder = scratch / job["name"]
         folder.mkdir()
-        store, port = _store()
-        ranks = {}
-        for rank in range(job["nproc"]):
-            pid = os.fork()
-            if pid == 0:
-                sys.exit(_rank(job, rank, port, folder))
-            ranks[pid] = rank
-        ends[job["name"]] = _ends(ranks, job["seconds"], folder)
-        os.kill(store, signal.SIGKILL)
-        os.waitpid(store, 0)
+        fork = fork_ranks(job["nproc"])
+        if fork.rank is not None:
+            sys.exit(_rank(job, fork.rank, folder))
+        ends[job["name"]] = _ends(fork.ranks, job["seconds"], folder)
+        fork.kill()
     (scratch / "ends.json").write_text(json.dumps(ends))
 
 
-def _store() -> tuple[int, int]:
-    """Process and port of a new store."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(writing, str(store.port).encode())
-        os.close(writing)
-        time.sleep(3600)
-    os.close(writing)
-    port = int(os.read(reading, 16))
-    os.close(reading)
-    return pid, port
-
-
-def _rank(job: dict[str, Any], rank: int, port: int, folder: Path) -> int:
+def _rank(job: dict[str, Any], rank: int, folder: Path) -> int:
     """What a rank does, and its exit code."""
     from mcore_batching.megatron.standalone.bootstrap import (
         initialize_model_parallel,
@@ -139,15 +118,6 @@ def _rank(job: dict[str, Any], rank: int, port: int, folder: Path) -> int:
     os.dup2(output, 2)
     faulthandler.enable()
     faulthandler.dump_traceback_later(job["seconds"])
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(job["nproc"]),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
     torch.manual_seed(0)
     initialize_process_group(CONNECT_SECONDS)
     initialize_model_parallel(ParallelDims(**job["dims"]), timeout_seconds=CONNECT_SECONDS)

@@ -1,4 +1,4 @@
-"""Launches jobs under torchrun, once for many, and brings back what every rank returned.
+"""Launches jobs, once for many, and brings back what every rank returned.
 
 A job is a function of some module, a layout and parameters. All selected jobs that need the same
 number of processes share one launch, since starting processes costs more than most jobs. A job
@@ -27,7 +27,6 @@ from kit.patience import is_up
 REPOSITORY = Path(__file__).resolve().parents[3]
 JOB_SECONDS = 90.0
 START_SECONDS = 120.0
-SECONDS_TO_END = 45.0  # torchrun gives its workers 30 before it kills them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,11 +112,7 @@ def environment(nproc: int) -> dict[str, str]:
 def _launch(jobs: list[Job], folder: Path) -> str:
     (folder / "jobs.json").write_text(json.dumps([dataclasses.asdict(job) for job in jobs]))
     nproc = jobs[0].nproc
-    command = [
-        sys.executable,
-        *("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"),
-        *("-m", "kit.worker", str(folder)),
-    ]
+    command = [sys.executable, "-u", "-m", "kit.worker", str(folder), str(nproc)]
     limit = START_SECONDS + sum(job.seconds for job in jobs)
     log = folder / "log.txt"
     with log.open("w") as sink:
@@ -135,10 +130,6 @@ def _launch(jobs: list[Job], folder: Path) -> str:
             return process.returncode is not None
 
         if is_up(limit, ends_within):
-            # torchrun starts its workers in sessions of their own, and ends them if asked.
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(SECONDS_TO_END)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

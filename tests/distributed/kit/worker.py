@@ -1,4 +1,4 @@
-"""What torchrun starts: does the jobs of a folder one after the other and writes the results."""
+"""What a launch starts: forks the ranks, which do the jobs of a folder and write the results."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from kit.patience import MOST_SLOWNESS, is_up
+from kit.ranks import fork_ranks
 from mcore_batching.megatron.standalone.bootstrap import (
     initialize_model_parallel,
     initialize_process_group,
@@ -28,13 +29,41 @@ SECONDS_FOR_ALL_STACKS = 5.0
 
 
 def main() -> None:
+    """Start the ranks; as under torchrun, the first to fail ends all."""
+    folder, nproc = Path(sys.argv[1]), int(sys.argv[2])
+    for module in {_function(job)[0] for job in _jobs(folder)}:
+        importlib.import_module(module)
+    fork = fork_ranks(nproc)
+    if fork.rank is not None:
+        _work(folder, fork.rank)
+        sys.exit()
+    running = set(fork.ranks)
+    while running:
+        process, status = os.wait()
+        running.discard(process)
+        if status:
+            break
+    fork.kill()
+    sys.exit(bool(running))
+
+
+def _jobs(folder: Path) -> list[dict[str, Any]]:
+    jobs: list[dict[str, Any]] = json.loads((folder / "jobs.json").read_text())
+    return jobs
+
+
+def _function(job: dict[str, Any]) -> tuple[str, str]:
+    """The module and the name in it."""
+    module, function = job["function"].split(":")
+    return module, function
+
+
+def _work(folder: Path, rank: int) -> None:
     """Run every job; the first that raises ends the process."""
-    folder = Path(sys.argv[1])
-    rank = int(os.environ["RANK"])
     stacks = (folder / f"stacks.rank{rank}.txt").open("w")
     faulthandler.enable(file=stacks)  # of a process lost to a signal, at its end too
     initialize_process_group(timeout_seconds=60.0)
-    for job in json.loads((folder / "jobs.json").read_text()):
+    for job in _jobs(folder):
         (folder / f"{job['name']}.rank{rank}.started").touch()
         # Where no thread of Python's gets to run.
         faulthandler.dump_traceback_later(job["seconds"] * MOST_SLOWNESS, file=stacks)
@@ -60,13 +89,13 @@ def _end_late(seconds: float, done: threading.Event, stacks: TextIO) -> None:
     """End the process with the stacks of all its threads, unless the job is done in time."""
     if is_up(seconds, done.wait):
         faulthandler.dump_traceback(file=stacks)
-        # Every rank dumps before the first exits: torchrun stops the others as soon as one does.
+        # Every rank dumps before the first exits: the others are ended as soon as one does.
         if not done.wait(SECONDS_FOR_ALL_STACKS):
             os._exit(17)
 
 
 def _do(job: dict[str, Any]) -> Any:
-    module, function = job["function"].split(":")
+    module, function = _function(job)
     torch.manual_seed(0)
     if job["dims"] is not None:
         initialize_model_parallel(ParallelDims(**job["dims"]), timeout_seconds=60.0)

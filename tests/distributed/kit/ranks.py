@@ -1,0 +1,79 @@
+"""The ranks of a job, forked off a process that has imported torch and Megatron for all of them.
+
+Importing takes longer than most jobs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+
+@dataclasses.dataclass(frozen=True)
+class Fork:
+    """What a process is after `fork_ranks`.
+
+    Attributes:
+        rank: of a rank; None in the process that forked them.
+        ranks: process to rank, of those started so far.
+        store: process of the store, alone as torchrun's agent is.
+    """
+
+    rank: int | None
+    ranks: dict[int, int]
+    store: int
+
+    def kill(self) -> None:
+        """End the ranks that are left, and the store."""
+        kill((*self.ranks, self.store))
+
+
+def fork_ranks(nproc: int) -> Fork:
+    """Start so many ranks, with the variables that torchrun would set. Returns in each of them."""
+    store, port = _store()
+    ranks: dict[int, int] = {}
+    for rank in range(nproc):
+        process = os.fork()
+        if process == 0:
+            os.environ |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(nproc),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+            }
+            return Fork(rank, ranks, store)
+        ranks[process] = rank
+    return Fork(None, ranks, store)
+
+
+def kill(processes: Iterable[int]) -> None:
+    """End child processes that have not been waited for."""
+    for process in processes:
+        with contextlib.suppress(ChildProcessError, ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+
+
+def _store() -> tuple[int, int]:
+    """Process and port of a new store."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(writing, str(store.port).encode())
+        os.close(writing)
+        while True:
+            time.sleep(3600)
+    os.close(writing)
+    port = int(os.read(reading, 16))
+    os.close(reading)
+    return pid, port
