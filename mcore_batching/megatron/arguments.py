@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.log_probs import CHUNK_TOKENS
 from mcore_batching.planning import (
     CHOICES,
     Argument,
@@ -83,6 +84,20 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "forward_only runs the micro-batches of training (shared: rounding is then the "
         "same in both, so an unchanged policy has ratio 1), or others planned for forward passes "
         "alone",
+    },
+    "log_prob_chunk_tokens": {
+        "type": int,
+        "default": CHUNK_TOKENS,
+        "metavar": "TOKENS",
+        "help": "tokens of which log-probs and entropies hold float32 copies of the logits at a "
+        "time; the default, 512, takes 0.3 GB at a vocabulary of 152k, where 16k tokens take 10, "
+        "and leaves kernels 10 million entries when eight ranks share the vocabulary",
+    },
+    "logits_in_model_dtype": {
+        "action": "store_true",
+        "help": "give losses and forward_only's functions the logits of a half-precision model as "
+        "it makes them, without Megatron's float32 copy of them all: log-probs and entropies of "
+        "this package are the same to the bit; what your own code computes it must cast",
     },
     "record": {
         "default": None,
@@ -161,6 +176,26 @@ def add_dynamic_batch_arguments(parser: argparse.ArgumentParser) -> argparse.Arg
 def uses_dynamic_batch_size(args: Any) -> bool:
     """True if micro-batches are packed under a cap: unless the flag is there and off."""
     return bool(getattr(args, "use_dynamic_batch_size", True))
+
+
+def log_prob_chunk_tokens(args: Any) -> int:
+    """Tokens of which log-probs and entropies hold float32 logits at a time.
+
+    Raises:
+        DynamicBatchArgumentError: less than 1.
+    """
+    tokens = getattr(args, "dynamic_batch_log_prob_chunk_tokens", CHUNK_TOKENS)
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+        raise DynamicBatchArgumentError(
+            f"{FLAGS['log_prob_chunk_tokens']} must be 1 or more, got {tokens!r}: leave it out for "
+            f"{CHUNK_TOKENS}"
+        )
+    return tokens
+
+
+def keeps_logits_in_model_dtype(args: Any) -> bool:
+    """True if losses get logits as the model makes them, not copied to float32."""
+    return bool(getattr(args, "dynamic_batch_logits_in_model_dtype", False))
 
 
 def planner_config(args: Any) -> PlannerConfig:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.model_inputs import joined_multimodal_inputs
 
 
-def run_chunk(chunk: Any, row: PackedMicroBatch) -> Tensor:
+def run_chunk(chunk: Any, row: PackedMicroBatch, in_model_dtype: bool = False) -> Tensor:
     """The chunk's output for a packed row.
 
     Every chunk gets the packed-sequence parameters, middle stages included: without them their
@@ -23,6 +24,8 @@ def run_chunk(chunk: Any, row: PackedMicroBatch) -> Tensor:
     Args:
         chunk: a model chunk, wrapped or not.
         row: this context-parallel rank's slice of the micro-batch, on the device.
+        in_model_dtype: logits as the model makes them; else Megatron's half-precision wrapper
+            copies them to float32.
 
     Returns:
         logits ``[1, local tokens, local vocabulary]`` from the last stage's last chunk, hidden
@@ -39,9 +42,19 @@ def run_chunk(chunk: Any, row: PackedMicroBatch) -> Tensor:
     }
     if get_model_config(chunk).num_moe_experts:
         arguments["padding_mask"] = padding_mask(chunk, row)
+    if in_model_dtype and has_half_precision_wrapper(chunk):
+        arguments["fp32_output"] = False
     multimodal = joined_multimodal_inputs(row.fields.get("multimodal_train_inputs") or [])
     output: Tensor = chunk(**arguments, **multimodal)
     return output
+
+
+def has_half_precision_wrapper(chunk: Any) -> bool:
+    """True if a chunk is, or wraps, Megatron's `Float16Module`."""
+    module = chunk
+    while module is not None and not isinstance(module, Float16Module):
+        module = getattr(module, "module", None)
+    return module is not None
 
 
 def padding_mask(chunk: Any, row: PackedMicroBatch) -> Tensor:

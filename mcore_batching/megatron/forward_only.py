@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mcore_batching.batch import OrderError, restore_order
 from mcore_batching.batch.consensus import Statement
+from mcore_batching.megatron.arguments import keeps_logits_in_model_dtype, log_prob_chunk_tokens
 from mcore_batching.megatron.chunk_forward import run_chunk
 from mcore_batching.megatron.consensus import agree_after_pipeline, get_consensus
 from mcore_batching.megatron.data_iterator import (
@@ -29,6 +30,7 @@ from mcore_batching.megatron.data_iterator import (
 )
 from mcore_batching.megatron.errors import CollationFailedError, ForwardFailedError
 from mcore_batching.megatron.failure_watch import defer, reporting
+from mcore_batching.megatron.log_probs import chunks_of_tokens
 from mcore_batching.megatron.logits_function import adapted, real_outputs
 from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep, prepare
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
@@ -120,6 +122,7 @@ def _opened(
     def work() -> tuple[list[Any], PlannedRollout, Callable[..., Any]]:
         chunks = model_chunks(model)
         get_model_config(chunks[0])
+        log_prob_chunk_tokens(args)
         rollout = rollout_of(data_iterator)
         if not has_own_forward_plan(args):
             for step in range(len(rollout.schedule.steps)):
@@ -184,19 +187,20 @@ def _run(
                 values = {}
             return _RowOutputs(row.is_placeholder, values)
 
-        return run_chunk(chunk, row), collect
+        return run_chunk(chunk, row, keeps_logits_in_model_dtype(args)), collect
 
     rows = prepared.iterators(len(chunks))
-    made: list[_RowOutputs] = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=rows if len(rows) > 1 else rows[0],
-        model=chunks if len(chunks) > 1 else chunks[0],
-        num_microbatches=len(prepared.rows),
-        seq_length=getattr(args, "seq_length", 1),  # not read: lengths vary
-        micro_batch_size=1,
-        forward_only=True,
-        collect_non_loss_data=True,
-    )
+    with chunks_of_tokens(log_prob_chunk_tokens(args)):
+        made: list[_RowOutputs] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=rows if len(rows) > 1 else rows[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(prepared.rows),
+            seq_length=getattr(args, "seq_length", 1),  # not read: lengths vary
+            micro_batch_size=1,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
     return made, failed
 
 

@@ -1,4 +1,4 @@
-"""A loss function's shares of the loss and of metrics: checked, agreed on, and added up."""
+"""A loss function's shares of the loss and of metrics: checked, attached, agreed on, added up."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from mcore_batching.batch.consensus import Statement
 from mcore_batching.megatron.consensus import agree_after_pipeline
@@ -45,6 +46,37 @@ def _scalar(name: str, value: Any) -> Tensor:
             "token_mean(...), or a sum over the step's totals"
         )
     return value.reshape(())
+
+
+def attached(share: Tensor, output: Tensor) -> Tensor:
+    """``share``, with a gradient of 0 by ``output`` if it does not depend on it.
+
+    So that every gradient hook fires even where the share is a constant. Where it is not, nothing
+    is added: a zero gradient of the logits takes as much memory as they do.
+    """
+    if not output.requires_grad or _depends(share, output):
+        return share
+    # An empty sum: 0 times an infinite entry would be NaN.
+    return share + output.reshape(-1)[:0].sum().to(share.dtype)
+
+
+def _depends(value: Tensor, on: Tensor) -> bool:
+    """True if backward from ``value`` comes to ``on``, by a walk over the graph between them."""
+    if not value.requires_grad:
+        return False
+    edge, goal = get_gradient_edge(value), get_gradient_edge(on)
+    wanted = (goal.node, goal.output_nr)
+    waiting: list[tuple[Any, int]] = [(edge.node, edge.output_nr)]
+    seen = set()
+    while waiting:
+        found = waiting.pop()
+        if found == wanted:
+            return True
+        node = found[0]
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting.extend(node.next_functions)
+    return False
 
 
 @dataclasses.dataclass(frozen=True)

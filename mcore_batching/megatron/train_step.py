@@ -23,11 +23,14 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch, StepTotals
+from mcore_batching.megatron.arguments import keeps_logits_in_model_dtype, log_prob_chunk_tokens
 from mcore_batching.megatron.chunk_forward import run_chunk
 from mcore_batching.megatron.data_iterator import DataIterator, schedule_of
 from mcore_batching.megatron.failure_watch import defer, reporting
+from mcore_batching.megatron.log_probs import chunks_of_tokens
 from mcore_batching.megatron.loss_shares import (
     agreed_shares,
+    attached,
     checked_shares,
     summed_metrics,
 )
@@ -86,8 +89,9 @@ def train_step(
 
     Args:
         loss_function: called on the last stage with the logits
-            ``[1, local tokens, local vocabulary]``, the micro-batch and the step's totals; returns
-            this micro-batch's share of the loss and shares of metrics, each a tensor of one
+            ``[1, local tokens, local vocabulary]`` (float32 unless
+            ``--dynamic-batch-logits-in-model-dtype``), the micro-batch and the step's totals;
+            returns this micro-batch's share of the loss and shares of metrics, each a tensor of one
             value, with the same names for every micro-batch on every rank, placeholders included.
         args: Megatron's arguments.
         model: this rank's model chunks in Megatron's data-parallel wrapper.
@@ -110,6 +114,7 @@ def train_step(
 
     def schedule() -> MicroBatchSchedule:
         get_model_config(model_chunks(model)[0])
+        log_prob_chunk_tokens(args)
         if not callable(loss_function):
             raise TypeError(f"loss_function must be a function, got {type(loss_function).__name__}")
         found = schedule_of(data_iterator)
@@ -173,37 +178,35 @@ def _forward_backward(
         prepared_row = next(rows)
 
         def loss(output: Tensor) -> tuple[Any, ...]:
-            # An empty sum: hangs the loss on the graph without 0 · inf, so that every gradient
-            # hook fires even if the share is a constant.
-            nothing = output.reshape(-1)[:0].float().sum()
             reported: dict[str, Tensor] = {}
             try:
                 share, metrics = checked_shares(loss_function(output, prepared_row.row, totals))
                 reported = {"loss": share, **metrics}
                 reported = {name: value.detach().clone() for name, value in reported.items()}
-                attached = (share + nothing.to(share.dtype)) * undo
+                scaled = attached(share, output) * undo
             except Exception as exception:
                 defer(args, failed, exception)
-                attached = nothing
+                scaled = attached(output.new_zeros((), dtype=torch.float32), output)
             if per_token:
                 count = torch.tensor(
                     prepared_row.owned_num_tokens, dtype=torch.int, device=output.device
                 )
-                return attached, count, reported
-            return attached, reported
+                return scaled, count, reported
+            return scaled, reported
 
-        return run_chunk(chunk, prepared_row.row), loss
+        return run_chunk(chunk, prepared_row.row, keeps_logits_in_model_dtype(args)), loss
 
     rows = prepared.iterators(len(model))
-    collected: list[Mapping[str, Tensor]] = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=rows if len(rows) > 1 else rows[0],
-        model=model if len(model) > 1 else model[0],
-        num_microbatches=num_microbatches,
-        seq_length=getattr(args, "seq_length", 1),  # not read: lengths vary
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    with chunks_of_tokens(log_prob_chunk_tokens(args)):
+        collected: list[Mapping[str, Tensor]] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=rows if len(rows) > 1 else rows[0],
+            model=model if len(model) > 1 else model[0],
+            num_microbatches=num_microbatches,
+            seq_length=getattr(args, "seq_length", 1),  # not read: lengths vary
+            micro_batch_size=1,
+            forward_only=False,
+        )
     return collected, failed
 
 

@@ -12,7 +12,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.utils import get_model_config
 
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.arguments import PREFIX, planner_config
+from mcore_batching.megatron.arguments import PREFIX, log_prob_chunk_tokens, planner_config
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.topology import current_dims, model_chunks
 from mcore_batching.planning import ParallelDims, PlannerConfig, row_multiple_tokens
@@ -37,6 +37,7 @@ def check_settings(args: Any, model: Any) -> None:
         DynamicBatchArgumentError: listing every problem with what to set instead.
     """
     chunks = model_chunks(model)
+    log_prob_chunk_tokens(args)
     prepare_model(chunks, current_dims(chunks), planner_config(args))
 
 

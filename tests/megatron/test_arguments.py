@@ -15,6 +15,7 @@ from mcore_batching.megatron import arguments
 from mcore_batching.megatron.arguments import (
     add_dynamic_batch_arguments,
     flag_of,
+    log_prob_chunk_tokens,
     planner_config,
     planner_cost_model,
 )
@@ -31,6 +32,8 @@ FLAGS = {
     "--dynamic-batch-cost-model",
     "--dynamic-batch-fill",
     "--dynamic-batch-forward-only-plan",
+    "--dynamic-batch-log-prob-chunk-tokens",
+    "--dynamic-batch-logits-in-model-dtype",
     "--dynamic-batch-max-inflight-tokens",
     "--dynamic-batch-plan-effort",
     "--dynamic-batch-record",
@@ -51,6 +54,14 @@ def parse(*words: str) -> argparse.Namespace:
 def test_flags_are_frozen() -> None:
     parser = add_dynamic_batch_arguments(argparse.ArgumentParser(add_help=False))
     assert set(parser._option_string_actions) == FLAGS
+
+
+@pytest.mark.parametrize("tokens", ["0", "-3"])
+def test_chunks_of_no_tokens_are_refused(tokens: str) -> None:
+    assert log_prob_chunk_tokens(parse()) == 512
+    assert log_prob_chunk_tokens(parse("--dynamic-batch-log-prob-chunk-tokens", "7")) == 7
+    with pytest.raises(DynamicBatchArgumentError, match="chunk-tokens must be 1 or more, got"):
+        log_prob_chunk_tokens(parse("--dynamic-batch-log-prob-chunk-tokens", tokens))
 
 
 def test_flags_that_a_framework_has_are_left_alone() -> None:

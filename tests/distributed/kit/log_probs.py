@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from kit.exactness import arguments, log_probs_of
+from kit.model import sharded_model
+from kit.objective import packed_objective
 from kit.samples import make_samples, take
-from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, owned_response_mask
+from mcore_batching.batch import (
+    DEFAULT_SCHEMA,
+    PackedMicroBatch,
+    StepTotals,
+    owned_response_mask,
+)
 from mcore_batching.batch.pack import pack
 from mcore_batching.batch.row_layout import Row
 from mcore_batching.megatron import (
+    forward_only,
+    get_data_iterator,
     response_entropy,
     response_log_probs,
     response_log_probs_and_entropy,
+    train_step,
 )
+from mcore_batching.planning import ParallelDims
 
 VOCABULARY = 64
 
@@ -93,6 +108,106 @@ def memory_is_shared() -> dict[str, Any]:
         found["another reader"] = ""
     except RuntimeError as error:
         found["another reader"] = str(error)
+    return found
+
+
+class _Operations(TorchDispatchMode):
+    """Counts chunks of log-probs, and operations whose result is a zero as large as some logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chunks = 0
+        self.zeros: list[str] = []
+        self.logits_shapes: set[tuple[int, ...]] = set()
+        self.dtypes: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        self.chunks += name == "amax"
+        makes_zeros = name in ("slice_backward", "zeros", "zeros_like", "new_zeros", "expand")
+        if makes_zeros and tuple(result.shape) in self.logits_shapes and not result.any():
+            self.zeros.append(name)
+        return result
+
+
+class _Job:
+    """A bfloat16 model on one process and a step over its samples, without an update."""
+
+    def __init__(self, reference: str) -> None:
+        weights = torch.load(reference, weights_only=True)["weights"]
+        half = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        self.model = sharded_model(ParallelDims(), "dense", weights, ddp, **half)
+        self.touched: set[str] = set()
+        for name, parameter in self.model[0].named_parameters():
+            parameter.register_hook(lambda grad, name=name: self.touched.add(name))
+
+    def step(self, loss: Any = packed_objective, **settings: Any) -> tuple[_Operations, Tensor]:
+        """Operations of a step, and its gradients."""
+        seen = _Operations()
+
+        def watched(logits: Tensor, row: PackedMicroBatch, totals: StepTotals) -> Any:
+            seen.logits_shapes |= {tuple(logits.shape), (logits.numel(),)}
+            seen.dtypes.add(str(logits.dtype))
+            return loss(logits, row, totals)
+
+        self.touched.clear()
+        args = arguments(ParallelDims(), **settings)
+        iterators, counts = get_data_iterator(args, self.model, make_samples())
+        optimizer = SimpleNamespace(
+            zero_grad=lambda: None, scale_loss=lambda x: x, step=lambda: (True, 0.0, 0)
+        )
+        self.micro_batches = counts[0]
+        with seen:
+            train_step(watched, args, self.model, iterators, counts, optimizer)
+        gradients = [parameter.main_grad.flatten() for parameter in self.model[0].parameters()]
+        return seen, torch.cat(gradients).clone()
+
+    def log_probs(self, **settings: Any) -> Tensor:
+        args = arguments(ParallelDims(), **settings)
+        iterators, counts = get_data_iterator(args, self.model, make_samples())
+        made = forward_only(log_probs_of, args, self.model, iterators, counts)
+        return torch.cat(made["log_probs"])
+
+
+def settings_of_a_step(reference: str) -> dict[str, Any]:
+    """What the flags of log-probs, and losses that do not depend on the logits, do to a step."""
+    job = _Job(reference)
+    usual, gradients = job.step()
+    every = set(job.touched)
+    short, _ = job.step(dynamic_batch_log_prob_chunk_tokens=3)
+    narrow, same = job.step(dynamic_batch_logits_in_model_dtype=True)
+    plain, narrow_log_probs = (
+        job.log_probs(),
+        job.log_probs(dynamic_batch_logits_in_model_dtype=True),
+    )
+    found: dict[str, Any] = {
+        "zeros": usual.zeros,
+        "micro-batches": job.micro_batches,
+        "chunks": [usual.chunks, short.chunks],
+        "dtypes": [*usual.dtypes, *narrow.dtypes],
+        "same gradients": bool(torch.equal(gradients, same)),
+        "same log-probabilities": bool(torch.equal(plain, narrow_log_probs)),
+    }
+    some = next(job.model[0].parameters())
+
+    def constant(logits: Tensor, row: PackedMicroBatch, totals: StepTotals) -> Any:
+        return torch.ones((), device=logits.device), {}
+
+    def beside(logits: Tensor, row: PackedMicroBatch, totals: StepTotals) -> Any:
+        return some.float().sum(), {}
+
+    def infinite(logits: Tensor, row: PackedMicroBatch, totals: StepTotals) -> Any:
+        with torch.no_grad():
+            logits.fill_(float("inf"))
+        return logits.new_ones(()), {}
+
+    for name, loss in (("constant", constant), ("beside", beside), ("infinite", infinite)):
+        seen, gradients = job.step(loss)
+        largest = float(gradients.abs().max())
+        found[name] = {"touches all": job.touched == every, "largest": largest}
+        found[name]["zeros"] = len(seen.zeros)
     return found
 
 
