@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mcore_batching.megatron.attention import uses_transformer_engine
 from mcore_batching.megatron.standalone.bootstrap import (
     build_model,
     build_optimizer,
@@ -101,7 +102,7 @@ def _transformer_config(dims: ParallelDims, num_layers: int, hidden_size: int) -
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         persist_layer_norm=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=uses_transformer_engine(),
         # Gradients are divided by the tokens of the step, not averaged over micro-batches.
         calculate_per_token_loss=True,
         **pipeline_config(dims),

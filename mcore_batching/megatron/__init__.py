@@ -4,6 +4,7 @@ Importing this package imports torch and megatron.core.
 """
 
 from mcore_batching.batch.consensus import CollectiveError
+from mcore_batching.megatron import cpu_request as cpu_request  # before megatron.core is imported
 from mcore_batching.megatron.arguments import add_dynamic_batch_arguments
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
 from mcore_batching.megatron.attention.specs import packed_layer_spec, use_packed_attention

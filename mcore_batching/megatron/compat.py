@@ -29,6 +29,15 @@ except ImportError:
     HAVE_TRANSFORMER_ENGINE = False
 
 
+def is_engines_attention(module: Any) -> bool:
+    """True if a module is Megatron's wrapper of Transformer Engine's attention."""
+    if not HAVE_TRANSFORMER_ENGINE:
+        return False
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    return isinstance(module, TEDotProductAttention)
+
+
 def attention_groups(pg_collection: Any) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Tensor- and context-parallel groups for a core attention.
 

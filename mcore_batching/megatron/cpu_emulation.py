@@ -23,9 +23,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mcore_batching.megatron import compat
+from mcore_batching.megatron.cpu_request import (
+    ENVIRONMENT_VARIABLE,
+    has_transformer_engine,
+    is_requested,
+)
 from mcore_batching.planning.errors import MCoreBatchingError
 
-ENVIRONMENT_VARIABLE = "MCORE_BATCHING_CPU"
+__all__ = ["ENVIRONMENT_VARIABLE", "DeviceError", "enable", "is_enabled", "is_requested"]
 
 
 class DeviceError(MCoreBatchingError, RuntimeError):
@@ -41,11 +46,6 @@ def is_enabled() -> bool:
     return _mode is not None
 
 
-def is_requested() -> bool:
-    """True if ``MCORE_BATCHING_CPU=1`` asks the launchers for the stand-in."""
-    return os.environ.get(ENVIRONMENT_VARIABLE, "") not in ("", "0")
-
-
 def enable(*, force: bool = False) -> None:
     """Make megatron-core run on the CPU in this process, until it ends.
 
@@ -56,7 +56,8 @@ def enable(*, force: bool = False) -> None:
         force: patch even though CUDA devices are present (they are then left unused).
 
     Raises:
-        DeviceError: CUDA is present and ``force`` is not set.
+        DeviceError: CUDA is present and ``force`` is not set; or Transformer Engine, which needs
+            it, has been imported.
     """
     global _mode
     if _mode is not None:
@@ -66,6 +67,12 @@ def enable(*, force: bool = False) -> None:
             "the CPU stand-in was asked for, but this machine has CUDA: unset "
             f"{ENVIRONMENT_VARIABLE} to use the GPU, or call "
             "mcore_batching.megatron.cpu_emulation.enable(force=True) for the CPU"
+        )
+    if has_transformer_engine():
+        raise DeviceError(
+            "the CPU stand-in cannot run with Transformer Engine, which megatron-core has imported "
+            f"by now: set {ENVIRONMENT_VARIABLE}=1 in the environment before the process starts, "
+            "and import mcore_batching.megatron before megatron.core"
         )
     # torch.compile on the CPU needs a C++ compiler. The variable is read as functions are
     # decorated, which megatron-core does on import; the setting, as they are called.

@@ -15,6 +15,11 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.arguments import PREFIX, log_prob_chunk_tokens, planner_config
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.topology import current_dims, model_chunks
+from mcore_batching.megatron.transformer_engine import (
+    Versions,
+    attention_problems,
+    installed_versions,
+)
 from mcore_batching.planning import ParallelDims, PlannerConfig, row_multiple_tokens
 
 _REFUSED_ROUTING = {
@@ -51,7 +56,8 @@ def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -
         DynamicBatchArgumentError: naming what to change.
     """
     model_config = get_model_config(model[0])
-    check_model_config(model_config, dims, config)
+    by_engine = any(map(compat.is_engines_attention, _modules(model)))
+    check_model_config(model_config, dims, config, installed_versions() if by_engine else None)
     for chunk in model:
         for name, module in chunk.named_modules():
             # Not isinstance: subclasses may well keep packed samples apart.
@@ -67,13 +73,24 @@ def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -
     model_config.variable_seq_lengths = True
 
 
-def check_model_config(config: Any, dims: ParallelDims, planner: PlannerConfig) -> None:
+def _modules(chunks: list[Any]) -> Iterator[Any]:
+    for chunk in chunks:
+        yield from chunk.modules()
+
+
+def check_model_config(
+    config: Any,
+    dims: ParallelDims,
+    planner: PlannerConfig,
+    versions: Versions | None = None,
+) -> None:
     """Refuse a model configuration that would hang, crash or bias the gradients.
 
     Args:
         config: the model's `TransformerConfig`.
         dims: the job's parallel dims.
         planner: the planner's settings.
+        versions: of Transformer Engine, if its attention is used.
 
     Raises:
         DynamicBatchArgumentError: listing every problem with what to set instead.
@@ -84,6 +101,7 @@ def check_model_config(config: Any, dims: ParallelDims, planner: PlannerConfig) 
         *_loss_problems(config),
         *_expert_problems(config),
         *_low_precision_problems(config, dims, planner),
+        *([] if versions is None else attention_problems(config, dims, versions)),
     ]
     if problems:
         raise DynamicBatchArgumentError(
@@ -201,7 +219,7 @@ def _low_precision_problems(
     if config.fp4:
         name, tokens = "FP4", 32
     elif config.fp8:
-        name, tokens = "FP8", 32 if config.fp8_recipe == "mxfp8" else 16
+        name, tokens = "FP8", _fp8_tokens(config, dims)
     else:
         return
     shards = dims.context_parallel * (dims.tensor_parallel if dims.sequence_parallel else 1)
@@ -212,6 +230,13 @@ def _low_precision_problems(
             f"all, and rows are padded to a multiple of {row}: set {PREFIX}pad-total-to {wanted} "
             "(or a multiple)"
         )
+
+
+def _fp8_tokens(config: Any, dims: ParallelDims) -> int:
+    """Tokens on a rank that its FP8 kernels take multiples of."""
+    if config.fp8_recipe == "blockwise" and dims.sequence_parallel:
+        return 128  # activations are quantized in such blocks before they are gathered
+    return 32 if config.fp8_recipe == "mxfp8" else 16
 
 
 def _load_balancing_types(config: Any) -> list[str]:

@@ -9,8 +9,9 @@ from mcore_batching.megatron.attention.segments import (
     attend_by_variable_length_kernel,
     attend_run_by_run,
     attention_runs,
-    has_variable_length_kernel,
+    kernel_row,
     variable_length_kernel,
+    why_not_variable_length,
 )
 
 pytestmark = [
@@ -29,7 +30,7 @@ def test_variable_length_kernel_equals_run_by_run(
     context_parallel_size: int, key_heads: int
 ) -> None:
     if variable_length_kernel() is None:
-        pytest.skip("this PyTorch has no variable-length attention with grouped queries")
+        pytest.skip("this PyTorch has no variable-length attention that fits")
     unit = 2 * context_parallel_size
     lengths = [unit * count for count in (1, 40, 7, 128)]
     offsets = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
@@ -40,10 +41,11 @@ def test_variable_length_kernel_equals_run_by_run(
         tokens = sum(run.query_end - run.query_start for run in runs)
         query = torch.randn(tokens, 8, 64, **options)
         key, value = (torch.randn(offsets[-1], key_heads, 64, **options) for _ in range(2))
-        assert has_variable_length_kernel(query)
+        assert not why_not_variable_length(query, value)
+        row = kernel_row(runs, query.device)
         results = []
         for compute in (
-            lambda q, k, v, r=runs: attend_by_variable_length_kernel(q, k, v, r, 0.125),
+            lambda q, k, v, r=row: attend_by_variable_length_kernel(q, k, v, r, 0.125),
             lambda q, k, v, r=runs: attend_run_by_run(q, k, v, r, 0.125, 0.0),
         ):
             out = compute(query, key, value)

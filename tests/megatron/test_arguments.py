@@ -21,6 +21,7 @@ from mcore_batching.megatron.arguments import (
 )
 from mcore_batching.megatron.consensus import DEFAULT_TIMEOUT_SECONDS
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.transformer_engine import Versions
 from mcore_batching.megatron.validation import check_model_config
 from mcore_batching.planning import Argument, ConfigError, CostModel, ParallelDims, PlannerConfig
 
@@ -215,6 +216,16 @@ VIRTUAL = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
         ),
         (ParallelDims(), {"fp4": "e2m1"}, "set --dynamic-batch-pad-total-to 32"),
         (
+            ParallelDims(tensor_parallel=2, sequence_parallel=True),
+            {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+            "FP8 needs rows whose tokens divide by 128 on each rank, so by 256 in all",
+        ),
+        (
+            ParallelDims(tensor_parallel=2),
+            {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+            "set --dynamic-batch-pad-total-to 16",
+        ),
+        (
             ParallelDims(context_parallel=2, tensor_parallel=2, sequence_parallel=True),
             {"fp4": "e2m1"},
             "FP4 needs rows whose tokens divide by 32 on each rank, so by 128 in all",
@@ -283,6 +294,83 @@ def test_refused_combination_says_what_to_set(
 )
 def test_sound_combination_is_accepted(dims: ParallelDims, changes: dict[str, Any]) -> None:
     check_model_config(config(**changes), dims, PlannerConfig(max_tokens_per_gpu=128))
+
+
+CUDNN = (9, 19)
+OLD_CUDNN = (9, 17)
+
+
+@pytest.mark.parametrize(
+    ("changes", "engine", "cudnn", "expected"),
+    [
+        ({"cp_comm_type": "a2a"}, (2, 9), CUDNN, "a2a for packed rows from 2.10 on"),
+        ({"cp_comm_type": ["p2p", "a2a"]}, (2, 9), CUDNN, "set --cp-comm-type p2p"),
+        ({"cp_comm_type": "all_gather"}, (2, 17), CUDNN, "all_gather for packed rows from 2.18 on"),
+        ({"cp_comm_type": "a2a+p2p"}, (2, 18), CUDNN, "no cp_comm_type a2a+p2p for packed rows"),
+        ({"window_size": (128, 0)}, (2, 18), CUDNN, "set --cp-comm-type a2a (from 2.10) or all_g"),
+        (
+            {"window_size": (128, 0), "cp_comm_type": "all_gather"},
+            (2, 17),
+            CUDNN,
+            "Transformer Engine 2.17 has cp_comm_type all_gather for packed rows from 2.18 on",
+        ),
+        (
+            {"multi_latent_attention": True, "cp_comm_type": "a2a"},
+            (2, 14),
+            CUDNN,
+            "multi-latent attention under context parallelism with cp_comm_type p2p alone, not a2a",
+        ),
+        ({"softmax_type": "learnable"}, (2, 11), CUDNN, "install 2.12 or later"),
+        ({"softmax_type": "off-by-one"}, (2, 12), CUDNN, "needs cp_comm_type a2a"),
+        (
+            {"softmax_type": "off-by-one", "cp_comm_type": "a2a"},
+            (2, 12),
+            OLD_CUDNN,
+            "needs cuDNN 9.18 or later for packed rows, found 9.17",
+        ),
+    ],
+)
+def test_attention_that_transformer_engine_lacks_is_refused_by_version(
+    changes: dict[str, Any],
+    engine: tuple[int, int],
+    cudnn: tuple[int, int],
+    expected: str,
+) -> None:
+    made = config()
+    for name, value in changes.items():  # Megatron checks some of them itself
+        setattr(made, name, value)
+    dims, planner = ParallelDims(context_parallel=2), PlannerConfig(max_tokens_per_gpu=128)
+    with pytest.raises(DynamicBatchArgumentError) as caught:
+        check_model_config(made, dims, planner, Versions(engine, cudnn))
+    assert expected in str(caught.value)
+    check_model_config(made, dims, planner)  # by another attention
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "engine", "cudnn"),
+    [
+        ({}, 2, (2, 9), OLD_CUDNN),
+        ({"cp_comm_type": "p2p"}, 2, (2, 9), OLD_CUDNN),
+        ({"cp_comm_type": "a2a"}, 2, (2, 10), OLD_CUDNN),
+        ({"cp_comm_type": "all_gather"}, 2, (2, 18), OLD_CUDNN),
+        ({"cp_comm_type": "a2a+p2p"}, 1, (2, 9), OLD_CUDNN),
+        ({"window_size": (128, 0)}, 1, (2, 9), OLD_CUDNN),
+        ({"window_size": (-1, 0)}, 2, (2, 9), OLD_CUDNN),
+        ({"window_size": (128, 0), "cp_comm_type": "a2a"}, 2, (2, 10), OLD_CUDNN),
+        ({"multi_latent_attention": True}, 2, (2, 9), OLD_CUDNN),
+        ({"multi_latent_attention": True, "cp_comm_type": "a2a"}, 2, (2, 15), OLD_CUDNN),
+        ({"softmax_type": "learnable"}, 1, (2, 12), OLD_CUDNN),
+        ({"softmax_type": "learnable", "cp_comm_type": "a2a"}, 2, (2, 12), CUDNN),
+    ],
+)
+def test_attention_that_transformer_engine_has_is_accepted(
+    changes: dict[str, Any], size: int, engine: tuple[int, int], cudnn: tuple[int, int]
+) -> None:
+    made = config()
+    for name, value in changes.items():
+        setattr(made, name, value)
+    dims, planner = ParallelDims(context_parallel=size), PlannerConfig(max_tokens_per_gpu=128)
+    check_model_config(made, dims, planner, Versions(engine, cudnn))
 
 
 def test_all_problems_are_listed_at_once() -> None:

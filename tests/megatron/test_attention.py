@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mcore_batching.megatron.attention import segments
 from mcore_batching.megatron.attention.packed_attention import PackedAttention, host_cu_seqlens
 from mcore_batching.megatron.attention.segments import (
+    attend_by_variable_length_kernel,
     attend_run_by_run,
     attention_runs,
+    kernel_row,
+    why_not_variable_length,
     zigzag_restore_index,
 )
 
@@ -89,6 +96,90 @@ def test_offsets_are_read_back_where_a_row_carries_none_on_the_host() -> None:
     assert host_cu_seqlens(given_by_others) == [0, 4]
     given_by_others.cu_seqlens_q_padded = None
     assert host_cu_seqlens(given_by_others) == [0, 3]
+
+
+def dense_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_offsets: Tensor,
+    key_offsets: Tensor,
+    max_queries: int,
+    max_keys: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    """PyTorch 2.11's `varlen_attn`, by its documentation, for the CPU: no grouped queries."""
+    assert query.shape[1] == key.shape[1]
+    assert window_size == (-1, 0)
+    ends = [each.diff().max() for each in (query_offsets, key_offsets)]
+    assert ends == [max_queries, max_keys]
+    outs = []
+    for run in range(len(query_offsets) - 1):
+        q = query[query_offsets[run] : query_offsets[run + 1]]
+        k, v = (each[key_offsets[run] : key_offsets[run + 1]] for each in (key, value))
+        future = torch.ones(len(q), len(k), dtype=torch.bool).triu(1 + len(k) - len(q))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        weights = scores.masked_fill(future, -math.inf).softmax(-1)
+        outs.append(torch.einsum("hqk,khd->qhd", weights, v))
+    return torch.cat(outs)
+
+
+def grouped_dense_kernel(*tensors: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
+    """The same with grouped queries, as PyTorch 2.13 has it."""
+    query, key, value, *rest = tensors
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    return dense_kernel(query, key, value, *rest, **options)
+
+
+@pytest.mark.parametrize("kernel", [dense_kernel, grouped_dense_kernel])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_runs_reach_the_variable_length_kernel_whole(
+    monkeypatch: pytest.MonkeyPatch, kernel: Any, size: int, key_heads: int
+) -> None:
+    lengths = [4, 12, 8]
+    generator = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, 24, key_heads, 8, generator=generator, dtype=torch.float64)
+    monkeypatch.setattr(segments, "variable_length_kernel", lambda: kernel)
+    for rank in range(size):
+        runs = attention_runs(offsets(lengths), size, rank)
+        query = torch.randn(24 // size, 4, 8, generator=generator, dtype=torch.float64)
+        row = kernel_row(runs, query.device)
+        ours = attend_by_variable_length_kernel(query, key, value, row, SCALE)
+        plain = attend_run_by_run(query, key, value, runs, SCALE, 0.0)
+        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype", "device", "reason"),
+    [
+        ((64, 64), torch.bfloat16, "cuda", ""),
+        ((256, 256), torch.float16, "cuda", ""),
+        ((64, 64), torch.bfloat16, "cpu", "it runs on CUDA alone"),
+        ((64, 64), torch.float32, "cuda", "it takes float16 and bfloat16, not torch.float32"),
+        ((192, 128), torch.bfloat16, "cuda", "heads have 192 dims in queries and 128 in values"),
+        ((264, 264), torch.bfloat16, "cuda", "up to 256 dims a head, in multiples of 8, not 264"),
+        ((20, 20), torch.bfloat16, "cuda", "up to 256 dims a head, in multiples of 8, not 20"),
+    ],
+)
+def test_what_the_variable_length_kernel_cannot_take_has_a_reason(
+    dims: tuple[int, int], dtype: torch.dtype, device: str, reason: str
+) -> None:
+    with FakeTensorMode():
+        query, value = (torch.empty(3, 2, dim, dtype=dtype, device=device) for dim in dims)
+        found = why_not_variable_length(query, value)
+    assert found.endswith(reason)
+    assert bool(found) == bool(reason)
+
+
+def test_an_older_pytorch_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "variable_length_kernel", lambda: None)
+    with FakeTensorMode():
+        query = torch.empty(3, 2, 64, dtype=torch.bfloat16, device="cuda")
+        assert "has none with scale and window_size" in why_not_variable_length(query, query)
 
 
 @pytest.mark.parametrize(

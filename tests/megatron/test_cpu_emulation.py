@@ -6,8 +6,10 @@ All in one process of its own, in which it is turned on last.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from kit.patience import patience
@@ -90,3 +92,48 @@ def test_cuda_tensors_are_cpu_tensors(found: dict[str, object]) -> None:
     enabled = found["enabled"]
     assert isinstance(enabled, dict)
     assert [name for name, right in enabled.items() if not right] == []
+
+
+ENGINE = """
+raise RuntimeError('Transformer Engine was imported')
+"""
+WITH_ENGINE = """
+import json, os, sys, types
+found = {}
+from mcore_batching.megatron import cpu_emulation
+if sys.argv[1] == 'imported all the same':
+    sys.modules['transformer_engine'] = types.ModuleType('transformer_engine')
+try:
+    cpu_emulation.enable(force=True)
+    found['error'] = ''
+except cpu_emulation.DeviceError as error:
+    found['error'] = str(error)
+try:
+    import transformer_engine
+    found['there'] = True
+except ImportError:
+    found['there'] = False
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("case", ["importable", "imported all the same"])
+def test_transformer_engine_is_hidden_or_refused(tmp_path: Path, case: str) -> None:
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text(ENGINE)
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WITH_ENGINE, case],
+        env=os.environ | {"PYTHONPATH": paths, "MCORE_BATCHING_CPU": "1"},
+        capture_output=True,
+        text=True,
+        timeout=patience(240),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    if case == "importable":
+        assert found == {"error": "", "there": False}
+    else:
+        assert "cannot run with Transformer Engine" in found["error"]
+        assert "set MCORE_BATCHING_CPU=1 in the environment before" in found["error"]

@@ -12,6 +12,7 @@ from typing import Any
 from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
 from mcore_batching.integrations.megatron_lm.sft.provider import add_sft_arguments
 from mcore_batching.integrations.megatron_lm.start_messages import print_start_messages
+from mcore_batching.megatron import compat
 from mcore_batching.megatron.arguments import (
     PREFIX,
     add_dynamic_batch_arguments,
@@ -19,6 +20,7 @@ from mcore_batching.megatron.arguments import (
     planner_cost_model,
 )
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.transformer_engine import installed_versions
 from mcore_batching.megatron.validation import check_model_config
 from mcore_batching.planning import ConfigError, ParallelDims, ParallelDimsError
 
@@ -110,7 +112,8 @@ def check_arguments(args: Any) -> None:
     from megatron.training.arguments import core_transformer_config_from_args
 
     config = core_transformer_config_from_args(args)
-    check_model_config(config, dims, planner)
+    by_engine = compat.HAVE_TRANSFORMER_ENGINE and args.transformer_impl == "transformer_engine"
+    check_model_config(config, dims, planner, installed_versions() if by_engine else None)
     print_start_messages(args, config)
 
 

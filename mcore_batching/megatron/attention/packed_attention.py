@@ -8,13 +8,17 @@ Not for training at scale, where Transformer Engine's attention is the one to us
 
 - Under context parallelism keys and values of the whole row are gathered on each rank, cp times the
   memory of ring attention. Backward sums their gradients over the group and keeps its own part.
-- On CUDA in half precision without dropout, one variable-length kernel runs per row. Elsewhere
-  `scaled_dot_product_attention` runs once per run of queries, under context parallelism with a
-  dense mask whose memory is quadratic in a sample's length.
+- On CUDA in half precision without dropout, one variable-length kernel runs per row, for heads of
+  up to 256 dims in multiples of 8, the same for queries and values. Elsewhere (float32, other
+  heads, multi-latent attention, an older PyTorch) one `scaled_dot_product_attention` per run of
+  queries, under context parallelism with a dense mask whose memory is quadratic in a sample's
+  length; a warning says why.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from typing import Any
 
@@ -28,14 +32,18 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.attention.segments import (
-    Run,
+    KernelRow,
     attend_by_variable_length_kernel,
     attend_run_by_run,
     attention_runs,
-    has_variable_length_kernel,
+    kernel_row,
+    on_device,
+    why_not_variable_length,
     zigzag_restore_index,
 )
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
+
+logger = logging.getLogger(__name__)
 
 
 class _GatherTokens(torch.autograd.Function):
@@ -55,6 +63,37 @@ class _GatherTokens(torch.autograd.Function):
         dist.all_reduce(grad, group=ctx.group)
         first = ctx.group.rank() * ctx.local_tokens
         return grad[first : first + ctx.local_tokens], None
+
+
+class _Geometry:
+    """What attention knows of a row; what lies on the device is copied there once."""
+
+    def __init__(self, cu_seqlens: list[int], size: int, rank: int) -> None:
+        self.runs = attention_runs(cu_seqlens, size, rank)
+        self._cu_seqlens, self._size = cu_seqlens, size
+        self._restore: Tensor | None = None
+        self._kernel_row: KernelRow | None = None
+
+    def restore_index(self, device: torch.device) -> Tensor:
+        """The order of gathered keys in the row."""
+        if self._restore is None:
+            self._restore = on_device(zigzag_restore_index(self._cu_seqlens, self._size), device)
+        return self._restore
+
+    def kernel_row(self, device: torch.device) -> KernelRow:
+        """For the variable-length kernel."""
+        if self._kernel_row is None:
+            self._kernel_row = kernel_row(self.runs, device)
+        return self._kernel_row
+
+
+@functools.cache
+def _warn_of_slow_attention(reason: str) -> None:
+    logger.warning(
+        "PackedAttention runs one attention per sample, without PyTorch's variable-length kernel: "
+        "%s; Transformer Engine's attention may take it",
+        reason,
+    )
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
@@ -128,31 +167,32 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         dropout = self.dropout if self.training else 0.0
         if packed_seq_params is None:
             return self._plain(query, key, value, dropout)
-        runs, restore = self._geometry(packed_seq_params, key.device)
-        if restore is not None:
+        geometry = self._geometry(packed_seq_params)
+        if self.cp_group.size() > 1:
+            restore = geometry.restore_index(key.device)
             # One collective for both: keys and values side by side on the last axis.
             both = _GatherTokens.apply(  # type: ignore[no-untyped-call]
                 torch.cat((key, value), dim=-1), self.cp_group
             )
             both = both.index_select(0, restore)
             key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
-        if has_variable_length_kernel(query) and dropout == 0.0:
-            out = attend_by_variable_length_kernel(query, key, value, runs, self.softmax_scale)
+        reason = why_not_variable_length(query, value) or ("dropout" if dropout else "")
+        if reason:
+            if query.is_cuda:
+                _warn_of_slow_attention(reason)
+            out = attend_run_by_run(query, key, value, geometry.runs, self.softmax_scale, dropout)
         else:
-            out = attend_run_by_run(query, key, value, runs, self.softmax_scale, dropout)
+            row = geometry.kernel_row(query.device)
+            out = attend_by_variable_length_kernel(query, key, value, row, self.softmax_scale)
         return out.reshape(out.shape[0], -1)
 
-    def _geometry(
-        self, packed_seq_params: Any, device: torch.device
-    ) -> tuple[list[Run], Tensor | None]:
-        """The row's runs, and the order of gathered keys. Kept with the row: layers share them."""
-        geometry = getattr(packed_seq_params, "attention_geometry", None)
+    def _geometry(self, packed_seq_params: Any) -> _Geometry:
+        """Of the row, and kept with it: layers share it."""
+        geometry: _Geometry | None = getattr(packed_seq_params, "attention_geometry", None)
         if geometry is None:
             cu_seqlens = host_cu_seqlens(packed_seq_params)
-            size, rank = self.cp_group.size(), self.cp_group.rank()
-            runs = attention_runs(cu_seqlens, size, rank)
-            restore = zigzag_restore_index(cu_seqlens, size).to(device) if size > 1 else None
-            geometry = packed_seq_params.attention_geometry = (runs, restore)
+            geometry = _Geometry(cu_seqlens, self.cp_group.size(), self.cp_group.rank())
+            packed_seq_params.attention_geometry = geometry
         return geometry
 
     def _plain(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:

@@ -25,6 +25,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mcore_batching.batch import packed_positions
 
+MAX_HEAD_DIM = 256
+"""Of FlashAttention 2, which PyTorch's variable-length attention calls."""
+HEAD_DIM_MULTIPLE = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -122,44 +126,104 @@ def variable_length_kernel() -> Any:
         return None
 
     parameters = inspect.signature(varlen_attn).parameters
-    return varlen_attn if {"scale", "window_size", "enable_gqa"} <= set(parameters) else None
+    return varlen_attn if {"scale", "window_size"} <= set(parameters) else None
 
 
-def has_variable_length_kernel(query: Tensor) -> bool:
-    """True if the variable-length kernel can take these queries: half precision on CUDA."""
-    return (
-        query.is_cuda
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and variable_length_kernel() is not None
+def why_not_variable_length(query: Tensor, value: Tensor) -> str:
+    """Why the variable-length kernel cannot take these tensors; empty if it can.
+
+    Args:
+        query: ``[tokens, heads, dim]``.
+        value: ``[tokens, key-value heads, dim of values]``.
+    """
+    dim, value_dim = query.shape[-1], value.shape[-1]
+    if not query.is_cuda:
+        return "it runs on CUDA alone"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, not {query.dtype}"
+    if variable_length_kernel() is None:
+        return f"PyTorch {torch.__version__} has none with scale and window_size"
+    if value_dim != dim:
+        return f"heads have {dim} dims in queries and {value_dim} in values"
+    if dim > MAX_HEAD_DIM or dim % HEAD_DIM_MULTIPLE:
+        return (
+            f"it takes up to {MAX_HEAD_DIM} dims a head, in multiples of {HEAD_DIM_MULTIPLE}, "
+            f"not {dim}"
+        )
+    return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelRow:
+    """The runs of a row as the variable-length kernel takes them, on the device.
+
+    Attributes:
+        key_index: which of the gathered keys each run sees, ``[keys of all runs]``; None where the
+            runs see all of them in order.
+        query_offsets: int32 ``[runs + 1]``.
+        key_offsets: int32 ``[runs + 1]``.
+        max_queries: of a run.
+        max_keys: of a run.
+    """
+
+    key_index: Tensor | None
+    query_offsets: Tensor
+    key_offsets: Tensor
+    max_queries: int
+    max_keys: int
+
+
+def kernel_row(runs: Sequence[Run], device: torch.device) -> KernelRow:
+    """What the kernel needs to know of a row; the same in every layer."""
+    queries = [run.query_end - run.query_start for run in runs]
+    keys = [run.key_end - run.key_start for run in runs]
+    index = None
+    if queries != keys:
+        # Runs of a context-parallel rank share keys; the kernel wants a copy for each run.
+        index = torch.cat([torch.arange(run.key_start, run.key_end) for run in runs])
+
+    def offsets(lengths: Sequence[int]) -> Tensor:
+        starts = torch.tensor([0, *lengths], dtype=torch.int32)
+        return on_device(starts.cumsum(0, dtype=torch.int32), device)
+
+    return KernelRow(
+        key_index=None if index is None else on_device(index, device),
+        query_offsets=offsets(queries),
+        key_offsets=offsets(keys),
+        max_queries=max(queries),
+        max_keys=max(keys),
     )
 
 
+def on_device(host: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device for which the host does not wait."""
+    pinned = host.pin_memory() if device.type == "cuda" else host
+    return pinned.to(device, non_blocking=True)
+
+
 def attend_by_variable_length_kernel(
-    query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Run], scale: float
+    query: Tensor, key: Tensor, value: Tensor, row: KernelRow, scale: float
 ) -> Tensor:
     """``[tokens, heads, dim]`` attention of all runs by one kernel."""
-    query_lengths = [run.query_end - run.query_start for run in runs]
-    key_lengths = [run.key_end - run.key_start for run in runs]
-    if any(run.key_end - run.key_start != run.query_end - run.query_start for run in runs):
-        # Runs of a context-parallel rank share keys; the kernel wants a copy for each run.
-        index = torch.cat([torch.arange(run.key_start, run.key_end) for run in runs])
-        index = index.to(key.device, non_blocking=True)
-        key, value = key.index_select(0, index), value.index_select(0, index)
-
-    def offsets(lengths: Sequence[int]) -> Tensor:
-        starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return starts.to(query.device, non_blocking=True)
-
-    out: Tensor = variable_length_kernel()(
+    if row.key_index is not None:
+        key, value = key.index_select(0, row.key_index), value.index_select(0, row.key_index)
+    kernel = variable_length_kernel()
+    options: dict[str, Any] = {}
+    shared_by = query.shape[1] // key.shape[1]
+    if shared_by > 1 and "enable_gqa" in inspect.signature(kernel).parameters:
+        options["enable_gqa"] = True
+    elif shared_by > 1:
+        key, value = (each.repeat_interleave(shared_by, dim=1) for each in (key, value))
+    out: Tensor = kernel(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
-        offsets(query_lengths),
-        offsets(key_lengths),
-        max(query_lengths),
-        max(key_lengths),
+        row.query_offsets,
+        row.key_offsets,
+        row.max_queries,
+        row.max_keys,
         scale=scale,
         window_size=(-1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **options,
     )
     return out

@@ -19,13 +19,22 @@ from mcore_batching.megatron.attention.packed_attention import PackedAttention
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 
 
+def uses_transformer_engine() -> bool:
+    """True if `packed_layer_spec` takes Transformer Engine's layers.
+
+    Set ``apply_rope_fusion`` to it: unfused, packed rotary embeddings read the offsets back from
+    the device in every layer.
+    """
+    return compat.HAVE_TRANSFORMER_ENGINE and not cpu_emulation.is_enabled()
+
+
 def packed_layer_spec(config: TransformerConfig) -> ModuleSpec:
     """A GPT layer spec for packed rows, dense or mixture of experts.
 
     With Transformer Engine installed, Megatron's spec for it, unchanged. Without it, and on the CPU
     stand-in, Megatron's local spec, changed by `use_packed_attention`.
     """
-    if compat.HAVE_TRANSFORMER_ENGINE and not cpu_emulation.is_enabled():
+    if uses_transformer_engine():
         from megatron.core.models.gpt.gpt_layer_specs import (
             get_gpt_layer_with_transformer_engine_spec,
         )

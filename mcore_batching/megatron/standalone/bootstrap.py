@@ -43,7 +43,8 @@ def initialize_process_group(timeout_seconds: float = 600.0) -> None:
                 "no CUDA device: set MCORE_BATCHING_CPU=1 to run Megatron on the CPU with gloo, or "
                 "check the driver and CUDA_VISIBLE_DEVICES"
             )
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        # Ranks may share a GPU from NCCL 2.30 on (NCCL_MULTI_RANK_GPU_ENABLE=1); others refuse.
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     dist.init_process_group(
         "gloo" if cpu_emulation.is_enabled() else "nccl",
         timeout=datetime.timedelta(seconds=timeout_seconds),

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch._C._distributed_c10d import HashStore
 
 from mcore_batching.megatron import compat, cpu_emulation
-from mcore_batching.megatron.attention.specs import packed_layer_spec
+from mcore_batching.megatron.attention.specs import packed_layer_spec, uses_transformer_engine
 from mcore_batching.megatron.standalone.bootstrap import initialize_model_parallel, pipeline_config
 from mcore_batching.planning import ParallelDims
 from mcore_batching.planning.cost_fit import CostFit, Timing, fit_cost_model
@@ -118,7 +118,7 @@ def _stack(stack: LayerStack) -> Any:
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         persist_layer_norm=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=uses_transformer_engine(),
         **pipeline_config(ParallelDims()),
     )
     model = GPTModel(

@@ -92,6 +92,8 @@ def _measure(
     try:
         import torch
 
+        if options.cpu or not torch.cuda.is_available():
+            os.environ["MCORE_BATCHING_CPU"] = "1"  # hides Transformer Engine from megatron-core
         from mcore_batching.megatron import cpu_emulation
     except ImportError as error:
         raise UsageError(

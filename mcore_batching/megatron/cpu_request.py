@@ -1,0 +1,29 @@
+"""The wish for the CPU stand-in, known before megatron.core is imported.
+
+megatron-core decides as it is imported whether to use Transformer Engine, which runs on GPUs alone.
+Where the stand-in is asked for, importing this module makes ``import transformer_engine`` fail, as
+if it were not installed. The package imports it first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+ENVIRONMENT_VARIABLE = "MCORE_BATCHING_CPU"
+
+
+def is_requested() -> bool:
+    """True if ``MCORE_BATCHING_CPU=1`` asks the launchers for the stand-in."""
+    return os.environ.get(ENVIRONMENT_VARIABLE, "") not in ("", "0")
+
+
+def has_transformer_engine() -> bool:
+    """True if this process has imported Transformer Engine."""
+    return sys.modules.get("transformer_engine") is not None
+
+
+if is_requested() and not has_transformer_engine():
+    modules: dict[str, Any] = sys.modules
+    modules["transformer_engine"] = None
