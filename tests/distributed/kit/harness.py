@@ -101,7 +101,8 @@ def environment(nproc: int) -> dict[str, str]:
     variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     paths = [str(REPOSITORY), str(REPOSITORY / "tests" / "distributed")]
     variables["PYTHONPATH"] = os.pathsep.join([*paths, variables.get("PYTHONPATH", "")])
-    if torch.cuda.device_count() < nproc:
+    shares_gpu = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and torch.cuda.device_count()
+    if torch.cuda.device_count() < nproc and not shares_gpu:
         variables["CUDA_VISIBLE_DEVICES"] = ""
         variables["MCORE_BATCHING_CPU"] = "1"
         # The stand-in sets it too, but megatron-core, imported before, would load the compiler.

@@ -1,0 +1,215 @@
+"""What the parts share: processes, sizes, models, samples, and the rows of the report."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import re
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from mcore_batching.batch import PackedMicroBatch, StepTotals, token_mean
+from mcore_batching.megatron import (
+    packed_layer_spec,
+    response_log_probs,
+    train_step,
+    use_packed_attention,
+)
+from mcore_batching.megatron.attention import uses_transformer_engine
+from mcore_batching.megatron.compat import local_gpt_layer_spec
+from mcore_batching.megatron.standalone.bootstrap import (
+    build_model,
+    initialize_model_parallel,
+    initialize_process_group,
+    pipeline_config,
+)
+from mcore_batching.planning import ParallelDims
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of a model and its rows: large enough to fill a GPU, or small enough for a CPU."""
+
+    layers: int
+    hidden: int
+    heads: int
+    key_value_heads: int
+    vocabulary: int
+    cap_tokens: int
+
+
+GPU = Sizes(layers=4, hidden=1024, heads=16, key_value_heads=4, vocabulary=32768, cap_tokens=16384)
+CPU = Sizes(layers=2, hidden=64, heads=4, key_value_heads=2, vocabulary=512, cap_tokens=256)
+
+
+def on_gpu() -> bool:
+    """True on a GPU, False in the CPU twin."""
+    return os.environ.get("MCORE_BATCHING_CPU", "") in ("", "0")
+
+
+def device() -> torch.device:
+    return torch.device(torch.cuda.current_device())
+
+
+def parse(description: str | None) -> argparse.Namespace:
+    """The flags of a part."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--attention", choices=("te", "pytorch"), default="pytorch")
+    parser.add_argument("--lengths", help="file with one length a line")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--context-parallel", type=int, default=1)
+    return parser.parse_args()
+
+
+def start(options: argparse.Namespace) -> ParallelDims:
+    """Join the process group, of this process alone where torchrun started none."""
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 0}.items():
+        os.environ.setdefault(name, str(value))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    initialize_process_group()
+    dims = ParallelDims(
+        tensor_parallel=options.tensor_parallel, context_parallel=options.context_parallel
+    )
+    initialize_model_parallel(dims)
+    return dims
+
+
+def bare_model(
+    dims: ParallelDims,
+    sizes: Sizes,
+    attention: str,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> list[Any]:
+    """A model in Megatron's wrappers.
+
+    Args:
+        dims: of the job.
+        sizes: of the model.
+        attention: ``"te"`` or ``"pytorch"``.
+        dtype: of weights and activations.
+        options: of `TransformerConfig`, in place of the usual ones.
+    """
+    half = dtype == torch.bfloat16
+    if attention == "te" and on_gpu() and not uses_transformer_engine():
+        raise RuntimeError("Transformer Engine is not installed")
+    given: dict[str, Any] = {
+        "num_layers": sizes.layers,
+        "hidden_size": sizes.hidden,
+        "ffn_hidden_size": 4 * sizes.hidden,
+        "num_attention_heads": sizes.heads,
+        "num_query_groups": sizes.key_value_heads,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "init_method_std": sizes.hidden**-0.5,  # logits of order 1, or errors would not show
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bf16": half,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "calculate_per_token_loss": True,
+        "apply_rope_fusion": attention == "te" and uses_transformer_engine(),
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "persist_layer_norm": False,
+    }
+    config = TransformerConfig(**given | pipeline_config(dims) | options)
+    return build_model(
+        config,
+        vocab_size=sizes.vocabulary,
+        max_sequence_length=1 << 17,
+        spec=packed_layer_spec if attention == "te" else _local_spec,
+    )
+
+
+def _local_spec(config: TransformerConfig) -> Any:
+    return use_packed_attention(local_gpt_layer_spec(config), config)
+
+
+def named_parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters under the names that they have without Transformer Engine's fused norms."""
+    for chunk in model:
+        for name, parameter in unwrap_model(chunk).named_parameters():
+            plain = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+            yield re.sub(r"mlp\.linear_fc1\.layer_norm_", "pre_mlp_layernorm.", plain), parameter
+
+
+def core_attention(model: Sequence[Any]) -> str:
+    """The name of the attention that a model runs."""
+    layers = unwrap_model(model[0]).decoder.layers
+    return type(layers[0].self_attention.core_attention).__name__
+
+
+def arguments(cap_tokens: int | None, **changes: Any) -> SimpleNamespace:
+    """Megatron's arguments, as far as the engine reads them."""
+    return SimpleNamespace(
+        **{
+            "max_tokens_per_gpu": cap_tokens,
+            "global_batch_size": None,
+            "seq_length": 1,
+            "dynamic_batch_logits_in_model_dtype": True,
+        }
+        | changes
+    )
+
+
+def samples(lengths: Sequence[int], vocabulary: int, seed: int = 0) -> dict[str, list[Any]]:
+    """Random tokens, three quarters of each sample a response; the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    responses = [length * 3 // 4 for length in lengths]
+    return {
+        "tokens": [torch.randint(vocabulary, (n,), generator=generator) for n in lengths],
+        "total_lengths": list(lengths),
+        "response_lengths": responses,
+        "advantages": [torch.randn(r, generator=generator) for r in responses],
+    }
+
+
+def real_lengths(path: str | None, count: int, longest: int, seed: int = 0) -> list[int]:
+    """Lengths drawn from a file, or log-normal ones without it, none above the longest."""
+    generator = random.Random(seed)
+    if path:
+        with open(path) as file:
+            known = [min(int(line), longest) for line in file if line.strip()]
+        return generator.sample(known, count)
+    drawn = (round(longest / 12 * generator.lognormvariate(0, 1)) for _ in range(count))
+    return [max(2, min(longest, length)) for length in drawn]
+
+
+def loss(
+    logits: Tensor, row: PackedMicroBatch, totals: StepTotals
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Policy gradient of the response tokens."""
+    log_probs = response_log_probs(logits, row)
+    terms = [-(new * a) for new, a in zip(log_probs, row["advantages"], strict=True)]
+    share = token_mean(terms, row, totals)
+    return share, {"policy": share}
+
+
+def step(args: Any, model: list[Any], planned: tuple[Any, Any], loss_function: Any = loss) -> None:
+    """Forward and backward of a step, without an update."""
+    nothing = SimpleNamespace(
+        zero_grad=lambda: None, scale_loss=lambda x: x, step=lambda: (True, 0.0, 0)
+    )
+    train_step(loss_function, args, model, *planned, nothing)
+
+
+def report(what: str, found: object, wanted: str, ok: bool) -> None:
+    """A row of the table, from rank 0."""
+    if dist.get_rank() == 0:
+        row = {"what": what, "found": str(found), "wanted": wanted, "ok": ok}
+        print("ROW " + json.dumps(row), flush=True)

@@ -1,0 +1,114 @@
+"""Where the host waits for the device in a step, by line; none may grow with micro-batches.
+
+On a GPU PyTorch reports each wait. The CPU twin counts values that are read from any tensor, and
+operations whose result's size depends on values; it cannot tell the host's tensors from the
+device's, so its counts are for information.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import traceback
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import setting
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mcore_batching.megatron import cpu_emulation, get_data_iterator
+
+MOST_SHOWN = 12
+NOT_LINES = (__file__, setting.__file__, cpu_emulation.__file__)
+READS = ("_local_scalar_dense", "nonzero", "masked_select")
+Lines = collections.Counter[str]
+
+
+def main() -> None:
+    """Count waits of a step, and of one over twice as many micro-batches."""
+    options = setting.parse(__doc__)
+    dims = setting.start(options)
+    sizes = setting.GPU if setting.on_gpu() else setting.CPU
+    longest = sizes.cap_tokens // 4
+    lengths = setting.real_lengths(options.lengths, 48, longest)
+    model = setting.bare_model(dims, sizes, options.attention)
+    counted = []
+    for times in (1, 2):
+        args = setting.arguments(longest)
+        data = setting.samples(lengths * times, sizes.vocabulary)
+        planned = get_data_iterator(args, model, data)
+        setting.step(args, model, planned)
+        with _waits() as lines:
+            setting.step(args, model, planned)
+        counted.append((planned[1][0], lines))
+    (few, once), (many, twice) = counted
+    assert many > few
+    ours = {line: n for line, n in once.items() if _is_ours(line)}
+    grown = {line: n - once[line] for line, n in twice.items() if n > once[line]}
+    wanted = "none" if setting.on_gpu() else "for information"
+    for line, number in sorted(grown.items(), key=lambda each: -each[1])[:MOST_SHOWN]:
+        mine = _is_ours(line)
+        setting.report(
+            f"waits at {line}",
+            f"{number} more with {many} micro-batches than with {few}",
+            wanted if mine else "for information: not this package",
+            not (mine and setting.on_gpu()),
+        )
+    setting.report(
+        "waits of this package that grow with micro-batches",
+        sum(number for line, number in grown.items() if _is_ours(line)),
+        wanted,
+        not (setting.on_gpu() and any(map(_is_ours, grown))),
+    )
+    setting.report("waits of this package a step", sum(ours.values()), "for information", True)
+
+
+def _is_ours(line: str) -> bool:
+    return line.startswith("mcore_batching/")
+
+
+def _line() -> str:
+    """The innermost line of this package or of Megatron."""
+    for frame in reversed(traceback.extract_stack()):
+        for root in ("mcore_batching/", "megatron/"):
+            if f"/{root}" in frame.filename and frame.filename not in NOT_LINES:
+                return f"{root}{frame.filename.rpartition('/' + root)[2]}:{frame.lineno}"
+    return "elsewhere"
+
+
+class _Reads(TorchDispatchMode):
+    def __init__(self, lines: Lines) -> None:
+        super().__init__()
+        self.lines = lines
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in READS:
+            self.lines[_line()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _waits() -> Iterator[Lines]:
+    lines: Lines = collections.Counter()
+    if not setting.on_gpu():
+        with _Reads(lines):
+            yield lines
+        return
+
+    def note(*unused: Any, **also_unused: Any) -> None:
+        lines[_line()] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield lines
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+if __name__ == "__main__":
+    main()

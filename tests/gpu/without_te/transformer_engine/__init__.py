@@ -1,0 +1,3 @@
+"""In front on the path, this makes Megatron believe that Transformer Engine is not installed."""
+
+raise ImportError("hidden by tests/gpu/run_parts.py")
