@@ -24,6 +24,7 @@ from mcore_batching.megatron.errors import (
     PlanningFailedError,
 )
 from mcore_batching.megatron.forward_only import forward_only
+from mcore_batching.megatron.fused_output import FusedLogits
 from mcore_batching.megatron.log_probs import (
     response_entropy,
     response_log_probs,
@@ -38,6 +39,7 @@ __all__ = [
     "DataIterator",
     "DynamicBatchArgumentError",
     "ForwardFailedError",
+    "FusedLogits",
     "NonFiniteError",
     "PackedAttention",
     "PipelineFailedError",

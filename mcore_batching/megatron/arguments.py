@@ -99,6 +99,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "it makes them, without Megatron's float32 copy of them all: log-probs and entropies of "
         "this package are the same to the bit; what your own code computes it must cast",
     },
+    "fuse_output_layer": {
+        "action": "store_true",
+        "help": "multiply by the output layer inside response_log_probs and its siblings, a chunk "
+        "of tokens at a time and again in backward, so that logits of all tokens never exist: "
+        "losses get FusedLogits, which only those functions read",
+    },
     "record": {
         "default": None,
         "metavar": "DIR",
@@ -194,8 +200,14 @@ def log_prob_chunk_tokens(args: Any) -> int:
 
 
 def keeps_logits_in_model_dtype(args: Any) -> bool:
-    """True if losses get logits as the model makes them, not copied to float32."""
-    return bool(getattr(args, "dynamic_batch_logits_in_model_dtype", False))
+    """True if losses get logits (or `FusedLogits`) in the model's type, not copied to float32."""
+    asked = getattr(args, "dynamic_batch_logits_in_model_dtype", False)
+    return bool(asked) or fuses_output_layer(args)
+
+
+def fuses_output_layer(args: Any) -> bool:
+    """True if losses get `FusedLogits` in place of logits."""
+    return bool(getattr(args, "dynamic_batch_fuse_output_layer", False))
 
 
 def planner_config(args: Any) -> PlannerConfig:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -36,6 +37,19 @@ def is_engines_attention(module: Any) -> bool:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     return isinstance(module, TEDotProductAttention)
+
+
+def why_no_plain_product(layer: Any) -> str:
+    """What an output layer is beside the product with its weight; empty if nothing."""
+    if type(layer) is not ColumnParallelLinear:
+        return f"is a {type(layer).__name__}"
+    if layer.bias is not None:
+        return "has a bias"
+    if layer.gather_output:
+        return "gathers its output (parallel_output=False)"
+    if getattr(layer, "gtp_remat_size", 1) > 1:  # from 0.19 on
+        return "gathers its weight (generalized tensor parallelism)"
+    return ""
 
 
 def attention_groups(pg_collection: Any) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from mcore_batching.batch import OrderError, restore_order
 from mcore_batching.batch.consensus import Statement
-from mcore_batching.megatron.arguments import keeps_logits_in_model_dtype, log_prob_chunk_tokens
-from mcore_batching.megatron.chunk_forward import run_chunk
+from mcore_batching.megatron.arguments import fuses_output_layer, log_prob_chunk_tokens
+from mcore_batching.megatron.chunk_forward import run_for_losses
 from mcore_batching.megatron.consensus import agree_after_pipeline, get_consensus
 from mcore_batching.megatron.data_iterator import (
     DataIterator,
@@ -34,6 +34,7 @@ from mcore_batching.megatron.log_probs import chunks_of_tokens
 from mcore_batching.megatron.logits_function import adapted, real_outputs
 from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep, prepare
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
+from mcore_batching.megatron.validation import check_logits
 
 _OPERATION = "forward_only"
 
@@ -122,12 +123,12 @@ def _opened(
     def work() -> tuple[list[Any], PlannedRollout, Callable[..., Any]]:
         chunks = model_chunks(model)
         get_model_config(chunks[0])
-        log_prob_chunk_tokens(args)
+        check_logits(args, chunks)
         rollout = rollout_of(data_iterator)
         if not has_own_forward_plan(args):
             for step in range(len(rollout.schedule.steps)):
                 rollout.schedule.check_step(step, num_microbatches)
-        return chunks, rollout, adapted(f, rollout.schedule)
+        return chunks, rollout, adapted(f, rollout.schedule, fused=fuses_output_layer(args))
 
     def says(opened: tuple[list[Any], PlannedRollout, Callable[..., Any]]) -> Statement:
         return Statement(
@@ -168,6 +169,7 @@ def _run(
     ) -> tuple[Tensor, Callable[..., Any]]:
         del unused
         row = next(rows).row
+        of_chunk, logits_of = run_for_losses(args, chunk, row)
 
         def collect(output: Tensor, non_loss_data: bool = True) -> _RowOutputs:
             del non_loss_data
@@ -180,14 +182,14 @@ def _run(
                 "micro_batch": row,
             }
             try:
-                values = real_outputs(f(output, **offered), row)
+                values = real_outputs(f(logits_of(output), **offered), row)
             except Exception as exception:
                 # The pipeline has to run dry before all ranks can be told.
                 defer(args, failed, exception)
                 values = {}
             return _RowOutputs(row.is_placeholder, values)
 
-        return run_chunk(chunk, row, keeps_logits_in_model_dtype(args)), collect
+        return of_chunk, collect
 
     rows = prepared.iterators(len(chunks))
     with chunks_of_tokens(log_prob_chunk_tokens(args)):

@@ -4,6 +4,8 @@ With a vocabulary of 150k the logits of a row are by far its largest tensor, and
 of them is another 10 GB at 16k tokens. So nothing here has the shape of all logits: rows are cast
 to float32 a chunk at a time, and only those that predict a response token; the backward pass
 computes the softmax again, and writes the gradient over the logits, which nobody reads by then.
+With ``--dynamic-batch-logits-in-model-dtype`` the logits themselves take half as much, with
+``--dynamic-batch-fuse-output-layer`` (`fused_output`) they are never made.
 """
 
 from __future__ import annotations
@@ -20,7 +22,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mcore_batching.batch import BatchError, PackedMicroBatch
 from mcore_batching.batch.context_parallel import gather_own_values
-from mcore_batching.megatron.token_statistics import Options, StatisticsOfLogits
+from mcore_batching.megatron.fused_output import FusedLogits, Logits
+from mcore_batching.megatron.token_statistics import (
+    Options,
+    StatisticsOfLogits,
+    StatisticsOfProduct,
+)
 
 CHUNK_TOKENS = 512
 """Tokens cast to float32 at a time: at a vocabulary of 152k a copy takes 0.3 GB, of 16k tokens' 10,
@@ -40,7 +47,7 @@ def chunks_of_tokens(tokens: int) -> Iterator[None]:
 
 
 def response_log_probs(
-    logits: Tensor,
+    logits: Logits,
     row: PackedMicroBatch,
     *,
     temperature: float = 1.0,
@@ -54,7 +61,8 @@ def response_log_probs(
 
     Args:
         logits: ``[1, local tokens, local vocabulary]``, what the last stage's chunk returns, in any
-            floating-point type; computed with in float32.
+            floating-point type; computed with in float32. Or `FusedLogits`, what losses get under
+            ``--dynamic-batch-fuse-output-layer``.
         row: the micro-batch that they were computed from.
         temperature: divides the logits.
         chunk_tokens: tokens of which float32 copies are held at a time; None: what
@@ -78,7 +86,7 @@ def response_log_probs(
 
 
 def response_log_probs_and_entropy(
-    logits: Tensor,
+    logits: Logits,
     row: PackedMicroBatch,
     *,
     temperature: float = 1.0,
@@ -102,7 +110,7 @@ def response_log_probs_and_entropy(
 
 @torch.no_grad()
 def response_entropy(
-    logits: Tensor,
+    logits: Logits,
     row: PackedMicroBatch,
     *,
     temperature: float = 1.0,
@@ -135,21 +143,26 @@ _readers: Any = WeakTensorKeyDictionary()  # its methods have no types
 
 
 def _gathered(
-    logits: Tensor, row: PackedMicroBatch, options: Options, overwrite_logits: bool
+    logits: Logits, row: PackedMicroBatch, options: Options, overwrite_logits: bool
 ) -> list[Tensor]:
     """``[response_length, 1 or 2]`` for each sample: log-probability, and entropy if asked for."""
+    whole = logits.whole_hidden()[None] if isinstance(logits, FusedLogits) else logits
     expected = row.labels.shape[1]
-    if logits.dim() != 3 or logits.shape[:2] != (1, expected):
+    if whole.dim() != 3 or whole.shape[:2] != (1, expected):
         raise BatchError(
             f"expected logits of shape [1, {expected}, vocabulary], one row for each token of the "
-            f"micro-batch on this rank, got {list(logits.shape)}"
+            f"micro-batch on this rank, got {list(whole.shape)}"
         )
-    readers: list[None] | None = None
-    if overwrite_logits and logits.requires_grad and torch.is_grad_enabled():
-        readers = _readers.setdefault(logits, [])
-        readers.append(None)
-    positions = row.responses.owned_positions.to(logits.device)
+    positions = row.responses.owned_positions.to(whole.device)
     targets = row.labels[0].index_select(0, positions)
-    values = cast(Any, StatisticsOfLogits).apply(logits, positions, targets, options, readers)
+    if isinstance(logits, FusedLogits):
+        product = cast(Any, StatisticsOfProduct)
+        values = product.apply(whole[0], logits.weight, positions, targets, options)
+    else:
+        readers: list[None] | None = None
+        if overwrite_logits and logits.requires_grad and torch.is_grad_enabled():
+            readers = _readers.setdefault(logits, [])
+            readers.append(None)
+        values = cast(Any, StatisticsOfLogits).apply(logits, positions, targets, options, readers)
     group = parallel_state.get_context_parallel_group()
     return gather_own_values(values, row, group=group if group.size() > 1 else None)

@@ -13,7 +13,9 @@ from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.planning import sample_multiple_tokens
 
 
-def adapted(f: Callable[..., Any], schedule: MicroBatchSchedule) -> Callable[..., Any]:
+def adapted(
+    f: Callable[..., Any], schedule: MicroBatchSchedule, *, fused: bool = False
+) -> Callable[..., Any]:
     """``f`` for all keywords that are offered, with logits in the layout that it expects.
 
     A function that does not take ``micro_batch`` expects the samples' tokens one behind the other,
@@ -36,6 +38,13 @@ def adapted(f: Callable[..., Any], schedule: MicroBatchSchedule) -> Callable[...
             f"padded to {2 * size}, but samples are padded to {padded_to}: let it take micro_batch "
             "(gather_response and response_log_probs do), or turn off sequence parallelism and "
             "--dynamic-batch-pad-each-to"
+        )
+
+    if by_lengths and fused:
+        raise ValueError(
+            f"{getattr(f, '__name__', f)} does not take micro_batch, so it reads logits, which "
+            "--dynamic-batch-fuse-output-layer never makes: let it take micro_batch and call "
+            "response_log_probs, or unset the flag"
         )
 
     def with_offered(logits: Tensor, **offered: Any) -> Any:

@@ -48,16 +48,18 @@ def _scalar(name: str, value: Any) -> Tensor:
     return value.reshape(())
 
 
-def attached(share: Tensor, output: Tensor) -> Tensor:
-    """``share``, with a gradient of 0 by ``output`` if it does not depend on it.
+def attached(share: Tensor, *tensors: Tensor) -> Tensor:
+    """``share``, with a gradient of 0 by each of the tensors that it does not depend on.
 
     So that every gradient hook fires even where the share is a constant. Where it is not, nothing
     is added: a zero gradient of the logits takes as much memory as they do.
     """
-    if not output.requires_grad or _depends(share, output):
-        return share
-    # An empty sum: 0 times an infinite entry would be NaN.
-    return share + output.reshape(-1)[:0].sum().to(share.dtype)
+    made = share
+    for tensor in tensors:
+        if tensor.requires_grad and not _depends(share, tensor):
+            # An empty sum: 0 times an infinite entry would be NaN.
+            made = made + tensor.reshape(-1)[:0].sum().to(share.dtype)
+    return made
 
 
 def _depends(value: Tensor, on: Tensor) -> bool:

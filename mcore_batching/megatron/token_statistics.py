@@ -92,6 +92,51 @@ class StatisticsOfLogits(torch.autograd.Function):
         return gradient.detach(), None, None, None, None
 
 
+class StatisticsOfProduct(torch.autograd.Function):
+    """``[positions, 1 or 2]`` from hidden states and the weight that makes logits of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        positions: Tensor,
+        targets: Tensor,
+        options: Options,
+    ) -> Tensor:
+        """Log-probability, and entropy if asked for.
+
+        Args:
+            ctx: autograd's.
+            hidden: ``[tokens, hidden size]``, the same on all tensor-parallel ranks.
+            weight: ``[local vocabulary, hidden size]``.
+            positions: ``[positions]``, each token at most once.
+            targets: ``[positions]``, entries of the whole vocabulary.
+            options: of the call.
+        """
+        softmax = _Softmax(targets, weight.shape[0], options)
+        found = softmax.measure(lambda part: hidden.index_select(0, positions[part]) @ weight.t())
+        ctx.save_for_backward(hidden, weight, positions)
+        ctx.softmax = softmax
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of this rank's part of the vocabulary."""
+        hidden, weight, positions = ctx.saved_tensors
+        by_hidden = torch.zeros_like(hidden)
+        by_weight = torch.zeros_like(weight, dtype=torch.float32)
+        softmax: _Softmax = ctx.softmax
+        for part in softmax.parts:
+            rows = hidden.index_select(0, positions[part])
+            by_logits = softmax.gradient(part, rows @ weight.t(), grads)
+            by_hidden.index_copy_(0, positions[part], by_logits @ weight)
+            by_weight += by_logits.t() @ rows
+            del by_logits  # or it lasts until the next chunk's is made
+        return by_hidden, by_weight.to(weight.dtype), None, None, None
+
+
 class _Softmax:
     """Softmax of logits that are seen a chunk of tokens at a time, twice if differentiated.
 

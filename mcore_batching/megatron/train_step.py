@@ -23,10 +23,11 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch, StepTotals
-from mcore_batching.megatron.arguments import keeps_logits_in_model_dtype, log_prob_chunk_tokens
-from mcore_batching.megatron.chunk_forward import run_chunk
+from mcore_batching.megatron.arguments import log_prob_chunk_tokens
+from mcore_batching.megatron.chunk_forward import run_for_losses
 from mcore_batching.megatron.data_iterator import DataIterator, schedule_of
 from mcore_batching.megatron.failure_watch import defer, reporting
+from mcore_batching.megatron.fused_output import tensors_of
 from mcore_batching.megatron.log_probs import chunks_of_tokens
 from mcore_batching.megatron.loss_shares import (
     agreed_shares,
@@ -44,11 +45,13 @@ from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep, pre
 from mcore_batching.megatron.recording import recorded
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
+from mcore_batching.megatron.validation import check_logits
 
 _OPERATION = "train_step"
 
-LossFunction = Callable[[Tensor, PackedMicroBatch, StepTotals], tuple[Tensor, Mapping[str, Tensor]]]
-"""``(logits, micro_batch, totals) -> (share of the loss, name to share of a metric)``."""
+LossFunction = Callable[[Any, PackedMicroBatch, StepTotals], tuple[Tensor, Mapping[str, Tensor]]]
+"""``(logits, micro_batch, totals) -> (share of the loss, name to share of a metric)``; logits are a
+tensor, or `FusedLogits` under ``--dynamic-batch-fuse-output-layer``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +117,7 @@ def train_step(
 
     def schedule() -> MicroBatchSchedule:
         get_model_config(model_chunks(model)[0])
-        log_prob_chunk_tokens(args)
+        check_logits(args, model_chunks(model))
         if not callable(loss_function):
             raise TypeError(f"loss_function must be a function, got {type(loss_function).__name__}")
         found = schedule_of(data_iterator)
@@ -176,17 +179,20 @@ def _forward_backward(
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]:
         del unused
         prepared_row = next(rows)
+        made, logits_of = run_for_losses(args, chunk, prepared_row.row)
 
         def loss(output: Tensor) -> tuple[Any, ...]:
             reported: dict[str, Tensor] = {}
+            logits = logits_of(output)
             try:
-                share, metrics = checked_shares(loss_function(output, prepared_row.row, totals))
+                share, metrics = checked_shares(loss_function(logits, prepared_row.row, totals))
                 reported = {"loss": share, **metrics}
                 reported = {name: value.detach().clone() for name, value in reported.items()}
-                scaled = attached(share, output) * undo
+                scaled = attached(share, *tensors_of(logits)) * undo
             except Exception as exception:
                 defer(args, failed, exception)
-                scaled = attached(output.new_zeros((), dtype=torch.float32), output)
+                nothing = output.new_zeros((), dtype=torch.float32)
+                scaled = attached(nothing, *tensors_of(logits))
             if per_token:
                 count = torch.tensor(
                     prepared_row.owned_num_tokens, dtype=torch.int, device=output.device
@@ -194,7 +200,7 @@ def _forward_backward(
                 return scaled, count, reported
             return scaled, reported
 
-        return run_chunk(chunk, prepared_row.row, keeps_logits_in_model_dtype(args)), loss
+        return made, loss
 
     rows = prepared.iterators(len(model))
     with chunks_of_tokens(log_prob_chunk_tokens(args)):

@@ -12,8 +12,14 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.utils import get_model_config
 
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.arguments import PREFIX, log_prob_chunk_tokens, planner_config
+from mcore_batching.megatron.arguments import (
+    PREFIX,
+    fuses_output_layer,
+    log_prob_chunk_tokens,
+    planner_config,
+)
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.fused_output import check_can_be_fused
 from mcore_batching.megatron.topology import current_dims, model_chunks
 from mcore_batching.megatron.transformer_engine import (
     Versions,
@@ -42,8 +48,19 @@ def check_settings(args: Any, model: Any) -> None:
         DynamicBatchArgumentError: listing every problem with what to set instead.
     """
     chunks = model_chunks(model)
-    log_prob_chunk_tokens(args)
+    check_logits(args, chunks)
     prepare_model(chunks, current_dims(chunks), planner_config(args))
+
+
+def check_logits(args: Any, chunks: list[Any]) -> None:
+    """Refuse flags of log-probabilities that this model cannot have.
+
+    Raises:
+        DynamicBatchArgumentError: naming what to change.
+    """
+    log_prob_chunk_tokens(args)
+    if fuses_output_layer(args):
+        check_can_be_fused(chunks)
 
 
 def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -> None:

@@ -73,7 +73,6 @@ def test_the_gradient_is_written_over_logits_that_nobody_else_reads(
             "kit.log_probs:settings_of_a_step",
             1,
             {},
-            {"reference": "dense"},
         )
     ],
     ids=str,
@@ -91,3 +90,36 @@ def test_flags_of_log_probs_in_a_step(job: Job, ranks: list[dict[str, Any]]) -> 
         assert found[name]["touches all"], name
         assert found[name]["largest"] == largest, name
         assert found[name]["zeros"] > 0, name  # what `zeros` above would have counted
+
+
+FUSED: list[tuple[str, dict[str, Any], bool]] = [
+    ("tp2-sp", {"tensor_parallel": 2, "sequence_parallel": True}, False),
+    ("tp2-tied", {"tensor_parallel": 2}, True),
+    ("cp2", {"context_parallel": 2}, False),
+    ("pp2-tied", {"pipeline_parallel": 2}, True),
+]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(
+            f"log-probs-fused-{name}",
+            "kit.log_probs:fused_against_plain",
+            2,
+            dims,
+            {"dims": dims, "tied": tied},
+        )
+        for name, dims, tied in FUSED
+    ],
+    ids=str,
+)
+def test_a_fused_output_layer_changes_nothing(job: Job, ranks: list[dict[str, Any]]) -> None:
+    """Sums over the vocabulary are the same; gradients are added up over chunks of tokens."""
+    assert ["FusedLogits", "Tensor"] in [rank["kinds"] for rank in ranks]
+    for rank in ranks:
+        assert rank["log-probabilities"] < FLOAT32
+        assert rank["gradients"] < 10 * FLOAT32
+        assert rank["largest gradient"] > 1e-3
+        assert rank["constant touches all"]
+        assert rank["parameters"] == 1

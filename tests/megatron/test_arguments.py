@@ -33,6 +33,7 @@ FLAGS = {
     "--dynamic-batch-cost-model",
     "--dynamic-batch-fill",
     "--dynamic-batch-forward-only-plan",
+    "--dynamic-batch-fuse-output-layer",
     "--dynamic-batch-log-prob-chunk-tokens",
     "--dynamic-batch-logits-in-model-dtype",
     "--dynamic-batch-max-inflight-tokens",

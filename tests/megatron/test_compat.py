@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from mcore_batching.megatron import compat
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.fused_output import check_can_be_fused
 
 
 def test_packed_sequence_parameters_are_what_transformer_engine_expects() -> None:
@@ -35,3 +40,24 @@ def test_options_that_a_release_lacks_are_off() -> None:
     assert not compat.has_sequence_packing(SimpleNamespace())
     assert compat.has_sequence_packing(SimpleNamespace(sequence_packing_scheduler="default"))
     assert not compat.pads_uneven_dispatch_inputs(SimpleNamespace())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"bias": torch.zeros(1)}, "has a bias"),
+        ({"gather_output": True}, "gathers its output (parallel_output=False)"),
+        ({"gtp_remat_size": 2}, "gathers its weight (generalized tensor parallelism)"),
+    ],
+)
+def test_output_layers_that_are_more_than_a_product(changes: dict[str, Any], reason: str) -> None:
+    layer = object.__new__(ColumnParallelLinear)
+    layer.__dict__.update({"bias": None, "gather_output": False, "gtp_remat_size": 1} | changes)
+    assert compat.why_no_plain_product(layer) == reason
+
+
+def test_an_output_layer_of_another_class_is_more_than_a_product() -> None:
+    chunk = SimpleNamespace(output_layer=torch.nn.Identity(), config=SimpleNamespace())
+    with pytest.raises(DynamicBatchArgumentError, match="the output layer is a Identity, so it"):
+        check_can_be_fused([chunk])

@@ -19,6 +19,7 @@ from mcore_batching.megatron import (
     response_log_probs,
     response_log_probs_and_entropy,
 )
+from mcore_batching.megatron.fused_output import FusedLogits
 from mcore_batching.megatron.log_probs import CHUNK_TOKENS
 
 HIDDEN = 32
@@ -30,7 +31,8 @@ def measure(
     """Peak resident memory over the logits, in float32 copies of them, and seconds, of each way.
 
     The logits are the product of a small hidden state and a weight, as a model's last layer makes
-    them, so that their gradient goes on to somebody.
+    them, so that their gradient goes on to somebody. The fused way makes none. ``all``: with the
+    logits themselves.
     """
     torch.set_num_threads(1)
     size = parallel_state.get_tensor_model_parallel_world_size()
@@ -38,11 +40,16 @@ def measure(
     unit = tokens * vocabulary // size * 4
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(tokens, HIDDEN, generator=generator).to(getattr(torch, dtype))
-    weight = torch.randn(HIDDEN, vocabulary // size, generator=generator).to(hidden.dtype)
+    weight = torch.randn(vocabulary // size, HIDDEN, generator=generator).to(hidden.dtype)
     found = {}
     for name, (log_probs, differentiable) in WAYS.items():
         hidden.grad = weight.grad = None
-        logits = (hidden.requires_grad_() @ weight.requires_grad_())[None]
+        hidden.requires_grad_()
+        weight.requires_grad_()
+        fused = log_probs is _fused
+        logits: Any = FusedLogits(hidden[None], weight, False)
+        if not fused:
+            logits = (hidden @ weight.t())[None]
         torch.distributed.barrier()
         with torch.set_grad_enabled(differentiable):
             before = _resident()
@@ -59,10 +66,11 @@ def measure(
         found[name] = {
             "forward": forward,
             "backward": backward,
+            "all": max(forward, backward) + (0.0 if fused else hidden.element_size() / 4),
             "seconds": time.perf_counter() - started,
         }
         del total
-        logits = None  # type: ignore[assignment]
+        logits = None
     return found
 
 
@@ -82,6 +90,11 @@ def _row(tokens: int, vocabulary: int, response_share: float) -> PackedMicroBatc
 
 def _ours(logits: Tensor, row: PackedMicroBatch) -> Tensor:
     return torch.cat(response_log_probs(logits, row)).sum()
+
+
+def _fused(logits: FusedLogits, row: PackedMicroBatch) -> Tensor:
+    both = response_log_probs_and_entropy(logits, row)
+    return sum((torch.cat(each).sum() for each in both), start=torch.zeros(()))
 
 
 def _ours_with_entropy(logits: Tensor, row: PackedMicroBatch) -> Tensor:
@@ -144,10 +157,11 @@ def _selected(per_token: Tensor, row: PackedMicroBatch) -> Tensor:
     return per_token.index_select(0, row.responses.owned_positions).sum()
 
 
-WAYS: dict[str, tuple[Callable[[Tensor, PackedMicroBatch], Tensor], bool]] = {
+WAYS: dict[str, tuple[Callable[[Any, PackedMicroBatch], Tensor], bool]] = {
     "ours": (_ours, True),
     "ours, with entropy": (_ours_with_entropy, True),
     "ours, entropy alone": (_our_entropy, False),
+    "ours, fused, with entropy": (_fused, True),
     "before: cross entropy of a copy": (_cross_entropy_of_a_copy, True),
     "Megatron's cross entropy, in place": (_megatrons_own, True),
     "plain chunks, all rows": (_plain_chunks, True),

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kit.exactness import arguments, log_probs_of
-from kit.model import sharded_model
+from kit.model import MAX_SEQUENCE_LENGTH, transformer_config
 from kit.objective import packed_objective
 from kit.samples import make_samples, take
 from mcore_batching.batch import (
@@ -20,6 +20,7 @@ from mcore_batching.batch import (
     PackedMicroBatch,
     StepTotals,
     owned_response_mask,
+    token_mean,
 )
 from mcore_batching.batch.pack import pack
 from mcore_batching.batch.row_layout import Row
@@ -31,6 +32,7 @@ from mcore_batching.megatron import (
     response_log_probs_and_entropy,
     train_step,
 )
+from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
 from mcore_batching.planning import ParallelDims
 
 VOCABULARY = 64
@@ -132,13 +134,18 @@ class _Operations(TorchDispatchMode):
 
 
 class _Job:
-    """A bfloat16 model on one process and a step over its samples, without an update."""
+    """A model and a step over its samples, without an update."""
 
-    def __init__(self, reference: str) -> None:
-        weights = torch.load(reference, weights_only=True)["weights"]
-        half = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        self.model = sharded_model(ParallelDims(), "dense", weights, ddp, **half)
+    def __init__(self, dims: ParallelDims, dtype: torch.dtype, **options: Any) -> None:
+        half = {"bf16": dtype is torch.bfloat16, "params_dtype": dtype, "pipeline_dtype": dtype}
+        self.dims = dims
+        self.model = build_model(
+            transformer_config("dense", **pipeline_config(dims), init_method_std=0.2, **half),
+            vocab_size=VOCABULARY,
+            max_sequence_length=MAX_SEQUENCE_LENGTH,
+            ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True),
+            **options,
+        )
         self.touched: set[str] = set()
         for name, parameter in self.model[0].named_parameters():
             parameter.register_hook(lambda grad, name=name: self.touched.add(name))
@@ -147,13 +154,14 @@ class _Job:
         """Operations of a step, and its gradients."""
         seen = _Operations()
 
-        def watched(logits: Tensor, row: PackedMicroBatch, totals: StepTotals) -> Any:
-            seen.logits_shapes |= {tuple(logits.shape), (logits.numel(),)}
-            seen.dtypes.add(str(logits.dtype))
+        def watched(logits: Any, row: PackedMicroBatch, totals: StepTotals) -> Any:
+            if isinstance(logits, torch.Tensor):
+                seen.logits_shapes |= {tuple(logits.shape), (logits.numel(),)}
+                seen.dtypes.add(str(logits.dtype))
             return loss(logits, row, totals)
 
         self.touched.clear()
-        args = arguments(ParallelDims(), **settings)
+        args = arguments(self.dims, **settings)
         iterators, counts = get_data_iterator(args, self.model, make_samples())
         optimizer = SimpleNamespace(
             zero_grad=lambda: None, scale_loss=lambda x: x, step=lambda: (True, 0.0, 0)
@@ -165,15 +173,45 @@ class _Job:
         return seen, torch.cat(gradients).clone()
 
     def log_probs(self, **settings: Any) -> Tensor:
-        args = arguments(ParallelDims(), **settings)
+        args = arguments(self.dims, **settings)
         iterators, counts = get_data_iterator(args, self.model, make_samples())
         made = forward_only(log_probs_of, args, self.model, iterators, counts)
-        return torch.cat(made["log_probs"])
+        return torch.cat(made["log_probs"]) if made else torch.ones(1)
 
 
-def settings_of_a_step(reference: str) -> dict[str, Any]:
+def fused_against_plain(dims: dict[str, Any], tied: bool) -> dict[str, Any]:
+    """Differences that fusing the output layer makes; hooks that a constant loss fires."""
+    job = _Job(ParallelDims(**dims), torch.float32, share_embeddings_and_output_weights=tied)
+    on = {"dynamic_batch_fuse_output_layer": True, "dynamic_batch_log_prob_chunk_tokens": 7}
+    kinds: set[str] = set()
+
+    def both(logits: Any, row: PackedMicroBatch, totals: StepTotals) -> Any:
+        kinds.add(type(logits).__name__)
+        log_probs, entropies = response_log_probs_and_entropy(logits, row, temperature=0.8)
+        share, _ = packed_objective(logits, row, totals)
+        share = share + token_mean(log_probs, row, totals) + token_mean(entropies, row, totals)
+        return share, {"entropy": token_mean(response_entropy(logits, row), row, totals)}
+
+    def constant(logits: Any, row: PackedMicroBatch, totals: StepTotals) -> Any:
+        return torch.ones((), device=row.tokens.device), {}
+
+    _, plain = job.step(both)
+    _, fused = job.step(both, **on)
+    every = set(job.touched)
+    job.step(constant, **on)
+    return {
+        "log-probabilities": _relative(job.log_probs(**on), job.log_probs()),
+        "gradients": _relative(fused, plain),
+        "largest gradient": float(plain.abs().max()),
+        "kinds": sorted(kinds),
+        "constant touches all": job.touched == every,
+        "parameters": len(every) / len(list(job.model[0].parameters())),
+    }
+
+
+def settings_of_a_step() -> dict[str, Any]:
     """What the flags of log-probs, and losses that do not depend on the logits, do to a step."""
-    job = _Job(reference)
+    job = _Job(ParallelDims(), torch.bfloat16)
     usual, gradients = job.step()
     every = set(job.touched)
     short, _ = job.step(dynamic_batch_log_prob_chunk_tokens=3)
