@@ -123,6 +123,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "raised it to their process groups' time-out: for a debugger on one rank, or a launcher "
         "that ends the others itself",
     },
+    "no_planned_shapes": {
+        "action": "store_true",
+        "help": "let pipeline stages exchange the shape of every tensor before they send it, "
+        "instead of taking it from the plan: for models whose stages send each other anything but "
+        "[tokens, 1, hidden size]",
+    },
     "on_nonfinite": {
         "choices": ["error", "skip"],
         "default": "error",

@@ -7,15 +7,18 @@ The rest of the package calls these functions and never asks for a version. Run 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -100,6 +103,42 @@ def forget_padded_length(params: Any) -> None:
     """
     if getattr(params, "tokens_per_sample", None) is not None:
         params.tokens_per_sample = None
+
+
+_ASKS_FOR_SHAPES = ["self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"]
+
+
+@contextlib.contextmanager
+def shapes_of_transfers(known: Callable[..., tuple[list[int], list[int]]]) -> Iterator[None]:
+    """Take the shapes of what stages receive from a function, in place of an exchange.
+
+    A Megatron that exchanges them otherwise goes on doing so, with one warning: the exchange is
+    slow, but never wrong.
+
+    Args:
+        known: ``(tensor to the next stage or None, to the previous one or None, whether one comes
+            from the previous stage, from the next) -> (shape from the previous, from the next)``;
+            called before every transfer.
+    """
+    exchange = getattr(P2PCommunicator, "_communicate_shapes", None)
+    if exchange is None or [*inspect.signature(exchange).parameters] != _ASKS_FOR_SHAPES:
+        warnings.warn(
+            "this Megatron-LM exchanges shapes between pipeline stages in a way that is not known "
+            "here: they are exchanged before each transfer although the plan has them",
+            stacklevel=2,
+        )
+        yield
+        return
+
+    def known_shapes(self: Any, *transfer: Any, **named: Any) -> tuple[list[int], list[int]]:
+        del self
+        return known(*transfer, **named)
+
+    P2PCommunicator._communicate_shapes = known_shapes
+    try:
+        yield
+    finally:
+        P2PCommunicator._communicate_shapes = exchange
 
 
 def counts_operations_of_samples() -> bool:

@@ -34,6 +34,7 @@ from mcore_batching.megatron.log_probs import chunks_of_tokens
 from mcore_batching.megatron.logits_function import adapted, real_outputs
 from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep, prepare
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
+from mcore_batching.megatron.transfer_shapes import planned_transfers
 from mcore_batching.megatron.validation import check_logits
 
 _OPERATION = "forward_only"
@@ -87,7 +88,10 @@ def forward_only(
     with _evaluation_mode(chunks):
         for step in range(len(schedule.steps)):
             prepared = prepare(args, _OPERATION, step, lambda: schedule)
-            with reporting(args, _OPERATION):
+            with (
+                reporting(args, _OPERATION),
+                planned_transfers(args, chunks, prepared, forward_only=True),
+            ):
                 made, failed = _run(function, args, chunks, prepared)
             outputs += made
             names = _agreed_names(args, outputs, failed)

@@ -45,6 +45,7 @@ from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep, pre
 from mcore_batching.megatron.recording import recorded
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
+from mcore_batching.megatron.transfer_shapes import planned_transfers
 from mcore_batching.megatron.validation import check_logits
 
 _OPERATION = "train_step"
@@ -131,6 +132,7 @@ def train_step(
         checked = is_checked(args, optimizer)
         with (
             recorded(args, prepared.schedule, step),
+            planned_transfers(args, model, prepared, forward_only=False),
             gradients_measured(model, checked) as largest,
         ):
             collected, failed = _forward_backward(loss_function, args, model, prepared)

@@ -43,6 +43,11 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
         "dense",
         {"data_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2},
     ),
+    "tp2-sp-pp2": (
+        4,
+        "dense",
+        {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2},
+    ),
     "cp2-tp2-sp": (
         4,
         "dense",
@@ -90,6 +95,10 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
                 "recompute_num_layers": 1,
             }
         },
+    ),
+    "dp2-pp2-shapes-exchanged": (
+        "dp2-pp2",
+        {"planner": {"dynamic_batch_no_planned_shapes": True}},
     ),
     # Fabricated samples count in no mean, neither of the policy term nor of the KL term. Without
     # an objective's name: policy by token mean, KL by sample mean.
@@ -228,6 +237,11 @@ def test_equals_reference(
         assert rank["metrics"].keys() == expected["metrics"].keys()
         for name, value in expected["metrics"].items():
             assert rank["metrics"][name] == pytest.approx(value, rel=METRICS), name
+    # The plan says what shape each tensor has that stages send each other.
+    exchanged = job.parameters.get("planner", {}).get("dynamic_batch_no_planned_shapes", False)
+    for rank in ranks:
+        assert bool(rank["messages"]["shapes"]) == exchanged
+        assert bool(rank["messages"]["tensors"]) == (job.dims.get("pipeline_parallel", 1) > 1)
     for rank in ranks:
         assert rank["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRADIENTS)
 

@@ -40,6 +40,7 @@ FLAGS = {
     "--dynamic-batch-plan-effort",
     "--dynamic-batch-record",
     "--dynamic-batch-no-failure-watch",
+    "--dynamic-batch-no-planned-shapes",
     "--dynamic-batch-on-nonfinite",
     "--dynamic-batch-on-oversize",
     "--dynamic-batch-pad-each-to",

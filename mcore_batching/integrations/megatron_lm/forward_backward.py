@@ -42,6 +42,7 @@ from mcore_batching.megatron.prepared_step import prepare
 from mcore_batching.megatron.recording import recorded
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks
+from mcore_batching.megatron.transfer_shapes import planned_transfers
 
 ForwardBackward = Callable[..., Any]
 
@@ -119,6 +120,7 @@ class PackedForwardBackward:
         failed: list[Exception] = []
         with (
             reporting(self._args, operation),
+            planned_transfers(self._args, chunks, prepared, forward_only=forward_only),
             contextlib.nullcontext() if forward_only else recorded(self._args, schedule, 0),
         ):
             losses = self._run(

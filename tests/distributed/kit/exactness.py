@@ -15,6 +15,7 @@ from kit.blocking_p2p import blocking_p2p
 from kit.model import adam, local_part, named_parameters, sharded_model
 from kit.objective import DEFAULT_OBJECTIVE, packed_objective
 from kit.samples import CAP_TOKENS, make_samples, share, take
+from kit.transfers import counted_transfers
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch
 from mcore_batching.megatron import (
     forward_only,
@@ -57,7 +58,13 @@ def compare_blocking(**parameters: Any) -> dict[str, Any]:
         return compare(**parameters)
 
 
-def compare(
+def compare(**parameters: Any) -> dict[str, Any]:
+    """Differences to the reference on this rank, and its ``messages`` to and from other stages."""
+    with counted_transfers() as messages:
+        return differences(**parameters) | {"messages": messages}
+
+
+def differences(
     dims: dict[str, Any],
     kind: str,
     reference: str,

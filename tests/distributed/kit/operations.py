@@ -20,6 +20,7 @@ from mcore_batching.megatron import get_data_iterator, schedule_of
 from mcore_batching.megatron.chunk_forward import run_chunk
 from mcore_batching.megatron.prepared_step import prepare
 from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
+from mcore_batching.megatron.transfer_shapes import planned_transfers
 from mcore_batching.planning import ParallelDims
 
 Operation = list[Any]
@@ -107,7 +108,8 @@ def _one_step(
         return output, loss
 
     rows = prepared.iterators(len(model))
-    with _recorded(model) as passes:
+    planned = planned_transfers(one_each, model, prepared, forward_only=forward_only)
+    with _recorded(model) as passes, planned:
         dist.barrier()
         began = time.monotonic()
         get_forward_backward_func()(
