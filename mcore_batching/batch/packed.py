@@ -15,7 +15,7 @@ of the full row on every rank.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -147,23 +147,32 @@ class PackedMicroBatch:
             non_blocking: do not wait for copies from pinned memory.
         """
 
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device=device, non_blocking=non_blocking)
+        return self.mapped(lambda tensor: tensor.to(device=device, non_blocking=non_blocking))
 
-        moved = {
-            field.name: _map_tensors(getattr(self, field.name), move)
+    def mapped(
+        self, change: Callable[[Tensor], Tensor], names: Collection[str] | None = None
+    ) -> PackedMicroBatch:
+        """A copy with every tensor changed, those in `fields` included.
+
+        Args:
+            change: from a tensor to what takes its place.
+            names: the attributes whose tensors are changed; None: all.
+        """
+        changed = {
+            field.name: _map_tensors(getattr(self, field.name), change)
             for field in dataclasses.fields(self)
-            if field.name != "schema"
+            if field.name != "schema" and (names is None or field.name in names)
         }
-        return dataclasses.replace(self, **moved)
+        return dataclasses.replace(self, **changed)
 
 
 def _spread_experts(rows: list[Tensor], num_tokens: int) -> Tensor:
     """``[tokens, layers, top_k]`` experts for padding, all slots of a token different."""
     layers, top_k = next((row.shape[1:] for row in rows if row.dim() == 3), (0, 0))
-    seen = max((int(row.max()) + 1 for row in rows if row.numel()), default=0)
-    # At least top_k consecutive numbers modulo this are all different.
-    num_experts = max(seen, top_k, 1)
+    seen = [row.max().long() + 1 for row in rows if row.numel()]
+    # At least top_k consecutive numbers modulo this are all different. Not a number of the host's,
+    # which would have to wait for it.
+    num_experts = torch.stack(seen).max().clamp(min=max(top_k, 1)) if seen else max(top_k, 1)
     slots = torch.arange(num_tokens * top_k, device=rows[0].device).remainder(num_experts)
     return slots.to(rows[0].dtype).view(num_tokens, 1, top_k).expand(num_tokens, layers, top_k)
 

@@ -77,27 +77,13 @@ def packed_positions(
     Raises:
         BatchError: a segment's length does not divide, or there is no such rank.
     """
-    if not 0 <= rank < context_parallel_size:
-        raise BatchError(
-            f"expected a rank from 0 to {context_parallel_size - 1}, since context_parallel_size "
-            f"is {context_parallel_size}; got {rank}"
-        )
-    if context_parallel_size == 1:
-        return torch.arange(cu_seqlens_padded[-1], device="cpu")
-    num_chunks = 2 * context_parallel_size
-    pieces = [torch.zeros(0, dtype=torch.int64, device="cpu")]
-    for start, end in itertools.pairwise(cu_seqlens_padded):
-        chunk, rest = divmod(end - start, num_chunks)
-        if rest:
-            raise BatchError(
-                f"a sequence of {end - start} tokens cannot be cut into {num_chunks} equal chunks "
-                f"(2 * context_parallel_size); pad it to a multiple of {num_chunks}, "
-                f"for example {(chunk + 1) * num_chunks}"
-            )
-        for place in (rank, num_chunks - 1 - rank):
-            first = start + place * chunk
-            pieces.append(torch.arange(first, first + chunk, device="cpu"))
-    return torch.cat(pieces)
+    held = _held_chunks(cu_seqlens_padded, context_parallel_size, rank)
+    return torch.cat(
+        [
+            torch.zeros(0, dtype=torch.int64, device="cpu"),
+            *(torch.arange(first, end, device="cpu") for first, end in held),
+        ]
+    )
 
 
 def slice_packed(
@@ -125,8 +111,12 @@ def slice_packed(
         BatchError: the offsets are not the row's, a segment does not divide, or no such rank.
     """
     _require_row(x.shape[dim], cu_seqlens_padded)
-    positions = packed_positions(cu_seqlens_padded, context_parallel_size, rank)
-    return x if context_parallel_size == 1 else x.index_select(dim, positions.to(x.device))
+    held = _held_chunks(cu_seqlens_padded, context_parallel_size, rank)
+    if context_parallel_size == 1:
+        return x
+    # Not by an index, which would have to be copied to the row's device.
+    empty = x.narrow(dim, 0, 0)
+    return torch.cat([empty, *(x.narrow(dim, first, end - first) for first, end in held)], dim)
 
 
 def merge_packed(parts: Sequence[Tensor], cu_seqlens_padded: Sequence[int], dim: int = 0) -> Tensor:
@@ -181,6 +171,36 @@ def locate(
     in_second = (place >= context_parallel_size).long()
     local = start // context_parallel_size + in_second * chunk + (positions - start) % chunk
     return rank, local
+
+
+def _held_chunks(
+    cu_seqlens_padded: Sequence[int], context_parallel_size: int, rank: int
+) -> list[tuple[int, int]]:
+    """First token, and the one behind the last, of each stretch of the row that a rank holds.
+
+    Raises:
+        BatchError: a segment's length does not divide, or there is no such rank.
+    """
+    if not 0 <= rank < context_parallel_size:
+        raise BatchError(
+            f"expected a rank from 0 to {context_parallel_size - 1}, since context_parallel_size "
+            f"is {context_parallel_size}; got {rank}"
+        )
+    if context_parallel_size == 1:
+        return [(0, cu_seqlens_padded[-1])]
+    num_chunks = 2 * context_parallel_size
+    held = []
+    for start, end in itertools.pairwise(cu_seqlens_padded):
+        chunk, rest = divmod(end - start, num_chunks)
+        if rest:
+            raise BatchError(
+                f"a sequence of {end - start} tokens cannot be cut into {num_chunks} equal chunks "
+                f"(2 * context_parallel_size); pad it to a multiple of {num_chunks}, "
+                f"for example {(chunk + 1) * num_chunks}"
+            )
+        for place in (rank, num_chunks - 1 - rank):
+            held.append((start + place * chunk, start + (place + 1) * chunk))
+    return held
 
 
 def _require_row(num_tokens: int, cu_seqlens_padded: Sequence[int]) -> None:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mcore_batching.batch import OrderError, PackedMicroBatch
@@ -49,10 +50,18 @@ def adapted(
 
     def with_offered(logits: Tensor, **offered: Any) -> Any:
         if by_lengths and size == 1 and padded_to > 1:
-            logits = logits[:, ~offered["micro_batch"].padding_mask[0]]
+            logits = _without_padding(logits, offered["micro_batch"])
         return f(logits, **{k: v for k, v in offered.items() if takes_all or k in takes})
 
     return with_offered
+
+
+def _without_padding(logits: Tensor, row: PackedMicroBatch) -> Tensor:
+    """Logits of the samples' tokens alone, of a row that is not cut."""
+    starts = row.host_cu_seqlens_padded
+    held = zip(starts, row.total_lengths, strict=False)
+    # Not by a mask: the host would wait for the device to count.
+    return torch.cat([logits[:, start : start + length] for start, length in held], dim=1)
 
 
 def real_outputs(made: Any, row: PackedMicroBatch) -> dict[str, list[Tensor]]:

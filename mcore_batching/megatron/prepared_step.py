@@ -10,12 +10,24 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mcore_batching.batch import PackedMicroBatch, StepTotals, owned_num_tokens, step_totals
+from mcore_batching.batch import (
+    Kind,
+    PackedMicroBatch,
+    StepTotals,
+    owned_num_tokens,
+    step_totals,
+)
 from mcore_batching.batch.consensus import Statement
+from mcore_batching.batch.side_by_side import SideBySide
 from mcore_batching.megatron.consensus import get_consensus
 from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.schedule import MicroBatchSchedule
+from mcore_batching.megatron.topology import is_last_stage
+
+_MODEL_INPUTS = ("tokens", "position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded")
+_LOSS_INPUTS = ("labels", "loss_mask", "responses")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +43,42 @@ class PreparedRow:
     owned_num_tokens: int
 
 
+class PortableRow:
+    """A packed micro-batch whose tensors go to the device in one copy, those that are read there.
+
+    Every stage reads the model's inputs, the last one alone what losses are made of: other stages
+    have multimodal inputs as their only fields, and labels and masks on the host.
+
+    Args:
+        prepared: on the host.
+        for_loss: this rank is of the last stage.
+        device: where it goes.
+    """
+
+    def __init__(self, prepared: PreparedRow, *, for_loss: bool, device: torch.device) -> None:
+        row = prepared.row
+        if not for_loss:
+            kept = {k: v for k, v in row.fields.items() if row.schema[k].kind is Kind.MULTIMODAL}
+            row = dataclasses.replace(row, fields=kept)
+        self._prepared = dataclasses.replace(prepared, row=row)
+        self._names = ("fields", *_MODEL_INPUTS, *(_LOSS_INPUTS if for_loss else ()))
+        self._device = device
+        tensors: list[Tensor] = []
+
+        def collect(tensor: Tensor) -> Tensor:
+            tensors.append(tensor)
+            return tensor
+
+        row.mapped(collect, self._names)
+        self._tensors = SideBySide(tensors, pin_memory=device.type == "cuda")
+
+    def on_device(self) -> PreparedRow:
+        """The row on the device. The host does not wait for the copy."""
+        moved = iter(self._tensors.on(self._device))
+        row = self._prepared.row.mapped(lambda tensor: next(moved), self._names)
+        return dataclasses.replace(self._prepared, row=row)
+
+
 @dataclasses.dataclass(frozen=True)
 class PreparedStep:
     """The collated micro-batches of a step, and what the step's denominators add up to.
@@ -39,12 +87,14 @@ class PreparedStep:
         schedule: where the step comes from.
         step: which optimizer step.
         rows: packed micro-batches of this rank, in slot order, on the host.
+        portable_rows: the same, ready for the device.
         totals: over all samples of the step on all ranks.
     """
 
     schedule: MicroBatchSchedule
     step: int
     rows: list[PreparedRow]
+    portable_rows: list[PortableRow]
     totals: StepTotals
 
     def iterators(self, count: int) -> list[Iterator[PreparedRow]]:
@@ -56,12 +106,10 @@ class PreparedStep:
         on_device: dict[int, tuple[PreparedRow, int]] = {}
 
         def draw() -> Iterator[PreparedRow]:
-            for slot, prepared in enumerate(self.rows):
+            for slot, portable in enumerate(self.portable_rows):
                 moved, drawn = on_device.pop(slot, (None, 0))
                 if moved is None:
-                    device = torch.device(torch.cuda.current_device())
-                    row = prepared.row.to(device, non_blocking=True)
-                    moved = dataclasses.replace(prepared, row=row)
+                    moved = portable.on_device()
                 if drawn + 1 < count:
                     on_device[slot] = (moved, drawn + 1)
                 yield moved
@@ -70,7 +118,12 @@ class PreparedStep:
 
 
 def prepare(
-    args: Any, operation: str, step: int, schedule: Callable[[], MicroBatchSchedule]
+    args: Any,
+    operation: str,
+    step: int,
+    schedule: Callable[[], MicroBatchSchedule],
+    *,
+    change: Callable[[PackedMicroBatch], PackedMicroBatch] = lambda row: row,
 ) -> PreparedStep:
     """Collate all micro-batches of a step, and go on only if every rank could.
 
@@ -81,6 +134,7 @@ def prepare(
         operation: the call that is about to run the step, in words; the same on every rank.
         step: which optimizer step.
         schedule: gives the schedule; what it raises is raised on every rank.
+        change: from a row to the one that the model and the loss get.
 
     Raises:
         CollationFailedError: on every rank, if finding or collating the step failed on any.
@@ -90,8 +144,10 @@ def prepare(
     def collate() -> PreparedStep:
         found = schedule()
         rows = [found.row(indices) for indices in found.steps[step]]
-        prepared = [PreparedRow(row, owned_num_tokens(row)) for row in rows]
-        return PreparedStep(found, step, prepared, step_totals(rows))
+        prepared = [PreparedRow(change(row), owned_num_tokens(row)) for row in rows]
+        device = torch.device(torch.cuda.current_device())
+        portable = [PortableRow(each, for_loss=is_last_stage(), device=device) for each in prepared]
+        return PreparedStep(found, step, prepared, portable, step_totals(rows))
 
     def says(prepared: PreparedStep) -> Statement:
         sums = dataclasses.asdict(prepared.totals)

@@ -10,12 +10,14 @@ from typing import Any, Literal
 
 from mcore_batching.batch import (
     Field,
+    Kind,
     PackedMicroBatch,
     Schema,
     SchemaError,
     make_placeholder,
     pack,
 )
+from mcore_batching.batch.side_by_side import on_host
 from mcore_batching.megatron.shards import MicroBatches, Shard
 from mcore_batching.planning import (
     CostModel,
@@ -25,6 +27,9 @@ from mcore_batching.planning import (
     row_multiple_tokens,
     sample_multiple_tokens,
 )
+
+_LAID_OUT = (Kind.TOKENS, Kind.POSITION_IDS)
+"""Kinds of fields that rows are laid out of, which the host does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,8 +186,12 @@ class MicroBatchSchedule:
         Raises:
             SchemaError: a value does not fit its field.
         """
+        values = self.samples(indices, list(self.template))
+        for name in values:
+            if self.schema[name].kind in _LAID_OUT or name in ("loss_masks", "is_padding"):
+                values[name] = on_host(values[name])
         return pack(
-            self.samples(indices, list(self.template)),
+            values,
             schema=self.schema,
             sample_alignment_tokens=sample_multiple_tokens(self.dims, self.config),
             row_alignment_tokens=row_multiple_tokens(self.dims, self.config),

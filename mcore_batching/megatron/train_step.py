@@ -196,9 +196,8 @@ def _forward_backward(
                 nothing = output.new_zeros((), dtype=torch.float32)
                 scaled = attached(nothing, *tensors_of(logits))
             if per_token:
-                count = torch.tensor(
-                    prepared_row.owned_num_tokens, dtype=torch.int, device=output.device
-                )
+                owned = prepared_row.owned_num_tokens
+                count = torch.full((), owned, dtype=torch.int, device=output.device)
                 return scaled, count, reported
             return scaled, reported
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mcore_batching.batch import make_placeholder, owned_num_tokens, pack
-from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows
+from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows, stock_row
 from mcore_batching.integrations.megatron_lm.unpadding import STOCK_SCHEMA
 from mcore_batching.megatron.prepared_step import PreparedRow
 
@@ -33,7 +33,7 @@ def prepared(samples: dict[str, list[Any]], *, is_placeholder: bool = False) -> 
         sample_indices=() if is_placeholder else range(len(samples["tokens"])),
         is_placeholder=is_placeholder,
     )
-    return PreparedRow(row, owned_num_tokens(row))
+    return PreparedRow(stock_row(row), owned_num_tokens(row))
 
 
 def rows(counts_flops: bool = True, is_placeholder: bool = False) -> PackedRows:

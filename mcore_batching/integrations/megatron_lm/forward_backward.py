@@ -23,7 +23,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from mcore_batching.integrations.megatron_lm.arguments import is_on
-from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows
+from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows, stock_row
 from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
 from mcore_batching.integrations.megatron_lm.step_log import record_step
 from mcore_batching.integrations.megatron_lm.unpadding import (
@@ -109,7 +109,7 @@ class PackedForwardBackward:
         started = time.monotonic()
         operation = "evaluation" if forward_only else "training"
         schedule = self._plan(chunks, data_iterator, num_microbatches)
-        prepared = prepare(self._args, operation, 0, lambda: schedule)
+        prepared = prepare(self._args, operation, 0, lambda: schedule, change=stock_row)
         count = len(prepared.rows)
         rows = [
             # Every model chunk of a rank runs every row: one of them counts for all.

@@ -6,6 +6,7 @@ A script unpacks its batch into local names, which say what each value is. Two o
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -40,6 +41,13 @@ _BY_NUMBER = {len(SIX_FIELDS): SIX_FIELDS, len(TEN_FIELDS): TEN_FIELDS}
 _NEEDED = ("tokens", "labels", "loss_mask", "position_ids")
 
 
+def stock_row(row: PackedMicroBatch) -> PackedMicroBatch:
+    """The row with the labels and the loss mask that stock batches bring, and without fields."""
+    return dataclasses.replace(
+        row, labels=row.packed("labels"), loss_mask=row.packed("loss_mask"), fields={}
+    )
+
+
 class PackedRows(Iterator[PreparedRow]):
     """The data iterator that a forward step gets: one packed micro-batch per call.
 
@@ -67,8 +75,8 @@ class PackedRows(Iterator[PreparedRow]):
         row = next(self).row
         made: dict[str, Callable[[], Any]] = {
             "tokens": lambda: row.tokens,
-            "labels": lambda: row.packed("labels"),
-            "loss_mask": lambda: row.packed("loss_mask"),
+            "labels": lambda: row.labels,
+            "loss_mask": lambda: row.loss_mask,
             "position_ids": lambda: row.position_ids,
             "packed_seq_params": lambda: compat.packed_seq_params(
                 row.cu_seqlens_padded, row.max_seqlen, row.host_cu_seqlens_padded

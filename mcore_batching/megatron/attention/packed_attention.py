@@ -30,6 +30,7 @@ from megatron.core.utils import divide
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from mcore_batching.batch.side_by_side import sent
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.attention.segments import (
     KernelRow,
@@ -37,7 +38,6 @@ from mcore_batching.megatron.attention.segments import (
     attend_run_by_run,
     attention_runs,
     kernel_row,
-    on_device,
     why_not_variable_length,
     zigzag_restore_index,
 )
@@ -77,7 +77,7 @@ class _Geometry:
     def restore_index(self, device: torch.device) -> Tensor:
         """The order of gathered keys in the row."""
         if self._restore is None:
-            self._restore = on_device(zigzag_restore_index(self._cu_seqlens, self._size), device)
+            self._restore = sent(zigzag_restore_index(self._cu_seqlens, self._size), device)
         return self._restore
 
     def kernel_row(self, device: torch.device) -> KernelRow:

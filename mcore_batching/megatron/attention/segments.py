@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from mcore_batching.batch import packed_positions
+from mcore_batching.batch.side_by_side import sent
 
 MAX_HEAD_DIM = 256
 """Of FlashAttention 2, which PyTorch's variable-length attention calls."""
@@ -184,21 +185,15 @@ def kernel_row(runs: Sequence[Run], device: torch.device) -> KernelRow:
 
     def offsets(lengths: Sequence[int]) -> Tensor:
         starts = torch.tensor([0, *lengths], dtype=torch.int32)
-        return on_device(starts.cumsum(0, dtype=torch.int32), device)
+        return sent(starts.cumsum(0, dtype=torch.int32), device)
 
     return KernelRow(
-        key_index=None if index is None else on_device(index, device),
+        key_index=None if index is None else sent(index, device),
         query_offsets=offsets(queries),
         key_offsets=offsets(keys),
         max_queries=max(queries),
         max_keys=max(keys),
     )
-
-
-def on_device(host: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device for which the host does not wait."""
-    pinned = host.pin_memory() if device.type == "cuda" else host
-    return pinned.to(device, non_blocking=True)
 
 
 def attend_by_variable_length_kernel(
