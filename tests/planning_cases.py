@@ -90,6 +90,8 @@ def broken_invariants(step: StepPlan, lengths: Sequence[int]) -> set[str]:
             allowed = step.config.on_oversize == "own-bin" and len(samples) == 1
             if row_tokens(samples, lengths, step) > cap and not allowed:
                 broken.add("cap")
+            if step.config.max_samples_per_row and len(samples) > step.config.max_samples_per_row:
+                broken.add("cap")
         if (
             step.config.fill == "split"
             and any(len(samples) == 0 for samples in rank)
@@ -134,6 +136,7 @@ def cases(draw: st.DrawFn, fill: tuple[str, ...] = ("split", "split", "placehold
         "fill": draw(st.sampled_from(fill)),
         "pad_each_to": draw(st.sampled_from([None, None, 3, 8])),
         "pad_total_to": draw(st.sampled_from([None, None, 5, 16])),
+        "max_samples_per_row": draw(st.sampled_from([None, None, 1, 2, 5])),
         # The default takes a tenth of a second a plan, and finds the same kinds of plans.
         "plan_effort": draw(st.sampled_from([1, 20, 100])),
     }

@@ -56,6 +56,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "JSON of what samples and micro-batches cost on these devices, as `mcore-batching "
         "calibrate --out FILE` writes it",
     },
+    "max_samples_per_row": {
+        "type": int,
+        "metavar": "N",
+        "help": "most samples that share a micro-batch, for kernels and memory that go by their "
+        "number",
+    },
     "max_inflight_tokens": {
         "type": int,
         "metavar": "TOKENS",

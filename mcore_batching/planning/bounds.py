@@ -1,8 +1,8 @@
 """Lower bounds on the number of bins of any packing, and on the end of any plan's step.
 
-No packing of the sizes uses fewer bins than `bin_lower_bound`. No plan that keeps to the cap has
-fewer micro-batches with samples than `micro_batch_lower_bound`, or ends its step sooner than
-`step_time_floor`.
+No packing of the sizes uses fewer bins than `bin_lower_bound`. No plan that keeps to the cap, and
+to the most samples of a row, has fewer micro-batches with samples than `micro_batch_lower_bound`,
+or ends its step sooner than `step_time_floor`.
 """
 
 from __future__ import annotations
@@ -52,9 +52,11 @@ def bin_lower_bound(sizes: Sequence[int], capacity: int) -> int:
 
 
 def micro_batch_lower_bound(problem: Problem) -> int:
-    """Micro-batches that no packing goes below: one per oversize sample, and L2 of the rest."""
+    """Micro-batches that no packing goes below: one per oversize sample, and of the rest L2, or as
+    many as hold the samples by their number."""
     fitting = [tokens for i, tokens in enumerate(problem.tokens) if i not in problem.oversize]
-    return len(problem.oversize) + bin_lower_bound(fitting, problem.capacity)
+    by_tokens = len(problem.oversize) + bin_lower_bound(fitting, problem.capacity)
+    return max(by_tokens, problem.fewest_rows)
 
 
 def step_time_floor(problem: Problem) -> float:
@@ -67,9 +69,7 @@ def step_time_floor(problem: Problem) -> float:
     dims, model = problem.dims, problem.cost_model
     stages, ranks = dims.pipeline_parallel, dims.data_parallel
     passes = 1.0 if problem.forward_only else 1.0 + model.backward_ratio
-    packed = sum(tokens for i, tokens in enumerate(problem.tokens) if i not in problem.oversize)
-    rows = len(problem.oversize) + -(-packed // problem.capacity)
-    fewest = dims.round_up_num_microbatches(-(-rows // ranks))
+    fewest = dims.round_up_num_microbatches(-(-problem.fewest_rows // ranks))
     fixed = model.per_micro_batch
     work = ordered_sum(problem.costs) / ranks + fewest * fixed
     way = (stages - 1) * fixed / dims.virtual_pipeline

@@ -59,6 +59,8 @@ class PlannerConfig:
     plan_effort: int = 1500
     """Length of the search, in simulated passes of a micro-batch per sample of the step. The same
     effort gives the same plan everywhere."""
+    max_samples_per_row: int | None = None
+    """Most samples that share a micro-batch; None: no bound but the cap."""
     max_inflight_tokens: int | None = None
     """Most padded tokens whose activations the first pipeline stage may hold at a time, over its
     context-parallel ranks; None: no bound but the cap of each micro-batch."""
@@ -70,6 +72,7 @@ class PlannerConfig:
             "pad_each_to",
             "pad_total_to",
             "plan_effort",
+            "max_samples_per_row",
             "max_inflight_tokens",
         ):
             value = getattr(self, name)

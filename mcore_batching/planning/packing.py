@@ -16,25 +16,31 @@ from mcore_batching.planning.errors import Argument, ItemTooLargeError, LengthEr
 from mcore_batching.planning.integers import as_integer, at_least, entries
 
 
-def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+def first_fit(
+    sizes: Sequence[int], capacity: int, *, max_items: int | None = None
+) -> list[list[int]]:
     """Put each item, in input order, into the first bin that has room.
 
     Args:
         sizes: size of each item [items], 0 or more.
         capacity: size of a bin.
+        max_items: most items of a bin; None: no bound.
 
     Returns:
         the items' indices, one list per bin, in the order in which bins were opened.
 
     Raises:
         ItemTooLargeError: an item is larger than `capacity`.
-        LengthError: an item's size is negative or no integer, or `capacity` is.
+        LengthError: an item's size is negative or no integer, or `capacity` is, or `max_items` is
+            below 1.
     """
     sizes, capacity = checked_sizes(sizes, capacity)
-    return _pack(sizes, capacity, range(len(sizes)))
+    return _pack(sizes, capacity, range(len(sizes)), max_items)
 
 
-def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+def first_fit_decreasing(
+    sizes: Sequence[int], capacity: int, *, max_items: int | None = None
+) -> list[list[int]]:
     """Put each item, largest first and ties in input order, into the first bin that has room.
 
     It often needs fewer bins than `first_fit`, though not always: sizes 4, 7, 9, 10, 6, 4 in bins
@@ -42,12 +48,18 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
     """
     sizes, capacity = checked_sizes(sizes, capacity)
     # A stable sort keeps ties in index order, also when reversed.
-    return _pack(sizes, capacity, sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True))
+    order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
+    return _pack(sizes, capacity, order, max_items)
 
 
-def _pack(sizes: Sequence[int], capacity: int, order: Iterable[int]) -> list[list[int]]:
+def _pack(
+    sizes: Sequence[int], capacity: int, order: Iterable[int], max_items: int | None
+) -> list[list[int]]:
     if not sizes:
         return []
+    most = len(sizes)
+    if max_items is not None:
+        most = at_least("max_items", max_items, 1, LengthError)
     bins: list[list[int]] = []
     # Leaves are bins, the unopened ones with full room, so that a descent always ends at a bin. The
     # tree doubles only when all are opened: its depth follows the bins, not the items.
@@ -68,7 +80,8 @@ def _pack(sizes: Sequence[int], capacity: int, order: Iterable[int]) -> list[lis
             bins.append([item])
         else:
             bins[bin_index].append(item)
-        room = free[node] - size
+        # A bin with as many items as it may hold has no room even for an item of size 0.
+        room = free[node] - size if len(bins[bin_index]) < most else -1
         free[node] = room
         while node > 1:
             other = free[node ^ 1]

@@ -304,7 +304,7 @@ def _config(config: PlannerConfig) -> dict[str, Any]:
     """The options as JSON. Options newer than version 1 of the format are written only where they
     are not at their default, so that the digests of older plans stay what they were."""
     options = asdict(config)
-    for newer in ("plan_effort", "max_inflight_tokens"):
+    for newer in ("plan_effort", "max_samples_per_row", "max_inflight_tokens"):
         if options[newer] == PlannerConfig.__dataclass_fields__[newer].default:
             del options[newer]
     return options

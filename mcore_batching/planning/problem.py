@@ -103,6 +103,11 @@ class Problem:
         return row_multiple_tokens(self.dims, self.config)
 
     @cached_property
+    def max_samples(self) -> int:
+        """Most samples of a micro-batch; all of them where there is no bound."""
+        return self.config.max_samples_per_row or max(1, self.num_samples)
+
+    @cached_property
     def tokens(self) -> list[int]:
         """Padded tokens of each sample [samples]; one alignment unit for a sample of none."""
         multiple = sample_multiple_tokens(self.dims, self.config)
@@ -119,6 +124,13 @@ class Problem:
         """The samples that exceed the cap by themselves; each has a micro-batch of its own."""
         capacity = self.capacity
         return frozenset(i for i, tokens in enumerate(self.tokens) if tokens > capacity)
+
+    @cached_property
+    def fewest_rows(self) -> int:
+        """Micro-batches that cannot be gone below, by the sums of tokens and of samples alone."""
+        fitting = [tokens for i, tokens in enumerate(self.tokens) if i not in self.oversize]
+        by_tokens = -(-sum(fitting) // self.capacity)
+        return len(self.oversize) + max(by_tokens, -(-len(fitting) // self.max_samples))
 
     def row_tokens(self, samples: Sequence[int]) -> int:
         """Padded tokens of a micro-batch; 0 for no samples."""

@@ -38,22 +38,23 @@ def pack_shard(problem: Problem) -> list[list[int]]:
     """
     fitting = [i for i in range(problem.num_samples) if i not in problem.oversize]
     sizes = [problem.tokens[i] for i in fitting]
-    packed = _pack(sizes, problem.capacity, problem.config)
+    packed = _pack(sizes, problem)
     return [
         *(sorted(fitting[item] for item in items) for items in packed),
         *([sample] for sample in sorted(problem.oversize)),
     ]
 
 
-def _pack(sizes: Sequence[int], capacity: int, config: PlannerConfig) -> list[list[int]]:
+def _pack(sizes: Sequence[int], problem: Problem) -> list[list[int]]:
+    config, capacity, most = problem.config, problem.capacity, problem.config.max_samples_per_row
     if config.packing == "first-fit":
-        return first_fit(sizes, capacity)
-    decreasing = first_fit_decreasing(sizes, capacity)
+        return first_fit(sizes, capacity, max_items=most)
+    decreasing = first_fit_decreasing(sizes, capacity, max_items=most)
     if config.packing == "first-fit-decreasing":
         return decreasing
     if len(decreasing) == bin_lower_bound(sizes, capacity):
         return decreasing
-    in_order = first_fit(sizes, capacity)
+    in_order = first_fit(sizes, capacity, max_items=most)
     return in_order if len(in_order) < len(decreasing) else decreasing
 
 

@@ -1,9 +1,9 @@
 """A plan checked against the invariants, whoever made it.
 
 A plan that passes covers its samples exactly once, lists those that it drops, keeps every
-micro-batch to the cap, gives every rank the same legal number of micro-batches, and has a
-placeholder beside a micro-batch that could be split only if it was made with `fill="placeholder"`.
-No check calls the planner.
+micro-batch to the cap and to the most samples that may share it, gives every rank the same legal
+number of micro-batches, and has a placeholder beside a micro-batch that could be split only if it
+was made with `fill="placeholder"`. No check calls the planner.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def _validate_step(step: StepPlan, lengths: Sequence[int], index: int | None) ->
     _check_cover(_placed(step), step.sample_indices, "in the step", index)
     _check_equal_count(step, index)
     _check_cap(step, lengths, index)
+    _check_samples_per_row(step, index)
     if step.config.fill == "split":
         _check_split_before_placeholder(step, index)
 
@@ -144,6 +145,22 @@ def _check_cap(step: StepPlan, lengths: Sequence[int], index: int | None) -> Non
                 rank=rank,
                 slot=slot,
             )
+
+
+def _check_samples_per_row(step: StepPlan, index: int | None) -> None:
+    most = step.config.max_samples_per_row
+    for rank, micro_batches in enumerate(step.micro_batches):
+        for slot, samples in enumerate(micro_batches):
+            if most is not None and len(samples) > most:
+                raise InvariantError(
+                    "cap",
+                    f"{len(samples)} samples share a micro-batch, at most max_samples_per_row="
+                    f"{most} may: samples {_listed(samples)}",
+                    indices=samples,
+                    step=index,
+                    rank=rank,
+                    slot=slot,
+                )
 
 
 def _check_split_before_placeholder(step: StepPlan, index: int | None) -> None:

@@ -217,6 +217,13 @@ def _outcome(
                 f"its plan holds {held:.0f} tokens in flight, max_inflight_tokens is {bound}"
             )
             continue
+        sharing = max(len(samples) for rank in plan.micro_batches for samples in rank)
+        if sharing > (config.max_samples_per_row or sharing):
+            failure = failure or (
+                f"its plan has {sharing} samples in a micro-batch, max_samples_per_row is "
+                f"{config.max_samples_per_row}"
+            )
+            continue
         made.append(statistics)
         seconds.append(taken)
         problem, ranks = step_problem(plan, lengths)

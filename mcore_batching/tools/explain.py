@@ -220,6 +220,9 @@ def what_holds_back(step: StepPlan, lengths: Sequence[int]) -> str:
         )
     if uneven := _uneven_ranks(step, lengths, statistics):
         return uneven
+    rows, most = step.num_microbatches * dims.data_parallel, step.config.max_samples_per_row
+    if most is not None and step.num_samples > _ALMOST_FULL * rows * most:
+        return f"the most samples that may share a micro-batch, {most}: almost all hold as many"
     if _cap_binds(problem, step.num_microbatches):
         return (
             f"the cap of {step.config.cap_tokens(dims)} tokens: micro-batches are full, and "

@@ -37,6 +37,7 @@ FLAGS = {
     "--dynamic-batch-log-prob-chunk-tokens",
     "--dynamic-batch-logits-in-model-dtype",
     "--dynamic-batch-max-inflight-tokens",
+    "--dynamic-batch-max-samples-per-row",
     "--dynamic-batch-plan-effort",
     "--dynamic-batch-record",
     "--dynamic-batch-no-failure-watch",

@@ -19,12 +19,14 @@ from mcore_batching.planning import (
 )
 
 
-def scan(sizes: list[int], capacity: int, order: list[int]) -> list[list[int]]:
+def scan(
+    sizes: list[int], capacity: int, order: list[int], most: int | None = None
+) -> list[list[int]]:
     bins: list[list[int]] = []
     free: list[int] = []
     for item in order:
         for index, room in enumerate(free):
-            if room >= sizes[item]:
+            if room >= sizes[item] and (most is None or len(bins[index]) < most):
                 bins[index].append(item)
                 free[index] -= sizes[item]
                 break
@@ -48,19 +50,34 @@ problems = capacities.flatmap(
 )
 
 
+most_items = st.none() | st.integers(1, 9)
+
+
 @examples(1500)
-@given(problems)
-def test_first_fit_is_bin_for_bin_the_scan(problem: tuple[list[int], int]) -> None:
+@given(problems, most_items)
+def test_first_fit_is_bin_for_bin_the_scan(
+    problem: tuple[list[int], int], most: int | None
+) -> None:
     sizes, capacity = problem
-    assert first_fit(sizes, capacity) == scan(sizes, capacity, list(range(len(sizes))))
+    order = list(range(len(sizes)))
+    assert first_fit(sizes, capacity, max_items=most) == scan(sizes, capacity, order, most)
 
 
 @examples(1500)
-@given(problems)
-def test_first_fit_decreasing_is_bin_for_bin_the_scan(problem: tuple[list[int], int]) -> None:
+@given(problems, most_items)
+def test_first_fit_decreasing_is_bin_for_bin_the_scan(
+    problem: tuple[list[int], int], most: int | None
+) -> None:
     sizes, capacity = problem
     order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
-    assert first_fit_decreasing(sizes, capacity) == scan(sizes, capacity, order)
+    found = first_fit_decreasing(sizes, capacity, max_items=most)
+    assert found == scan(sizes, capacity, order, most)
+
+
+@pytest.mark.parametrize("pack", [first_fit, first_fit_decreasing])
+def test_a_bin_for_no_item_is_refused(pack: Any) -> None:
+    with pytest.raises(LengthError, match="max_items must be 1 or more, got 0"):
+        pack([3], 8, max_items=0)
 
 
 def test_first_fit_over_more_bins_than_any_small_tree_holds() -> None:

@@ -218,6 +218,16 @@ def test_str_of_a_large_plan_is_short() -> None:
     assert "… 184 more steps" in str(plan)
 
 
+def test_a_bound_on_samples_is_part_of_the_plan_only_where_it_is_set() -> None:
+    bounded = dataclasses.replace(
+        STEP, config=dataclasses.replace(STEP.config, max_samples_per_row=3)
+    )
+    assert json.loads(bounded.to_json())["config"]["max_samples_per_row"] == 3
+    assert StepPlan.from_json(bounded.to_json()) == bounded != STEP
+    assert "max_samples_per_row" not in STEP.to_json()
+    assert StepPlan.from_json(STEP.to_json()).config.max_samples_per_row is None
+
+
 def test_the_lengths_digest_is_no_part_of_the_plan() -> None:
     lengths = (6, 4, 3, 9, 2, 14)
     plan = plan_batch(lengths, ParallelDims(), PlannerConfig(max_tokens_per_gpu=20))

@@ -84,6 +84,14 @@ def test_a_micro_batch_over_the_cap() -> None:
     )
 
 
+def test_more_samples_in_a_micro_batch_than_may_share_it() -> None:
+    config = replace(CONFIG, max_samples_per_row=1)
+    error = refusal(step_of(*GOOD, config=config))
+    assert (error.invariant, error.rank, error.slot, error.indices) == ("cap", 0, 0, (0, 1))
+    assert "2 samples share a micro-batch, at most max_samples_per_row=1 may" in str(error)
+    validate_plan(step_of(*GOOD, config=replace(config, max_samples_per_row=2)), LENGTHS)
+
+
 def test_padding_counts_against_the_cap() -> None:
     error = refusal(step_of(*GOOD, config=replace(CONFIG, pad_each_to=5)))
     assert (error.invariant, error.rank, error.slot, error.indices) == ("cap", 0, 0, (0, 1))

@@ -18,6 +18,7 @@ from mcore_batching.planning import (
     PlannerConfig,
     Problem,
     StepPlan,
+    micro_batch_lower_bound,
     plan_step,
     step_statistics,
 )
@@ -76,6 +77,7 @@ def problems(draw: st.DrawFn) -> Step:
         plan_effort=draw(st.sampled_from([1, 20, 150])),
         pad_each_to=draw(st.sampled_from([None, None, 8])),
         pad_total_to=draw(st.sampled_from([None, None, 12])),
+        max_samples_per_row=draw(st.sampled_from([None, None, 1, 2, 7])),
     )
     cap = config.max_tokens_per_gpu * dims.context_parallel
     kinds = {
@@ -122,6 +124,17 @@ def test_every_plan_is_legal(problem: Step) -> None:
         for samples in rank:
             if row_tokens(samples, problem.lengths, step) > cap:
                 assert len(samples) == 1
+
+
+@examples(300)
+@given(problems())
+def test_the_lower_bounds_hold(problem: Step) -> None:
+    """Of the micro-batches, and of the end of the step: no plan goes below them."""
+    step = problem.plan()
+    real = [samples for rank in step.micro_batches for samples in rank if samples]
+    assert len(real) >= micro_batch_lower_bound(problem.objective().problem)
+    statistics = step_statistics(step, problem.lengths)
+    assert statistics.step_time >= statistics.floor_time * (1 - ROUNDING)
 
 
 @examples(400)

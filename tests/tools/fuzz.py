@@ -62,6 +62,7 @@ CONFIG: dict[str, Any] = {
     "pad_each_to": None,
     "pad_total_to": 8,
     "plan_effort": 20,
+    "max_samples_per_row": None,
     "max_inflight_tokens": None,
 }
 COSTS: dict[str, Any] = {"linear": 1.0, "quadratic": 0.1, "per_micro_batch": 3.0, "window": None}
@@ -312,6 +313,7 @@ NUMBERS = ["0", "1", "2", "3", "64", "-1", "10" * 9, "1e3", "x", "", "nan", "²"
 FLAGS = [
     *("--max-tokens-per-gpu", "--dp", "--pp", "--vpp", "--cp", "--tp", "--ep", "--plan-effort"),
     *("--samples-per-step", "--microbatch-group-size", "--max-inflight-tokens", "--plot-step"),
+    "--max-samples-per-row",
     *("--groups-per-step", "--draws", "--seed", "--steps"),
 ]
 WORDS = ["--balance", "--fill", "--packing", "--last-groups", "--column", "--group-column"]

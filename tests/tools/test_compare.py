@@ -196,6 +196,17 @@ def test_command_errors(
     assert error.count("\n") == 1
 
 
+def test_plans_with_too_many_samples_in_a_micro_batch_are_no_plans() -> None:
+    config = PlannerConfig(max_tokens_per_gpu=100, max_samples_per_row=3, plan_effort=100)
+    found = compare.compare([[10] * 24], ParallelDims(data_parallel=2), config)
+    assert [each.name for each in found if each.kind != "peer" and each.planned == 0] == []
+    verl = by_name(found, "verl 0.9")
+    assert (verl.planned, verl.failure) == (
+        0,
+        "its plan has 6 samples in a micro-batch, max_samples_per_row is 3",
+    )
+
+
 def test_plans_that_hold_too_many_tokens_in_flight_are_no_plans() -> None:
     dims = ParallelDims(data_parallel=2, pipeline_parallel=4)
     config = PlannerConfig(max_tokens_per_gpu=16384, max_inflight_tokens=4000, plan_effort=100)

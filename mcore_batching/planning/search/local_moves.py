@@ -6,9 +6,10 @@
                all of heavy for the micro-batch of its rank in the slot of other
 
 One rule of acceptance: the latest of the parts that a move changes ends no later than the step
-did. Parts are ranks, or with ranks in lockstep the whole step. The cap and the bound on tokens in
-flight hold throughout, no micro-batch is emptied, and a rank with a placeholder takes a further
-sample there. A counter decides which moves are tried, so they are the same everywhere.
+did. Parts are ranks, or with ranks in lockstep the whole step. The cap and the bounds on samples
+and on tokens in flight hold throughout, no micro-batch is emptied, and a rank with a placeholder
+takes a further sample there. A counter decides which moves are tried, so they are the same
+everywhere.
 """
 
 from __future__ import annotations
@@ -194,8 +195,10 @@ def _holds(samples: list[int], problem: Problem) -> bool:
     """True if these samples may share a micro-batch."""
     if len(samples) == 1:
         return True
-    return sum(problem.tokens[i] for i in samples) <= problem.capacity and not any(
-        i in problem.oversize for i in samples
+    return (
+        len(samples) <= problem.max_samples
+        and sum(problem.tokens[i] for i in samples) <= problem.capacity
+        and not any(i in problem.oversize for i in samples)
     )
 
 

@@ -52,9 +52,7 @@ class LockstepShapes:
         """Numbers of slots to try, from the fewest that can hold the samples."""
         problem = self._objective.problem
         dims = problem.dims
-        tokens = sum(tokens for i, tokens in enumerate(problem.tokens) if i not in problem.oversize)
-        fewest = -(-tokens // problem.capacity) + len(problem.oversize)
-        count = dims.round_up_num_microbatches(-(-fewest // dims.data_parallel))
+        count = dims.round_up_num_microbatches(-(-problem.fewest_rows // dims.data_parallel))
         samples_per_rank = -(-problem.num_samples // dims.data_parallel)
         useful = min(samples_per_rank, count + 4)
         if dims.pipeline_parallel > 1:
@@ -135,7 +133,8 @@ class LockstepShapes:
             by_seed = sorted(zip(row, seeds, strict=True), key=lambda each: each[1])
             for samples, (cost, seed) in by_seed:
                 held = tokens[seed]
-                while left and seed not in problem.oversize:
+                most = 1 if seed in problem.oversize else problem.max_samples
+                while left and len(samples) < most:
                     best = bisect_right(left, (level - cost, len(costs))) - 1
                     while best >= 0 and held + tokens[left[best][1]] > problem.capacity:
                         best -= 1

@@ -194,9 +194,7 @@ def _counts(samples: Sequence[int], objective: Objective) -> list[int]:
     """Numbers of slots to try for one rank, from the fewest that can hold its samples."""
     problem = objective.problem
     dims = problem.dims
-    tokens = sum(problem.tokens[i] for i in samples if i not in problem.oversize)
-    alone = sum(i in problem.oversize for i in samples)
-    count = dims.round_up_num_microbatches(-(-tokens // problem.capacity) + alone)
+    count = dims.round_up_num_microbatches(problem.subset(samples).fewest_rows)
     if dims.pipeline_parallel == 1 and objective.max_inflight_tokens is None:
         # No bubble to shrink: further micro-batches only cost more.
         return [dims.round_up_num_microbatches(count + extra) for extra in range(3)]

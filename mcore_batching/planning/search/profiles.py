@@ -128,7 +128,8 @@ def fill_slots(samples: Sequence[int], sizes: Profile, objective: Objective) -> 
         passed_over = []
         while lacking:
             lack, slot = heapq.heappop(lacking)
-            if room[slot] == capacity if alone else room[slot] >= needed:
+            held = len(slots[slot])
+            if held == 0 if alone else room[slot] >= needed and held < problem.max_samples:
                 break
             passed_over.append((lack, slot))
         else:

@@ -111,8 +111,14 @@ def add_dims(parser: CommandParser) -> None:
 
 
 def add_search(parser: CommandParser) -> None:
-    """The search's effort, its bound on memory, and its costs."""
+    """The search's effort, its bounds on samples and memory, and its costs."""
     add_plan_effort(parser)
+    parser.add_argument(
+        "--max-samples-per-row",
+        type=int,
+        metavar="N",
+        help="most samples that share a micro-batch (default: as many as the cap holds)",
+    )
     parser.add_argument(
         "--max-inflight-tokens",
         type=int,
@@ -164,6 +170,7 @@ def config_of(options: argparse.Namespace) -> PlannerConfig:
         max_tokens_per_gpu=options.max_tokens_per_gpu,
         **{option: getattr(options, option) for option in CHOICES if hasattr(options, option)},
         plan_effort=options.plan_effort,
+        max_samples_per_row=options.max_samples_per_row,
         max_inflight_tokens=options.max_inflight_tokens,
     )
 

@@ -50,6 +50,7 @@ def add_arguments(parser: CommandParser) -> None:
     parser.flags |= FLAG_OF_SIZE | {
         "max_tokens_per_gpu": "--max-tokens-per-gpu",
         "microbatch_group_size": "--microbatch-group-size",
+        "max_samples_per_row": "--max-samples-per-row",
         "max_inflight_tokens": "--max-inflight-tokens",
     }
 
