@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from mcore_batching.planning import (
     CostModel,
     MCoreBatchingError,
     PlannerConfig,
+    PlanningError,
+    at_least,
 )
 
 PREFIX = "--dynamic-batch-"
@@ -110,6 +114,14 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "multiply by the output layer inside response_log_probs and its siblings, a chunk "
         "of tokens at a time and again in backward, so that logits of all tokens never exist: "
         "losses get FusedLogits, which only those functions read",
+    },
+    "forward_only_max_tokens_per_gpu": {
+        "type": int,
+        "default": None,
+        "metavar": "TOKENS",
+        "help": "--max-tokens-per-gpu of forward_only, which keeps no activations for a backward "
+        "pass: it then has a plan of its own, which --dynamic-batch-max-inflight-tokens does not "
+        "bound (default: the plan and the cap of training)",
     },
     "record": {
         "default": None,
@@ -250,9 +262,47 @@ def planner_config(args: Any) -> PlannerConfig:
         for name, default in _PLANNER_DEFAULTS.items()
     }
     try:
-        return PlannerConfig(max_tokens_per_gpu=args.max_tokens_per_gpu, **chosen)
+        config = PlannerConfig(max_tokens_per_gpu=args.max_tokens_per_gpu, **chosen)
+        forward_only_config(args, config)
+        return config
     except MCoreBatchingError as error:
         error.args = (error.text(flag_of),)
+        raise
+
+
+def has_own_forward_plan(args: Any) -> bool:
+    """True if forward passes alone have a plan of their own."""
+    own = getattr(args, "dynamic_batch_forward_only_plan", "shared") != "shared"
+    return own or has_own_forward_cap(args)
+
+
+def has_own_forward_cap(args: Any) -> bool:
+    """True if forward passes alone have a cap of their own."""
+    cap = getattr(args, "dynamic_batch_forward_only_max_tokens_per_gpu", None)
+    return cap is not None and uses_dynamic_batch_size(args)
+
+
+def forward_only_config(args: Any, training: PlannerConfig) -> PlannerConfig:
+    """The planner's settings for forward passes alone: training's, under a cap of their own.
+
+    Raises:
+        ConfigError: the cap is out of range.
+    """
+    if not has_own_forward_cap(args):
+        return training
+    given = args.dynamic_batch_forward_only_max_tokens_per_gpu
+    cap = at_least("forward_only_max_tokens_per_gpu", given, 1, ConfigError)
+    return dataclasses.replace(training, max_tokens_per_gpu=cap, max_inflight_tokens=None)
+
+
+@contextlib.contextmanager
+def naming_the_cap(args: Any, *, forward_only: bool) -> Iterator[None]:
+    """Let errors of planning name the cap that was planned with."""
+    try:
+        yield
+    except PlanningError as error:
+        if forward_only and has_own_forward_cap(args):
+            error.rename("max_tokens_per_gpu", "forward_only_max_tokens_per_gpu")
         raise
 
 

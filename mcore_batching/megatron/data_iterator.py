@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Schema
 from mcore_batching.batch.consensus import Statement
+from mcore_batching.megatron.arguments import has_own_forward_plan
 from mcore_batching.megatron.consensus import get_consensus
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, PlanningFailedError
 from mcore_batching.megatron.exchange import ExchangingProtocol
@@ -40,7 +42,7 @@ class PlannedRollout:
         """The schedule of forward passes alone: the same one, or one planned for them.
 
         A collective over all ranks where it has to be made, at the first call under
-        ``--dynamic-batch-forward-only-plan own``.
+        ``--dynamic-batch-forward-only-plan own`` or a cap of forward passes.
 
         Args:
             args: Megatron's arguments.
@@ -50,15 +52,18 @@ class PlannedRollout:
             return self._schedule
         if self._for_forward_passes is None:
             shared = self._schedule
-            self._for_forward_passes = PlanningProtocol(
+            own = PlanningProtocol(
                 args,
                 model,
                 lambda: shared.rollout_data,
                 schema=shared.schema,
                 steps=[sorted(i for indices in step for i in indices) for step in shared.steps],
                 cost_model=shared.cost_model,
+                config=shared.config,
                 forward_only=True,
             ).run()
+            # A framework's layout pads samples less than these dims ask for.
+            self._for_forward_passes = dataclasses.replace(own, dims=shared.dims)
         return self._for_forward_passes
 
 
@@ -140,11 +145,6 @@ def schedule_of(data_iterator: Sequence[DataIterator]) -> MicroBatchSchedule:
     return rollout_of(data_iterator).schedule
 
 
-def has_own_forward_plan(args: Any) -> bool:
-    """True if forward passes alone have a plan of their own."""
-    return bool(getattr(args, "dynamic_batch_forward_only_plan", "shared") != "shared")
-
-
 def get_data_iterator(
     args: Any,
     model: list[Any],
@@ -208,6 +208,7 @@ def plan_micro_batches(
     schema: Schema = DEFAULT_SCHEMA,
     steps: Sequence[Sequence[int]] | None = None,
     cost_model: CostModel | None = None,
+    forward_only: bool = False,
 ) -> tuple[list[DataIterator], list[int]]:
     """`get_data_iterator` for rollout data that is yet to be read.
 
@@ -221,6 +222,7 @@ def plan_micro_batches(
         schema: the kind of every field.
         steps: as in `get_data_iterator`.
         cost_model: as in `get_data_iterator`.
+        forward_only: plan for forward passes alone, under their own cap if they have one.
 
     Returns:
         as `get_data_iterator`.
@@ -236,7 +238,7 @@ def plan_micro_batches(
         schema=schema,
         steps=steps,
         cost_model=cost_model,
-        forward_only=False,
+        forward_only=forward_only,
     )
     schedule = protocol.run()
     rollout = PlannedRollout(schedule)

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from mcore_batching.batch.consensus import Statement
+from mcore_batching.megatron.arguments import naming_the_cap
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.planning_protocol import PlanningProtocol
 from mcore_batching.megatron.rollout_batch import RolloutBatch
@@ -70,13 +71,14 @@ class ExchangingProtocol(PlanningProtocol):
             return numbers, {name: [values[i] for i in places] for name, values in columns}
 
         def work() -> tuple[StepPlan, list[_Samples]]:
-            plan = plan_step(
-                self._lengths,
-                settings.dims,
-                settings.config,
-                settings.cost_model,
-                forward_only=self.forward_only,
-            )
+            with naming_the_cap(self.args, forward_only=self.forward_only):
+                plan = plan_step(
+                    self._lengths,
+                    settings.dims,
+                    settings.config,
+                    settings.cost_model,
+                    forward_only=self.forward_only,
+                )
             return plan, [leaving(plan, rank) for rank in range(len(counts))]
 
         def says(plan: StepPlan) -> Statement:

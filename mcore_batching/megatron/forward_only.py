@@ -19,13 +19,16 @@ from torch import Tensor
 
 from mcore_batching.batch import OrderError, restore_order
 from mcore_batching.batch.consensus import Statement
-from mcore_batching.megatron.arguments import fuses_output_layer, log_prob_chunk_tokens
+from mcore_batching.megatron.arguments import (
+    fuses_output_layer,
+    has_own_forward_plan,
+    log_prob_chunk_tokens,
+)
 from mcore_batching.megatron.chunk_forward import run_for_losses
 from mcore_batching.megatron.consensus import agree_after_pipeline, get_consensus
 from mcore_batching.megatron.data_iterator import (
     DataIterator,
     PlannedRollout,
-    has_own_forward_plan,
     rollout_of,
 )
 from mcore_batching.megatron.errors import CollationFailedError, ForwardFailedError
@@ -63,9 +66,9 @@ def forward_only(
         args: Megatron's arguments.
         model: this rank's model chunks.
         data_iterator: from `get_data_iterator`.
-        num_microbatches: from `get_data_iterator`; not read under
-            ``--dynamic-batch-forward-only-plan own``, where forward passes have a plan of their
-            own.
+        num_microbatches: from `get_data_iterator`; not read where forward
+            passes have a plan of their own, under ``--dynamic-batch-forward-only-plan own`` or
+            ``--dynamic-batch-forward-only-max-tokens-per-gpu``.
         store_prefix: put before every key of the result.
 
     Returns:

@@ -31,7 +31,11 @@ from megatron.core import parallel_state
 
 from mcore_batching.batch import Schema
 from mcore_batching.batch.consensus import Statement
-from mcore_batching.megatron.arguments import planner_config, planner_cost_model
+from mcore_batching.megatron.arguments import (
+    forward_only_config,
+    planner_config,
+    planner_cost_model,
+)
 from mcore_batching.megatron.consensus import get_consensus
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.recording import open_record
@@ -41,7 +45,7 @@ from mcore_batching.megatron.shards import GatheredShards, MicroBatches, Shard
 from mcore_batching.megatron.step_shard import Settings, StepShard
 from mcore_batching.megatron.topology import current_dims, model_chunks
 from mcore_batching.megatron.validation import prepare_model
-from mcore_batching.planning import CostModel, ShardOutlook
+from mcore_batching.planning import CostModel, PlannerConfig, ShardOutlook
 
 
 class PlanningProtocol:
@@ -54,7 +58,8 @@ class PlanningProtocol:
         schema: the kind of every field.
         steps: local sample indices of every optimizer step; None: by ``global_batch_size``.
         cost_model: what samples and micro-batches cost; None: by the arguments.
-        forward_only: plan for forward passes alone.
+        config: the planner's settings for training; None: by the arguments.
+        forward_only: plan for forward passes alone, under their own cap if they have one.
 
     Attributes:
         settings: from `take_stock` on.
@@ -78,6 +83,7 @@ class PlanningProtocol:
         schema: Schema,
         steps: Sequence[Sequence[int]] | None,
         cost_model: CostModel | None,
+        config: PlannerConfig | None = None,
         forward_only: bool,
     ) -> None:
         self.args = args
@@ -86,6 +92,7 @@ class PlanningProtocol:
         self.schema = schema
         self.steps = steps
         self.given_cost_model = cost_model
+        self.given_config = config
         self.forward_only = forward_only
         self.consensus = get_consensus(args)
         self._shards: list[StepShard] = []
@@ -108,9 +115,10 @@ class PlanningProtocol:
 
         def work() -> tuple[Settings, RolloutBatch | None]:
             chunks = model_chunks(self.model)
+            config = self.given_config or planner_config(self.args)
             settings = Settings(
                 current_dims(chunks),
-                planner_config(self.args),
+                forward_only_config(self.args, config) if self.forward_only else config,
                 self.given_cost_model or planner_cost_model(self.args),
             )
             prepare_model(chunks, settings.dims, settings.config)

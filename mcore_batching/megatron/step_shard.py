@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from mcore_batching.megatron.arguments import uses_dynamic_batch_size
+from mcore_batching.megatron.arguments import naming_the_cap, uses_dynamic_batch_size
 from mcore_batching.megatron.shards import MicroBatches
 from mcore_batching.planning import (
     CostModel,
@@ -55,13 +55,14 @@ class StepShard:
         lengths: list[int],
         forward_only: bool,
     ) -> None:
-        self._problem = Problem.of(
-            lengths,
-            settings.dims,
-            settings.config,
-            settings.cost_model,
-            forward_only=forward_only,
-        )
+        with naming_the_cap(args, forward_only=forward_only):
+            self._problem = Problem.of(
+                lengths,
+                settings.dims,
+                settings.config,
+                settings.cost_model,
+                forward_only=forward_only,
+            )
         self._indices = indices
         self.filled: list[MicroBatches] = []
         if uses_dynamic_batch_size(args):

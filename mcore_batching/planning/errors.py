@@ -57,6 +57,16 @@ class MCoreBatchingError(Exception):
         """The message with its arguments spelled by `spell`."""
         return "".join(spell(part) if isinstance(part, Argument) else part for part in self.parts)
 
+    def rename(self, name: str, other: str) -> None:
+        """Speak of the argument `other` where the message speaks of `name`."""
+        self.parts = tuple(
+            Argument(other, part.value)
+            if isinstance(part, Argument) and part.name == name
+            else part
+            for part in self.parts
+        )
+        self.args = ("".join(map(str, self.parts)),)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Rebuild from message and attributes: subclasses' constructors take other arguments."""
         return _rebuild, (type(self), self.args, dict(self.__dict__))

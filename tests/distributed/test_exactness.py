@@ -14,6 +14,7 @@ import pytest
 import torch
 from kit.harness import Job
 from kit.objective import DEFAULT_OBJECTIVE, OBJECTIVES
+from kit.samples import CAP_TOKENS
 
 LOG_PROBS = 2e-6
 GRADIENTS = 2e-5  # deepest sums: over all tokens of the batch, through four layers
@@ -61,6 +62,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
+FORWARD_CAP = "dynamic_batch_forward_only_max_tokens_per_gpu"
 SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
     # The last micro-batch starts the reduction: a placeholder there has to touch every parameter.
     "dp2-pp2-overlapped-reduction": ("dp2-pp2", {"overlap": True, "spread": "empty"}),
@@ -73,10 +75,10 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
         "cp2-tp2-sp",
         {"planner": {"dynamic_batch_pad_each_to": 12, "dynamic_batch_pad_total_to": 16}},
     ),
-    "dp2-pp2-forward-plan-of-its-own": (
-        "dp2-pp2",
-        {"planner": {"dynamic_batch_forward_only_plan": "own"}},
-    ),
+    # Under the first the sample of 200 tokens fits beside others, under the second more samples
+    # are oversize than in training.
+    "dp2-pp2-forward-cap-of-256": ("dp2-pp2", {"planner": {FORWARD_CAP: 256}}),
+    "dp2-pp2-forward-cap-of-12": ("dp2-pp2", {"planner": {FORWARD_CAP: 12}}),
     "dp2-ep2-padded": ("dp2-ep2", {"planner": {"dynamic_batch_pad_total_to": 16}}),
     "dp2-pp2-first-fit-as-it-falls": (
         "dp2-pp2",
@@ -229,6 +231,11 @@ def test_equals_reference(
     short_of_samples &= job.parameters.get("padded_to") is None
     if short_of_samples and job.dims.get("data_parallel", 1) > 1:
         assert any(rank["placeholders"] for rank in ranks)
+    forward_cap = job.parameters.get("planner", {}).get(FORWARD_CAP)
+    if forward_cap is not None:
+        fullest, wider = max(rank["forward_fullest"] for rank in ranks), forward_cap > CAP_TOKENS
+        assert (CAP_TOKENS if wider else 0) < fullest <= forward_cap
+        assert (ranks[0]["forward_count"] < ranks[0]["counts"][0]) == wider
     assert max(rank["log_probs"] for rank in ranks) < LOG_PROBS
     assert max(rank["gradients"] for rank in ranks) < GRADIENTS
     assert max(rank["weights"] for rank in ranks) < WEIGHTS

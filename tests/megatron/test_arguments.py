@@ -15,15 +15,25 @@ from mcore_batching.megatron import arguments
 from mcore_batching.megatron.arguments import (
     add_dynamic_batch_arguments,
     flag_of,
+    forward_only_config,
+    has_own_forward_plan,
     log_prob_chunk_tokens,
     planner_config,
     planner_cost_model,
 )
 from mcore_batching.megatron.consensus import DEFAULT_TIMEOUT_SECONDS
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.step_shard import Settings, StepShard
 from mcore_batching.megatron.transformer_engine import Versions
 from mcore_batching.megatron.validation import check_model_config
-from mcore_batching.planning import Argument, ConfigError, CostModel, ParallelDims, PlannerConfig
+from mcore_batching.planning import (
+    Argument,
+    ConfigError,
+    CostModel,
+    OversizeSampleError,
+    ParallelDims,
+    PlannerConfig,
+)
 
 FLAGS = {
     "--use-dynamic-batch-size",
@@ -32,6 +42,7 @@ FLAGS = {
     "--dynamic-batch-balance",
     "--dynamic-batch-cost-model",
     "--dynamic-batch-fill",
+    "--dynamic-batch-forward-only-max-tokens-per-gpu",
     "--dynamic-batch-forward-only-plan",
     "--dynamic-batch-fuse-output-layer",
     "--dynamic-batch-log-prob-chunk-tokens",
@@ -136,6 +147,46 @@ def test_planner_config_from_flags() -> None:
     assert planner_config(args) == PlannerConfig(max_tokens_per_gpu=9)
     bare = SimpleNamespace(max_tokens_per_gpu=9)  # a framework's own arguments
     assert planner_config(bare) == PlannerConfig(max_tokens_per_gpu=9)
+
+
+FORWARD_CAP = "--dynamic-batch-forward-only-max-tokens-per-gpu"
+
+
+def test_forward_passes_have_the_cap_of_training_unless_they_are_given_one() -> None:
+    words = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "100")
+    words += ("--dynamic-batch-max-inflight-tokens", "150", "--dynamic-batch-pad-total-to", "20")
+    shared, own = parse(*words), parse(*words, FORWARD_CAP, "400")
+    training = planner_config(own)
+    assert training == planner_config(shared) == forward_only_config(shared, training)
+    assert forward_only_config(own, training) == dataclasses.replace(
+        training, max_tokens_per_gpu=400, max_inflight_tokens=None
+    )
+    assert (has_own_forward_plan(shared), has_own_forward_plan(own)) == (False, True)
+    assert not has_own_forward_plan(SimpleNamespace(max_tokens_per_gpu=9))
+    unpacked = parse("--max-tokens-per-gpu", "9", FORWARD_CAP, "400")
+    assert not has_own_forward_plan(unpacked)
+    assert forward_only_config(unpacked, training) == training
+
+
+def test_a_cap_of_forward_passes_out_of_range_is_refused_before_training() -> None:
+    words = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "100", FORWARD_CAP, "0")
+    with pytest.raises(ConfigError, match=f"^{FORWARD_CAP} must be 1 or more, got 0; increase"):
+        planner_config(parse(*words))
+
+
+def test_a_sample_over_the_cap_of_forward_passes_alone_names_that_cap() -> None:
+    words = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "100")
+    args = parse(*words, FORWARD_CAP, "20", "--dynamic-batch-on-oversize", "error")
+    training = planner_config(args)
+    for forward_only in (False, True):
+        config = forward_only_config(args, training) if forward_only else training
+        settings = Settings(ParallelDims(), config, CostModel())
+        if forward_only:
+            with pytest.raises(OversizeSampleError) as caught:
+                StepShard(args, settings, [0, 1], [30, 5], forward_only)
+            assert f"set {FORWARD_CAP} to 30 or more, or" in caught.value.text(flag_of)
+        else:
+            StepShard(args, settings, [0, 1], [30, 5], forward_only)
 
 
 def test_without_the_flag_there_is_no_cap() -> None:

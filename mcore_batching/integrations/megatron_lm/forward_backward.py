@@ -32,6 +32,7 @@ from mcore_batching.integrations.megatron_lm.unpadding import (
     unpadded_samples,
 )
 from mcore_batching.megatron import compat
+from mcore_batching.megatron.arguments import has_own_forward_plan
 from mcore_batching.megatron.chunk_forward import padding_mask
 from mcore_batching.megatron.consensus import agree_after_pipeline
 from mcore_batching.megatron.data_iterator import plan_micro_batches, schedule_of
@@ -108,7 +109,8 @@ class PackedForwardBackward:
         chunks = model_chunks(model)
         started = time.monotonic()
         operation = "evaluation" if forward_only else "training"
-        schedule = self._plan(chunks, data_iterator, num_microbatches)
+        own_plan = forward_only and has_own_forward_plan(self._args)
+        schedule = self._plan(chunks, data_iterator, num_microbatches, own_plan)
         prepared = prepare(self._args, operation, 0, lambda: schedule, change=stock_row)
         count = len(prepared.rows)
         rows = [
@@ -145,7 +147,7 @@ class PackedForwardBackward:
         return losses
 
     def _plan(
-        self, chunks: list[Any], data_iterator: Any, num_microbatches: int
+        self, chunks: list[Any], data_iterator: Any, num_microbatches: int, forward_only: bool
     ) -> MicroBatchSchedule:
         """This rank's packed micro-batches of the step."""
         iterators, _ = plan_micro_batches(
@@ -153,6 +155,7 @@ class PackedForwardBackward:
             chunks,
             lambda: self._read(data_iterator, num_microbatches),
             schema=STOCK_SCHEMA,
+            forward_only=forward_only,
         )
         return schedule_of(iterators)
 

@@ -24,6 +24,7 @@ from mcore_batching.megatron import (
     schedule_of,
     train_step,
 )
+from mcore_batching.megatron.data_iterator import rollout_of
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
 from mcore_batching.rl import pad_batch
@@ -82,7 +83,9 @@ def differences(
 
     Returns:
         ``log_probs``, ``gradients``, ``weights`` (largest relative differences), ``metrics``,
-        ``grad_norm``, and the plan's ``counts``, ``placeholders`` and ``oversize`` micro-batches.
+        ``grad_norm``, the plan's ``counts``, ``placeholders`` and ``oversize`` micro-batches; of
+        `forward_only`'s plan ``forward_count``, and ``forward_fullest``, the most tokens of a
+        micro-batch of several samples.
     """
     shape = ParallelDims(**dims)
     expected = torch.load(reference, weights_only=True)
@@ -152,11 +155,16 @@ def differences(
         for name, parameter in named_parameters(model)
     )
     (step,) = schedule_of(iterators).steps
+    (forward_step,) = rollout_of(iterators).for_forward_passes(args, model).steps
+    lengths = data["total_lengths"]
+    shared = [sum(lengths[i] for i in row) for row in forward_step if len(row) > 1]
     longest = max((samples["total_lengths"][i] for i in mine), default=0)
     report |= {
         "counts": counts,
         "placeholders": sum(not indices for indices in step),
         "last_is_real": bool(step[-1]) or not mine,
         "oversize": longest > CAP_TOKENS,
+        "forward_count": len(forward_step),
+        "forward_fullest": max(shared, default=0),
     }
     return report

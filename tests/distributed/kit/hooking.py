@@ -37,7 +37,11 @@ PAD_MULTIPLIER = 4
 
 
 def compare(
-    dims: dict[str, Any], reference: str, spread: str = "uneven", per_token_loss: bool = True
+    dims: dict[str, Any],
+    reference: str,
+    spread: str = "uneven",
+    per_token_loss: bool = True,
+    planner: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """One step of the hooked framework against one of the engine, on this rank.
 
@@ -65,6 +69,7 @@ def compare(
         qkv_format="thd",
         calculate_per_token_loss=per_token_loss,
         dynamic_batch_fill="placeholder",
+        **(planner or {}),
     )
     hooked = _framework_step(args, shape, reference, per_token_loss, dict(mine))
     direct = _engine_step(args, shape, reference, per_token_loss, dict(mine))

@@ -35,6 +35,7 @@ COMMON = [
     *("--no-persist-layer-norm", "--no-create-attention-mask-in-dataloader"),
 ]
 FLAG = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", str(CAP)]
+HALF_THE_CAP_TO_EVALUATE = ["--dynamic-batch-forward-only-max-tokens-per-gpu", str(CAP // 2)]
 EXCHANGE = [*FLAG, "--dynamic-batch-exchange"]
 
 
@@ -90,7 +91,7 @@ JOBS = {
     for each in (
         job("pp2-padded", *steps(20), *PP2),
         job("pp2", *steps(20), *PP2, *FLAG),
-        job("pp2-exchange", *steps(10), *PP2, *EXCHANGE),
+        job("pp2-exchange", *steps(10), *PP2, *EXCHANGE, *HALF_THE_CAP_TO_EVALUATE),
         job(
             "pp2-overlapped-reduction",
             *(*steps(5), *PP2, *EXCHANGE, "--overlap-grad-reduce"),
