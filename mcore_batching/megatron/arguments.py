@@ -9,11 +9,15 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.log_probs import CHUNK_TOKENS
 from mcore_batching.planning import (
@@ -22,12 +26,18 @@ from mcore_batching.planning import (
     ConfigError,
     CostModel,
     MCoreBatchingError,
+    ParallelDims,
     PlannerConfig,
     PlanningError,
     at_least,
 )
+from mcore_batching.planning.integers import as_integer
 
 PREFIX = "--dynamic-batch-"
+
+CUDA_ROW_MULTIPLE = 128
+"""Tokens of each rank to a multiple of which rows are padded on CUDA by default: kernels waste no
+part of a tile, and the allocator, which keeps freed blocks by their size, sees few sizes."""
 
 # Choices and defaults of the planner's options are those of `PlannerConfig`.
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -86,7 +96,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "pad_total_to": {
         "type": int,
         "metavar": "TOKENS",
-        "help": "pad every packed row to a multiple of this (FP8, memory fragmentation)",
+        "help": "pad every packed row to a multiple of this (FP8, memory fragmentation); default: "
+        f"on CUDA {CUDA_ROW_MULTIPLE} tokens per tensor- and context-parallel rank, or what of "
+        "them divides the cap, so that it stays what it is",
     },
     "forward_only_plan": {
         "choices": ["shared", "own"],
@@ -234,11 +246,15 @@ def fuses_output_layer(args: Any) -> bool:
     return bool(getattr(args, "dynamic_batch_fuse_output_layer", False))
 
 
-def planner_config(args: Any) -> PlannerConfig:
+def planner_config(args: Any, dims: ParallelDims | None = None) -> PlannerConfig:
     """The planner's settings from Megatron's arguments.
 
     Without ``--use-dynamic-batch-size`` there is no cap, and ranks with fewer micro-batches are
     filled up with placeholders.
+
+    Args:
+        args: Megatron's arguments.
+        dims: the job's parallel dims, by which rows have a default multiple on CUDA; None: none.
 
     Raises:
         DynamicBatchArgumentError: ``--max-tokens-per-gpu`` is missing.
@@ -261,6 +277,8 @@ def planner_config(args: Any) -> PlannerConfig:
         name: getattr(args, f"dynamic_batch_{name}", default)
         for name, default in _PLANNER_DEFAULTS.items()
     }
+    if chosen["pad_total_to"] is None and dims is not None and _runs_on_cuda():
+        chosen["pad_total_to"] = _default_row_multiple(args.max_tokens_per_gpu, dims)
     try:
         config = PlannerConfig(max_tokens_per_gpu=args.max_tokens_per_gpu, **chosen)
         forward_only_config(args, config)
@@ -268,6 +286,16 @@ def planner_config(args: Any) -> PlannerConfig:
     except MCoreBatchingError as error:
         error.args = (error.text(flag_of),)
         raise
+
+
+def _runs_on_cuda() -> bool:
+    return torch.cuda.is_available() and not cpu_emulation.is_enabled()
+
+
+def _default_row_multiple(max_tokens_per_gpu: Any, dims: ParallelDims) -> int:
+    """What of `CUDA_ROW_MULTIPLE` of each rank divides the cap: no sample is oversize for it."""
+    cap = as_integer(max_tokens_per_gpu) or 1
+    return dims.context_parallel * math.gcd(CUDA_ROW_MULTIPLE * dims.tensor_parallel, cap)
 
 
 def has_own_forward_plan(args: Any) -> bool:

@@ -115,9 +115,10 @@ class PlanningProtocol:
 
         def work() -> tuple[Settings, RolloutBatch | None]:
             chunks = model_chunks(self.model)
-            config = self.given_config or planner_config(self.args)
+            dims = current_dims(chunks)
+            config = self.given_config or planner_config(self.args, dims)
             settings = Settings(
-                current_dims(chunks),
+                dims,
                 forward_only_config(self.args, config) if self.forward_only else config,
                 self.given_cost_model or planner_cost_model(self.args),
             )

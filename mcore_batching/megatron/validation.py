@@ -49,7 +49,8 @@ def check_settings(args: Any, model: Any) -> None:
     """
     chunks = model_chunks(model)
     check_logits(args, chunks)
-    prepare_model(chunks, current_dims(chunks), planner_config(args))
+    dims = current_dims(chunks)
+    prepare_model(chunks, dims, planner_config(args, dims))
 
 
 def check_logits(args: Any, chunks: list[Any]) -> None:

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_batching.megatron import arguments
+from mcore_batching.megatron import arguments, cpu_emulation
 from mcore_batching.megatron.arguments import (
     add_dynamic_batch_arguments,
     flag_of,
@@ -34,6 +35,7 @@ from mcore_batching.planning import (
     ParallelDims,
     PlannerConfig,
 )
+from mcore_batching.planning.tokens import row_capacity_tokens
 
 FLAGS = {
     "--use-dynamic-batch-size",
@@ -147,6 +149,34 @@ def test_planner_config_from_flags() -> None:
     assert planner_config(args) == PlannerConfig(max_tokens_per_gpu=9)
     bare = SimpleNamespace(max_tokens_per_gpu=9)  # a framework's own arguments
     assert planner_config(bare) == PlannerConfig(max_tokens_per_gpu=9)
+
+
+@pytest.mark.parametrize(
+    ("cap", "dims", "multiple"),
+    [
+        (16384, ParallelDims(), 128),
+        (16384, ParallelDims(tensor_parallel=8, context_parallel=2), 2048),
+        (10000, ParallelDims(tensor_parallel=8, context_parallel=2, sequence_parallel=True), 32),
+        (9, ParallelDims(tensor_parallel=2), 1),
+    ],
+)
+def test_rows_have_a_multiple_on_cuda_that_leaves_the_cap_what_it_is(
+    cap: int, dims: ParallelDims, multiple: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = parse("--use-dynamic-batch-size", "--max-tokens-per-gpu", str(cap))
+    on_cpu = planner_config(args, dims)
+    assert on_cpu.pad_total_to is None
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu_emulation, "is_enabled", lambda: False)
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        on_cuda = planner_config(args, dims)
+        assert on_cuda == dataclasses.replace(on_cpu, pad_total_to=multiple)
+        assert row_capacity_tokens(dims, on_cuda) == row_capacity_tokens(dims, on_cpu)
+        args.dynamic_batch_pad_total_to = 1
+        assert planner_config(args, dims).pad_total_to == 1
+        patch.setattr(cpu_emulation, "is_enabled", lambda: True)
+        args.dynamic_batch_pad_total_to = None
+        assert planner_config(args, dims) == on_cpu
 
 
 FORWARD_CAP = "--dynamic-batch-forward-only-max-tokens-per-gpu"

@@ -99,8 +99,8 @@ def check_arguments(args: Any) -> None:
         return
     problems = _problems(args)
     try:
-        planner = planner_config(args)
         dims = _parallel_dims(args)
+        planner = planner_config(args, dims)
         planner_cost_model(args)
     except (DynamicBatchArgumentError, ConfigError, ParallelDimsError) as error:
         problems.append(str(error))
