@@ -34,6 +34,41 @@ def order_slots(
     return (*real[:-1], *placeholders, *real[-1:])
 
 
+def largest_first(problem: Problem, ranks: tuple[MicroBatches, ...]) -> tuple[MicroBatches, ...]:
+    """The same micro-batches, each rank's largest first, where their order takes no time.
+
+    An allocator that is asked for the largest blocks first cuts the smaller ones out of them. Order
+    takes no time on a single stage, and in forward passes alone under 1F1B, which end after all
+    micro-batches on one stage and the longest on each of the others. The others come by descending
+    weight, so that slot j weighs about the same on every rank; with experts spread over ranks whole
+    slots change places.
+
+    Args:
+        problem: gives tokens and the schedule.
+        ranks: micro-batches [data_parallel][num_microbatches], each rank's last one real if any is.
+    """
+    dims = problem.dims
+    in_any_order = dims.pipeline_parallel == 1 or (
+        problem.forward_only and dims.virtual_pipeline == 1
+    )
+    if not in_any_order:
+        return ranks
+    if dims.expert_parallel == 1:
+        return tuple(_largest_then_heaviest(problem, rank) for rank in ranks)
+    slots = list(zip(*ranks, strict=True))
+    stays_last = [slots.pop()] if any(() in rank for rank in ranks) else []
+    largest = max(slots, key=lambda slot: max(map(problem.row_tokens, slot)), default=())
+    slots.sort(key=lambda slot: slot is not largest)
+    return tuple(zip(*slots, *stays_last, strict=True))
+
+
+def _largest_then_heaviest(problem: Problem, rank: MicroBatches) -> MicroBatches:
+    real = sorted(filter(None, rank), key=lambda samples: (-problem.weight(samples), samples))
+    largest = max(real, key=problem.row_tokens, default=())
+    real.sort(key=lambda samples: samples != largest)
+    return order_slots(real, len(rank), None)
+
+
 def place(
     problem: Problem, bins: Sequence[Sequence[int]], num_microbatches: int
 ) -> tuple[MicroBatches, ...]:

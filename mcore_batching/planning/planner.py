@@ -16,7 +16,7 @@ from mcore_batching.planning.errors import Argument, ConfigError, LengthError
 from mcore_batching.planning.groups import LastStep, group_steps
 from mcore_batching.planning.integers import at_least, entries
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.placement import place, split_until
+from mcore_batching.planning.placement import largest_first, place, split_until
 from mcore_batching.planning.plan import MicroBatches, Plan, StepPlan
 from mcore_batching.planning.problem import Problem, check_owners
 from mcore_batching.planning.search import Objective, search
@@ -52,9 +52,10 @@ def plan_step(
 
     By default a search decides how many micro-batches there are, what is in them and in which order
     they run, so that the slowest rank's pipeline ends first (with expert parallelism: so that
-    slots, each as slow as its slowest rank, do). With `balance="cost"` or "tokens" packed
-    micro-batches are spread evenly, in the order of descending weight; with "none" they keep the
-    order of packing. A rank's last micro-batch is real if it has any sample.
+    slots, each as slow as its slowest rank, do); where order takes no time the largest comes first.
+    With `balance="cost"` or "tokens" packed micro-batches are spread evenly, in the order of
+    descending weight; with "none" they keep the order of packing. A rank's last micro-batch is real
+    if it has any sample.
 
     Args:
         lengths: total length of each sample [samples], in tokens; may be empty.
@@ -248,10 +249,11 @@ def _plan_global(problem: Problem) -> tuple[MicroBatches, ...]:
         return plain
     by_tokens = dataclasses.replace(problem.config, balance="tokens")
     starts = (plain, _packed_and_placed(dataclasses.replace(problem, config=by_tokens)))
-    return tuple(
+    found = tuple(
         tuple(tuple(sorted(samples)) for samples in slots)
         for slots in search(Objective(problem), starts)
     )
+    return largest_first(problem, found)
 
 
 def _packed_and_placed(problem: Problem) -> tuple[MicroBatches, ...]:

@@ -23,7 +23,7 @@ from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.errors import Argument, InflightBoundError, LengthError
 from mcore_batching.planning.packing import first_fit, first_fit_decreasing
 from mcore_batching.planning.pipeline import pipeline_time
-from mcore_batching.planning.placement import order_slots, split_until
+from mcore_batching.planning.placement import largest_first, order_slots, split_until
 from mcore_batching.planning.plan import MicroBatches
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search import best_slots
@@ -92,8 +92,9 @@ def fill_shard(
 
     Returns:
         exactly `num_microbatches` tuples of samples; `()` is a placeholder. In a pipeline they are
-        in the order that ends soonest; else real ones by descending weight, or with
-        `balance="none"` in the order of packing. The last is real if there is a sample.
+        in the order that ends soonest; else real ones by descending weight, with
+        `balance="none"` in the order of packing. The default `balance` puts the largest before
+        them where order takes no time. The last is real if there is a sample.
 
     Raises:
         LengthError: there are more `bins` than `num_microbatches`.
@@ -105,8 +106,10 @@ def fill_shard(
             f"{num_microbatches}; set it to the maximum over all ranks",
         )
     plain = _split_and_order(problem, bins, num_microbatches)
-    if not _shapes_slots(problem) or not problem.num_samples:
+    if not problem.config.searches or problem.dims.expert_parallel > 1:
         return plain
+    if problem.dims.pipeline_parallel == 1 or not problem.num_samples:
+        return largest_first(problem, (plain,))[0]
     by_tokens = dataclasses.replace(problem.config, balance="tokens")
     candidates = [
         plain,
@@ -120,7 +123,7 @@ def fill_shard(
             outlook = shard_outlook(problem, slots)
             found.append((max(outlook.inflight_tokens, bound), outlook.end, number))
     best = candidates[min(found)[2]] or ()
-    return tuple(tuple(sorted(samples)) for samples in best)
+    return largest_first(problem, (tuple(tuple(sorted(samples)) for samples in best),))[0]
 
 
 @dataclass(frozen=True, slots=True)

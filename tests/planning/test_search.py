@@ -202,6 +202,32 @@ def test_between_steps_that_end_together_the_one_that_holds_fewer_tokens_is_take
     assert best.result()[0].ranks == [[[0, 2], [3], [1]]]
 
 
+@examples(300)
+@given(problems())
+def test_the_largest_micro_batch_is_first_where_order_takes_no_time(problem: Step) -> None:
+    dims, step = problem.dims, problem.plan()
+    if dims.pipeline_parallel > 1 and (not problem.forward_only or dims.virtual_pipeline > 1):
+        return
+    tokens = [
+        [row_tokens(samples, problem.lengths, step) for samples in r] for r in step.micro_batches
+    ]
+    if dims.expert_parallel == 1:
+        assert all(rank[0] == max(rank) for rank in tokens)
+    elif step_statistics(step, problem.lengths).num_placeholders == 0:
+        assert max(rank[0] for rank in tokens) == max(map(max, tokens))
+    backwards = tuple(rank[::-1] for rank in step.micro_batches)
+    end = problem.end(replace(step, micro_batches=backwards))
+    assert problem.end(step) == pytest.approx(end, rel=ROUNDING)
+
+
+@pytest.mark.parametrize("experts", [1, 2])
+def test_the_largest_need_not_be_the_costliest(experts: int) -> None:
+    dims = ParallelDims(data_parallel=2, expert_parallel=experts)
+    lengths = [20, 20, *[6] * 8]
+    step = plan_step(lengths, dims, PlannerConfig(max_tokens_per_gpu=24), CostModel(quadratic=1))
+    assert [[len(samples) for samples in rank] for rank in step.micro_batches] == [[4, 1], [4, 1]]
+
+
 @examples(100)
 @given(problems())
 def test_same_input_same_plan(problem: Step) -> None:

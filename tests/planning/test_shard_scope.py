@@ -128,8 +128,8 @@ def test_halves_are_even_in_cost_and_not_in_tokens() -> None:
     by_tokens = PlannerConfig(max_tokens_per_gpu=100, balance="tokens")
     bins = [[0, 1, 2, 3, 4]]
     assert fill_shard(Problem.of(lengths, ParallelDims(), by_cost, steep), bins, 2) == (
+        (1, 2, 3, 4),  # in tokens the largest
         (0,),
-        (1, 2, 3, 4),
     )
     assert fill_shard(Problem.of(lengths, ParallelDims(), by_tokens, steep), bins, 2) == (
         (0, 3),
