@@ -202,6 +202,7 @@ def counted(iterations: list[str]) -> list[str]:
     return [re.split(r"lm loss", line)[0] for line in iterations]
 
 
+@pytest.mark.long
 def test_the_patched_tree_trains(tmp_path: Path) -> None:
     """With the flag, loss for loss as without it; without it, digit for digit as unpatched."""
     script = Path(__file__).parent / "vendored_script.py"

@@ -87,7 +87,7 @@ def loss_scaling(dims: dict[str, Any], reference: str) -> list[Any]:
         optimizer="adam",
         fp16=True,
         params_dtype=torch.float16,
-        initial_loss_scale=2.0**22,
+        initial_loss_scale=2.0**15,
         loss_scale_window=1000,
         hysteresis=1,
         **ADAM,
@@ -96,7 +96,7 @@ def loss_scaling(dims: dict[str, Any], reference: str) -> list[Any]:
     args = arguments(ParallelDims(**dims))
     iterators, counts = get_data_iterator(args, model, my_samples(dims))
     steps = []
-    for _ in range(12):
+    for _ in range(4):
         result = train_step(packed_objective, args, model, iterators, counts, optimizer)
         scale = float(optimizer.get_loss_scale())
         steps.append([result.update_successful, scale, result.grad_norm])
