@@ -6,7 +6,7 @@ Whatever is wrong with the data shows while every rank can still be told.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import is_last_stage
 
-_MODEL_INPUTS = ("tokens", "position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded")
+MODEL_INPUTS = ("tokens", "position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded")
 _LOSS_INPUTS = ("labels", "loss_mask", "responses")
 
 
@@ -46,37 +46,42 @@ class PreparedRow:
 class PortableRow:
     """A packed micro-batch whose tensors go to the device in one copy, those that are read there.
 
-    Every stage reads the model's inputs, the last one alone what losses are made of: other stages
-    have multimodal inputs as their only fields, and labels and masks on the host.
-
     Args:
-        prepared: on the host.
-        for_loss: this rank is of the last stage.
-        device: where it goes.
+        row: on the host.
+        names: of the attributes that go; the others stay on the host.
+        device: where they go.
     """
 
-    def __init__(self, prepared: PreparedRow, *, for_loss: bool, device: torch.device) -> None:
-        row = prepared.row
-        if not for_loss:
-            kept = {k: v for k, v in row.fields.items() if row.schema[k].kind is Kind.MULTIMODAL}
-            row = dataclasses.replace(row, fields=kept)
-        self._prepared = dataclasses.replace(prepared, row=row)
-        self._names = ("fields", *_MODEL_INPUTS, *(_LOSS_INPUTS if for_loss else ()))
-        self._device = device
+    def __init__(self, row: PackedMicroBatch, names: Collection[str], device: torch.device) -> None:
+        self._row, self._names, self._device = row, names, device
         tensors: list[Tensor] = []
 
         def collect(tensor: Tensor) -> Tensor:
             tensors.append(tensor)
             return tensor
 
-        row.mapped(collect, self._names)
+        row.mapped(collect, names)
         self._tensors = SideBySide(tensors, pin_memory=device.type == "cuda")
 
-    def on_device(self) -> PreparedRow:
+    @classmethod
+    def of_stage(cls, row: PackedMicroBatch) -> PortableRow:
+        """With what this pipeline stage reads.
+
+        Every stage reads the model's inputs, the last one alone what losses are made of: other
+        stages have multimodal inputs as their only fields, and labels and masks on the host.
+        """
+        names = [*MODEL_INPUTS, "fields"]
+        if is_last_stage():
+            names += _LOSS_INPUTS
+        else:
+            kept = {k: v for k, v in row.fields.items() if row.schema[k].kind is Kind.MULTIMODAL}
+            row = dataclasses.replace(row, fields=kept)
+        return cls(row, names, torch.device(torch.cuda.current_device()))
+
+    def on_device(self) -> PackedMicroBatch:
         """The row on the device. The host does not wait for the copy."""
         moved = iter(self._tensors.on(self._device))
-        row = self._prepared.row.mapped(lambda tensor: next(moved), self._names)
-        return dataclasses.replace(self._prepared, row=row)
+        return self._row.mapped(lambda tensor: next(moved), self._names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,10 +111,11 @@ class PreparedStep:
         on_device: dict[int, tuple[PreparedRow, int]] = {}
 
         def draw() -> Iterator[PreparedRow]:
-            for slot, portable in enumerate(self.portable_rows):
+            both = zip(self.rows, self.portable_rows, strict=True)
+            for slot, (prepared, portable) in enumerate(both):
                 moved, drawn = on_device.pop(slot, (None, 0))
                 if moved is None:
-                    moved = portable.on_device()
+                    moved = dataclasses.replace(prepared, row=portable.on_device())
                 if drawn + 1 < count:
                     on_device[slot] = (moved, drawn + 1)
                 yield moved
@@ -145,8 +151,7 @@ def prepare(
         found = schedule()
         rows = [found.row(indices) for indices in found.steps[step]]
         prepared = [PreparedRow(change(row), owned_num_tokens(row)) for row in rows]
-        device = torch.device(torch.cuda.current_device())
-        portable = [PortableRow(each, for_loss=is_last_stage(), device=device) for each in prepared]
+        portable = [PortableRow.of_stage(each.row) for each in prepared]
         return PreparedStep(found, step, prepared, portable, step_totals(rows))
 
     def says(prepared: PreparedStep) -> Statement:

@@ -14,7 +14,9 @@ import torch
 from megatron.core import parallel_state
 
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, pack
+from mcore_batching.batch.side_by_side import on_host
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.prepared_step import MODEL_INPUTS, PortableRow
 from mcore_batching.megatron.rollout_batch import REQUIRED_FIELDS
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.planning import row_multiple_tokens, sample_multiple_tokens
@@ -29,7 +31,7 @@ def packed_row(
     values: dict[str, list[Any] | None],
     pad_multiplier: int,
 ) -> PackedMicroBatch:
-    """One context-parallel rank's part of a row, on the device.
+    """One context-parallel rank's part of a row: the model's inputs and the mask on the device.
 
     Args:
         schedule: the plan that the row is from.
@@ -40,8 +42,10 @@ def packed_row(
     """
     size = parallel_state.get_context_parallel_world_size()
     local_multiple = pad_multiplier * parallel_state.get_tensor_model_parallel_world_size()
-    return pack(
-        {key: values[key] for key in NEEDED_FIELDS if values[key] is not None},
+    given = {key: values[key] for key in NEEDED_FIELDS}
+    row = pack(
+        # Packed on the device, every sample would make the host wait several times.
+        {key: on_host(each) for key, each in given.items() if each is not None},
         schema=DEFAULT_SCHEMA,
         sample_indices=indices,
         sample_alignment_tokens=sample_multiple_tokens(schedule.dims, schedule.config),
@@ -52,7 +56,9 @@ def packed_row(
         context_parallel_rank=schedule.context_parallel_rank,
         pad_token_id=schedule.pad_token_id,
         is_placeholder=not indices,
-    ).to(torch.device(torch.cuda.current_device()), non_blocking=True)
+    )
+    names = (*MODEL_INPUTS, "loss_mask")
+    return PortableRow(row, names, torch.device(torch.cuda.current_device())).on_device()
 
 
 def row_multiple_of(args: Any) -> int:
