@@ -6,8 +6,8 @@ Every pass sleeps in proportion to its cost on top of a tiny model's work, so th
 few cores keeps the clock of one with many. The simulation is given the costs alone; what the
 schedules, gloo and the tiny model add shows as error.
 
-The interleaved schedule runs longer than simulated: with lengths that vary, neighbours exchange the
-shape of every tensor first and wait for each other to do so, which the simulation leaves out.
+With ``--exchange-shapes`` neighbours exchange the shape of every tensor first and wait for each
+other to do so, as Megatron does by itself: the simulation leaves that out.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def main() -> None:
     """Run, compare, print a row a layout."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds-per-cost", type=float, default=0.02)
+    parser.add_argument("--exchange-shapes", action="store_true")
     options = parser.parse_args()
     print(
         f"{'layout':<12}{'micro-batches':>14}{'predicted s':>13}{'recorded s':>12}"
@@ -63,6 +64,7 @@ def main() -> None:
                 "dims": dims,
                 "steps": [(costs, False)] * 2,
                 "seconds_per_cost": options.seconds_per_cost,
+                "exchange_shapes": options.exchange_shapes,
             },
         )
         with tempfile.TemporaryDirectory() as scratch:

@@ -38,6 +38,7 @@ def operations(
     steps: list[tuple[list[float], bool]],
     seconds_per_cost: float = 0.0,
     backward_ratio: float = 2.0,
+    exchange_shapes: bool = False,
 ) -> list[list[Operation]]:
     """The passes of this rank in the order in which Megatron's own schedule ran them.
 
@@ -47,6 +48,7 @@ def operations(
             whether there is no backward pass.
         seconds_per_cost: how long a forward pass sleeps for each unit of cost.
         backward_ratio: how much longer a backward pass sleeps.
+        exchange_shapes: before every transfer, instead of taking them from the plan.
 
     Returns:
         the passes of every step.
@@ -65,7 +67,9 @@ def operations(
         ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
     )
     return [
-        _one_step(shape, model, costs, forward_only, seconds_per_cost, backward_ratio)
+        _one_step(
+            shape, model, costs, forward_only, seconds_per_cost, backward_ratio, exchange_shapes
+        )
         for costs, forward_only in steps
     ]
 
@@ -77,6 +81,7 @@ def _one_step(
     forward_only: bool,
     seconds_per_cost: float,
     backward_ratio: float,
+    exchange_shapes: bool,
 ) -> list[Operation]:
     lengths = [2 + slot % 5 for slot in range(len(forward_costs))]
     data = {
@@ -84,7 +89,12 @@ def _one_step(
         "total_lengths": lengths,
         "response_lengths": [1] * len(lengths),
     }
-    one_each = arguments(shape, use_dynamic_batch_size=False, micro_batch_size=1)
+    one_each = arguments(
+        shape,
+        use_dynamic_batch_size=False,
+        micro_batch_size=1,
+        dynamic_batch_no_planned_shapes=exchange_shapes,
+    )
     iterators, (count,) = get_data_iterator(one_each, model, data)
     prepared = prepare(one_each, "timing", 0, lambda: schedule_of(iterators))
 
