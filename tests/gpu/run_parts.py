@@ -79,7 +79,7 @@ PARTS = [
     Part(
         "kernel",
         "PyTorch's variable-length attention equals one attention per sample",
-        pytest("tests/gpu"),
+        pytest("tests/gpu/test_variable_length_attention.py"),
         twin=pytest("tests/megatron/test_attention.py", "-k", "variable_length"),
     ),
     Part(
