@@ -127,7 +127,7 @@ RESUMED = {"DP2 PP2": PP2, "DP2 PP2 VPP2": VPP2, "DP2 TP2": TP2, "TP2 CP2": TP2_
     reason="this megatron-core ships without megatron.training (it does from 0.19 on)",
 )
 def test_killed_in_a_checkpoint_and_resumed(tmp_path: Path) -> None:
-    """torchrun ends the other ranks; the run goes on from the checkpoint before, bit for bit."""
+    """All ranks end; the run goes on from the checkpoint before, bit for bit."""
     whole, killed, resumed = [], [], []
     for layout, flags in RESUMED.items():
         name = name_of("checkpoint", layout)
