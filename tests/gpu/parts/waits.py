@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import os
 import traceback
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import megatron.core
 import setting
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import mcore_batching
 from mcore_batching.megatron import cpu_emulation, get_data_iterator
 
 MOST_SHOWN = 12
-NOT_LINES = (__file__, setting.__file__, cpu_emulation.__file__)
+ROOTS = [os.path.dirname(str(package.__file__)) for package in (mcore_batching, megatron.core)]
 READS = ("_local_scalar_dense", "nonzero", "masked_select")
 Lines = collections.Counter[str]
 
@@ -72,9 +75,9 @@ def _is_ours(line: str) -> bool:
 def _line() -> str:
     """The innermost line of this package or of Megatron."""
     for frame in reversed(traceback.extract_stack()):
-        for root in ("mcore_batching/", "megatron/"):
-            if f"/{root}" in frame.filename and frame.filename not in NOT_LINES:
-                return f"{root}{frame.filename.rpartition('/' + root)[2]}:{frame.lineno}"
+        for root in ROOTS:
+            if frame.filename.startswith(f"{root}/") and frame.filename != cpu_emulation.__file__:
+                return f"{os.path.relpath(frame.filename, os.path.dirname(root))}:{frame.lineno}"
     return "elsewhere"
 
 
