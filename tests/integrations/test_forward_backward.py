@@ -12,7 +12,7 @@ from packed_row_cases import rows
 from mcore_batching.integrations.megatron_lm.forward_backward import (
     PackedForwardBackward,
     _check_loss,
-    _padding_mask_given,
+    _row_given,
 )
 from mcore_batching.megatron import DynamicBatchArgumentError
 
@@ -72,7 +72,7 @@ class Chunk(torch.nn.Module):
 
 def test_routers_are_told_which_tokens_are_padding() -> None:
     experts, iterator = Chunk(4), rows()
-    with _padding_mask_given(iterator, experts):
+    with _row_given(iterator, experts):
         next(iterator)
         mask = experts()["padding_mask"]
         assert mask.tolist() == [[False] * 3 + [True] + [False] * 2 + [True] * 2]
@@ -84,13 +84,24 @@ def test_routers_are_told_which_tokens_are_padding() -> None:
 
 def test_placeholders_are_padding_throughout_for_routers() -> None:
     experts, iterator = Chunk(4), rows(is_placeholder=True)
-    with _padding_mask_given(iterator, experts):
+    with _row_given(iterator, experts):
         next(iterator)
         assert experts()["padding_mask"].all()
 
 
 def test_dense_models_get_no_padding_mask() -> None:
     dense, iterator = Chunk(None), rows()
-    with _padding_mask_given(iterator, dense):
+    with _row_given(iterator, dense):
         next(iterator)
         assert dense() == {}
+
+
+@pytest.mark.parametrize("num_moe_experts", [None, 4])
+def test_attention_is_told_the_offsets_on_the_host(num_moe_experts: int | None) -> None:
+    """Scripts that make the parameters themselves know them on the device alone."""
+    chunk, iterator = Chunk(num_moe_experts), rows()
+    params = SimpleNamespace()
+    with _row_given(iterator, chunk):
+        next(iterator)
+        assert chunk(packed_seq_params=params)["packed_seq_params"] is params
+    assert params.host_cu_seqlens == (0, 4, 8)

@@ -199,7 +199,7 @@ def _with_deferred_errors(
     """
 
     def forward_step(data_iterator: PackedRows, chunk: Any, *rest: Any, **options: Any) -> Any:
-        with _padding_mask_given(data_iterator, chunk):
+        with _row_given(data_iterator, chunk):
             output, loss_function = forward_step_func(data_iterator, chunk, *rest, **options)
 
         def loss(output_tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
@@ -244,17 +244,23 @@ def _described(result: Any) -> str:
 
 
 @contextlib.contextmanager
-def _padding_mask_given(data_iterator: PackedRows, chunk: Any) -> Iterator[None]:
-    """Give ``padding_mask`` to a mixture-of-experts model, which stock scripts do not.
+def _row_given(data_iterator: PackedRows, chunk: Any) -> Iterator[None]:
+    """Give the model what stock scripts do not: offsets on the host, and a mask of the padding.
 
-    Without it padding would be routed, and counted in the routers' losses.
+    Attention without Transformer Engine would wait for the device to tell it the offsets. Without
+    the mask, which mixture-of-experts models take, padding would be routed, and counted in the
+    routers' losses.
     """
+    is_routed = bool(get_model_config(chunk).num_moe_experts)
 
-    def with_mask(inputs: dict[str, Any]) -> dict[str, Any]:
-        row = data_iterator.current
-        compat.forget_padded_length(inputs.get("packed_seq_params"))
+    def with_row(inputs: dict[str, Any]) -> dict[str, Any]:
+        row, params = data_iterator.current, inputs.get("packed_seq_params")
+        if row is not None and params is not None:
+            params.host_cu_seqlens = row.host_cu_seqlens_padded
+        if not is_routed:
+            return inputs
+        compat.forget_padded_length(params)
         return {"padding_mask": padding_mask(chunk, row) if row is not None else None} | inputs
 
-    routed = [unwrap_model(chunk)] if get_model_config(chunk).num_moe_experts else []
-    with changed_inputs(routed, with_mask):
+    with changed_inputs([unwrap_model(chunk)], with_row):
         yield
