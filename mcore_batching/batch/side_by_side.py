@@ -8,8 +8,7 @@ A copy from ordinary memory makes the host wait, whatever it asks for: on CUDA t
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,33 +30,50 @@ class SideBySide:
 
     def __init__(self, tensors: Iterable[Tensor], *, pin_memory: bool) -> None:
         self._tensors = list(tensors)
-        self._copied = [tensor for tensor in self._tensors if _is_copied(tensor)]
-        sizes = (tensor.numel() * tensor.element_size() for tensor in self._copied)
-        self._starts = [
-            0,
-            *itertools.accumulate(round_up(size, _ALIGNMENT_BYTES) for size in sizes),
-        ]
+        self._places: dict[torch.dtype, list[int]] = {}
+        for place, tensor in enumerate(self._tensors):
+            if _is_copied(tensor):
+                self._places.setdefault(tensor.dtype, []).append(place)
+        # Of every type the entries of each tensor and of the padding behind it, in turn.
+        self._sizes: dict[torch.dtype, list[int]] = {}
+        for dtype, places in self._places.items():
+            counts = [self._tensors[place].numel() for place in places]
+            multiple = _ALIGNMENT_BYTES // dtype.itemsize
+            self._sizes[dtype] = [
+                size for count in counts for size in (count, round_up(count, multiple) - count)
+            ]
+        num_bytes = sum(dtype.itemsize * sum(sizes) for dtype, sizes in self._sizes.items())
         self._buffer = torch.empty(
-            self._starts[-1], dtype=torch.uint8, device="cpu", pin_memory=pin_memory
+            num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin_memory
         )
-        for tensor, view in zip(self._copied, self._views(self._buffer), strict=True):
-            view.copy_(tensor)
+        views = self._in(self._buffer)
+        for places in self._places.values():
+            torch._foreach_copy_(
+                [views[place] for place in places], [self._tensors[place] for place in places]
+            )
 
     def on(self, device: torch.device) -> list[Tensor]:
         """The tensors on a device, in their order. The host does not wait for pinned memory."""
-        moved = self._views(self._buffer.to(device, non_blocking=True))
+        moved = self._in(self._buffer.to(device, non_blocking=True))
         return [
-            next(moved) if _is_copied(tensor) else tensor.to(device, non_blocking=True)
-            for tensor in self._tensors
+            view if view is not tensor else tensor.to(device, non_blocking=True)
+            for view, tensor in zip(moved, self._tensors, strict=True)
         ]
 
-    def _views(self, buffer: Tensor) -> Iterator[Tensor]:
-        """A view of each copied tensor's part of the buffer."""
-        for tensor, start in zip(self._copied, self._starts, strict=False):
-            part = buffer[start : start + tensor.numel() * tensor.element_size()]
-            # `data` has a version of its own: a change in place of one value is none of its
+    def _in(self, buffer: Tensor) -> list[Tensor]:
+        """Views of the buffer in place of the tensors that are copied."""
+        found = list(self._tensors)
+        start = 0
+        for dtype, places in self._places.items():
+            end = start + dtype.itemsize * sum(self._sizes[dtype])
+            # Each part has a version of its own: a change in place of one value is none of its
             # neighbours' as far as autograd can tell.
-            yield part.view(tensor.dtype).view(tensor.shape).data
+            parts = torch.unsafe_split_with_sizes(buffer[start:end].view(dtype), self._sizes[dtype])
+            for place, part in zip(places, parts[::2], strict=True):
+                shape = found[place].shape
+                found[place] = part if len(shape) == 1 else part.view(shape)
+            start = end
+        return found
 
 
 def on_host(values: Sequence[object]) -> list[object]:
