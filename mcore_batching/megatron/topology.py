@@ -1,4 +1,4 @@
-"""The parallel dims of the running job, read from Megatron."""
+"""The parallel dims of the running job and its model's shape, read from Megatron."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from mcore_batching.planning import ParallelDims
+from mcore_batching.planning.memory import ModelShape
 
 
 def current_dims(model: list[Any]) -> ParallelDims:
@@ -28,6 +29,33 @@ def current_dims(model: list[Any]) -> ParallelDims:
         expert_parallel=parallel_state.get_expert_model_parallel_world_size(),
         sequence_parallel=bool(config.sequence_parallel),
         microbatch_group_size=config.microbatch_group_size_per_vp_stage if virtual > 1 else None,
+    )
+
+
+def model_shape(args: Any, config: Any) -> ModelShape:
+    """The `ModelShape` of a model whose vocabulary is ``args.padded_vocab_size``.
+
+    Args:
+        args: Megatron's arguments.
+        config: the model's `TransformerConfig`.
+    """
+    ffn = config.ffn_hidden_size
+    if config.num_moe_experts:
+        ffn = config.moe_router_topk * (config.moe_ffn_hidden_size or ffn)
+        ffn += config.moe_shared_expert_intermediate_size or 0
+    half = config.bf16 or config.fp16
+    return ModelShape(
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        ffn=ffn,
+        heads=config.num_attention_heads,
+        groups=config.num_query_groups,
+        head_dim=config.kv_channels,
+        vocab=args.padded_vocab_size,
+        gated=config.gated_linear_unit,
+        recompute=config.recompute_granularity == "full",
+        bytes_per_value=2 if half else 4,
+        bytes_per_logit=6 if half else 4,
     )
 
 

@@ -196,29 +196,30 @@ def pipeline_time(
 
 
 def inflight_tokens(
-    slot_tokens: Sequence[int], dims: ParallelDims, *, forward_only: bool = False
+    slot_tokens: Sequence[int], dims: ParallelDims, *, forward_only: bool = False, stage: int = 0
 ) -> float:
-    """Most tokens whose activations the first stage holds at a time.
+    """Most tokens whose activations a stage holds at a time.
 
     A micro-batch is held from its forward to its backward pass, by each model chunk its share of
-    the layers.
+    the layers. Under 1F1B stage s of P holds P - s micro-batches.
 
     Args:
         slot_tokens: padded tokens of each micro-batch [num_microbatches].
         dims: gives stages and chunks.
         forward_only: a micro-batch is held during its own pass alone.
+        stage: pipeline rank; the first holds most.
     """
     if forward_only:
         return float(max(slot_tokens))
     if dims.virtual_pipeline == 1:
-        window = min(dims.pipeline_parallel, len(slot_tokens))
+        window = min(dims.pipeline_parallel - stage, len(slot_tokens))
         held = most = sum(slot_tokens[:window])
         for slot in range(window, len(slot_tokens)):
             held += slot_tokens[slot] - slot_tokens[slot - window]
             most = max(most, held)
         return float(most)
     held = most = 0
-    for backward, _, slot in stage_order(dims, 0, len(slot_tokens)):
+    for backward, _, slot in stage_order(dims, stage, len(slot_tokens)):
         held += -slot_tokens[slot] if backward else slot_tokens[slot]
         most = max(most, held)
     return most / dims.virtual_pipeline

@@ -24,6 +24,7 @@ from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline import inflight_tokens
 from mcore_batching.planning.tokens import (
     needed_max_tokens_per_gpu,
+    placeholder_tokens,
     row_capacity_tokens,
     row_multiple_tokens,
     sample_multiple_tokens,
@@ -132,6 +133,11 @@ class Problem:
         by_tokens = -(-sum(fitting) // self.capacity)
         return len(self.oversize) + max(by_tokens, -(-len(fitting) // self.max_samples))
 
+    @cached_property
+    def placeholder_tokens(self) -> int:
+        """Padded tokens of a placeholder."""
+        return placeholder_tokens(self.dims, self.config)
+
     def row_tokens(self, samples: Sequence[int]) -> int:
         """Padded tokens of a micro-batch; 0 for no samples."""
         return round_up(sum(self.tokens[sample] for sample in samples), self.row_multiple)
@@ -150,14 +156,15 @@ class Problem:
             return float(self.row_tokens(samples))
         return self.cost(samples)
 
-    def inflight_tokens(self, micro_batches: Sequence[Sequence[int]]) -> float:
-        """Most padded tokens whose activations the first stage holds at a time.
+    def inflight_tokens(self, micro_batches: Sequence[Sequence[int]], *, stage: int = 0) -> float:
+        """Most padded tokens whose activations a stage holds at a time.
 
         Args:
-            micro_batches: of one rank, in slot order; a placeholder counts as nothing.
+            micro_batches: of one rank, in slot order; a placeholder counts with its padding.
+            stage: pipeline rank.
         """
-        tokens = [self.row_tokens(samples) for samples in micro_batches]
-        return inflight_tokens(tokens, self.dims, forward_only=self.forward_only)
+        tokens = [self.row_tokens(samples) or self.placeholder_tokens for samples in micro_batches]
+        return inflight_tokens(tokens, self.dims, forward_only=self.forward_only, stage=stage)
 
     def oversize_error(self) -> OversizeSampleError:
         """The error that names the longest of the oversize samples, and the cap that would do."""

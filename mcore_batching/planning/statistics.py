@@ -46,6 +46,11 @@ class StepStatistics:
     peak_inflight_tokens: float
     """Most padded tokens whose activations a first pipeline stage holds at a time, over all ranks;
     of several steps the most of any."""
+    last_stage_inflight_tokens: float
+    """Likewise, of a last pipeline stage."""
+    largest_row_tokens: int
+    """Padded tokens of the largest micro-batch, of which a last stage makes logits; of several
+    steps the most of any."""
 
     @property
     def fill(self) -> float:
@@ -76,9 +81,13 @@ class StepStatistics:
 
     def __add__(self, other: StepStatistics) -> StepStatistics:
         """Two steps one after the other."""
-        sums = {name: getattr(self, name) + getattr(other, name) for name in vars(self)}
-        most = max(self.peak_inflight_tokens, other.peak_inflight_tokens)
-        return StepStatistics(**sums | {"peak_inflight_tokens": most})
+        both = {name: (value, getattr(other, name)) for name, value in vars(self).items()}
+        return StepStatistics(
+            **{name: max(a, b) if name in _PEAKS else a + b for name, (a, b) in both.items()}
+        )
+
+
+_PEAKS = {"peak_inflight_tokens", "last_stage_inflight_tokens", "largest_row_tokens"}
 
 
 def step_statistics(
@@ -96,6 +105,7 @@ def step_statistics(
     rank_costs = [ordered_sum(rank) for rank in costs]
     real = [samples for rank in ranks for samples in rank if samples]
     num_rows = len(ranks) * step.num_microbatches
+    last = step.dims.pipeline_parallel - 1
     return StepStatistics(
         num_samples=step.num_samples,
         num_microbatches=step.num_microbatches,
@@ -110,6 +120,8 @@ def step_statistics(
         step_time=_step_time(problem, costs),
         floor_time=step_time_floor(problem),
         peak_inflight_tokens=max(map(problem.inflight_tokens, ranks)),
+        last_stage_inflight_tokens=max(problem.inflight_tokens(r, stage=last) for r in ranks),
+        largest_row_tokens=max(map(problem.row_tokens, real), default=problem.placeholder_tokens),
     )
 
 

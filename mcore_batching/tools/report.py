@@ -19,6 +19,7 @@ from mcore_batching.planning import (
     micro_batch_lower_bound,
     step_problem,
 )
+from mcore_batching.planning.memory import PredictedMemory
 
 SHOWN_STEPS_AT_EACH_END = 8
 
@@ -30,6 +31,7 @@ STEP_COLUMNS = (
     "padding",
     "placeholders",
     "oversize",
+    "in flight",
     "rank balance",
     "slot balance",
     "time/floor",
@@ -38,6 +40,7 @@ STEP_COLUMNS = (
 STEP_LEGEND = """\
 token fill    tokens of samples / (cap x micro-batches of all ranks, placeholders included)
 padding       share of padding in the tokens of micro-batches that hold samples
+in flight     most tokens whose activations a first pipeline stage holds at a time
 rank balance  cost of the heaviest rank / mean over ranks; 1 is even
 slot balance  costliest micro-batch of each slot, added up / mean over ranks; 1 is even
 time/floor    predicted end of the step / a lower bound on the end of any plan's step"""
@@ -86,9 +89,22 @@ def _step_row(name: str, step: StepStatistics) -> tuple[str, ...]:
         f"{step.padding:.1%}",
         str(step.num_placeholders),
         str(step.num_oversize),
+        f"{step.peak_inflight_tokens:.0f}",
         f"{step.rank_balance:.3f}",
         f"{step.slot_balance:.3f}",
         f"{step.time_over_floor:.3f}",
+    )
+
+
+def memory_line(memory: PredictedMemory) -> str:
+    """One line: what a rank of the first and of the last stage holds at the peak."""
+    first, last, logits = (
+        f"{size / 2**30:.2f} GiB"
+        for size in (memory.first_stage_bytes, memory.last_stage_bytes, memory.logit_bytes)
+    )
+    return (
+        f"estimated memory per rank beside weights, gradients and optimizer: first stage {first}, "
+        f"last stage {last} ({logits} of it logits)"
     )
 
 

@@ -9,6 +9,7 @@ import torch
 
 from mcore_batching import CostModel, ParallelDims, PlannerConfig, plan_step, step_statistics
 from mcore_batching.integrations.megatron_lm import step_log, with_batching_statistics
+from mcore_batching.planning.memory import ModelShape
 
 LENGTHS = [8, 6, 4, 2]
 PLAN = plan_step(
@@ -40,11 +41,23 @@ def test_losses_are_joined_by_the_last_steps_statistics() -> None:
             "rank balance": made.rank_balance,
             "slot balance": made.slot_balance,
             "time over floor": made.time_over_floor,
+            "tokens in flight": made.peak_inflight_tokens,
             "plan seconds": 0.5,
             "step seconds": 3.0,
         }.items()
     }
     assert list(LOSSES) == ["lm loss"]
+
+
+def test_memory_is_estimated_where_the_model_s_shape_is_known() -> None:
+    shape = ModelShape(layers=2, hidden=8, ffn=32, heads=2, vocab=2**20)
+    step_log.record_step(PLAN, LENGTHS, plan_seconds=0.5, run_seconds=3.0, shape=shape)
+    logged = with_batching_statistics(LOSSES)
+    assert logged["batching/tokens in flight"].tolist() == [8.0]
+    assert logged["batching/logits GiB"].tolist() == [pytest.approx(8 * 6 / 2**10)]
+    per_token = 2 * 2 * (4 * 8 + 4 * 8 + 3 * 32)
+    expected = pytest.approx(8 * per_token / 2**30)
+    assert logged["batching/activations GiB"].tolist() == [expected]
 
 
 def test_ranks_without_losses_log_nothing() -> None:

@@ -244,18 +244,19 @@ def test_inflight_tokens_are_those_held_when_a_forward_pass_begins(
     count = len(data.draw(costs_for(dims)))
     tokens = data.draw(st.lists(st.integers(0, 1000), min_size=count, max_size=count))
     operations = pipeline_operations([1.0] * count, dims, forward_only=forward_only)
-    first = [o for o in operations if o.stage == 0]
-    until = {(o.chunk, o.slot): o.end for o in first if o.backward or forward_only}
+    stage = data.draw(st.integers(0, dims.pipeline_parallel - 1))
+    own = [o for o in operations if o.stage == stage]
+    until = {(o.chunk, o.slot): o.end for o in own if o.backward or forward_only}
     most = max(
         sum(
             tokens[o.slot]
-            for o in first
+            for o in own
             if not o.backward and o.start <= now.start < until[o.chunk, o.slot]
         )
-        for now in first
+        for now in own
         if not now.backward
     )
-    held = inflight_tokens(tokens, dims, forward_only=forward_only)
+    held = inflight_tokens(tokens, dims, forward_only=forward_only, stage=stage)
     # Of forward passes alone, one chunk's pass holds what it runs on whole, not a chunk's share.
     share = 1 if forward_only else dims.virtual_pipeline
     assert held == pytest.approx(most / share, rel=1e-12)

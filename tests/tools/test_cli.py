@@ -59,13 +59,24 @@ def test_plan_and_check_as_processes(tmp_path: Path, lengths_file: str) -> None:
     assert lines[1].split("  ")[-3:] == ["rank balance", "slot balance", "time/floor"]
     statistics = step_statistics(plan.steps[0], [6, 4, 3, 9, 2, 14])
     assert lines[3].split() == [
-        *("0", "6", "2", "95.0%", "0.0%", "0", "1"),
+        *("0", "6", "2", "95.0%", "0.0%", "0", "1", "14"),
         *(f"{statistics.rank_balance:.3f}", f"{statistics.slot_balance:.3f}", "1.000"),
     ]
     assert lines[5].split()[0] == "total"
     assert any(line.startswith("token fill    tokens of samples / (cap x") for line in lines)
     assert any("packing under the cap of 10 tokens takes 4 micro-batches" in s for s in lines)
     assert lines[-2:] == [f"digest {plan.digest()}", f"wrote {out}"]
+
+    model = tmp_path / "config.json"
+    model.write_text(
+        '{"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 256,'
+        ' "num_attention_heads": 4, "vocab_size": 1048576}'
+    )
+    sized = command(
+        "plan", lengths_file, "--max-tokens-per-gpu", "10", "--model-config", str(model)
+    )
+    (line,) = (line for line in sized.stdout.splitlines() if line.startswith("estimated memory"))
+    assert line.endswith("first stage 0.00 GiB, last stage 0.25 GiB (0.08 GiB of it logits)")
 
     checked = command("check", out, lengths_file)
     assert (checked.returncode, checked.stderr) == (0, "")

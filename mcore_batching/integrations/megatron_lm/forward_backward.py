@@ -42,7 +42,7 @@ from mcore_batching.megatron.model_inputs import changed_inputs
 from mcore_batching.megatron.prepared_step import prepare
 from mcore_batching.megatron.recording import recorded
 from mcore_batching.megatron.schedule import MicroBatchSchedule
-from mcore_batching.megatron.topology import model_chunks
+from mcore_batching.megatron.topology import model_chunks, model_shape
 from mcore_batching.megatron.transfer_shapes import planned_transfers
 
 ForwardBackward = Callable[..., Any]
@@ -143,6 +143,7 @@ class PackedForwardBackward:
                 *schedule.step_plan(0),
                 plan_seconds=planned - started,
                 run_seconds=ended - planned,
+                shape=model_shape(self._args, get_model_config(chunks[0])),
             )
         return losses
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from mcore_batching.planning import StepPlan, step_statistics
+from mcore_batching.planning.memory import ModelShape, predicted_memory
 
 PREFIX = "batching/"
 REMEMBERED_STEPS = 32
@@ -28,7 +29,12 @@ _seconds_per_unit: collections.deque[float] = collections.deque(maxlen=REMEMBERE
 
 
 def record_step(
-    plan: StepPlan, lengths: Sequence[int], *, plan_seconds: float, run_seconds: float
+    plan: StepPlan,
+    lengths: Sequence[int],
+    *,
+    plan_seconds: float,
+    run_seconds: float,
+    shape: ModelShape | None = None,
 ) -> None:
     """Remember the training step that has just run.
 
@@ -37,6 +43,7 @@ def record_step(
         lengths: total length of each sample of the plan, in tokens.
         plan_seconds: reading, planning and collating, on this rank.
         run_seconds: all forward and backward passes, on this rank.
+        shape: of the model, for estimates of memory; None: none are made.
     """
     made = step_statistics(plan, lengths)
     values = {
@@ -47,9 +54,14 @@ def record_step(
         "rank balance": made.rank_balance,
         "slot balance": made.slot_balance,
         "time over floor": made.time_over_floor,
+        "tokens in flight": made.peak_inflight_tokens,
         "plan seconds": plan_seconds,
         "step seconds": run_seconds,
     }
+    if shape is not None:
+        memory = predicted_memory(made, plan, shape)
+        values["activations GiB"] = memory.first_stage_bytes / 2**30
+        values["logits GiB"] = memory.logit_bytes / 2**30
     # Stock code averages the first two steps in one log line, and both must have every entry.
     if len(_seconds_per_unit) >= 2:
         seconds = statistics.median(_seconds_per_unit) * made.step_time

@@ -54,10 +54,11 @@ class Objective:
         passes = 1 if problem.forward_only else 2
         self._effort_per_slot = passes * dims.pipeline_parallel * dims.virtual_pipeline
         bound = problem.config.max_inflight_tokens
-        if bound is not None and bound >= sum(
+        placeholders = 2 * dims.pipeline_parallel + dims.virtual_pipeline * dims.group_size
+        if bound is not None and bound >= placeholders * problem.placeholder_tokens + sum(
             problem.row_tokens([i]) for i in range(len(problem.tokens))
         ):
-            bound = None  # all samples together are within it
+            bound = None  # all samples together, and placeholders beside them, are within it
         self.max_inflight_tokens = bound
 
     @property

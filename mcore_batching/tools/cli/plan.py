@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import operator
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ from mcore_batching.planning import (
     step_statistics,
     validate_plan,
 )
+from mcore_batching.planning.memory import ModelShape, predicted_memory
 from mcore_batching.tools import report
 from mcore_batching.tools.cli.options import (
     CommandParser,
@@ -28,6 +31,7 @@ from mcore_batching.tools.cli.options import (
     cost_model_of,
     default,
     dims_of,
+    read,
     write,
 )
 from mcore_batching.tools.cli.progress import progress
@@ -63,6 +67,12 @@ def add_arguments(parser: CommandParser) -> None:
             help=f"{help_text} (default: %(default)s)",
         )
     add_search(parser)
+    parser.add_argument(
+        "--model-config",
+        metavar="config.json",
+        help="a model's config.json, as Hugging Face's have it: also estimate the memory of "
+        "activations and logits",
+    )
     parser.add_argument(
         "--forward-only",
         action="store_true",
@@ -109,6 +119,9 @@ def run(options: argparse.Namespace) -> int:
     """Plan, check the plan, print, write and draw it."""
     dims, config = dims_of(options), config_of(options)
     cost_model = cost_model_of(options)
+    shape = (
+        ModelShape.from_config_json(read(options.model_config)) if options.model_config else None
+    )
     groups = _read_groups(options)
     if options.plot:
         check_picture(options.plot)
@@ -132,10 +145,12 @@ def run(options: argparse.Namespace) -> int:
     if options.out:
         write(options.out, plan.to_json(lengths))
     print(report.plan_heading(plan))
-    report.print_table(
-        report.step_table([step_statistics(step, lengths) for step in plan.steps]), sys.stdout
-    )
+    statistics = [step_statistics(step, lengths) for step in plan.steps]
+    report.print_table(report.step_table(statistics), sys.stdout)
     print(report.STEP_LEGEND)
+    if shape is not None:
+        peak = functools.reduce(operator.add, statistics)
+        print(report.memory_line(predicted_memory(peak, plan.steps[0], shape)))
     if len(plan.steps) == 1:
         advice = 0.0 if options.no_advice else max(planning_seconds, _LEAST_ADVICE_SECONDS)
         with progress("looking for advice"):

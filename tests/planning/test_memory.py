@@ -1,0 +1,109 @@
+"""Memory that a plan asks of the first and of the last stage, worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from mcore_batching.planning import (
+    ConfigError,
+    ParallelDims,
+    PlannerConfig,
+    StepPlan,
+    step_statistics,
+)
+from mcore_batching.planning.memory import ModelShape, PredictedMemory, predicted_memory
+
+SHAPE = ModelShape(layers=8, hidden=64, ffn=256, heads=4, groups=2, vocab=1024)
+LENGTHS = [100, 60, 30, 10]
+DIMS = ParallelDims(
+    pipeline_parallel=2, context_parallel=2, tensor_parallel=4, sequence_parallel=True
+)
+# In multiples of 16: 112, 64, 32 and 16.
+STEP = StepPlan(
+    micro_batches=(((1, 3), (0,), (2,), ()),),
+    num_microbatches=4,
+    sample_indices=(0, 1, 2, 3),
+    dims=DIMS,
+    config=PlannerConfig(max_tokens_per_gpu=64, fill="placeholder"),
+)
+
+
+def memory(step: StepPlan, shape: ModelShape = SHAPE) -> PredictedMemory:
+    return predicted_memory(step_statistics(step, LENGTHS), step, shape)
+
+
+def test_tokens_in_flight_of_both_ends_of_the_pipeline() -> None:
+    statistics = step_statistics(STEP, LENGTHS)
+    assert statistics.peak_inflight_tokens == 80 + 112
+    assert statistics.last_stage_inflight_tokens == statistics.largest_row_tokens == 112
+    longer = step_statistics(STEP, [100, 60, 120, 10])
+    assert longer.peak_inflight_tokens == 112 + 128
+    both = statistics + longer
+    assert (both.peak_inflight_tokens, both.largest_row_tokens) == (240, 128)
+
+
+def test_a_placeholder_is_held_with_its_padding() -> None:
+    padded = replace(STEP, config=replace(STEP.config, pad_total_to=64))
+    statistics = step_statistics(padded, LENGTHS)
+    assert statistics.peak_inflight_tokens == 128 + 128
+    tail = replace(padded, micro_batches=(((), (), (2,), (0, 1, 3)),))
+    assert step_statistics(tail, [1, 1, 10, 1]).peak_inflight_tokens == 64 + 64
+
+
+def test_bytes_by_hand() -> None:
+    """Of one rank: half of a row's tokens, four of the eight layers, a quarter of what is cut."""
+    norms = 4 * 64 / 4
+    attention, feed_forward = 16 * (4 + 2 + 2 + 4) / 4, 3 * 256 / 4
+    per_token = 4 * 2 * (norms + attention + feed_forward)
+    logits = 56 * 256 * 6
+    assert memory(STEP) == PredictedMemory(
+        first_stage_bytes=96 * per_token,
+        last_stage_bytes=56 * per_token + logits + 3 * 4 * 56 * 256,
+        logit_bytes=logits,
+    )
+
+
+def test_recomputation_and_forward_passes_keep_less() -> None:
+    kept = memory(STEP, replace(SHAPE, recompute=True)).first_stage_bytes
+    assert kept == 96 * 4 * 2 * 64 / 4
+    forward = memory(replace(STEP, forward_only=True))
+    assert forward.first_stage_bytes == memory(STEP).first_stage_bytes * (112 / 192) / 4
+    assert forward.logit_bytes == memory(STEP).logit_bytes
+
+
+CONFIG = {
+    "num_hidden_layers": 8,
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1024,
+    "rope_theta": 1e6,
+}
+
+
+def test_the_shape_in_a_model_s_config_json() -> None:
+    assert ModelShape.from_config_json(json.dumps(CONFIG)) == SHAPE
+    nested = json.dumps({"text_config": CONFIG, "vision_config": {"hidden_size": 1}})
+    assert ModelShape.from_config_json(nested) == SHAPE
+    experts = CONFIG | {"num_experts_per_tok": 4, "moe_intermediate_size": 64}
+    assert ModelShape.from_config_json(json.dumps(experts)) == SHAPE
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense", "expected a model's config.json, got"),
+        ("[7]", r"expected a model's config.json, got '\[7\]'"),
+        (json.dumps(CONFIG | {"vocab_size": None}), "config.json has no vocab_size; give"),
+        (json.dumps(CONFIG | {"vocab_size": "x"}), "vocab must be an integer, got 'x'"),
+        (json.dumps(CONFIG | {"num_experts_per_tok": [1]}), "num_experts_per_tok must be an int"),
+        (json.dumps(CONFIG | {"num_hidden_layers": 0}), "no|layers must be 1 or more, got 0"),
+    ],
+)
+def test_what_is_no_model_s_config_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelShape.from_config_json(text)
