@@ -71,8 +71,11 @@ class LockstepShapes:
         ]
 
     def last_resort(self) -> list[Shape]:
-        """None: all shapes are judged where tokens in flight are bounded."""
-        return []
+        """Shapes that are only come to if nothing before them keeps to a bound on tokens in
+        flight: even ones, the smallest micro-batches first."""
+        if self._objective.max_inflight_tokens is None:
+            return []
+        return [Shape(count, 0, 0, MARGINS[0]) for count in reversed(self.counts())]
 
     def judge(self, shape: Shape) -> float | None:
         """End of the best step of a shape."""
@@ -90,6 +93,8 @@ class LockstepShapes:
             number: shapes before it.
         """
         del number
+        if shape not in self._made:
+            self.judge(shape)
         return self._made[shape]
 
     def _laid_out(self, shape: Shape) -> list[Slots]:

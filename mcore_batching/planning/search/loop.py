@@ -54,7 +54,7 @@ def search(
     for number, shape in enumerate([*shapes, *family.last_resort()]):
         for candidate in family.steps(shape, number):
             best.consider(candidate)
-            if objective.effort <= kept_for_moves:
+            if objective.effort <= kept_for_moves and best.found:
                 break
         if objective.effort <= kept_for_moves and best.found:
             break
