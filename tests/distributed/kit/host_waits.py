@@ -102,8 +102,9 @@ class HostWaits:
 
     def count(self, kind: str) -> None:
         """Count a wait that the present line of code makes."""
-        if self.is_counting:
-            self.counts[kind, _asked_by()] += 1
+        where = _asked_by() if self.is_counting else None
+        if where is not None:
+            self.counts[kind, where] += 1
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
@@ -295,11 +296,16 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, str) and device.startswith("cuda")
 
 
-def _asked_by() -> str:
-    """``module:function`` of the innermost code that is neither PyTorch's nor this module's."""
+def _asked_by() -> str | None:
+    """``module:function`` of the innermost code that is neither PyTorch's nor this module's.
+
+    None inside a collective: gloo gathers into tensors of its own and copies them.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
+        if name == "torch.distributed.distributed_c10d":
+            return None
         of_another = name.split(".")[0] not in ("torch", "contextlib", "functools")
         if of_another and name not in (__name__, cpu_emulation.__name__):
             return f"{name}:{frame.f_code.co_name}"
