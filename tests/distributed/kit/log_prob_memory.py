@@ -121,7 +121,8 @@ def _megatrons_own(logits: Tensor, row: PackedMicroBatch) -> Tensor:
 
 def _plain_chunks(logits: Tensor, row: PackedMicroBatch) -> Tensor:
     """All positions, a float32 softmax a chunk, recomputed for gradients that are concatenated."""
-    return _selected(_PlainChunks.apply(logits[0], row.labels[0]), row)  # type: ignore[no-untyped-call]
+    targets = row.labels[0] % logits.shape[2]  # within this rank's part of the vocabulary
+    return _selected(_PlainChunks.apply(logits[0], targets), row)  # type: ignore[no-untyped-call]
 
 
 class _PlainChunks(torch.autograd.Function):
