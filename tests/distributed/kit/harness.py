@@ -130,10 +130,12 @@ def _launch(jobs: list[Job], folder: Path) -> str:
                 process.wait(seconds)
             return process.returncode is not None
 
-        if is_up(limit, ends_within):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        late = is_up(limit, ends_within)
+        # What ranks started may outlive them, such as the processes that write checkpoints.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if late:
             sink.write(f"\nkilled after {limit:.0f} s\n")
     return log.read_text()
 
