@@ -103,12 +103,15 @@ FUSED: list[tuple[str, dict[str, Any], bool]] = [
 @pytest.mark.parametrize(
     "job",
     [
-        Job(
-            f"log-probs-fused-{name}",
-            "kit.log_probs:fused_against_plain",
-            2,
-            dims,
-            {"dims": dims, "tied": tied},
+        pytest.param(
+            Job(
+                f"log-probs-fused-{name}",
+                "kit.log_probs:fused_against_plain",
+                2,
+                dims,
+                {"dims": dims, "tied": tied},
+            ),
+            marks=pytest.mark.long if name in ("tp2-tied", "cp2") else (),
         )
         for name, dims, tied in FUSED
     ],
