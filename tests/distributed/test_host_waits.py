@@ -20,6 +20,8 @@ MEGATRONS_OWN = {
     ("_local_scalar_dense", "megatron.core.rerun_state_machine"),
     # After every batched transfer, for PyTorch versions of before 2023: batch_p2p_sync=False.
     ("synchronize", "megatron.core.pipeline_parallel.p2p_communication"),
+    # gloo gathers into tensors of its own and copies them once they are waited for.
+    ("copy to the device", "megatron.core.tensor_parallel.layers"),
 }
 """Kinds of waits, and the modules that ask for them."""
 
