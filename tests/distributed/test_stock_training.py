@@ -254,9 +254,7 @@ def test_resumed_run_goes_on_as_the_uninterrupted_one(records: list[Ranks], num_
         evaluated = record["whole"]["evaluations"]
         assert len(evaluated) == evaluations + 2
         assert record["resumed"]["evaluations"] == evaluated[half // 10 :]
-        # A unit in the last place apart at times, although all steps are equal: why is not known.
-        for losses, expected in zip(evaluated, unsaved[rank]["evaluations"], strict=True):
-            assert losses == pytest.approx(expected, rel=LOSS)
+        assert evaluated[:evaluations] == unsaved[rank]["evaluations"][:evaluations]
         for step, before in zip(whole, unsaved[rank]["steps"], strict=False):
             assert step["loss"] == before["loss"]
         relaunched = record["relaunched"]

@@ -90,8 +90,8 @@ JOBS = {
     each.name: each
     for each in (
         job("pp2-padded", *steps(20), *PP2),
-        job("pp2", *steps(20), *PP2, *FLAG),
-        job("pp2-exchange", *steps(10), *PP2, *EXCHANGE, *HALF_THE_CAP_TO_EVALUATE),
+        job("pp2", *steps(20), *PP2, *FLAG, *HALF_THE_CAP_TO_EVALUATE),
+        job("pp2-exchange", *steps(10), *PP2, *EXCHANGE),
         job(
             "pp2-overlapped-reduction",
             *(*steps(5), *PP2, *EXCHANGE, "--overlap-grad-reduce"),
