@@ -293,7 +293,7 @@ def _runs_on_cuda() -> bool:
 
 
 def _default_row_multiple(max_tokens_per_gpu: Any, dims: ParallelDims) -> int:
-    """What of `CUDA_ROW_MULTIPLE` of each rank divides the cap: no sample is oversize for it."""
+    """`CUDA_ROW_MULTIPLE` of each rank as far as it divides the cap: none is oversize for it."""
     cap = as_integer(max_tokens_per_gpu) or 1
     return dims.context_parallel * math.gcd(CUDA_ROW_MULTIPLE * dims.tensor_parallel, cap)
 

@@ -43,7 +43,7 @@ def is_engines_attention(module: Any) -> bool:
 
 
 def why_no_plain_product(layer: Any) -> str:
-    """What an output layer is beside the product with its weight; empty if nothing."""
+    """How an output layer differs from the product with its weight; empty if it does not."""
     if type(layer) is not ColumnParallelLinear:
         return f"is a {type(layer).__name__}"
     if layer.bias is not None:

@@ -27,7 +27,7 @@ from mcore_batching.megatron.errors import DynamicBatchArgumentError
 
 @dataclasses.dataclass(frozen=True)
 class FusedLogits:
-    """What logits would be made of; taken by `response_log_probs` and its siblings in their place.
+    """Factors of the logits; taken by `response_log_probs` and its siblings in their place.
 
     Attributes:
         hidden: ``[1, local tokens, hidden size]``, under sequence parallelism this tensor-parallel

@@ -28,8 +28,9 @@ from mcore_batching.megatron.token_statistics import (
     StatisticsOfLogits,
     StatisticsOfProduct,
 )
+from mcore_batching.planning.memory import LOG_PROB_CHUNK_TOKENS
 
-CHUNK_TOKENS = 512
+CHUNK_TOKENS = LOG_PROB_CHUNK_TOKENS
 """Tokens cast to float32 at a time: at a vocabulary of 152k a copy takes 0.3 GB, of 16k tokens' 10,
 and kernels over a chunk still have 10 million entries when eight ranks share the vocabulary."""
 

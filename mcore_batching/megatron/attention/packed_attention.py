@@ -66,7 +66,7 @@ class _GatherTokens(torch.autograd.Function):
 
 
 class _Geometry:
-    """What attention knows of a row; what lies on the device is copied there once."""
+    """A row's runs, and its indices on the device, each copied there once."""
 
     def __init__(self, cu_seqlens: list[int], size: int, rank: int) -> None:
         self.runs = attention_runs(cu_seqlens, size, rank)

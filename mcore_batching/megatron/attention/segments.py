@@ -175,7 +175,7 @@ class KernelRow:
 
 
 def kernel_row(runs: Sequence[Run], device: torch.device) -> KernelRow:
-    """What the kernel needs to know of a row; the same in every layer."""
+    """Arguments of the kernel for a row; the same in every layer."""
     queries = [run.query_end - run.query_start for run in runs]
     keys = [run.key_end - run.key_start for run in runs]
     index = None

@@ -10,7 +10,6 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Iterable
 
 import torch.distributed as dist
 
@@ -31,7 +30,10 @@ class Fork:
 
     def kill(self) -> None:
         """End the ranks that are left, and the store."""
-        kill((*self.ranks, self.store))
+        for process in (*self.ranks, self.store):
+            with contextlib.suppress(ChildProcessError, ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
 
 
 def fork_ranks(nproc: int) -> Fork:
@@ -53,14 +55,6 @@ def fork_ranks(nproc: int) -> Fork:
             return Fork(rank, ranks, store)
         ranks[process] = rank
     return Fork(None, ranks, store)
-
-
-def kill(processes: Iterable[int]) -> None:
-    """End child processes that have not been waited for."""
-    for process in processes:
-        with contextlib.suppress(ChildProcessError, ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
 
 
 def _store() -> tuple[int, int]:
