@@ -36,7 +36,8 @@ check 'mypy' "$python" -m mypy
 check 'mypy examples' env MYPYPATH="$mcb_root/examples/grpo:$mcb_root/examples/sft" \
     "$python" -m mypy examples/grpo/grpo.py examples/data/arithmetic_game.py examples/sft/sft.py \
     examples/sft/sft_figure.py examples/data/game_conversations.py
-check 'pytest' "$python" -m pytest --durations=25 "$@"
+# Tests of several ranks beside those of one process: neither keep two cores busy by themselves.
+check 'pytest' "$python" -m pytest -n 2 --durations=25 "$@"
 
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed: $(printf '%s, ' "${failed[@]}" | sed 's/, $//')" >&2

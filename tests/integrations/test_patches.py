@@ -165,7 +165,7 @@ def patched_training(tree: Path) -> Path:
     return copy
 
 
-def train(tree: Path, script: Path, *flags: str) -> list[str]:
+def train(tree: Path, script: Path, *flags: str, nproc: int = 2) -> list[str]:
     """The log line of every iteration, without the times in it."""
     launcher = tree / "launch.py"
     launcher.write_text(LAUNCH)
@@ -177,7 +177,7 @@ def train(tree: Path, script: Path, *flags: str) -> list[str]:
     }
     if torch.cuda.device_count() < 2:
         variables |= {"MCORE_BATCHING_CPU": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
     done = subprocess.run(
         [sys.executable, *command, str(launcher), str(script), *ARGUMENTS, *flags],
         cwd=tree,
@@ -240,4 +240,4 @@ def test_a_refused_combination_ends_at_the_start(tmp_path: Path) -> None:
     patched_training(tmp_path)
     script = Path(__file__).parent / "vendored_script.py"
     with pytest.raises(AssertionError, match="--sft packs samples in the dataset"):
-        train(tmp_path, script, *FLAGS, "--sft")
+        train(tmp_path, script, *FLAGS, "--sft", "--pipeline-model-parallel-size", "1", nproc=1)

@@ -79,6 +79,8 @@ def test_an_interrupted_command_says_so_in_one_line(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # Not what the tests may run under: a shell's background jobs ignore the signal.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as running:
         assert running.stdin
         running.stdin.write("3\n" * 50_000)  # more than a pipe holds: it is being read

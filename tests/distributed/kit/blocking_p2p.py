@@ -28,6 +28,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch.distributed import distributed_c10d
 
+from kit.groups import abandon_groups
 from kit.model import transformer_config
 from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron.standalone.bootstrap import pipeline_config
@@ -206,6 +207,7 @@ def neighbours_send_first(blocking: bool) -> str:
             for request in [*receiving.values(), *sending.values()]:
                 request.wait()
     except TimeoutError:
+        abandon_groups()
         return "hung"
     assert torch.equal(received, sent)
     return "passed"

@@ -7,6 +7,7 @@ piece, `torch.optim.AdamW`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Sequence
@@ -35,12 +36,12 @@ from mcore_batching.rl import (
     required_batch_multiple,
 )
 
-TRAJECTORIES_PER_PROMPT = {"verl": 8, "skyrl": 5}
-PROMPTS = {"verl": 45, "skyrl": 256}
-PROMPTS_PER_STEP = {"verl": 15, "skyrl": 128}
+TRAJECTORIES_PER_PROMPT = {"verl": 8, "skyrl": 5, "few": 4}
+PROMPTS = {"verl": 45, "skyrl": 256, "few": 15}
+PROMPTS_PER_STEP = {"verl": 15, "skyrl": 128, "few": 5}
 NUM_SEQUENCES_OF_SKYRL = 3509
 MOST_TURNS = 5
-CAP_TOKENS = {"verl": 256, "skyrl": 1024}
+CAP_TOKENS = {"verl": 256, "skyrl": 1024, "few": 32}
 MODEL = {
     "num_layers": 2,
     "hidden_size": 16,
@@ -53,12 +54,12 @@ MODEL = {
 def multi_turn_batch(system: str, seed: int) -> dict[str, list[Any]]:
     """A sample for each turn, in the order in which an asynchronous rollout finishes them.
 
-    Random turns for verl's layout; for SkyRL's so many that there are 3509 sequences.
+    Random turns; for SkyRL's layout so many that there are 3509 sequences.
     """
     generator = random.Random(seed)
     each = TRAJECTORIES_PER_PROMPT[system]
     turns = [1] * (PROMPTS[system] * each)
-    if system == "verl":
+    if system != "skyrl":
         turns = [generator.randint(1, MOST_TURNS) for _ in turns]
     while system == "skyrl" and sum(turns) < NUM_SEQUENCES_OF_SKYRL:
         trajectory = generator.randrange(len(turns))
@@ -102,7 +103,11 @@ def steps_by_prompt(batch: dict[str, Any], system: str, dims: ParallelDims) -> l
 
 
 def shares_by_position(
-    batch: dict[str, Any], steps: Sequence[Sequence[int]], ranks: int, padded: bool
+    batch: dict[str, Any],
+    steps: Sequence[Sequence[int]],
+    ranks: int,
+    padded: bool,
+    system: str = "verl",
 ) -> list[list[dict[str, Any]]]:
     """verl's way: advantages of the whole batch, padded, then cut into parts for the ranks.
 
@@ -111,8 +116,8 @@ def shares_by_position(
     """
     multiple = required_batch_multiple(
         data_parallel_size=ranks,
-        samples_per_prompt=TRAJECTORIES_PER_PROMPT["verl"],
-        actor_mini_batch_size=PROMPTS_PER_STEP["verl"],
+        samples_per_prompt=TRAJECTORIES_PER_PROMPT[system],
+        actor_mini_batch_size=PROMPTS_PER_STEP[system],
     )
     batch = with_advantages(batch, steps)
     shares = []
@@ -154,7 +159,11 @@ def shares_by_group(
     return shares
 
 
-SHARES = {"verl": shares_by_position, "skyrl": shares_by_group}
+SHARES = {
+    "verl": shares_by_position,
+    "skyrl": shares_by_group,
+    "few": functools.partial(shares_by_position, system="few"),
+}
 
 
 def with_advantages(

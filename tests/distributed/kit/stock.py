@@ -22,6 +22,7 @@ from megatron.core.transformer.moe import moe_logging
 from megatron.training import argument_utils, get_args, training
 
 from kit.blocking_p2p import blocking_p2p
+from kit.groups import release_groups
 from kit.harness import REPOSITORY
 from mcore_batching import run
 from mcore_batching.integrations.megatron_lm import install
@@ -198,6 +199,4 @@ def _take_down() -> None:
     """Forget a finished run, so that another can begin."""
     training.destroy_global_state()
     moe_logging.destroy_moe_metrics_tracker()
-    world = dist.distributed_c10d._world
-    for group in [group for group in world.pg_map if group is not dist.group.WORLD]:
-        dist.destroy_process_group(group)
+    release_groups()

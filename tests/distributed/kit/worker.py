@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from kit.groups import keep_groups, release_groups
 from kit.patience import MOST_SLOWNESS, is_up
 from kit.ranks import fork_ranks
 from mcore_batching.megatron.standalone.bootstrap import (
@@ -63,6 +64,7 @@ def _work(folder: Path, rank: int) -> None:
     stacks = (folder / f"stacks.rank{rank}.txt").open("w")
     faulthandler.enable(file=stacks)  # of a process lost to a signal, at its end too
     initialize_process_group(timeout_seconds=60.0)
+    keep_groups()
     for job in _jobs(folder):
         (folder / f"{job['name']}.rank{rank}.started").touch()
         # Where no thread of Python's gets to run.
@@ -102,15 +104,8 @@ def _do(job: dict[str, Any]) -> Any:
     value = getattr(importlib.import_module(module), function)(**job["parameters"])
     if job["dims"] is not None:
         parallel_state.destroy_model_parallel()
-        _close_groups()
+        release_groups()
     return value
-
-
-def _close_groups() -> None:
-    """Take down the groups of a finished job, which Megatron forgets but leaves open."""
-    world = dist.distributed_c10d._world
-    for group in [group for group in world.pg_map if group is not dist.group.WORLD]:
-        dist.destroy_process_group(group)
 
 
 if __name__ == "__main__":

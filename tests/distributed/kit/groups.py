@@ -1,0 +1,59 @@
+"""Process groups that outlive a job, for the next one to have in place of new ones.
+
+Megatron makes about a hundred for every job and leaves them open. To connect so many takes longer
+than most jobs.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import inspect
+from typing import Any
+
+import torch.distributed as dist
+
+from mcore_batching.megatron import consensus
+
+_new_group, _destroy_process_group = dist.new_group, dist.destroy_process_group
+_signature = inspect.signature(_new_group)
+_made: dict[tuple[str, ...], list[Any]] = collections.defaultdict(list)
+_taken: collections.Counter[tuple[str, ...]] = collections.Counter()
+
+
+@functools.wraps(_new_group)
+def new_group(*arguments: Any, **options: Any) -> Any:
+    """A group that no job has, as `torch.distributed.new_group` makes them.
+
+    All ranks take the same ones, since they make the same ones in the same order.
+    """
+    asked = _signature.bind(*arguments, **options).arguments
+    asked.pop("group_desc", None)
+    kind = tuple(f"{name}={value}" for name, value in sorted(asked.items()))
+    if _taken[kind] == len(_made[kind]):
+        _made[kind].append(_new_group(*arguments, **options))
+    _taken[kind] += 1
+    return _made[kind][_taken[kind] - 1]
+
+
+@functools.wraps(_destroy_process_group)
+def destroy_process_group(group: Any = None) -> None:
+    """Megatron destroys a few of its groups, which are kept; all of them at the end."""
+    if group is None:
+        _destroy_process_group()
+
+
+def keep_groups() -> None:
+    """From now on `torch.distributed.new_group` hands out groups of finished jobs first."""
+    dist.new_group, dist.destroy_process_group = new_group, destroy_process_group
+
+
+def abandon_groups() -> None:
+    """Hand out none of those made so far: messages lie in them that nobody received."""
+    _made.clear()
+
+
+def release_groups() -> None:
+    """Take back the groups of a finished job."""
+    _taken.clear()
+    consensus._current = None  # else taken for the next job's, whose groups are the same objects
