@@ -245,7 +245,7 @@ def _interleaved_time(
     clock = [0.0] * dims.pipeline_parallel
     ends: list[float] = []
     ended = ends.append
-    for stage, needed, cost in _interleaved_program(dims, len(costs), forward_only):
+    for stage, needed, cost in interleaved_program(dims, len(costs), forward_only):
         start = clock[stage]
         if needed >= 0 and ends[needed] > start:
             start = ends[needed]
@@ -256,7 +256,7 @@ def _interleaved_time(
 
 
 @functools.lru_cache(maxsize=64)
-def _interleaved_program(
+def interleaved_program(
     dims: ParallelDims, num_microbatches: int, forward_only: bool
 ) -> tuple[tuple[int, int, int], ...]:
     """`_passes_in_turn`, with the index of its cost in place of each pass."""

@@ -1,59 +1,31 @@
-"""Single samples moved and swapped while the step ends no later.
+"""Single samples moved and swapped between micro-batches of ranks that run by themselves.
 
-    heavy      a micro-batch of the part that ends last
-    other      another one, at random
-    moves      a sample of heavy to other; a sample of heavy for a cheaper one of other;
-               all of heavy for the micro-batch of its rank in the slot of other
+    late, early    two micro-batches, of one rank or of two of which one ends later; early is less
+                   often on the longest chain of passes, or on the rank that ends sooner
+    moves          a sample of late to early; a sample of late for a cheaper one of early; within a
+                   rank, all of late for all of early
 
-One rule of acceptance: the latest of the parts that a move changes ends no later than the step
-did. Parts are ranks, or with ranks in lockstep the whole step. The cap and the bounds on samples
-and on tokens in flight hold throughout, no micro-batch is emptied, and a rank with a placeholder
-takes a further sample there. A counter decides which moves are tried, so they are the same
-everywhere.
+A move is kept if it lowers the sum of a high power of the ranks' ends, which the latest decide.
+Most moves are refused unsimulated, by chains of passes that were found before (`critical_path`).
+The cap and the bounds on samples and on tokens in flight hold throughout, no micro-batch is
+emptied, and a rank with a placeholder takes a further sample there. A counter decides which moves
+are tried, so they are the same everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from mcore_batching.planning.search.objective import Candidate, Objective, Slots
 
-from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.search.objective import (
-    Candidate,
-    Changes,
-    Objective,
-    Place,
-    Slots,
-)
-
-GIVE_UP_AFTER = 300
-"""Pairs of micro-batches in a row between which no move made the step end sooner."""
-
-
-def improve(step: Candidate, objective: Objective) -> Candidate:
-    """Improve a step until its effort is spent or nothing has helped for long.
-
-    Args:
-        step: the step, which is left as it is.
-        objective: simulates; its effort is used.
-
-    Returns:
-        a step that ends no later.
-    """
-    random = Counter()
-    state = (_LockstepState if objective.lockstep else _RankState)(step, objective)
-    in_vain = 0
-    while not objective.spent and in_vain < GIVE_UP_AFTER:
-        in_vain += 1
-        heavy, other = state.places(random)
-        for changes in _moves(state.ranks, heavy, other, objective.problem, random):
-            before, latest = state.end, state.latest_after(changes)
-            if latest > before or not _fits_in_memory(state.ranks, changes, objective):
-                continue
-            state.keep(changes)
-            if latest < before:
-                in_vain = 0
-            break
-    return Candidate(state.ranks, state.ends)
+GIVE_UP_AFTER = 4000
+"""Moves in a row of which none was kept."""
+MOST_CHAINS = 16
+"""Chains of passes that are remembered of each rank."""
+EFFORT_OF_A_TRY = 30
+"""A move that is refused unsimulated takes about as long as so many simulated passes."""
+SQUARINGS = 7
+BEYOND = 1.0055
+"""More than the 2 ** SQUARINGS-th root of 2: no move makes a rank end so many times later than the
+later of two, and lowers the sum of their powers."""
 
 
 class Counter:
@@ -68,146 +40,213 @@ class Counter:
         return (self._state >> 33) % bound
 
 
-class _State:
-    """A step that is being changed, with the cost of each of its micro-batches."""
+def improve(step: Candidate, objective: Objective, *, keep: float = 0.0) -> Candidate:
+    """Improve a step until its effort is spent or nothing has helped for long.
 
-    def __init__(self, step: Candidate, objective: Objective) -> None:
-        self.ranks = [list(slots) for slots in step.ranks]
-        self.ends = list(step.ends)
+    Args:
+        step: the step, which is left as it is.
+        objective: simulates; its effort is used.
+        keep: effort that is left over.
+
+    Returns:
+        a step that ends no later.
+    """
+    moved = _Moved(step, objective)
+    in_vain = 0
+    while objective.effort > keep and in_vain < GIVE_UP_AFTER:
+        objective.effort -= EFFORT_OF_A_TRY
+        in_vain = 0 if moved.try_one() else in_vain + 1
+    best = objective.candidate([rank.slots for rank in moved.ranks])
+    return best if best.end <= step.end else step
+
+
+class _Rank:
+    """A rank's micro-batches, with what decides about moves between them."""
+
+    def __init__(self, slots: Slots, objective: Objective) -> None:
         self._objective = objective
-        self._costs = [objective.slot_costs(slots) for slots in self.ranks]
+        tokens = objective.problem.tokens
+        self.slots = slots
+        self.costs = objective.slot_costs(slots)
+        self.tokens = [sum(tokens[i] for i in samples) for samples in slots]
+        self.end, self.weights = objective.longest_chain(self.costs)
+        self._newest = self.weights
+        self.chains: list[list[float]] = [[*self.weights, self.end]]
+        """Weights of slots of chains, and last how long the chain is."""
+        self.empty = slots.index([]) if [] in slots else None
 
-    @property
-    def end(self) -> float:
-        """End of the step."""
-        return max(self.ends)
+    def soonest(self, slot: int, more: float, other: int, limit: float) -> float:
+        """A time before which the rank does not end if `slot` costs `more` and `other`, unless
+        -1, as much less; the first found beyond `limit`."""
+        latest = 0.0
+        for number, chain in enumerate(self.chains):
+            end = chain[-1] + more * (chain[slot] - chain[other] if other >= 0 else chain[slot])
+            if end > latest:
+                latest = end
+                if end > limit:
+                    if number:
+                        self.chains.insert(0, self.chains.pop(number))
+                    return latest
+        return latest
 
-
-class _RankState(_State):
-    """A step whose ranks run by themselves."""
-
-    def __init__(self, step: Candidate, objective: Objective) -> None:
-        super().__init__(step, objective)
-        self._tried: tuple[dict[int, list[float]], dict[int, float]] = ({}, {})
-
-    def places(self, random: Counter) -> tuple[Place, Place]:
-        """A micro-batch of the rank that ends last, and one of it or of a rank of the earlier
-        half."""
-        ranks = range(len(self.ranks))
-        slowest = max(ranks, key=lambda rank: (self.ends[rank], -rank))
-        other = slowest
-        if len(self.ranks) > 1 and random.below(2):
-            early = sorted((self.ends[rank], rank) for rank in ranks if rank != slowest)
-            other = early[random.below((len(early) + 1) // 2)][1]
-        count = len(self.ranks[slowest])
-        return (slowest, random.below(count)), (other, random.below(count))
-
-    def latest_after(self, changes: Changes) -> float:
-        """End of the latest rank that the changes concern, or of the first that is too late."""
-        costs: dict[int, list[float]] = {}
-        for (rank, slot), samples in changes.items():
-            costs.setdefault(rank, self._costs[rank][:])[slot] = self._objective.problem.cost(
-                samples
-            )
-        ends: dict[int, float] = {}
-        before = self.end
-        # The rank that takes work first: it is the one that may end too late.
-        for rank, slots in reversed(costs.items()):
-            ends[rank] = self._objective.end_of(slots)
-            if ends[rank] > before:
-                break
-        self._tried = costs, ends
-        return max(ends.values())
-
-    def keep(self, changes: Changes) -> None:
-        """Make the changes that `latest_after` was asked about last."""
-        costs, ends = self._tried
-        for rank in costs:
-            self._costs[rank], self.ends[rank] = costs[rank], ends[rank]
-        for (rank, slot), samples in changes.items():
-            self.ranks[rank][slot] = samples
-
-
-class _LockstepState(_State):
-    """A step whose ranks run each slot together."""
-
-    def __init__(self, step: Candidate, objective: Objective) -> None:
-        super().__init__(step, objective)
-        self._slowest = [max(slot) for slot in zip(*self._costs, strict=True)]
-        self._tried: tuple[dict[Place, float], list[float], float] = ({}, [], 0.0)
-
-    def places(self, random: Counter) -> tuple[Place, Place]:
-        """The costliest micro-batch of a slot, and any other."""
-        slot = random.below(len(self._slowest))
-        rank = max(range(len(self.ranks)), key=lambda r: (self._costs[r][slot], -r))
-        other = (random.below(len(self.ranks)), random.below(len(self._slowest)))
-        return (rank, slot), other
-
-    def latest_after(self, changes: Changes) -> float:
-        """End of the step with these changes."""
-        # Maxima over ranks cost about as much as so many simulated passes.
-        self._objective.effort -= 2 * len(self.ranks)
-        costs = {place: self._objective.problem.cost(samples) for place, samples in changes.items()}
-        slowest = self._slowest[:]
-        for number in {slot for _, slot in changes}:
-            slowest[number] = max(
-                costs.get((rank, number), slots[number]) for rank, slots in enumerate(self._costs)
-            )
-        end = self._objective.end_of(slowest)
-        self._tried = costs, slowest, end
+    def simulated(self, costs: list[float]) -> float:
+        """End of the rank with other costs of its slots; the chain found is remembered."""
+        end, self._newest = self._objective.longest_chain(costs)
+        weights = self._newest
+        length = 0.0
+        for weight, cost in zip(weights, self.costs, strict=True):
+            length += weight * cost
+        self.chains.insert(0, [*weights, length])
+        del self.chains[MOST_CHAINS:]
         return end
 
-    def keep(self, changes: Changes) -> None:
-        """Make the changes that `latest_after` was asked about last."""
-        costs, self._slowest, self.ends[0] = self._tried
-        for (rank, slot), samples in changes.items():
-            self.ranks[rank][slot], self._costs[rank][slot] = samples, costs[rank, slot]
+    def become(self, costs: list[float], end: float) -> None:
+        """Take the costs that were simulated, and their end."""
+        changed = [
+            (slot, new - old)
+            for slot, (new, old) in enumerate(zip(costs, self.costs, strict=True))
+            if new != old
+        ]
+        for chain in self.chains:
+            for slot, more in changed:
+                chain[-1] += more * chain[slot]
+        self.costs, self.end, self.weights = costs, end, self._newest
 
 
-def _moves(
-    ranks: list[Slots], heavy: Place, other: Place, problem: Problem, random: Counter
-) -> Iterator[Changes]:
-    """Moves that take work off `heavy`; see the module."""
-    mine, theirs = ranks[heavy[0]][heavy[1]], ranks[other[0]][other[1]]
-    if heavy == other or not mine:
-        return
-    given = mine[random.below(len(mine))]
-    without = [sample for sample in mine if sample != given]
-    target = other
-    if [] in ranks[other[0]]:
-        target = (other[0], ranks[other[0]].index([]))
-    joined = [*ranks[target[0]][target[1]], given]
-    if without and target != heavy and _holds(joined, problem):
-        yield {heavy: without, target: joined}
-    if theirs:
-        taken = theirs[random.below(len(theirs))]
-        swapped = [sample for sample in theirs if sample != taken] + [given]
-        without = [*without, taken]
-        cheaper = problem.costs[taken] < problem.costs[given]
-        if cheaper and _holds(swapped, problem) and _holds(without, problem):
-            yield {heavy: without, other: swapped}
-    place = (heavy[0], other[1])
-    if heavy[1] != other[1] and ranks[place[0]][place[1]]:
-        yield {heavy: ranks[place[0]][place[1]], place: mine}
+Changed = tuple[_Rank, list[float], float]
+"""A rank, and costs of its slots and its end after a move."""
 
 
-def _holds(samples: list[int], problem: Problem) -> bool:
-    """True if these samples may share a micro-batch."""
-    if len(samples) == 1:
+class _Moved:
+    """A step that is being changed."""
+
+    def __init__(self, step: Candidate, objective: Objective) -> None:
+        self._objective = objective
+        self._random = Counter()
+        self._scale = 1.0 / step.end if step.end else 1.0
+        self.ranks = [
+            _Rank([list(samples) for samples in slots], objective) for slots in step.ranks
+        ]
+        self._slowest = max(self.ranks, key=lambda rank: rank.end)
+
+    def try_one(self) -> bool:
+        """Try a move; True if it was kept."""
+        below, ranks = self._random.below, self.ranks
+        late = ranks[below(len(ranks))] if below(2) else self._slowest
+        early = late if below(2) else ranks[below(len(ranks))]
+        slot, other = below(len(late.slots)), below(len(late.slots))
+        if late is early:
+            if late.weights[slot] == late.weights[other]:
+                return False
+            if late.weights[slot] < late.weights[other]:
+                slot, other = other, slot
+            if not below(4):
+                return self._swap_slots(late, slot, other)
+        elif late.end < early.end:
+            late, early = early, late
+        return self._move_sample(late, slot, early, other)
+
+    def _move_sample(self, late: _Rank, slot: int, early: _Rank, other: int) -> bool:
+        """Move a sample to a slot, perhaps for one that comes back."""
+        below, problem = self._random.below, self._objective.problem
+        mine = late.slots[slot]
+        if not mine:
+            return False
+        given, taken = mine[below(len(mine))], -1
+        less, tokens = problem.costs[given], problem.tokens[given]
+        left = len(mine) - 1
+        if below(3) == 0 and left:
+            if early.empty is not None:
+                other = early.empty
+        elif early.slots[other]:
+            taken = early.slots[other][below(len(early.slots[other]))]
+            less -= problem.costs[taken]
+            tokens -= problem.tokens[taken]
+        else:
+            return False
+        if less <= 0.0 or (left and late.tokens[slot] - tokens > problem.capacity):
+            return False
+        beside = [sample for sample in early.slots[other] if sample != taken]
+        if beside and (
+            early.tokens[other] + tokens > problem.capacity or len(beside) >= problem.max_samples
+        ):
+            return False
+        if late is early:
+            changed = self._within(late, slot, other, less)
+        else:
+            changed = self._between(late, slot, early, other, less)
+        if changed is None:
+            return False
+        before = mine, early.slots[other]
+        late.slots[slot] = [i for i in mine if i != given] + ([taken] if taken >= 0 else [])
+        early.slots[other] = [*beside, given]
+        if not all(self._objective.fits_in_memory(rank.slots) for rank in (late, early)):
+            late.slots[slot], early.slots[other] = before
+            return False
+        late.tokens[slot] -= tokens
+        early.tokens[other] += tokens
+        if early.empty is not None:
+            early.empty = early.slots.index([]) if [] in early.slots else None
+        return self._keep(changed)
+
+    def _swap_slots(self, rank: _Rank, slot: int, other: int) -> bool:
+        """Exchange all of two micro-batches of a rank, neither of them a placeholder."""
+        less = rank.costs[slot] - rank.costs[other]
+        if less <= 0.0 or not (rank.slots[slot] and rank.slots[other]):
+            return False
+        changed = self._within(rank, slot, other, less)
+        if changed is None:
+            return False
+        slots, tokens = rank.slots, rank.tokens
+        slots[slot], slots[other] = slots[other], slots[slot]
+        if not self._objective.fits_in_memory(slots):
+            slots[slot], slots[other] = slots[other], slots[slot]
+            return False
+        tokens[slot], tokens[other] = tokens[other], tokens[slot]
+        return self._keep(changed)
+
+    def _within(self, rank: _Rank, slot: int, other: int, less: float) -> list[Changed] | None:
+        """The rank if one of its slots costs less and another as much more; None if it would end
+        later."""
+        if rank.soonest(other, less, slot, rank.end) > rank.end:
+            return None
+        costs = rank.costs[:]
+        costs[slot] -= less
+        costs[other] += less
+        end = rank.simulated(costs)
+        return [(rank, costs, end)] if end <= rank.end else None
+
+    def _between(
+        self, late: _Rank, slot: int, early: _Rank, other: int, less: float
+    ) -> list[Changed] | None:
+        """Two ranks if work goes from one to the other; None if the sum of powers would grow."""
+        limit = self._power(late.end) + self._power(early.end)
+        beyond = BEYOND * late.end
+        grown = early.soonest(other, less, -1, beyond)
+        if grown > beyond:
+            return None
+        shrunk = late.soonest(slot, -less, -1, beyond)
+        if self._power(grown) + self._power(shrunk) > limit:
+            return None
+        more, fewer = early.costs[:], late.costs[:]
+        more[other] += less
+        fewer[slot] -= less
+        grown = early.simulated(more)
+        if self._power(grown) + self._power(shrunk) > limit:
+            return None
+        shrunk = late.simulated(fewer)
+        if self._power(grown) + self._power(shrunk) > limit:
+            return None
+        return [(early, more, grown), (late, fewer, shrunk)]
+
+    def _power(self, end: float) -> float:
+        power = end * self._scale
+        for _ in range(SQUARINGS):
+            power *= power
+        return power
+
+    def _keep(self, changed: list[Changed]) -> bool:
+        for rank, costs, end in changed:
+            rank.become(costs, end)
+        self._slowest = max(self.ranks, key=lambda rank: rank.end)
         return True
-    return (
-        len(samples) <= problem.max_samples
-        and sum(problem.tokens[i] for i in samples) <= problem.capacity
-        and not any(i in problem.oversize for i in samples)
-    )
-
-
-def _fits_in_memory(ranks: list[Slots], changes: Changes, objective: Objective) -> bool:
-    if objective.max_inflight_tokens is None:
-        return True
-    return all(
-        objective.fits_in_memory(
-            [changes.get((rank, slot), samples) for slot, samples in enumerate(ranks[rank])]
-        )
-        for rank in {rank for rank, _ in changes}
-    )

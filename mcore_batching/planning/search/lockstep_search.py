@@ -18,15 +18,15 @@ from mcore_batching.planning.search.profiles import (
     MOST_SLOTS_PER_STAGE,
     Shape,
     fill_slots,
-    profile,
+    profile_of,
     steps_of_counts,
+    tapers,
 )
 
 # Margins above its share of the step to which a slot's micro-batches may be filled, and rise and
 # fall in stages; the first of each for every number of slots. One margin alone ends steps 0.02 % to
 # 0.13 % later on average, up to 1 % in the worst of ten.
 MARGINS = (1.02, 1.0, 1.05)
-TAPERS = ((1, 1), (2, 2), (1, 2), (0, 0), (1, 3))
 
 Row = list[list[int]]
 """The micro-batches of one slot, one per rank at most."""
@@ -42,6 +42,7 @@ class LockstepShapes:
     # A shape is judged by the steps made of it, so nothing is kept for making them.
     kept_after_judging = 0.0
     kept_for_moves = 0.0
+    shapes_that_judge = 1
 
     def __init__(self, objective: Objective) -> None:
         self._objective = objective
@@ -63,10 +64,10 @@ class LockstepShapes:
 
     def shapes(self, count: int) -> list[Shape]:
         """Shapes of so many slots, the one that judges the number first."""
-        stages = self._objective.problem.dims.pipeline_parallel
+        dims = self._objective.problem.dims
         return [
-            Shape(count, min(rise * stages, count), min(fall * stages, count), margin)
-            for rise, fall in (TAPERS if stages > 1 else ((0, 0),))
+            shape._replace(margin=margin)
+            for shape in (tapers(count, dims) if dims.pipeline_parallel > 1 else [Shape(count)])
             for margin in MARGINS
         ]
 
@@ -101,16 +102,26 @@ class LockstepShapes:
         """A step of about this shape; of another number of slots if samples fit no better."""
         problem = self._objective.problem
         share = shape.margin * ordered_sum(problem.costs) / problem.dims.data_parallel
-        sizes = profile(shape.num_slots, shape.rise, shape.fall)
+        sizes = profile_of(shape, problem.dims)
         whole = ordered_sum(sizes)
         limits = [share * size / whole for size in sorted(sizes, reverse=True)]
         rows = self._evened(self._rows(limits))
-        return self._onto_ranks(_arranged(rows, shape.rise, shape.fall))
+        return self._onto_ranks(self._arranged(rows, shape))
+
+    def _arranged(self, rows: list[Row], shape: Shape) -> list[Row]:
+        """Slots, given costliest first, where a shape has its larger and smaller ones."""
+        shape = shape._replace(num_slots=len(rows))
+        sizes = profile_of(shape, self._objective.problem.dims)
+        arranged = rows[:]
+        places = sorted(range(len(rows)), key=lambda place: (-sizes[place], place))
+        for place, row in zip(places, rows, strict=True):
+            arranged[place] = row
+        return arranged
 
     def _rank_by_rank(self, shape: Shape) -> Iterator[list[Slots]]:
         """The step of ranks that fill slots of the same relative sizes by themselves; nothing if
         the samples of some do not fit."""
-        sizes = profile(shape.num_slots, shape.rise, shape.fall)
+        sizes = profile_of(shape, self._objective.problem.dims)
         ranks = []
         for samples in self._folded:
             slots = fill_slots(samples, sizes, self._objective)
@@ -186,17 +197,6 @@ class LockstepShapes:
 
     def _weight(self, samples: Sequence[int]) -> float:
         return ordered_sum(self._objective.problem.costs[sample] for sample in samples)
-
-
-def _arranged(rows: list[Row], rise: int, fall: int) -> list[Row]:
-    """Slots, given costliest first, where a profile has its larger and smaller ones."""
-    count = len(rows)
-    sizes = profile(count, min(rise, count), min(fall, count))
-    arranged = rows[:]
-    places = sorted(range(count), key=lambda place: (-sizes[place], place))
-    for place, row in zip(places, rows, strict=True):
-        arranged[place] = row
-    return arranged
 
 
 def _last_is_real(slots: Slots) -> Slots:

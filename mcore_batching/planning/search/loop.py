@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mcore_batching.planning.search.local_moves import improve
+from mcore_batching.planning.search.lockstep_moves import improve_lockstep
 from mcore_batching.planning.search.lockstep_search import LockstepShapes
 from mcore_batching.planning.search.objective import BestSteps, Objective, Slots
 from mcore_batching.planning.search.pipeline_search import PipelineShapes
@@ -21,7 +22,9 @@ from mcore_batching.planning.search.profiles import Shape
 
 STRIDE_OF_COUNTS = 4
 """One in so many numbers of micro-batches is judged before the ones between them."""
-MOST_STEPS_IMPROVED = 2
+SHARE_OF_EACH = 0.2
+"""Share of the effort for moves that each such step gets; the rest goes to the best."""
+MOST_STEPS_IMPROVED = 3
 """Steps, of different numbers of micro-batches, in which single samples are moved; a third would
 find no effort left."""
 MOST_COUNTS_REFINED = 5
@@ -58,8 +61,12 @@ def search(
                 break
         if objective.effort <= kept_for_moves and best.found:
             break
-    improved = [improve(step, objective) for step in best.result()]
-    return min(improved, key=lambda step: step.end).ranks
+    if objective.lockstep:
+        improved = [improve_lockstep(step, objective) for step in best.result()]
+        return min(improved, key=lambda step: step.end).ranks
+    each = SHARE_OF_EACH * objective.effort
+    improved = [improve(step, objective, keep=objective.effort - each) for step in best.result()]
+    return improve(min(improved, key=lambda step: step.end), objective).ranks
 
 
 def _judged(
@@ -78,11 +85,13 @@ def _judged(
         for count in counts[first::STRIDE_OF_COUNTS]:
             if ranked and objective.effort <= kept:
                 return [shape for _, shape in sorted(ranked)]
-            judge(family.shapes(count)[0])
+            for shape in family.shapes(count)[: family.shapes_that_judge]:
+                judge(shape)
     # A bound on tokens in flight has little to do with the end: no number is left out for it.
     refined = len(ranked) if objective.max_inflight_tokens is not None else MOST_COUNTS_REFINED
-    for _, best_of_count in sorted(ranked)[:refined]:
-        for shape in family.shapes(best_of_count.num_slots)[1:]:
+    best_counts = list(dict.fromkeys(shape.num_slots for _, shape in sorted(ranked)))
+    for count in best_counts[:refined]:
+        for shape in family.shapes(count)[family.shapes_that_judge :]:
             if objective.effort <= kept:
                 break
             judge(shape)

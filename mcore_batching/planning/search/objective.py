@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mcore_batching.planning.critical_path import critical_path
 from mcore_batching.planning.errors import InflightBoundError
 from mcore_batching.planning.pipeline import pipeline_time
 from mcore_batching.planning.problem import Problem
@@ -48,9 +49,11 @@ class Objective:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.effort = problem.config.plan_effort * min(problem.num_samples, MOST_SAMPLES_COUNTED)
-        self.lockstep = problem.dims.expert_parallel > 1
         dims = problem.dims
+        # A candidate costs as much with few samples as with many where the pipeline is deep.
+        counted = max(problem.num_samples, dims.data_parallel * dims.pipeline_parallel**2)
+        self.effort = problem.config.plan_effort * min(counted, MOST_SAMPLES_COUNTED)
+        self.lockstep = dims.expert_parallel > 1
         passes = 1 if problem.forward_only else 2
         self._effort_per_slot = passes * dims.pipeline_parallel * dims.virtual_pipeline
         bound = problem.config.max_inflight_tokens
@@ -75,6 +78,18 @@ class Objective:
         problem = self.problem
         self.effort -= self._effort_per_slot * (len(slot_costs) + problem.dims.pipeline_parallel)
         return pipeline_time(
+            slot_costs,
+            problem.dims,
+            backward_ratio=problem.cost_model.backward_ratio,
+            forward_only=problem.forward_only,
+        )
+
+    def longest_chain(self, slot_costs: Sequence[float]) -> tuple[float, list[float]]:
+        """End of such a pipeline, and the weights of its longest chain; costs more effort."""
+        problem = self.problem
+        passes = self._effort_per_slot * (len(slot_costs) + problem.dims.pipeline_parallel)
+        self.effort -= passes + passes // 2
+        return critical_path(
             slot_costs,
             problem.dims,
             backward_ratio=problem.cost_model.backward_ratio,

@@ -16,12 +16,12 @@ from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.objective import Candidate, Objective, Slots
 from mcore_batching.planning.search.profiles import (
     MOST_SLOTS_PER_STAGE,
-    Profile,
     Shape,
     fill_slots,
     profile_of,
     spread,
     steps_of_counts,
+    tapers,
 )
 
 ROUNDS_OF_BALANCING = 4
@@ -32,9 +32,7 @@ from 0.4 to 1.0 ends of steps differ by less than 0.03 %."""
 SHAPES_OF_FOLDED_RANKS = 2
 """Shapes, best first, that are also tried with as many samples on each rank."""
 
-# Rise and fall in stages, for the interleaved schedule in groups of slots. The first judges a
-# number of slots; all are tried of the numbers that did best.
-TAPERS = ((1, 3), (1, 2), (2, 2), (2, 3), (1, 1), (1, 4), (3, 4), (1, 0), (0, 1))
+# Rise and fall in groups of slots, for the interleaved schedule.
 STAIRCASES = ((2, 3), (1, 3), (1, 2), (2, 4), (1, 1), (2, 2), (3, 3), (1, 0), (0, 1))
 
 
@@ -49,6 +47,8 @@ class PipelineShapes:
     # is kept for moving single samples.
     kept_after_judging = 0.75
     kept_for_moves = 0.5
+    shapes_that_judge = 2
+    """Shapes of every number of slots that are judged, before all are of the best numbers."""
 
     def __init__(self, objective: Objective) -> None:
         problem = objective.problem
@@ -57,12 +57,11 @@ class PipelineShapes:
         self._order = by_cost(range(problem.num_samples), problem.costs)
         self._even = _deal(self._order, problem.costs, [0.0] * ranks)
         self._folded = folded_ranks(problem)
-        costliest = min(
-            range(ranks),
-            key=lambda r: (-max((problem.costs[i] for i in self._even[r]), default=0.0), r),
-        )
-        fullest = min(range(ranks), key=lambda r: (-len(self._even[r]), r))
-        self._judges = [self._even[rank] for rank in sorted({costliest, fullest})]
+        self._wholes: dict[Shape, float] = {}
+        # Ranks have their costliest samples in descending order.
+        self._judges = [
+            self._even[rank] for rank in sorted({ranks // 6, ranks // 2, ranks * 5 // 6})
+        ]
 
     def counts(self) -> list[int]:
         """Numbers of slots to try."""
@@ -80,16 +79,58 @@ class PipelineShapes:
         return [Shape(count, 0, 0) for count in reversed(self.counts())]
 
     def judge(self, shape: Shape) -> float | None:
-        """End of the later of the rank with the costliest sample and the one with the most
-        samples; None if the samples of one do not fit into the shape."""
-        sizes = profile_of(shape, self._objective.problem.dims)
+        """Mean end of three ranks, each with the same work, or the end of the rank with the
+        costliest sample and hardly anything beside it if that is later; None if the samples of one
+        do not fit into the shape."""
         ends = []
         for samples in self._judges:
-            slots = fill_slots(samples, sizes, self._objective)
-            if slots is None:
+            filled = self._fill(samples, shape)
+            if filled is None:
                 return None
-            ends.append(self._objective.end_of(self._objective.slot_costs(slots)))
-        return max(ends)
+            ends.append(filled[0])
+        return max(ordered_sum(ends) / len(ends), self._least(shape.num_slots))
+
+    def _least(self, count: int) -> float:
+        """End of a rank of the costliest sample and, in each other slot, the cheapest."""
+        problem = self._objective.problem
+        costs = [problem.cost_model.per_micro_batch + min(problem.costs, default=0.0)] * count
+        costs[count // 2] = problem.cost_model.per_micro_batch + max(problem.costs, default=0.0)
+        return self._objective.end_of(costs)
+
+    def _fill(self, samples: Sequence[int], shape: Shape) -> tuple[float, Slots] | None:
+        """End and slots of a rank that holds these samples, costliest first, in the best of three
+        shapes: the given one, one that rises until a full slot is as large as the costliest sample,
+        and one halfway. None if the samples do not fit."""
+        objective = self._objective
+        best: tuple[float, Slots] | None = None
+        steep = self._steep_rise(samples, shape)
+        for rise in sorted({shape.rise, (shape.rise + steep) // 2, steep}):
+            sizes = profile_of(shape._replace(rise=rise), objective.problem.dims)
+            slots = fill_slots(samples, sizes, objective)
+            if slots is not None:
+                end = objective.end_of(objective.slot_costs(slots))
+                if best is None or end < best[0]:
+                    best = end, slots
+        return best
+
+    def _whole(self, shape: Shape) -> float:
+        """Sum of a shape's sizes."""
+        if shape not in self._wholes:
+            self._wholes[shape] = ordered_sum(profile_of(shape, self._objective.problem.dims))
+        return self._wholes[shape]
+
+    def _steep_rise(self, samples: Sequence[int], shape: Shape) -> int:
+        problem = self._objective.problem
+        dims = problem.dims
+        rise = shape.rise
+        if dims.virtual_pipeline > 1 or dims.pipeline_parallel == 1 or not samples:
+            return rise
+        fixed = problem.cost_model.per_micro_batch
+        total = ordered_sum(problem.costs[i] for i in samples) + fixed * shape.num_slots
+        peak = problem.costs[samples[0]] + fixed
+        while rise < shape.num_slots - 1 and peak * self._whole(shape._replace(rise=rise)) > total:
+            rise += 1
+        return rise
 
     def steps(self, shape: Shape, number: int) -> Iterator[Candidate]:
         """Steps of one shape: of every deal, then of rounds that each deal less to the ranks that
@@ -101,12 +142,11 @@ class PipelineShapes:
         """
         objective = self._objective
         problem = objective.problem
-        sizes = profile_of(shape, problem.dims)
         last: Candidate | None = None
         folded = [self._folded] if number < SHAPES_OF_FOLDED_RANKS else []
         for ranks in [*folded, self._even]:
             last = None
-            for last in self._filled(ranks, sizes):
+            for last in self._filled(ranks, shape):
                 yield last
         passes = 1.0 if problem.forward_only else 1.0 + problem.cost_model.backward_ratio
         head_start = [0.0] * problem.dims.data_parallel
@@ -119,21 +159,22 @@ class PipelineShapes:
             least = min(head_start)
             head_start = [each - least for each in head_start]
             ranks, last = _deal(self._order, problem.costs, head_start), None
-            for last in self._filled(ranks, sizes):
+            for last in self._filled(ranks, shape):
                 yield last
 
-    def _filled(self, ranks: Sequence[Sequence[int]], sizes: Profile) -> Iterator[Candidate]:
+    def _filled(self, ranks: Sequence[Sequence[int]], shape: Shape) -> Iterator[Candidate]:
         """The step of ranks that hold these samples, costliest first; nothing if some do not
         fit."""
-        filled = []
+        filled, ends = [], []
         for samples in ranks:
-            slots = fill_slots(samples, sizes, self._objective)
-            if slots is None:
+            made = self._fill(samples, shape)
+            if made is None:
                 return
-            filled.append(slots)
+            ends.append(made[0])
+            filled.append(made[1])
         if not all(map(self._objective.fits_in_memory, filled)):
             yield self._objective.candidate([spread(slots, self._objective) for slots in filled])
-        yield self._objective.candidate(filled)
+        yield Candidate(filled, ends)
 
 
 def best_slots(problem: Problem, count: int | None) -> Slots | None:
@@ -179,11 +220,17 @@ def folded_ranks(problem: Problem) -> list[list[int]]:
 def _deal(
     order: Sequence[int], costs: Sequence[float], head_start: Sequence[float]
 ) -> list[list[int]]:
-    """Samples, costliest first, to the rank with the least work; ties to the lowest rank."""
-    dealt: list[list[int]] = [[] for _ in head_start]
-    lightest = [(load, rank) for rank, load in enumerate(head_start)]
+    """One of the costliest samples to each rank, whatever its head start, so that a rank keeps it
+    from round to round; the others, costliest first, to the rank with the least work, ties to the
+    lowest rank."""
+    dealt = [[sample] for sample in order[: len(head_start)]]
+    dealt += [[] for _ in range(len(head_start) - len(dealt))]
+    lightest = [
+        (load + ordered_sum(costs[sample] for sample in samples), rank)
+        for rank, (load, samples) in enumerate(zip(head_start, dealt, strict=True))
+    ]
     heapq.heapify(lightest)
-    for sample in order:
+    for sample in order[len(head_start) :]:
         load, rank = lightest[0]
         dealt[rank].append(sample)
         heapq.heapreplace(lightest, (load + costs[sample], rank))
@@ -212,10 +259,4 @@ def _shapes(count: int, dims: ParallelDims) -> list[Shape]:
     if dims.virtual_pipeline > 1:
         groups = -(-count // dims.group_size)
         return [*(Shape(count, *each) for each in STAIRCASES if max(each) <= groups), flat]
-    stages = dims.pipeline_parallel
-    tapers = [
-        Shape(count, rise * stages, fall * stages)
-        for rise, fall in TAPERS
-        if max(rise, fall) * stages <= count
-    ]
-    return [*tapers, flat]
+    return tapers(count, dims)

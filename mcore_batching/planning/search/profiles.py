@@ -18,12 +18,13 @@ from mcore_batching.planning.search.objective import Objective, Slots
 
 Profile = list[float]
 
-# Size of the first and the last slot relative to a full one, and of the first and the last group of
-# the interleaved schedule. Found by trying: over ten steps of azure_conv and log-normal lengths, a
-# LOWEST of 0.05 ends 0.06 % sooner on average and up to 0.3 % later, 0.2 ends 0.2 % later, 0.4
-# 0.9 %; halves and doubles of the others are up to 0.06 % later.
-LOWEST = 0.1
+# Size of the first and the last group of the interleaved schedule relative to a full one. Found by
+# trying: halves and doubles end steps of azure_conv and log-normal lengths up to 0.06 % later.
 FIRST_GROUP, LAST_GROUP = 0.2, 0.3
+
+# Size of the last slot relative to a full one, and whether growth and fall are gentle. Gentle ones
+# suit samples that only a large slot can hold.
+TAPERS = ((0.2, False), (0.1, True), (0.4, False), (0.1, False), (0.3, True), (0.6, False))
 
 MOST_SLOTS_PER_STAGE = 16
 """Beyond this many micro-batches per stage, less than a sixteenth of the step is bubble."""
@@ -33,26 +34,41 @@ class Shape(NamedTuple):
     """A number of slots and their profile."""
 
     num_slots: int
-    rise: int
+    rise: int = 0
     """Slots (groups of slots, under the interleaved schedule) over which sizes grow."""
-    fall: int
-    """Likewise, over which they shrink."""
+    fall: int = 0
+    """Groups of slots over which they shrink, under the interleaved schedule."""
+    lowest: float = 1.0
+    """Size of the last slot relative to a full one, under the other."""
+    gentle: bool = False
+    """True for growth and fall over twice as many slots."""
     margin: float = 1.0
     """Share of the mean up to which slots of ranks in lockstep are filled."""
 
 
-def profile(num_slots: int, rise: int, fall: int) -> Profile:
-    """Relative sizes that grow over `rise` slots and shrink over the last `fall`.
+def profile(
+    num_slots: int, stages: int, rise: int, lowest: float, *, gentle: bool = False
+) -> Profile:
+    """Relative sizes that grow over `rise` slots and shrink towards the last, which is `lowest`.
 
-    They grow along a line and shrink along a parabola, as the sizes do that end a step soonest when
-    they may be any numbers. With 6 slots, rise 3 and fall 2: 0.1, 0.4, 0.7, 1, 0.775, 0.1.
+    These are within 0.6 % of the sizes that end a step soonest if they may be any numbers, as a
+    linear program finds them for 2 to 16 stages: they grow by (stages + 1) / (stages - 1) a slot,
+    and what they lack of a full slot towards the end doubles about every half as many slots as
+    there are stages. With 6 slots of 4 stages, rise 2 and lowest 0.5:
+    0.36, 0.6, 0.827, 0.754, 0.649, 0.5.
     """
-    sizes = []
-    for slot in range(num_slots):
-        left = num_slots - 1 - slot
-        risen = slot / rise if slot < rise else 1.0
-        falling = left / fall if left < fall else 1.0
-        sizes.append(LOWEST + (1.0 - LOWEST) * min(risen, falling * (2.0 - falling)))
+    span = 2 * stages if gentle else stages
+    growth = (span - 1) / (span + 1)
+    decay = (2 * span - 1.4) / (2 * span + 1.4)
+    sizes = [1.0] * num_slots
+    risen = 1.0
+    for slot in reversed(range(min(rise, num_slots))):
+        risen *= growth
+        sizes[slot] = risen
+    lacking = 1.0 - lowest
+    for slot in reversed(range(num_slots)):
+        sizes[slot] = min(sizes[slot], 1.0 - lacking)
+        lacking *= decay
     return sizes
 
 
@@ -84,7 +100,19 @@ def profile_of(shape: Shape, dims: ParallelDims) -> Profile:
     """The profile of a shape under the schedule of these dims."""
     if dims.virtual_pipeline > 1:
         return staircase(shape.num_slots, dims.group_size, shape.rise, shape.fall)
-    return profile(shape.num_slots, shape.rise, shape.fall)
+    stages = dims.pipeline_parallel
+    return profile(shape.num_slots, stages, shape.rise, shape.lowest, gentle=shape.gentle)
+
+
+def tapers(count: int, dims: ParallelDims) -> list[Shape]:
+    """Shapes of so many slots for the schedule that is not interleaved, the one that is best most
+    often first, and the flat one last."""
+    stages = dims.pipeline_parallel
+    found = []
+    for lowest, gentle in TAPERS:
+        rise = 2 * stages if gentle else stages - 1
+        found.append(Shape(count, min(rise, count - 1), lowest=lowest, gentle=gentle))
+    return [*found, Shape(count)]
 
 
 def steps_of_counts(fewest: int, most: int, dims: ParallelDims) -> list[int]:
@@ -115,10 +143,11 @@ def fill_slots(samples: Sequence[int], sizes: Profile, objective: Objective) -> 
     objective.effort -= 4 * len(samples)
     problem = objective.problem
     costs, tokens, capacity = problem.costs, problem.tokens, problem.capacity
-    total = ordered_sum(costs[sample] for sample in samples)
-    sum_of_sizes = ordered_sum(sizes)
+    fixed = problem.cost_model.per_micro_batch
+    total = ordered_sum(costs[sample] for sample in samples) + fixed * len(sizes)
+    full = total / ordered_sum(sizes)
     # Most lacking first; the lowest slot wins ties.
-    lacking = [(-total * size / sum_of_sizes, slot) for slot, size in enumerate(sizes)]
+    lacking = [(fixed - full * size, slot) for slot, size in enumerate(sizes)]
     heapq.heapify(lacking)
     room = [capacity] * len(sizes)
     slots: Slots = [[] for _ in sizes]

@@ -1,0 +1,146 @@
+"""The longest chain of passes of a step, and how often each micro-batch is on it.
+
+A step's end is the length of the longest of many chains, each the sum over micro-batches of a
+weight times a cost. So with the weights of any chain found once,
+
+    end(costs) >= sum(weight * cost)        for all costs, with equality for those it was found for
+
+and a change of costs that does not shorten this sum cannot make the step end sooner: most changes
+need no simulation to be refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mcore_batching.planning.parallel_dims import ParallelDims
+from mcore_batching.planning.pipeline import interleaved_program
+
+
+def critical_path(
+    forward_costs: Sequence[float],
+    dims: ParallelDims,
+    *,
+    backward_ratio: float = 2.0,
+    forward_only: bool = False,
+) -> tuple[float, list[float]]:
+    """End of one data-parallel rank's step, and the weights of a chain that is as long.
+
+    Args:
+        forward_costs: of each micro-batch on a stage [num_microbatches], at least one.
+        dims: gives stages and chunks.
+        backward_ratio: cost of a backward pass over its forward pass.
+        forward_only: no backward passes.
+
+    Returns:
+        what `pipeline_time` returns; weight of each micro-batch [num_microbatches].
+    """
+    if dims.virtual_pipeline > 1:
+        return _interleaved(forward_costs, dims, backward_ratio, forward_only)
+    if forward_only:
+        return _forward(forward_costs, dims.pipeline_parallel)
+    return _one_f_one_b(forward_costs, dims.pipeline_parallel, backward_ratio)
+
+
+def _forward(costs: Sequence[float], stages: int) -> tuple[float, list[float]]:
+    """Every stage waits for the costliest micro-batch once."""
+    costliest = max(range(len(costs)), key=costs.__getitem__)
+    weights = [1.0] * len(costs)
+    weights[costliest] = float(stages)
+    end = 0.0
+    for cost, weight in zip(costs, weights, strict=True):
+        end += weight * cost
+    return end, weights
+
+
+def _one_f_one_b(
+    costs: Sequence[float], stages: int, backward_ratio: float
+) -> tuple[float, list[float]]:
+    """The rounds of `pipeline._one_f_one_b_time`, and the way back through them."""
+    count, last = len(costs), stages - 1
+    clock = [0.0] * stages
+    after_forward: list[list[float]] = []
+    after_backward: list[list[float]] = []
+    before = clock
+    for number in range(count + last):
+        if number < count:
+            cost, ready, clock = costs[number], 0.0, []
+            for free in before:
+                ready = (free if free > ready else ready) + cost
+                clock.append(ready)
+        after_forward.append(clock)
+        clock = clock[:]
+        due = number - last
+        first = 0
+        if due < 0:
+            first, due = -due, 0
+        for stage in range(first, min(stages, first + count - due)):
+            start = clock[stage]
+            if stage < last and before[stage + 1] > start:
+                start = before[stage + 1]
+            clock[stage] = start + backward_ratio * costs[due]
+            due += 1
+        after_backward.append(clock)
+        before = clock
+    weights = [0.0] * count
+    stage, number, backward = 0, count + last - 1, True
+    while True:
+        if backward:
+            weights[number - last + stage] += backward_ratio
+            if (
+                number > 0
+                and stage < last
+                and after_backward[number - 1][stage + 1] > after_forward[number][stage]
+            ):
+                stage, number = stage + 1, number - 1
+                continue
+            if number < count:
+                backward = False
+                continue
+            number -= 1
+            backward = number - last + stage >= 0
+        else:
+            weights[number] += 1.0
+            if stage > 0 and (
+                number == 0 or after_forward[number][stage - 1] >= after_backward[number - 1][stage]
+            ):
+                stage -= 1
+                continue
+            if number == 0:
+                return clock[0], weights
+            number -= 1
+            backward = number - last + stage >= 0
+        if not backward:
+            number = min(number, count - 1)
+
+
+def _interleaved(
+    costs: Sequence[float], dims: ParallelDims, backward_ratio: float, forward_only: bool
+) -> tuple[float, list[float]]:
+    chunk_costs = [cost / dims.virtual_pipeline for cost in costs]
+    chunk_costs += [backward_ratio * cost for cost in chunk_costs]
+    program = interleaved_program(dims, len(costs), forward_only)
+    clock = [0.0] * dims.pipeline_parallel
+    newest = [-1] * dims.pipeline_parallel
+    ends: list[float] = []
+    waited_for: list[int] = []
+    for index, (stage, needed, cost) in enumerate(program):
+        start, earlier = clock[stage], newest[stage]
+        if needed >= 0 and ends[needed] > start:
+            start, earlier = ends[needed], needed
+        start += chunk_costs[cost]
+        clock[stage] = start
+        newest[stage] = index
+        ends.append(start)
+        waited_for.append(earlier)
+    end = max(clock)
+    weights = [0.0] * len(costs)
+    index = newest[clock.index(end)]
+    while index >= 0:
+        cost = program[index][2]
+        if cost < len(costs):
+            weights[cost] += 1.0 / dims.virtual_pipeline
+        else:
+            weights[cost - len(costs)] += backward_ratio / dims.virtual_pipeline
+        index = waited_for[index]
+    return end, weights
