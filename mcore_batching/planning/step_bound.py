@@ -1,0 +1,203 @@
+"""A time before which no plan's step ends, close to the best one: the mean micro-batches' bound.
+
+With K micro-batches per rank, let m be the mean over ranks of the costs of each slot. A rank's end
+is the length of the longest of many chains of passes (`critical_path`), so it is convex in the
+costs of its slots, and the latest rank ends no sooner than a rank with costs m would. For any
+weights w that are a mean of those of chains,
+
+    end >= sum(w * m) >= overhead * sum(w) + work * min(w)
+
+because each slot of m costs the overhead of a micro-batch or more, and all of them together K
+overheads and a rank's mean work. The weights that make this largest are looked for by a linear
+program that is given one chain after the other; any that it stops at give a bound, whatever its
+rounding errors. With lockstep ranks a slot costs the most of any rank, which is no less than m.
+
+The bound is the least of those of every K from the fewest on that hold all tokens. A slot of no
+cost put first takes no time, so w of one K also gives a bound for each smaller one, of min(w) times
+all that a rank's slots cost.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from mcore_batching.planning.bounds import step_time_floor
+from mcore_batching.planning.cost import ordered_sum
+from mcore_batching.planning.critical_path import critical_path
+from mcore_batching.planning.parallel_dims import ParallelDims
+from mcore_batching.planning.problem import Problem
+
+MOST_SLOTS = 40
+"""Beyond so many the work alone is the bound."""
+MOST_CHAINS = 80
+"""Chains that a linear program is given at most; one takes about a millisecond."""
+NEARER = 0.3
+"""Share of the way from the best costs known to those of the program."""
+CLOSE_ENOUGH = 1.003
+"""The end of the costs found over the bound at which no more chains are looked for."""
+
+
+def step_time_bound(problem: Problem) -> float:
+    """A time before which no plan's step can end, in units of cost; at least `step_time_floor`.
+
+    The interleaved schedule's is the floor.
+    """
+    floor = step_time_floor(problem)
+    dims, model = problem.dims, problem.cost_model
+    if dims.virtual_pipeline > 1 or not problem.num_samples:
+        return floor
+    packed = sum(tokens for i, tokens in enumerate(problem.tokens) if i not in problem.oversize)
+    rows = len(problem.oversize) + -(-packed // problem.capacity)
+    fewest = -(-rows // dims.data_parallel)
+    work, fixed = ordered_sum(problem.costs) / dims.data_parallel, model.per_micro_batch
+    ratio, stages = model.backward_ratio, dims.pipeline_parallel
+    least, first = math.inf, fewest
+    # Placeholders in all ranks can be left out, so no step needs more than one sample a slot.
+    while first <= max(problem.num_samples, fewest):
+        passes = 1.0 if problem.forward_only else 1.0 + ratio
+        at_best = passes * (work + (first + stages - 1) * fixed)
+        if first > MOST_SLOTS or at_best >= least:
+            # Of this many or more.
+            least = min(least, at_best)
+            break
+        last = max(first, min(first * 9 // 8, MOST_SLOTS))
+        if problem.forward_only:
+            # Every stage waits for the costliest once, which costs the mean or more.
+            smallest = 1.0 + (stages - 1) / last
+            whole = last * smallest
+        else:
+            smallest, whole = best_weights(last, stages, ratio)
+        overhead = whole if first == last else first * smallest
+        least = min(least, max(at_best, overhead * fixed + work * smallest))
+        first = last + 1
+    return max(floor, least)
+
+
+@functools.lru_cache(maxsize=1024)
+def best_weights(count: int, stages: int, ratio: float) -> tuple[float, float]:
+    """Least and sum of the weights of that mean of chains whose least weight is largest."""
+    if stages == 1:
+        return 1.0 + ratio, (1.0 + ratio) * count
+    dims = ParallelDims(pipeline_parallel=stages)
+    # All passes of the last stage: no weight is zero, so the program is bounded.
+    chain = [1.0 + ratio] * count
+    chain[0] += stages - 1
+    chain[-1] += ratio * (stages - 1)
+    program = _Program(chain)
+    inside, soonest = [1.0 / count] * count, math.inf
+    for _ in range(MOST_CHAINS):
+        costs, longest = program.costs(), program.longest()
+        if soonest <= CLOSE_ENOUGH * longest:
+            break
+        # Chains of costs between the program's, which jump about, and the best known tell more.
+        for share in (NEARER, 1.0):
+            between = [old + share * (new - old) for old, new in zip(inside, costs, strict=True)]
+            end, chain = critical_path(between, dims, backward_ratio=ratio)
+            if end < soonest:
+                inside, soonest = between, end
+            length = 0.0
+            for weight, cost in zip(chain, costs, strict=True):
+                length += weight * cost
+            if length > longest * (1.0 + 1e-9):
+                program.add(chain)
+                break
+        else:
+            break
+    mean = program.mean_chain()
+    return min(mean), ordered_sum(mean)
+
+
+class _Program:
+    """Costs that add up to one and make the longest of some chains as short as possible.
+
+    The simplex method, for the largest sum of x with chain * x <= 1 for each chain; the costs are x
+    over its sum. Rows say what a basic variable is: row[-1] - sum(row[i] * other variable i).
+    Variable j is x_j, and a chain stands for what it leaves of its 1.
+    """
+
+    def __init__(self, chain: list[float]) -> None:
+        self._count = len(chain)
+        self._chains = [chain]
+        self._others = list(range(self._count))
+        self._basic = [self._count]
+        self._rows = [[*chain, 1.0]]
+        self._gain = [1.0] * self._count + [0.0]
+        self._pivot(0, min(range(self._count), key=chain.__getitem__))
+
+    def _x(self) -> list[float]:
+        x = [0.0] * self._count
+        for variable, row in zip(self._basic, self._rows, strict=True):
+            if variable < self._count:
+                x[variable] = max(0.0, row[-1])
+        return x
+
+    def longest(self) -> float:
+        """Length of the longest chain at the costs."""
+        return 1.0 / ordered_sum(self._x())
+
+    def costs(self) -> list[float]:
+        """The costs of each slot."""
+        x = self._x()
+        whole = ordered_sum(x)
+        return [each / whole for each in x]
+
+    def mean_chain(self) -> list[float]:
+        """The mean of the chains whose least weight is largest."""
+        mean, whole = [0.0] * self._count, 0.0
+        for variable, gain in zip(self._others, self._gain, strict=False):
+            if variable >= self._count and gain < 0.0:
+                whole -= gain
+                for slot, weight in enumerate(self._chains[variable - self._count]):
+                    mean[slot] -= gain * weight
+        return [each / whole for each in mean]
+
+    def add(self, chain: list[float]) -> None:
+        """Add a chain that is longer than one at the costs."""
+        before = self.longest()
+        place = {variable: index for index, variable in enumerate(self._others)}
+        row = [chain[variable] if variable < self._count else 0.0 for variable in self._others]
+        row.append(1.0)
+        for variable, basic in zip(self._basic, self._rows, strict=True):
+            if variable < self._count and variable not in place and chain[variable]:
+                weight = chain[variable]
+                row = [old - weight * other for old, other in zip(row, basic, strict=True)]
+        self._basic.append(self._count + len(self._chains))
+        self._rows.append(row)
+        self._chains.append(chain)
+        for _ in range(4 * self._count):
+            lowest = min(range(len(self._rows)), key=lambda number: self._rows[number][-1])
+            row = self._rows[lowest]
+            if row[-1] > -1e-12:
+                break
+            entering = [index for index in range(self._count) if row[index] < -1e-9]
+            if not entering:
+                break
+            self._pivot(lowest, min(entering, key=lambda index: self._gain[index] / row[index]))
+        if self.longest() > before * (1.0 + 1e-6):
+            # A chain that is not as long as the longest may be left out; where the longest stays
+            # what it was, it would come back.
+            kept = [number for number, basic in enumerate(self._basic) if basic < self._count]
+            self._basic = [self._basic[number] for number in kept]
+            self._rows = [self._rows[number] for number in kept]
+
+    def _pivot(self, number: int, index: int) -> None:
+        """Exchange the basic variable of a row for another one."""
+        row = self._rows[number]
+        pivot = row[index]
+        row = [each / pivot for each in row]
+        row[index] = 1.0 / pivot
+        for other, changed in enumerate(self._rows):
+            if other != number and changed[index]:
+                self._rows[other] = _without(changed, row, index)
+        self._gain = _without(self._gain, row, index)
+        self._rows[number] = row
+        self._basic[number], self._others[index] = self._others[index], self._basic[number]
+
+
+def _without(row: list[float], pivot: list[float], index: int) -> list[float]:
+    """A row in which what the pivot's row says stands for the variable at `index`."""
+    share = row[index]
+    changed = [old - share * new for old, new in zip(row, pivot, strict=True)]
+    changed[index] = -share * pivot[index]
+    return changed
