@@ -20,8 +20,8 @@ from mcore_batching.planning.search.profiles import (
     profile,
     profile_of,
     settle,
+    shapes_of,
     staircase,
-    tapers,
 )
 
 
@@ -113,7 +113,7 @@ def test_the_best_shape_is_close_to_sizes_that_may_be_any(stages: int, count: in
     any_sizes |= {(8, 16): 1.3156, (8, 40): 1.0941}
     dims = ParallelDims(pipeline_parallel=stages)
     ends = []
-    for shape in tapers(count, dims):
+    for shape in shapes_of(count, dims):
         sizes = profile_of(shape, dims)
         ends.append(pipeline_time(sizes, dims) / (3 * sum(sizes)))
     assert any_sizes[stages, count] - 1e-4 < min(ends) < 1.025 * any_sizes[stages, count]

@@ -14,6 +14,8 @@ are tried, so they are the same everywhere.
 
 from __future__ import annotations
 
+import random
+
 from mcore_batching.planning.search.objective import Candidate, Objective, Slots
 
 GIVE_UP_AFTER = 4000
@@ -29,15 +31,14 @@ later of two, and lowers the sum of their powers."""
 
 
 class Counter:
-    """A linear congruential generator (Knuth's MMIX): the same numbers on every platform."""
+    """Python's Mersenne Twister from one seed: the same numbers on every platform and version."""
 
     def __init__(self) -> None:
-        self._state = 1
+        self._random = random.Random(1).random
 
     def below(self, bound: int) -> int:
         """The next number from 0 to `bound - 1`."""
-        self._state = (self._state * 6364136223846793005 + 1442695040888963407) % (1 << 64)
-        return (self._state >> 33) % bound
+        return int(self._random() * bound)
 
 
 def improve(step: Candidate, objective: Objective, *, keep: float = 0.0) -> Candidate:
@@ -53,7 +54,7 @@ def improve(step: Candidate, objective: Objective, *, keep: float = 0.0) -> Cand
     """
     moved = _Moved(step, objective)
     in_vain = 0
-    while objective.effort > keep and in_vain < GIVE_UP_AFTER:
+    while objective.effort > keep and in_vain < GIVE_UP_AFTER and not moved.perfect:
         objective.effort -= EFFORT_OF_A_TRY
         in_vain = 0 if moved.try_one() else in_vain + 1
     best = objective.candidate([rank.slots for rank in moved.ranks])
@@ -128,6 +129,11 @@ class _Moved:
             _Rank([list(samples) for samples in slots], objective) for slots in step.ranks
         ]
         self._slowest = max(self.ranks, key=lambda rank: rank.end)
+
+    @property
+    def perfect(self) -> bool:
+        """True if no step ends sooner."""
+        return self._objective.cannot_be_beaten(self._slowest.end)
 
     def try_one(self) -> bool:
         """Try a move; True if it was kept."""

@@ -26,16 +26,17 @@ from mcore_batching.planning.search.objective import (
     Slots,
 )
 
-GIVE_UP_AFTER = 300
+GIVE_UP_AFTER = 2000
 """Pairs of micro-batches in a row between which no move made the step end sooner."""
 
 
-def improve_lockstep(step: Candidate, objective: Objective) -> Candidate:
+def improve_lockstep(step: Candidate, objective: Objective, *, keep: float = 0.0) -> Candidate:
     """Improve a step until its effort is spent or nothing has helped for long.
 
     Args:
         step: the step, which is left as it is.
         objective: simulates; its effort is used.
+        keep: effort that is left over.
 
     Returns:
         a step that ends no later.
@@ -43,7 +44,9 @@ def improve_lockstep(step: Candidate, objective: Objective) -> Candidate:
     random = Counter()
     state = _LockstepState(step, objective)
     in_vain = 0
-    while not objective.spent and in_vain < GIVE_UP_AFTER:
+    while objective.effort > keep and in_vain < GIVE_UP_AFTER:
+        if objective.cannot_be_beaten(state.end):
+            break
         in_vain += 1
         heavy, other = state.places(random)
         for changes in _moves(state.ranks, heavy, other, objective.problem, random):

@@ -19,8 +19,8 @@ from mcore_batching.planning.search.profiles import (
     Shape,
     fill_slots,
     profile_of,
+    shapes_of,
     steps_of_counts,
-    tapers,
 )
 
 # Margins above its share of the step to which a slot's micro-batches may be filled, and rise and
@@ -66,9 +66,7 @@ class LockstepShapes:
         """Shapes of so many slots, the one that judges the number first."""
         dims = self._objective.problem.dims
         return [
-            shape._replace(margin=margin)
-            for shape in (tapers(count, dims) if dims.pipeline_parallel > 1 else [Shape(count)])
-            for margin in MARGINS
+            shape._replace(margin=margin) for shape in shapes_of(count, dims) for margin in MARGINS
         ]
 
     def last_resort(self) -> list[Shape]:
@@ -76,10 +74,13 @@ class LockstepShapes:
         flight: even ones, the smallest micro-batches first."""
         if self._objective.max_inflight_tokens is None:
             return []
-        return [Shape(count, 0, 0, MARGINS[0]) for count in reversed(self.counts())]
+        return [Shape(count, margin=MARGINS[0]) for count in reversed(self.counts())]
 
-    def judge(self, shape: Shape) -> float | None:
+    def judge(self, shape: Shape, *, quick: bool = False) -> float | None:
         """End of the best step of a shape."""
+        del quick
+        if shape in self._made:
+            return self._made[shape][0].end
         made = [self._objective.candidate(self._laid_out(shape))]
         if shape.margin == MARGINS[0]:
             made += map(self._objective.candidate, self._rank_by_rank(shape))

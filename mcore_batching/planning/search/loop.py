@@ -1,8 +1,9 @@
 """The search loop, the same for ranks that run by themselves and for ranks in lockstep.
 
 1. Steps to begin with are simulated; the result ends no later than any of them.
-2. Every number of micro-batches is judged in one shape, numbers far apart first, so that little
-   effort sees the whole range. Of the numbers that did best all shapes are judged.
+2. Every number of micro-batches is judged in one shape or two, numbers far apart first, so that
+   little effort sees the whole range, then those beside the best. Of the numbers that did best all
+   shapes are judged.
 3. Steps are made of the shapes, best first.
 4. Single samples are moved and swapped in the best steps found (`local_moves`).
 
@@ -55,18 +56,20 @@ def search(
         best.consider(objective.candidate(start))
     shapes = _judged(family, objective, kept_after_judging)
     for number, shape in enumerate([*shapes, *family.last_resort()]):
+        # Ranks are evened out in the first shape before anything is kept.
+        kept = kept_for_moves if number else 0
         for candidate in family.steps(shape, number):
             best.consider(candidate)
-            if objective.effort <= kept_for_moves and best.found:
+            if best.perfect or (objective.effort <= kept and best.found):
                 break
-        if objective.effort <= kept_for_moves and best.found:
+        if best.perfect or (objective.effort <= kept_for_moves and best.found):
             break
-    if objective.lockstep:
-        improved = [improve_lockstep(step, objective) for step in best.result()]
-        return min(improved, key=lambda step: step.end).ranks
+    if best.perfect:
+        return best.result()[0].ranks
+    move = improve_lockstep if objective.lockstep else improve
     each = SHARE_OF_EACH * objective.effort
-    improved = [improve(step, objective, keep=objective.effort - each) for step in best.result()]
-    return improve(min(improved, key=lambda step: step.end), objective).ranks
+    improved = [move(step, objective, keep=objective.effort - each) for step in best.result()]
+    return move(min(improved, key=lambda step: step.end), objective).ranks
 
 
 def _judged(
@@ -76,23 +79,29 @@ def _judged(
     counts = family.counts()
     ranked: list[tuple[float, Shape]] = []
 
-    def judge(shape: Shape) -> None:
-        end = family.judge(shape)
-        if end is not None:
-            ranked.append((end, shape))
-
-    for first in range(STRIDE_OF_COUNTS):
-        for count in counts[first::STRIDE_OF_COUNTS]:
+    def judge(shapes: Iterable[Shape], *, quick: bool = False) -> None:
+        for shape in shapes:
             if ranked and objective.effort <= kept:
-                return [shape for _, shape in sorted(ranked)]
-            for shape in family.shapes(count)[: family.shapes_that_judge]:
-                judge(shape)
+                return
+            end = family.judge(shape, quick=quick)
+            if end is not None:
+                ranked.append((end, shape))
+
+    coarse = sorted(range(0, len(counts), STRIDE_OF_COUNTS), key=_far_apart)
+    judge((family.shapes(counts[index])[0] for index in coarse), quick=True)
+    nearest = counts.index(min(ranked)[1].num_slots) if ranked else 0
+    for index in sorted(range(len(counts)), key=lambda index: (abs(index - nearest), index)):
+        judge(family.shapes(counts[index])[: family.shapes_that_judge])
     # A bound on tokens in flight has little to do with the end: no number is left out for it.
     refined = len(ranked) if objective.max_inflight_tokens is not None else MOST_COUNTS_REFINED
     best_counts = list(dict.fromkeys(shape.num_slots for _, shape in sorted(ranked)))
     for count in best_counts[:refined]:
-        for shape in family.shapes(count)[family.shapes_that_judge :]:
-            if objective.effort <= kept:
-                break
-            judge(shape)
-    return [shape for _, shape in sorted(ranked)]
+        judge(family.shapes(count)[family.shapes_that_judge :])
+    # Of a shape that was judged twice the later verdict holds.
+    verdicts = {shape: end for end, shape in ranked}
+    return sorted(verdicts, key=lambda shape: (verdicts[shape], shape))
+
+
+def _far_apart(index: int) -> int:
+    """A key that sorts indices so that each is far from those before: its 16 bits, reversed."""
+    return int(f"{index:016b}"[::-1], 2)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mcore_batching.planning.bounds import step_time_floor
 from mcore_batching.planning.critical_path import critical_path
 from mcore_batching.planning.errors import InflightBoundError
 from mcore_batching.planning.pipeline import pipeline_time
@@ -17,6 +18,9 @@ from mcore_batching.planning.problem import Problem
 
 MOST_SAMPLES_COUNTED = 4096
 """Effort grows with the samples of a step up to here: a bound on the seconds that a plan takes."""
+LEAST_SAMPLES_COUNTED = 1024
+"""Effort of few samples on deep pipelines grows with the passes of a candidate up to that of so
+many samples."""
 
 Slots = list[list[int]]
 """One rank's micro-batches in slot order: samples each, an empty list for a placeholder."""
@@ -51,7 +55,8 @@ class Objective:
         self.problem = problem
         dims = problem.dims
         # A candidate costs as much with few samples as with many where the pipeline is deep.
-        counted = max(problem.num_samples, dims.data_parallel * dims.pipeline_parallel**2)
+        passes = dims.data_parallel * dims.pipeline_parallel**2 * dims.virtual_pipeline
+        counted = max(problem.num_samples, min(passes // 2, LEAST_SAMPLES_COUNTED))
         self.effort = problem.config.plan_effort * min(counted, MOST_SAMPLES_COUNTED)
         self.lockstep = dims.expert_parallel > 1
         passes = 1 if problem.forward_only else 2
@@ -63,11 +68,16 @@ class Objective:
         ):
             bound = None  # all samples together, and placeholders beside them, are within it
         self.max_inflight_tokens = bound
+        self._floor = step_time_floor(problem) * (1.0 + 1e-9)
 
     @property
     def spent(self) -> bool:
         """True if no effort is left."""
         return self.effort <= 0
+
+    def cannot_be_beaten(self, end: float) -> bool:
+        """True of an end before which no plan's step ends."""
+        return end <= self._floor
 
     def slot_costs(self, slots: Sequence[Sequence[int]]) -> list[float]:
         """Forward cost of each micro-batch [slots]."""
@@ -131,6 +141,11 @@ class BestSteps:
     def found(self) -> bool:
         """True if there is one."""
         return bool(self._best)
+
+    @property
+    def perfect(self) -> bool:
+        """True if there is one that cannot be beaten."""
+        return self.found and self._objective.cannot_be_beaten(self._best[0][0])
 
     def consider(self, candidate: Candidate) -> None:
         """Keep a step if it is among the best so far."""

@@ -7,21 +7,22 @@ simulated step instead of by their sums, since the rank that holds a very long s
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Sequence
 
 from mcore_batching.planning.cost import ordered_sum
-from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import by_folds
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.objective import Candidate, Objective, Slots
 from mcore_batching.planning.search.profiles import (
     MOST_SLOTS_PER_STAGE,
+    Profile,
     Shape,
     fill_slots,
     profile_of,
+    shapes_of,
     spread,
     steps_of_counts,
-    tapers,
 )
 
 ROUNDS_OF_BALANCING = 4
@@ -31,9 +32,6 @@ DAMPING = 0.7
 from 0.4 to 1.0 ends of steps differ by less than 0.03 %."""
 SHAPES_OF_FOLDED_RANKS = 2
 """Shapes, best first, that are also tried with as many samples on each rank."""
-
-# Rise and fall in groups of slots, for the interleaved schedule.
-STAIRCASES = ((2, 3), (1, 3), (1, 2), (2, 4), (1, 1), (2, 2), (3, 3), (1, 0), (0, 1))
 
 
 class PipelineShapes:
@@ -46,7 +44,7 @@ class PipelineShapes:
     # Judging is cheap, since two ranks stand for all: a quarter of the effort goes a long way. Half
     # is kept for moving single samples.
     kept_after_judging = 0.75
-    kept_for_moves = 0.5
+    kept_for_moves = 0.6
     shapes_that_judge = 2
     """Shapes of every number of slots that are judged, before all are of the best numbers."""
 
@@ -57,7 +55,7 @@ class PipelineShapes:
         self._order = by_cost(range(problem.num_samples), problem.costs)
         self._even = _deal(self._order, problem.costs, [0.0] * ranks)
         self._folded = folded_ranks(problem)
-        self._wholes: dict[Shape, float] = {}
+        self._profiles: dict[Shape, tuple[Profile, float]] = {}
         # Ranks have their costliest samples in descending order.
         self._judges = [
             self._even[rank] for rank in sorted({ranks // 6, ranks // 2, ranks * 5 // 6})
@@ -69,25 +67,31 @@ class PipelineShapes:
 
     def shapes(self, count: int) -> list[Shape]:
         """Shapes of so many slots, the one that judges the number first."""
-        return _shapes(count, self._objective.problem.dims)
+        return shapes_of(count, self._objective.problem.dims)
 
     def last_resort(self) -> list[Shape]:
         """Shapes that are only come to if nothing before them keeps to a bound on tokens in
         flight."""
         if self._objective.max_inflight_tokens is None:
             return []
-        return [Shape(count, 0, 0) for count in reversed(self.counts())]
+        return [Shape(count) for count in reversed(self.counts())]
 
-    def judge(self, shape: Shape) -> float | None:
+    def judge(self, shape: Shape, *, quick: bool = False) -> float | None:
         """Mean end of three ranks, each with the same work, or the end of the rank with the
-        costliest sample and hardly anything beside it if that is later; None if the samples of one
-        do not fit into the shape."""
+        costliest sample and hardly anything beside it if that is later; infinite if one holds more
+        tokens in flight than it may, None if its samples do not fit into the shape.
+
+        Args:
+            shape: the shape.
+            quick: ask one of the three alone.
+        """
         ends = []
-        for samples in self._judges:
+        middle = len(self._judges) // 2
+        for samples in self._judges[middle : middle + 1] if quick else self._judges:
             filled = self._fill(samples, shape)
             if filled is None:
                 return None
-            ends.append(filled[0])
+            ends.append(math.inf if filled[0] else filled[1])
         return max(ordered_sum(ends) / len(ends), self._least(shape.num_slots))
 
     def _least(self, count: int) -> float:
@@ -97,27 +101,37 @@ class PipelineShapes:
         costs[count // 2] = problem.cost_model.per_micro_batch + max(problem.costs, default=0.0)
         return self._objective.end_of(costs)
 
-    def _fill(self, samples: Sequence[int], shape: Shape) -> tuple[float, Slots] | None:
-        """End and slots of a rank that holds these samples, costliest first, in the best of three
-        shapes: the given one, one that rises until a full slot is as large as the costliest sample,
-        and one halfway. None if the samples do not fit."""
+    def _fill(self, samples: Sequence[int], shape: Shape) -> tuple[bool, float, Slots] | None:
+        """A rank that holds these samples, costliest first, in the best of three shapes: the given
+        one, one that rises until a full slot is as large as the costliest sample, and one halfway.
+
+        Returns:
+            True if too many tokens are in flight, the end, and the slots; None if the samples do
+            not fit.
+        """
         objective = self._objective
-        best: tuple[float, Slots] | None = None
+        best: tuple[bool, float, Slots] | None = None
         steep = self._steep_rise(samples, shape)
         for rise in sorted({shape.rise, (shape.rise + steep) // 2, steep}):
-            sizes = profile_of(shape._replace(rise=rise), objective.problem.dims)
-            slots = fill_slots(samples, sizes, objective)
-            if slots is not None:
-                end = objective.end_of(objective.slot_costs(slots))
-                if best is None or end < best[0]:
-                    best = end, slots
+            slots = fill_slots(samples, self._profile(shape, rise)[0], objective)
+            if slots is None:
+                continue
+            if not (fits := objective.fits_in_memory(slots)):
+                slots = spread(slots, objective)
+                fits = objective.fits_in_memory(slots)
+            end = objective.end_of(objective.slot_costs(slots))
+            if best is None or (not fits, end) < best[:2]:
+                best = not fits, end, slots
         return best
 
-    def _whole(self, shape: Shape) -> float:
-        """Sum of a shape's sizes."""
-        if shape not in self._wholes:
-            self._wholes[shape] = ordered_sum(profile_of(shape, self._objective.problem.dims))
-        return self._wholes[shape]
+    def _profile(self, shape: Shape, rise: int) -> tuple[Profile, float]:
+        """Sizes of a shape with another rise, and their sum."""
+        shape = shape._replace(rise=rise)
+        found = self._profiles.get(shape)
+        if found is None:
+            sizes = profile_of(shape, self._objective.problem.dims)
+            found = self._profiles[shape] = sizes, ordered_sum(sizes)
+        return found
 
     def _steep_rise(self, samples: Sequence[int], shape: Shape) -> int:
         problem = self._objective.problem
@@ -128,7 +142,7 @@ class PipelineShapes:
         fixed = problem.cost_model.per_micro_batch
         total = ordered_sum(problem.costs[i] for i in samples) + fixed * shape.num_slots
         peak = problem.costs[samples[0]] + fixed
-        while rise < shape.num_slots - 1 and peak * self._whole(shape._replace(rise=rise)) > total:
+        while rise < shape.num_slots - 1 and peak * self._profile(shape, rise)[1] > total:
             rise += 1
         return rise
 
@@ -143,16 +157,13 @@ class PipelineShapes:
         objective = self._objective
         problem = objective.problem
         last: Candidate | None = None
-        folded = [self._folded] if number < SHAPES_OF_FOLDED_RANKS else []
-        for ranks in [*folded, self._even]:
-            last = None
-            for last in self._filled(ranks, shape):
-                yield last
+        for last in self._filled(self._even, shape):
+            yield last
         passes = 1.0 if problem.forward_only else 1.0 + problem.cost_model.backward_ratio
         head_start = [0.0] * problem.dims.data_parallel
         for _ in range(ROUNDS_OF_BALANCING - 1):
             if last is None:
-                return
+                break
             mean = ordered_sum(last.ends) / len(last.ends)
             late = [DAMPING * (end - mean) / passes for end in last.ends]
             head_start = [before + more for before, more in zip(head_start, late, strict=True)]
@@ -161,6 +172,8 @@ class PipelineShapes:
             ranks, last = _deal(self._order, problem.costs, head_start), None
             for last in self._filled(ranks, shape):
                 yield last
+        if number < SHAPES_OF_FOLDED_RANKS:
+            yield from self._filled(self._folded, shape)
 
     def _filled(self, ranks: Sequence[Sequence[int]], shape: Shape) -> Iterator[Candidate]:
         """The step of ranks that hold these samples, costliest first; nothing if some do not
@@ -170,10 +183,8 @@ class PipelineShapes:
             made = self._fill(samples, shape)
             if made is None:
                 return
-            ends.append(made[0])
-            filled.append(made[1])
-        if not all(map(self._objective.fits_in_memory, filled)):
-            yield self._objective.candidate([spread(slots, self._objective) for slots in filled])
+            ends.append(made[1])
+            filled.append(made[2])
         yield Candidate(filled, ends)
 
 
@@ -191,7 +202,7 @@ def best_slots(problem: Problem, count: int | None) -> Slots | None:
     order = by_cost(range(problem.num_samples), problem.costs)
     counts = _counts(order, objective) if count is None else [count]
     found: tuple[float, Slots] | None = None
-    for shape in (shape for each in counts for shape in _shapes(each, problem.dims)):
+    for shape in (shape for each in counts for shape in shapes_of(each, problem.dims)):
         if found and objective.spent:
             break
         slots = fill_slots(order, profile_of(shape, problem.dims), objective)
@@ -249,14 +260,3 @@ def _counts(samples: Sequence[int], objective: Objective) -> list[int]:
     if objective.max_inflight_tokens is None:
         useful = min(useful, MOST_SLOTS_PER_STAGE * dims.pipeline_parallel)
     return steps_of_counts(count, max(useful, count), dims)
-
-
-def _shapes(count: int, dims: ParallelDims) -> list[Shape]:
-    """Shapes of so many slots, the one that is best most often first."""
-    flat = Shape(count, 0, 0)
-    if dims.pipeline_parallel == 1:
-        return [flat]
-    if dims.virtual_pipeline > 1:
-        groups = -(-count // dims.group_size)
-        return [*(Shape(count, *each) for each in STAIRCASES if max(each) <= groups), flat]
-    return tapers(count, dims)

@@ -26,6 +26,9 @@ FIRST_GROUP, LAST_GROUP = 0.2, 0.3
 # suit samples that only a large slot can hold.
 TAPERS = ((0.2, False), (0.1, True), (0.4, False), (0.1, False), (0.3, True), (0.6, False))
 
+# Rise and fall in groups of slots, for the interleaved schedule.
+STAIRCASES = ((2, 3), (1, 3), (1, 2), (2, 4), (1, 1), (2, 2), (3, 3), (1, 0), (0, 1))
+
 MOST_SLOTS_PER_STAGE = 16
 """Beyond this many micro-batches per stage, less than a sixteenth of the step is bubble."""
 
@@ -104,15 +107,19 @@ def profile_of(shape: Shape, dims: ParallelDims) -> Profile:
     return profile(shape.num_slots, stages, shape.rise, shape.lowest, gentle=shape.gentle)
 
 
-def tapers(count: int, dims: ParallelDims) -> list[Shape]:
-    """Shapes of so many slots for the schedule that is not interleaved, the one that is best most
-    often first, and the flat one last."""
-    stages = dims.pipeline_parallel
+def shapes_of(count: int, dims: ParallelDims) -> list[Shape]:
+    """Shapes of so many slots, the one that is best most often first, and the flat one last."""
+    stages, flat = dims.pipeline_parallel, Shape(count)
+    if stages == 1:
+        return [flat]
+    if dims.virtual_pipeline > 1:
+        groups = -(-count // dims.group_size)
+        return [*(Shape(count, *each) for each in STAIRCASES if max(each) <= groups), flat]
     found = []
     for lowest, gentle in TAPERS:
         rise = 2 * stages if gentle else stages - 1
         found.append(Shape(count, min(rise, count - 1), lowest=lowest, gentle=gentle))
-    return [*found, Shape(count)]
+    return [*found, flat]
 
 
 def steps_of_counts(fewest: int, most: int, dims: ParallelDims) -> list[int]:
@@ -149,23 +156,25 @@ def fill_slots(samples: Sequence[int], sizes: Profile, objective: Objective) -> 
     # Most lacking first; the lowest slot wins ties.
     lacking = [(fixed - full * size, slot) for slot, size in enumerate(sizes)]
     heapq.heapify(lacking)
+    # Less than nothing in a slot that may take no further sample.
     room = [capacity] * len(sizes)
     slots: Slots = [[] for _ in sizes]
     for sample in samples:
-        needed = tokens[sample]
-        alone = sample in problem.oversize
+        needed, cost = tokens[sample], costs[sample]
+        alone = needed > capacity
         passed_over = []
         while lacking:
-            lack, slot = heapq.heappop(lacking)
-            held = len(slots[slot])
-            if held == 0 if alone else room[slot] >= needed and held < problem.max_samples:
+            lack, slot = lacking[0]
+            if room[slot] == capacity if alone else room[slot] >= needed:
                 break
-            passed_over.append((lack, slot))
+            passed_over.append(heapq.heappop(lacking))
         else:
             return None
         slots[slot].append(sample)
-        room[slot] = -1 if alone else room[slot] - needed
-        heapq.heappush(lacking, (lack + costs[sample], slot))
+        room[slot] -= needed
+        if len(slots[slot]) >= problem.max_samples:
+            room[slot] = -1
+        heapq.heapreplace(lacking, (lack + cost, slot))
         for entry in passed_over:
             heapq.heappush(lacking, entry)
     return settle(slots, costs)
@@ -177,21 +186,25 @@ def settle(slots: Slots, costs: Sequence[float]) -> Slots:
     Each empty slot takes the cheapest sample of the costliest slot that holds two or more; those
     that stay empty come first, where they pass through the pipeline soonest.
     """
-    empty = [number for number, samples in enumerate(slots) if not samples]
+    empty = [samples for samples in slots if not samples]
     if not empty:
         return slots
-    for number in empty:
-        shared = [
-            (-ordered_sum(costs[sample] for sample in samples), other)
-            for other, samples in enumerate(slots)
-            if len(samples) > 1
-        ]
+
+    def entry(number: int) -> tuple[float, int]:
+        return -ordered_sum(costs[sample] for sample in slots[number]), number
+
+    shared = [entry(number) for number, samples in enumerate(slots) if len(samples) > 1]
+    heapq.heapify(shared)
+    for taker in empty:
         if not shared:
             break
-        giver = slots[min(shared)[1]]
+        _, number = heapq.heappop(shared)
+        giver = slots[number]
         cheapest = min(giver, key=lambda sample: (costs[sample], sample))
         giver.remove(cheapest)
-        slots[number].append(cheapest)
+        taker.append(cheapest)
+        if len(giver) > 1:
+            heapq.heappush(shared, entry(number))
     real = [samples for samples in slots if samples]
     placeholders: Slots = [[] for _ in range(len(slots) - len(real))]
     return [*placeholders, *real]
