@@ -18,7 +18,7 @@ import random
 
 from mcore_batching.planning.search.objective import Candidate, Objective, Slots
 
-GIVE_UP_AFTER = 4000
+GIVE_UP_AFTER = 12000
 """Moves in a row of which none was kept."""
 MOST_CHAINS = 16
 """Chains of passes that are remembered of each rank."""

@@ -18,8 +18,7 @@ from mcore_batching.planning.search.profiles import (
     MOST_SLOTS_PER_STAGE,
     Shape,
     fill_slots,
-    profile_of,
-    shapes_of,
+    line,
     steps_of_counts,
 )
 
@@ -27,6 +26,7 @@ from mcore_batching.planning.search.profiles import (
 # fall in stages; the first of each for every number of slots. One margin alone ends steps 0.02 % to
 # 0.13 % later on average, up to 1 % in the worst of ten.
 MARGINS = (1.02, 1.0, 1.05)
+TAPERS = ((1, 1), (2, 2), (1, 2), (0, 0), (1, 3))
 
 Row = list[list[int]]
 """The micro-batches of one slot, one per rank at most."""
@@ -64,9 +64,11 @@ class LockstepShapes:
 
     def shapes(self, count: int) -> list[Shape]:
         """Shapes of so many slots, the one that judges the number first."""
-        dims = self._objective.problem.dims
+        stages = self._objective.problem.dims.pipeline_parallel
         return [
-            shape._replace(margin=margin) for shape in shapes_of(count, dims) for margin in MARGINS
+            Shape(count, min(rise * stages, count), min(fall * stages, count), margin=margin)
+            for rise, fall in (TAPERS if stages > 1 else ((0, 0),))
+            for margin in MARGINS
         ]
 
     def last_resort(self) -> list[Shape]:
@@ -103,29 +105,19 @@ class LockstepShapes:
         """A step of about this shape; of another number of slots if samples fit no better."""
         problem = self._objective.problem
         share = shape.margin * ordered_sum(problem.costs) / problem.dims.data_parallel
-        sizes = profile_of(shape, problem.dims)
+        sizes = line(shape.num_slots, shape.rise, shape.fall)
         whole = ordered_sum(sizes)
         limits = [share * size / whole for size in sorted(sizes, reverse=True)]
         rows = self._evened(self._rows(limits))
-        return self._onto_ranks(self._arranged(rows, shape))
-
-    def _arranged(self, rows: list[Row], shape: Shape) -> list[Row]:
-        """Slots, given costliest first, where a shape has its larger and smaller ones."""
-        shape = shape._replace(num_slots=len(rows))
-        sizes = profile_of(shape, self._objective.problem.dims)
-        arranged = rows[:]
-        places = sorted(range(len(rows)), key=lambda place: (-sizes[place], place))
-        for place, row in zip(places, rows, strict=True):
-            arranged[place] = row
-        return arranged
+        return self._onto_ranks(_arranged(rows, shape.rise, shape.fall))
 
     def _rank_by_rank(self, shape: Shape) -> Iterator[list[Slots]]:
         """The step of ranks that fill slots of the same relative sizes by themselves; nothing if
         the samples of some do not fit."""
-        sizes = profile_of(shape, self._objective.problem.dims)
+        sizes = line(shape.num_slots, shape.rise, shape.fall)
         ranks = []
         for samples in self._folded:
-            slots = fill_slots(samples, sizes, self._objective)
+            slots = fill_slots(samples, sizes, self._objective, overhead=False)
             if slots is None:
                 return
             ranks.append(slots)
@@ -198,6 +190,17 @@ class LockstepShapes:
 
     def _weight(self, samples: Sequence[int]) -> float:
         return ordered_sum(self._objective.problem.costs[sample] for sample in samples)
+
+
+def _arranged(rows: list[Row], rise: int, fall: int) -> list[Row]:
+    """Slots, given costliest first, where a profile has its larger and smaller ones."""
+    count = len(rows)
+    sizes = line(count, min(rise, count), min(fall, count))
+    arranged = rows[:]
+    places = sorted(range(count), key=lambda place: (-sizes[place], place))
+    for place, row in zip(places, rows, strict=True):
+        arranged[place] = row
+    return arranged
 
 
 def _last_is_real(slots: Slots) -> Slots:

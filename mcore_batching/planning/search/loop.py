@@ -97,9 +97,13 @@ def _judged(
     best_counts = list(dict.fromkeys(shape.num_slots for _, shape in sorted(ranked)))
     for count in best_counts[:refined]:
         judge(family.shapes(count)[family.shapes_that_judge :])
-    # Of a shape that was judged twice the later verdict holds.
+    # Of a shape that was judged twice the later verdict holds. The best shapes of the numbers that
+    # did best come before the others.
     verdicts = {shape: end for end, shape in ranked}
-    return sorted(verdicts, key=lambda shape: (verdicts[shape], shape))
+    order = sorted(verdicts, key=lambda shape: (verdicts[shape], shape))
+    first = {shape.num_slots: shape for shape in reversed(order)}
+    firsts = [shape for shape in order if shape is first[shape.num_slots]][:MOST_STEPS_IMPROVED]
+    return list(dict.fromkeys([*firsts, *order]))
 
 
 def _far_apart(index: int) -> int:

@@ -18,9 +18,8 @@ from mcore_batching.planning.problem import Problem
 
 MOST_SAMPLES_COUNTED = 4096
 """Effort grows with the samples of a step up to here: a bound on the seconds that a plan takes."""
-LEAST_SAMPLES_COUNTED = 1024
-"""Effort of few samples on deep pipelines grows with the passes of a candidate up to that of so
-many samples."""
+FEWEST_COUNTED, FEW_COUNTED = 24, 1024
+"""Effort of few samples or deep pipelines is that of more samples, within these limits."""
 
 Slots = list[list[int]]
 """One rank's micro-batches in slot order: samples each, an empty list for a placeholder."""
@@ -54,9 +53,11 @@ class Objective:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         dims = problem.dims
-        # A candidate costs as much with few samples as with many where the pipeline is deep.
-        passes = dims.data_parallel * dims.pipeline_parallel**2 * dims.virtual_pipeline
-        counted = max(problem.num_samples, min(passes // 2, LEAST_SAMPLES_COUNTED))
+        # What a candidate costs grows with the stages, also where samples are few.
+        stages = dims.pipeline_parallel * dims.virtual_pipeline
+        ranks_in_flight = dims.data_parallel * dims.pipeline_parallel // 2
+        passes = stages * max(ranks_in_flight, problem.num_samples // 8)
+        counted = max(problem.num_samples, min(max(passes, FEWEST_COUNTED), FEW_COUNTED))
         self.effort = problem.config.plan_effort * min(counted, MOST_SAMPLES_COUNTED)
         self.lockstep = dims.expert_parallel > 1
         passes = 1 if problem.forward_only else 2

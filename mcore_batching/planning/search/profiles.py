@@ -9,6 +9,7 @@ alone, and a slot stays empty only if no other holds two samples, and then it is
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,9 +23,12 @@ Profile = list[float]
 # trying: halves and doubles end steps of azure_conv and log-normal lengths up to 0.06 % later.
 FIRST_GROUP, LAST_GROUP = 0.2, 0.3
 
-# Size of the last slot relative to a full one, and whether growth and fall are gentle. Gentle ones
-# suit samples that only a large slot can hold.
-TAPERS = ((0.2, False), (0.1, True), (0.4, False), (0.1, False), (0.3, True), (0.6, False))
+# Geometric profiles: size of the last slot relative to a full one, and whether growth and fall are
+# gentle, which suits samples that only a large slot can hold.
+CURVES = ((0.2, False), (0.1, True), (0.4, False), (0.1, False), (0.3, True), (0.6, False))
+# Straight ones: rise and fall in stages. They suit slots of one or two samples.
+LINES = ((1, 3), (2, 2), (3, 4), (1, 2), (1, 1), (2, 3))
+LINE_LOWEST = 0.1
 
 # Rise and fall in groups of slots, for the interleaved schedule.
 STAIRCASES = ((2, 3), (1, 3), (1, 2), (2, 4), (1, 1), (2, 2), (3, 3), (1, 0), (0, 1))
@@ -40,9 +44,9 @@ class Shape(NamedTuple):
     rise: int = 0
     """Slots (groups of slots, under the interleaved schedule) over which sizes grow."""
     fall: int = 0
-    """Groups of slots over which they shrink, under the interleaved schedule."""
+    """Slots (groups) over which they shrink; 0 under the other schedule: as `lowest` says."""
     lowest: float = 1.0
-    """Size of the last slot relative to a full one, under the other."""
+    """Size of the last slot relative to a full one."""
     gentle: bool = False
     """True for growth and fall over twice as many slots."""
     margin: float = 1.0
@@ -75,6 +79,18 @@ def profile(
     return sizes
 
 
+def line(num_slots: int, rise: int, fall: int) -> Profile:
+    """Relative sizes that grow along a line over `rise` slots and shrink along a parabola over the
+    last `fall`. With 6 slots, rise 3 and fall 2: 0.1, 0.4, 0.7, 1, 0.775, 0.1."""
+    sizes = []
+    for slot in range(num_slots):
+        left = num_slots - 1 - slot
+        risen = slot / rise if slot < rise else 1.0
+        falling = left / fall if left < fall else 1.0
+        sizes.append(LINE_LOWEST + (1.0 - LINE_LOWEST) * min(risen, falling * (2.0 - falling)))
+    return sizes
+
+
 def staircase(num_slots: int, group: int, rise: int, fall: int) -> Profile:
     """Relative sizes for the interleaved schedule: equal within each group of slots.
 
@@ -103,6 +119,8 @@ def profile_of(shape: Shape, dims: ParallelDims) -> Profile:
     """The profile of a shape under the schedule of these dims."""
     if dims.virtual_pipeline > 1:
         return staircase(shape.num_slots, dims.group_size, shape.rise, shape.fall)
+    if shape.fall:
+        return line(shape.num_slots, shape.rise, shape.fall)
     stages = dims.pipeline_parallel
     return profile(shape.num_slots, stages, shape.rise, shape.lowest, gentle=shape.gentle)
 
@@ -114,12 +132,21 @@ def shapes_of(count: int, dims: ParallelDims) -> list[Shape]:
         return [flat]
     if dims.virtual_pipeline > 1:
         groups = -(-count // dims.group_size)
-        return [*(Shape(count, *each) for each in STAIRCASES if max(each) <= groups), flat]
-    found = []
-    for lowest, gentle in TAPERS:
+        # Where groups are few some have the same profile.
+        stairs = [flat, *(Shape(count, *each) for each in STAIRCASES if max(each) <= groups)]
+        found = {tuple(profile_of(shape, dims)): shape for shape in reversed(stairs)}
+        return [shape for shape in [*stairs[1:], flat] if shape in found.values()]
+    curves = []
+    for lowest, gentle in CURVES:
         rise = 2 * stages if gentle else stages - 1
-        found.append(Shape(count, min(rise, count - 1), lowest=lowest, gentle=gentle))
-    return [*found, flat]
+        curves.append(Shape(count, min(rise, count - 1), lowest=lowest, gentle=gentle))
+    lines = [
+        Shape(count, rise * stages, fall * stages)
+        for rise, fall in LINES
+        if max(rise, fall) * stages <= count
+    ]
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(curves, lines))
+    return [*filter(None, in_turn), flat]
 
 
 def steps_of_counts(fewest: int, most: int, dims: ParallelDims) -> list[int]:
@@ -136,13 +163,16 @@ def steps_of_counts(fewest: int, most: int, dims: ParallelDims) -> list[int]:
     return counts
 
 
-def fill_slots(samples: Sequence[int], sizes: Profile, objective: Objective) -> Slots | None:
+def fill_slots(
+    samples: Sequence[int], sizes: Profile, objective: Objective, *, overhead: bool = True
+) -> Slots | None:
     """Fill a rank's slots.
 
     Args:
         samples: the rank's samples, costliest first.
         sizes: relative size of each slot [slots].
         objective: gives costs, tokens and the cap; its effort is used.
+        overhead: True if sizes are those of micro-batches, False if those of their samples.
 
     Returns:
         the slots; None if the samples do not fit into so many.
@@ -150,7 +180,7 @@ def fill_slots(samples: Sequence[int], sizes: Profile, objective: Objective) -> 
     objective.effort -= 4 * len(samples)
     problem = objective.problem
     costs, tokens, capacity = problem.costs, problem.tokens, problem.capacity
-    fixed = problem.cost_model.per_micro_batch
+    fixed = problem.cost_model.per_micro_batch if overhead else 0.0
     total = ordered_sum(costs[sample] for sample in samples) + fixed * len(sizes)
     full = total / ordered_sum(sizes)
     # Most lacking first; the lowest slot wins ties.
