@@ -13,6 +13,7 @@ from mcore_batching.planning.cost import CostModel, ordered_sum
 from mcore_batching.planning.pipeline import pipeline_time
 from mcore_batching.planning.plan import StepPlan
 from mcore_batching.planning.problem import Problem
+from mcore_batching.planning.step_bound import step_time_bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class StepStatistics:
     step_time: float
     """Predicted end of the step, in units of cost: `predicted_step_time`."""
     floor_time: float
-    """Time before which no plan's step ends: `step_time_floor`."""
+    """Time before which no plan's step ends: `step_time_floor`, or the tight `step_time_bound`."""
     peak_inflight_tokens: float
     """Most padded tokens whose activations a first pipeline stage holds at a time, over all ranks;
     of several steps the most of any."""
@@ -91,7 +92,11 @@ _PEAKS = {"peak_inflight_tokens", "last_stage_inflight_tokens", "largest_row_tok
 
 
 def step_statistics(
-    step: StepPlan, lengths: Sequence[int], cost_model: CostModel | None = None
+    step: StepPlan,
+    lengths: Sequence[int],
+    cost_model: CostModel | None = None,
+    *,
+    tight_floor: bool = False,
 ) -> StepStatistics:
     """Statistics of a valid plan.
 
@@ -99,6 +104,7 @@ def step_statistics(
         step: the plan.
         lengths: total length of each sample of the whole batch [samples], in tokens.
         cost_model: the plan's own if None.
+        tight_floor: a later `floor_time`, which takes up to a second the first time.
     """
     problem, ranks = step_problem(step, lengths, cost_model)
     costs = [[problem.cost(samples) for samples in rank] for rank in ranks]
@@ -118,7 +124,7 @@ def step_statistics(
         mean_rank_cost=ordered_sum(rank_costs) / len(ranks),
         slot_maxima_cost=ordered_sum(max(slot) for slot in zip(*costs, strict=True)),
         step_time=_step_time(problem, costs),
-        floor_time=step_time_floor(problem),
+        floor_time=(step_time_bound if tight_floor else step_time_floor)(problem),
         peak_inflight_tokens=max(map(problem.inflight_tokens, ranks)),
         last_stage_inflight_tokens=max(problem.inflight_tokens(r, stage=last) for r in ranks),
         largest_row_tokens=max(map(problem.row_tokens, real), default=problem.placeholder_tokens),

@@ -1,20 +1,25 @@
-"""A time before which no plan's step ends, close to the best one: the mean micro-batches' bound.
+"""A time before which no plan's step ends, closer to the best one than `step_time_floor`.
 
-With K micro-batches per rank, let m be the mean over ranks of the costs of each slot. A rank's end
-is the length of the longest of many chains of passes (`critical_path`), so it is convex in the
-costs of its slots, and the latest rank ends no sooner than a rank with costs m would. For any
-weights w that are a mean of those of chains,
+Proof, in two parts; the third of the floor's, the longest sample's own way, is taken from there.
+
+Part A, the mean rank. With K micro-batches per rank let m be the mean over ranks of the costs of
+each slot. A rank's end is the length of the longest of many chains of passes (`critical_path`),
+each a sum of weights times costs. The longest of them is no shorter than any mean of them, and the
+latest rank ends no sooner than the mean of ranks. So for any weights w that are a mean of chains',
 
     end >= sum(w * m) >= overhead * sum(w) + work * min(w)
 
 because each slot of m costs the overhead of a micro-batch or more, and all of them together K
 overheads and a rank's mean work. The weights that make this largest are looked for by a linear
 program that is given one chain after the other; any that it stops at give a bound, whatever its
-rounding errors. With lockstep ranks a slot costs the most of any rank, which is no less than m.
+rounding errors, since only that they are a mean of chains' is used. With ranks in lockstep a slot
+costs the most of any rank, which is no less than m.
 
-The bound is the least of those of every K from the fewest on that hold all tokens. A slot of no
-cost put first takes no time, so w of one K also gives a bound for each smaller one, of min(w) times
-all that a rank's slots cost.
+Part B, every K. No plan has fewer micro-batches per rank than hold all tokens, and the bound is the
+least of those of every K from there on. A slot of no cost put first takes no time, so w of one K
+also gives a bound for each smaller one, of min(w) times all that a rank's slots cost. Beyond the
+largest K that is looked at, all passes of the last stage and a first and last overhead are left:
+they grow with K, so the first of these is a bound for all that follow.
 """
 
 from __future__ import annotations
@@ -27,14 +32,21 @@ from mcore_batching.planning.cost import ordered_sum
 from mcore_batching.planning.critical_path import critical_path
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.problem import Problem
+from mcore_batching.planning.search.profiles import profile
 
 MOST_SLOTS = 40
 """Beyond so many the work alone is the bound."""
-MOST_CHAINS = 80
-"""Chains that a linear program is given at most; one takes about a millisecond."""
+MOST_CHAINS = 120
+"""Chains that a linear program is given at most; one takes a millisecond or two."""
+MOST_PIVOTS = 800
+"""Exchanges of variables at most, for programs that go round in circles by rounding."""
+TIES = 1e-6
+"""Differences between the gains of slots."""
 NEARER = 0.3
 """Share of the way from the best costs known to those of the program."""
-CLOSE_ENOUGH = 1.003
+LOWEST = 0.3
+"""Last slot over a full one of the costs that are tried first."""
+CLOSE_ENOUGH = 1.005
 """The end of the costs found over the bound at which no more chains are looked for."""
 
 
@@ -47,9 +59,7 @@ def step_time_bound(problem: Problem) -> float:
     dims, model = problem.dims, problem.cost_model
     if dims.virtual_pipeline > 1 or not problem.num_samples:
         return floor
-    packed = sum(tokens for i, tokens in enumerate(problem.tokens) if i not in problem.oversize)
-    rows = len(problem.oversize) + -(-packed // problem.capacity)
-    fewest = -(-rows // dims.data_parallel)
+    fewest = -(-problem.fewest_rows // dims.data_parallel)
     work, fixed = ordered_sum(problem.costs) / dims.data_parallel, model.per_micro_batch
     ratio, stages = model.backward_ratio, dims.pipeline_parallel
     least, first = math.inf, fewest
@@ -85,13 +95,20 @@ def best_weights(count: int, stages: int, ratio: float) -> tuple[float, float]:
     chain[0] += stages - 1
     chain[-1] += ratio * (stages - 1)
     program = _Program(chain)
-    inside, soonest = [1.0 / count] * count, math.inf
+    # The search's profiles are within a hundredth of the costs that are looked for.
+    sizes = profile(count, stages, min(stages - 1, count - 1), LOWEST)
+    whole = ordered_sum(sizes)
+    inside, soonest = [size / whole for size in sizes], math.inf
+    best = 1.0 + ratio, (1.0 + ratio) * count
     for _ in range(MOST_CHAINS):
+        # Rounding errors may spoil the program in the end.
+        mean = program.mean_chain()
+        best = max(best, (min(mean), ordered_sum(mean)))
         costs, longest = program.costs(), program.longest()
-        if soonest <= CLOSE_ENOUGH * longest:
+        if soonest <= CLOSE_ENOUGH * longest or program.pivots > MOST_PIVOTS:
             break
         # Chains of costs between the program's, which jump about, and the best known tell more.
-        for share in (NEARER, 1.0):
+        for share in (0.0, NEARER, 1.0):
             between = [old + share * (new - old) for old, new in zip(inside, costs, strict=True)]
             end, chain = critical_path(between, dims, backward_ratio=ratio)
             if end < soonest:
@@ -104,8 +121,7 @@ def best_weights(count: int, stages: int, ratio: float) -> tuple[float, float]:
                 break
         else:
             break
-    mean = program.mean_chain()
-    return min(mean), ordered_sum(mean)
+    return best
 
 
 class _Program:
@@ -122,7 +138,9 @@ class _Program:
         self._others = list(range(self._count))
         self._basic = [self._count]
         self._rows = [[*chain, 1.0]]
-        self._gain = [1.0] * self._count + [0.0]
+        # Not quite equal, since ties let the method go round in circles.
+        self._gain = [1.0 + TIES * (slot * slot % 97) for slot in range(self._count)] + [0.0]
+        self.pivots = 0
         self._pivot(0, min(range(self._count), key=chain.__getitem__))
 
     def _x(self) -> list[float]:
@@ -183,6 +201,7 @@ class _Program:
 
     def _pivot(self, number: int, index: int) -> None:
         """Exchange the basic variable of a row for another one."""
+        self.pivots += 1
         row = self._rows[number]
         pivot = row[index]
         row = [each / pivot for each in row]

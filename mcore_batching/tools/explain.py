@@ -78,7 +78,7 @@ def explain(
 def _explain_step(
     step: StepPlan, lengths: Sequence[int], spell: Spell, advice_seconds: float
 ) -> str:
-    statistics = step_statistics(step, lengths)
+    statistics = step_statistics(step, lengths, tight_floor=True)
     problem, ranks = step_problem(step, lengths)
     lines = [
         f"{counted(step.num_samples, 'sample')} on {counted(len(ranks), 'data-parallel rank')}: "

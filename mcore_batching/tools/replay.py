@@ -83,7 +83,7 @@ def replay(
         plan = record.plan
         if cost_model is not None:
             plan = replace(plan, cost_model=cost_model)
-        predicted = step_statistics(plan, record.lengths)
+        predicted = step_statistics(plan, record.lengths, tight_floor=True)
         replayed.append(
             ReplayedStep(
                 record=replace(record, plan=plan),

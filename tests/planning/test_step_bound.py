@@ -64,7 +64,7 @@ def test_no_plan_of_a_tiny_problem_ends_sooner(seed: int) -> None:
 def test_weights_are_those_of_the_linear_program(stages: int, count: int, least: float) -> None:
     """As another solver finds them, over the work of all passes; each slot counts as much."""
     smallest, whole = best_weights(count, stages, 2.0)
-    assert smallest / 3 == pytest.approx(least, rel=1.5e-3)
+    assert smallest / 3 == pytest.approx(least, rel=5e-3)
     assert whole >= count * smallest * (1 - 1e-9)
 
 
