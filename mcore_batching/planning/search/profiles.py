@@ -188,25 +188,28 @@ def fill_slots(
     heapq.heapify(lacking)
     # Less than nothing in a slot that may take no further sample.
     room = [capacity] * len(sizes)
+    # Slots without room for the last sample, the most room first.
+    full: list[tuple[int, float, int]] = []
     slots: Slots = [[] for _ in sizes]
     for sample in samples:
-        needed, cost = tokens[sample], costs[sample]
-        alone = needed > capacity
-        passed_over = []
+        needed = tokens[sample]
+        wanted = min(needed, capacity)
+        while full and -full[0][0] >= wanted:
+            _, lack, slot = heapq.heappop(full)
+            heapq.heappush(lacking, (lack, slot))
         while lacking:
             lack, slot = lacking[0]
-            if room[slot] == capacity if alone else room[slot] >= needed:
+            if room[slot] >= wanted:
                 break
-            passed_over.append(heapq.heappop(lacking))
+            heapq.heappop(lacking)
+            heapq.heappush(full, (-room[slot], lack, slot))
         else:
             return None
         slots[slot].append(sample)
         room[slot] -= needed
         if len(slots[slot]) >= problem.max_samples:
             room[slot] = -1
-        heapq.heapreplace(lacking, (lack + cost, slot))
-        for entry in passed_over:
-            heapq.heappush(lacking, entry)
+        heapq.heapreplace(lacking, (lack + costs[sample], slot))
     return settle(slots, costs)
 
 
