@@ -386,6 +386,23 @@ def test_ends_much_sooner_than_full_micro_batches_in_a_deep_pipeline(
     assert gain * ours < theirs
 
 
+def test_few_samples_on_a_deep_pipeline_are_spread_over_slots() -> None:
+    """Effort counts the passes of a candidate, too: 56 samples alone would buy no second one."""
+    dims = ParallelDims(data_parallel=24, pipeline_parallel=16)
+    step = plan_step([1024] * 56, dims, PlannerConfig(max_tokens_per_gpu=16384, plan_effort=300))
+    assert step.num_microbatches == 3
+    assert all(len(samples) <= 1 for rank in step.micro_batches for samples in rank)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_that_hold_too_much_are_spread_before_shapes_are_compared(seed: int) -> None:
+    """A tight bound on tokens in flight costs less than half as much again."""
+    lengths = log_normal(160, seed, median=1100, sigma=0.8, cap=16384)
+    bounded = plan_step(lengths, PP4, replace(CONFIG, max_inflight_tokens=16000))
+    free = plan_step(lengths, PP4, CONFIG)
+    assert predicted_step_time(bounded, lengths) < 1.45 * predicted_step_time(free, lengths)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_ranks_without_a_pipeline_are_even(seed: int) -> None:
     """Within 2 in a thousand of the mean, as no sample here is longer than a rank's share."""

@@ -189,20 +189,20 @@ def fill_slots(
     # Less than nothing in a slot that may take no further sample.
     room = [capacity] * len(sizes)
     # Slots without room for the last sample, the most room first.
-    full: list[tuple[int, float, int]] = []
+    waiting: list[tuple[int, float, int]] = []
     slots: Slots = [[] for _ in sizes]
     for sample in samples:
         needed = tokens[sample]
         wanted = min(needed, capacity)
-        while full and -full[0][0] >= wanted:
-            _, lack, slot = heapq.heappop(full)
+        while waiting and -waiting[0][0] >= wanted:
+            _, lack, slot = heapq.heappop(waiting)
             heapq.heappush(lacking, (lack, slot))
         while lacking:
             lack, slot = lacking[0]
             if room[slot] >= wanted:
                 break
             heapq.heappop(lacking)
-            heapq.heappush(full, (-room[slot], lack, slot))
+            heapq.heappush(waiting, (-room[slot], lack, slot))
         else:
             return None
         slots[slot].append(sample)
