@@ -84,6 +84,7 @@ class Statement:
         largest: numbers of which every rank is to know the largest; as many on each rank.
         total: numbers of which every rank is to know the sum over replicas; as many on each rank,
             and the same on all ranks of a replica.
+        rank_total: numbers of which every rank is to know the sum over all ranks; as many on each.
     """
 
     equal: Mapping[str, Any] = field(default_factory=dict)
@@ -92,6 +93,7 @@ class Statement:
     asks: bool | None = None
     largest: Sequence[float] = ()
     total: Sequence[float] = ()
+    rank_total: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -104,12 +106,14 @@ class Agreement(Generic[Result]):
             alone if no rank asked.
         largest: of each number in `Statement.largest`, the largest of all ranks.
         total: of each number in `Statement.total`, the sum over replicas.
+        rank_total: of each number in `Statement.rank_total`, the sum over ranks.
     """
 
     result: Result
     told: dict[int, Any]
     largest: list[Any]
     total: list[Any]
+    rank_total: list[Any]
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,7 @@ class _Note:
     tell: bytes = b""
     largest: Sequence[float] = ()
     total: Sequence[float] = ()
+    rank_total: Sequence[float] = ()
 
 
 def no_statement(result: object) -> Statement:
@@ -203,7 +208,8 @@ class Consensus:
         numbers = self._settled(note)
         if numbers is not None:
             told = {self.rank: pickle.loads(note.tell)}
-            return Agreement(result, told, list(numbers.maxima), list(numbers.sums))
+            sums, count = list(numbers.sums), len(note.total)
+            return Agreement(result, told, list(numbers.maxima), sums[:count], sums[count:])
         notes = self._gather(note)
         _require_equal(
             {rank: {"stage": repr(each.stage)} for rank, each in notes.items()}, self._mismatch
@@ -220,6 +226,9 @@ class Consensus:
             told={rank: pickle.loads(each.tell) for rank, each in notes.items()},
             largest=[max(each) for each in zip(*(n.largest for n in notes.values()), strict=True)],
             total=[sum(each) for each in zip(*(n.total for n in firsts), strict=True)],
+            rank_total=[
+                sum(each) for each in zip(*(n.rank_total for n in notes.values()), strict=True)
+            ],
         )
 
     def do_alike(
@@ -249,10 +258,11 @@ class Consensus:
         if self._messages is None:
             return None
         replica, place, size = self._position
-        numbers = Numbers(note.largest, [each if place == 0 else 0 for each in note.total])
+        total = [each if place == 0 else 0 for each in note.total]
+        numbers = Numbers(note.largest, [*total, *note.rank_total])
         head, rest = numbers.split(NUMBERS_IN_SUMMARY)
         own = Summary(
-            digest_of(note.stage, len(note.largest), len(note.total)),
+            digest_of(note.stage, len(note.largest), len(note.total), len(note.rank_total)),
             digest_if_any(note.equal),
             residue_of(note.equal_in_replica, replica, place, size),
             head,
@@ -301,6 +311,7 @@ def _noted(stage: str, statement: Statement) -> _Note:
         tell=pickle.dumps(statement.tell),
         largest=list(statement.largest),
         total=list(statement.total),
+        rank_total=list(statement.rank_total),
     )
 
 
@@ -308,6 +319,7 @@ def _counts(note: _Note) -> dict[str, str]:
     return {
         "number of maxima": repr(len(note.largest)),
         "number of sums": repr(len(note.total)),
+        "number of sums over ranks": repr(len(note.rank_total)),
     }
 
 

@@ -75,11 +75,13 @@ def plan(rank: int) -> dict[str, dict[str, Any]]:
             tell=("rank", rank),
             largest=[rank, -rank],
             total=[10 + (rank == 2), 0.5],
+            rank_total=[rank, 0.25],
         ),
         "value differs": Statement(equal={"cap": 8 if rank != 1 else 9, "fill": "split"}),
         "left out": Statement(equal={"names": ["a"]} if rank else {}),
         "replica differs": Statement(equal_in_replica={"samples": rank}),
         "number of sums differs": Statement(total=[0] * rank),
+        "number of sums over ranks differs": Statement(rank_total=[0] * (1 + (rank == 2))),
     }
     for name, statement in statements.items():
         cases[name] = {"work": fine, "says": lambda _, s=statement: s}
@@ -108,15 +110,17 @@ def wide_statements(rank: int) -> dict[str, Statement]:
             equal_in_replica={"samples": replica},
             largest=[rank, -rank, 0.1 * rank, -math.inf, math.inf if rank == 4 else 0],
             total=[2**53 + 1, 0.1 * replica, 0 if replica else 0.5, replica - 1],
+            rank_total=[rank, 0.25 * rank],
         ),
         "more numbers than a summary holds": Statement(
             largest=[rank * (-1) ** i + i for i in range(150)],
             total=[replica * i for i in range(80)],
+            rank_total=[rank * i for i in range(40)],
         ),
         "as many numbers as a summary holds": Statement(largest=[rank] * 60, total=[1] * 40),
         "said by some": Statement(equal={"names": ["a"]} if rank in (1, 4) else {}),
         "nobody asks": Statement(tell=rank, asks=False),
-        "one asks": Statement(tell=rank, asks=rank == 5),
+        "one asks": Statement(tell=rank, asks=rank == 5, total=[1], rank_total=[rank]),
         "said in part": Statement(equal={"a": 1} if rank < 4 else {"b": 2}),
         "nan on rank 0": Statement(largest=[math.nan if rank == 0 else rank]),
         "nan on rank 4": Statement(largest=[math.nan if rank == 4 else rank]),
@@ -211,7 +215,7 @@ def outcome_of(call: Callable[[], Any]) -> dict[str, Any]:
             "failures": getattr(error, "failures", None),
             "cause": cause,
         }
-    names = ("result", "told", "largest", "total")
+    names = ("result", "told", "largest", "total", "rank_total")
     return {name: getattr(agreed, name, None) for name in names} | {"type": None}
 
 

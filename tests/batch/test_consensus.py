@@ -50,6 +50,7 @@ def test_every_rank_learns_what_was_told(reports: list[dict[str, Any]]) -> None:
             "told": {rank: ("rank", rank) for rank in range(3)},
             "largest": [2, 0],
             "total": [21, 1.0],
+            "rank_total": [3, 0.75],
             "type": None,
         }
 
@@ -104,6 +105,10 @@ def test_what_all_ranks_raise_alike_is_raised_as_it_is(reports: list[dict[str, A
                 2: "number of sums is 2, on rank 0 it is 0",
             },
         ),
+        (
+            "number of sums over ranks differs",
+            {2: "number of sums over ranks is 2, on rank 0 it is 1"},
+        ),
         ("stage differs", {2: "stage is 'sums', on rank 0 it is 'counts'"}),
         ("stage differs and one raises", {2: "stage is 'sums', on rank 0 it is 'counts'"}),
     ],
@@ -133,8 +138,11 @@ def test_a_part_of_the_ranks_agrees_by_itself(reports: list[dict[str, Any]]) -> 
 
 def test_one_process_needs_no_group() -> None:
     alone = Consensus(None)
-    agreed = alone.agree("", lambda: [1], lambda v: Statement(tell=len(v), largest=v, total=v))
+    agreed = alone.agree(
+        "", lambda: [1], lambda v: Statement(tell=len(v), largest=v, total=v, rank_total=v)
+    )
     assert (agreed.result, agreed.told, agreed.largest, agreed.total) == ([1], {0: 1}, [1], [1])
+    assert agreed.rank_total == [1]
     with pytest.raises(ZeroDivisionError):
         alone.agree("", lambda: 1 // 0)
 
@@ -173,15 +181,17 @@ def test_maxima_and_sums_are_those_of_all_ranks(wide: list[dict[str, Any]], case
     firsts = [statements[replica[0]] for replica in WIDE_REPLICAS]
     largest = [max(each) for each in zip(*(one.largest for one in statements), strict=True)]
     total = [sum(each) for each in zip(*(one.total for one in firsts), strict=True)]
+    rank_total = [sum(each) for each in zip(*(one.rank_total for one in statements), strict=True)]
     for report in (rank[case] for rank in wide):
         assert report["type"] is None
         assert repr(report["largest"]) == repr(largest)
         assert repr(report["total"]) == repr(total)
+        assert report["rank_total"] == rank_total
 
 
 @pytest.mark.parametrize("case", WITHOUT_GATHER)
 def test_where_all_goes_well_a_few_small_messages_do(wide: list[dict[str, Any]], case: str) -> None:
-    """Six ranks take at most 3 messages each; 230 numbers take a second round of them."""
+    """Six ranks take at most 3 messages each; 270 numbers take a second round of them."""
     for rank in wide:
         assert rank[case]["gathers"] == 0
         assert rank[case]["messages"] <= (6 if case.startswith("more numbers") else 3)
