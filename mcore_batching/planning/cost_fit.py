@@ -90,53 +90,57 @@ def fit_cost_model(timings: Sequence[Timing]) -> CostFit:
 
 def _least_squares(
     features: Sequence[tuple[float, float, float]], measured: Sequence[float]
-) -> tuple[float, float, float]:
-    """Coefficients of 0 or more with the least sum of squared relative errors.
+) -> list[float]:
+    """Coefficients of 0 or more with the least sum of squared relative errors."""
+    rows = [[value / m for value in row] for row, m in zip(features, measured, strict=True)]
+    size = range(3)
+    matrix = [[ordered_sum(row[i] * row[j] for row in rows) for j in size] for i in size]
+    return nonnegative_solution(matrix, [ordered_sum(row[i] for row in rows) for i in size])
 
-    With only three of them, every choice of those that are 0 can be tried.
+
+def nonnegative_solution(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
+    """The x of 0 or more with the least `x @ matrix @ x - 2 * right @ x`: normal equations.
+
+    With only a few unknowns, every choice of those that are 0 can be tried.
+
+    Args:
+        matrix: symmetric, no diagonal entry negative [unknowns][unknowns].
+        right: [unknowns].
     """
-    # To columns of about one size: Σ length² is up to 1e9 times the constant feature.
-    scales = [max(row[i] for row in features) or 1.0 for i in range(3)]
-    rows = [
-        [row[i] / scales[i] / m for i in range(3)]
-        for row, m in zip(features, measured, strict=True)
-    ]
-    best = (math.inf, (0.0, 0.0, 0.0))
-    for size in (3, 2, 1):
-        for chosen in itertools.combinations(range(3), size):
-            solution = _solve(rows, chosen)
+    # To unknowns of about one size: Σ length² is up to 1e9 times the constant feature.
+    unknowns = range(len(right))
+    scales = [math.sqrt(matrix[i][i]) or 1.0 for i in unknowns]
+    scaled = [[matrix[i][j] / scales[i] / scales[j] for j in unknowns] for i in unknowns]
+    wanted = [right[i] / scales[i] for i in unknowns]
+    best, found = 0.0, [0.0 for _ in unknowns]
+    for size in range(1, len(right) + 1):
+        for chosen in itertools.combinations(unknowns, size):
+            solution = _solve(scaled, wanted, chosen)
             if solution is None or min(solution) < 0:
                 continue
-            full = [0.0, 0.0, 0.0]
-            for i, value in zip(chosen, solution, strict=True):
-                full[i] = value
-            error = ordered_sum(
-                (ordered_sum(a * b for a, b in zip(row, full, strict=True)) - 1.0) ** 2
-                for row in rows
-            )
-            if error < best[0]:
-                best = (error, (full[0], full[1], full[2]))
-    a, b, c = best[1]
-    return a / scales[0], b / scales[1], c / scales[2]
+            # Where the gradient is 0, the value is -right @ x.
+            value = -ordered_sum(wanted[i] * each for i, each in zip(chosen, solution, strict=True))
+            # One unknown more has to be worth more than what rounding gives.
+            if value < best * (1 + 1e-14):
+                best, found = value, [0.0 for _ in unknowns]
+                for i, each in zip(chosen, solution, strict=True):
+                    found[i] = each / scales[i]
+    return found
 
 
-def _solve(rows: Sequence[Sequence[float]], chosen: Sequence[int]) -> list[float] | None:
-    """Least squares of `rows @ x = 1` in some columns; None where they are singular."""
-    matrix = [
-        [ordered_sum(row[i] * row[j] for row in rows) for j in chosen]
-        + [ordered_sum(row[i] for row in rows)]
-        for i in chosen
-    ]
+def _solve(
+    matrix: Sequence[Sequence[float]], right: Sequence[float], chosen: Sequence[int]
+) -> list[float] | None:
+    """Solution of the equations of some unknowns alone; None where they are singular."""
+    rows = [[*(matrix[i][j] for j in chosen), right[i]] for i in chosen]
     size = len(chosen)
     for column in range(size):
-        pivot = max(range(column, size), key=lambda r: abs(matrix[r][column]))
-        if abs(matrix[pivot][column]) < 1e-12 * len(rows):
+        pivot = max(range(column, size), key=lambda r: abs(rows[r][column]))
+        if abs(rows[pivot][column]) < 1e-12:
             return None
-        matrix[column], matrix[pivot] = matrix[pivot], matrix[column]
+        rows[column], rows[pivot] = rows[pivot], rows[column]
         for row in range(size):
             if row != column:
-                factor = matrix[row][column] / matrix[column][column]
-                matrix[row] = [
-                    a - factor * b for a, b in zip(matrix[row], matrix[column], strict=True)
-                ]
-    return [matrix[i][size] / matrix[i][i] for i in range(size)]
+                factor = rows[row][column] / rows[column][column]
+                rows[row] = [a - factor * b for a, b in zip(rows[row], rows[column], strict=True)]
+    return [rows[i][size] / rows[i][i] for i in range(size)]

@@ -1,0 +1,269 @@
+"""A cost model learnt from the times of passes: found out, followed, and not spoilt."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mcore_batching.planning import ConfigError, CostModel, ParallelDims
+from mcore_batching.planning.cost_fit import Timing
+from mcore_batching.planning.cost_learning import (
+    WINDOW_STEPS,
+    LearntCosts,
+    StepReview,
+    evidence,
+    relearnt,
+)
+
+LAUNCHES = CostModel(per_micro_batch=2048.0, backward_ratio=1.6)
+ATTENTION = CostModel(quadratic=1 / 2000, per_micro_batch=16.0, backward_ratio=3.0)
+NO_PAIRS = CostModel(quadratic=0.0, per_micro_batch=500.0)
+SECONDS_PER_UNIT = 1e-6
+STAGES = 2
+RANKS = [(replica, stage) for replica in range(2) for stage in range(STAGES)]
+
+Slowness = Callable[[int, int, int, random.Random], float]
+"""``(step, replica, stage, random) -> how many times as long a pass takes``."""
+
+
+def rows_of(generator: random.Random, number: int = 5) -> list[tuple[int, ...]]:
+    """Rows under a cap of 8192, one of them a placeholder at times."""
+    rows: list[tuple[int, ...]] = []
+    for _ in range(number):
+        lengths = [min(8192, round(generator.lognormvariate(6, 1.2)))]
+        while sum(lengths) < generator.randrange(8192):
+            lengths.append(max(1, round(generator.lognormvariate(6, 1.2))))
+        rows.append(tuple(lengths))
+    return [*rows[1:], ()] if generator.random() < 0.2 else rows
+
+
+def learn(
+    truth: Callable[[int], CostModel],
+    num_steps: int = 6,
+    noise: float = 0.0,
+    slowness: Slowness = lambda *unused: 1.0,
+    rows: Callable[[random.Random], list[tuple[int, ...]]] = rows_of,
+    learnt: LearntCosts | None = None,
+) -> Iterator[LearntCosts]:
+    """What is known after each step of a job of two pipelines of two stages."""
+    generator = random.Random(1)
+    learnt = learnt or LearntCosts(cost_model=CostModel())
+    windows: dict[tuple[int, int], list[list[Timing]]] = {rank: [] for rank in RANKS}
+    for step in range(num_steps):
+        model = truth(step)
+        run = [rows(generator) for _ in range(2)]
+        for (replica, stage), window in windows.items():
+            timed = []
+            for lengths in run[replica]:
+                seconds = SECONDS_PER_UNIT * model.micro_batch(lengths)
+                seconds *= slowness(step, replica, stage, generator) * generator.gauss(1, noise)
+                backward = model.backward_ratio * seconds * generator.gauss(1, noise)
+                timed.append(
+                    Timing(lengths=lengths, forward_seconds=seconds, backward_seconds=backward)
+                )
+            window.append(timed)
+            del window[:-WINDOW_STEPS]
+        parts = [
+            evidence(window, learnt, stage=stage, num_stages=STAGES)
+            for (_, stage), window in windows.items()
+        ]
+        learnt = relearnt(learnt, [sum(numbers) for numbers in zip(*parts, strict=True)])
+        yield learnt
+
+
+def error(learnt: LearntCosts, truth: CostModel, seed: int = 7) -> float:
+    """The largest relative error of predicted times of rows, whatever they hold."""
+    generator = random.Random(seed)
+    errors = []
+    for lengths in rows_of(generator, 40):
+        seconds = SECONDS_PER_UNIT * truth.micro_batch(lengths) * (1 + truth.backward_ratio)
+        assert learnt.seconds_per_unit is not None
+        errors.append(abs(learnt.seconds_per_unit * learnt.units(lengths) / seconds - 1))
+    return max(errors)
+
+
+models = pytest.mark.parametrize("truth", [LAUNCHES, ATTENTION, NO_PAIRS], ids=str)
+
+
+@models
+def test_a_hidden_model_is_known_after_few_steps(truth: CostModel) -> None:
+    *_, learnt = learn(lambda step: truth, num_steps=3)
+    assert error(learnt, truth) < 0.01
+    assert learnt.cost_model.backward_ratio == pytest.approx(truth.backward_ratio)
+    assert learnt.num_steps == 3
+
+
+@models
+def test_noise_and_stalls_do_not_spoil_it(truth: CostModel) -> None:
+    """Not even where a whole rank stalls in the first step that is seen, by which all begins."""
+
+    def stalls(step: int, replica: int, stage: int, generator: random.Random) -> float:
+        if (step, replica, stage) == (0, 0, 1):
+            return 5.0
+        return 8.0 if generator.random() < 0.05 else 1.0
+
+    for number, learnt in enumerate(learn(lambda step: truth, noise=0.03, slowness=stalls)):
+        if number >= 2:
+            assert error(learnt, truth) < 0.12
+            assert error(learnt, truth, seed=8) < 0.12
+
+
+@models
+def test_one_stalled_step_of_all_ranks_moves_nothing(truth: CostModel) -> None:
+    for learnt in list(
+        learn(lambda step: truth, slowness=lambda step, *unused: 6.0 if step == 3 else 1.0)
+    )[2:]:
+        assert error(learnt, truth) < 0.02
+
+
+def test_times_that_are_none_are_left_out() -> None:
+    broken = [math.nan, 0.0, math.inf, -1.0]
+    *_, learnt = learn(
+        lambda step: LAUNCHES,
+        num_steps=4,
+        slowness=lambda step, *unused: broken[step] if unused[1] else 1.0,
+    )
+    assert error(learnt, LAUNCHES) < 0.01
+    nothing = Timing(lengths=(5,), forward_seconds=math.nan, backward_seconds=1.0)
+    sums = evidence([[nothing]], learnt, stage=0, num_stages=1)
+    assert set(sums) == {0.0}
+    assert relearnt(learnt, sums) is learnt
+
+
+def test_drift_is_followed() -> None:
+    def truth(step: int) -> CostModel:
+        return CostModel(quadratic=1e-4 * 1.03**step, per_micro_batch=500 * 1.03**step)
+
+    for step, learnt in enumerate(learn(truth, num_steps=16, noise=0.01)):
+        if step > 3:
+            assert error(learnt, truth(step)) < 0.06
+
+
+def test_two_steps_in_a_row_are_a_change() -> None:
+    def truth(step: int) -> CostModel:
+        return LAUNCHES if step < 5 else ATTENTION
+
+    *_, learnt = learn(truth, num_steps=10, slowness=lambda step, *_: 1.0 if step < 5 else 2.0)
+    assert learnt.seconds_per_unit == pytest.approx(2 * SECONDS_PER_UNIT, rel=0.05)
+    assert learnt.cost_model.quadratic == pytest.approx(ATTENTION.quadratic, rel=0.05)
+
+
+def test_a_model_of_other_devices_is_given_up() -> None:
+    """As after a resume elsewhere: all passes are off, so none of them is an outlier."""
+    *_, before = learn(lambda step: LAUNCHES)
+    *_, learnt = learn(
+        lambda step: ATTENTION, num_steps=3, slowness=lambda *unused: 4.0, learnt=before
+    )
+    assert learnt.seconds_per_unit == pytest.approx(4 * SECONDS_PER_UNIT, rel=0.02)
+    assert learnt.cost_model.quadratic == pytest.approx(ATTENTION.quadratic, rel=0.02)
+
+
+def test_what_rows_cannot_tell_apart_stays() -> None:
+    """Full rows of one sample each: fixed cost and cost of tokens are one number."""
+    guess = CostModel(quadratic=1e-4, per_micro_batch=1000.0)
+    *_, learnt = learn(
+        lambda step: LAUNCHES,
+        rows=lambda generator: [(4096,)] * 4,
+        learnt=LearntCosts(cost_model=guess),
+    )
+    assert learnt.seconds_per_unit is not None
+    found, seconds = learnt.cost_model, learnt.seconds_per_unit * learnt.units((4096,))
+    assert seconds == pytest.approx(SECONDS_PER_UNIT * LAUNCHES.micro_batch((4096,)) * 2.6)
+    assert (found.quadratic, found.per_micro_batch) == pytest.approx((1e-4, 1000.0), rel=1e-3)
+
+
+def test_times_that_fall_with_tokens_leave_a_unit() -> None:
+    """As those of a model that does nothing but launch kernels, with some noise."""
+    rows = []
+    for tokens in (1000, 2000, 4000, 8000):
+        seconds = 0.1 - 1e-6 * tokens
+        rows.append(
+            Timing(lengths=(tokens,), forward_seconds=seconds, backward_seconds=2 * seconds)
+        )
+    learnt = LearntCosts(cost_model=CostModel())
+    for _ in range(3):
+        learnt = relearnt(learnt, evidence([rows], learnt, stage=0, num_stages=1))
+    assert learnt.num_steps == 3
+    assert learnt.cost_model.per_micro_batch > 1e5
+    assert learnt.cost_model.quadratic < 1e-3
+
+
+def test_stages_and_slow_ones_are_told_apart() -> None:
+    *_, learnt = learn(lambda step: LAUNCHES, slowness=lambda *of: 0.8 if of[2] == 0 else 1.2)
+    assert learnt.stage_factors == pytest.approx((0.8, 1.2), rel=1e-3)
+    assert error(learnt, LAUNCHES) < 0.01
+    rows, dims = [(2000,)] * 6, ParallelDims(pipeline_parallel=2)
+    slot = SECONDS_PER_UNIT * LAUNCHES.micro_batch((2000,)) * 2.6
+    # The last stage runs six rows after the first has run one forward, and before one backward.
+    assert learnt.predicted_seconds(rows, dims) == pytest.approx((6 * 1.2 + 0.8) * slot, rel=0.01)
+    assert learnt.on_stages(2) is learnt
+    assert learnt.on_stages(4).stage_factors == ()
+    assert LearntCosts(cost_model=CostModel()).predicted_seconds(rows, dims) is None
+
+
+def test_the_window_of_attention_is_kept() -> None:
+    truth = replace(ATTENTION, window=512)
+    *_, learnt = learn(
+        lambda step: truth, learnt=LearntCosts(cost_model=CostModel(window=512)), num_steps=3
+    )
+    assert learnt.cost_model.window == 512
+    assert error(learnt, truth) < 0.01
+
+
+def test_it_travels_as_json() -> None:
+    *_, learnt = learn(lambda step: LAUNCHES, num_steps=3)
+    assert LearntCosts.from_data(json.loads(json.dumps(learnt.to_data()))) == learnt
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cost_model": {"linear": 1.0, "cubic": 2.0}},
+        {"cost_model": {"linear": -1.0}},
+        {"seconds_per_unit": math.nan},
+        {"seconds_per_unit": "fast"},
+        {"stage_factors": [1.0, 0.0]},
+        {"stage_factors": None},
+        {"num_steps": None},
+    ],
+    ids=str,
+)
+def test_a_state_that_is_none_is_refused(changes: dict[str, Any]) -> None:
+    state = LearntCosts(cost_model=CostModel()).to_data()
+    with pytest.raises(ConfigError):
+        LearntCosts.from_data(state | changes)
+    del state[next(iter(changes))]
+    with pytest.raises(ConfigError, match="state_dict"):
+        LearntCosts.from_data(state)
+
+
+@pytest.mark.parametrize(
+    ("measured", "passes", "slowest", "reason"),
+    [
+        (1.05, 1.05, 1.3, ""),
+        (1.3, 1.05, 1.3, "a rank is slower than the others"),
+        (1.3, 1.25, 1.3, "costs have changed, or are not learnt yet"),
+        (0.8, 0.8, 0.9, "costs have changed, or are not learnt yet"),
+        (1.3, 1.01, 1.04, "time between passes: transfers between stages, or the host"),
+    ],
+)
+def test_a_step_that_was_mispredicted_says_why(
+    measured: float, passes: float, slowest: float, reason: str
+) -> None:
+    review = StepReview(
+        predicted_seconds=2.0,
+        measured_seconds=2 * measured,
+        passes_over_predicted=passes,
+        slowest_rank=5,
+        slowest_over_predicted=slowest,
+    )
+    assert review.reason == reason
+    assert f"{measured:.2f} times the predicted 2 s" in str(review)
+    assert f"on rank 5, the slowest, {slowest:.2f} times" in str(review)
+    assert str(review).endswith(reason)
