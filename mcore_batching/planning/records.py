@@ -9,7 +9,8 @@ A job writes one file of JSON lines into a folder:
 
 The first line holds for the steps after it and is repeated when one of its parts changes. A step's
 samples are numbered from 0 in the order of the batch; `predicted` is in units of cost;
-`measured_seconds` is null where nothing was measured.
+`measured_seconds` is null where nothing was measured. Under learnt costs, whose model changes from
+step to step, `seconds_per_unit` is there as well: of a unit on a mean pipeline stage.
 
 A step is flushed before `append` returns, so a killed job loses no earlier one. A last line that
 was cut short is left out on reading; any other fault is an error with file and line. While a job
@@ -61,6 +62,8 @@ class StepRecord:
     """Of all forward and backward passes on the rank that wrote; None if nothing was measured."""
     file: str
     """The file that it was read from."""
+    seconds_per_unit: float | None = None
+    """Of a unit of cost, where costs were learnt as the job ran; None elsewhere."""
 
 
 class StepRecorder:
@@ -99,6 +102,7 @@ class StepRecorder:
         measured_seconds: float | None = None,
         *,
         predicted: float | None = None,
+        seconds_per_unit: float | None = None,
     ) -> None:
         """Write one step.
 
@@ -107,6 +111,7 @@ class StepRecorder:
             lengths: total length of each sample of the batch that the plan refers to, in tokens.
             measured_seconds: of all forward and backward passes; None if not measured.
             predicted: time of the step in units of cost; None: computed here.
+            seconds_per_unit: of a unit of cost, where it was learnt; None: it was not.
         """
         if self._file is None:
             return
@@ -129,6 +134,8 @@ class StepRecorder:
             "predicted": predicted_step_time(plan, lengths) if predicted is None else predicted,
             "measured_seconds": measured_seconds,
         }
+        if seconds_per_unit is not None:
+            step["seconds_per_unit"] = seconds_per_unit
         lines = [step] if header == self._header else [header, step]
         try:
             for line in lines:
@@ -229,6 +236,7 @@ def _record(raw: Mapping[str, Any], header: Mapping[str, Any], file: str) -> Ste
     )
     validate_plan(plan, lengths)
     measured = raw["measured_seconds"]
+    is_learnt = raw.get("seconds_per_unit") is not None
     return StepRecord(
         step=at_least("step", raw["step"], 0, RecordError),
         plan=plan,
@@ -236,6 +244,7 @@ def _record(raw: Mapping[str, Any], header: Mapping[str, Any], file: str) -> Ste
         predicted=_time(raw, "predicted"),
         measured_seconds=None if measured is None else _time(raw, "measured_seconds"),
         file=file,
+        seconds_per_unit=_time(raw, "seconds_per_unit") if is_learnt else None,
     )
 
 

@@ -95,8 +95,17 @@ def replay(
 
 
 def by_setting(steps: Sequence[ReplayedStep]) -> list[list[ReplayedStep]]:
-    """Consecutive steps of the same parallel dims, planner's options and cost model together."""
-    return [list(alike) for _, alike in groupby(steps, _setting)]
+    """Consecutive steps of the same parallel dims, planner's options and cost model together.
+
+    A learnt cost model changes from step to step in the same unit: its steps are alike, too.
+    """
+
+    def setting(step: ReplayedStep) -> tuple[Any, ...]:
+        dims, config, cost_model = _setting(step)
+        is_learnt = step.record.seconds_per_unit is not None
+        return dims, config, None if is_learnt else cost_model
+
+    return [list(alike) for _, alike in groupby(steps, setting)]
 
 
 def changed_options(before: ReplayedStep, after: ReplayedStep) -> dict[str, Any]:

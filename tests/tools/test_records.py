@@ -33,6 +33,18 @@ def test_round_trip(tmp_path: Path) -> None:
     assert read_records(the_file(tmp_path / "deep" / "folder")) == [first, second]
 
 
+def test_learnt_costs_are_recorded_with_their_unit(tmp_path: Path) -> None:
+    recorder = StepRecorder(tmp_path)
+    models = [replace(COSTS, per_micro_batch=float(step)) for step in range(3)]
+    for model, seconds in zip(models, (None, 1e-3, 2e-3), strict=True):
+        plan = plan_step([5, 6], DIMS, CONFIG, model)
+        recorder.append(plan, [5, 6], 1.0, seconds_per_unit=seconds)
+    recorder.close()
+    records = read_records(tmp_path)
+    assert [record.plan.cost_model for record in records] == models
+    assert [record.seconds_per_unit for record in records] == [None, 1e-3, 2e-3]
+
+
 @given(case=cases())
 @examples(40)
 def test_any_plan_comes_back(tmp_path_factory: pytest.TempPathFactory, case: Case) -> None:

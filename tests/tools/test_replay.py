@@ -61,6 +61,21 @@ def test_predictions_and_floors_are_the_plans(tmp_path: Path) -> None:
     )
 
 
+def test_steps_by_learnt_costs_are_one_job(tmp_path: Path) -> None:
+    recorder = StepRecorder(tmp_path)
+    for step in range(6):
+        costs = replace(COSTS, per_micro_batch=7.0 + step)
+        plan = plan_step(lengths_of(step), DIMS, CONFIG, costs)
+        seconds = 1e-3 * step_time(plan, lengths_of(step))
+        recorder.append(
+            plan, lengths_of(step), seconds, seconds_per_unit=1e-3 if step > 1 else None
+        )
+    recorder.close()
+    groups = replay.by_setting(replay.replay(read_records(tmp_path)))
+    assert [len(alike) for alike in groups] == [1, 1, 4]
+    assert replay.seconds_per_unit(groups[-1]) == pytest.approx(1e-3)
+
+
 def test_a_job_without_measured_times(tmp_path: Path) -> None:
     recorded_job(tmp_path, [None, None])
     steps = replay.replay(read_records(tmp_path))
