@@ -8,6 +8,7 @@ from mcore_batching.megatron import cpu_request as cpu_request  # before megatro
 from mcore_batching.megatron.arguments import add_dynamic_batch_arguments
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
 from mcore_batching.megatron.attention.specs import packed_layer_spec, use_packed_attention
+from mcore_batching.megatron.cost_learning import CostLearner, cost_learner
 from mcore_batching.megatron.data_iterator import (
     DataIterator,
     add_fields,
@@ -36,6 +37,7 @@ from mcore_batching.megatron.validation import check_settings
 __all__ = [
     "CollationFailedError",
     "CollectiveError",
+    "CostLearner",
     "DataIterator",
     "DynamicBatchArgumentError",
     "ForwardFailedError",
@@ -49,6 +51,7 @@ __all__ = [
     "add_dynamic_batch_arguments",
     "add_fields",
     "check_settings",
+    "cost_learner",
     "forward_only",
     "get_data_iterator",
     "packed_layer_spec",

@@ -35,6 +35,9 @@ from mcore_batching.planning.integers import as_integer
 
 PREFIX = "--dynamic-batch-"
 
+LEARNT = "auto"
+"""In place of a cost model's file."""
+
 CUDA_ROW_MULTIPLE = 128
 """Tokens of each rank to a multiple of which rows are padded on CUDA by default: kernels waste no
 part of a tile, and the allocator, which keeps freed blocks by their size, sees few sizes."""
@@ -66,9 +69,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "cost_model": {
         "default": None,
-        "metavar": "FILE",
+        "metavar": "FILE|auto",
         "help": "JSON of what samples and micro-batches cost on these devices, as `mcore-batching "
-        "calibrate --out FILE` writes it",
+        "calibrate --out FILE` writes it; auto: learnt from the times of training's own passes",
     },
     "max_samples_per_row": {
         "type": int,
@@ -334,14 +337,19 @@ def naming_the_cap(args: Any, *, forward_only: bool) -> Iterator[None]:
         raise
 
 
+def learns_cost_model(args: Any) -> bool:
+    """True if costs are learnt from training's own passes: ``--dynamic-batch-cost-model auto``."""
+    return bool(getattr(args, "dynamic_batch_cost_model", None) == LEARNT)
+
+
 def planner_cost_model(args: Any) -> CostModel:
-    """The cost model in ``--dynamic-batch-cost-model``, or the default one.
+    """The cost model in ``--dynamic-batch-cost-model``; the default one without, and with "auto".
 
     Raises:
         DynamicBatchArgumentError: the file cannot be read, or holds no cost model.
     """
     path = getattr(args, "dynamic_batch_cost_model", None)
-    return CostModel() if path is None else _read_cost_model(path)
+    return CostModel() if path in (None, LEARNT) else _read_cost_model(path)
 
 
 @functools.cache
@@ -351,5 +359,5 @@ def _read_cost_model(path: str) -> CostModel:
     except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise DynamicBatchArgumentError(
             f"{PREFIX}cost-model {path}: {error}; set it to a file that `mcore-batching calibrate "
-            "--out` wrote"
+            "--out` wrote, or to auto"
         ) from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import transformer_block
@@ -139,6 +141,31 @@ def shapes_of_transfers(known: Callable[..., tuple[list[int], list[int]]]) -> It
         yield
     finally:
         P2PCommunicator._communicate_shapes = exchange
+
+
+@contextlib.contextmanager
+def around_passes(mark: Callable[[], None]) -> Iterator[None]:
+    """Call a function before and after each forward and backward pass of Megatron's schedules.
+
+    The passes of one model chunk, without the transfers before and after them.
+    """
+
+    def marked(step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def run(*arguments: Any, **options: Any) -> Any:
+            mark()
+            result = step(*arguments, **options)
+            mark()
+            return result
+
+        return run
+
+    forward, backward = schedules.forward_step, schedules.backward_step
+    schedules.forward_step, schedules.backward_step = marked(forward), marked(backward)
+    try:
+        yield
+    finally:
+        schedules.forward_step, schedules.backward_step = forward, backward
 
 
 def counts_operations_of_samples() -> bool:

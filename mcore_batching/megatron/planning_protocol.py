@@ -28,22 +28,25 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 
 from mcore_batching.batch import Schema
 from mcore_batching.batch.consensus import Statement
 from mcore_batching.megatron.arguments import (
     forward_only_config,
+    learns_cost_model,
     planner_config,
     planner_cost_model,
 )
 from mcore_batching.megatron.consensus import get_consensus
+from mcore_batching.megatron.cost_learning import cost_learner
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.recording import open_record
 from mcore_batching.megatron.rollout_batch import RolloutBatch
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.shards import GatheredShards, MicroBatches, Shard
 from mcore_batching.megatron.step_shard import Settings, StepShard
-from mcore_batching.megatron.topology import current_dims, model_chunks
+from mcore_batching.megatron.topology import current_dims, first_guess, model_chunks
 from mcore_batching.megatron.validation import prepare_model
 from mcore_batching.planning import CostModel, PlannerConfig, ShardOutlook
 
@@ -120,7 +123,7 @@ class PlanningProtocol:
             settings = Settings(
                 dims,
                 forward_only_config(self.args, config) if self.forward_only else config,
-                self.given_cost_model or planner_cost_model(self.args),
+                self.given_cost_model or self._known_cost_model(chunks),
             )
             prepare_model(chunks, settings.dims, settings.config)
             open_record(self.args)
@@ -136,12 +139,32 @@ class PlanningProtocol:
             # Whoever records gathers the plans of all ranks, which is a collective.
             equal["steps are recorded"] = open_record(self.args) is not None
             counted = self._counted(0 if batch is None else len(batch.total_lengths))
-            largest = [*counted.largest, int(batch is None)]
-            return dataclasses.replace(counted, equal=equal, largest=largest)
+            sums: list[float] = []
+            maxima: list[float] = []
+            if self._learns:
+                equal["what was learnt of costs"] = cost_learner().state_dict()
+                sums, maxima = cost_learner().evidence()
+            largest = [*counted.largest, *maxima, int(batch is None)]
+            return dataclasses.replace(counted, equal=equal, largest=largest, rank_total=sums)
 
         agreed = self.consensus.agree("taking stock", work, says, failure=PlanningFailedError)
         self.settings, self._given = agreed.result
         self._stock = agreed
+        if self._learns:
+            model = cost_learner().learn(agreed.rank_total, agreed.largest[2:-1])
+            self.settings = dataclasses.replace(self.settings, cost_model=model)
+
+    @property
+    def _learns(self) -> bool:
+        """True if costs are learnt from the training steps before this one."""
+        is_free = self.given_cost_model is None and not self.forward_only
+        return is_free and learns_cost_model(self.args)
+
+    def _known_cost_model(self, chunks: list[Any]) -> CostModel:
+        """The arguments' cost model, or what was learnt of it by now."""
+        if not learns_cost_model(self.args):
+            return planner_cost_model(self.args)
+        return cost_learner().begin(lambda: first_guess(self.args, get_model_config(chunks[0])))
 
     def share_data(self) -> None:
         """Hand the data to ranks that lack it, and the fields to ranks without samples."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from mcore_batching.planning import ParallelDims
+from mcore_batching.planning import CostModel, ParallelDims
 from mcore_batching.planning.memory import ModelShape
 
 
@@ -56,6 +57,28 @@ def model_shape(args: Any, config: Any) -> ModelShape:
         recompute=config.recompute_granularity == "full",
         bytes_per_value=2 if half else 4,
         bytes_per_logit=6 if half else 4,
+    )
+
+
+def first_guess(args: Any, config: Any) -> CostModel:
+    """The cost model of a model's shape, before any pass of it was timed.
+
+    Args:
+        args: Megatron's arguments; the output layer is left out where they do not give its size.
+        config: the model's `TransformerConfig`.
+    """
+    vocab = getattr(args, "padded_vocab_size", None) or 1
+    shape = model_shape(SimpleNamespace(padded_vocab_size=vocab), config)
+    return CostModel.from_model(
+        hidden=shape.hidden,
+        ffn=shape.ffn,
+        layers=shape.layers,
+        heads=shape.heads,
+        groups=shape.groups,
+        head_dim=shape.head_dim,
+        vocab=shape.vocab,
+        gated=shape.gated,
+        recompute=shape.recompute,
     )
 
 

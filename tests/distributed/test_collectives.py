@@ -19,6 +19,9 @@ OF_ALL = {
     "plans of all ranks, again": {},
     # Taking stock, lengths, plan; then the samples' sizes and the samples.
     "plan, exchange": {"reduce": 3, "gather": 1, "all_to_all_single": 2},
+    # What was measured travels with the stock.
+    "plan, learnt costs": {"reduce": 3},
+    "train_step, learnt costs": {"reduce": 2},
 }
 EXPECTED = {
     "dp2": OF_ALL | {"plan, data on one rank of a replica": {"reduce": 3}},

@@ -18,6 +18,7 @@ from mcore_batching.megatron.arguments import (
     flag_of,
     forward_only_config,
     has_own_forward_plan,
+    learns_cost_model,
     log_prob_chunk_tokens,
     planner_config,
     planner_cost_model,
@@ -129,6 +130,12 @@ def test_cost_model_from_a_file(tmp_path: Path) -> None:
     path.write_text(model.to_json())
     assert planner_cost_model(parse("--dynamic-batch-cost-model", str(path))) == model
     assert planner_cost_model(parse()) == planner_cost_model(SimpleNamespace()) == CostModel()
+    learnt = parse("--dynamic-batch-cost-model", "auto")
+    assert learns_cost_model(learnt)
+    assert planner_cost_model(learnt) == CostModel()  # before anything was learnt
+    assert not learns_cost_model(parse("--dynamic-batch-cost-model", str(path)))
+    assert not learns_cost_model(parse())
+    assert not learns_cost_model(SimpleNamespace())
     other = tmp_path / "other.json"
     other.write_text("[]")
     for wrong in (other, tmp_path / "missing.json"):

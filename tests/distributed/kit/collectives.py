@@ -55,6 +55,7 @@ def collectives_of_phases(dims: dict[str, Any], reference: str) -> dict[str, dic
     optimizer = adam(model, distributed=False)
     shape = ParallelDims(**dims)
     args, exchanging = arguments(shape), arguments(shape, dynamic_batch_exchange=True)
+    learning = arguments(shape, dynamic_batch_cost_model="auto")
     samples = my_samples(dims)
     on_one = samples if dist.get_rank() < shape.data_parallel else None
     phases: dict[str, dict[str, int]] = {}
@@ -73,4 +74,8 @@ def collectives_of_phases(dims: dict[str, Any], reference: str) -> dict[str, dic
             get_data_iterator(args, model, on_one)
         with counted() as phases["plan, exchange"]:
             plan_micro_batches(exchanging, model, lambda: samples)
+        with counted() as phases["plan, learnt costs"]:
+            iterators, counts = get_data_iterator(learning, model, samples)
+        with counted() as phases["train_step, learnt costs"]:
+            train_step(packed_objective, learning, model, iterators, counts, optimizer)
     return phases

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcore_batching.megatron import consensus
+from mcore_batching.megatron import consensus, cost_learning
 
 _new_group, _destroy_process_group = dist.new_group, dist.destroy_process_group
 _signature = inspect.signature(_new_group)
@@ -56,4 +56,5 @@ def abandon_groups() -> None:
 def release_groups() -> None:
     """Take back the groups of a finished job."""
     _taken.clear()
-    consensus._current = None  # else taken for the next job's, whose groups are the same objects
+    # Else taken for the next job's, whose groups are the same objects.
+    consensus._current = cost_learning._current = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -119,7 +119,7 @@ def _one_step(
 
     rows = prepared.iterators(len(model))
     planned = planned_transfers(one_each, model, prepared, forward_only=forward_only)
-    with _recorded(model) as passes, planned:
+    with passes_of(model) as passes, planned:
         dist.barrier()
         began = time.monotonic()
         get_forward_backward_func()(
@@ -135,8 +135,16 @@ def _one_step(
 
 
 @contextlib.contextmanager
-def _recorded(model: list[Any]) -> Iterator[list[Any]]:
-    """Write down every call of the schedules' own forward and backward step."""
+def passes_of(
+    model: list[Any], during: Callable[[bool, int, float], Any] = lambda *unused: None
+) -> Iterator[list[Any]]:
+    """Write down every call of the schedules' own forward and backward step.
+
+    Args:
+        model: this rank's chunks.
+        during: called at the end of each, with whether it is a backward pass, the slot and when it
+            began.
+    """
     passes: list[Any] = []
     drawn = [0] * len(model)
     made_by: dict[int, tuple[int, int]] = {}
@@ -148,6 +156,7 @@ def _recorded(model: list[Any]) -> Iterator[list[Any]]:
         drawn[number] += 1
         start = time.monotonic()
         result = forward(step, iterator, chunk, *rest, **options)
+        during(False, slot, start)
         passes.append(["F", number, slot, start, time.monotonic()])
         made_by[id(_only(result[0]))] = (number, slot)
         return result
@@ -156,6 +165,7 @@ def _recorded(model: list[Any]) -> Iterator[list[Any]]:
         number, slot = made_by.pop(id(_only(output_tensor)))
         start = time.monotonic()
         result = backward(input_tensor, output_tensor, *rest, **options)
+        during(True, slot, start)
         passes.append(["B", number, slot, start, time.monotonic()])
         return result
 

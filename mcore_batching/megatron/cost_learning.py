@@ -1,0 +1,268 @@
+"""Learning what passes cost while training runs: ``--dynamic-batch-cost-model auto``.
+
+Every forward and backward pass of every model chunk is timed where it runs, around Megatron's own
+forward and backward step: what a stage waits for its neighbours is outside. On a GPU the times are
+read when the next step is planned, by then without waiting. All ranks add up what they measured
+within the planning protocol's first agreement and go on with the same model
+(`mcore_batching.planning.cost_learning`).
+
+Passes are timed in `train_step` and in stock training, and the model is learnt when training's
+micro-batches are planned. The first step of a process, which compiles and allocates, does not
+count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from mcore_batching.megatron import compat, cpu_emulation
+from mcore_batching.megatron.arguments import learns_cost_model
+from mcore_batching.megatron.prepared_step import PreparedStep
+from mcore_batching.planning import CostModel
+from mcore_batching.planning.cost_fit import Timing
+from mcore_batching.planning.cost_learning import (
+    WINDOW_STEPS,
+    LearntCosts,
+    StepReview,
+    evidence,
+    is_usable,
+    relearnt,
+)
+from mcore_batching.planning.pipeline import Pass, stage_order
+
+_RANKS = 1 << 20
+"""More than there are: a rank travels in the lower digits of a number, behind its value."""
+_STEPS_BETWEEN_MESSAGES = 100
+
+
+class CostLearner:
+    """What the present job has learnt of its costs, and the times that it learns from.
+
+    Attributes:
+        learnt: the same on every rank; None before the first planning.
+        review: of the last step that was timed, over all ranks; None before there is one.
+    """
+
+    def __init__(self) -> None:
+        self.learnt: LearntCosts | None = None
+        self.review: StepReview | None = None
+        self._stage: int = parallel_state.get_pipeline_model_parallel_rank()
+        self._num_stages: int = parallel_state.get_pipeline_model_parallel_world_size()
+        self._is_warm = False
+        self._unread: deque[_TimedStep] = deque(maxlen=WINDOW_STEPS)
+        self._steps: deque[list[Timing]] = deque(maxlen=WINDOW_STEPS)
+        self._last: tuple[float, float, float, float] | None = None
+        self._said: tuple[str, int] = ("", 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learnt, as numbers in dicts and lists; save it with the model's checkpoint."""
+        return {} if self.learnt is None else self.learnt.to_data()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what another job had learnt; call it on every rank, before planning.
+
+        Args:
+            state: from `state_dict`. Where the number of pipeline stages has changed, stages are
+                taken to be equal.
+
+        Raises:
+            ConfigError: something else.
+        """
+        self.learnt = LearntCosts.from_data(state).on_stages(self._num_stages) if state else None
+
+    def statistics(self) -> dict[str, float]:
+        """What was learnt, for a log: name to value."""
+        if self.learnt is None:
+            return {}
+        model = self.learnt.cost_model
+        return {
+            "quadratic cost": model.quadratic,
+            "micro-batch cost": model.per_micro_batch,
+            "backward over forward": model.backward_ratio,
+            "slowest stage over mean": max(self.learnt.stage_factors, default=1.0),
+        }
+
+    def begin(self, first_guess: Callable[[], CostModel]) -> CostModel:
+        """The model to plan with, as far as is known by now.
+
+        Args:
+            first_guess: gives it before anything was learnt.
+        """
+        if self.learnt is None:
+            self.learnt = LearntCosts(cost_model=first_guess())
+        return self.learnt.cost_model
+
+    @contextlib.contextmanager
+    def timing(self, prepared: PreparedStep) -> Iterator[None]:
+        """Time the passes of a training step that runs inside.
+
+        Args:
+            prepared: the step, the same rows on all stages.
+        """
+        marks: list[Any] = []
+        with compat.around_passes(lambda: marks.append(_mark())):
+            yield
+        if not self._is_warm:
+            self._is_warm = True
+            return
+        dims = prepared.schedule.dims
+        lengths = prepared.schedule.rollout_data["total_lengths"]
+        rows = [
+            tuple(int(lengths[i]) for i in indices)
+            for indices in prepared.schedule.steps[prepared.step]
+        ]
+        order = stage_order(dims, self._stage, len(rows))
+        if len(marks) == 2 * len(order):  # else the schedule is none that is known here
+            predicted = self.learnt and self.learnt.predicted_seconds(rows, dims)
+            self._unread.append(_TimedStep(rows, order, marks, predicted or 0.0))
+
+    def evidence(self) -> tuple[list[float], list[float]]:
+        """What this rank measured: numbers to be added up over ranks, and to be maximised.
+
+        Reads the passes of the steps that have ended on the device.
+        """
+        assert self.learnt is not None
+        while self._unread and _is_over(self._unread[0].marks[-1]):
+            step = self._unread.popleft()
+            timings = step.timings()
+            self._steps.append(timings)
+            usable = [each for each in timings if is_usable(each)]
+            speed = (self.learnt.seconds_per_unit or 0.0) * self.learnt.factor(self._stage)
+            span = _seconds_between(step.marks[0], step.marks[-1])
+            self._last = (
+                sum(each.forward_seconds + each.backward_seconds for each in usable),
+                sum(speed * self.learnt.units(each.lengths) for each in usable),
+                span if math.isfinite(span) else 0.0,
+                step.predicted_seconds,
+            )
+        sums = evidence(
+            list(self._steps), self.learnt, stage=self._stage, num_stages=self._num_stages
+        )
+        took, expected, measured, predicted = self._last or (0.0, 0.0, 0.0, 0.0)
+        self._last = None
+        # In thousandths, and the rank behind them: the largest tells both.
+        slowest = int(min(1000 * took / expected, 1e6)) * _RANKS if expected else 0
+        largest = [measured, predicted, slowest + dist.get_rank()]
+        return [*sums, took, expected], largest
+
+    def learn(self, total: Sequence[float], largest: Sequence[float]) -> CostModel:
+        """The model to plan the next step with, the same on every rank.
+
+        Args:
+            total: of the numbers of `evidence`, the sums over all ranks.
+            largest: likewise.
+        """
+        assert self.learnt is not None
+        *sums, took, expected = total
+        measured, predicted, slowest = largest
+        if expected and predicted and measured:
+            self.review = StepReview(
+                predicted_seconds=predicted,
+                measured_seconds=measured,
+                passes_over_predicted=took / expected,
+                slowest_rank=int(slowest) % _RANKS,
+                slowest_over_predicted=int(slowest) // _RANKS / 1000,
+            )
+            self._say(self.review)
+        self.learnt = relearnt(self.learnt, sums)
+        return self.learnt.cost_model
+
+    def _say(self, review: StepReview) -> None:
+        """Print why a step did not take what was predicted, where stock code prints its log."""
+        reason, since = review.reason, self._said[1] + 1
+        self._said = (self._said[0], since)
+        if reason and (reason != self._said[0] or since >= _STEPS_BETWEEN_MESSAGES):
+            self._said = (reason, 0)
+            if dist.get_rank() == dist.get_world_size() - 1:
+                print(f"mcore_batching: {review}", flush=True)
+
+
+@dataclass(frozen=True)
+class _TimedStep:
+    """A step's passes as they were marked.
+
+    Attributes:
+        rows: lengths of the samples of each micro-batch.
+        order: of the passes.
+        marks: before and after each pass.
+        predicted_seconds: of the whole step; 0 where nothing was known.
+    """
+
+    rows: list[tuple[int, ...]]
+    order: list[Pass]
+    marks: list[Any]
+    predicted_seconds: float
+
+    def timings(self) -> list[Timing]:
+        """The times of each row on this stage, its model chunks' together."""
+        seconds = {(slot, backward): 0.0 for slot in range(len(self.rows)) for backward in (0, 1)}
+        for number, (backward, _, slot) in enumerate(self.order):
+            start, end = self.marks[2 * number : 2 * number + 2]
+            seconds[slot, int(backward)] += _seconds_between(start, end)
+        return [
+            Timing(
+                lengths=lengths,
+                forward_seconds=seconds[slot, 0],
+                backward_seconds=seconds[slot, 1],
+            )
+            for slot, lengths in enumerate(self.rows)
+        ]
+
+
+def _mark() -> Any:
+    """Now: on a GPU, when its current stream gets here."""
+    if cpu_emulation.is_enabled():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _is_over(mark: Any) -> bool:
+    return isinstance(mark, float) or bool(mark.query())
+
+
+def _seconds_between(start: Any, end: Any) -> float:
+    if isinstance(start, float):
+        return float(end - start)
+    return float(start.elapsed_time(end)) / 1e3
+
+
+_current: tuple[Any, CostLearner] | None = None
+
+
+def cost_learner() -> CostLearner:
+    """What the job on Megatron's present process groups has learnt of its costs.
+
+    It learns under ``--dynamic-batch-cost-model auto`` alone. Not a collective.
+    """
+    global _current
+    groups = parallel_state.get_data_parallel_group()
+    if _current is None or _current[0] is not groups:
+        _current = (groups, CostLearner())
+    return _current[1]
+
+
+@contextlib.contextmanager
+def timed(args: Any, prepared: PreparedStep) -> Iterator[None]:
+    """Time the passes of a training step under ``--dynamic-batch-cost-model auto``.
+
+    Args:
+        args: Megatron's arguments.
+        prepared: the step whose forward and backward passes run inside.
+    """
+    if not learns_cost_model(args):
+        yield
+        return
+    with cost_learner().timing(prepared):
+        yield

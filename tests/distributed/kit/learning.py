@@ -1,0 +1,229 @@
+"""A job whose stages cost what a hidden model says, and that learns it while it trains."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+
+from kit.exactness import arguments
+from kit.model import adam, transformer_config
+from kit.objective import packed_objective
+from kit.operations import passes_of
+from kit.samples import VOCABULARY
+from mcore_batching.megatron import (
+    CollectiveError,
+    cost_learner,
+    cost_learning,
+    get_data_iterator,
+    schedule_of,
+    train_step,
+)
+from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
+from mcore_batching.planning import CostModel, ParallelDims
+
+CAP = 96
+STALLED = 3
+"""The step that stalls, and that has a NaN for a time and for a loss."""
+
+
+class _HiddenCosts:
+    """Makes passes take what a hidden model says, on a clock of its own or by sleeping.
+
+    Args:
+        seconds_per_unit: of the hidden model.
+        sleeps: False advances a clock that this process's passes alone move.
+    """
+
+    def __init__(self, seconds_per_unit: float, sleeps: bool) -> None:
+        self._seconds_per_unit = seconds_per_unit
+        self._sleeps = sleeps
+        self._now = 0.0
+        self.rows: list[tuple[int, ...]] = []
+        self.model = CostModel()
+        self.slower = 1.0
+        self.chunks = 1
+        self.breaks_clock = False
+
+    def perf_counter(self) -> float:
+        """In place of the clock by which passes are timed."""
+        if self.breaks_clock:
+            self.breaks_clock = False
+            return math.nan
+        return time.perf_counter() if self._sleeps else self._now
+
+    def takes(self, backward: bool, slot: int, start: float) -> None:
+        """Let a pass take its time, which its own computing is part of."""
+        cost = self.model.micro_batch(self.rows[slot]) / self.chunks
+        cost *= self.model.backward_ratio if backward else 1.0
+        seconds = self.slower * self._seconds_per_unit * cost
+        self._now += seconds
+        if self._sleeps:
+            time.sleep(max(0.0, seconds - (time.monotonic() - start)))
+
+
+@contextlib.contextmanager
+def _own_clock(hidden: _HiddenCosts) -> Iterator[None]:
+    clock = cost_learning.time
+    cost_learning.time = SimpleNamespace(perf_counter=hidden.perf_counter)
+    try:
+        yield
+    finally:
+        cost_learning.time = clock
+
+
+def samples(count: int, seed: int) -> dict[str, list[Any]]:
+    """Random samples of log-normal length, under the cap."""
+    generator = random.Random(seed)
+    totals = [max(2, min(CAP, round(generator.lognormvariate(2.7, 0.8)))) for _ in range(count)]
+    return {
+        "tokens": [torch.randint(VOCABULARY, (total,)) for total in totals],
+        "total_lengths": totals,
+        "response_lengths": [1] * count,
+        "advantages": [torch.ones(1)] * count,
+        "rollout_log_probs": [torch.zeros(1)] * count,
+        "ref_log_probs": [torch.zeros(1)] * count,
+    }
+
+
+def _model(shape: ParallelDims) -> list[Any]:
+    """A layer in each chunk, which computes in no time."""
+    config = transformer_config(
+        "dense",
+        num_layers=shape.pipeline_parallel * shape.virtual_pipeline,
+        hidden_size=8,
+        ffn_hidden_size=8,
+        **pipeline_config(shape),
+    )
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    return build_model(config, vocab_size=VOCABULARY, max_sequence_length=CAP, ddp=ddp)
+
+
+def learn(
+    dims: dict[str, Any],
+    hidden: dict[str, Any],
+    drift: float = 0.0,
+    slower: list[float] | None = None,
+    num_steps: int = 6,
+    faults: bool = False,
+    sleeps: bool = False,
+    num_samples: int = 12,
+    seconds_per_unit: float = 1e-5,
+) -> list[dict[str, Any]]:
+    """Train while the costs are hidden; what each step was planned by, and how it went.
+
+    The first step of every rank takes 50 times as long, as if it compiled; asleep, 3 times.
+
+    Args:
+        dims: of the job.
+        hidden: the cost model, as arguments of `CostModel`.
+        drift: by how much quadratic cost and that of a micro-batch grow each step.
+        slower: of each global rank, by how much; None: none is.
+        num_steps: optimizer steps.
+        faults: in step `STALLED` the last rank takes 20 times as long and its loss is NaN, so that
+            the update is skipped; its clock and the first rank's break once.
+        sleeps: the stages really sleep.
+        num_samples: of each data-parallel rank and step.
+        seconds_per_unit: of the hidden model.
+
+    Returns:
+        for every step its ``plan`` (digest), ``state`` (what was learnt by then), ``lengths`` and
+        ``ranks`` (of the whole plan), ``hidden`` (the cost model), ``updated`` and ``review``; for
+        the last, on the first rank, what was ``recorded``.
+    """
+    shape = ParallelDims(**dims)
+    model = _model(shape)
+    args = arguments(
+        shape,
+        max_tokens_per_gpu=CAP,
+        dynamic_batch_cost_model="auto",
+        dynamic_batch_on_nonfinite="skip",
+        dynamic_batch_plan_effort=60,
+        dynamic_batch_record=tempfile.mkdtemp(),  # the first rank's alone is written to
+    )
+    optimizer = adam(model, distributed=False)
+    costs = _HiddenCosts(seconds_per_unit, sleeps)
+    costs.chunks = shape.virtual_pipeline
+    last = dist.get_rank() == dist.get_world_size() - 1
+    seen = []
+    with _own_clock(costs):
+        for step in range(num_steps):
+            data = samples(num_samples, 1000 * step + parallel_state.get_data_parallel_rank())
+            iterators, counts = get_data_iterator(args, model, data)
+            schedule = schedule_of(iterators)
+            costs.rows = [tuple(data["total_lengths"][i] for i in row) for row in schedule.steps[0]]
+            costs.model = _grown(CostModel(**hidden), (1 + drift) ** step)
+            at_fault = faults and last and step == STALLED
+            costs.slower = 1.0 if slower is None else slower[dist.get_rank()]
+            costs.slower *= (3 if sleeps else 50) if step == 0 else 20 if at_fault else 1
+            plan, lengths = schedule.step_plan(0)
+            seen.append(
+                {
+                    "plan": schedule.plan_digest,
+                    "state": cost_learner().state_dict(),
+                    "lengths": lengths,
+                    "ranks": plan.micro_batches,
+                    "hidden": json.loads(costs.model.to_json()),
+                }
+            )
+            costs.breaks_clock = faults and step == STALLED and (last or dist.get_rank() == 0)
+            with passes_of(model, costs.takes):
+                result = train_step(_objective(at_fault), args, model, iterators, counts, optimizer)
+            seen[-1]["updated"] = result.update_successful
+            review = cost_learner().review
+            seen[-1]["review"] = review and {**vars(review), "text": str(review)}
+    for file in Path(args.dynamic_batch_record).iterdir():
+        seen[-1]["recorded"] = file.read_text()
+    return seen
+
+
+def _grown(model: CostModel, factor: float) -> CostModel:
+    return CostModel(
+        linear=model.linear,
+        quadratic=model.quadratic * factor,
+        per_micro_batch=model.per_micro_batch * factor,
+        backward_ratio=model.backward_ratio,
+    )
+
+
+def _objective(is_nan: bool) -> Any:
+    def loss(*given: Any) -> Any:
+        share, metrics = packed_objective(*given)
+        return share * (math.nan if is_nan else 1.0), metrics
+
+    return loss
+
+
+def resume(**parameters: Any) -> dict[str, Any]:
+    """`learn`, then go on from what was saved: on all ranks, and on the first alone.
+
+    Returns:
+        what was saved, the model that the next step was planned by, and the error of the second.
+    """
+    learn(**parameters)
+    state = json.loads(json.dumps(cost_learner().state_dict()))
+    found: dict[str, Any] = {"state": state}
+    shape = ParallelDims(**parameters["dims"])
+    for name, everywhere in (("resumed", True), ("alone", False)):
+        cost_learning._current = None
+        if everywhere or dist.get_rank() == 0:
+            cost_learner().load_state_dict(state)
+        args = arguments(shape, max_tokens_per_gpu=CAP, dynamic_batch_cost_model="auto")
+        try:
+            iterators, _ = get_data_iterator(args, _model(shape), samples(8, 0))
+            found[name] = json.loads(schedule_of(iterators).cost_model.to_json())
+        except CollectiveError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found

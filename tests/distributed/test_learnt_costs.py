@@ -1,0 +1,163 @@
+"""``--dynamic-batch-cost-model auto``: stages cost what a hidden model says, and it is found out.
+
+Passes move a clock of their own process, so that times are what they are meant to be, however busy
+the machine; one job sleeps.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.harness import Job
+from kit.learning import CAP, STALLED
+
+from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, plan_step
+from mcore_batching.planning.cost_learning import LearntCosts
+from mcore_batching.planning.pipeline import pipeline_time
+from mcore_batching.planning.records import read_records
+from mcore_batching.planning.statistics import predicted_step_time
+
+DIMS = {"data_parallel": 2, "pipeline_parallel": 2}
+CONFIG = PlannerConfig(max_tokens_per_gpu=CAP, plan_effort=60)
+SECONDS_PER_UNIT = 1e-5
+LEARNT_BY = 5
+"""Steps after which the model is to be known."""
+
+LAUNCHES = {"linear": 1.0, "quadratic": 0.002, "per_micro_batch": 200.0, "backward_ratio": 1.5}
+ATTENTION = {"linear": 1.0, "quadratic": 0.08, "per_micro_batch": 4.0, "backward_ratio": 2.5}
+BOTH = {"linear": 1.0, "quadratic": 0.02, "per_micro_batch": 40.0, "backward_ratio": 2.0}
+
+Ranks = list[Any]
+
+
+def job(name: str, function: str = "learn", dims: dict[str, int] = DIMS, **parameters: Any) -> Job:
+    return Job(f"learn-{name}", f"kit.learning:{function}", 4, dims, {"dims": dims, **parameters})
+
+
+def on(*jobs: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("job", jobs, ids=str)
+
+
+def assert_agreed(ranks: Ranks) -> None:
+    """Every rank knows the same, and runs its part of one plan, at every step."""
+    for rank in ranks[1:]:
+        for own, first in zip(rank, ranks[0], strict=True):
+            for name in ("plan", "state", "ranks", "lengths"):
+                assert own[name] == first[name]
+
+
+def prediction_error(step: dict[str, Any], dims: dict[str, int] = DIMS) -> float:
+    """Of the step's time by what was learnt, against the hidden model's."""
+    shape, hidden = ParallelDims(**dims), CostModel(**step["hidden"])
+    learnt = LearntCosts.from_data(step["state"])
+    rows = [[[step["lengths"][i] for i in samples] for samples in rank] for rank in step["ranks"]]
+    truth = max(
+        pipeline_time(
+            [hidden.micro_batch(lengths) for lengths in rank],
+            shape,
+            backward_ratio=hidden.backward_ratio,
+        )
+        for rank in rows
+    )
+    predicted = max(learnt.predicted_seconds(rank, shape) or 0.0 for rank in rows)
+    return predicted / (SECONDS_PER_UNIT * truth) - 1
+
+
+def loss_of_time(step: dict[str, Any], dims: dict[str, int] = DIMS) -> float:
+    """Time of all samples' plan by what was learnt over that by the hidden model, under it."""
+    shape, hidden = ParallelDims(**dims), CostModel(**step["hidden"])
+
+    def time(model: CostModel) -> float:
+        plan: StepPlan = plan_step(step["lengths"], shape, CONFIG, model)
+        return predicted_step_time(plan, step["lengths"], hidden)
+
+    return time(CostModel(**step["state"]["cost_model"])) / time(hidden) - 1
+
+
+@on(
+    job("launches", hidden=LAUNCHES),
+    job("attention", hidden=ATTENTION),
+    job("drifting", hidden=BOTH, drift=0.03, num_steps=8),
+)
+def test_a_hidden_model_is_known_within_five_steps(job: Job, ranks: Ranks) -> None:
+    assert_agreed(ranks)
+    # The first step, which compiles, counts for nothing; the second is read for the third.
+    known = [step["state"]["seconds_per_unit"] is not None for step in ranks[0]]
+    assert known == [False, False] + [True] * (len(known) - 2)
+    for step in ranks[0][LEARNT_BY:]:
+        assert abs(prediction_error(step)) < 0.05
+        assert loss_of_time(step) < 0.02
+
+
+@on(job("launches", hidden=LAUNCHES))
+def test_the_model_of_each_step_is_recorded(job: Job, ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").write_text(ranks[0][-1]["recorded"])
+    for record, step in zip(read_records(tmp_path), ranks[0], strict=True):
+        assert record.plan.cost_model == CostModel(**step["state"]["cost_model"])
+        assert record.seconds_per_unit == step["state"]["seconds_per_unit"]
+
+
+@on(job("interleaved", hidden=BOTH, dims={**DIMS, "virtual_pipeline": 2}, num_steps=4))
+def test_times_of_a_stages_chunks_are_added_up(job: Job, ranks: Ranks) -> None:
+    assert_agreed(ranks)
+    for step in ranks[0][3:]:
+        assert abs(prediction_error(step, job.parameters["dims"])) < 0.05
+
+
+# Global ranks 0 and 1 are the first stage; 3 is slower than its twin.
+@on(job("unequal-ranks", hidden=BOTH, slower=[0.8, 0.8, 1.2, 1.5]))
+def test_ranks_that_measure_different_times_plan_alike(job: Job, ranks: Ranks) -> None:
+    assert_agreed(ranks)
+    last = ranks[0][-1]
+    first_stage, second_stage = last["state"]["stage_factors"]
+    assert second_stage / first_stage == pytest.approx(1.35 / 0.8, rel=0.1)
+    assert loss_of_time(last) < 0.02
+    assert last["review"]["slowest_rank"] == 3
+
+
+@on(job("faults", hidden=BOTH, faults=True))
+def test_a_stalled_step_and_nans_spoil_nothing(job: Job, ranks: Ranks) -> None:
+    assert_agreed(ranks)
+    assert [step["updated"] for step in ranks[0]] == [i != STALLED for i in range(6)]
+    for step in ranks[0][STALLED + 1 :]:
+        assert abs(prediction_error(step)) < 0.05
+        assert loss_of_time(step) < 0.02
+    # Reported when the step after it is planned.
+    review = ranks[0][STALLED + 1]["review"]
+    assert review["slowest_rank"] == 3
+    assert "a rank is slower than the others" in review["text"]
+    assert math.isfinite(review["measured_seconds"])
+
+
+@on(job("resumed", function="resume", hidden=LAUNCHES, num_steps=4))
+def test_a_resumed_job_plans_by_what_was_learnt(job: Job, ranks: Ranks) -> None:
+    for rank in ranks:
+        assert rank["state"] == ranks[0]["state"]
+        assert rank["resumed"] == rank["state"]["cost_model"]
+        assert rank["resumed"]["per_micro_batch"] == pytest.approx(200.0, rel=0.1)
+        # Some rank without its state would plan by another model, and hang the others.
+        assert rank["alone"].startswith("PlanMismatchError")
+        assert "what was learnt of costs is" in rank["alone"]
+
+
+@on(
+    job(
+        "asleep",
+        hidden=BOTH,
+        slower=[0.8, 0.8, 1.2, 1.2],
+        sleeps=True,
+        seconds_per_unit=2e-4,
+    )
+)
+def test_steps_that_really_sleep_take_what_was_predicted(job: Job, ranks: Ranks) -> None:
+    """What a stage waits for its neighbour is not its own: the fast one measures its own time."""
+    assert_agreed(ranks)
+    last = ranks[0][-1]
+    first_stage, second_stage = last["state"]["stage_factors"]
+    assert second_stage / first_stage == pytest.approx(1.5, rel=0.15)
+    reviews = [step["review"] for step in ranks[0] if step["review"] is not None]
+    errors = sorted(abs(r["measured_seconds"] / r["predicted_seconds"] - 1) for r in reviews[1:])
+    assert errors[len(errors) // 2] < 0.05
