@@ -117,6 +117,7 @@ REFUSED = {
     "allgather planned": r"DynamicBatchArgumentError: allgather_cp=True",
     "exchange": r"DynamicBatchArgumentError: .* unset --dynamic-batch-exchange",
     "pad each": r"DynamicBatchArgumentError: --dynamic-batch-pad-each-to .* unset it",
+    "learnt costs": r"DynamicBatchArgumentError: --dynamic-batch-cost-model auto .* to a file",
     "cap": r"ConfigError: the smallest micro-batch takes 1024 padded tokens",
     "no token": r"PlanningFailedError: .*rank 1: SchemaError: .*total_lengths.* at least one token",
     "foreign batch": r"DynamicBatchArgumentError: .* got SimpleNamespace: call get_data",

@@ -131,6 +131,33 @@ def test_exchange_is_exact_and_balances_ranks(records: list[Ranks]) -> None:
     assert after < before / 3
 
 
+@runs("pp2-padded", "pp2-learnt")
+def test_learnt_costs_change_no_loss(records: list[Ranks]) -> None:
+    padded, learnt = records
+    assert_same_training(learnt, padded, 5)
+    logged = [
+        [step["batching"].get(name) for step in record["steps"]]
+        for record in last_stage(learnt)
+        for name in ("micro-batch cost", "predicted step seconds")
+    ]
+    costs, predicted = logged[:2]
+    assert logged == [costs, predicted] * (len(logged) // 2)
+    # The first step counts for nothing, and the second is read when the third is planned.
+    assert costs[0] == costs[1] != costs[2]
+    assert predicted[:2] == [None, None]
+    assert all(predicted[2:])
+
+
+@pytest.mark.long
+@runs("pp2-learnt-resumed")
+def test_a_resumed_run_knows_what_was_learnt(records: list[Ranks]) -> None:
+    whole, resumed = (records[0][-1][name]["steps"] for name in ("whole", "resumed"))
+    saved, first = whole[4]["batching"], resumed[0]["batching"]
+    for name in ("micro-batch cost", "quadratic cost", "backward over forward"):
+        assert whole[0]["batching"][name] != saved[name] == first[name]
+    assert first["predicted step seconds"] > 0
+
+
 @pytest.mark.long
 @runs("pp2-two-samples-padded", "pp2-two-samples")
 def test_micro_batch_size_2(records: list[Ranks]) -> None:

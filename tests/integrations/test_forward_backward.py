@@ -15,6 +15,7 @@ from mcore_batching.integrations.megatron_lm.forward_backward import (
     _row_given,
 )
 from mcore_batching.megatron import DynamicBatchArgumentError
+from mcore_batching.planning import CostModel
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,20 @@ def test_refused_calls(options: dict[str, Any], message: str) -> None:
             micro_batch_size=1,
             **options,
         )
+
+
+def test_a_step_that_megatron_reruns_is_planned_by_the_same_costs() -> None:
+    """What was learnt meanwhile would change its rounding, which Megatron compares."""
+    args = SimpleNamespace(curr_iteration=3)
+    schedule = PackedForwardBackward(lambda **_: None, args)
+    planned = CostModel(per_micro_batch=7.0)
+    assert schedule._cost_model_of_rerun() is None
+    schedule._last_planned = 3, planned
+    assert schedule._cost_model_of_rerun() is planned
+    args.curr_iteration = 4
+    assert schedule._cost_model_of_rerun() is None
+    del args.curr_iteration
+    assert schedule._cost_model_of_rerun() is None
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from mcore_batching.integrations.megatron_lm.arguments import is_on
+from mcore_batching.integrations.megatron_lm.learnt_costs import keep_learnt_costs
 from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows, stock_row
 from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
 from mcore_batching.integrations.megatron_lm.step_log import record_step
@@ -35,6 +36,7 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.arguments import has_own_forward_plan
 from mcore_batching.megatron.chunk_forward import padding_mask
 from mcore_batching.megatron.consensus import agree_after_pipeline
+from mcore_batching.megatron.cost_learning import timed
 from mcore_batching.megatron.data_iterator import plan_micro_batches, schedule_of
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.failure_watch import defer, reporting
@@ -44,6 +46,7 @@ from mcore_batching.megatron.recording import recorded
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks, model_shape
 from mcore_batching.megatron.transfer_shapes import planned_transfers
+from mcore_batching.planning import CostModel
 
 ForwardBackward = Callable[..., Any]
 
@@ -76,6 +79,7 @@ class PackedForwardBackward:
     def __init__(self, forward_backward_func: ForwardBackward, args: Any) -> None:
         self._run = forward_backward_func
         self._args = args
+        self._last_planned: tuple[int | None, CostModel | None] = None, None
 
     def __call__(
         self,
@@ -110,7 +114,9 @@ class PackedForwardBackward:
         started = time.monotonic()
         operation = "evaluation" if forward_only else "training"
         own_plan = forward_only and has_own_forward_plan(self._args)
-        schedule = self._plan(chunks, data_iterator, num_microbatches, own_plan)
+        schedule = self._plan(
+            chunks, data_iterator, num_microbatches, is_training=not forward_only, own_plan=own_plan
+        )
         prepared = prepare(self._args, operation, 0, lambda: schedule, change=stock_row)
         count = len(prepared.rows)
         rows = [
@@ -124,6 +130,7 @@ class PackedForwardBackward:
             reporting(self._args, operation),
             planned_transfers(self._args, chunks, prepared, forward_only=forward_only),
             contextlib.nullcontext() if forward_only else recorded(self._args, schedule, 0),
+            contextlib.nullcontext() if forward_only else timed(self._args, prepared),
         ):
             losses = self._run(
                 forward_step_func=_with_deferred_errors(forward_step_func, failed, self._args),
@@ -139,16 +146,25 @@ class PackedForwardBackward:
             compat.scale_moe_metrics(num_microbatches / count)
             torch.cuda.synchronize()
             ended = time.monotonic()
+            plan, lengths = schedule.step_plan(0)
             record_step(
-                *schedule.step_plan(0),
+                plan,
+                lengths,
                 plan_seconds=planned - started,
                 run_seconds=ended - planned,
                 shape=model_shape(self._args, get_model_config(chunks[0])),
+                learnt=keep_learnt_costs(self._args, plan, lengths),
             )
         return losses
 
     def _plan(
-        self, chunks: list[Any], data_iterator: Any, num_microbatches: int, forward_only: bool
+        self,
+        chunks: list[Any],
+        data_iterator: Any,
+        num_microbatches: int,
+        *,
+        is_training: bool,
+        own_plan: bool,
     ) -> MicroBatchSchedule:
         """This rank's packed micro-batches of the step."""
         iterators, _ = plan_micro_batches(
@@ -156,9 +172,26 @@ class PackedForwardBackward:
             chunks,
             lambda: self._read(data_iterator, num_microbatches),
             schema=STOCK_SCHEMA,
-            forward_only=forward_only,
+            cost_model=self._cost_model_of_rerun() if is_training else None,
+            forward_only=own_plan,
         )
-        return schedule_of(iterators)
+        schedule = schedule_of(iterators)
+        if is_training:
+            self._last_planned = self._iteration, schedule.cost_model
+        return schedule
+
+    @property
+    def _iteration(self) -> int | None:
+        iteration: int | None = getattr(self._args, "curr_iteration", None)
+        return iteration
+
+    def _cost_model_of_rerun(self) -> CostModel | None:
+        """By which this very step was planned before, where Megatron runs it once more.
+
+        What was learnt meanwhile would give another plan, and other rounding than is compared.
+        """
+        iteration, cost_model = self._last_planned
+        return cost_model if iteration is not None and iteration == self._iteration else None
 
     def _read(self, data_iterator: Any, num_microbatches: int) -> dict[str, Any] | None:
         batches = draw_batches(data_iterator, num_microbatches)

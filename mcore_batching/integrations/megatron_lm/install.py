@@ -20,8 +20,10 @@ from mcore_batching.integrations.megatron_lm.arguments import (
     add_arguments,
     check_arguments,
     check_training,
+    is_on,
 )
 from mcore_batching.integrations.megatron_lm.forward_backward import wrap_forward_backward
+from mcore_batching.integrations.megatron_lm.learnt_costs import with_learnt_costs
 from mcore_batching.integrations.megatron_lm.script_batches import (
     declare_batch_fields,
     restore_batches,
@@ -29,7 +31,7 @@ from mcore_batching.integrations.megatron_lm.script_batches import (
 from mcore_batching.integrations.megatron_lm.sft.provider import datasets_provider_for
 from mcore_batching.integrations.megatron_lm.step_log import with_batching_statistics
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.arguments import PREFIX
+from mcore_batching.megatron.arguments import PREFIX, learns_cost_model
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 
@@ -125,6 +127,11 @@ def _hook_arguments(installation: Installation) -> None:
     def validate_args(args: Any, *rest: Any, **options: Any) -> Any:
         validated = validate(args, *rest, **options)
         check_arguments(args)
+        checkpointing = _module("checkpointing")
+        name = f"{checkpointing.__name__}.check_checkpoint_args"
+        if learns_cost_model(args) and is_on(args) and name not in installation.hooked:
+            check = _original(checkpointing, "check_checkpoint_args")
+            installation.replace(checkpointing, "check_checkpoint_args", with_learnt_costs(check))
         return validated
 
     for module in compat.modules_with_validate_args(arguments, _module("initialize")):

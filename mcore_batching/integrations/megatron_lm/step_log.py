@@ -1,7 +1,7 @@
 """Statistics of a training step's plan, for Megatron's log line, TensorBoard and W&B.
 
 The planner predicts times in units of cost. A unit's seconds are the median over the steps before,
-so the first two steps have no prediction.
+so the first two steps have no prediction; learnt costs are in seconds.
 
 Stock code prints the first step after every start, a resumed one's too, and does not clear its sums
 then: the next line holds the mean of all steps since the start, that first one included.
@@ -35,6 +35,7 @@ def record_step(
     plan_seconds: float,
     run_seconds: float,
     shape: ModelShape | None = None,
+    learnt: Mapping[str, float] | None = None,
 ) -> None:
     """Remember the training step that has just run.
 
@@ -44,6 +45,7 @@ def record_step(
         plan_seconds: reading, planning and collating, on this rank.
         run_seconds: all forward and backward passes, on this rank.
         shape: of the model, for estimates of memory; None: none are made.
+        learnt: further entries, of learnt costs; a prediction among them goes before the median's.
     """
     made = step_statistics(plan, lengths)
     values = {
@@ -69,7 +71,7 @@ def record_step(
     if made.step_time:
         _seconds_per_unit.append(run_seconds / made.step_time)
     _last_step.clear()
-    _last_step.update(values)
+    _last_step.update(values | dict(learnt or {}))
 
 
 def with_batching_statistics(loss_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from mcore_batching.integrations.slime.rows import (
 )
 from mcore_batching.integrations.slime.zero_count_mask import zero_count_mask
 from mcore_batching.megatron import compat
+from mcore_batching.megatron.arguments import learns_cost_model
 from mcore_batching.megatron.data_iterator import (
     DataIterator,
     PlannedRollout,
@@ -222,6 +223,11 @@ def _check_arguments(args: Any) -> None:
         raise DynamicBatchArgumentError(
             "--dynamic-batch-pad-each-to pads samples, and the framework's functions find tokens "
             "by the lengths of samples: unset it, and pad rows by --dynamic-batch-pad-total-to"
+        )
+    if learns_cost_model(args):
+        raise DynamicBatchArgumentError(
+            "--dynamic-batch-cost-model auto learns from passes that this package runs, and the "
+            "framework trains by itself: set it to a file that `mcore-batching calibrate` wrote"
         )
 
 

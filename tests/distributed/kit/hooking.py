@@ -304,6 +304,7 @@ def refused(dims: dict[str, Any], reference: str) -> dict[str, str]:
             "allgather planned": lambda: planned(allgather_cp=True),
             "exchange": lambda: planned(dynamic_batch_exchange=True),
             "pad each": lambda: planned(dynamic_batch_pad_each_to=8),
+            "learnt costs": lambda: planned(dynamic_batch_cost_model="auto"),
             "cap": lambda: planned(data_pad_size_multiplier=1024),
             "no token": lambda: planned(nothing),
             "foreign batch": lambda: framework.get_batch(own, ["tokens"]),

@@ -37,6 +37,7 @@ COMMON = [
 FLAG = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", str(CAP)]
 HALF_THE_CAP_TO_EVALUATE = ["--dynamic-batch-forward-only-max-tokens-per-gpu", str(CAP // 2)]
 EXCHANGE = [*FLAG, "--dynamic-batch-exchange"]
+LEARNT = ["--dynamic-batch-cost-model", "auto"]
 
 
 def steps(number: int, *, micro_batch_size: int = 1, evaluations: int = 1) -> list[str]:
@@ -96,6 +97,12 @@ JOBS = {
             "pp2-overlapped-reduction",
             *(*steps(5), *PP2, *EXCHANGE, "--overlap-grad-reduce"),
             *("--use-distributed-optimizer", "--overlap-param-gather"),
+        ),
+        job("pp2-learnt", *steps(5), *PP2, *EXCHANGE, *LEARNT),
+        job(
+            "pp2-learnt-resumed",
+            *(*steps(10), *PP2, *EXCHANGE, *LEARNT, *saved("pp2-learnt", every=5)),
+            function="train_and_resume",
         ),
         job("pp2-two-samples-padded", *steps(10, micro_batch_size=2), *PP2),
         job("pp2-two-samples", *steps(10, micro_batch_size=2), *PP2, *FLAG),
