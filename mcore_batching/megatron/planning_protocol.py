@@ -139,6 +139,7 @@ class PlanningProtocol:
             # Whoever records gathers the plans of all ranks, which is a collective.
             equal["steps are recorded"] = open_record(self.args) is not None
             counted = self._counted(0 if batch is None else len(batch.total_lengths))
+            equal["costs are learnt"] = self._learns
             sums: list[float] = []
             maxima: list[float] = []
             if self._learns:

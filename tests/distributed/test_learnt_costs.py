@@ -141,6 +141,8 @@ def test_a_resumed_job_plans_by_what_was_learnt(job: Job, ranks: Ranks) -> None:
         # Some rank without its state would plan by another model, and hang the others.
         assert rank["alone"].startswith("PlanMismatchError")
         assert "what was learnt of costs is" in rank["alone"]
+        assert rank["flag"].startswith("PlanMismatchError")
+        assert "costs are learnt is " in rank["flag"]
 
 
 @on(

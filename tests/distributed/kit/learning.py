@@ -207,20 +207,24 @@ def _objective(is_nan: bool) -> Any:
 
 
 def resume(**parameters: Any) -> dict[str, Any]:
-    """`learn`, then go on from what was saved: on all ranks, and on the first alone.
+    """`learn`, then plan by what was saved.
 
     Returns:
-        what was saved, the model that the next step was planned by, and the error of the second.
+        what was saved (``state``), and the model that was planned by, or the error: where every
+        rank goes on from the state (``resumed``), the first alone does (``alone``), the first alone
+        learns no costs (``flag``).
     """
     learn(**parameters)
     state = json.loads(json.dumps(cost_learner().state_dict()))
     found: dict[str, Any] = {"state": state}
     shape = ParallelDims(**parameters["dims"])
-    for name, everywhere in (("resumed", True), ("alone", False)):
+    first = dist.get_rank() == 0
+    for name in ("resumed", "alone", "flag"):
         cost_learning._current = None
-        if everywhere or dist.get_rank() == 0:
+        if name != "alone" or first:
             cost_learner().load_state_dict(state)
-        args = arguments(shape, max_tokens_per_gpu=CAP, dynamic_batch_cost_model="auto")
+        flag = None if name == "flag" and first else "auto"
+        args = arguments(shape, max_tokens_per_gpu=CAP, dynamic_batch_cost_model=flag)
         try:
             iterators, _ = get_data_iterator(args, _model(shape), samples(8, 0))
             found[name] = json.loads(schedule_of(iterators).cost_model.to_json())
