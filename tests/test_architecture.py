@@ -186,9 +186,10 @@ def third_party_loaded_by(code: str, path: Path | None = None) -> set[str]:
     [
         "import mcore_batching.planning",
         "import mcore_batching.tools.cli, mcore_batching.tools.report",
+        "import mcore_batching.integrations.slime",
         COMMAND,
     ],
-    ids=["planning", "tools", "command"],
+    ids=["planning", "tools", "rollout manager", "command"],
 )
 def test_a_laptop_needs_the_standard_library_only(code: str) -> None:
     assert third_party_loaded_by(code) == set()

@@ -1,5 +1,7 @@
-"""The engine inside slime, and inside frameworks that batch by the same three functions."""
+"""The engine inside slime, and inside frameworks that batch by the same functions."""
 
-from mcore_batching.integrations.slime.hook import Hook, HookError, hook
+from mcore_batching.integrations.replacements import Hook, HookError
+from mcore_batching.integrations.slime.hook import hook, init
+from mcore_batching.integrations.slime.schedule import hook_schedule
 
-__all__ = ["Hook", "HookError", "hook"]
+__all__ = ["Hook", "HookError", "hook", "hook_schedule", "init"]

@@ -11,87 +11,51 @@ The framework has to have ``get_data_iterator``, ``forward_only`` and ``get_batc
 signatures; all are checked before any is replaced. They are replaced together: a ``forward_only``
 that knows no placeholders would mistake their outputs for samples'.
 
-A function is replaced wherever a loaded module has it under its name, because ``from .data import
-get_batch`` made a second name for it. Modules loaded later import the replacement.
+Where ``get_data_iterator`` takes the rollout data alone, the framework plans before it deals
+samples out: `mcore_batching.integrations.slime.schedule` is the other half there.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import importlib
 import inspect
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mcore_batching.batch import DEFAULT_SCHEMA, Schema
-from mcore_batching.integrations.slime import batching
-from mcore_batching.planning.errors import MCoreBatchingError
+from mcore_batching.integrations.replacements import (
+    Function,
+    Hook,
+    HookError,
+    Replacement,
+    check_signature,
+    in_place_of,
+    is_replacement,
+)
+
+if TYPE_CHECKING:
+    from mcore_batching.batch import Schema
 
 NAMES = ("get_data_iterator", "forward_only", "get_batch")
 
-_MARK = "_mcore_batching_original"
-
-Function = Callable[..., Any]
+_MODULES = ("slime.backends.megatron_utils.data", "slime.backends.megatron_utils.model")
 
 
-class HookError(MCoreBatchingError, ValueError):
-    """A module's functions cannot be replaced: missing, of another signature, or hooked already."""
+def init(args: Any) -> None:
+    """`hook` slime's modules: for ``--custom-megatron-init-path``.
 
+    Args:
+        args: slime's arguments; not read.
 
-@dataclasses.dataclass(frozen=True)
-class _Replacement:
-    name: str
-    original: Function
-    ours: Function
-
-
-class Hook:
-    """The functions that `hook` replaced. Calling it, or leaving its ``with`` block, undoes that.
-
-    Attributes:
-        hooked: dotted names of the replaced functions, in order; empty after `undo`.
+    Raises:
+        HookError: this slime has other functions.
     """
-
-    def __init__(self, modules: Sequence[ModuleType], replacements: list[_Replacement]) -> None:
-        self._modules = modules
-        self._replacements = replacements
-        self.hooked: list[str] = []
-        for each in replacements:
-            for module in _holders(modules, each.name, each.original):
-                setattr(module, each.name, each.ours)
-                self.hooked.append(f"{module.__name__}.{each.name}")
-
-    def undo(self) -> None:
-        """Put the originals back, except where a name has been replaced again since.
-
-        A second call does nothing.
-        """
-        while self._replacements:
-            each = self._replacements.pop()
-            for module in _holders(self._modules, each.name, each.ours):
-                setattr(module, each.name, each.original)
-        self.hooked.clear()
-
-    def __call__(self) -> None:
-        """`undo`."""
-        self.undo()
-
-    def __enter__(self) -> Hook:
-        """Itself."""
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """`undo`."""
-        self.undo()
-
-    def __str__(self) -> str:
-        """One line for a log."""
-        return f"mcore_batching: hooked {', '.join(self.hooked) or 'nothing'}"
+    del args
+    print(hook(*map(importlib.import_module, _MODULES)), flush=True)
 
 
-def hook(*modules: ModuleType, schema: Schema = DEFAULT_SCHEMA) -> Hook:
+def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
     """Replace ``get_data_iterator``, ``forward_only`` and ``get_batch`` in a framework.
 
     Signatures (parameters with a default may be missing, as in older versions)::
@@ -100,13 +64,16 @@ def hook(*modules: ModuleType, schema: Schema = DEFAULT_SCHEMA) -> Hook:
         forward_only(f, args, model, data_iterator, num_microbatches, store_prefix="")
         get_batch(data_iterator, keys, pad_multiplier=128, qkv_format="thd", allgather_cp=False)
 
+    or, in slime since its pull request 1926, ``get_data_iterator(rollout_data)``, any further
+    parameters of ``forward_only``, and any of ``get_batch``, which stays.
+
     The framework's own forward step, loss and log-prob functions stay. What they get is slime's
-    layout; see `mcore_batching.integrations.slime.batching`.
+    layout; see `mcore_batching.integrations.slime.batching` and `.scheduled`.
 
     Args:
         modules: that have the functions, all three between them.
         schema: the kind of every field that ``get_batch`` is asked for; extend it with
-            `Schema.declare` for fields of your own.
+            `Schema.declare` for fields of your own. None: `mcore_batching.batch.DEFAULT_SCHEMA`.
 
     Returns:
         the replaced functions, with `Hook.undo`.
@@ -114,95 +81,94 @@ def hook(*modules: ModuleType, schema: Schema = DEFAULT_SCHEMA) -> Hook:
     Raises:
         HookError: a function is missing or hooked already, or its signature is another.
     """
+    from mcore_batching.batch import DEFAULT_SCHEMA
+
+    schema = DEFAULT_SCHEMA if schema is None else schema
+    holders = _holders(modules)
+    if _is_scheduled(holders["get_data_iterator"]):
+        return Hook(modules, _scheduled_replacements(holders, schema))
+    return Hook(modules, _replacements(holders, schema))
+
+
+def _holders(modules: Sequence[ModuleType]) -> dict[str, list[ModuleType]]:
+    """The modules that have each of the functions.
+
+    Raises:
+        HookError: none has.
+    """
     others = [module for module in modules if not isinstance(module, ModuleType)]
     if others:
         raise HookError(f"expected modules, got {others[0]!r}: import it, and give the module")
-    ours: dict[str, Function] = {
-        "get_data_iterator": functools.partial(batching.get_data_iterator, schema=schema),
-        "forward_only": batching.forward_only,
-        "get_batch": batching.get_batch,
-    }
-    replacements: list[_Replacement] = []
-    for name in NAMES:
-        holders = [module for module in modules if hasattr(module, name)]
+    found = {name: [each for each in modules if hasattr(each, name)] for name in NAMES}
+    for name, holders in found.items():
         if not holders:
             given = ", ".join(module.__name__ for module in modules) or "none was given"
             raise HookError(
                 f"{name} is in none of the modules given ({given}), and {', '.join(NAMES)} work "
                 "only together: give the module that has it as well, hook(data, model)"
             )
-        for module in holders:
+    return found
+
+
+def _replacements(holders: dict[str, list[ModuleType]], schema: Schema) -> list[Replacement]:
+    """Of a framework that plans where it trains."""
+    from mcore_batching.integrations.slime import batching
+
+    ours: dict[str, Function] = {
+        "get_data_iterator": functools.partial(batching.get_data_iterator, schema=schema),
+        "forward_only": batching.forward_only,
+        "get_batch": batching.get_batch,
+    }
+    replacements = []
+    for name in NAMES:
+        for module in holders[name]:
             original = getattr(module, name)
-            _check(f"{module.__name__}.{name}", original, getattr(batching, name))
-            made = _in_place_of(original, ours[name])
-            replacements.append(_Replacement(name, original, made))
-    return Hook(modules, replacements)
+            check_signature(f"{module.__name__}.{name}", original, getattr(batching, name))
+            replacements.append(Replacement(name, original, in_place_of(original, ours[name])))
+    return replacements
 
 
-def _check(where: str, function: Any, ours: Function) -> None:
-    """Refuse a function whose callers could not call ours.
+def _is_scheduled(holders: list[ModuleType]) -> bool:
+    """True if ``get_data_iterator`` takes the rollout data alone, its micro-batches included."""
+    function = holders[0].get_data_iterator
+    takes = list(inspect.signature(function).parameters) if callable(function) else []
+    return takes == ["rollout_data"] and not is_replacement(function)
+
+
+def _scheduled_replacements(
+    holders: dict[str, list[ModuleType]], schema: Schema
+) -> list[Replacement]:
+    """Of a framework whose rollout data come with their micro-batches."""
+    from mcore_batching.integrations.slime import scheduled
+
+    made: dict[str, Function] = {
+        "get_data_iterator": functools.partial(scheduled.get_data_iterator, schema=schema),
+        "forward_only": scheduled.forward_only,
+    }
+    replacements = []
+    for name in NAMES:
+        for module in holders[name]:
+            original = getattr(module, name)
+            _check_leading(f"{module.__name__}.{name}", original, scheduled.LEADING[name])
+            if name in made:
+                ours = functools.partial(made[name], original)
+                replacements.append(Replacement(name, original, in_place_of(original, ours)))
+    return replacements
+
+
+def _check_leading(where: str, function: Any, leading: tuple[str, ...]) -> None:
+    """Refuse a function that does not begin with these parameters.
 
     Raises:
         HookError: saying what was expected and what was found.
     """
-    if hasattr(function, _MARK):
+    if is_replacement(function):
         raise HookError(f"{where} is hooked already: undo that hook first")
-    expected = _positional(inspect.signature(ours))
-    if not callable(function) or inspect.isclass(function):
+    found = str(inspect.signature(function)) if callable(function) else type(function).__name__
+    names = list(inspect.signature(function).parameters) if callable(function) else []
+    if tuple(names[: len(leading)]) != leading:
         raise HookError(
-            f"{where} cannot be replaced: expected a function {_shown(where, expected)}, found a "
-            f"{type(function).__name__}"
+            f"{where} is of no version of slime that is known: expected "
+            f"{where.rpartition('.')[2]}({', '.join(leading)}, ...), found {found}; use a version "
+            "that mcore_batching/integrations/slime/README.md names"
         )
-    signature = inspect.signature(function)
-    difference = _difference(list(signature.parameters.values()), expected)
-    if difference:
-        raise HookError(
-            f"{where} cannot be replaced: expected {_shown(where, expected)}, found "
-            f"{_shown(where, list(signature.parameters.values()))}: {difference}; hook a version "
-            "of the framework with the expected signature, or put a function with it in its place "
-            "and hook that"
-        )
-
-
-def _difference(found: list[inspect.Parameter], expected: list[inspect.Parameter]) -> str | None:
-    """The first difference of parameters; None if callers cannot tell the two apart."""
-    for place, (theirs, ours) in enumerate(zip(found, expected, strict=False), start=1):
-        if (theirs.name, theirs.kind, theirs.default) != (ours.name, ours.kind, ours.default):
-            return f"parameter {place} is {_bare(theirs)} and not {_bare(ours)}"
-    if len(found) > len(expected):
-        return f"there is a further parameter {_bare(found[len(expected)])}"
-    missing = [each for each in expected[len(found) :] if each.default is each.empty]
-    if missing:
-        return f"there is no parameter {_bare(missing[0])}"
-    return None
-
-
-def _positional(signature: inspect.Signature) -> list[inspect.Parameter]:
-    return [each for each in signature.parameters.values() if each.kind is not each.KEYWORD_ONLY]
-
-
-def _bare(parameter: inspect.Parameter) -> str:
-    bare = str(parameter.replace(annotation=parameter.empty))
-    return f"keyword-only {bare}" if parameter.kind is parameter.KEYWORD_ONLY else bare
-
-
-def _shown(where: str, parameters: Sequence[inspect.Parameter]) -> str:
-    bare = [each.replace(annotation=each.empty) for each in parameters]
-    return f"{where.rpartition('.')[2]}{inspect.Signature(bare)}"
-
-
-def _in_place_of(original: Function, ours: Function) -> Function:
-    @functools.wraps(original)
-    def replacement(*arguments: Any, **keywords: Any) -> Any:
-        return ours(*arguments, **keywords)
-
-    setattr(replacement, _MARK, original)
-    return replacement
-
-
-def _holders(modules: Sequence[ModuleType], name: str, function: Function) -> Iterator[ModuleType]:
-    """The given and all loaded modules that have this very function under this name."""
-    loaded = [each for each in list(sys.modules.values()) if isinstance(each, ModuleType)]
-    for module in dict.fromkeys([*modules, *loaded]):
-        if vars(module).get(name) is function:
-            yield module

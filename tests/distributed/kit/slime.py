@@ -30,14 +30,14 @@ from kit.samples import make_samples, take
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
 
-STAND_INS = ("ray", "wandb", "httpx", "psutil", "megatron.training")
+STAND_INS = ("ray", "wandb", "httpx", "psutil", "tqdm", "transformers", "megatron.training")
 
 CAP_TOKENS = 48
 # Shapes of `make_samples`: (17, 9), (5, 0), (8, 1), (12, 7), (3, 2), (27, 20), (9, 4), (16, 15).
 SAMPLES = [0, 1, 5, 7, 8, 9, 10, 11]
 
 
-class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Empty modules for packages that are not installed."""
 
     def find_spec(
@@ -53,6 +53,17 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         del module
+
+
+def use_checkout(source: str) -> None:
+    """Import slime from here from now on, even if another job has imported another."""
+    torch.compiler.set_stance("force_eager")
+    for name in [each for each in sys.modules if each.partition(".")[0] == "slime"]:
+        del sys.modules[name]
+    if not any(isinstance(each, StandIns) for each in sys.meta_path):
+        sys.meta_path.append(StandIns())
+    sys.path.insert(0, source)
+    importlib.invalidate_caches()
 
 
 def compare(
@@ -72,9 +83,7 @@ def compare(
         and the hooked ``counts``, ``samples`` and ``placeholders``, the last two over all ranks.
     """
     shape = ParallelDims(**dims)
-    torch.compiler.set_stance("force_eager")
-    sys.meta_path.append(_StandIns())
-    sys.path.append(source)
+    use_checkout(source)
     data = importlib.import_module("slime.backends.megatron_utils.data")
     model = importlib.import_module("slime.backends.megatron_utils.model")
     loss = importlib.import_module("slime.backends.megatron_utils.loss")
@@ -84,7 +93,7 @@ def compare(
     count = len(SAMPLES)
     equal = list(range(count))[replica::replicas]
     uneven = [count - 1] if replica else list(range(count - (replicas > 1)))
-    args = _arguments(shape, per_token_loss, advantage_estimator)
+    args = arguments(shape, per_token_loss, advantage_estimator)
 
     own = _step(slime, args, shape, reference, take(samples, equal))
     args.use_dynamic_batch_size = True
@@ -150,7 +159,7 @@ def _step(
         return True, 0.0, 0
 
     optimizer = MagicMock(step=update)
-    with _arguments_of(slime.model, args):
+    with arguments_of(slime.model, args):
         (count,) = counts
         reported, _ = slime.model.train_one_step(
             args, 0, 0, iterators, chunks, optimizer, MagicMock(), count
@@ -168,7 +177,7 @@ def _step(
 
 
 @contextlib.contextmanager
-def _arguments_of(module: Any, args: Any) -> Iterator[None]:
+def arguments_of(module: Any, args: Any) -> Iterator[None]:
     original = module.get_args
     module.get_args = lambda: args
     try:
@@ -177,7 +186,7 @@ def _arguments_of(module: Any, args: Any) -> Iterator[None]:
         module.get_args = original
 
 
-def _arguments(
+def arguments(
     shape: ParallelDims, per_token_loss: bool, advantage_estimator: str
 ) -> SimpleNamespace:
     """slime's arguments, as far as its step reads them; the defaults of its command line."""

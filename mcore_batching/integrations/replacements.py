@@ -1,0 +1,189 @@
+"""Functions of a framework replaced by ours wherever they have a name, and put back.
+
+A function is replaced in every loaded module that has it under its name, because ``from .data
+import get_batch`` made a second name for it. Modules loaded later import the replacement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+from mcore_batching.planning.errors import MCoreBatchingError
+
+Function = Callable[..., Any]
+
+_MARK = "_mcore_batching_original"
+
+
+class HookError(MCoreBatchingError, ValueError):
+    """A module's functions cannot be replaced: missing, of another signature, or hooked already."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Replacement:
+    """A function and the one in its place.
+
+    Attributes:
+        name: of both.
+        original: the framework's.
+        ours: what is put where `original` is.
+    """
+
+    name: str
+    original: Function
+    ours: Function
+
+
+class Hook:
+    """Functions of a framework that are replaced. Calling it, or leaving its ``with`` block, undoes
+    that.
+
+    Args:
+        modules: searched besides those that are loaded.
+        replacements: what to replace.
+        copies: also in functions whose globals are a copy of their module's, as those of classes
+            that Ray sends to other processes are.
+
+    Attributes:
+        hooked: dotted names of the replaced functions, in order; empty after `undo`.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[ModuleType],
+        replacements: list[Replacement],
+        *,
+        copies: bool = False,
+    ) -> None:
+        self._modules = modules
+        self._replacements = replacements
+        self._copies = copies
+        self.hooked: list[str] = []
+        for each in replacements:
+            for holder in self._holders(each.name, each.original):
+                holder[each.name] = each.ours
+                self.hooked.append(f"{holder['__name__']}.{each.name}")
+
+    def undo(self) -> None:
+        """Put the originals back, except where a name has been replaced again since.
+
+        A second call does nothing.
+        """
+        while self._replacements:
+            each = self._replacements.pop()
+            for holder in self._holders(each.name, each.ours):
+                holder[each.name] = each.original
+        self.hooked.clear()
+
+    def __call__(self) -> None:
+        """`undo`."""
+        self.undo()
+
+    def __enter__(self) -> Hook:
+        """Itself."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """`undo`."""
+        self.undo()
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        return f"mcore_batching: hooked {', '.join(self.hooked) or 'nothing'}"
+
+    def _holders(self, name: str, function: Function) -> Iterator[dict[str, Any]]:
+        """Globals of modules, and copies of them, with this very function under this name."""
+        loaded = [each for each in list(sys.modules.values()) if isinstance(each, ModuleType)]
+        holders = [vars(each) for each in dict.fromkeys([*self._modules, *loaded])]
+        if self._copies:
+            known = set(map(id, holders))
+            # A dict with builtins is what some function has as its globals.
+            holders += [
+                each
+                for each in gc.get_referrers(function)
+                if type(each) is dict and "__builtins__" in each and id(each) not in known
+            ]
+        for holder in holders:
+            if holder.get(name) is function:
+                yield holder
+
+
+def in_place_of(original: Function, ours: Function) -> Function:
+    """Our function under the original's name and signature, marked as what replaces it."""
+
+    @functools.wraps(original)
+    def replacement(*arguments: Any, **keywords: Any) -> Any:
+        return ours(*arguments, **keywords)
+
+    setattr(replacement, _MARK, original)
+    return replacement
+
+
+def is_replacement(function: Any) -> bool:
+    """True of a function that `in_place_of` made."""
+    return hasattr(function, _MARK)
+
+
+def check_signature(where: str, function: Any, ours: Function, *, whole: bool = False) -> None:
+    """Refuse a function whose callers could not call ours.
+
+    Args:
+        where: dotted name of the function, for the message.
+        function: the framework's.
+        ours: whose parameters are expected; those with a default may be missing.
+        whole: compare keyword-only parameters, too, which otherwise ours alone may have.
+
+    Raises:
+        HookError: saying what was expected and what was found.
+    """
+    if is_replacement(function):
+        raise HookError(f"{where} is hooked already: undo that hook first")
+    expected = [
+        each
+        for each in inspect.signature(ours).parameters.values()
+        if whole or each.kind is not each.KEYWORD_ONLY
+    ]
+    if not callable(function) or inspect.isclass(function):
+        raise HookError(
+            f"{where} cannot be replaced: expected a function {_shown(where, expected)}, found a "
+            f"{type(function).__name__}"
+        )
+    signature = inspect.signature(function)
+    difference = _difference(list(signature.parameters.values()), expected)
+    if difference:
+        raise HookError(
+            f"{where} cannot be replaced: expected {_shown(where, expected)}, found "
+            f"{_shown(where, list(signature.parameters.values()))}: {difference}; hook a version "
+            "of the framework with the expected signature, or put a function with it in its place "
+            "and hook that"
+        )
+
+
+def _difference(found: list[inspect.Parameter], expected: list[inspect.Parameter]) -> str | None:
+    """The first difference of parameters; None if callers cannot tell the two apart."""
+    for place, (theirs, ours) in enumerate(zip(found, expected, strict=False), start=1):
+        if (theirs.name, theirs.kind, theirs.default) != (ours.name, ours.kind, ours.default):
+            return f"parameter {place} is {_bare(theirs)} and not {_bare(ours)}"
+    if len(found) > len(expected):
+        return f"there is a further parameter {_bare(found[len(expected)])}"
+    missing = [each for each in expected[len(found) :] if each.default is each.empty]
+    if missing:
+        return f"there is no parameter {_bare(missing[0])}"
+    return None
+
+
+def _bare(parameter: inspect.Parameter) -> str:
+    bare = str(parameter.replace(annotation=parameter.empty))
+    return f"keyword-only {bare}" if parameter.kind is parameter.KEYWORD_ONLY else bare
+
+
+def _shown(where: str, parameters: Sequence[inspect.Parameter]) -> str:
+    bare = [each.replace(annotation=each.empty) for each in parameters]
+    return f"{where.rpartition('.')[2]}{inspect.Signature(bare)}"

@@ -1,0 +1,187 @@
+"""Jobs that run slime's own modules since its pull request 1926, with its plan and batching hooked.
+
+slime plans with `build_dp_schedule`, deals the rollout data out to the ranks by it, and trains with
+its own iterator, forward step, log-probs, advantages, losses and training step.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.utils import get_model_config
+
+import mcore_batching
+from kit.exactness import difference
+from kit.model import named_parameters, sharded_model
+from kit.samples import make_samples, take
+from kit.slime import SAMPLES, arguments, arguments_of, use_checkout
+from mcore_batching.integrations.slime import hook_schedule
+from mcore_batching.megatron.topology import is_last_stage
+from mcore_batching.planning import ParallelDims
+
+ROLLOUTS = [0, 0, 1, 2, 3, 3, 4, 5]
+"""Of each of the samples; two rollouts have two."""
+
+
+def compare(
+    dims: dict[str, Any],
+    reference: str,
+    source: str,
+    per_token_loss: bool,
+    advantage_estimator: str = "grpo",
+) -> dict[str, Any]:
+    """One training step of slime with its own plan and batching, and one with the hooked.
+
+    Its own: one sample a micro-batch. Hooked: packed, with an additional placeholder in every rank.
+
+    Returns:
+        largest relative differences of ``log_probs`` and ``gradients``, both reported losses, and
+        the hooked ``counts`` and ``placeholders`` over all ranks.
+    """
+    shape = ParallelDims(**dims)
+    use_checkout(source)
+    names = ("data", "model", "loss")
+    slime = SimpleNamespace(
+        **{each: importlib.import_module(f"slime.backends.megatron_utils.{each}") for each in names}
+    )
+    slime.plan = importlib.import_module("slime.utils.dp_schedule")
+    accelerator = importlib.import_module("slime.utils.accelerator")
+    # It knows CUDA and MUSA alone, and no stand-in for either on the CPU.
+    accelerator.device = accelerator.current_device = lambda *_: torch.device(
+        torch.cuda.current_device()
+    )
+    samples = take(make_samples(), SAMPLES)
+    args = arguments(shape, per_token_loss, advantage_estimator)
+    vars(args).update(_arguments_since_1926(shape))
+
+    own_part, own = _step(slime, args, shape, reference, samples)
+    args = copy.copy(args)
+    vars(args).update(use_dynamic_batch_size=True, dynamic_batch_fill="placeholder")
+    planned = hook_schedule()
+    assert planned is not None
+    with planned, mcore_batching.hook(slime.data, slime.model) as hooked:
+        assert len(hooked.hooked) == 2, hooked
+        part, ours = _step(slime, args, shape, reference, samples)
+    assert not hasattr(slime.model.forward_only, "_mcore_batching_original")
+    assert not hasattr(slime.plan.build_dp_schedule, "_mcore_batching_original")
+
+    parts: list[Any] = [None] * torch.distributed.get_world_size()
+    by_sample = dict(zip(own_part, own["log_probs"], strict=is_last_stage()))
+    torch.distributed.all_gather_object(parts, by_sample, group=None)
+    differences = [0.0]
+    # Context-parallel ranks hold other parts of a sample: those of this rank's peers alone count.
+    peers = torch.distributed.get_process_group_ranks(parallel_state.get_data_parallel_group())
+    for sample, values in zip(part, ours["log_probs"], strict=is_last_stage()):
+        (same,) = [parts[rank][sample] for rank in peers if sample in parts[rank]]
+        differences.append(difference(values, same))
+    return {
+        "log_probs": max(differences),
+        "num_log_probs": len(ours["log_probs"]),
+        "gradients": max(map(difference, ours["gradients"], own["gradients"])),
+        "reported": [own["reported"], ours["reported"]],
+        "counts": ours["counts"],
+        "placeholders": ours["placeholders"],
+        "last_stage": is_last_stage(),
+    }
+
+
+def _step(
+    slime: SimpleNamespace, args: Any, shape: ParallelDims, reference: str, samples: dict[str, Any]
+) -> tuple[list[int], dict[str, Any]]:
+    """This rank's samples, and what a step over them gave."""
+    config = {"dp_size": shape.data_parallel, "cp_size": shape.context_parallel}
+    config |= {"vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+    partitions, micro_batches, counts, sizes = slime.plan.build_dp_schedule(
+        args,
+        config,
+        samples["total_lengths"],
+        global_batch_size=len(set(ROLLOUTS)),
+        rollout_indices=ROLLOUTS,
+    )
+    if args.use_dynamic_batch_size:
+        for rank in micro_batches:
+            rank.insert(1, [])
+        counts = [count + 1 for count in counts]
+    replica = parallel_state.get_data_parallel_rank()
+    rollout = _rollout_data(slime, samples, partitions[replica])
+    rollout |= {"micro_batch_indices": micro_batches[replica], "num_microbatches": counts}
+    weights = torch.load(reference, weights_only=True)["weights"]
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    chunks = sharded_model(
+        shape, "dense", weights, ddp, calculate_per_token_loss=args.calculate_per_token_loss
+    )
+    model_config = get_model_config(chunks[0])
+    model_config.finalize_model_grads_func = finalize_model_grads
+    model_config.variable_seq_lengths = True  # slime's arguments say so
+
+    iterators = slime.data.get_data_iterator(rollout)
+    made = slime.model.forward_only(
+        slime.loss.get_log_probs_and_entropy,
+        args,
+        chunks,
+        iterators,
+        counts,
+        use_rollout_top_p_replay=True,
+    )
+    rollout.update(made)
+    slime.loss.compute_advantages_and_returns(args, rollout)
+    for iterator in iterators:
+        iterator.reset()
+    gradients: list[torch.Tensor] = []
+
+    def update() -> tuple[bool, float, int]:
+        gradients.extend(parameter.main_grad.clone() for _, parameter in named_parameters(chunks))
+        return True, 0.0, 0
+
+    with arguments_of(slime.model, args):
+        reported, _ = slime.model.train_one_step(
+            args, 0, 0, iterators, chunks, MagicMock(step=update), MagicMock(), *counts, *sizes
+        )
+    return partitions[replica], {
+        "log_probs": made.get("log_probs", []),
+        "gradients": gradients,
+        "reported": {name: float(value) for name, value in reported.items()},
+        "counts": counts,
+        "placeholders": sum(not each for rank in micro_batches for each in rank),
+    }
+
+
+def _rollout_data(
+    slime: SimpleNamespace, samples: dict[str, Any], partition: list[int]
+) -> dict[str, Any]:
+    """This rank's samples, with what the rollout manager and the trainer add to them."""
+    sums = [0.0] * (max(ROLLOUTS) + 1)
+    for rollout, mask in zip(ROLLOUTS, samples["loss_masks"], strict=True):
+        sums[rollout] += float(mask.sum())
+    data = take({k: v for k, v in samples.items() if k != "advantages"}, partition)
+    data["rollout_mask_sums"] = torch.tensor([sums[ROLLOUTS[i]] for i in partition])
+    data |= {"partition": partition, "raw_reward": [0.0] * len(samples["tokens"])}
+    # slime keeps these as this context-parallel rank's part of the tokens.
+    lengths = list(zip(data["total_lengths"], data["response_lengths"], strict=True))
+    cut = slime.loss.slice_log_prob_with_cp
+    for name in ("rollout_log_probs", "ref_log_probs"):
+        data[name] = [cut(each, *own) for each, own in zip(data[name], lengths, strict=True)]
+    return data
+
+
+def _arguments_since_1926(shape: ParallelDims) -> dict[str, Any]:
+    """Arguments that its step has come to read; the defaults of its command line."""
+    return {
+        "balance_by_flops": False,
+        "balance_data": False,
+        "context_parallel_size": shape.context_parallel,
+        "custom_advantage_function_path": None,
+        "custom_megatron_init_path": "mcore_batching.integrations.slime.init",
+        "eps_clip_c": None,
+        "pipeline_model_parallel_size": shape.pipeline_parallel,
+        "rollout_top_p": 1.0,
+        "save_debug_train_data": None,
+        "tensor_model_parallel_size": shape.tensor_parallel,
+    }

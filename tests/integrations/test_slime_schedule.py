@@ -1,0 +1,301 @@
+"""``build_dp_schedule`` in slime's rollout manager: the contract of its result, and replacing it.
+
+slime's own function and its own tests of it take part where ``MCORE_BATCHING_SLIME_SCHEDULED``
+names a checkout (624b824a8).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning_cases import examples
+from slime_package import forget, slime
+
+from mcore_batching.integrations.slime import HookError, hook_schedule
+from mcore_batching.integrations.slime.schedule import build_dp_schedule
+
+__all__ = ["slime"]
+
+CHECKOUT = os.environ.get("MCORE_BATCHING_SLIME_SCHEDULED", "")
+needs_checkout = pytest.mark.skipif(
+    not CHECKOUT, reason="MCORE_BATCHING_SLIME_SCHEDULED does not name a checkout of slime"
+)
+INIT = "mcore_batching.integrations.slime.init"
+
+
+def arguments(cap: int, **more: Any) -> SimpleNamespace:
+    made = {
+        "use_dynamic_batch_size": True,
+        "max_tokens_per_gpu": cap,
+        "micro_batch_size": 1,
+        "custom_megatron_init_path": INIT,
+        "balance_data": False,
+        "balance_by_flops": False,
+        "dynamic_batch_plan_effort": 30,
+    }
+    return SimpleNamespace(**(made | more))
+
+
+def parallel(ranks: int, context: int = 1, chunks: int = 1, group: int = 1) -> dict[str, int]:
+    return {
+        "dp_size": ranks,
+        "cp_size": context,
+        "vpp_size": chunks,
+        "microbatch_group_size_per_vp_stage": group,
+    }
+
+
+def plan(
+    args: Any, config: dict[str, int], lengths: list[int], rollouts: list[int], size: int
+) -> Any:
+    return build_dp_schedule(
+        args, config, lengths, global_batch_size=size, rollout_indices=rollouts
+    )
+
+
+def check(
+    result: Any,
+    config: dict[str, int],
+    lengths: list[int],
+    rollouts: list[int],
+    size: int,
+    cap: int,
+) -> None:
+    """What slime's trainer and its own tests expect of a schedule."""
+    partitions, micro_batches, counts, sizes = result
+    ranks = config["dp_size"]
+    names = list(dict.fromkeys(rollouts))
+    num_steps = len(names) // size
+    assert sizes == [size] * num_steps
+    assert len(counts) == num_steps
+    assert len(partitions) == len(micro_batches) == ranks
+    for count in counts:
+        assert type(count) is int
+        assert count > 0
+        if config["vpp_size"] > 1:
+            assert count % config["microbatch_group_size_per_vp_stage"] == 0
+    step_of = {name: place // size for place, name in enumerate(names)}
+    kept = [i for i, name in enumerate(rollouts) if step_of[name] < num_steps]
+    assert sorted(i for part in partitions for i in part) == kept
+    for part, slots in zip(partitions, micro_batches, strict=True):
+        assert all(type(i) is int for i in part)
+        assert part
+        assert len(slots) == sum(counts)
+        assert [i for samples in slots for i in samples] == list(range(len(part)))
+        steps = [step for step, count in enumerate(counts) for _ in range(count)]
+        for step, samples in zip(steps, slots, strict=True):
+            assert {step_of[rollouts[part[i]]] for i in samples} <= {step}
+            tokens = sum(lengths[part[i]] for i in samples)
+            assert tokens <= cap * config["cp_size"] or len(samples) == 1
+
+
+@st.composite
+def problems(draw: Any) -> tuple[dict[str, int], list[int], list[int], int]:
+    ranks = draw(st.integers(1, 4))
+    context = draw(st.sampled_from([1, 2]))
+    chunks, group = draw(st.sampled_from([(1, 1), (1, 1), (2, 2), (2, 4)]))
+    count = draw(st.integers(ranks, 24))
+    lengths = draw(st.lists(st.integers(1, 90), min_size=count, max_size=count))
+    rollouts = draw(st.lists(st.integers(0, count), min_size=count, max_size=count))
+    return (
+        parallel(ranks, context, chunks, group),
+        lengths,
+        rollouts,
+        draw(st.integers(1, len(set(rollouts)))),
+    )
+
+
+@examples(150)
+@given(problems())
+def test_the_contract_holds(problem: tuple[dict[str, int], list[int], list[int], int]) -> None:
+    config, lengths, rollouts, size = problem
+    args = arguments(64, context_parallel_size=config["cp_size"])
+    names = list(dict.fromkeys(rollouts))
+    step_of = {name: place // size for place, name in enumerate(names)}
+    samples = Counter(step_of[name] for name in rollouts)
+    try:
+        result = plan(args, config, lengths, rollouts, size)
+    except HookError:
+        assert max(samples[step] for step in range(len(names) // size)) < config["dp_size"]
+        return
+    check(result, config, lengths, rollouts, size, 64)
+
+
+def test_fewer_samples_than_ranks_times_group_is_no_error() -> None:
+    args = arguments(16384, pipeline_model_parallel_size=4, data_pad_size_multiplier=128)
+    for config in (parallel(8), parallel(8, chunks=2, group=4)):
+        lengths, rollouts = [12000] * 17, list(range(17))
+        result = plan(args, config, lengths, rollouts, 17)
+        check(result, config, lengths, rollouts, 17, 16384)
+        assert sum(not samples for rank in result[1] for samples in rank) == 8 * result[2][0] - 17
+
+
+def test_the_cap_counts_what_get_batch_pads() -> None:
+    """Three samples of 6 fill 18 of 20 tokens, in a row that is padded to 24."""
+    unpadded = plan(arguments(20), parallel(1), [6] * 3, [0, 1, 2], 3)
+    assert unpadded[2] == [1]
+    padded = arguments(20, data_pad_size_multiplier=4, tensor_model_parallel_size=2)
+    assert plan(padded, parallel(1), [6] * 3, [0, 1, 2], 3)[2] == [2]
+
+
+def test_the_planners_options_are_read_from_the_arguments() -> None:
+    lengths, rollouts = [5] * 4, [0, 1, 2, 3]
+    args = arguments(20, dynamic_batch_max_samples_per_row=1)
+    assert plan(args, parallel(1), lengths, rollouts, 4)[2] == [4]
+    with pytest.raises(ValueError, match="on_oversize"):
+        plan(arguments(4, dynamic_batch_on_oversize="error"), parallel(1), lengths, rollouts, 4)
+
+
+def test_a_cost_model_is_read_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    path.write_text("{}")
+    args = arguments(20, dynamic_batch_cost_model=str(path))
+    with pytest.raises(ValueError, match="expected a JSON object"):
+        plan(args, parallel(1), [5], [0], 1)
+
+
+def test_what_the_trainer_could_not_run_is_refused_by_name() -> None:
+    lengths, rollouts = [5] * 3, [0, 1, 2]
+    unset = arguments(5, custom_megatron_init_path=None)
+    with pytest.raises(HookError, match=f"set --custom-megatron-init-path {INIT}"):
+        plan(unset, parallel(1), lengths, rollouts, 3)
+    with pytest.raises(
+        HookError, match=r"rank 3 has no sample in any step.*--global-batch-size to 4"
+    ):
+        plan(arguments(5), parallel(4), lengths, rollouts, 3)
+    predicting = arguments(5, enable_mtp_training=True)
+    assert plan(predicting, parallel(1), lengths, rollouts, 3)[2] == [3]
+    with pytest.raises(HookError, match="unset --enable-mtp-training"):
+        plan(predicting, parallel(2), lengths, rollouts, 3)
+
+
+def test_it_is_replaced_everywhere_and_put_back(slime: Path, capfd: Any) -> None:
+    """Ray sends the manager's class by value: its methods then have globals of their own."""
+    manager = importlib.import_module("slime.ray.rollout")
+    module = importlib.import_module("slime.utils.dp_schedule")
+    own, split = module.build_dp_schedule, manager.RolloutManager.split
+    copied = {"build_dp_schedule": own, "__name__": "slime.ray.rollout", "__builtins__": {}}
+    sent = FunctionType(split.__code__, copied)
+    saved = {"build_dp_schedule": own}  # somebody's own note of it
+    args, config = arguments(10), parallel(2)
+    given = {"global_batch_size": 2, "rollout_indices": [0, 1]}
+    hooked = hook_schedule()
+    assert hooked is not None
+    assert sorted(hooked.hooked) == [
+        "slime.ray.rollout.build_dp_schedule",
+        "slime.ray.rollout.build_dp_schedule",
+        "slime.utils.dp_schedule.build_dp_schedule",
+    ]
+    assert capfd.readouterr().out.strip() == str(hooked)
+    assert saved["build_dp_schedule"] is own
+    assert hook_schedule() is None  # once is enough
+    assert manager.RolloutManager().split(args, config, [4, 5], **given)[2] == [1]
+    assert sent(None, args, config, [4, 5], **given)[2] == [1]
+    args.use_dynamic_batch_size = False
+    assert sent(None, args, config, [4, 5], **given) == "own"
+    args.use_dynamic_batch_size = True
+    assert sent(None, args, config, [4, 5], **(given | {"global_batch_size": 3})) == "own"
+    hooked.undo()
+    assert (
+        module.build_dp_schedule is manager.build_dp_schedule is copied["build_dp_schedule"] is own
+    )
+
+
+def test_the_rollout_function_hooks_the_plan_of_its_process(slime: Path) -> None:
+    wrapper = importlib.import_module("mcore_batching.integrations.slime.rollout")
+    try:
+        assert wrapper.generate_rollout(None, 0, None) == "rollouts"
+        module = importlib.import_module("slime.utils.dp_schedule")
+        assert module.build_dp_schedule.__wrapped__ is not None
+    finally:
+        del sys.modules[wrapper.__name__]
+
+
+def test_a_process_without_slime_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert hook_schedule() is None
+
+
+def test_unknown_versions_are_refused_by_name(slime: Path) -> None:
+    path = slime / "utils" / "dp_schedule.py"
+    path.write_text("def build_dp_schedule(args, config, lengths, *, global_batch_size): ...\n")
+    with pytest.raises(
+        HookError, match=r"dp_schedule cannot be replaced: .* parameter 2 is config"
+    ):
+        hook_schedule()
+    forget()
+    path.write_text("def build_dp_schedule(args, train_parallel_config, total_lengths): ...\n")
+    with pytest.raises(HookError, match="there is no parameter keyword-only global"):
+        hook_schedule()
+    forget()
+    path.unlink()
+    with pytest.raises(
+        HookError, match=r"has no slime\.utils\.dp_schedule .*leave hook_schedule out"
+    ):
+        hook_schedule()
+
+
+@pytest.fixture
+def checkout(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """slime's own module, read from the checkout."""
+    forget()
+    monkeypatch.syspath_prepend(CHECKOUT)
+    yield importlib.import_module("slime.utils.dp_schedule")
+    forget()
+
+
+@needs_checkout
+def test_slimes_own_tests_of_its_function_pass_with_ours(
+    checkout: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(vars(pytest.mark), "unit", lambda test: test)
+    path = Path(CHECKOUT, "tests", "test_dp_schedule.py")
+    if not path.exists():
+        pytest.skip(f"{path} is not in the checkout")
+    hooked = hook_schedule()
+    assert hooked is not None
+    spec = importlib.util.spec_from_file_location("slimes_own_tests", path)
+    assert spec is not None
+    assert spec.loader is not None
+    with hooked:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        tests = [test for name, test in vars(module).items() if name.startswith("test_")]
+        assert len(tests) > 5
+        for test in tests:
+            test()
+
+
+def lengths_of(seed: int, count: int, longest: int) -> list[int]:
+    draw = random.Random(seed)
+    return [
+        max(1, min(longest, int(draw.lognormvariate(0, 1) * longest / 8))) for _ in range(count)
+    ]
+
+
+@needs_checkout
+def test_the_same_contract_as_slimes_own(checkout: Any) -> None:
+    """Both plans pass the same check on the same inputs; undone, slime's is what it was."""
+    for seed, config in enumerate([parallel(4), parallel(2, 2), parallel(2, 1, 2, 4)]):
+        lengths, rollouts = lengths_of(seed, 48, 1000), [i // 2 for i in range(48)]
+        args, given = arguments(1000), {"global_batch_size": 12, "rollout_indices": rollouts}
+        before = checkout.build_dp_schedule(args, config, lengths, **given)
+        check(before, config, lengths, rollouts, 12, 1000)
+        hooked = hook_schedule()
+        assert hooked is not None
+        with hooked:
+            ours = checkout.build_dp_schedule(args, config, lengths, **given)
+        check(ours, config, lengths, rollouts, 12, 1000)
+        assert checkout.build_dp_schedule(args, config, lengths, **given) == before
