@@ -1,0 +1,5 @@
+"""The planner inside verl: its ``rearrange_micro_batches`` and ``restore_dynamic_batch``."""
+
+from mcore_batching.integrations.verl.hook import hook
+
+__all__ = ["hook"]

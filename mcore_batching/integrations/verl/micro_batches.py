@@ -1,0 +1,263 @@
+"""Micro-batches of verl's data-parallel ranks, each made of the samples that the rank holds.
+
+Guarantees
+- Every sample of the rank is in one micro-batch, and `restore_dynamic_batch` brings outputs back
+  into their order.
+- No micro-batch of several samples holds more than ``max_token_len`` tokens, padding for tensor and
+  context parallelism included.
+- All ranks of ``dp_group`` have equally many, at least ``min_num_micro_batch``, a multiple of
+  ``num_batches_divided_by``.
+- In a pipeline, order and contents are those with which the slowest rank's step ends first.
+- Samples too few for that count are no error: the rank's shortest sample then also fills
+  micro-batches of its own under a loss mask of zeros, and `restore_dynamic_batch` drops these rows.
+- What is wrong on one rank is an error on all of the group.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_batching.integrations.replacements import HookError
+from mcore_batching.planning import (
+    LengthError,
+    MicroBatches,
+    ParallelDims,
+    PlannerConfig,
+    Problem,
+    fill_shard,
+    shard_outlook,
+    shard_packings,
+)
+from mcore_batching.planning.integers import round_up
+
+_MASKS = ("loss_mask", "response_mask")
+
+_Function = Callable[..., Any]
+
+
+def rearrange_micro_batches(
+    original: _Function,
+    batch: Any,
+    max_token_len: int,
+    dp_group: Any = None,
+    num_batches_divided_by: int | None = None,
+    same_micro_num_in_dp: bool = True,
+    min_num_micro_batch: int | None = None,
+    use_dynamic_bsz_balance: bool = True,
+    force_group_size: int = 1,
+) -> tuple[list[Any], list[list[int]]]:
+    """The rank's samples in micro-batches. A collective over ``dp_group``.
+
+    Args:
+        original: verl's function; makes the micro-batches where consecutive samples belong
+            together (``force_group_size`` above 1).
+        batch: TensorDict with ``input_ids``, nested or beside an ``attention_mask``.
+        max_token_len: most tokens of a micro-batch.
+        dp_group: ranks that need equally many; None: this rank alone.
+        num_batches_divided_by: the interleaved schedule's group of micro-batches.
+        same_micro_num_in_dp: False leaves the other ranks out.
+        min_num_micro_batch: fewest micro-batches.
+        use_dynamic_bsz_balance: for `original`.
+        force_group_size: samples that stay together.
+
+    Returns:
+        the micro-batches, and the samples in each.
+
+    Raises:
+        LengthError: on every rank, for a sample over the cap or a rank without samples.
+        HookError: on every rank, if planning failed on another, or a sample would have to be run
+            twice where verl counts its tokens.
+    """
+    if force_group_size != 1:
+        return original(  # type: ignore[no-any-return]
+            batch,
+            max_token_len,
+            dp_group,
+            num_batches_divided_by,
+            same_micro_num_in_dp,
+            min_num_micro_batch,
+            use_dynamic_bsz_balance,
+            force_group_size,
+        )
+    agrees = dist.is_initialized() and same_micro_num_in_dp and dp_group is not None
+    group = dp_group if agrees else None
+    lengths = _lengths(batch)
+    multiple = num_batches_divided_by or 1
+    _check_lengths(lengths, max_token_len, group)
+    dims, config = _settings(max_token_len, multiple, dist.get_world_size(group) if agrees else 1)
+    problem, packings = None, []
+
+    def pack() -> list[float]:
+        nonlocal problem, packings
+        problem = Problem.of(lengths, dims, config)
+        packings = shard_packings(problem)
+        return [float(len(packed)) for packed in packings]
+
+    counts = [
+        round_up(max(int(count), min_num_micro_batch or 1), multiple)
+        for count in _worst(group, 2, pack)
+    ]
+    filled: list[MicroBatches] = []
+
+    def fill() -> list[float]:
+        assert problem is not None
+        filled.extend(
+            fill_shard(problem, packed, count)
+            for packed, count in zip(packings, counts, strict=False)
+        )
+        return [shard_outlook(problem, each).end for each in filled]
+
+    ends = _worst(group, 2, fill)
+    chosen = filled[min(range(len(filled)), key=lambda index: (ends[index], index))]
+    _check_repeated(batch, chosen, group)
+    shortest = min(range(len(lengths)), key=lambda sample: (lengths[sample], sample))
+    indices = [list(samples) or [shortest] for samples in chosen]
+    made = [_select(batch, samples) for samples in indices]
+    for samples, micro_batch in zip(chosen, made, strict=True):
+        if not samples:
+            for name in _MASKS:
+                if micro_batch.get(name, None) is not None:
+                    micro_batch[name] = torch.zeros_like(micro_batch[name])
+    return made, indices
+
+
+def restore_dynamic_batch(
+    original: _Function, data: torch.Tensor, batch_idx_list: list[list[int]]
+) -> torch.Tensor:
+    """Outputs in the order of the batch, one row per sample.
+
+    Args:
+        original: verl's function.
+        data: rows of all micro-batches, dense or nested.
+        batch_idx_list: of `rearrange_micro_batches`; of a sample that is there twice, as its own
+            and masked, both rows are the same, and one is kept.
+    """
+    indices = [sample for samples in batch_idx_list for sample in samples]
+    first: dict[int, int] = {}
+    for row, sample in enumerate(indices):
+        first.setdefault(sample, row)
+    if len(first) < len(indices) == data.shape[0]:
+        if data.is_nested:
+            rows = data.unbind()
+            data = torch.nested.as_nested_tensor(
+                [rows[row] for row in first.values()], layout=torch.jagged
+            )
+        else:
+            data = data[torch.tensor(list(first.values()), dtype=torch.long)]
+        batch_idx_list = [list(first)]
+    restored: torch.Tensor = original(data, batch_idx_list)
+    return restored
+
+
+def _lengths(batch: Any) -> list[int]:
+    input_ids = batch["input_ids"]
+    if input_ids.is_nested:
+        return [int(length) for length in input_ids.offsets().diff().tolist()]
+    return [int(length) for length in batch["attention_mask"].sum(dim=1).tolist()]
+
+
+def _settings(max_token_len: int, multiple: int, ranks: int) -> tuple[ParallelDims, PlannerConfig]:
+    """What a plan depends on: Megatron's groups, if it has any in this process."""
+    groups = sys.modules.get("megatron.core.parallel_state")
+    if groups is None or not groups.model_parallel_is_initialized():
+        return ParallelDims(data_parallel=ranks), PlannerConfig(max_tokens_per_gpu=max_token_len)
+    context = groups.get_context_parallel_world_size()
+    tensor = groups.get_tensor_model_parallel_world_size()
+    stages = groups.get_pipeline_model_parallel_world_size()
+    chunks = groups.get_virtual_pipeline_model_parallel_world_size() or 1
+    experts = groups.get_expert_model_parallel_world_size()
+    dims = ParallelDims(
+        data_parallel=ranks,
+        pipeline_parallel=stages,
+        virtual_pipeline=chunks,
+        context_parallel=context,
+        tensor_parallel=tensor,
+        expert_parallel=experts,
+        # verl pads every sample for it whether it is on or not.
+        sequence_parallel=tensor > 1,
+        microbatch_group_size=max(multiple, stages) if chunks > 1 else None,
+    )
+    return dims, PlannerConfig(max_tokens_per_gpu=max(1, max_token_len // context))
+
+
+def _check_lengths(lengths: Sequence[int], max_token_len: int, group: Any) -> None:
+    """Refuse, on every rank, samples that no micro-batch of any can hold.
+
+    Raises:
+        LengthError: naming what to set.
+    """
+    longest, none = _maxima(group, [float(max(lengths, default=0)), float(not lengths)])
+    if none:
+        raise LengthError("a data-parallel rank has no sample: set the mini-batch's size higher")
+    if longest > max_token_len:
+        raise LengthError(
+            f"a sample has {longest:.0f} tokens, and a micro-batch may hold {max_token_len}: set "
+            "ppo_max_token_len_per_gpu (log_prob_max_token_len_per_gpu for log-probs) higher"
+        )
+
+
+def _check_repeated(batch: Any, chosen: MicroBatches, group: Any) -> None:
+    """Refuse to run a sample twice where the loss is divided by the tokens that were run.
+
+    Raises:
+        HookError: on every rank.
+    """
+    (repeats,) = _maxima(group, [float(not all(chosen))])
+    if repeats and batch.get("routed_num_tokens", None) is not None:
+        raise HookError(
+            f"a data-parallel rank has fewer samples than the {len(chosen)} micro-batches of each, "
+            "and calculate_per_token_loss counts the tokens of those that fill up: set "
+            "ppo_mini_batch_size higher, or ppo_max_token_len_per_gpu"
+        )
+
+
+def _worst(group: Any, width: int, attempt: Callable[[], list[float]]) -> list[float]:
+    """The largest of each of an attempt's values over the group.
+
+    Args:
+        group: of `torch.distributed`; None: this rank alone.
+        width: most values.
+        attempt: gives them; may raise.
+
+    Raises:
+        HookError: the attempt failed on another rank. On those where it did, its own error.
+    """
+    values, failure = [], None
+    try:
+        values = attempt()
+    except Exception as error:  # raised below, once the others know
+        failure = error
+    failed, *worst = _maxima(
+        group, [float(failure is not None), *values, *[0.0] * (width - len(values))]
+    )
+    if failure is not None:
+        raise failure
+    if failed:
+        raise HookError("planning failed on another data-parallel rank: its log says why")
+    return worst[: len(values)]
+
+
+def _maxima(group: Any, values: list[float]) -> list[float]:
+    if group is None:
+        return values
+    reduced = torch.tensor(values, dtype=torch.float64, device=_device_name())
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
+    return reduced.tolist()
+
+
+def _select(batch: Any, samples: list[int]) -> Any:
+    """These samples of a batch, by verl's own function."""
+    utilities = importlib.import_module("verl.utils.tensordict_utils")
+    return utilities.index_select_tensor_dict(batch, samples)
+
+
+def _device_name() -> str:
+    """The type of device that verl's collectives take tensors on."""
+    name: str = importlib.import_module("verl.utils.device").get_device_name()
+    return name

@@ -1,0 +1,38 @@
+"""verl's plugin of this package: importing it hooks verl if ``MCORE_BATCHING_VERL`` is 1.
+
+verl loads the entry points of group ``verl.plugins`` while it is imported, and logs their errors
+where nobody looks. So they are printed here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+from mcore_batching.integrations.replacements import HookError
+from mcore_batching.integrations.verl.hook import hook
+
+VARIABLE = "MCORE_BATCHING_VERL"
+
+
+def hook_if_asked() -> None:
+    """`hook` verl under ``MCORE_BATCHING_VERL=1``; nothing where it is unset, empty or 0.
+
+    Raises:
+        HookError: another value, or a version of verl that is not known. Printed as well.
+    """
+    value = os.environ.get(VARIABLE, "")
+    if value in ("", "0"):
+        return
+    try:
+        if value != "1":
+            raise HookError(f"{VARIABLE}={value!r} means nothing: set it to 1, or unset it")
+        print(hook(), flush=True)
+    except Exception:
+        print("mcore_batching: verl keeps its own micro-batches, because", file=sys.stderr)
+        traceback.print_exc()
+        raise
+
+
+hook_if_asked()

@@ -1,0 +1,363 @@
+"""verl's micro-batches made by this package: the contract, agreement between ranks, losses.
+
+verl's own functions take part where ``MCORE_BATCHING_VERL_SOURCE`` names a folder with verl, an
+unpacked wheel of 0.9.1 or a checkout, and tensordict is installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.patience import patience
+from planning_cases import examples
+from spawned import reports_of
+from verl_package import SOURCE, forget, own_verl, small_verl
+from verl_worker import CAP, CASES, batch_of, rearrange_all
+
+from mcore_batching.integrations.replacements import HookError
+from mcore_batching.integrations.verl import hook, micro_batches
+from mcore_batching.planning import ParallelDims, PlannerConfig, plan_step
+
+__all__ = ["own_verl", "small_verl"]
+
+
+def rearranged(
+    lengths: list[int], cap: int = CAP, *, fields: Any = None, **options: Any
+) -> tuple[list[Any], Any]:
+    """Without verl, of dense tensors."""
+    batch = batch_of(lengths) | (fields or {})
+    with mock.patch.object(micro_batches, "_select", selected):
+        return micro_batches.rearrange_micro_batches(None, batch, cap, **options)
+
+
+def selected(batch: dict[str, torch.Tensor], samples: list[int]) -> dict[str, torch.Tensor]:
+    return {name: values[samples] for name, values in batch.items()}
+
+
+@examples(150)
+@given(
+    st.lists(st.integers(1, CAP), min_size=1, max_size=20),
+    st.sampled_from([None, 1, 2, 4]),
+    st.sampled_from([None, 1, 5]),
+)
+def test_the_contract_holds(lengths: list[int], multiple: int | None, least: int | None) -> None:
+    made, indices = rearranged(lengths, num_batches_divided_by=multiple, min_num_micro_batch=least)
+    flat = list(itertools.chain.from_iterable(indices))
+    assert all(type(sample) is int for sample in flat)
+    assert set(flat) == set(range(len(lengths)))
+    assert len(made) == len(indices) >= (least or 1)
+    assert len(made) % (multiple or 1) == 0
+    if len(made) <= len(lengths):
+        assert len(flat) == len(lengths)
+    for samples, micro_batch in zip(indices, made, strict=True):
+        assert samples
+        assert sum(lengths[i] for i in samples) <= CAP
+        assert int(micro_batch["attention_mask"].sum()) == sum(lengths[i] for i in samples)
+    rows = torch.cat([micro_batch["input_ids"] for micro_batch in made])
+
+    def own(data: torch.Tensor, batch_idx_list: list[list[int]]) -> torch.Tensor:
+        order = list(itertools.chain.from_iterable(batch_idx_list))
+        assert len(order) == len(lengths) == data.shape[0]
+        return data[torch.tensor(order).argsort()]
+
+    restored = micro_batches.restore_dynamic_batch(own, rows, indices)
+    assert torch.equal(restored, batch_of(lengths)["input_ids"])
+
+
+def test_a_sample_that_fills_up_has_no_loss() -> None:
+    masks = torch.ones(3, 7, dtype=torch.bool)
+    made, indices = rearranged(
+        [40, 30, 60], fields={"response_mask": masks}, num_batches_divided_by=4
+    )
+    assert sorted(indices) == [[0], [1], [1], [2]]
+    masked = [not micro_batch["response_mask"].any() for micro_batch in made]
+    assert [samples for samples, empty in zip(indices, masked, strict=True) if empty] == [[1]]
+    assert masks.all()
+
+
+def test_it_is_refused_where_verl_counts_the_tokens_that_were_run() -> None:
+    fields = {"routed_num_tokens": torch.tensor(130)}
+    with pytest.raises(HookError, match=r"fewer samples than the 4 micro-batches.*mini_batch_size"):
+        rearranged([40, 30, 60], fields=fields, num_batches_divided_by=4)
+
+
+def test_samples_that_no_micro_batch_holds_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"101 tokens.*hold 100: set ppo_max_token_len_per_gpu"):
+        rearranged([40, 101])
+    with pytest.raises(ValueError, match="has no sample: set the mini-batch's size higher"):
+        rearranged([])
+
+
+def groups_of(**sizes: int) -> SimpleNamespace:
+    """Megatron's parallel state, as far as it is asked."""
+    names = ("context", "tensor", "pipeline", "expert")
+    functions = {
+        f"get_{name}_{'' if name == 'context' else 'model_'}parallel_world_size": sizes.get(name, 1)
+        for name in names
+    }
+    functions["get_virtual_pipeline_model_parallel_world_size"] = sizes.get("chunks")
+    made: dict[str, Any] = {name: lambda size=size: size for name, size in functions.items()}
+    return SimpleNamespace(model_parallel_is_initialized=lambda: True, **made)
+
+
+def test_in_a_pipeline_it_is_the_plan_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = groups_of(pipeline=4, context=2, tensor=2)
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
+    lengths = [90, 13, 55, 8, 21, 34, 70, 5, 3, 44, 61, 29]
+    dims = ParallelDims(
+        pipeline_parallel=4, context_parallel=2, tensor_parallel=2, sequence_parallel=True
+    )
+    step = plan_step(lengths, dims, PlannerConfig(max_tokens_per_gpu=60), owners=[0] * 12)
+    _, indices = rearranged(lengths, 120)
+    assert indices == [list(samples) for samples in step.micro_batches[0]]
+    for samples in indices:  # padded to multiples of 8, as verl pads for both
+        assert sum(-(-lengths[i] // 8) * 8 for i in samples) <= 120
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return reports_of(rearrange_all, 2, tmp_path_factory.mktemp("verl"))
+
+
+def test_ranks_have_equally_many(reports: list[dict[str, Any]]) -> None:
+    for case, count in {"one rank needs more": 4, "groups of four": 8}.items():
+        assert [len(report[case]) for report in reports] == [count, count]
+    assert [len(report["alone"]) for report in reports] == [3, 1]
+    for report, lengths in zip(reports, CASES["groups of four"][0], strict=True):
+        flat = sorted(itertools.chain.from_iterable(report["groups of four"]))
+        shortest = lengths.index(min(lengths))
+        assert flat == sorted([*range(5), *[shortest] * 3])
+
+
+def test_errors_of_one_rank_are_raised_on_all(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert "a sample has 101 tokens, and a micro-batch may hold 100" in report["over the cap"]
+        assert "a data-parallel rank has no sample" in report["no sample"]
+    first, second = (report["planning fails"] for report in reports)
+    assert first == ("HookError: planning failed on another data-parallel rank: its log says why")
+    assert second.startswith("ZeroDivisionError")
+
+
+def test_both_functions_are_replaced_everywhere_and_put_back(small_verl: Path) -> None:
+    engine = importlib.import_module("verl.workers.engine.utils")
+    module = importlib.import_module("verl.utils.seqlen_balancing")
+    own = dict(vars(engine))
+    with hook() as hooked:
+        assert sorted(hooked.hooked) == [
+            f"{each}.{name}"
+            for each in ("verl.utils.seqlen_balancing", "verl.workers.engine.utils")
+            for name in ("rearrange_micro_batches", "restore_dynamic_batch")
+        ]
+        _, indices = engine.rearrange_micro_batches(batch_of([60, 30, 50]), max_token_len=100)
+        assert sorted(map(sorted, indices)) == [[0, 1], [2]] or len(indices) == 2
+        # Consecutive samples that belong together are left to verl.
+        assert engine.rearrange_micro_batches(None, 9, force_group_size=2) == ("own", 2)
+        with pytest.raises(HookError, match="hooked already"):
+            hook()
+    assert dict(vars(engine)) == own
+    assert module.rearrange_micro_batches(None, 9) == ("own", 1)
+
+
+def test_another_signature_is_refused_by_name(small_verl: Path) -> None:
+    path = small_verl / "utils" / "seqlen_balancing.py"
+    path.write_text(path.read_text().replace("min_num_micro_batch=None", "least=None"))
+    forget()
+    with pytest.raises(HookError, match=r"parameter 6 is least=None and not min_num_micro_batch"):
+        hook()
+
+
+PLUGIN = "mcore_batching.integrations.verl.plugin"
+
+
+def load_plugin() -> Any:
+    """As verl loads it: an import."""
+    sys.modules.pop(PLUGIN, None)
+    return importlib.import_module(PLUGIN)
+
+
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_the_plugin_does_nothing_unless_asked(
+    small_verl: Path, monkeypatch: pytest.MonkeyPatch, value: str | None, capfd: Any
+) -> None:
+    if value is not None:
+        monkeypatch.setenv("MCORE_BATCHING_VERL", value)
+    load_plugin()
+    assert "verl" not in sys.modules
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_plugin_hooks_verl_and_prints_what_is_wrong(
+    small_verl: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setenv("MCORE_BATCHING_VERL", "yes")
+    with pytest.raises(HookError):
+        load_plugin()
+    shown = capfd.readouterr().err
+    assert "verl keeps its own micro-batches, because" in shown
+    assert "MCORE_BATCHING_VERL='yes' means nothing: set it to 1, or unset it" in shown
+    monkeypatch.setenv("MCORE_BATCHING_VERL", "1")
+    load_plugin()
+    assert "hooked verl.utils.seqlen_balancing.rearrange_micro_batches" in capfd.readouterr().out
+    module = importlib.import_module("verl.utils.seqlen_balancing")
+    assert module.rearrange_micro_batches.__wrapped__ is not None
+
+
+def test_verl_finds_the_plugin() -> None:
+    tomllib = importlib.import_module("tomllib")
+    path = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+    assert project["entry-points"]["verl.plugins"] == {"mcore_batching": PLUGIN}
+
+
+# verl's own functions
+
+START_UP = """
+import sys
+from verl_package import StandIns
+sys.meta_path.append(StandIns())
+import verl
+import verl.utils.seqlen_balancing as balancing
+print("replaced", hasattr(balancing.rearrange_micro_batches, "_mcore_batching_original"))
+"""
+
+
+@pytest.mark.parametrize(("value", "replaced"), [("1", True), ("", False), ("2", False)])
+def test_verl_loads_the_plugin_on_import(
+    own_verl: Any, tmp_path: Path, value: str, replaced: bool
+) -> None:
+    metadata = tmp_path / "mcore_batching-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: mcore_batching\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(f"[verl.plugins]\nmcore_batching = {PLUGIN}\n")
+    paths = [tmp_path, SOURCE, Path(__file__).parent, *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-c", START_UP],
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "MCORE_BATCHING_VERL": value},
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"replaced {replaced}" in done.stdout
+    assert ("hooked verl.utils.seqlen_balancing" in done.stdout) == replaced
+    assert ("means nothing: set it to 1" in done.stderr) == (value == "2")
+
+
+def nested(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def tensordict_of(own_verl: Any, lengths: list[int], cap: int) -> Any:
+    generator = torch.Generator().manual_seed(5)
+    tokens = [torch.randint(16, (length,), generator=generator) for length in lengths]
+    masks = [torch.rand(length, generator=generator) > 0.3 for length in lengths]
+    batch = own_verl.tensors.get_tensordict(
+        {"input_ids": nested(tokens), "loss_mask": nested(masks)}
+    )
+    own_verl.tensors.assign_non_tensor(batch, use_dynamic_bsz=True, max_token_len_per_gpu=cap)
+    return batch
+
+
+LENGTHS = [61, 3, 45, 17, 90, 12, 33, 28, 71, 9, 54, 20]
+
+
+def run(own_verl: Any, lengths: list[int], mode: str, **options: Any) -> dict[str, Any]:
+    """verl's micro-batches through a small model, as its engines loop over them."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 1)).double()
+    batch = tensordict_of(own_verl, lengths, 100)
+    tokens = int(batch["loss_mask"].values().sum())
+    own_verl.tensors.assign_non_tensor(batch, batch_num_tokens=tokens)
+    made, indices = own_verl.engine.prepare_micro_batches(batch, **options)
+    outputs, total = [], 0.0
+    for micro_batch in made:
+        values = nested([model(row).squeeze(-1) for row in micro_batch["input_ids"].unbind()])
+        width = max(lengths)
+        mask = micro_batch["loss_mask"].to_padded_tensor(0.0, (len(values), width))
+        loss = own_verl.algorithms.agg_loss(
+            values.to_padded_tensor(0.0, (len(values), width)).square(),
+            mask,
+            mode,
+            batch_num_tokens=tokens,
+            global_batch_size=len(lengths),
+        )
+        loss.backward()
+        total += float(loss)
+        outputs.append({"model_output": {"values": nested(list(values.detach().unbind()))}})
+    restored = own_verl.engine.postprocess_batch_func(outputs, indices, batch)
+    return {
+        "count": len(made),
+        "indices": indices,
+        "loss": total,
+        "gradients": [parameter.grad for parameter in model.parameters()],
+        "values": restored["model_output"]["values"].unbind(),
+        "rows": [row.tolist() for row in batch["input_ids"].unbind()],
+        "model": model,
+    }
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+def test_losses_gradients_and_order_are_those_of_verls_own(own_verl: Any, mode: str) -> None:
+    theirs = run(own_verl, LENGTHS, mode)
+    with hook() as hooked:
+        assert len(hooked.hooked) == 4
+        runs = [
+            run(own_verl, LENGTHS, mode),
+            run(own_verl, LENGTHS, mode, num_batches_divided_by=8),
+            run(own_verl, LENGTHS, mode, num_batches_divided_by=16),  # four samples run twice
+        ]
+    assert [each["count"] % 8 for each in runs[1:]] == [0, 0]
+    assert runs[2]["count"] == 16
+    for ours in runs:
+        # Sums of the same float64 terms in another order.
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
+        for one, other in zip(ours["gradients"], theirs["gradients"], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+        for row, one, other in zip(ours["rows"], ours["values"], theirs["values"], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+            expected = ours["model"](torch.tensor(row)).squeeze(-1)
+            torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-12)
+    again = run(own_verl, LENGTHS, mode)
+    assert again["indices"] == theirs["indices"]
+    assert again["loss"] == theirs["loss"]
+
+
+def test_verls_own_tests_pass_with_ours(own_verl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one process; the others need two devices of one's own."""
+    path = Path(SOURCE, "tests", "utils", "test_seqlen_balancing.py")
+    if not path.exists():
+        pytest.skip(f"{path} is not there: a wheel has no tests")
+    monkeypatch.setitem(sys.modules, "verl.utils.model", SimpleNamespace(create_random_mask=mask))
+    spec = importlib.util.spec_from_file_location("verls_own_tests", path)
+    assert spec is not None
+    assert spec.loader is not None
+    with hook():
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.test_seqlen_balancing()
+        module.test_dynamic_batch()
+
+
+def mask(input_ids: torch.Tensor, **ratios: float) -> torch.Tensor:
+    """A random mask with padding on both sides, as verl's tests make them."""
+    rows, width = input_ids.shape
+    first = torch.randint(int(width * ratios["max_ratio_of_left_padding"]) + 1, (rows, 1))
+    least, most = ratios["min_ratio_of_valid_token"], ratios["max_ratio_of_valid_token"]
+    valid = torch.randint(int(width * least), int(width * most) + 1, (rows, 1))
+    places = torch.arange(width)
+    return ((places >= first) & (places < first + valid)).long()

@@ -1,0 +1,130 @@
+"""A package named verl with the functions that are replaced; and verl's own, from a checkout.
+
+Of verl's own, third-party packages that its functions here do not use are stand-ins (`STAND_INS`),
+and so are the packages around `verl.workers.engine.utils` and `verl.workers.config`, whose start-up
+imports engines. torch and tensordict are real.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+SOURCE = os.environ.get("MCORE_BATCHING_VERL_SOURCE", "")
+STAND_INS = ("datasets", "omegaconf", "pandas", "ray", "transformers")
+
+BALANCING = """
+def rearrange_micro_batches(batch, max_token_len, dp_group=None, num_batches_divided_by=None,
+                            same_micro_num_in_dp=True, min_num_micro_batch=None,
+                            use_dynamic_bsz_balance=True, force_group_size=1):
+    return "own", force_group_size
+
+def restore_dynamic_batch(data, batch_idx_list):
+    indices = [sample for samples in batch_idx_list for sample in samples]
+    assert len(indices) == data.shape[0]
+    order = sorted(range(len(indices)), key=indices.__getitem__)
+    if data.is_nested:
+        import torch
+        rows = data.unbind()
+        return torch.nested.as_nested_tensor([rows[i] for i in order], layout=torch.jagged)
+    return data[order]
+"""
+SELECTING = """
+import torch
+
+def index_select_tensor_dict(batch, indices):
+    made = {}
+    for key, values in batch.items():
+        if not values.is_nested:
+            made[key] = values[indices]
+            continue
+        rows = values.unbind()
+        made[key] = torch.nested.as_nested_tensor([rows[i] for i in indices], layout=torch.jagged)
+    return made
+"""
+FILES = {
+    "utils/seqlen_balancing": BALANCING,
+    "utils/tensordict_utils": SELECTING,
+    "utils/device": "def get_device_name(): return 'cpu'\n",
+    "workers/engine/utils": (
+        "from verl.utils.seqlen_balancing import rearrange_micro_batches, restore_dynamic_batch\n"
+    ),
+}
+
+
+@pytest.fixture
+def small_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The small package's folder, importable until the end of the test."""
+    for name, text in FILES.items():
+        path = tmp_path / "verl" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        for parent in list(path.relative_to(tmp_path).parents)[:-1]:
+            (tmp_path / parent / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    forget()
+    yield tmp_path / "verl"
+    forget()
+
+
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Empty modules for packages that are not installed."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        del path, target
+        wanted = name.partition(".")[0] in STAND_INS
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if wanted else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
+        known = {"__path__": [], "__spec__": spec, "__name__": spec.name, "__version__": "99"}
+        return MagicMock(name=spec.name, **known)
+
+    def exec_module(self, module: ModuleType) -> None:
+        del module
+
+
+@pytest.fixture(scope="module")
+def own_verl() -> Iterator[Any]:
+    """verl's own `seqlen_balancing`, `tensordict_utils`, engine's `utils` and `core_algos`."""
+    if not SOURCE:
+        pytest.skip("MCORE_BATCHING_VERL_SOURCE does not name a folder with verl (0.9.1)")
+    pytest.importorskip("tensordict", reason="verl needs tensordict, which is not installed")
+    forget()
+    finder = StandIns()
+    sys.meta_path.append(finder)
+    sys.path.insert(0, SOURCE)
+    for name in ("verl.workers", "verl.workers.engine"):
+        package = ModuleType(name)
+        package.__path__ = [str(Path(SOURCE, *name.split(".")))]
+        sys.modules[name] = package
+    sys.modules["verl.workers.config"] = MagicMock(name="verl.workers.config")
+    names = {
+        "balancing": "verl.utils.seqlen_balancing",
+        "tensors": "verl.utils.tensordict_utils",
+        "engine": "verl.workers.engine.utils",
+        "algorithms": "verl.trainer.ppo.core_algos",
+        "protocol": "verl.protocol",
+    }
+    yield MagicMock(**{short: importlib.import_module(name) for short, name in names.items()})
+    sys.path.remove(SOURCE)
+    sys.meta_path.remove(finder)
+    forget(*STAND_INS)
+
+
+def forget(*others: str) -> None:
+    """Let verl, and others, be imported anew."""
+    roots = ("verl", *others)
+    for name in [each for each in sys.modules if each.partition(".")[0] in roots]:
+        del sys.modules[name]
