@@ -1,0 +1,125 @@
+"""`hook`: a packer of this package behind NeMo-RL's ``get_packer``, under the name `ALGORITHM`.
+
+NeMo-RL deals the packer's bins to the data-parallel ranks in turn, and each rank runs its own in
+order. So bin ``slot * ranks + rank`` is that rank's micro-batch in that slot.
+
+Guarantees
+- Every sample is in one bin, and no bin holds more than the capacity.
+- The bins are a multiple of the ranks, for interleaved schedules one that Megatron can run; none is
+  empty, since NeMo-RL cannot run such a micro-batch.
+- Contents and order are those with which the slowest rank's step ends first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from mcore_batching.integrations.replacements import (
+    Hook,
+    Replacement,
+    check_signature,
+    in_place_of,
+)
+from mcore_batching.planning import LengthError, ParallelDims, PlannerConfig, StepPlan, plan_step
+
+ALGORITHM = "mcore_batching"
+"""The ``algorithm`` of NeMo-RL's sequence packing for which this packer is made."""
+
+_MODULE = "nemo_rl.data.packing.algorithms"
+
+
+def hook(
+    *,
+    pipeline_parallel: int = 1,
+    virtual_pipeline: int = 1,
+    microbatch_group_size: int | None = None,
+) -> Hook:
+    """Let NeMo-RL's ``get_packer`` know `ALGORITHM`. In the process of its driver.
+
+    Args:
+        pipeline_parallel: pipeline stages of the policy.
+        virtual_pipeline: model chunks of a stage.
+        microbatch_group_size: as in `ParallelDims`.
+
+    Returns:
+        the replaced names; its ``undo`` puts NeMo-RL's own back.
+
+    Raises:
+        HookError: it is hooked already, or has another signature in this version.
+        ParallelDimsError: a size that no job has.
+    """
+    dims = ParallelDims(
+        pipeline_parallel=pipeline_parallel,
+        virtual_pipeline=virtual_pipeline,
+        microbatch_group_size=microbatch_group_size,
+    )
+    module = importlib.import_module(_MODULE)
+    original, packer = module.get_packer, _packer_class(module.SequencePacker, dims)
+    ours = functools.partial(_get_packer, original, packer)
+    check_signature(f"{_MODULE}.get_packer", original, ours, whole=True)
+    return Hook([module], [Replacement("get_packer", original, in_place_of(original, ours))])
+
+
+def _get_packer(
+    original: Callable[..., Any],
+    packer: Callable[..., Any],
+    algorithm: Any,
+    bin_capacity: int,
+    collect_metrics: bool = False,
+    min_bin_count: int | None = None,
+    bin_count_multiple: int | None = None,
+) -> Any:
+    ours = isinstance(algorithm, str) and algorithm.lower() == ALGORITHM
+    make = packer if ours else functools.partial(original, algorithm)
+    return make(
+        bin_capacity,
+        collect_metrics=collect_metrics,
+        min_bin_count=min_bin_count,
+        bin_count_multiple=bin_count_multiple,
+    )
+
+
+def _packer_class(base: Any, dims: ParallelDims) -> Any:
+    """NeMo-RL's base class, with bins planned for these dims."""
+
+    class PipelinePacker(base):  # type: ignore[misc]
+        def _pack_implementation(self, sequence_lengths: list[int]) -> list[list[int]]:
+            self._validate_sequence_lengths(sequence_lengths)
+            if not sequence_lengths:
+                return []
+            over_ranks = dataclasses.replace(dims, data_parallel=self.bin_count_multiple or 1)
+            return planned_bins(sequence_lengths, self.bin_capacity, over_ranks)
+
+    return PipelinePacker
+
+
+def planned_bins(lengths: list[int], capacity: int, dims: ParallelDims) -> list[list[int]]:
+    """The samples of each bin, in the order in which bins are dealt to ranks.
+
+    Args:
+        lengths: of each sample, padded, in tokens.
+        capacity: most tokens of a bin.
+        dims: sizes of the parallel groups.
+
+    Raises:
+        LengthError: there are fewer samples than bins.
+    """
+    config = PlannerConfig(max_tokens_per_gpu=capacity)
+    step = plan_step(lengths, dims, config)
+    if _has_placeholder(step):  # the search may leave a rank emptier than NeMo-RL may
+        step = plan_step(lengths, dims, dataclasses.replace(config, balance="cost"))
+    if _has_placeholder(step):
+        raise LengthError(
+            f"{dims.data_parallel} data-parallel ranks need {step.num_microbatches} micro-batches "
+            f"each, and there are {len(lengths)} samples, fewer than one for each: set "
+            "policy.train_global_batch_size higher, or train_mb_tokens lower"
+        )
+    return [list(samples) for slot in zip(*step.micro_batches, strict=True) for samples in slot]
+
+
+def _has_placeholder(step: StepPlan) -> bool:
+    return not all(all(rank) for rank in step.micro_batches)

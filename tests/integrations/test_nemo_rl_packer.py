@@ -1,0 +1,155 @@
+"""The packer behind NeMo-RL's ``get_packer``: the contract of its bins, and replacing it.
+
+NeMo-RL's own module takes part where ``MCORE_BATCHING_NEMO_RL_SOURCE`` names a checkout
+(7ea279abf).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning_cases import examples
+
+from mcore_batching.integrations.nemo_rl import ALGORITHM, hook
+from mcore_batching.integrations.nemo_rl.packer import planned_bins
+from mcore_batching.integrations.replacements import HookError
+from mcore_batching.planning import LengthError, ParallelDims, PlannerConfig, plan_step
+
+SOURCE = os.environ.get("MCORE_BATCHING_NEMO_RL_SOURCE", "")
+ALGORITHMS = """
+class SequencePacker:
+    def __init__(self, bin_capacity, collect_metrics=False, min_bin_count=None,
+                 bin_count_multiple=None):
+        self.bin_capacity, self.bin_count_multiple = bin_capacity, bin_count_multiple
+
+    def _validate_sequence_lengths(self, lengths):
+        if max(lengths, default=0) > self.bin_capacity:
+            raise ValueError("exceeds bin capacity")
+
+    def pack(self, sequence_lengths):
+        return self._pack_implementation(sequence_lengths)
+
+def get_packer(algorithm, bin_capacity, collect_metrics=False, min_bin_count=None,
+               bin_count_multiple=None):
+    return "own", algorithm, bin_capacity, min_bin_count, bin_count_multiple
+"""
+
+
+@examples(150)
+@given(
+    st.lists(st.integers(1, 64), min_size=1, max_size=30),
+    st.integers(1, 4),
+    st.sampled_from([(1, 1), (4, 1), (2, 2)]),
+)
+def test_the_contract_holds(lengths: list[int], ranks: int, pipeline: tuple[int, int]) -> None:
+    stages, chunks = pipeline
+    dims = ParallelDims(data_parallel=ranks, pipeline_parallel=stages, virtual_pipeline=chunks)
+    try:
+        bins = planned_bins(lengths, 64, dims)
+    except LengthError:
+        step = plan_step(lengths, dims, PlannerConfig(max_tokens_per_gpu=64, balance="cost"))
+        assert len(lengths) < ranks * step.num_microbatches
+        return
+    assert sorted(sample for samples in bins for sample in samples) == list(range(len(lengths)))
+    assert len(bins) % (ranks * chunks) == 0
+    for samples in bins:
+        assert samples
+        assert sum(lengths[i] for i in samples) <= 64
+
+
+def test_ranks_get_the_plans_micro_batches_in_order() -> None:
+    lengths = [61, 3, 45, 17, 60, 12, 33, 28, 9, 54, 20, 41]
+    dims = ParallelDims(data_parallel=2, pipeline_parallel=4)
+    step = plan_step(lengths, dims, PlannerConfig(max_tokens_per_gpu=64))
+    bins = planned_bins(lengths, 64, dims)
+    assert [tuple(map(tuple, bins[rank::2])) for rank in range(2)] == list(step.micro_batches)
+
+
+def test_too_few_samples_are_refused_by_name() -> None:
+    with pytest.raises(LengthError, match=r"there are 17 samples.*train_global_batch_size higher"):
+        planned_bins([12000] * 17, 16384, ParallelDims(data_parallel=8))
+
+
+@pytest.fixture
+def algorithms(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A small ``nemo_rl.data.packing.algorithms``; NeMo-RL's own if the parameter says so."""
+    folder = tmp_path / "nemo_rl"
+    if getattr(request, "param", "small") == "own":
+        if not SOURCE:
+            pytest.skip("MCORE_BATCHING_NEMO_RL_SOURCE does not name a checkout of NeMo-RL")
+        folder = Path(SOURCE, "nemo_rl")
+    else:
+        (folder / "data" / "packing").mkdir(parents=True)
+        (folder / "data" / "packing" / "algorithms.py").write_text(ALGORITHMS)
+    # Empty packages: the start-up of NeMo-RL's own imports engines.
+    for name in ("nemo_rl", "nemo_rl.data", "nemo_rl.data.packing"):
+        package = ModuleType(name)
+        package.__path__ = [str(folder.parent.joinpath(*name.split(".")))]
+        monkeypatch.setitem(sys.modules, name, package)
+    module = importlib.import_module("nemo_rl.data.packing.algorithms")
+    vars(sys.modules["nemo_rl.data.packing"])["get_packer"] = module.get_packer
+    yield module
+    del sys.modules[module.__name__]
+
+
+def test_the_name_gives_our_packer_and_others_theirs(algorithms: Any) -> None:
+    package = sys.modules["nemo_rl.data.packing"]
+    own = algorithms.get_packer
+    with hook(pipeline_parallel=4) as hooked:
+        assert sorted(hooked.hooked) == [
+            "nemo_rl.data.packing.algorithms.get_packer",
+            "nemo_rl.data.packing.get_packer",
+        ]
+        packer = package.get_packer(ALGORITHM.upper(), 64, bin_count_multiple=2)
+        assert isinstance(packer, algorithms.SequencePacker)
+        assert sorted(map(sorted, packer.pack([40, 30, 20, 10]))) == [[0, 3], [1, 2]]
+        assert packer.pack([]) == []
+        with pytest.raises(ValueError, match="exceeds bin capacity"):
+            packer.pack([65, 1])
+        given = package.get_packer("first_fit_decreasing", 64, min_bin_count=3)
+        assert given == ("own", "first_fit_decreasing", 64, 3, None)
+        with pytest.raises(HookError, match="hooked already"):
+            hook()
+    assert package.get_packer is algorithms.get_packer is own
+
+
+@pytest.mark.parametrize("algorithms", ["own"], indirect=True)
+def test_nemo_rls_own_packing_uses_it(algorithms: Any) -> None:
+    lengths = [61, 3, 45, 17, 60, 12, 33, 28, 9, 54, 20, 41] * 4
+    with hook(pipeline_parallel=4):
+        packer = algorithms.get_packer(ALGORITHM, 64, min_bin_count=8, bin_count_multiple=8)
+        bins = packer.pack(lengths)
+        assert bins == planned_bins(lengths, 64, ParallelDims(data_parallel=8, pipeline_parallel=4))
+        least = algorithms.get_packer(ALGORITHM, 64, min_bin_count=48, bin_count_multiple=8)
+        assert [len(each) for each in least.pack(lengths)] == [1] * 48
+        theirs = algorithms.get_packer("first_fit_decreasing", 64, bin_count_multiple=8)
+        mine = theirs.pack(lengths)
+    again = algorithms.get_packer("first_fit_decreasing", 64, bin_count_multiple=8)
+    assert again.pack(lengths) == mine
+    with pytest.raises(ValueError, match="Unknown packing algorithm"):
+        algorithms.get_packer(ALGORITHM, 64)
+
+
+@pytest.mark.parametrize("algorithms", ["own"], indirect=True)
+def test_nemo_rls_own_tests_pass_with_ours_in_place(algorithms: Any) -> None:
+    path = Path(SOURCE, "tests", "unit", "data", "packing", "test_algorithms.py")
+    if not path.exists():
+        pytest.skip(f"{path} is not in the checkout")
+    spec = importlib.util.spec_from_file_location("nemo_rls_own_tests", path)
+    assert spec is not None
+    assert spec.loader is not None
+    with hook():
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        every = list(algorithms.PackingAlgorithm)
+        module.TestSequencePacker().test_get_packer(100, every)
