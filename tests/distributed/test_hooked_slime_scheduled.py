@@ -1,0 +1,55 @@
+"""slime that plans in its rollout manager, hooked, against slime with its own plan and batching.
+
+Read from a checkout of slime that ``MCORE_BATCHING_SLIME_SCHEDULED`` names, since its pull request
+1926 (commit 624b824a8). Both sides compute in float32 over rows of other contents; tolerances as in
+`test_exactness`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from kit.harness import Job
+
+LOG_PROBS = 2e-6
+GRADIENTS = 2e-5
+REPORTED = 2e-6
+
+SOURCE = os.environ.get("MCORE_BATCHING_SLIME_SCHEDULED", "")
+
+if not SOURCE:  # not a mark: its jobs would still be launched beside those of other tests
+    pytest.skip(
+        "MCORE_BATCHING_SLIME_SCHEDULED does not name a checkout of slime (624b824a8)",
+        allow_module_level=True,
+    )
+
+
+def job_of(name: str, dims: dict[str, Any], **parameters: Any) -> Job:
+    parameters = {"dims": dims, "reference": "dense", "source": SOURCE} | parameters
+    return Job(f"slime-scheduled-{name}", "kit.slime_scheduled:compare", 2, dims, parameters)
+
+
+JOBS = [
+    job_of("dp2-tokens", {"data_parallel": 2}, per_token_loss=True),
+    job_of("dp2-samples", {"data_parallel": 2}, per_token_loss=False),
+    job_of("dp2-gspo", {"data_parallel": 2}, per_token_loss=True, advantage_estimator="gspo"),
+    job_of("cp2-tokens", {"context_parallel": 2}, per_token_loss=True),
+    job_of("pp2-samples", {"pipeline_parallel": 2}, per_token_loss=False),
+    job_of("tp2-sp-tokens", {"tensor_parallel": 2, "sequence_parallel": True}, per_token_loss=True),
+]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_slime_equals_itself(job: Job, ranks: list[dict[str, Any]]) -> None:
+    assert max(rank["log_probs"] for rank in ranks) < LOG_PROBS
+    assert max(rank["gradients"] for rank in ranks) < GRADIENTS
+    for rank in ranks:
+        assert rank["placeholders"] >= job.dims.get("data_parallel", 1)
+        assert rank["counts"][0] < 8
+        own, hooked = rank["reported"]
+        assert own.keys() == hooked.keys()
+        assert bool(own) == rank["last_stage"]
+        for name, value in own.items():
+            assert hooked[name] == pytest.approx(value, rel=REPORTED, abs=1e-7), name
