@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from mcore_batching.planning import ParallelDims, PlannerConfig, StepPlan
+from mcore_batching.tools.lengths_file import read_lengths
 
 
 def examples(count: int) -> settings:
@@ -166,3 +170,11 @@ def cases(draw: st.DrawFn, fill: tuple[str, ...] = ("split", "split", "placehold
             )
         )
     return Case(lengths, dims, config, owners)
+
+
+def real_lengths(count: int) -> list[int]:
+    """Total lengths of a serving trace, from the folder that ``MCORE_BATCHING_TEST_DATA`` names."""
+    path = Path(os.environ.get("MCORE_BATCHING_TEST_DATA", ""), "azure_conv_lengths.txt")
+    if not path.exists():
+        pytest.skip("MCORE_BATCHING_TEST_DATA does not name a folder with azure_conv_lengths.txt")
+    return read_lengths(str(path))[:count]

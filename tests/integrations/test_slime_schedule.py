@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import examples
+from planning_cases import examples, real_lengths
 from slime_package import forget, slime
 
 from mcore_batching.integrations.slime import HookError, hook_schedule
@@ -299,3 +299,16 @@ def test_the_same_contract_as_slimes_own(checkout: Any) -> None:
             ours = checkout.build_dp_schedule(args, config, lengths, **given)
         check(ours, config, lengths, rollouts, 12, 1000)
         assert checkout.build_dp_schedule(args, config, lengths, **given) == before
+
+
+@needs_checkout
+def test_real_lengths_through_slimes_own_name(checkout: Any) -> None:
+    lengths, rollouts = real_lengths(512), [i // 2 for i in range(512)]
+    args = arguments(16384, pipeline_model_parallel_size=4)
+    hooked = hook_schedule()
+    assert hooked is not None
+    with hooked:
+        for config in (parallel(8), parallel(8, chunks=2, group=4)):
+            given = {"global_batch_size": 64, "rollout_indices": rollouts}
+            result = checkout.build_dp_schedule(args, config, lengths, **given)
+            check(result, config, lengths, rollouts, 64, 16384)

@@ -22,7 +22,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.patience import patience
-from planning_cases import examples
+from planning_cases import examples, real_lengths
 from spawned import reports_of
 from verl_package import SOURCE, forget, own_verl, small_verl
 from verl_worker import CAP, CASES, batch_of, rearrange_all
@@ -297,7 +297,7 @@ def run(own_verl: Any, lengths: list[int], mode: str, **options: Any) -> dict[st
             global_batch_size=len(lengths),
         )
         loss.backward()
-        total += float(loss)
+        total += float(loss.detach())
         outputs.append({"model_output": {"values": nested(list(values.detach().unbind()))}})
     restored = own_verl.engine.postprocess_batch_func(outputs, indices, batch)
     return {
@@ -335,6 +335,23 @@ def test_losses_gradients_and_order_are_those_of_verls_own(own_verl: Any, mode: 
     again = run(own_verl, LENGTHS, mode)
     assert again["indices"] == theirs["indices"]
     assert again["loss"] == theirs["loss"]
+
+
+def test_real_lengths_through_verls_own_names(own_verl: Any) -> None:
+    lengths = real_lengths(64)
+    batch = tensordict_of(own_verl, lengths, 16384)
+    for multiple in (None, 4):
+        with hook():
+            made, indices = own_verl.engine.prepare_micro_batches(
+                batch, num_batches_divided_by=multiple
+            )
+            rows = torch.nested.as_nested_tensor(
+                [row for each in made for row in each["input_ids"].unbind()], layout=torch.jagged
+            )
+            restored = own_verl.engine.restore_dynamic_batch(rows, indices)
+        assert len(made) % (multiple or 1) == 0
+        assert max(sum(lengths[i] for i in samples) for samples in indices) <= 16384
+        assert torch.equal(restored.values(), batch["input_ids"].values())
 
 
 def test_verls_own_tests_pass_with_ours(own_verl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
