@@ -27,8 +27,11 @@ if shutil.which("nvidia-smi") is None:
     # of every process that the tests start.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
+# No machine is fast at all times: a case may take as long as it takes.
+settings.register_profile("any machine", settings(), deadline=None)
+settings.load_profile("any machine")
 # `planning_cases.examples` takes its counts as being for this many.
-settings.register_profile("long", max_examples=300)
+settings.register_profile("long", settings(), max_examples=300)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -20,7 +20,6 @@ def examples(count: int) -> settings:
     """`count` random cases with --long, a third without; however slow the machine is."""
     return settings(
         max_examples=max(20, count * settings.default.max_examples // 300),
-        deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
     )
 

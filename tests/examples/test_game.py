@@ -3,7 +3,7 @@
 import pytest
 import torch
 from byte_tokens import BEGIN, text_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from number_chain import LARGEST, MAX_ROUNDS, NumberChain, new_game, scripted_answers
 from trajectories import MAX_TOKENS, MAX_TURN_TOKENS, Trajectory, samples_of, scripted_trajectory
@@ -104,7 +104,6 @@ def trained(games, step_wise):
     return sorted(found)
 
 
-@settings(deadline=None)  # the first call is slow where the machine is busy
 @given(st.integers(0, 10**6), st.floats(0, 0.6))
 def test_turns_and_whole_games_train_the_same_tokens(seed, slip):
     games = [scripted_trajectory(f"{seed}/{i}", number, slip) for i in (0, 1) for number in (0, 1)]

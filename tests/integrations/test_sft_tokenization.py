@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sft_cases import BYTES, END, Wrapped, conversation, trained_text, whole_text
 
@@ -23,7 +23,6 @@ def test_the_byte_level_tokenizer_keeps_its_marks_apart_from_bytes():
     assert tokenizer.detokenize([104, 105, END, 257]) == "hi"
 
 
-@settings(deadline=None)
 @given(st.text(), st.text())
 def test_trained_is_the_completion_and_the_end_and_nothing_else(prompt, completion):
     sample = BYTES(Completion(prompt, completion))
@@ -33,7 +32,6 @@ def test_trained_is_the_completion_and_the_end_and_nothing_else(prompt, completi
     assert sample.ids[: -len(expected)] == ([*prompt.encode()] or [END])
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(["system", "user", "assistant", "tool"]), min_size=1), st.data())
 def test_without_a_template_assistant_turns_and_their_ends_are_trained(roles, data):
     roles.append("assistant")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -56,7 +56,6 @@ def rows_of_documents(draw_from: st.DrawFn) -> Rows:
     return rows
 
 
-@settings(deadline=None)
 @given(rows=rows_of_documents(), split=st.booleans())
 def test_every_trained_position_is_in_exactly_one_sample(rows: Rows, split: bool) -> None:
     given_batch = batch(rows)
@@ -71,7 +70,6 @@ def test_every_trained_position_is_in_exactly_one_sample(rows: Rows, split: bool
         assert kept == given_batch[name][trained].tolist()
 
 
-@settings(deadline=None)
 @given(rows=rows_of_documents(), split=st.booleans())
 def test_samples_are_runs_of_their_rows_without_a_tail(rows: Rows, split: bool) -> None:
     given_batch = batch(rows)
@@ -95,7 +93,6 @@ def test_samples_are_runs_of_their_rows_without_a_tail(rows: Rows, split: bool) 
         assert len(rows_seen) == len(rows)
 
 
-@settings(deadline=None)
 @given(rows=rows_of_documents(), split=st.booleans())
 def test_lengths_are_those_of_the_fields_and_responses_are_empty(rows: Rows, split: bool) -> None:
     data = unpadded_samples([batch(rows), batch(rows)], split_documents=split)

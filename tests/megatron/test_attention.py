@@ -53,7 +53,7 @@ def local_positions(lengths: list[int], size: int, rank: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from([1, 2, 4]),
     st.lists(st.integers(1, 5), min_size=1, max_size=4),

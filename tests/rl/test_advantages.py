@@ -70,7 +70,7 @@ def multi_turn(draw: st.DrawFn) -> dict[str, Any]:
     return pad_batch(batch, draw(st.integers(1, 7)), pad_token_id=0)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(multi_turn(), st.sampled_from(sorted(OUTCOME_ESTIMATORS)), st.sampled_from(["last", "sum"]))
 def test_step_wise_advantages_against_a_slow_statement_of_the_rule(
     batch: dict[str, Any], estimator: str, outcome: Any
@@ -202,7 +202,7 @@ def test_other_estimators_are_refused_by_name_with_the_reason_and_those_offered(
     rewards=st.lists(st.floats(-50, 50), min_size=1, max_size=8),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_outcome_estimators_are_the_textbooks_formulas(
     estimator: str, rewards: list[float], seed: int
 ) -> None:

@@ -63,7 +63,7 @@ def require_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert all(map(same, found[key], values)), key
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(sample_shapes())
 def test_unpad_is_the_inverse_of_left_pad(shapes: list[tuple[int, int]]) -> None:
     for axes in (0, AXES):
@@ -71,7 +71,7 @@ def test_unpad_is_the_inverse_of_left_pad(shapes: list[tuple[int, int]]) -> None
         require_same(unpad(left_pad(samples, pad_token_id=PAD)), samples)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sample_shapes())
 def test_layout_token_by_token(shapes: list[tuple[int, int]]) -> None:
     samples = make_samples(shapes)
@@ -90,7 +90,7 @@ def test_layout_token_by_token(shapes: list[tuple[int, int]]) -> None:
         assert blocks.response_mask[i].tolist() == [False] * (widest - response) + [True] * response
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sample_shapes())
 def test_pack_left_padded_is_the_inverse_of_left_pad_packed(
     shapes: list[tuple[int, int]],

@@ -31,7 +31,7 @@ from mcore_batching.rl import (
 ROUNDING = {"rel": 1e-12, "abs": 1e-12}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.lists(st.tuples(st.floats(-100, 100), st.booleans()), max_size=5),

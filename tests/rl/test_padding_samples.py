@@ -67,7 +67,7 @@ def equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sample_shapes(), st.integers(1, 40), st.integers(0, 99))
 def test_divisible_minimal_and_untouched(
     shapes: list[tuple[int, int]], multiple: int, seed: int

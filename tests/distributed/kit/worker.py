@@ -7,11 +7,12 @@ import gc
 import importlib
 import json
 import os
+import signal
 import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ def main() -> None:
     folder, nproc = Path(sys.argv[1]), int(sys.argv[2])
     for module in {_function(job)[0] for job in _jobs(folder)}:
         importlib.import_module(module)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for the ranks alone, see `_end_late`
     fork = fork_ranks(nproc)
     if fork.rank is not None:
         _work(folder, fork.rank)
@@ -63,6 +65,7 @@ def _work(folder: Path, rank: int) -> None:
     """Run every job; the first that raises ends the process."""
     stacks = (folder / f"stacks.rank{rank}.txt").open("w")
     faulthandler.enable(file=stacks)  # of a process lost to a signal, at its end too
+    faulthandler.register(signal.SIGUSR1, file=stacks)
     initialize_process_group(timeout_seconds=60.0)
     keep_groups()
     for job in _jobs(folder):
@@ -70,7 +73,7 @@ def _work(folder: Path, rank: int) -> None:
         # Where no thread of Python's gets to run.
         faulthandler.dump_traceback_later(job["seconds"] * MOST_SLOWNESS, file=stacks)
         done = threading.Event()
-        threading.Thread(target=_end_late, args=(job["seconds"], done, stacks), daemon=True).start()
+        threading.Thread(target=_end_late, args=(job["seconds"], done), daemon=True).start()
         result: dict[str, Any]
         try:
             result = {"value": _do(job)}
@@ -87,10 +90,10 @@ def _work(folder: Path, rank: int) -> None:
     dist.destroy_process_group()
 
 
-def _end_late(seconds: float, done: threading.Event, stacks: TextIO) -> None:
-    """End the process with the stacks of all its threads, unless the job is done in time."""
+def _end_late(seconds: float, done: threading.Event) -> None:
+    """End the process with the stacks of all ranks, unless the job is done in time."""
     if is_up(seconds, done.wait):
-        faulthandler.dump_traceback(file=stacks)
+        os.killpg(0, signal.SIGUSR1)
         # Every rank dumps before the first exits: the others are ended as soon as one does.
         if not done.wait(SECONDS_FOR_ALL_STACKS):
             os._exit(17)
