@@ -1,7 +1,7 @@
 """``--dynamic-batch-cost-model auto``: stages cost what a hidden model says, and it is found out.
 
 Passes move a clock of their own process, so that times are what they are meant to be, however busy
-the machine; one job sleeps.
+the machine; one job, with --long, sleeps.
 """
 
 from __future__ import annotations
@@ -145,6 +145,7 @@ def test_a_resumed_job_plans_by_what_was_learnt(job: Job, ranks: Ranks) -> None:
         assert "costs are learnt is " in rank["flag"]
 
 
+@pytest.mark.long  # on a busy machine sleepers wake late
 @on(
     job(
         "asleep",
