@@ -142,9 +142,8 @@ def test_learnt_costs_change_no_loss(records: list[Ranks]) -> None:
     assert all(each == costs[0] for each in costs)
     # The first step counts for nothing, and the second is read when the third is planned.
     assert costs[0][0] == costs[0][1] != costs[0][2]
-    for own in predicted:  # of each rank's own samples
-        assert own[:2] == [None, None]
-        assert all(own[2:])
+    assert all(each[2:] == predicted[0][2:] for each in predicted)
+    assert all(predicted[0][2:])
 
 
 @pytest.mark.long
