@@ -22,6 +22,11 @@ sys.path[:0] = [
     *(str(TESTS / name) for name in SHARED),
 ]
 
+LAUNCH_BY_THEMSELVES = tuple(
+    f"/test_{name}.py" for name in ("fault_battery", "harness", "stock_scripts", "stock_training")
+)
+"""Of `tests/distributed`: the others run their jobs in launches for all, see its `ranks`."""
+
 if shutil.which("nvidia-smi") is None:
     # The CPU stand-in sets it too, but by then megatron-core has loaded the compiler: three seconds
     # of every process that the tests start.
@@ -49,13 +54,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of a file one after the other, and those of several ranks all, that share launches."""
+    """Tests of a file one after the other, and those of all files that share launches."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "ranks" if "/distributed/" in f"/{file}" else file
+            shares = "/distributed/" in f"/{file}" and not file.endswith(LAUNCH_BY_THEMSELVES)
+            return "ranks" if shares else file
 
     return Scheduling(config, log)
 
