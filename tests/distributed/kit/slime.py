@@ -13,8 +13,8 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
-from types import ModuleType, SimpleNamespace
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -27,32 +27,17 @@ import mcore_batching
 from kit.exactness import difference
 from kit.model import named_parameters, sharded_model
 from kit.samples import make_samples, take
+from kit.stand_ins import StandIns
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
 
-STAND_INS = ("ray", "wandb", "httpx", "psutil", "tqdm", "transformers", "megatron.training")
+STAND_INS = StandIns(
+    ("ray", "wandb", "httpx", "psutil", "tqdm", "transformers", "megatron.training")
+)
 
 CAP_TOKENS = 48
 # Shapes of `make_samples`: (17, 9), (5, 0), (8, 1), (12, 7), (3, 2), (27, 20), (9, 4), (16, 15).
 SAMPLES = [0, 1, 5, 7, 8, 9, 10, 11]
-
-
-class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Empty modules for packages that are not installed."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        del path, target
-        if any(name == each or name.startswith(f"{each}.") for each in STAND_INS):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
-        return MagicMock(name=spec.name, __path__=[], __spec__=spec, __name__=spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        del module
 
 
 def use_checkout(source: str) -> None:
@@ -60,8 +45,8 @@ def use_checkout(source: str) -> None:
     torch.compiler.set_stance("force_eager")
     for name in [each for each in sys.modules if each.partition(".")[0] == "slime"]:
         del sys.modules[name]
-    if not any(isinstance(each, StandIns) for each in sys.meta_path):
-        sys.meta_path.append(StandIns())
+    if STAND_INS not in sys.meta_path:
+        sys.meta_path.append(STAND_INS)
     sys.path.insert(0, source)
     importlib.invalidate_caches()
 

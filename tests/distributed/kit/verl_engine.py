@@ -14,11 +14,10 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import torch
 from megatron.core import parallel_state
@@ -30,42 +29,26 @@ from megatron.core.utils import get_model_config
 from kit.exactness import difference
 from kit.model import named_parameters, sharded_model
 from kit.samples import make_samples
+from kit.stand_ins import StandIns
 from mcore_batching.integrations.verl import hook
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
 
-STAND_INS = (
-    *("datasets", "omegaconf", "pandas", "ray", "transformers"),
-    *("verl.models", "verl.trainer.config", "verl.workers.config"),
-    *("verl.utils.checkpoint", "verl.utils.debug", "verl.utils.dynamic_cp_scheduler"),
-    *("verl.utils.megatron.router_replay_patch", "verl.utils.megatron.router_replay_utils"),
-    *("verl.utils.megatron_peft_utils", "verl.utils.megatron_utils", "verl.utils.model"),
-    "verl.workers.engine.megatron.utils",
+STAND_INS = StandIns(
+    (
+        *("datasets", "omegaconf", "pandas", "ray", "transformers"),
+        *("verl.models", "verl.trainer.config", "verl.workers.config"),
+        *("verl.utils.checkpoint", "verl.utils.debug", "verl.utils.dynamic_cp_scheduler"),
+        *("verl.utils.megatron.router_replay_patch", "verl.utils.megatron.router_replay_utils"),
+        *("verl.utils.megatron_peft_utils", "verl.utils.megatron_utils", "verl.utils.model"),
+        "verl.workers.engine.megatron.utils",
+    )
 )
 BARE = ("verl.workers", "verl.workers.engine", "verl.workers.engine.megatron", "verl.workers.utils")
 
 CAP_TOKENS = 64
 SAMPLES = [12, 2, 9, 0, 11, 7, 10, 5, 1, 8]
 """Longest first, of 40 to 3 tokens: the first half is the first data-parallel rank's."""
-
-
-class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Empty modules in place of `STAND_INS`, also where verl has the real ones."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        del path, target
-        if any(name == each or name.startswith(f"{each}.") for each in STAND_INS):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
-        known = {"__path__": [], "__spec__": spec, "__name__": spec.name, "__version__": "99"}
-        return MagicMock(name=spec.name, **known)
-
-    def exec_module(self, module: ModuleType) -> None:
-        del module
 
 
 def compare(
@@ -111,8 +94,8 @@ def compare(
 def _import_verl(source: str) -> tuple[Any, Any, Any]:
     """The engine's class with the kit's forward step, the tensor utilities and the loss."""
     torch.compiler.set_stance("force_eager")
-    if not any(isinstance(each, _StandIns) for each in sys.meta_path):
-        sys.meta_path.insert(0, _StandIns())
+    if STAND_INS not in sys.meta_path:
+        sys.meta_path.insert(0, STAND_INS)  # before the modules that verl has
         sys.path.insert(0, source)
         for name in BARE:
             package = ModuleType(name)

@@ -1,0 +1,33 @@
+"""Empty modules for what frameworks import and the tests do not need."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.abc
+import importlib.machinery
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+
+@dataclasses.dataclass(frozen=True)
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules of these names, and those in them, in `sys.meta_path`."""
+
+    names: tuple[str, ...]
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        del path, target
+        if any(name == each or name.startswith(f"{each}.") for each in self.names):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
+        known = {"__path__": [], "__spec__": spec, "__name__": spec.name, "__version__": "99"}
+        return MagicMock(name=spec.name, **known)
+
+    def exec_module(self, module: ModuleType) -> None:
+        del module
