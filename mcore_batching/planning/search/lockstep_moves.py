@@ -1,15 +1,13 @@
-"""Single samples moved and swapped while the step ends no later.
+"""Single samples moved and swapped between micro-batches of ranks that run each slot together.
 
-    heavy      a micro-batch of the part that ends last
+    heavy      the costliest micro-batch of a slot, which all ranks wait for
     other      another one, at random
     moves      a sample of heavy to other; a sample of heavy for a cheaper one of other;
                all of heavy for the micro-batch of its rank in the slot of other
 
-One rule of acceptance: the latest of the parts that a move changes ends no later than the step
-did. Parts are ranks, or with ranks in lockstep the whole step. The cap and the bounds on samples
-and on tokens in flight hold throughout, no micro-batch is emptied, and a rank with a placeholder
-takes a further sample there. A counter decides which moves are tried, so they are the same
-everywhere.
+A move is kept if the step ends no later than before. The cap and the bounds on samples and on
+tokens in flight hold throughout, no micro-batch is emptied, and a rank with a placeholder takes a
+further sample there. A counter decides which moves are tried, so they are the same everywhere.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ def improve_lockstep(step: Candidate, objective: Objective, *, keep: float = 0.0
         a step that ends no later.
     """
     random = Counter()
-    state = _LockstepState(step, objective)
+    state = _State(step, objective)
     in_vain = 0
     while objective.effort > keep and in_vain < GIVE_UP_AFTER:
         if objective.cannot_be_beaten(state.end):
@@ -68,20 +66,13 @@ class _State:
         self.ends = list(step.ends)
         self._objective = objective
         self._costs = [objective.slot_costs(slots) for slots in self.ranks]
+        self._slowest = [max(slot) for slot in zip(*self._costs, strict=True)]
+        self._tried: tuple[dict[Place, float], list[float], float] = ({}, [], 0.0)
 
     @property
     def end(self) -> float:
         """End of the step."""
         return max(self.ends)
-
-
-class _LockstepState(_State):
-    """A step whose ranks run each slot together."""
-
-    def __init__(self, step: Candidate, objective: Objective) -> None:
-        super().__init__(step, objective)
-        self._slowest = [max(slot) for slot in zip(*self._costs, strict=True)]
-        self._tried: tuple[dict[Place, float], list[float], float] = ({}, [], 0.0)
 
     def places(self, random: Counter) -> tuple[Place, Place]:
         """The costliest micro-batch of a slot, and any other."""
