@@ -46,7 +46,7 @@ _STEPS_BETWEEN_MESSAGES = 100
 
 
 class CostLearner:
-    """What the present job has learnt of its costs, and the times that it learns from.
+    """Costs that the present job has learnt, and the times that it learns from.
 
     Attributes:
         learnt: the same on every rank; None before the first planning.
@@ -65,7 +65,7 @@ class CostLearner:
         self._said: tuple[str, int] = ("", 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learnt, as numbers in dicts and lists; save it with the model's checkpoint."""
+        """Learnt costs as numbers in dicts and lists; save it with the model's checkpoint."""
         return {} if self.learnt is None else self.learnt.to_data()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -81,7 +81,7 @@ class CostLearner:
         self.learnt = LearntCosts.from_data(state).on_stages(self._num_stages) if state else None
 
     def statistics(self) -> dict[str, float]:
-        """What was learnt, for a log: name to value."""
+        """Learnt costs for a log: name to value."""
         if self.learnt is None:
             return {}
         model = self.learnt.cost_model
@@ -127,7 +127,7 @@ class CostLearner:
             self._unread.append(_TimedStep(rows, order, marks, predicted or 0.0))
 
     def evidence(self) -> tuple[list[float], list[float]]:
-        """What this rank measured: numbers to be added up over ranks, and to be maximised.
+        """This rank's measurements: numbers to be added up over ranks, and to be maximised.
 
         Reads the passes of the steps that have ended on the device.
         """
@@ -242,7 +242,7 @@ _current: tuple[Any, CostLearner] | None = None
 
 
 def cost_learner() -> CostLearner:
-    """What the job on Megatron's present process groups has learnt of its costs.
+    """The learner of the job on Megatron's present process groups.
 
     It learns under ``--dynamic-batch-cost-model auto`` alone. Not a collective.
     """

@@ -74,7 +74,7 @@ class LearntCosts:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> LearntCosts:
-        """What `to_data` gave.
+        """Learnt costs from the dict of `to_data`.
 
         Raises:
             ConfigError: something else.

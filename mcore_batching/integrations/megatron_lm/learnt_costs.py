@@ -1,4 +1,4 @@
-"""What was learnt of costs, kept with a stock script's checkpoints.
+"""Learnt costs, kept with a stock script's checkpoints.
 
 Megatron saves its arguments in every checkpoint, and hands them to one function when it loads it:
 so what was learnt is one of them, and each checkpoint brings back what was known when it was made.
@@ -28,8 +28,10 @@ def keep_learnt_costs(args: Any, plan: StepPlan, lengths: Sequence[int]) -> dict
     Returns:
         what to log of it; nothing where costs are not learnt.
     """
+    if not learns_cost_model(args):
+        return {}
     learner = cost_learner()
-    if not learns_cost_model(args) or learner.learnt is None:
+    if learner.learnt is None:
         return {}
     setattr(args, _NAME, learner.state_dict())
     rows = [[[lengths[i] for i in ids] for ids in rank] for rank in plan.micro_batches]

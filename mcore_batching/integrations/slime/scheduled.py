@@ -47,7 +47,7 @@ class PlaceholderIterator:
         self._checked: set[tuple[str, ...]] = set()
 
     def __getattr__(self, name: str) -> Any:
-        """What else the framework's iterator has."""
+        """Attributes that the framework's iterator has beside."""
         return getattr(self._own, name)
 
     def reset(self) -> PlaceholderIterator:

@@ -163,7 +163,7 @@ def _lengths(batch: Any) -> list[int]:
 
 
 def _settings(max_token_len: int, multiple: int, ranks: int) -> tuple[ParallelDims, PlannerConfig]:
-    """What a plan depends on: Megatron's groups, if it has any in this process."""
+    """Settings of a plan, by Megatron's groups if it has any in this process."""
     groups = sys.modules.get("megatron.core.parallel_state")
     if groups is None or not groups.model_parallel_is_initialized():
         return ParallelDims(data_parallel=ranks), PlannerConfig(max_tokens_per_gpu=max_token_len)
