@@ -26,18 +26,17 @@ if not SOURCE:  # not a mark: its jobs would still be launched beside those of o
     )
 
 
-def job_of(name: str, dims: dict[str, Any], **parameters: Any) -> Job:
-    parameters = {"dims": dims, "reference": "dense", "source": SOURCE} | parameters
-    return Job(f"slime-scheduled-{name}", "kit.slime_scheduled:compare", 2, dims, parameters)
-
+from kit.slime import COMPARED  # noqa: E402 - needs Megatron, there where a checkout is
 
 JOBS = [
-    job_of("dp2-tokens", {"data_parallel": 2}, per_token_loss=True),
-    job_of("dp2-samples", {"data_parallel": 2}, per_token_loss=False),
-    job_of("dp2-gspo", {"data_parallel": 2}, per_token_loss=True, advantage_estimator="gspo"),
-    job_of("cp2-tokens", {"context_parallel": 2}, per_token_loss=True),
-    job_of("pp2-samples", {"pipeline_parallel": 2}, per_token_loss=False),
-    job_of("tp2-sp-tokens", {"tensor_parallel": 2, "sequence_parallel": True}, per_token_loss=True),
+    Job(
+        f"slime-scheduled-{name}",
+        "kit.slime_scheduled:compare",
+        2,
+        dims,
+        {"dims": dims, "reference": "dense", "source": SOURCE, **settings},
+    )
+    for name, (dims, settings) in COMPARED.items()
 ]
 
 

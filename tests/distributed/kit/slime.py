@@ -40,6 +40,20 @@ CAP_TOKENS = 48
 SAMPLES = [0, 1, 5, 7, 8, 9, 10, 11]
 
 
+COMPARED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dp2-tokens": ({"data_parallel": 2}, {"per_token_loss": True}),
+    "dp2-samples": ({"data_parallel": 2}, {"per_token_loss": False}),
+    "dp2-gspo": ({"data_parallel": 2}, {"per_token_loss": True, "advantage_estimator": "gspo"}),
+    "cp2-tokens": ({"context_parallel": 2}, {"per_token_loss": True}),
+    "pp2-samples": ({"pipeline_parallel": 2}, {"per_token_loss": False}),
+    "tp2-sp-tokens": (
+        {"tensor_parallel": 2, "sequence_parallel": True},
+        {"per_token_loss": True},
+    ),
+}
+"""Parallel dims and settings of `compare`, of both modules that have one."""
+
+
 def use_checkout(source: str) -> None:
     """Import slime from here from now on, even if another job has imported another."""
     torch.compiler.set_stance("force_eager")
@@ -112,6 +126,28 @@ def compare(
 def _step(
     slime: SimpleNamespace, args: Any, shape: ParallelDims, reference: str, rollout: dict[str, Any]
 ) -> dict[str, Any]:
+    chunks = model_of(shape, reference, args)
+    rollout = {k: v for k, v in rollout.items() if k != "advantages"}
+    cut_to_rank(slime, rollout)
+    # slime has values of the whole batch among those of this rank's samples.
+    rollout["raw_reward"] = [0.0] * (len(rollout["tokens"]) + 3)
+
+    iterators, counts = slime.data.get_data_iterator(args, chunks, rollout)
+    made, gradients, reported = trained(slime, args, chunks, iterators, rollout, counts)
+    indices = iterators[0].micro_batch_indices
+    placeholders = torch.tensor(sum(not each for each in indices or []))
+    torch.distributed.all_reduce(placeholders, group=parallel_state.get_data_parallel_group())
+    return {
+        "log_probs": made.get("log_probs", []),
+        "gradients": gradients,
+        "reported": reported,
+        "counts": counts,
+        "placeholders": int(placeholders),
+    }
+
+
+def model_of(shape: ParallelDims, reference: str, args: Any) -> list[Any]:
+    """This rank's chunks with the weights of the reference, set up as slime does."""
     weights = torch.load(reference, weights_only=True)["weights"]
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     chunks = sharded_model(
@@ -120,18 +156,35 @@ def _step(
     config = get_model_config(chunks[0])
     config.finalize_model_grads_func = finalize_model_grads
     config.variable_seq_lengths = True  # slime's arguments say so
-    rollout = {k: v for k, v in rollout.items() if k != "advantages"}
-    # slime keeps these as this context-parallel rank's part of the tokens.
-    lengths = list(zip(rollout["total_lengths"], rollout["response_lengths"], strict=True))
+    return chunks
+
+
+def cut_to_rank(slime: SimpleNamespace, data: dict[str, Any]) -> None:
+    """Leave this context-parallel rank's part of what slime keeps by tokens of the rank."""
+    lengths = list(zip(data["total_lengths"], data["response_lengths"], strict=True))
     cut = slime.loss.slice_log_prob_with_cp
     for name in ("rollout_log_probs", "ref_log_probs"):
-        rollout[name] = [cut(each, *own) for each, own in zip(rollout[name], lengths, strict=True)]
-    # slime has values of the whole batch among those of this rank's samples.
-    rollout["raw_reward"] = [0.0] * (len(lengths) + 3)
+        data[name] = [cut(each, *own) for each, own in zip(data[name], lengths, strict=True)]
 
-    iterators, counts = slime.data.get_data_iterator(args, chunks, rollout)
+
+def trained(
+    slime: SimpleNamespace,
+    args: Any,
+    chunks: list[Any],
+    iterators: list[Any],
+    rollout: dict[str, Any],
+    counts: list[int],
+    *sizes: int,
+    **forward_options: Any,
+) -> tuple[dict[str, Any], list[torch.Tensor], dict[str, Any]]:
+    """Log-probs, gradients and reported losses of one of slime's training steps.
+
+    Args:
+        sizes: further arguments of its training step.
+        forward_options: of its forward-only pass.
+    """
     made = slime.model.forward_only(
-        slime.loss.get_log_probs_and_entropy, args, chunks, iterators, counts
+        slime.loss.get_log_probs_and_entropy, args, chunks, iterators, counts, **forward_options
     )
     rollout.update(made)
     slime.loss.compute_advantages_and_returns(args, rollout)
@@ -143,22 +196,12 @@ def _step(
         gradients.extend(parameter.main_grad.clone() for _, parameter in named_parameters(chunks))
         return True, 0.0, 0
 
-    optimizer = MagicMock(step=update)
+    (count,) = counts
     with arguments_of(slime.model, args):
-        (count,) = counts
         reported, _ = slime.model.train_one_step(
-            args, 0, 0, iterators, chunks, optimizer, MagicMock(), count
+            args, 0, 0, iterators, chunks, MagicMock(step=update), MagicMock(), count, *sizes
         )
-    indices = iterators[0].micro_batch_indices
-    placeholders = torch.tensor(sum(not each for each in indices or []))
-    torch.distributed.all_reduce(placeholders, group=parallel_state.get_data_parallel_group())
-    return {
-        "log_probs": made.get("log_probs", []),
-        "gradients": gradients,
-        "reported": reported,
-        "counts": counts,
-        "placeholders": int(placeholders),
-    }
+    return made, gradients, reported
 
 
 @contextlib.contextmanager

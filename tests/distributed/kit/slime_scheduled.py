@@ -10,18 +10,14 @@ import copy
 import importlib
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.utils import get_model_config
 
 import mcore_batching
 from kit.exactness import difference
-from kit.model import named_parameters, sharded_model
 from kit.samples import make_samples, take
-from kit.slime import SAMPLES, arguments, arguments_of, use_checkout
+from kit.slime import SAMPLES, arguments, cut_to_rank, model_of, trained, use_checkout
 from mcore_batching.integrations.slime import hook_schedule
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
@@ -112,38 +108,11 @@ def _step(
     replica = parallel_state.get_data_parallel_rank()
     rollout = _rollout_data(slime, samples, partitions[replica])
     rollout |= {"micro_batch_indices": micro_batches[replica], "num_microbatches": counts}
-    weights = torch.load(reference, weights_only=True)["weights"]
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    chunks = sharded_model(
-        shape, "dense", weights, ddp, calculate_per_token_loss=args.calculate_per_token_loss
-    )
-    model_config = get_model_config(chunks[0])
-    model_config.finalize_model_grads_func = finalize_model_grads
-    model_config.variable_seq_lengths = True  # slime's arguments say so
-
+    chunks = model_of(shape, reference, args)
     iterators = slime.data.get_data_iterator(rollout)
-    made = slime.model.forward_only(
-        slime.loss.get_log_probs_and_entropy,
-        args,
-        chunks,
-        iterators,
-        counts,
-        use_rollout_top_p_replay=True,
+    made, gradients, reported = trained(
+        slime, args, chunks, iterators, rollout, counts, *sizes, use_rollout_top_p_replay=True
     )
-    rollout.update(made)
-    slime.loss.compute_advantages_and_returns(args, rollout)
-    for iterator in iterators:
-        iterator.reset()
-    gradients: list[torch.Tensor] = []
-
-    def update() -> tuple[bool, float, int]:
-        gradients.extend(parameter.main_grad.clone() for _, parameter in named_parameters(chunks))
-        return True, 0.0, 0
-
-    with arguments_of(slime.model, args):
-        reported, _ = slime.model.train_one_step(
-            args, 0, 0, iterators, chunks, MagicMock(step=update), MagicMock(), *counts, *sizes
-        )
     return partitions[replica], {
         "log_probs": made.get("log_probs", []),
         "gradients": gradients,
@@ -163,11 +132,7 @@ def _rollout_data(
     data = take({k: v for k, v in samples.items() if k != "advantages"}, partition)
     data["rollout_mask_sums"] = torch.tensor([sums[ROLLOUTS[i]] for i in partition])
     data |= {"partition": partition, "raw_reward": [0.0] * len(samples["tokens"])}
-    # slime keeps these as this context-parallel rank's part of the tokens.
-    lengths = list(zip(data["total_lengths"], data["response_lengths"], strict=True))
-    cut = slime.loss.slice_log_prob_with_cp
-    for name in ("rollout_log_probs", "ref_log_probs"):
-        data[name] = [cut(each, *own) for each, own in zip(data[name], lengths, strict=True)]
+    cut_to_rank(slime, data)
     return data
 
 
