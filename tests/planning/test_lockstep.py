@@ -20,7 +20,7 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.pipeline import pipeline_operations
 from mcore_batching.planning.search import Objective
-from mcore_batching.planning.search.lockstep_moves import improve_lockstep
+from mcore_batching.planning.search.local_moves import improve
 from mcore_batching.planning.statistics import predicted_step_time
 
 CONFIG = PlannerConfig(max_tokens_per_gpu=16384)
@@ -98,4 +98,4 @@ def test_improving_evens_out_slots_of_few_samples(seed: int, stages: int) -> Non
     step = plan_step(lengths, dims, replace(CONFIG, balance="tokens"))
     objective = Objective(Problem.of(lengths, dims, CONFIG, MODEL))
     before = objective.candidate(step.micro_batches)
-    assert improve_lockstep(before, objective).end < 0.98 * before.end
+    assert improve(before, objective).end < 0.98 * before.end

@@ -25,7 +25,6 @@ from mcore_batching.planning import (
 from mcore_batching.planning.pipeline import stage_order
 from mcore_batching.planning.search import Objective, best_slots, search
 from mcore_batching.planning.search.local_moves import improve
-from mcore_batching.planning.search.lockstep_moves import improve_lockstep
 from mcore_batching.planning.search.objective import BestSteps, Candidate
 from mcore_batching.planning.statistics import predicted_step_time
 from mcore_batching.tools.rules import RULES, rule_plan
@@ -454,7 +453,7 @@ def test_improving_never_ends_a_step_later(problem: Step) -> None:
     plain = problem.plan(balance="tokens")
     objective = problem.objective()
     before = objective.candidate(plain.micro_batches)
-    after = (improve_lockstep if objective.lockstep else improve)(before, objective)
+    after = improve(before, objective)
     assert after.end <= before.end
     assert after.ends == pytest.approx(objective.candidate(after.ranks).ends, rel=1e-12)
     assert before.ends == objective.candidate(plain.micro_batches).ends

@@ -3,7 +3,7 @@
 `search` decides the number of micro-batches, their samples, their order and their ranks,
 `best_slots` those of one rank alone. Reading order: `objective` (what is minimised), `profiles`
 (slots filled to a shape), `pipeline_search` and `lockstep_search` (the shapes that are tried),
-`loop` (in which order), `local_moves` and `lockstep_moves` (single samples moved afterwards).
+`loop` (in which order), `local_moves` on `changed_ranks` (single samples moved afterwards).
 """
 
 from mcore_batching.planning.search.loop import search

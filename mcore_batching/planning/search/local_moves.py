@@ -1,33 +1,36 @@
-"""Single samples moved and swapped between micro-batches of ranks that run by themselves.
+"""Single samples moved and swapped between micro-batches of a step.
 
-    late, early    two micro-batches, of one rank or of two of which one ends later; early is less
-                   often on the longest chain of passes, or on the rank that ends sooner
+    late, early    two micro-batches; late is on a rank that ends later, or more often on the
+                   longest chain of passes, or the costliest of a slot that all ranks wait for
     moves          a sample of late to early; a sample of late for a cheaper one of early; within a
                    rank, all of late for all of early
 
-A move is kept if it lowers the sum of a high power of the ranks' ends, which the latest decide.
-Most moves are refused unsimulated, by chains of passes that were found before (`critical_path`).
-The cap and the bounds on samples and on tokens in flight hold throughout, no micro-batch is
-emptied, and a rank with a placeholder takes a further sample there. A counter decides which moves
-are tried, so they are the same everywhere.
+Ranks run by themselves, each a pipeline of its own; with expert parallelism they run each slot
+together, so that all are one pipeline, in which a slot costs as much as its costliest micro-batch.
+A move is kept if it does not raise the sum of a high power of the pipelines' ends, which the latest
+decide; of a single pipeline, if that does not end later. Most moves are refused unsimulated, by
+chains of passes that were found before (`critical_path`). The cap and the bounds on samples and on
+tokens in flight hold throughout, no micro-batch is emptied, and a rank with a placeholder takes a
+further sample there. A counter decides which moves are tried, so they are the same everywhere.
 """
 
 from __future__ import annotations
 
 import random
 
-from mcore_batching.planning.search.objective import Candidate, Objective, Slots
+from mcore_batching.planning.search.changed_ranks import Change, Pipeline, Rank
+from mcore_batching.planning.search.objective import Candidate, Objective
 
 GIVE_UP_AFTER = 12000
-"""Moves in a row of which none was kept."""
-MOST_CHAINS = 16
-"""Chains of passes that are remembered of each rank."""
+"""Moves in a row of which none made the step better."""
 EFFORT_OF_A_TRY = 30
 """A move that is refused unsimulated takes about as long as so many simulated passes."""
+EFFORT_OF_A_RANK = 2
+"""So many more for each rank whose micro-batches share a slot, for the costliest among them."""
 SQUARINGS = 7
 BEYOND = 1.0055
-"""More than the 2 ** SQUARINGS-th root of 2: no move makes a rank end so many times later than the
-later of two, and lowers the sum of their powers."""
+"""More than the 2 ** SQUARINGS-th root of 2: no move makes a pipeline end so many times later than
+the later of two, and lowers the sum of their powers."""
 
 
 class Counter:
@@ -61,61 +64,8 @@ def improve(step: Candidate, objective: Objective, *, keep: float = 0.0) -> Cand
     return best if best.end <= step.end else step
 
 
-class _Rank:
-    """A rank's micro-batches, with what decides about moves between them."""
-
-    def __init__(self, slots: Slots, objective: Objective) -> None:
-        self._objective = objective
-        tokens = objective.problem.tokens
-        self.slots = slots
-        self.costs = objective.slot_costs(slots)
-        self.tokens = [sum(tokens[i] for i in samples) for samples in slots]
-        self.end, self.weights = objective.longest_chain(self.costs)
-        self._newest = self.weights
-        self.chains: list[list[float]] = [[*self.weights, self.end]]
-        """Weights of slots of chains, and last how long the chain is."""
-        self.empty = slots.index([]) if [] in slots else None
-
-    def soonest(self, slot: int, more: float, other: int, limit: float) -> float:
-        """A time before which the rank does not end if `slot` costs `more` and `other`, unless
-        -1, as much less; the first found beyond `limit`."""
-        latest = 0.0
-        for number, chain in enumerate(self.chains):
-            end = chain[-1] + more * (chain[slot] - chain[other] if other >= 0 else chain[slot])
-            if end > latest:
-                latest = end
-                if end > limit:
-                    if number:
-                        self.chains.insert(0, self.chains.pop(number))
-                    return latest
-        return latest
-
-    def simulated(self, costs: list[float]) -> float:
-        """End of the rank with other costs of its slots; the chain found is remembered."""
-        end, self._newest = self._objective.longest_chain(costs)
-        weights = self._newest
-        length = 0.0
-        for weight, cost in zip(weights, self.costs, strict=True):
-            length += weight * cost
-        self.chains.insert(0, [*weights, length])
-        del self.chains[MOST_CHAINS:]
-        return end
-
-    def become(self, costs: list[float], end: float) -> None:
-        """Take the costs that were simulated, and their end."""
-        changed = [
-            (slot, new - old)
-            for slot, (new, old) in enumerate(zip(costs, self.costs, strict=True))
-            if new != old
-        ]
-        for chain in self.chains:
-            for slot, more in changed:
-                chain[-1] += more * chain[slot]
-        self.costs, self.end, self.weights = costs, end, self._newest
-
-
-Changed = tuple[_Rank, list[float], float]
-"""A rank, and costs of its slots and its end after a move."""
+_Place = tuple[Pipeline, Rank, int]
+"""A micro-batch: its rank with the pipeline that this is in, and its slot."""
 
 
 class _Moved:
@@ -125,10 +75,12 @@ class _Moved:
         self._objective = objective
         self._random = Counter()
         self._scale = 1.0 / step.end if step.end else 1.0
-        self.ranks = [
-            _Rank([list(samples) for samples in slots], objective) for slots in step.ranks
-        ]
-        self._slowest = max(self.ranks, key=lambda rank: rank.end)
+        self.ranks = [Rank([list(samples) for samples in slots], objective) for slots in step.ranks]
+        together = [self.ranks] if objective.lockstep else [[rank] for rank in self.ranks]
+        self._pipelines = [Pipeline(ranks, objective) for ranks in together]
+        self._slowest = max(self._pipelines, key=lambda pipeline: pipeline.end)
+        self._ends: list[float] = []
+        """Of pipelines after the changes that were simulated last."""
 
     @property
     def perfect(self) -> bool:
@@ -136,114 +88,128 @@ class _Moved:
         return self._objective.cannot_be_beaten(self._slowest.end)
 
     def try_one(self) -> bool:
-        """Try a move; True if it was kept."""
-        below, ranks = self._random.below, self.ranks
-        late = ranks[below(len(ranks))] if below(2) else self._slowest
-        early = late if below(2) else ranks[below(len(ranks))]
-        slot, other = below(len(late.slots)), below(len(late.slots))
-        if late is early:
-            if late.weights[slot] == late.weights[other]:
-                return False
-            if late.weights[slot] < late.weights[other]:
-                slot, other = other, slot
-            if not below(4):
-                return self._swap_slots(late, slot, other)
-        elif late.end < early.end:
+        """Try a move; True if it made the step better."""
+        below, pipelines = self._random.below, self._pipelines
+        late = pipelines[below(len(pipelines))] if below(2) else self._slowest
+        early = late if below(2) else pipelines[below(len(pipelines))]
+        slot, other = below(len(late.costs)), below(len(late.costs))
+        if late is not early and late.end < early.end:
             late, early = early, late
-        return self._move_sample(late, slot, early, other)
+        elif late is early and late.weights[slot] < late.weights[other]:
+            slot, other = other, slot
+        giver = late.costliest(slot)
+        taker = early.ranks[0] if len(early.ranks) == 1 else early.ranks[below(len(early.ranks))]
+        if giver is taker:
+            if slot == other or (
+                len(late.ranks) == 1 and late.weights[slot] == late.weights[other]
+            ):
+                return False
+            if not below(4):
+                return self._swap_slots(late, giver, slot, other)
+        return self._move_sample((late, giver, slot), (early, taker, other))
 
-    def _move_sample(self, late: _Rank, slot: int, early: _Rank, other: int) -> bool:
-        """Move a sample to a slot, perhaps for one that comes back."""
+    def _move_sample(self, giving: _Place, taking: _Place) -> bool:
+        """Move a sample to a micro-batch, perhaps for one that comes back."""
         below, problem = self._random.below, self._objective.problem
-        mine = late.slots[slot]
+        _, giver, slot = giving
+        early, taker, other = taking
+        mine = giver.slots[slot]
         if not mine:
             return False
         given, taken = mine[below(len(mine))], -1
         less, tokens = problem.costs[given], problem.tokens[given]
         left = len(mine) - 1
         if below(3) == 0 and left:
-            if early.empty is not None:
-                other = early.empty
-        elif early.slots[other]:
-            taken = early.slots[other][below(len(early.slots[other]))]
+            if taker.empty is not None:
+                other = taker.empty
+        elif taker.slots[other]:
+            taken = taker.slots[other][below(len(taker.slots[other]))]
             less -= problem.costs[taken]
             tokens -= problem.tokens[taken]
         else:
             return False
-        if less <= 0.0 or (left and late.tokens[slot] - tokens > problem.capacity):
+        if less <= 0.0 or (left and giver.tokens[slot] - tokens > problem.capacity):
             return False
-        beside = [sample for sample in early.slots[other] if sample != taken]
+        beside = [sample for sample in taker.slots[other] if sample != taken]
         if beside and (
-            early.tokens[other] + tokens > problem.capacity or len(beside) >= problem.max_samples
+            taker.tokens[other] + tokens > problem.capacity or len(beside) >= problem.max_samples
         ):
             return False
-        if late is early:
-            changed = self._within(late, slot, other, less)
-        else:
-            changed = self._between(late, slot, early, other, less)
-        if changed is None:
+        if not self._sooner(changes := self._changes(giving, (early, taker, other), less)):
             return False
-        before = mine, early.slots[other]
-        late.slots[slot] = [i for i in mine if i != given] + ([taken] if taken >= 0 else [])
-        early.slots[other] = [*beside, given]
-        if not all(self._objective.fits_in_memory(rank.slots) for rank in (late, early)):
-            late.slots[slot], early.slots[other] = before
+        before = mine, taker.slots[other]
+        giver.slots[slot] = [i for i in mine if i != given] + ([taken] if taken >= 0 else [])
+        taker.slots[other] = [*beside, given]
+        if not all(self._objective.fits_in_memory(rank.slots) for rank in (giver, taker)):
+            giver.slots[slot], taker.slots[other] = before
             return False
-        late.tokens[slot] -= tokens
-        early.tokens[other] += tokens
-        if early.empty is not None:
-            early.empty = early.slots.index([]) if [] in early.slots else None
-        return self._keep(changed)
+        giver.tokens[slot] -= tokens
+        taker.tokens[other] += tokens
+        if taker.empty is not None:
+            taker.empty = taker.slots.index([]) if [] in taker.slots else None
+        giver.costs[slot] -= less
+        taker.costs[other] += less
+        return self._keep(changes)
 
-    def _swap_slots(self, rank: _Rank, slot: int, other: int) -> bool:
+    def _swap_slots(self, pipeline: Pipeline, rank: Rank, slot: int, other: int) -> bool:
         """Exchange all of two micro-batches of a rank, neither of them a placeholder."""
-        less = rank.costs[slot] - rank.costs[other]
-        if less <= 0.0 or not (rank.slots[slot] and rank.slots[other]):
+        slots, costs, tokens = rank.slots, rank.costs, rank.tokens
+        less = costs[slot] - costs[other]
+        if less <= 0.0 or not (slots[slot] and slots[other]):
             return False
-        changed = self._within(rank, slot, other, less)
-        if changed is None:
+        changes = self._changes((pipeline, rank, slot), (pipeline, rank, other), less)
+        if not self._sooner(changes):
             return False
-        slots, tokens = rank.slots, rank.tokens
         slots[slot], slots[other] = slots[other], slots[slot]
         if not self._objective.fits_in_memory(slots):
             slots[slot], slots[other] = slots[other], slots[slot]
             return False
         tokens[slot], tokens[other] = tokens[other], tokens[slot]
-        return self._keep(changed)
+        costs[slot], costs[other] = costs[other], costs[slot]
+        return self._keep(changes)
 
-    def _within(self, rank: _Rank, slot: int, other: int, less: float) -> list[Changed] | None:
-        """The rank if one of its slots costs less and another as much more; None if it would end
-        later."""
-        if rank.soonest(other, less, slot, rank.end) > rank.end:
-            return None
-        costs = rank.costs[:]
-        costs[slot] -= less
-        costs[other] += less
-        end = rank.simulated(costs)
-        return [(rank, costs, end)] if end <= rank.end else None
+    def _changes(self, giving: _Place, taking: _Place, less: float) -> list[Change]:
+        """Changes of the pipelines if so much work goes from one micro-batch to another."""
+        late, giver, slot = giving
+        early, taker, other = taking
+        if late is not early:
+            return [(early, other, less, other, 0.0), (late, slot, -less, slot, 0.0)]
+        if len(late.ranks) == 1:
+            return [(late, other, less, slot, -less)]
+        self._objective.effort -= EFFORT_OF_A_RANK * len(late.ranks)
+        shrunk = giver.costs[slot] - less
+        for rank in late.ranks:
+            if rank is not giver and rank.costs[slot] > shrunk:
+                shrunk = rank.costs[slot]
+        grown = max(late.costs[other], taker.costs[other] + less)
+        if slot == other:
+            grown = shrunk = max(shrunk, taker.costs[other] + less)
+            return [(late, slot, shrunk - late.costs[slot], slot, 0.0)]
+        return [(late, other, grown - late.costs[other], slot, shrunk - late.costs[slot])]
 
-    def _between(
-        self, late: _Rank, slot: int, early: _Rank, other: int, less: float
-    ) -> list[Changed] | None:
-        """Two ranks if work goes from one to the other; None if the sum of powers would grow."""
-        limit = self._power(late.end) + self._power(early.end)
-        beyond = BEYOND * late.end
-        grown = early.soonest(other, less, -1, beyond)
+    def _sooner(self, changes: list[Change]) -> bool:
+        """Simulate changes, unless chains refuse them; True if they make the step no worse."""
+        pipeline = changes[0][0]
+        if len(changes) == 1:
+            if pipeline.soonest(changes[0], pipeline.end) > pipeline.end:
+                return False
+            self._ends = [pipeline.simulated(changes[0])]
+            return self._ends[0] <= pipeline.end
+        other = changes[1][0]
+        limit = self._power(pipeline.end) + self._power(other.end)
+        beyond = BEYOND * other.end
+        grown = pipeline.soonest(changes[0], beyond)
         if grown > beyond:
-            return None
-        shrunk = late.soonest(slot, -less, -1, beyond)
+            return False
+        shrunk = other.soonest(changes[1], beyond)
         if self._power(grown) + self._power(shrunk) > limit:
-            return None
-        more, fewer = early.costs[:], late.costs[:]
-        more[other] += less
-        fewer[slot] -= less
-        grown = early.simulated(more)
+            return False
+        grown = pipeline.simulated(changes[0])
         if self._power(grown) + self._power(shrunk) > limit:
-            return None
-        shrunk = late.simulated(fewer)
-        if self._power(grown) + self._power(shrunk) > limit:
-            return None
-        return [(early, more, grown), (late, fewer, shrunk)]
+            return False
+        shrunk = other.simulated(changes[1])
+        self._ends = [grown, shrunk]
+        return self._power(grown) + self._power(shrunk) <= limit
 
     def _power(self, end: float) -> float:
         power = end * self._scale
@@ -251,8 +217,11 @@ class _Moved:
             power *= power
         return power
 
-    def _keep(self, changed: list[Changed]) -> bool:
-        for rank, costs, end in changed:
-            rank.become(costs, end)
-        self._slowest = max(self.ranks, key=lambda rank: rank.end)
-        return True
+    def _keep(self, changes: list[Change]) -> bool:
+        """Make changes of pipelines that were simulated; True if one ends sooner."""
+        sooner = False
+        for change, end in zip(changes, self._ends, strict=True):
+            sooner = sooner or end < change[0].end
+            change[0].become(change, end)
+        self._slowest = max(self._pipelines, key=lambda pipeline: pipeline.end)
+        return sooner

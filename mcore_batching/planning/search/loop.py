@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mcore_batching.planning.search.local_moves import improve
-from mcore_batching.planning.search.lockstep_moves import improve_lockstep
 from mcore_batching.planning.search.lockstep_search import LockstepShapes
 from mcore_batching.planning.search.objective import BestSteps, Objective, Slots
 from mcore_batching.planning.search.pipeline_search import PipelineShapes
@@ -66,10 +65,9 @@ def search(
             break
     if best.perfect:
         return best.result()[0].ranks
-    move = improve_lockstep if objective.lockstep else improve
     each = SHARE_OF_EACH * objective.effort
-    improved = [move(step, objective, keep=objective.effort - each) for step in best.result()]
-    return move(min(improved, key=lambda step: step.end), objective).ranks
+    improved = [improve(step, objective, keep=objective.effort - each) for step in best.result()]
+    return improve(min(improved, key=lambda step: step.end), objective).ranks
 
 
 def _judged(

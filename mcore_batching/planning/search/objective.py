@@ -20,13 +20,12 @@ MOST_SAMPLES_COUNTED = 4096
 """Effort grows with the samples of a step up to here: a bound on the seconds that a plan takes."""
 FEWEST_COUNTED, FEW_COUNTED = 24, 1024
 """Effort of few samples or deep pipelines is that of more samples, within these limits."""
+EFFORT_IN_LOCKSTEP = 2
+"""So many times the effort where ranks run in lockstep: a move rarely helps, since it takes the
+costliest of a slot. Steps end up to 0.8 % sooner than with 1, and up to 0.2 % later than with 3."""
 
 Slots = list[list[int]]
 """One rank's micro-batches in slot order: samples each, an empty list for a placeholder."""
-Place = tuple[int, int]
-"""Rank and slot of a micro-batch."""
-Changes = dict[Place, list[int]]
-"""New samples of some micro-batches."""
 
 
 @dataclass
@@ -60,6 +59,8 @@ class Objective:
         counted = max(problem.num_samples, min(max(passes, FEWEST_COUNTED), FEW_COUNTED))
         self.effort = problem.config.plan_effort * min(counted, MOST_SAMPLES_COUNTED)
         self.lockstep = dims.expert_parallel > 1
+        if self.lockstep:
+            self.effort *= EFFORT_IN_LOCKSTEP
         passes = 1 if problem.forward_only else 2
         self._effort_per_slot = passes * dims.pipeline_parallel * dims.virtual_pipeline
         bound = problem.config.max_inflight_tokens
