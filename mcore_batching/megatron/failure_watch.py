@@ -70,6 +70,7 @@ class FailureWatch:
         self._inside = threading.Event()
         self._ending = threading.Event()
         self._aborting = threading.Lock()
+        self._releasing = threading.Thread(target=self._abort, name="abort", daemon=True)
         self._thread = threading.Thread(target=self._watch, name="failure watch", daemon=True)
         self._thread.start()
         # A thread that comes back from C++ into an interpreter that is going down aborts it.
@@ -157,7 +158,7 @@ class FailureWatch:
                     self._read()
         except RuntimeError:  # the store is gone, and the job with it
             return
-        threading.Thread(target=self._abort, daemon=True).start()
+        self._releasing.start()
         given_up = time.monotonic() + GRACE_SECONDS
         while self._inside.is_set():
             if time.monotonic() > given_up:
@@ -187,6 +188,8 @@ class FailureWatch:
         self._ending.set()
         self._inside.set()
         self._thread.join(timeout=1.0)
+        if self._releasing.is_alive():
+            self._releasing.join(timeout=GRACE_SECONDS)
 
 
 _watches = itertools.count()

@@ -18,7 +18,12 @@ from functools import cached_property
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
-from mcore_batching.planning.errors import Argument, LengthError, OversizeSampleError
+from mcore_batching.planning.errors import (
+    Argument,
+    ConfigError,
+    LengthError,
+    OversizeSampleError,
+)
 from mcore_batching.planning.integers import as_integer, entries, round_up
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline import inflight_tokens
@@ -74,9 +79,14 @@ class Problem:
 
         Raises:
             LengthError: a length is out of range; it names the sample.
-            ConfigError: the cap leaves no room for a single token.
+            ConfigError: the cap leaves no room for a single token, or `forward_only` is neither
+                True nor False.
             OversizeSampleError: a sample exceeds the cap under `on_oversize="error"`.
         """
+        if not isinstance(forward_only, bool):
+            raise ConfigError(
+                Argument("forward_only"), f" must be True or False, got {forward_only!r:.80}"
+            )
         checked = tuple(check_lengths(lengths))
         problem = cls(checked, dims, config, cost_model or CostModel(), forward_only)
         if problem.oversize and config.on_oversize == "error":

@@ -119,6 +119,34 @@ def test_it_ends_with_the_interpreter() -> None:
     assert not ours._thread.is_alive()
 
 
+def test_the_interpreter_waits_for_groups_that_are_being_aborted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that a closed connection released first ended with SIGABRT after its error."""
+    begun, ended = [], []
+
+    def abort() -> None:
+        begun.append(threading.current_thread())
+        time.sleep(0.3)
+        ended.append(threading.current_thread())
+
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", abort)
+    ours, theirs = two_ranks()
+
+    def waits() -> None:
+        with ours.waiting():
+            raised_by(theirs, KeyError("x"))
+            given_up = time.monotonic() + patience(5.0)
+            while len(begun) < 2 and time.monotonic() < given_up:
+                time.sleep(0.01)
+
+    with pytest.raises(PipelineFailedError):
+        waits()
+    assert len(begun) == 2
+    ours._stop()
+    assert set(ended) == set(begun)
+
+
 def test_one_process_has_no_watch() -> None:
     threads = threading.active_count()
     with pytest.raises(KeyError), reporting(SimpleNamespace(), "step"):

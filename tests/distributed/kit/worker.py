@@ -79,7 +79,10 @@ def _work(folder: Path, rank: int) -> None:
             result = {"value": _do(job)}
         except Exception:
             result = {"error": traceback.format_exc()}
-        (folder / f"{job['name']}.rank{rank}.json").write_text(json.dumps(result))
+        written = folder / f"{job['name']}.rank{rank}.tmp"
+        written.write_text(json.dumps(result))
+        # Whole or not at all: another rank may end this process at any time.
+        written.rename(written.with_suffix(".json"))
         if "error" in result:
             os._exit(1)  # the others may be waiting for this rank: nothing can be taken down
         done.set()
