@@ -30,6 +30,7 @@ Ranks = Sequence[Sequence[Sequence[int]]]
 """Samples of each micro-batch [data_parallel][num_microbatches], numbered as in a problem."""
 
 _SHOWN = 16
+_NEXT_LINE = "\n" + " " * len("  would help: ")
 
 # Shares from which on something counts as what holds a step back. They only choose among sentences.
 _ALMOST_THE_STEP = 0.95
@@ -187,13 +188,13 @@ def _time(step: StepPlan, lengths: Sequence[int], statistics: StepStatistics) ->
 
 
 def _advice(step: StepPlan, lengths: Sequence[int], spell: Spell, seconds: float) -> str:
-    """Changes that would help."""
+    """Changes that would help, one on each line."""
     helps = [
-        f"{' and '.join(map(spell, each.changes))} ({each.gain:.2f} x as fast)"
+        f"{each.otherwise or ' and '.join(map(spell, each.changes))} ({each.gain:.2f} x as fast)"
         for each in suggestions(step, lengths, seconds)
     ]
-    none = "none of the other caps, context and pipeline parallel sizes that were tried"
-    return f"would help: {'; '.join(helps) or none}"
+    none = "none of the other caps, parallel sizes, schedules and step sizes that were tried"
+    return f"would help: {_NEXT_LINE.join(helps) or none}"
 
 
 def what_holds_back(step: StepPlan, lengths: Sequence[int]) -> str:

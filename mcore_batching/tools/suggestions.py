@@ -1,15 +1,17 @@
-"""Other caps and parallel dims that let a step end sooner on the same GPUs.
+"""Other caps, parallel dims, schedules and step sizes that let samples end sooner on the same GPUs.
 
 Every suggestion is planned and simulated with the same samples, at a fraction of the effort. A
 stage of a pipeline half as deep holds twice the layers: its micro-batches and its activations cost
-twice as much. Over twice the context-parallel ranks a token costs half, a micro-batch the same.
+twice as much. Over twice the context-parallel ranks a token costs half, a micro-batch the same. A
+model chunk of an interleaved schedule takes its share of a stage's costs.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mcore_batching.planning import (
@@ -20,8 +22,10 @@ from mcore_batching.planning import (
     PlanningError,
     StepPlan,
     plan_step,
+    step_problem,
     step_statistics,
 )
+from mcore_batching.tools.split_backward import split_backward_time
 
 Changes = tuple[Argument, ...]
 """Arguments to set together, with their new values."""
@@ -37,9 +41,11 @@ class Suggestion:
     """Another way to run the same samples on the same GPUs."""
 
     changes: Changes
-    """Arguments to set."""
+    """Arguments to set; none where it takes more than that."""
     gain: float
-    """Predicted time now over predicted time then, `LEAST_GAIN` or more."""
+    """Predicted time of the samples now over that then, `LEAST_GAIN` or more."""
+    otherwise: str = ""
+    """What to change where there is no argument for it."""
 
 
 def suggestions(
@@ -54,21 +60,64 @@ def suggestions(
             as long as those before on average. The first is always tried.
     """
     started = time.monotonic()
-    own = [lengths[sample] for sample in step.sample_indices]
     now = step_statistics(step, lengths).step_time
     found = []
-    for tried, (changes, dims, config, model) in enumerate(alternatives(step)):
+    for tried, (changes, otherwise, time_of) in enumerate(_trials(step, lengths)):
         if tried and (time.monotonic() - started) * (tried + 1) / tried > seconds:
             break
-        quick = replace(config, plan_effort=min(config.plan_effort, EFFORT))
         try:
-            plan = plan_step(own, dims, quick, model, forward_only=step.forward_only)
-            then = step_statistics(plan, own).step_time
+            then = time_of()
         except PlanningError:
             continue  # a sample does not fit, or no job can have these dims
         if then and now >= LEAST_GAIN * then:
-            found.append(Suggestion(changes=changes, gain=now / then))
+            found.append(Suggestion(changes=changes, gain=now / then, otherwise=otherwise))
     return sorted(found, key=lambda suggestion: -suggestion.gain)
+
+
+def _trials(
+    step: StepPlan, lengths: Sequence[int]
+) -> Iterator[tuple[Changes, str, Callable[[], float]]]:
+    """Changes in arguments or in words, and what predicts the time of the same samples then."""
+    own = [lengths[sample] for sample in step.sample_indices]
+
+    def planned(
+        samples: Sequence[int], dims: ParallelDims, config: PlannerConfig, model: CostModel
+    ) -> float:
+        quick = replace(config, plan_effort=min(config.plan_effort, EFFORT))
+        plan = plan_step(samples, dims, quick, model, forward_only=step.forward_only)
+        return step_statistics(plan, samples).step_time
+
+    if step.dims.pipeline_parallel > 1 and not step.forward_only:
+        yield (
+            (),
+            "backward passes split in two, as zero-bubble schedules do (stock Megatron does not)",
+            functools.partial(_split_backward_time, step, lengths),
+        )
+    for changes, dims, config, model in alternatives(step):
+        yield changes, "", functools.partial(planned, own, dims, config, model)
+    present = step.dims, step.config, step.cost_model
+    if step.num_samples > 1:
+        number = step.num_samples
+        yield (
+            (),
+            f"{2 * number} samples a step instead of {number}, for each sample (another training)",
+            lambda: planned([*own, *own], *present) / 2,
+        )
+        yield (
+            (),
+            f"{number // 2} samples a step instead of {number}, for each sample (another training)",
+            lambda: planned(own[::2], *present) + planned(own[1::2], *present),
+        )
+
+
+def _split_backward_time(step: StepPlan, lengths: Sequence[int]) -> float:
+    """End of the same micro-batches under a schedule that splits backward passes."""
+    problem, numbered = step_problem(step, lengths)
+    ranks = [[problem.cost(samples) for samples in rank] for rank in numbered]
+    if step.dims.expert_parallel > 1:
+        ranks = [[max(costs) for costs in zip(*ranks, strict=True)]]
+    ratio = step.cost_model.backward_ratio
+    return max(split_backward_time(costs, step.dims, backward_ratio=ratio) for costs in ranks)
 
 
 def alternatives(
@@ -86,6 +135,9 @@ def alternatives(
         if other:
             changes = (Argument("max_tokens_per_gpu", other),)
             yield changes, dims, replace(config, max_tokens_per_gpu=other), model
+    for chunks in (2, 4) if stages > 1 and dims.virtual_pipeline == 1 else ():
+        interleaved = replace(dims, virtual_pipeline=chunks)
+        yield (Argument("virtual_pipeline", chunks),), interleaved, config, model
     if ranks % 2 == 0:
         wider = replace(dims, data_parallel=ranks // 2, context_parallel=2 * size)
         yield (

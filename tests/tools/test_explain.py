@@ -17,7 +17,9 @@ from mcore_batching.planning import (
     plan_step,
     step_statistics,
 )
+from mcore_batching.planning.pipeline import pipeline_time
 from mcore_batching.tools.explain import explain, what_holds_back
+from mcore_batching.tools.split_backward import split_backward_time
 from mcore_batching.tools.suggestions import alternatives, suggestions
 
 PP4 = ParallelDims(data_parallel=4, pipeline_parallel=4)
@@ -99,6 +101,44 @@ def test_gains_are_those_of_plans_made_so(forward_only: bool, bound: int | None)
     assert gains[changes] == pytest.approx(gain, rel=1e-12)
     # A cap cannot help both by being larger and by being smaller.
     assert not {("max_tokens_per_gpu=8192",), ("max_tokens_per_gpu=32768",)} <= set(gains)
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("count", [8, 16, 33])
+def test_split_backward_passes_end_when_zero_bubble_schedules_do(stages: int, count: int) -> None:
+    """ZB-H1 with equal micro-batches: (stages - 1) x (F + B - W) of idle time (Qi et al. 2023)."""
+    dims = ParallelDims(pipeline_parallel=stages)
+    assert split_backward_time([2.0] * count, dims) == 2.0 * (stages - 1 + 3 * count)
+
+
+def test_split_backward_passes_cost_no_more_than_whole_ones() -> None:
+    step = plan_step(MANY, PP4, CONFIG)
+    costs = [
+        [step.cost_model.micro_batch([MANY[i] for i in samples]) for samples in rank]
+        for rank in step.micro_batches
+    ]
+    ends = [split_backward_time(rank, PP4) for rank in costs]
+    assert all(end < pipeline_time(rank, PP4) for end, rank in zip(ends, costs, strict=True))
+    assert all(end > 3 * sum(rank) for end, rank in zip(ends, costs, strict=True))
+    (split,) = [each for each in suggestions(step, MANY) if "split in two" in each.otherwise]
+    assert split.gain == pytest.approx(step_time(step, MANY) / max(ends), rel=1e-12)
+    assert not split.changes
+
+
+def test_chunks_and_step_sizes_are_suggested_with_their_gains() -> None:
+    lengths = MANY[:32]
+    step = plan_step(lengths, PP4, CONFIG)
+    found = suggestions(step, lengths)
+    now = step_time(step, lengths)
+    two = replace(PP4, virtual_pipeline=2)
+    then = step_time(plan_step(lengths, two, CONFIG), lengths)
+    assert {str(*each.changes): each.gain for each in found if len(each.changes) == 1}[
+        "virtual_pipeline=2"
+    ] == pytest.approx(now / then, rel=1e-12)
+    twice = plan_step(lengths * 2, PP4, CONFIG)
+    (more,) = [each for each in found if each.otherwise.startswith("64 samples a step instead")]
+    assert more.gain == pytest.approx(2 * now / step_time(twice, lengths * 2), rel=1e-12)
+    assert not [each for each in found if each.otherwise.startswith("16 samples")]
 
 
 def test_a_plan_for_forward_passes_is_explained_as_one() -> None:
