@@ -64,6 +64,10 @@ class PlannerConfig:
     max_inflight_tokens: int | None = None
     """Most padded tokens whose activations the first pipeline stage may hold at a time, over its
     context-parallel ranks; None: no bound but the cap of each micro-batch."""
+    max_context_parallel: int | None = None
+    """Most data- and context-parallel ranks that may share a micro-batch, a power of two or all of
+    them: each micro-batch has a context-parallel size of its own (dynamic CP). None: off, all have
+    the size of the dims."""
 
     def __post_init__(self) -> None:
         """Check ranges and choices."""
@@ -74,6 +78,7 @@ class PlannerConfig:
             "plan_effort",
             "max_samples_per_row",
             "max_inflight_tokens",
+            "max_context_parallel",
         ):
             value = getattr(self, name)
             if value is not None or name in ("max_tokens_per_gpu", "plan_effort"):
@@ -113,3 +118,31 @@ class PlannerConfig:
     def cap_tokens(self, dims: ParallelDims) -> int:
         """The most padded tokens that a micro-batch may hold over its context-parallel ranks."""
         return self.max_tokens_per_gpu * dims.context_parallel
+
+    def check_max_context_parallel(self, dims: ParallelDims) -> None:
+        """Check `max_context_parallel` against the ranks that there are.
+
+        Raises:
+            ConfigError: it is no power of two up to their number, nor their number; or it comes
+                with `max_inflight_tokens`.
+        """
+        most, ranks = self.max_context_parallel, dims.data_context_parallel
+        if most is None:
+            return
+        if most != ranks and (most > ranks or most & (most - 1)):
+            raise ConfigError(
+                Argument("max_context_parallel"),
+                f" must be a power of two, or all of the {ranks} data- and context-parallel ranks, "
+                f"got {most}; set ",
+                Argument("max_context_parallel"),
+                f" to {1 << (min(most, ranks).bit_length() - 1)}",
+            )
+        if self.max_inflight_tokens is not None:
+            raise ConfigError(
+                Argument("max_context_parallel", most),
+                " does not go with a bound on tokens in flight yet; leave ",
+                Argument("max_inflight_tokens"),
+                " out, and decrease ",
+                Argument("max_tokens_per_gpu"),
+                " to save memory",
+            )

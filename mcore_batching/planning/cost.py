@@ -9,6 +9,7 @@ order are used, because two ranks that differ in the last bit could choose diffe
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterable
@@ -32,6 +33,9 @@ def ordered_sum(values: Iterable[float]) -> float:
 
 _ALSO_WRITTEN = {"seconds_per_unit", "mean_relative_error", "max_relative_error", "measured_on"}
 """What `mcore-batching calibrate` notes beside the coefficients."""
+_NEWER = ("context_parallel_overhead", "context_parallel_fixed")
+"""Coefficients that documents of before dynamic CP lack; written where not at their defaults."""
+_COEFFICIENTS = ("linear", "quadratic", "per_micro_batch", "backward_ratio", *_NEWER)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,10 +57,17 @@ class CostModel:
     window: int | None = None
     """Tokens that each token attends to at most, itself included (a sliding window); None: all
     before it."""
+    context_parallel_overhead: float = 0.1
+    """Share by which a micro-batch's work over all of its ranks grows with each doubling of its
+    context-parallel size: communication that nothing hides, and kernels that get small. The
+    default is an assumption, to be measured on the machine at hand."""
+    context_parallel_fixed: float = 64.0
+    """Cost of each such doubling, whatever the micro-batch holds: the latency of its rounds of
+    communication. The default, a quarter of `per_micro_batch`'s, is an assumption likewise."""
 
     def __post_init__(self) -> None:
         """Check that each coefficient is a finite number of 0 or more."""
-        for name in ("linear", "quadratic", "per_micro_batch", "backward_ratio"):
+        for name in _COEFFICIENTS:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ConfigError(Argument(name), f" must be a number, got {value!r}")
@@ -150,7 +161,7 @@ class CostModel:
                 f"expected a cost model in JSON, got text that is none: {error}"
             ) from None
         known = {option.name for option in fields(cls)}
-        needed = known - {"window"}
+        needed = known - {"window", *_NEWER}
         if not isinstance(raw, dict) or not needed <= set(raw) <= known | _ALSO_WRITTEN:
             raise ConfigError(
                 f"expected a JSON object with {', '.join(sorted(needed))} and perhaps window, got "
@@ -161,7 +172,24 @@ class CostModel:
 
     def to_json(self) -> str:
         """The cost model as a JSON object."""
-        return json.dumps(asdict(self), indent=1)
+        coefficients = asdict(self)
+        for name in _NEWER:
+            if coefficients[name] == type(self).__dataclass_fields__[name].default:
+                del coefficients[name]
+        return json.dumps(coefficients, indent=1)
+
+    def on_ranks(self, context_parallel: int) -> CostModel:
+        """The costs, on each of its ranks, of a micro-batch of this context-parallel size."""
+        doublings = (context_parallel - 1).bit_length()
+        share = 1.0 / context_parallel
+        for _ in range(doublings):
+            share *= 1.0 + self.context_parallel_overhead
+        return dataclasses.replace(
+            self,
+            linear=self.linear * share,
+            quadratic=self.quadratic * share,
+            per_micro_batch=self.per_micro_batch + doublings * self.context_parallel_fixed,
+        )
 
     def sample(self, length: int) -> float:
         """Forward cost of one sample of `length` tokens."""

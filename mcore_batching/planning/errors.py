@@ -165,9 +165,9 @@ class OversizeSampleError(PlanningError):
 class InvariantError(PlanningError):
     """A plan that breaks one of the invariants.
 
-    Attributes: `invariant`, its name ("exact cover", "cap", "equal count" or "split before
-    placeholder"); `indices`, the sample indices concerned; `step`, `rank` and `slot`, each None
-    where the fault is not in one place.
+    Attributes: `invariant`, its name ("exact cover", "cap", "equal count", "split before
+    placeholder" or, under dynamic CP, "blocks"); `indices`, the sample indices concerned; `step`,
+    `rank` and `slot`, each None where the fault is not in one place.
     """
 
     def __init__(

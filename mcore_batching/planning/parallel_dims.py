@@ -6,6 +6,7 @@ is only ever rounded up: rounding down would put more tokens into each than the 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from mcore_batching.planning.errors import Argument, ParallelDimsError
@@ -140,6 +141,25 @@ class ParallelDims:
         context = 2 * self.context_parallel if self.context_parallel > 1 else 1
         sequence = self.tensor_parallel if self.sequence_parallel else 1
         return context * sequence
+
+    @property
+    def data_context_parallel(self) -> int:
+        """Data- and context-parallel ranks together: those that dynamic CP gives rows to."""
+        return self.data_parallel * self.context_parallel
+
+    def row_sizes(self, most: int) -> tuple[int, ...]:
+        """Context-parallel sizes that dynamic CP may give a row, up to `most`, ascending: powers of
+        two that divide the ranks, and all ranks."""
+        ranks = self.data_context_parallel
+        powers = (1 << doublings for doublings in range(ranks.bit_length()))
+        sizes = {size for size in powers if ranks % size == 0} | {ranks}
+        return tuple(sorted(size for size in sizes if size <= most))
+
+    def for_rows_on(self, ranks: int) -> ParallelDims:
+        """The same ranks with rows on so many of them each."""
+        return dataclasses.replace(
+            self, data_parallel=self.data_context_parallel // ranks, context_parallel=ranks
+        )
 
     @property
     def group_size(self) -> int:

@@ -12,6 +12,8 @@ A document is
 Optional keys:
 
 - `sample_indices` of a step: the samples of one step out of a batch;
+- `context_parallel` of a step, under dynamic CP alone: the context-parallel size of each rank's
+  micro-batches [ranks][num_microbatches], the ranks of "ranks" being data- and context-parallel;
 - `dropped`: the samples that a batch's steps leave out;
 - `lengths_digest`: SHA-256 in hex of the lengths that the plan was made from, by which `check`
   tells them from others that would fit as well; there where `to_json` was given the lengths, and no
@@ -22,9 +24,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
@@ -45,6 +47,19 @@ _Settings = TypeVar("_Settings", ParallelDims, PlannerConfig)
 _SHOWN = 16
 
 
+class Row(NamedTuple):
+    """One micro-batch of a step."""
+
+    rank: int
+    """Rank that has it; of several that share it the first."""
+    slot: int
+    """Its number on that rank."""
+    size: int
+    """Context-parallel size."""
+    samples: tuple[int, ...]
+    """None for a placeholder."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """The samples of one optimizer step by rank and micro-batch, in the order in which they run.
@@ -53,15 +68,20 @@ class StepPlan:
     """
 
     micro_batches: tuple[MicroBatches, ...]
-    """`micro_batches[rank][slot]` is a tuple of sample indices; `()` is a placeholder."""
+    """`micro_batches[rank][slot]` is a tuple of sample indices; `()` is a placeholder. Ranks are
+    data-parallel; under dynamic CP data- and context-parallel, the latter fastest, and those that
+    share a row list the same samples."""
     num_microbatches: int
-    """Micro-batches per data-parallel rank."""
+    """Micro-batches per rank."""
     sample_indices: tuple[int, ...]
     """The samples this step must cover, ascending: positions in the batch's lengths."""
     dims: ParallelDims
     """Sizes of the parallel groups it was made for."""
     config: PlannerConfig
     """The options it was made with."""
+    context_parallel: tuple[tuple[int, ...], ...] | None = None
+    """Context-parallel size of each micro-batch [ranks][num_microbatches], under dynamic CP alone.
+    Ranks r // c * c to r // c * c + c - 1 share a row of size c of rank r."""
     scope: Scope = "global"
     """"global": samples may go to any rank; "local": each stays on the rank that held it."""
     cost_model: CostModel = field(default_factory=CostModel, compare=False)
@@ -73,6 +93,20 @@ class StepPlan:
     def num_samples(self) -> int:
         """Samples this step must cover."""
         return len(self.sample_indices)
+
+    def row_size(self, rank: int, slot: int) -> int:
+        """Context-parallel size of a micro-batch: ranks that share it."""
+        if self.context_parallel is None:
+            return self.dims.context_parallel
+        return self.context_parallel[rank][slot]
+
+    def rows(self) -> Iterator[Row]:
+        """Every micro-batch once, rank after rank: a shared one where its first rank has it."""
+        for rank, micro_batches in enumerate(self.micro_batches):
+            for slot, samples in enumerate(micro_batches):
+                size = self.row_size(rank, slot)
+                if self.context_parallel is None or rank % size == 0:
+                    yield Row(rank, slot, size, samples)
 
     def digest(self) -> str:
         """SHA-256 in hex of the plan's content; equal on two ranks exactly if the plans are."""
@@ -108,16 +142,28 @@ class StepPlan:
             _check_digest(raw["digest"], plan.digest())
         return plan
 
+    @property
+    def _rank_noun(self) -> str:
+        """The kind of rank that `micro_batches` has a list for."""
+        return "data-parallel rank" if self.context_parallel is None else "rank"
+
+    def _size_mark(self, rank: int, slot: int) -> str:
+        size = 1 if self.context_parallel is None else self.context_parallel[rank][slot]
+        return f"×{size}" if size > 1 else ""
+
     def __str__(self) -> str:
         """The plan for people: a line per rank, long ones cut short."""
         lines = [
             f"StepPlan: {_counted(self.num_samples, 'sample')} on "
-            f"{_counted(len(self.micro_batches), 'data-parallel rank')}, "
+            f"{_counted(len(self.micro_batches), self._rank_noun)}, "
             f"{self.num_microbatches} micro-batches per rank, {self.scope} scope, digest "
             f"{self.digest()[:12]}"
         ]
         for rank, micro_batches in enumerate(self.micro_batches[:_SHOWN]):
-            shown = " ".join(f"[{_abbreviated(samples)}]" for samples in micro_batches[:_SHOWN])
+            shown = " ".join(
+                f"[{_abbreviated(samples)}]{self._size_mark(rank, slot)}"
+                for slot, samples in enumerate(micro_batches[:_SHOWN])
+            )
             lines.append(f"  rank {rank}: {shown}{_more(len(micro_batches))}")
         if len(self.micro_batches) > _SHOWN:
             lines.append(f"  {_more(len(self.micro_batches)).strip()} ranks")
@@ -208,11 +254,11 @@ class Plan:
         lines = [
             f"Plan: {_counted(self.num_samples, 'sample')} in "
             f"{_counted(len(self.steps), 'step')} on "
-            f"{_counted(len(self.steps[0].micro_batches), 'data-parallel rank')}, "
+            f"{_counted(len(self.steps[0].micro_batches), self.steps[0]._rank_noun)}, "
             f"{self.scope} scope, digest {self.digest()[:12]}"
         ]
         for index, step in enumerate(self.steps[:_SHOWN]):
-            placeholders = sum(samples == () for rank in step.micro_batches for samples in rank)
+            placeholders = sum(row.samples == () for row in step.rows())
             lines.append(
                 f"  step {index}: {step.num_samples} samples, {step.num_microbatches} "
                 f"micro-batches per rank, {placeholders} placeholders"
@@ -250,6 +296,7 @@ def step_from_data(
     config: Any,
     scope: Any,
     cost_model: CostModel,
+    context_parallel: Any = None,
 ) -> StepPlan:
     """A plan of one step from parts of a JSON document that were read elsewhere.
 
@@ -260,13 +307,15 @@ def step_from_data(
         config: as "config" of a document.
         scope: as "scope" of a document.
         cost_model: the costs it was made by.
+        context_parallel: as "context_parallel" of a document's step; None where it is left out.
 
     Raises:
         PlanFormatError: the parts are not those of a plan.
     """
     count = len(ranks[0]) if isinstance(ranks, list) and ranks else 0
     raw = {"layout": dims, "config": config, "scope": scope, "num_samples": num_samples}
-    raw = _read(raw | {"steps": [{"num_microbatches": count, "ranks": ranks}]})
+    step = {"num_microbatches": count, "ranks": ranks, "context_parallel": context_parallel}
+    raw = _read(raw | {"steps": [step]})
     return _step(raw, raw["steps"][0], range(num_samples), cost_model)
 
 
@@ -285,6 +334,8 @@ def _document(
             "num_microbatches": step.num_microbatches,
             "ranks": [[list(samples) for samples in rank] for rank in step.micro_batches],
         }
+        if step.context_parallel is not None:
+            document["context_parallel"] = [list(sizes) for sizes in step.context_parallel]
         if with_samples and step.sample_indices != tuple(range(num_samples)):
             document["sample_indices"] = list(step.sample_indices)
         documents.append(document)
@@ -304,7 +355,12 @@ def _config(config: PlannerConfig) -> dict[str, Any]:
     """The options as JSON. Options newer than version 1 of the format are written only where they
     are not at their default, so that the digests of older plans stay what they were."""
     options = asdict(config)
-    for newer in ("plan_effort", "max_samples_per_row", "max_inflight_tokens"):
+    for newer in (
+        "plan_effort",
+        "max_samples_per_row",
+        "max_inflight_tokens",
+        "max_context_parallel",
+    ):
         if options[newer] == PlannerConfig.__dataclass_fields__[newer].default:
             del options[newer]
     return options
@@ -366,36 +422,63 @@ def _read(raw: dict[str, Any]) -> dict[str, Any]:
     for key in ("digest", "lengths_digest"):
         if not isinstance(raw.get(key), str | None):
             raise PlanFormatError(f'"{key}" must be a string, got {raw[key]!r:.80}')
+    config = _settings(PlannerConfig, _expect(raw, "config", dict), "config")
+    is_dynamic = config.max_context_parallel is not None
     return {
         "dims": _settings(ParallelDims, _expect(raw, "layout", dict), "layout"),
-        "config": _settings(PlannerConfig, _expect(raw, "config", dict), "config"),
+        "config": config,
         "scope": scope,
         "num_samples": _count(raw.get("num_samples"), '"num_samples"'),
         "digest": raw.get("digest"),
         "lengths_digest": raw.get("lengths_digest"),
-        "steps": [_read_step(step, index) for index, step in enumerate(steps)],
+        "steps": [_read_step(step, index, is_dynamic) for index, step in enumerate(steps)],
         "dropped": _indices(raw.get("dropped", []), '"dropped"'),
     }
 
 
-def _read_step(raw: Any, index: int) -> dict[str, Any]:
+def _read_step(raw: Any, index: int, is_dynamic: bool) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise PlanFormatError(f"step {index} must be a JSON object, got {raw!r:.80}")
     where = f"step {index}"
     samples = raw.get("sample_indices")
+    ranks = tuple(
+        tuple(
+            _indices(micro_batch, f"{where}, rank {rank}, slot {slot}")
+            for slot, micro_batch in enumerate(_list(micro_batches, f"{where}, rank {rank}"))
+        )
+        for rank, micro_batches in enumerate(_expect(raw, "ranks", list))
+    )
     return {
         "num_microbatches": _count(raw.get("num_microbatches"), f'"num_microbatches" of {where}'),
-        "ranks": tuple(
-            tuple(
-                _indices(micro_batch, f"{where}, rank {rank}, slot {slot}")
-                for slot, micro_batch in enumerate(_list(micro_batches, f"{where}, rank {rank}"))
-            )
-            for rank, micro_batches in enumerate(_expect(raw, "ranks", list))
-        ),
+        "ranks": ranks,
+        "context_parallel": _read_sizes(raw.get("context_parallel"), ranks, where, is_dynamic),
         "sample_indices": (
             None if samples is None else _indices(samples, f'{where}, "sample_indices"')
         ),
     }
+
+
+def _read_sizes(
+    raw: Any, ranks: tuple[MicroBatches, ...], where: str, is_dynamic: bool
+) -> tuple[tuple[int, ...], ...] | None:
+    """The context-parallel size of each micro-batch of "ranks"; None without dynamic CP."""
+    what = f'"context_parallel" of {where}'
+    if (raw is not None) != is_dynamic:
+        raise PlanFormatError(
+            f'{what} must be there exactly where "max_context_parallel" is set in "config": add '
+            "it, or leave the other out"
+        )
+    if raw is None:
+        return None
+    sizes = tuple(
+        tuple(_count(size, f"a size of {what}, rank {rank}") for size in _list(of_rank, what))
+        for rank, of_rank in enumerate(_list(raw, what))
+    )
+    if list(map(len, sizes)) != list(map(len, ranks)) or 0 in {s for of in sizes for s in of}:
+        raise PlanFormatError(
+            f'{what} must hold a size of 1 or more for each micro-batch of "ranks", got {raw!r:.80}'
+        )
+    return sizes
 
 
 def _step(
@@ -410,6 +493,7 @@ def _step(
         sample_indices=tuple(sample_indices),
         dims=raw["dims"],
         config=raw["config"],
+        context_parallel=step["context_parallel"],
         scope=raw["scope"],
         cost_model=cost_model or CostModel(),
     )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
+from mcore_batching.planning.dynamic_cp import plan_dynamic
 from mcore_batching.planning.errors import Argument, ConfigError, LengthError
 from mcore_batching.planning.groups import LastStep, group_steps
 from mcore_batching.planning.integers import at_least, entries
@@ -115,6 +116,14 @@ def plan_batch(
     """
     problem = Problem.of(lengths, dims, config, cost_model, forward_only=forward_only)
     if owners is not None:
+        if config.max_context_parallel is not None:
+            raise ConfigError(
+                "samples that stay where they are cannot share ranks; leave ",
+                Argument("owners"),
+                " or ",
+                Argument("max_context_parallel"),
+                " out",
+            )
         owners = check_owners(owners, problem.num_samples, dims.data_parallel)
     if groups is None and groups_per_step is None and last == "keep":
         samples_of_steps = _slices(problem.num_samples, samples_per_step)
@@ -218,7 +227,11 @@ def _plan_samples(batch: Problem, samples: Sequence[int], owners: Sequence[int] 
         samples: those of the step, ascending.
         owners: the rank that holds each sample of the batch; None: samples may go to any rank.
     """
-    if owners is None:
+    sizes = None
+    if owners is None and batch.config.max_context_parallel is not None:
+        micro_batches, sizes = plan_dynamic(batch.subset(samples))
+        ranks = tuple(_renamed(rank, samples) for rank in micro_batches)
+    elif owners is None:
         micro_batches = _plan_global(batch.subset(samples))
         ranks = tuple(_renamed(rank, samples) for rank in micro_batches)
     else:
@@ -233,6 +246,7 @@ def _plan_samples(batch: Problem, samples: Sequence[int], owners: Sequence[int] 
         sample_indices=tuple(samples),
         dims=batch.dims,
         config=batch.config,
+        context_parallel=sizes,
         scope="global" if owners is None else "local",
         cost_model=batch.cost_model,
         forward_only=batch.forward_only,

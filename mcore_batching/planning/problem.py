@@ -88,6 +88,7 @@ class Problem:
                 Argument("forward_only"), f" must be True or False, got {forward_only!r:.80}"
             )
         checked = tuple(check_lengths(lengths))
+        config.check_max_context_parallel(dims)
         problem = cls(checked, dims, config, cost_model or CostModel(), forward_only)
         if problem.oversize and config.on_oversize == "error":
             raise problem.oversize_error()
@@ -131,8 +132,39 @@ class Problem:
         return [cost(length) for length in self.lengths]
 
     @cached_property
+    def on_ranks(self) -> dict[int, Problem]:
+        """By context-parallel size, ascending, the same samples in micro-batches of that size
+        alone, with costs of one of its ranks: one under dynamic CP for each size that a micro-batch
+        may have, else this problem."""
+        most = self.config.max_context_parallel
+        if most is None:
+            return {self.dims.context_parallel: self}
+        config = dataclasses.replace(self.config, max_context_parallel=None)
+        problems = {}
+        for size in self.dims.row_sizes(most):
+            dims = self.dims.for_rows_on(size)
+            if size == 1 or placeholder_tokens(dims, config) <= config.cap_tokens(dims):
+                model = self.cost_model.on_ranks(size)
+                problems[size] = Problem(self.lengths, dims, config, model, self.forward_only)
+        return problems
+
+    @cached_property
+    def least_sizes(self) -> list[int]:
+        """Least context-parallel size under which each sample [samples] fits the cap; the largest
+        for one that fits none."""
+        *smaller, largest = self.on_ranks
+        fitting = ((size, self.on_ranks[size].oversize) for size in smaller)
+        least = [largest] * self.num_samples
+        for size, oversize in reversed(list(fitting)):
+            least = [old if i in oversize else size for i, old in enumerate(least)]
+        return least
+
+    @cached_property
     def oversize(self) -> frozenset[int]:
         """The samples that exceed the cap by themselves; each has a micro-batch of its own."""
+        if self.config.max_context_parallel is not None:
+            problems = self.on_ranks.values()
+            return frozenset.intersection(*(problem.oversize for problem in problems))
         capacity = self.capacity
         return frozenset(i for i, tokens in enumerate(self.tokens) if tokens > capacity)
 
@@ -178,6 +210,8 @@ class Problem:
 
     def oversize_error(self) -> OversizeSampleError:
         """The error that names the longest of the oversize samples, and the cap that would do."""
+        if self.config.max_context_parallel is not None:
+            return self.on_ranks[max(self.on_ranks)].oversize_error()
         worst = max(self.oversize, key=lambda sample: (self.lengths[sample], -sample))
         return OversizeSampleError(
             index=worst,

@@ -134,6 +134,8 @@ class StepRecorder:
             "predicted": predicted_step_time(plan, lengths) if predicted is None else predicted,
             "measured_seconds": measured_seconds,
         }
+        if plan.context_parallel is not None:
+            step["context_parallel"] = plan.context_parallel
         if seconds_per_unit is not None:
             step["seconds_per_unit"] = seconds_per_unit
         lines = [step] if header == self._header else [header, step]
@@ -233,6 +235,7 @@ def _record(raw: Mapping[str, Any], header: Mapping[str, Any], file: str) -> Ste
         config=header["config"],
         scope=raw["scope"],
         cost_model=CostModel(**header["cost_model"]),
+        context_parallel=raw.get("context_parallel"),
     )
     validate_plan(plan, lengths)
     measured = raw["measured_seconds"]

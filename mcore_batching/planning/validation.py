@@ -3,7 +3,9 @@
 A plan that passes covers its samples exactly once, lists those that it drops, keeps every
 micro-batch to the cap and to the most samples that may share it, gives every rank the same legal
 number of micro-batches, and has a placeholder beside a micro-batch that could be split only if it
-was made with `fill="placeholder"`. No check calls the planner.
+was made with `fill="placeholder"`. Under dynamic CP the ranks that share a micro-batch are a block
+from a multiple of its size on, which all list the same, and a placeholder is of one rank; one
+beside shared micro-batches alone is legal. No check calls the planner.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ def validate_plan(plan: Plan | StepPlan, lengths: Sequence[int]) -> None:
             f"the plan is for {plan.num_samples} samples, but {len(lengths)} lengths were given; "
             "pass the lengths that it was made from",
         )
+    for index, step in enumerate(plan.steps):
+        _check_blocks(step, index)
     found = [sample for step in plan.steps for sample in _placed(step)]
     _check_dropped(plan.dropped, found)
     _check_cover([*found, *plan.dropped], range(plan.num_samples), "in the plan")
@@ -55,6 +59,7 @@ def _validate_step(step: StepPlan, lengths: Sequence[int], index: int | None) ->
             indices=tuple(beyond),
             step=index,
         )
+    _check_blocks(step, index)
     _check_cover(_placed(step), step.sample_indices, "in the step", index)
     _check_equal_count(step, index)
     _check_cap(step, lengths, index)
@@ -64,7 +69,42 @@ def _validate_step(step: StepPlan, lengths: Sequence[int], index: int | None) ->
 
 
 def _placed(step: StepPlan) -> list[int]:
-    return [sample for rank in step.micro_batches for samples in rank for sample in samples]
+    return [sample for row in step.rows() for sample in row.samples]
+
+
+def _check_blocks(step: StepPlan, index: int | None) -> None:
+    """Check that ranks that share a micro-batch agree about it, so that it can be counted once."""
+    sizes, most = step.context_parallel, step.config.max_context_parallel
+    if (sizes is None) != (most is None):
+        raise InvariantError(
+            "blocks",
+            "a plan has context-parallel sizes exactly where max_context_parallel is set; got "
+            f"max_context_parallel={most} and sizes {'left out' if sizes is None else 'given'}",
+            step=index,
+        )
+    if sizes is None or most is None:
+        return
+    _check_equal_count(step, index)
+    if [len(of_rank) for of_rank in sizes] != [step.num_microbatches] * len(step.micro_batches):
+        raise InvariantError("blocks", "there must be a size for each micro-batch", step=index)
+    legal = step.dims.row_sizes(most)
+    for rank, of_rank in enumerate(sizes):
+        for slot, size in enumerate(of_rank):
+            samples = step.micro_batches[rank][slot]
+            first = rank // size * size if size in legal else rank
+            if size not in legal:
+                fault = f"the context-parallel size {size} is none of {_listed(legal)}"
+            elif size > 1 and not samples:
+                fault = f"a placeholder has the context-parallel size {size}, expected 1"
+            elif sizes[first][slot] != size or step.micro_batches[first][slot] != samples:
+                fault = f"it must share what rank {first} has there, {size} ranks in all"
+            elif rank == first and any(
+                sizes[other][slot] != size for other in range(first, first + size)
+            ):
+                fault = f"ranks {first} to {first + size - 1} must share its micro-batch"
+            else:
+                continue
+            raise InvariantError("blocks", fault, indices=samples, step=index, rank=rank, slot=slot)
 
 
 def _check_dropped(dropped: Sequence[int], found: Iterable[int]) -> None:
@@ -101,11 +141,13 @@ def _check_cover(
 
 def _check_equal_count(step: StepPlan, index: int | None) -> None:
     dims = step.dims
-    if len(step.micro_batches) != dims.data_parallel:
+    is_dynamic = step.config.max_context_parallel is not None
+    ranks = dims.data_context_parallel if is_dynamic else dims.data_parallel
+    if len(step.micro_batches) != ranks:
+        kind = "data- and context-parallel" if is_dynamic else "data-parallel"
         raise InvariantError(
             "equal count",
-            f"the layout has {dims.data_parallel} data-parallel ranks, "
-            f"the plan {len(step.micro_batches)}",
+            f"the layout has {ranks} {kind} ranks, the plan {len(step.micro_batches)}",
             step=index,
         )
     for rank, micro_batches in enumerate(step.micro_batches):
@@ -130,16 +172,31 @@ def _check_equal_count(step: StepPlan, index: int | None) -> None:
 
 
 def _check_cap(step: StepPlan, lengths: Sequence[int], index: int | None) -> None:
-    cap = step.config.cap_tokens(step.dims)
-    for rank, micro_batches in enumerate(step.micro_batches):
-        for slot, samples in enumerate(micro_batches):
-            padded = (padded_sample_tokens(lengths[i], step.dims, step.config) for i in samples)
-            tokens = padded_row_tokens(sum(padded), step.dims, step.config)
-            if tokens <= cap or (len(samples) == 1 and step.config.on_oversize == "own-bin"):
-                continue
+    of_size = {size: step.dims.for_rows_on(size) for size in {row.size for row in step.rows()}}
+    for rank, slot, size, samples in step.rows():
+        dims, cap = of_size[size], step.config.cap_tokens(of_size[size])
+        padded = (padded_sample_tokens(lengths[i], dims, step.config) for i in samples)
+        tokens = padded_row_tokens(sum(padded), dims, step.config)
+        if tokens <= cap or (len(samples) == 1 and step.config.on_oversize == "own-bin"):
+            continue
+        raise InvariantError(
+            "cap",
+            f"samples {_listed(samples)} take {tokens} padded tokens, the cap is {cap}",
+            indices=samples,
+            step=index,
+            rank=rank,
+            slot=slot,
+        )
+
+
+def _check_samples_per_row(step: StepPlan, index: int | None) -> None:
+    most = step.config.max_samples_per_row
+    for rank, slot, _, samples in step.rows():
+        if most is not None and len(samples) > most:
             raise InvariantError(
                 "cap",
-                f"samples {_listed(samples)} take {tokens} padded tokens, the cap is {cap}",
+                f"{len(samples)} samples share a micro-batch, at most max_samples_per_row="
+                f"{most} may: samples {_listed(samples)}",
                 indices=samples,
                 step=index,
                 rank=rank,
@@ -147,28 +204,14 @@ def _check_cap(step: StepPlan, lengths: Sequence[int], index: int | None) -> Non
             )
 
 
-def _check_samples_per_row(step: StepPlan, index: int | None) -> None:
-    most = step.config.max_samples_per_row
-    for rank, micro_batches in enumerate(step.micro_batches):
-        for slot, samples in enumerate(micro_batches):
-            if most is not None and len(samples) > most:
-                raise InvariantError(
-                    "cap",
-                    f"{len(samples)} samples share a micro-batch, at most max_samples_per_row="
-                    f"{most} may: samples {_listed(samples)}",
-                    indices=samples,
-                    step=index,
-                    rank=rank,
-                    slot=slot,
-                )
-
-
 def _check_split_before_placeholder(step: StepPlan, index: int | None) -> None:
     for rank, micro_batches in enumerate(step.micro_batches):
         if () not in micro_batches:
             continue
         for slot, samples in enumerate(micro_batches):
-            if len(samples) > 1:
+            if len(samples) > 1 and (
+                step.context_parallel is None or step.row_size(rank, slot) == 1
+            ):
                 raise InvariantError(
                     "split before placeholder",
                     f"slot {micro_batches.index(())} is a placeholder, but samples "

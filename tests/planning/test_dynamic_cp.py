@@ -1,0 +1,255 @@
+"""Plans under dynamic CP: every row has a context-parallel size of its own; ranks share rows."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from planning_cases import dims_list, examples, megatron_runs, row_tokens
+
+from mcore_batching.planning import (
+    ConfigError,
+    InvariantError,
+    OversizeSampleError,
+    ParallelDims,
+    Plan,
+    PlanFormatError,
+    PlannerConfig,
+    StepPlan,
+    plan_batch,
+    plan_step,
+    validate_plan,
+)
+
+LENGTHS = [100, 60, 7, 3]
+DIMS = ParallelDims(data_parallel=4)
+CONFIG = PlannerConfig(max_tokens_per_gpu=32, max_context_parallel=4)
+STEP = StepPlan(
+    micro_batches=(((2,), (1,), (0,)), ((3,), (1,), (0,)), ((), (), (0,)), ((), (), (0,))),
+    num_microbatches=3,
+    sample_indices=(0, 1, 2, 3),
+    dims=DIMS,
+    config=CONFIG,
+    context_parallel=((1, 2, 4), (1, 2, 4), (1, 1, 4), (1, 1, 4)),
+)
+
+
+@st.composite
+def dynamic_cases(draw: st.DrawFn) -> tuple[list[int], ParallelDims, PlannerConfig]:
+    """Lengths up to beyond what all ranks hold together."""
+    dims = draw(dims_list())
+    ranks = dims.data_context_parallel
+    config = PlannerConfig(
+        max_tokens_per_gpu=draw(st.integers(1, 60)),
+        max_context_parallel=draw(st.sampled_from(dims.row_sizes(ranks))),
+        balance=draw(st.sampled_from(["auto", "cost", "tokens", "none"])),
+        pad_each_to=draw(st.sampled_from([None, None, 3, 8])),
+        pad_total_to=draw(st.sampled_from([None, None, 5, 16])),
+        max_samples_per_row=draw(st.sampled_from([None, None, 1, 3])),
+        plan_effort=draw(st.sampled_from([1, 20, 100])),
+    )
+    longest = 3 * ranks * config.max_tokens_per_gpu
+    lengths = draw(
+        st.lists(st.integers(0, config.max_tokens_per_gpu) | st.integers(0, longest), max_size=20)
+    )
+    return lengths, dims, config
+
+
+def broken(step: StepPlan, lengths: list[int]) -> set[str]:
+    """Names of the invariants that a step breaks, found without the package's own check."""
+    sizes, faults = step.context_parallel, set()
+    assert sizes is not None
+    assert step.config.max_context_parallel is not None
+    ranks = step.dims.data_parallel * step.dims.context_parallel
+    counts = {len(rank) for rank in step.micro_batches}
+    if len(step.micro_batches) != ranks or counts != {step.num_microbatches}:
+        return {"equal count"}
+    if not megatron_runs(step.num_microbatches, step.dims):
+        faults.add("equal count")
+    shares: dict[int, float] = dict.fromkeys(range(len(lengths)), 0.0)
+    for rank, slots in enumerate(step.micro_batches):
+        for slot, samples in enumerate(slots):
+            size = sizes[rank][slot]
+            first = rank - rank % size
+            block = range(first, first + size)
+            if not all(r < ranks and sizes[r][slot] == size for r in block):
+                return {"blocks"}
+            if any(step.micro_batches[r][slot] != samples for r in block):
+                return {"blocks"}
+            legal = size == ranks or math.log2(size).is_integer()
+            if not legal or size > step.config.max_context_parallel or (size > 1 and not samples):
+                faults.add("blocks")
+            for sample in samples:
+                shares[sample] += 1 / size
+            of_row = replace(step, dims=step.dims.for_rows_on(size))
+            if row_tokens(samples, lengths, of_row) > size * step.config.max_tokens_per_gpu:
+                faults |= (
+                    {"cap"} if len(samples) > 1 or step.config.on_oversize == "error" else set()
+                )
+            if len(samples) > (step.config.max_samples_per_row or len(lengths)):
+                faults.add("cap")
+        own = [samples for samples, size in zip(slots, sizes[rank], strict=True) if size == 1]
+        if () in own and max(map(len, own)) > 1:
+            faults.add("split before placeholder")
+    if any(abs(share - 1) > 1e-9 for share in shares.values()):
+        faults.add("exact cover")
+    return faults
+
+
+@examples(300)
+@given(dynamic_cases())
+def test_plans_keep_every_invariant(
+    case: tuple[list[int], ParallelDims, PlannerConfig],
+) -> None:
+    lengths, dims, config = case
+    try:
+        step = plan_step(lengths, dims, config)
+    except ConfigError:
+        assume(False)
+    validate_plan(step, lengths)
+    assert broken(step, lengths) == set()
+    assert plan_step(lengths, dims, config) == step
+    assert StepPlan.from_json(step.to_json()) == step
+    for slots in step.micro_batches:
+        assert slots[-1] or not any(slots), "a rank's last micro-batch is real if any is"
+
+
+@examples(300)
+@given(dynamic_cases(), st.data())
+def test_validation_names_what_a_change_breaks(
+    case: tuple[list[int], ParallelDims, PlannerConfig], data: st.DataObject
+) -> None:
+    """Any one entry changed, of the sizes or of the samples."""
+    lengths, dims, config = case
+    try:
+        step = plan_step(lengths, dims, config)
+    except ConfigError:
+        assume(False)
+    assert step.context_parallel is not None
+    rank = data.draw(st.integers(0, dims.data_context_parallel - 1))
+    slot = data.draw(st.integers(0, step.num_microbatches - 1))
+    if data.draw(st.booleans()):
+        sizes = [list(of_rank) for of_rank in step.context_parallel]
+        sizes[rank][slot] = data.draw(st.integers(1, dims.data_context_parallel + 1))
+        changed = replace(step, context_parallel=tuple(map(tuple, sizes)))
+    else:
+        samples = data.draw(st.lists(st.integers(0, max(0, len(lengths) - 1)), max_size=2))
+        assume(lengths or not samples)
+        rows = [list(slots) for slots in step.micro_batches]
+        rows[rank][slot] = tuple(samples)
+        changed = replace(step, micro_batches=tuple(map(tuple, rows)))
+    faults = broken(changed, lengths)
+    if not faults:
+        validate_plan(changed, lengths)
+        return
+    with pytest.raises(InvariantError) as caught:
+        validate_plan(changed, lengths)
+    assert caught.value.invariant in faults
+
+
+def test_a_row_is_counted_once_and_has_a_size() -> None:
+    validate_plan(STEP, LENGTHS)
+    validate_plan(Plan(steps=(STEP,), num_samples=4), LENGTHS)
+    assert (STEP.row_size(3, 2), STEP.row_size(3, 1)) == (4, 1)
+    assert [row for row in STEP.rows() if row.size > 1] == [(0, 1, 2, (1,)), (0, 2, 4, (0,))]
+    fixed = plan_step([9, 9], ParallelDims(context_parallel=2), PlannerConfig(max_tokens_per_gpu=8))
+    assert {row.size for row in fixed.rows()} == {2}
+
+
+def test_the_document_lists_sizes_only_under_dynamic_cp() -> None:
+    document = json.loads(STEP.to_json())
+    assert document["config"]["max_context_parallel"] == 4
+    assert document["steps"][0]["context_parallel"] == [[1, 2, 4], [1, 2, 4], [1, 1, 4], [1, 1, 4]]
+    assert StepPlan.from_json(STEP.to_json()) == STEP == pickle.loads(pickle.dumps(STEP))
+    assert "[0]×4" in str(STEP)
+    assert "on 4 ranks" in str(STEP)
+    other = replace(STEP, context_parallel=((1, 1, 4),) * 4)
+    assert other != STEP
+    assert other.digest() != STEP.digest()
+    without = plan_step(LENGTHS, DIMS, replace(CONFIG, max_context_parallel=None))
+    assert "context_parallel" not in json.loads(without.to_json())["steps"][0]
+    assert "max_context_parallel" not in without.to_json()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (None, '"context_parallel" of step 0 must be there exactly where "max_context_parallel"'),
+        ([[1, 2, 4]] * 3, 'must hold a size of 1 or more for each micro-batch of "ranks"'),
+        ([[1, 2, 0]] * 4, 'must hold a size of 1 or more for each micro-batch of "ranks"'),
+        ([[1, 2, "4"]] * 4, 'a size of "context_parallel" of step 0, rank 0 must be an integer'),
+        (4, '"context_parallel" of step 0 must be a JSON array, got 4'),
+    ],
+)
+def test_a_document_with_wrong_sizes_is_refused(sizes: object, message: str) -> None:
+    document = json.loads(STEP.to_json())
+    document["steps"][0]["context_parallel"] = sizes
+    with pytest.raises(PlanFormatError, match=message):
+        StepPlan.from_json(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fault"),
+    [
+        (((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4)), "a placeholder has the context-parallel si"),
+        (((1, 3, 4), (1, 3, 4), (1, 3, 4), (1, 1, 4)), "the context-parallel size 3 is none of 1,"),
+        (((1, 2, 4), (1, 1, 4), (1, 1, 4), (1, 1, 4)), "ranks 0 to 1 must share its micro-batch"),
+        (((1, 1, 4), (1, 2, 4), (1, 1, 4), (1, 1, 4)), "must share what rank 0 has there, 2 ranks"),
+        (((1, 2, 4),) * 3, "there must be a size for each micro-batch"),
+        (None, "a plan has context-parallel sizes exactly where max_context_parallel is set"),
+    ],
+)
+def test_blocks_that_do_not_agree_are_refused(sizes: object, fault: str) -> None:
+    with pytest.raises(InvariantError, match=fault) as caught:
+        validate_plan(replace(STEP, context_parallel=sizes), LENGTHS)  # type: ignore[arg-type]
+    assert caught.value.invariant == "blocks"
+
+
+def test_sizes_are_powers_of_two_and_all_ranks() -> None:
+    assert ParallelDims(data_parallel=6, context_parallel=2).row_sizes(12) == (1, 2, 4, 12)
+    assert ParallelDims(data_parallel=6).row_sizes(4) == (1, 2)
+    assert ParallelDims(data_parallel=8).row_sizes(8) == (1, 2, 4, 8)
+    assert ParallelDims(context_parallel=3).row_sizes(3) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("most", "ranks", "advice"),
+    [(3, 8, 2), (16, 8, 8), (9, 6, 4), (5, 6, 4)],
+)
+def test_a_largest_size_that_no_row_can_have_is_refused(most: int, ranks: int, advice: int) -> None:
+    config = PlannerConfig(max_tokens_per_gpu=8, max_context_parallel=most)
+    with pytest.raises(ConfigError, match=f"set max_context_parallel to {advice}$"):
+        plan_step([3], ParallelDims(data_parallel=ranks), config)
+    plan_step([3], ParallelDims(data_parallel=6), replace(config, max_context_parallel=6))
+
+
+def test_what_dynamic_cp_does_not_go_with_is_refused() -> None:
+    with pytest.raises(ConfigError, match="leave owners or max_context_parallel out"):
+        plan_step(LENGTHS, DIMS, CONFIG, owners=[0, 1, 2, 3])
+    with pytest.raises(ConfigError, match="leave max_inflight_tokens out"):
+        plan_step(LENGTHS, DIMS, replace(CONFIG, max_inflight_tokens=100))
+
+
+def test_a_sample_gets_no_less_than_its_length_needs() -> None:
+    step = plan_step([*LENGTHS, 500], DIMS, CONFIG)
+    least = {row.samples[0]: row.size for row in step.rows() if row.size > 1}
+    assert least[0] == 4
+    assert least[1] >= 2
+    assert least[4] == 4
+    with pytest.raises(
+        OversizeSampleError, match="set max_tokens_per_gpu to 126 or more"
+    ) as caught:
+        plan_step([*LENGTHS, 500], DIMS, replace(CONFIG, on_oversize="error"))
+    assert (caught.value.index, caught.value.cap) == (4, 128)
+
+
+def test_steps_of_a_batch_have_sizes_of_their_own() -> None:
+    plan = plan_batch([100, 3, 3, 3], DIMS, CONFIG, samples_per_step=2)
+    validate_plan(plan, [100, 3, 3, 3])
+    assert Plan.from_json(plan.to_json()) == plan
+    assert [max(row.size for row in step.rows()) for step in plan.steps] == [4, 1]
