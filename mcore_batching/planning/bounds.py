@@ -64,14 +64,18 @@ def step_time_floor(problem: Problem) -> float:
 
     The larger of two: the mean work per rank, in the fewest micro-batches that can hold it, with
     the shortest way of a first micro-batch down to the last stage and of a last one back; and the
-    way of the longest sample through all stages and back.
+    way of the longest sample through all stages and back, at its best context-parallel size.
     """
     dims, model = problem.dims, problem.cost_model
-    stages, ranks = dims.pipeline_parallel, dims.data_parallel
+    stages, ranks = dims.pipeline_parallel, problem.num_ranks
     passes = 1.0 if problem.forward_only else 1.0 + model.backward_ratio
     fewest = dims.round_up_num_microbatches(-(-problem.fewest_rows // ranks))
     fixed = model.per_micro_batch
-    work = ordered_sum(problem.costs) / ranks + fewest * fixed
+    work = ordered_sum(problem.least_costs) / ranks + fewest * fixed
     way = (stages - 1) * fixed / dims.virtual_pipeline
-    longest = stages * (max(problem.costs, default=0.0) + fixed)
-    return passes * max(work + way, longest)
+    longest = max(range(problem.num_samples), key=problem.lengths.__getitem__, default=None)
+    alone = fixed
+    if longest is not None:
+        of_sizes = [problem.on_ranks[size] for size in problem.on_ranks]
+        alone = min(rows.cost([longest]) for rows in of_sizes)
+    return passes * max(work + way, stages * alone)

@@ -90,6 +90,8 @@ class Problem:
         checked = tuple(check_lengths(lengths))
         config.check_max_context_parallel(dims)
         problem = cls(checked, dims, config, cost_model or CostModel(), forward_only)
+        if config.max_context_parallel is not None:
+            _ = problem.on_ranks[1].capacity  # raises
         if problem.oversize and config.on_oversize == "error":
             raise problem.oversize_error()
         return problem
@@ -140,19 +142,46 @@ class Problem:
         if most is None:
             return {self.dims.context_parallel: self}
         config = dataclasses.replace(self.config, max_context_parallel=None)
-        problems = {}
-        for size in self.dims.row_sizes(most):
-            dims = self.dims.for_rows_on(size)
-            if size == 1 or placeholder_tokens(dims, config) <= config.cap_tokens(dims):
-                model = self.cost_model.on_ranks(size)
-                problems[size] = Problem(self.lengths, dims, config, model, self.forward_only)
-        return problems
+        return {
+            size: Problem(
+                self.lengths,
+                self.dims.for_rows_on(size),
+                config,
+                self.cost_model.on_ranks(size),
+                self.forward_only,
+            )
+            for size in self.dims.row_sizes(most)
+        }
+
+    @cached_property
+    def row_sizes(self) -> tuple[int, ...]:
+        """Context-parallel sizes under which a micro-batch has room for a token, ascending."""
+        return tuple(
+            size
+            for size, rows in self.on_ranks.items()
+            if rows.placeholder_tokens <= rows.config.cap_tokens(rows.dims)
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that have micro-batches of their own: data-parallel ones; under dynamic CP data-
+        and context-parallel ones."""
+        if self.config.max_context_parallel is None:
+            return self.dims.data_parallel
+        return self.dims.data_context_parallel
+
+    @cached_property
+    def least_costs(self) -> list[float]:
+        """Forward cost of each sample [samples] over all ranks that share it, at least."""
+        if self.config.max_context_parallel is None:
+            return self.costs
+        return [size * self.on_ranks[size].costs[i] for i, size in enumerate(self.least_sizes)]
 
     @cached_property
     def least_sizes(self) -> list[int]:
         """Least context-parallel size under which each sample [samples] fits the cap; the largest
         for one that fits none."""
-        *smaller, largest = self.on_ranks
+        *smaller, largest = self.row_sizes
         fitting = ((size, self.on_ranks[size].oversize) for size in smaller)
         least = [largest] * self.num_samples
         for size, oversize in reversed(list(fitting)):
@@ -163,14 +192,21 @@ class Problem:
     def oversize(self) -> frozenset[int]:
         """The samples that exceed the cap by themselves; each has a micro-batch of its own."""
         if self.config.max_context_parallel is not None:
-            problems = self.on_ranks.values()
-            return frozenset.intersection(*(problem.oversize for problem in problems))
+            return frozenset.intersection(
+                *(self.on_ranks[size].oversize for size in self.row_sizes)
+            )
         capacity = self.capacity
         return frozenset(i for i, tokens in enumerate(self.tokens) if tokens > capacity)
 
     @cached_property
     def fewest_rows(self) -> int:
-        """Micro-batches that cannot be gone below, by the sums of tokens and of samples alone."""
+        """Micro-batches that cannot be gone below, by the sums of tokens and of samples alone; a
+        shared one counts for each of its ranks."""
+        if self.config.max_context_parallel is not None:
+            lengths = [max(n, 1) for i, n in enumerate(self.lengths) if i not in self.oversize]
+            by_tokens = -(-sum(lengths) // self.config.max_tokens_per_gpu)
+            largest = self.row_sizes[-1] * len(self.oversize)
+            return largest + max(by_tokens, -(-len(lengths) // self.max_samples))
         fitting = [tokens for i, tokens in enumerate(self.tokens) if i not in self.oversize]
         by_tokens = -(-sum(fitting) // self.capacity)
         return len(self.oversize) + max(by_tokens, -(-len(fitting) // self.max_samples))
@@ -211,7 +247,7 @@ class Problem:
     def oversize_error(self) -> OversizeSampleError:
         """The error that names the longest of the oversize samples, and the cap that would do."""
         if self.config.max_context_parallel is not None:
-            return self.on_ranks[max(self.on_ranks)].oversize_error()
+            return self.on_ranks[self.row_sizes[-1]].oversize_error()
         worst = max(self.oversize, key=lambda sample: (self.lengths[sample], -sample))
         return OversizeSampleError(
             index=worst,

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from mcore_batching.planning.bounds import step_time_floor
 from mcore_batching.planning.cost import CostModel, ordered_sum
-from mcore_batching.planning.pipeline import pipeline_time
+from mcore_batching.planning.coupled_ranks import blocks_of, coupled_ends, coupled_passes
+from mcore_batching.planning.pipeline import inflight_tokens, pipeline_time
 from mcore_batching.planning.plan import StepPlan
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.step_bound import step_time_bound
@@ -46,12 +47,13 @@ class StepStatistics:
     """Time before which no plan's step ends: `step_time_floor`, or the tight `step_time_bound`."""
     peak_inflight_tokens: float
     """Most padded tokens whose activations a first pipeline stage holds at a time, over all ranks;
-    of several steps the most of any."""
+    of several steps the most of any. Under dynamic CP a row of size c counts with 1 / c for each of
+    the dims' context-parallel ranks."""
     last_stage_inflight_tokens: float
     """Likewise, of a last pipeline stage."""
     largest_row_tokens: int
-    """Padded tokens of the largest micro-batch, of which a last stage makes logits; of several
-    steps the most of any."""
+    """Padded tokens of the largest micro-batch, of which a last stage makes logits, counted like
+    those; of several steps the most of any."""
 
     @property
     def fill(self) -> float:
@@ -107,27 +109,33 @@ def step_statistics(
         tight_floor: a later `floor_time`, which takes up to a second the first time.
     """
     problem, ranks = step_problem(step, lengths, cost_model)
-    costs = [[problem.cost(samples) for samples in rank] for rank in ranks]
+    costs = micro_batch_costs(step, problem, ranks)
     rank_costs = [ordered_sum(rank) for rank in costs]
-    real = [samples for rank in ranks for samples in rank if samples]
-    num_rows = len(ranks) * step.num_microbatches
-    last = step.dims.pipeline_parallel - 1
+    rows = [(problem.on_ranks[row.size], ranks[row.rank][row.slot]) for row in step.rows()]
+    per_place = step.config.cap_tokens(step.dims) * step.dims.data_parallel // len(ranks)
+    held = _held_tokens(step, problem, ranks)
+    dims, forward_only = step.dims, problem.forward_only
+    last = dims.pipeline_parallel - 1
     return StepStatistics(
         num_samples=step.num_samples,
         num_microbatches=step.num_microbatches,
-        num_placeholders=num_rows - len(real),
+        num_placeholders=sum(not samples for _, samples in rows),
         num_oversize=len(problem.oversize),
         real_tokens=sum(problem.lengths),
-        padded_tokens=sum(map(problem.row_tokens, real)),
-        offered_tokens=num_rows * step.config.cap_tokens(step.dims),
+        padded_tokens=sum(of_size.row_tokens(samples) for of_size, samples in rows),
+        offered_tokens=len(ranks) * step.num_microbatches * per_place,
         heaviest_rank_cost=max(rank_costs),
         mean_rank_cost=ordered_sum(rank_costs) / len(ranks),
         slot_maxima_cost=ordered_sum(max(slot) for slot in zip(*costs, strict=True)),
-        step_time=_step_time(problem, costs),
+        step_time=max(_rank_ends(step, problem, costs)),
         floor_time=(step_time_bound if tight_floor else step_time_floor)(problem),
-        peak_inflight_tokens=max(map(problem.inflight_tokens, ranks)),
-        last_stage_inflight_tokens=max(problem.inflight_tokens(r, stage=last) for r in ranks),
-        largest_row_tokens=max(map(problem.row_tokens, real), default=problem.placeholder_tokens),
+        peak_inflight_tokens=max(
+            inflight_tokens(rank, dims, forward_only=forward_only) for rank in held
+        ),
+        last_stage_inflight_tokens=max(
+            inflight_tokens(rank, dims, forward_only=forward_only, stage=last) for rank in held
+        ),
+        largest_row_tokens=max(map(max, held)),
     )
 
 
@@ -138,7 +146,8 @@ def predicted_step_time(
     *,
     forward_only: bool | None = None,
 ) -> float:
-    """End of the slowest rank's pipeline; with expert parallelism, that of slots in lockstep.
+    """End of the slowest rank's pipeline; with expert parallelism, that of slots in lockstep. Ranks
+    that share a micro-batch wait for each other in it.
 
     Args:
         step: the plan.
@@ -150,7 +159,7 @@ def predicted_step_time(
         time in units of cost.
     """
     problem, ranks = step_problem(step, lengths, cost_model, forward_only)
-    return _step_time(problem, [[problem.cost(samples) for samples in rank] for rank in ranks])
+    return max(_rank_ends(step, problem, micro_batch_costs(step, problem, ranks)))
 
 
 def step_problem(
@@ -182,19 +191,61 @@ def step_problem(
     return problem, ranks
 
 
-def _step_time(problem: Problem, costs: Sequence[Sequence[float]]) -> float:
-    """End of the step, given the cost of each micro-batch [ranks][slots]."""
-    if problem.dims.expert_parallel > 1:
+def micro_batch_costs(
+    step: StepPlan, problem: Problem, ranks: Sequence[Sequence[Sequence[int]]]
+) -> list[list[float]]:
+    """Forward cost of each micro-batch [ranks][slots], of a shared one on each of its ranks.
+
+    Args:
+        step: the plan.
+        problem: of `step_problem`.
+        ranks: likewise.
+    """
+    return [
+        [
+            problem.on_ranks[step.row_size(rank, slot)].cost(samples)
+            for slot, samples in enumerate(slots)
+        ]
+        for rank, slots in enumerate(ranks)
+    ]
+
+
+def _held_tokens(
+    step: StepPlan, problem: Problem, ranks: Sequence[Sequence[Sequence[int]]]
+) -> list[list[int]]:
+    """Padded tokens of each micro-batch [ranks][slots] on the dims' context-parallel ranks."""
+    held: list[list[int]] = []
+    for rank, slots in enumerate(ranks):
+        held.append([])
+        for slot, samples in enumerate(slots):
+            size = step.row_size(rank, slot)
+            rows = problem.on_ranks[size]
+            tokens = rows.row_tokens(samples) or rows.placeholder_tokens
+            held[-1].append(tokens * step.dims.context_parallel // size)
+    return held
+
+
+def _rank_ends(
+    step: StepPlan, problem: Problem, costs: Sequence[Sequence[float]]
+) -> Sequence[float]:
+    """End of each rank's step, given the cost of each micro-batch [ranks][slots]; of all ranks in
+    lockstep a single one."""
+    dims, ratio = problem.dims, problem.cost_model.backward_ratio
+    forward_only = problem.forward_only
+    if dims.expert_parallel > 1:
         costs = [[max(slot) for slot in zip(*costs, strict=True)]]
-    return max(
-        pipeline_time(
-            rank,
-            problem.dims,
-            backward_ratio=problem.cost_model.backward_ratio,
-            forward_only=problem.forward_only,
+    elif step.context_parallel is not None:
+        ends = coupled_passes(
+            list(zip(*costs, strict=True)),
+            blocks_of(step.context_parallel),
+            dims,
+            backward_ratio=ratio,
+            forward_only=forward_only,
         )
-        for rank in costs
-    )
+        return coupled_ends(ends, dims, step.num_microbatches, forward_only=forward_only)
+    return [
+        pipeline_time(rank, dims, backward_ratio=ratio, forward_only=forward_only) for rank in costs
+    ]
 
 
 def _ratio(value: float, mean: float) -> float:

@@ -13,7 +13,8 @@ because each slot of m costs the overhead of a micro-batch or more, and all of t
 overheads and a rank's mean work. The weights that make this largest are looked for by a linear
 program that is given one chain after the other; any that it stops at give a bound, whatever its
 rounding errors, since only that they are a mean of chains' is used. With ranks in lockstep a slot
-costs the most of any rank, which is no less than m.
+costs the most of any rank, which is no less than m. Ranks that share micro-batches wait for each
+other, and end no sooner than by themselves; a rank's work is then the least that samples can have.
 
 Part B, every K. No plan has fewer micro-batches per rank than hold all tokens, and the bound is the
 least of those of every K from there on. A slot of no cost put first takes no time, so w of one K
@@ -59,8 +60,8 @@ def step_time_bound(problem: Problem) -> float:
     dims, model = problem.dims, problem.cost_model
     if dims.virtual_pipeline > 1 or not problem.num_samples:
         return floor
-    fewest = -(-problem.fewest_rows // dims.data_parallel)
-    work, fixed = ordered_sum(problem.costs) / dims.data_parallel, model.per_micro_batch
+    fewest = -(-problem.fewest_rows // problem.num_ranks)
+    work, fixed = ordered_sum(problem.least_costs) / problem.num_ranks, model.per_micro_batch
     ratio, stages = model.backward_ratio, dims.pipeline_parallel
     least, first = math.inf, fewest
     # Placeholders in all ranks can be left out, so no step needs more than one sample a slot.

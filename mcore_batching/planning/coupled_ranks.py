@@ -1,0 +1,144 @@
+"""Megatron's pipeline schedules on ranks that share some of their micro-batches.
+
+    rank 0   [a]  [x]  [b]        x is one row over both ranks: in every pass of slot 1, on every
+    rank 1   [c]  [x]  [d]        stage, both begin when the later one is ready
+
+Ranks run the same passes in the same order, so one pass of all ranks is simulated after the other.
+Ranks whose every slot is shared by all, as expert parallelism makes them, are one rank with the
+costliest micro-batch of each slot: `pipeline.pipeline_time` is enough for those.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+
+from mcore_batching.planning.parallel_dims import ParallelDims
+from mcore_batching.planning.pipeline import interleaved_program
+
+Blocks = Sequence[tuple[int, int]]
+"""First rank, and the one after the last, of each micro-batch of a slot that ranks share."""
+Ends = list[list[float]]
+"""End of each pass on each rank [passes][ranks], in the order of `coupled_program`."""
+
+
+def blocks_of(sizes: Sequence[Sequence[int]]) -> list[Blocks]:
+    """Which ranks share a micro-batch [num_microbatches], of context-parallel sizes
+    [ranks][num_microbatches]."""
+    return [
+        [(rank, rank + size) for rank, size in enumerate(slot) if size > 1 and rank % size == 0]
+        for slot in zip(*sizes, strict=True)
+    ]
+
+
+@functools.lru_cache(maxsize=64)
+def coupled_program(
+    dims: ParallelDims, num_microbatches: int, forward_only: bool
+) -> tuple[tuple[tuple[int, int, int], ...], tuple[int, ...]]:
+    """All passes of one rank's step, each after those that it needs.
+
+    Returns:
+        for each the number of the pass before it on its stage, that of the pass whose output it
+        takes (-1: none), and the index of its cost: the slot, beyond `num_microbatches` for
+        backward passes; and the number of each stage's last pass.
+    """
+    newest = [-1] * dims.pipeline_parallel
+    passes = []
+    for number, (stage, needed, cost) in enumerate(
+        interleaved_program(dims, num_microbatches, forward_only)
+    ):
+        passes.append((newest[stage], needed, cost))
+        newest[stage] = number
+    return tuple(passes), tuple(newest)
+
+
+def coupled_passes(
+    slot_costs: Sequence[Sequence[float]],
+    slot_blocks: Sequence[Blocks],
+    dims: ParallelDims,
+    *,
+    backward_ratio: float = 2.0,
+    forward_only: bool = False,
+) -> Ends:
+    """End of every pass on every rank.
+
+    Args:
+        slot_costs: forward cost of each micro-batch on a stage [num_microbatches][ranks], that of
+            a shared one on each of its ranks.
+        slot_blocks: which ranks share a micro-batch [num_microbatches].
+        dims: gives stages and chunks.
+        backward_ratio: cost of a backward pass over its forward pass.
+        forward_only: no backward passes.
+    """
+    count, chunks = len(slot_costs), dims.virtual_pipeline
+    costs = [[cost / chunks for cost in of_slot] for of_slot in slot_costs]
+    costs += [[backward_ratio * cost for cost in of_slot] for of_slot in costs]
+    blocks = [*slot_blocks, *slot_blocks]
+    begin = [0.0] * len(slot_costs[0])
+    ends: Ends = []
+    for before, needed, cost in coupled_program(dims, count, forward_only)[0]:
+        start = ends[before] if before >= 0 else begin
+        if needed >= 0:
+            # The later of both; a tie gives the same number.
+            start = list(map(max, start, ends[needed]))
+        if blocks[cost]:
+            start = start[:]
+            for first, after in blocks[cost]:
+                start[first:after] = [max(start[first:after])] * (after - first)
+        ends.append(list(map(operator.add, start, costs[cost])))
+    return ends
+
+
+def coupled_chain(
+    ends: Ends,
+    rank: int,
+    slot_blocks: Sequence[Blocks],
+    dims: ParallelDims,
+    *,
+    backward_ratio: float = 2.0,
+    forward_only: bool = False,
+) -> dict[tuple[int, int], float]:
+    """The longest chain of passes up to the end of a rank's step: how often each micro-batch is on
+    it, forward passes counting 1, by its first rank and slot.
+
+    No costs of the same micro-batches make that rank end before the sum of weights times costs.
+
+    Args:
+        ends: what `coupled_passes` gave for the rest.
+        rank: whose end.
+        slot_blocks: as there.
+        dims: as there.
+        backward_ratio: as there.
+        forward_only: as there.
+    """
+    count = len(slot_blocks)
+    passes, last = coupled_program(dims, count, forward_only)
+    number = max(last, key=lambda each: ends[each][rank])
+    share = 1.0 / dims.virtual_pipeline
+    weights: dict[tuple[int, int], float] = {}
+    while number >= 0:
+        before, needed, cost = passes[number]
+        slot = cost if cost < count else cost - count
+        own = rank
+        waiting: Sequence[int] = (rank,)
+        for first, after in slot_blocks[slot]:
+            if first <= rank < after:
+                own, waiting = first, range(first, after)
+        weights[own, slot] = weights.get((own, slot), 0.0) + share * (
+            1.0 if cost < count else backward_ratio
+        )
+        latest, number = 0.0, -1
+        for earlier in (before, needed):
+            for each in waiting if earlier >= 0 else ():
+                if ends[earlier][each] > latest:
+                    latest, number, rank = ends[earlier][each], earlier, each
+    return weights
+
+
+def coupled_ends(
+    ends: Ends, dims: ParallelDims, num_microbatches: int, *, forward_only: bool = False
+) -> list[float]:
+    """End of each rank's step [ranks], of what `coupled_passes` gave."""
+    _, last = coupled_program(dims, num_microbatches, forward_only)
+    return [max(of_rank) for of_rank in zip(*(ends[number] for number in last), strict=True)]
