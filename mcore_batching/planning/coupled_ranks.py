@@ -11,7 +11,6 @@ costliest micro-batch of each slot: `pipeline.pipeline_time` is enough for those
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Sequence
 
 from mcore_batching.planning.parallel_dims import ParallelDims
@@ -53,6 +52,14 @@ def coupled_program(
     return tuple(passes), tuple(newest)
 
 
+@functools.lru_cache(maxsize=4096)
+def _first_pass(dims: ParallelDims, num_microbatches: int, forward_only: bool, slot: int) -> int:
+    """Passes of `coupled_program` before the first of a slot or one after it."""
+    passes, _ = coupled_program(dims, num_microbatches, forward_only)
+    slots = (cost % num_microbatches for _, _, cost in passes)
+    return next(number for number, each in enumerate(slots) if each >= slot)
+
+
 def coupled_passes(
     slot_costs: Sequence[Sequence[float]],
     slot_blocks: Sequence[Blocks],
@@ -60,6 +67,7 @@ def coupled_passes(
     *,
     backward_ratio: float = 2.0,
     forward_only: bool = False,
+    before: tuple[Ends, int] | None = None,
 ) -> Ends:
     """End of every pass on every rank.
 
@@ -70,23 +78,39 @@ def coupled_passes(
         dims: gives stages and chunks.
         backward_ratio: cost of a backward pass over its forward pass.
         forward_only: no backward passes.
+        before: what this gave for costs that are the same in all slots below a number, and that
+            number; saves time.
     """
     count, chunks = len(slot_costs), dims.virtual_pipeline
     costs = [[cost / chunks for cost in of_slot] for of_slot in slot_costs]
     costs += [[backward_ratio * cost for cost in of_slot] for of_slot in costs]
     blocks = [*slot_blocks, *slot_blocks]
-    begin = [0.0] * len(slot_costs[0])
+    ranks = len(slot_costs[0])
+    begin = [0.0] * ranks
+    passes = coupled_program(dims, count, forward_only)[0]
     ends: Ends = []
-    for before, needed, cost in coupled_program(dims, count, forward_only)[0]:
-        start = ends[before] if before >= 0 else begin
-        if needed >= 0:
-            # The later of both; a tie gives the same number.
-            start = list(map(max, start, ends[needed]))
-        if blocks[cost]:
-            start = start[:]
-            for first, after in blocks[cost]:
+    if before is not None:
+        same = _first_pass(dims, count, forward_only, before[1])
+        ends, passes = before[0][:same], passes[same:]
+    ended = ends.append
+    for earlier, needed, cost in passes:
+        free = ends[earlier] if earlier >= 0 else begin
+        ready = ends[needed] if needed >= 0 else begin
+        shared = blocks[cost]
+        if not shared:
+            ended(
+                [
+                    (a if a > b else b) + more
+                    for a, b, more in zip(free, ready, costs[cost], strict=True)
+                ]
+            )
+        elif shared[0][1] - shared[0][0] == ranks:
+            ended([max(max(free), max(ready)) + costs[cost][0]] * ranks)
+        else:
+            start = [a if a > b else b for a, b in zip(free, ready, strict=True)]
+            for first, after in shared:
                 start[first:after] = [max(start[first:after])] * (after - first)
-        ends.append(list(map(operator.add, start, costs[cost])))
+            ended([a + more for a, more in zip(start, costs[cost], strict=True)])
     return ends
 
 

@@ -22,7 +22,7 @@ Sizes = tuple[tuple[int, ...], ...]
 """Context-parallel size of each micro-batch [ranks][num_microbatches]."""
 
 
-def plan_dynamic(problem: Problem) -> tuple[tuple[MicroBatches, ...], Sizes]:
+def packed_on_least_ranks(problem: Problem) -> tuple[tuple[MicroBatches, ...], Sizes]:
     """Micro-batches and their context-parallel sizes [ranks][num_microbatches], without a search.
 
     Every sample has the least size under which it fits the cap: above 1 in a micro-batch of its

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
-from mcore_batching.planning.dynamic_cp import plan_dynamic
+from mcore_batching.planning.dynamic_cp import Sizes, packed_on_least_ranks
 from mcore_batching.planning.errors import Argument, ConfigError, LengthError
 from mcore_batching.planning.groups import LastStep, group_steps
 from mcore_batching.planning.integers import at_least, entries
@@ -20,7 +20,7 @@ from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import largest_first, place, split_until
 from mcore_batching.planning.plan import MicroBatches, Plan, StepPlan
 from mcore_batching.planning.problem import Problem, check_owners
-from mcore_batching.planning.search import Objective, search
+from mcore_batching.planning.search import Objective, Slots, search, search_dynamic
 from mcore_batching.planning.shard import (
     fill_shard,
     pack_shard,
@@ -229,7 +229,7 @@ def _plan_samples(batch: Problem, samples: Sequence[int], owners: Sequence[int] 
     """
     sizes = None
     if owners is None and batch.config.max_context_parallel is not None:
-        micro_batches, sizes = plan_dynamic(batch.subset(samples))
+        micro_batches, sizes = _plan_dynamic(batch.subset(samples))
         ranks = tuple(_renamed(rank, samples) for rank in micro_batches)
     elif owners is None:
         micro_batches = _plan_global(batch.subset(samples))
@@ -261,13 +261,28 @@ def _plan_global(problem: Problem) -> tuple[MicroBatches, ...]:
             worst = worst_outlook(shard_outlook(problem, rank) for rank in plain)
             soonest_packing([worst], problem.config)
         return plain
-    by_tokens = dataclasses.replace(problem.config, balance="tokens")
-    starts = (plain, _packed_and_placed(dataclasses.replace(problem, config=by_tokens)))
     found = tuple(
-        tuple(tuple(sorted(samples)) for samples in slots)
-        for slots in search(Objective(problem), starts)
+        tuple(tuple(sorted(samples)) for samples in slots) for slots in _searched(problem, plain)
     )
     return largest_first(problem, found)
+
+
+def _searched(problem: Problem, plain: tuple[MicroBatches, ...] | None = None) -> list[Slots]:
+    """The step that the search finds, from what `_packed_and_placed` makes."""
+    by_tokens = dataclasses.replace(problem.config, balance="tokens")
+    starts = (
+        plain or _packed_and_placed(problem),
+        _packed_and_placed(dataclasses.replace(problem, config=by_tokens)),
+    )
+    return search(Objective(problem), starts)
+
+
+def _plan_dynamic(problem: Problem) -> tuple[tuple[MicroBatches, ...], Sizes]:
+    """Micro-batches of all ranks under dynamic CP, and their context-parallel sizes."""
+    plain = packed_on_least_ranks(problem)
+    if not problem.config.searches or not problem.num_samples:
+        return plain
+    return search_dynamic(problem, plain, _searched).frozen()
 
 
 def _packed_and_placed(problem: Problem) -> tuple[MicroBatches, ...]:

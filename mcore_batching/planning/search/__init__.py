@@ -6,8 +6,9 @@
 `loop` (in which order), `local_moves` on `changed_ranks` (single samples moved afterwards).
 """
 
+from mcore_batching.planning.search.dynamic_search import search_dynamic
 from mcore_batching.planning.search.loop import search
-from mcore_batching.planning.search.objective import Objective
+from mcore_batching.planning.search.objective import Objective, Slots
 from mcore_batching.planning.search.pipeline_search import best_slots
 
-__all__ = ["Objective", "best_slots", "search"]
+__all__ = ["Objective", "Slots", "best_slots", "search", "search_dynamic"]
