@@ -10,16 +10,43 @@ On 4 ranks, with samples a that needs 4 of them, b that needs 2, and short ones 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
-from mcore_batching.planning.cost import ordered_sum
+from mcore_batching.planning.config import PlannerConfig
+from mcore_batching.planning.cost import CostModel, ordered_sum
+from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import order_slots, split_until
-from mcore_batching.planning.plan import MicroBatches
+from mcore_batching.planning.plan import MicroBatches, StepPlan
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.shard import pack_shard
 
 Sizes = tuple[tuple[int, ...], ...]
 """Context-parallel size of each micro-batch [ranks][num_microbatches]."""
+
+
+def of_one_size(
+    step: StepPlan, dims: ParallelDims, config: PlannerConfig, cost_model: CostModel
+) -> StepPlan:
+    """A plan made for one context-parallel size as a plan under dynamic CP. Its placeholders are of
+    one rank each.
+
+    Args:
+        step: planned for `dims.for_rows_on(size)`.
+        dims: sizes of the parallel groups.
+        config: under dynamic CP.
+        cost_model: of micro-batches on one rank.
+    """
+    size = step.dims.context_parallel
+    ranks = tuple(rank for rank in step.micro_batches for _ in range(size))
+    return dataclasses.replace(
+        step,
+        micro_batches=ranks,
+        context_parallel=tuple(tuple(size if each else 1 for each in rank) for rank in ranks),
+        dims=dims,
+        config=config,
+        cost_model=cost_model,
+    )
 
 
 def packed_on_least_ranks(problem: Problem) -> tuple[tuple[MicroBatches, ...], Sizes]:

@@ -172,12 +172,21 @@ def _check_equal_count(step: StepPlan, index: int | None) -> None:
 
 
 def _check_cap(step: StepPlan, lengths: Sequence[int], index: int | None) -> None:
-    of_size = {size: step.dims.for_rows_on(size) for size in {row.size for row in step.rows()}}
+    config, largest = step.config, step.config.max_context_parallel
+    sizes = (step.dims.context_parallel,) if largest is None else step.dims.row_sizes(largest)
+    of_size = {size: step.dims.for_rows_on(size) for size in sizes}
+
+    def row_tokens(samples: Sequence[int], size: int) -> int:
+        padded = (padded_sample_tokens(lengths[i], of_size[size], config) for i in samples)
+        return padded_row_tokens(sum(padded), of_size[size], config)
+
     for rank, slot, size, samples in step.rows():
-        dims, cap = of_size[size], step.config.cap_tokens(of_size[size])
-        padded = (padded_sample_tokens(lengths[i], dims, step.config) for i in samples)
-        tokens = padded_row_tokens(sum(padded), dims, step.config)
-        if tokens <= cap or (len(samples) == 1 and step.config.on_oversize == "own-bin"):
+        tokens, cap = row_tokens(samples, size), config.cap_tokens(of_size[size])
+        if tokens <= cap or (
+            len(samples) == 1
+            and config.on_oversize == "own-bin"
+            and all(row_tokens(samples, each) > config.cap_tokens(of_size[each]) for each in sizes)
+        ):
             continue
         raise InvariantError(
             "cap",

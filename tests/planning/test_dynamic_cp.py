@@ -90,8 +90,14 @@ def broken(step: StepPlan, lengths: list[int]) -> set[str]:
                 faults.add("blocks")
             for sample in samples:
                 shares[sample] += 1 / size
-            of_row = replace(step, dims=step.dims.for_rows_on(size))
-            if row_tokens(samples, lengths, of_row) > size * step.config.max_tokens_per_gpu:
+            fits = [
+                row_tokens(samples, lengths, replace(step, dims=step.dims.for_rows_on(each)))
+                <= each * step.config.max_tokens_per_gpu
+                for each in (size, *step.dims.row_sizes(step.config.max_context_parallel))
+            ]
+            if not fits[0] and any(fits):
+                faults.add("cap")
+            if not fits[0]:
                 faults |= (
                     {"cap"} if len(samples) > 1 or step.config.on_oversize == "error" else set()
                 )

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import os
 import pickle
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import examples, megatron_runs, row_tokens
 
-from mcore_batching.planning import LengthError, ParallelDims, PlannerConfig, StepPlan
-from mcore_batching.tools.rules import RULES, Rule, RuleFailureError, rule_plan
+from mcore_batching.planning import (
+    LengthError,
+    ParallelDims,
+    PlannerConfig,
+    StepPlan,
+    validate_plan,
+)
+from mcore_batching.tools.rules import (
+    RULES,
+    Rule,
+    RuleFailureError,
+    megatron_dynamic_plan,
+    rule_plan,
+)
 from mcore_batching.tools.rules.differencing import karmarkar_karp
+from mcore_batching.tools.rules.megatron_dynamic import dynamic_slots
 
 BY_NAME = {rule.name: rule for rule in RULES}
 LENGTHS = [70, 20, 55, 10, 35, 90, 15, 40, 25, 60, 5, 30]
@@ -213,3 +232,62 @@ def test_karmarkar_karp_evens_out() -> None:
     # Textbook example: differencing gives 14 and 16, the optimum is 15 and 15.
     assert sums == [14, 16]
     assert sorted(itertools.chain(*parts)) == list(range(5))
+
+
+def megatron_original(folder: Path) -> Any:
+    """The module with the rule, of Megatron's dev branch; of what it imports it uses nothing."""
+    spec = importlib.util.spec_from_file_location(
+        "data_schedule_utils", folder / "megatron/core/datasets/data_schedule_utils.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    names = ["torch", "megatron", "megatron.core", "megatron.core.extensions"]
+    names += ["megatron.core.extensions.transformer_engine", "megatron.core.rerun_state_machine"]
+    with mock.patch.dict(sys.modules, {name: mock.MagicMock() for name in names}):
+        spec.loader.exec_module(module)
+    return module
+
+
+@examples(300)
+@given(
+    st.lists(st.integers(1, 700), min_size=1, max_size=40),
+    st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16]),
+    st.integers(20, 200),
+)
+def test_megatron_dynamic_cp_is_the_original_rule(lengths: list[int], ranks: int, cap: int) -> None:
+    folder = os.environ.get("MCORE_BATCHING_MEGATRON_DEV")
+    if not folder:
+        pytest.skip("MCORE_BATCHING_MEGATRON_DEV names no checkout of Megatron-LM's dev branch")
+    step_of = megatron_original(Path(folder)).next_hdp_group_packing_aware
+    left = sorted(enumerate(lengths), key=lambda sample: -sample[1])
+    try:
+        expected = []
+        while left:
+            _, left, _, of_ranks = step_of(left, ranks, cap)
+            expected.append(of_ranks)
+    except (AssertionError, IndexError):
+        with pytest.raises(RuleFailureError):
+            dynamic_slots(lengths, ranks, cap)
+        return
+    slots = dynamic_slots(lengths, ranks, cap)
+    assert [[samples for size, samples in groups for _ in range(size)] for groups in slots] == (
+        expected
+    )
+
+
+def test_megatron_dynamic_cp() -> None:
+    """What the original makes of them: the longest on the ranks that it needs, short ones beside
+    it on more than they need, and no rank without samples."""
+    assert dynamic_slots([100, 90, 8, 6, 60], 4, 50) == [
+        [(2, [0]), (2, [1, 2])],
+        [(2, [4]), (2, [3])],
+    ]
+    dims = ParallelDims(data_parallel=4, pipeline_parallel=2)
+    config = PlannerConfig(max_tokens_per_gpu=56, max_context_parallel=4)
+    plan = megatron_dynamic_plan([100, 90, 8, 6, 60], dims, config)
+    validate_plan(plan, [100, 90, 8, 6, 60])
+    with pytest.raises(RuleFailureError, match="needs more than the 4 ranks; set max_tokens_per"):
+        dynamic_slots([500], 4, 50)
+    with pytest.raises(RuleFailureError, match="without samples"):
+        megatron_dynamic_plan([], dims, config)

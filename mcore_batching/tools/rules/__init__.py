@@ -18,14 +18,14 @@ from mcore_batching.planning import (
     Problem,
     StepPlan,
 )
-from mcore_batching.tools.rules import areal, in_order, nemo_rl, slime, verl
+from mcore_batching.tools.rules import areal, in_order, megatron_dynamic, nemo_rl, slime, verl
 from mcore_batching.tools.rules.packing_input import (
     PackingFunction,
     PackingInput,
     RuleFailureError,
 )
 
-__all__ = ["RULES", "Rule", "RuleFailureError", "rule_plan"]
+__all__ = ["RULES", "Rule", "RuleFailureError", "megatron_dynamic_plan", "rule_plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,4 +106,54 @@ def rule_plan(
         dims=dims,
         config=config,
         cost_model=problem.cost_model,
+    )
+
+
+def megatron_dynamic_plan(
+    lengths: Sequence[int],
+    dims: ParallelDims,
+    config: PlannerConfig,
+    cost_model: CostModel | None = None,
+) -> StepPlan:
+    """One step as Megatron's rule for dynamic CP plans it, in blocks that begin at a multiple of
+    their size: a slot's larger groups come before its smaller ones.
+
+    Args:
+        lengths: total length of each sample [samples], in tokens; each counts as one at least.
+        dims: sizes of the parallel groups.
+        config: under dynamic CP; gives the cap. The rule knows no largest size.
+        cost_model: what the plan is weighed by afterwards; the default one if None.
+
+    Raises:
+        RuleFailureError: the rule raises on this input, there are no samples, or slots would have
+            to be split for the interleaved schedule, which is not written here.
+    """
+    ranks = dims.data_context_parallel
+    if not lengths:
+        raise RuleFailureError("no rule plans a step without samples; pass one or more")
+    slots = megatron_dynamic.dynamic_slots(
+        [max(1, length) for length in lengths], ranks, config.max_tokens_per_gpu
+    )
+    if not dims.is_legal_num_microbatches(len(slots)):
+        raise RuleFailureError(
+            f"the interleaved schedule with groups of {dims.group_size} cannot run {len(slots)} "
+            "micro-batches per rank, and the rule's way to split some is not written here"
+        )
+    rows: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
+    sizes: list[list[int]] = [[] for _ in range(ranks)]
+    for groups in slots:
+        rank = 0
+        for size, samples in sorted(groups, key=lambda group: -group[0]):
+            for each in range(rank, rank + size):
+                rows[each].append(tuple(sorted(samples)))
+                sizes[each].append(size)
+            rank += size
+    return StepPlan(
+        micro_batches=tuple(map(tuple, rows)),
+        num_microbatches=len(slots),
+        sample_indices=tuple(range(len(lengths))),
+        dims=dims,
+        config=dataclasses.replace(config, max_context_parallel=ranks),
+        context_parallel=tuple(map(tuple, sizes)),
+        cost_model=cost_model or CostModel(),
     )
