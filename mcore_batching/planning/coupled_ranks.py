@@ -14,7 +14,7 @@ import functools
 from collections.abc import Sequence
 
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.pipeline import interleaved_program
+from mcore_batching.planning.pipeline import Operation, interleaved_program, passes_in_turn
 
 Blocks = Sequence[tuple[int, int]]
 """First rank, and the one after the last, of each micro-batch of a slot that ranks share."""
@@ -112,6 +112,35 @@ def coupled_passes(
                 start[first:after] = [max(start[first:after])] * (after - first)
             ended([a + more for a, more in zip(start, costs[cost], strict=True)])
     return ends
+
+
+def coupled_operations(
+    slot_costs: Sequence[Sequence[float]],
+    slot_blocks: Sequence[Blocks],
+    dims: ParallelDims,
+    *,
+    backward_ratio: float = 2.0,
+    forward_only: bool = False,
+) -> list[list[Operation]]:
+    """Every pass of each rank's step with its times, stage after stage, each in its order.
+
+    Arguments as in `coupled_passes`.
+    """
+    ends = coupled_passes(
+        slot_costs, slot_blocks, dims, backward_ratio=backward_ratio, forward_only=forward_only
+    )
+    made: list[list[Operation]] = []
+    for rank in range(len(slot_costs[0])):
+        operations = []
+        for number, (stage, (backward, chunk, slot), _) in enumerate(
+            passes_in_turn(dims, len(slot_costs), forward_only)
+        ):
+            took = slot_costs[slot][rank] / dims.virtual_pipeline
+            end = ends[number][rank]
+            start = end - took * (backward_ratio if backward else 1.0)
+            operations.append(Operation(stage, chunk, slot, backward, start, end))
+        made.append(sorted(operations, key=lambda each: each.stage))
+    return made
 
 
 def coupled_chain(

@@ -107,7 +107,7 @@ def pipeline_operations(
     made: list[list[Operation]] = [[] for _ in range(dims.pipeline_parallel)]
     clock = [0.0] * dims.pipeline_parallel
     ends: list[tuple[int, float]] = []
-    for stage, step, needed in _passes_in_turn(dims, len(forward_costs), forward_only):
+    for stage, step, needed in passes_in_turn(dims, len(forward_costs), forward_only):
         backward, chunk, slot = step
         ready = 0.0
         if needed >= 0:
@@ -121,7 +121,7 @@ def pipeline_operations(
     return [operation for operations in made for operation in operations]
 
 
-def _passes_in_turn(
+def passes_in_turn(
     dims: ParallelDims, num_microbatches: int, forward_only: bool
 ) -> list[tuple[int, Pass, int]]:
     """All passes of a step in an order in which every one comes after what it needs.
@@ -259,10 +259,10 @@ def _interleaved_time(
 def interleaved_program(
     dims: ParallelDims, num_microbatches: int, forward_only: bool
 ) -> tuple[tuple[int, int, int], ...]:
-    """`_passes_in_turn`, with the index of its cost in place of each pass."""
+    """`passes_in_turn`, with the index of its cost in place of each pass."""
     return tuple(
         (stage, needed, slot + (num_microbatches if backward else 0))
-        for stage, (backward, _, slot), needed in _passes_in_turn(
+        for stage, (backward, _, slot), needed in passes_in_turn(
             dims, num_microbatches, forward_only
         )
     )

@@ -12,7 +12,7 @@ import io
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -21,20 +21,27 @@ from mcore_batching.planning import (
     CostModel,
     InflightBoundError,
     LengthError,
+    OversizeSampleError,
     ParallelDims,
     PlannerConfig,
-    StepPlan,
     StepStatistics,
     at_least,
     plan_step,
     step_problem,
     step_statistics,
 )
+from mcore_batching.planning.dynamic_cp import of_one_size
+from mcore_batching.tools.dynamic_cp import PlanFunction, rivals
 from mcore_batching.tools.report import Table, counted
-from mcore_batching.tools.rules import RULES, Rule, RuleFailureError, rule_plan
+from mcore_batching.tools.rules import (
+    RULES,
+    Rule,
+    RuleFailureError,
+    megatron_dynamic_plan,
+    rule_plan,
+)
 
 Kind = Literal["ours", "mode", "peer"]
-PlanFunction = Callable[[Sequence[int], ParallelDims, PlannerConfig, CostModel], StepPlan]
 
 OURS = "mcore_batching"
 
@@ -103,8 +110,12 @@ class Outcome:
         return self.planned == self.steps and self.over_cap == 0
 
 
-def planners() -> list[Planner]:
-    """This package's search first, then its plainer modes, then the rules."""
+def planners(dims: ParallelDims, config: PlannerConfig) -> list[Planner]:
+    """This package's search first, then its plainer modes, then the rules.
+
+    Under dynamic CP rules without it plan by the dims' context-parallel size for all; each other
+    size for all, planned by this package, and Megatron's rule for dynamic CP are there as well.
+    """
 
     def mode(balance: Literal["pipeline", "cost", "tokens", "none"]) -> PlanFunction:
         return lambda lengths, dims, config, cost_model: plan_step(
@@ -112,13 +123,26 @@ def planners() -> list[Planner]:
         )
 
     def by_rule(rule: Rule) -> PlanFunction:
-        return lambda *step: rule_plan(rule, *step)
+        if config.max_context_parallel is None:
+            return lambda *step: rule_plan(rule, *step)
+        return lambda lengths, dims, config, cost_model: of_one_size(
+            rule_plan(rule, lengths, dims, replace(config, max_context_parallel=None)),
+            dims,
+            config,
+            cost_model,
+        )
 
+    further: list[Planner] = []
+    if config.max_context_parallel is not None:
+        for name, plan in rivals(dims, config):
+            kind: Kind = "peer" if plan is megatron_dynamic_plan else "mode"
+            further.append(Planner(name=name, kind=kind, plan=plan))
     return [
         Planner(name=OURS, kind="ours", plan=mode("pipeline")),
         Planner(name=f"{OURS}, balance cost", kind="mode", plan=mode("cost")),
         Planner(name=f"{OURS}, balance tokens", kind="mode", plan=mode("tokens")),
         Planner(name=f"{OURS}, balance none", kind="mode", plan=mode("none")),
+        *further,
         *(Planner(name=rule.name, kind="peer", plan=by_rule(rule)) for rule in RULES),
     ]
 
@@ -185,10 +209,10 @@ def compare(
         cost_model: weighs all plans; the default one if None.
 
     Returns:
-        one outcome per planner, in the order of `planners()`.
+        one outcome per planner, in the order of `planners`.
     """
     model = cost_model or CostModel()
-    return [_outcome(planner, steps, dims, config, model) for planner in planners()]
+    return [_outcome(planner, steps, dims, config, model) for planner in planners(dims, config)]
 
 
 def _outcome(
@@ -206,7 +230,7 @@ def _outcome(
         started = time.process_time()
         try:
             plan = planner.plan(lengths, dims, config, cost_model)
-        except (RuleFailureError, InflightBoundError) as error:
+        except (RuleFailureError, InflightBoundError, OversizeSampleError) as error:
             failure = failure or str(error)
             continue
         taken = time.process_time() - started
@@ -227,10 +251,15 @@ def _outcome(
         made.append(statistics)
         seconds.append(taken)
         problem, ranks = step_problem(plan, lengths)
-        several = [samples for rank in ranks for samples in rank if len(samples) > 1]
-        fills = [problem.row_tokens(samples) / problem.capacity for samples in several]
-        over += [fill for fill in fills if fill > 1]
-    rows = dims.data_parallel * sum(statistics.num_microbatches for statistics in made)
+        for row in plan.rows():
+            if len(row.samples) > 1:
+                of_size = problem.on_ranks[row.size]
+                tokens = of_size.row_tokens(ranks[row.rank][row.slot])
+                over += [tokens / of_size.capacity] if tokens > of_size.capacity else []
+    ranks_with_rows = dims.data_parallel
+    if config.max_context_parallel is not None:
+        ranks_with_rows = dims.data_context_parallel
+    rows = ranks_with_rows * sum(statistics.num_microbatches for statistics in made)
     return Outcome(
         name=planner.name,
         kind=planner.kind,

@@ -21,13 +21,15 @@ from mcore_batching.planning import (
     step_statistics,
     validate_plan,
 )
+from mcore_batching.planning.statistics import micro_batch_costs
+from mcore_batching.tools.dynamic_cp import gains_line, shared_lines, sizes_line
 from mcore_batching.tools.report import counted
 from mcore_batching.tools.suggestions import suggestions
 from mcore_batching.tools.timeline import step_timeline
 
 Spell = Callable[[Argument], str]
 Ranks = Sequence[Sequence[Sequence[int]]]
-"""Samples of each micro-batch [data_parallel][num_microbatches], numbered as in a problem."""
+"""Samples of each micro-batch [ranks][num_microbatches], numbered as in a problem."""
 
 _SHOWN = 16
 _NEXT_LINE = "\n" + " " * len("  would help: ")
@@ -82,7 +84,7 @@ def _explain_step(
     statistics = step_statistics(step, lengths, tight_floor=True)
     problem, ranks = step_problem(step, lengths)
     lines = [
-        f"{counted(step.num_samples, 'sample')} on {counted(len(ranks), 'data-parallel rank')}: "
+        f"{counted(step.num_samples, 'sample')} on {counted(len(ranks), _rank_noun(step))}: "
         f"{counted(step.num_microbatches, 'micro-batch')} per rank",
         f"count: {_count(step, problem, ranks)}",
         _filled(step, statistics),
@@ -91,6 +93,11 @@ def _explain_step(
         lines += _bottleneck(step, problem, ranks, statistics)
         lines += _oversize(step, problem)
         lines += _time(step, lengths, statistics)
+        if step.context_parallel is not None:
+            lines.append(sizes_line(step))
+            lines += shared_lines(step, lengths)
+            if advice_seconds > 0:
+                lines.append(gains_line(step, lengths))
         if step.scope == "global" and advice_seconds > 0:
             lines.append(_advice(step, lengths, spell, advice_seconds))
     return "\n  ".join(lines)
@@ -101,6 +108,13 @@ def _count(step: StepPlan, problem: Problem, ranks: Ranks) -> str:
     if not step.num_samples:
         reason = "no samples: one micro-batch per rank is the least a schedule runs"
         needed = 1
+    elif step.context_parallel is not None:
+        needed = -(-problem.fewest_rows // problem.num_ranks)
+        reason = (
+            f"under a cap of {step.config.max_tokens_per_gpu} tokens per rank samples take "
+            f"{counted(problem.fewest_rows, 'micro-batch')} at least, a shared one counted for "
+            f"each of its ranks, {needed} per rank"
+        )
     elif step.scope == "global":
         num_bins, bound = len(pack_shard(problem)), micro_batch_lower_bound(problem)
         needed = -(-num_bins // step.dims.data_parallel)
@@ -143,7 +157,7 @@ def _bottleneck(
     step: StepPlan, problem: Problem, ranks: Ranks, statistics: StepStatistics
 ) -> Iterator[str]:
     """The rank, the micro-batch and the sample with the most work."""
-    costs = [[problem.cost(samples) for samples in rank] for rank in ranks]
+    costs = micro_batch_costs(step, problem, ranks)
     rank_costs = [sum(rank) for rank in costs]
     yield (
         f"slowest rank: {rank_costs.index(max(rank_costs))}, with {statistics.rank_balance:.3f} x "
@@ -173,7 +187,7 @@ def _oversize(step: StepPlan, problem: Problem) -> Iterator[str]:
         samples = [step.sample_indices[position] for position in sorted(problem.oversize)]
         yield (
             f"oversize, each alone in its micro-batch: {counted(len(samples), 'sample')} over "
-            f"{problem.capacity} tokens: {_abbreviated(samples)}"
+            f"{max(rows.capacity for rows in _usable(problem))} tokens: {_abbreviated(samples)}"
         )
 
 
@@ -212,27 +226,31 @@ def what_holds_back(step: StepPlan, lengths: Sequence[int]) -> str:
         return "nothing: by its cost model the step takes no time"
     longest = _longest(problem)
     passes = 1.0 if step.forward_only else 1.0 + model.backward_ratio
-    alone = passes * dims.pipeline_parallel * problem.cost([longest])
+    sample = step.sample_indices[longest]
+    size = next(row.size for row in step.rows() if sample in row.samples)
+    alone = passes * dims.pipeline_parallel * problem.on_ranks[size].cost([longest])
     if alone >= _ALMOST_THE_STEP * end:
         back = "" if step.forward_only else " and back"
         return (
-            f"sample {step.sample_indices[longest]} ({problem.lengths[longest]} tokens): its own "
+            f"sample {sample} ({problem.lengths[longest]} tokens): its own "
             f"way through {_stages(step)}{back} takes {alone / end:.0%} of the step"
         )
     if uneven := _uneven_ranks(step, lengths, statistics):
         return uneven
-    rows, most = step.num_microbatches * dims.data_parallel, step.config.max_samples_per_row
+    rows, most = step.num_microbatches * problem.num_ranks, step.config.max_samples_per_row
     if most is not None and step.num_samples > _ALMOST_FULL * rows * most:
         return f"the most samples that may share a micro-batch, {most}: almost all hold as many"
-    if _cap_binds(problem, step.num_microbatches):
+    smallest = next(iter(_usable(problem)))
+    if _cap_binds(smallest, step.num_microbatches):
+        cap = step.config.cap_tokens(smallest.dims)
         return (
-            f"the cap of {step.config.cap_tokens(dims)} tokens: micro-batches are full, and "
+            f"the cap of {cap} tokens: micro-batches are full, and "
             f"starting each of them costs as much as {model.per_micro_batch / model.sample(1):.0f} "
             "tokens"
         )
     if dims.pipeline_parallel == 1:
         return "the work itself: ranks are even and there is no pipeline to fill"
-    samples_per_rank = step.num_samples / dims.data_parallel
+    samples_per_rank = step.num_samples / problem.num_ranks
     if samples_per_rank < _FEW_SAMPLES_PER_STAGE * dims.pipeline_parallel:
         few = f"{samples_per_rank:.0f} per rank for {_stages(step)}"
         return f"too few samples for this pipeline: {few}"
@@ -268,6 +286,17 @@ def _cap_binds(problem: Problem, num_microbatches: int) -> bool:
         and starts > _COSTLY_STARTS * (starts + sum(problem.costs))
         and model.sample(1) > 0
     )
+
+
+def _usable(problem: Problem) -> list[Problem]:
+    """The problem by each context-parallel size that a micro-batch may have, ascending."""
+    if problem.config.max_context_parallel is None:
+        return [problem]
+    return [problem.on_ranks[size] for size in problem.row_sizes]
+
+
+def _rank_noun(step: StepPlan) -> str:
+    return "data-parallel rank" if step.context_parallel is None else "rank"
 
 
 def _longest(problem: Problem) -> int:

@@ -31,6 +31,7 @@ FORWARD = ("#3b6fb6", "#7ea6d9")
 """Of model chunks with even and odd numbers."""
 BACKWARD = ("#d9762b", "#efae78")
 IDLE = "#ededed"
+BLOCK = "#e8a200"
 OVER_CAP = "#d62728"
 PLACEHOLDER: dict[str, Any] = {"facecolor": "#ffffff", "edgecolor": "#888888", "hatch": "//////"}
 
@@ -101,7 +102,11 @@ def step_figure(
     axes[-2].set_xlabel("predicted time, in units of cost (dashed: no plan ends before)")
     axes[-2].tick_params(axis="x", labelsize=7)
     axes[-2].xaxis.set_major_formatter("{x:,.0f}")
-    _draw_fill(figure, axes[-1], timeline, step.config.cap_tokens(step.dims), tooltips)
+    cap = step.config.cap_tokens(step.dims)
+    if step.context_parallel is not None:
+        cap = step.config.max_tokens_per_gpu
+        _draw_blocks(axes[-1], step)
+    _draw_fill(figure, axes[-1], timeline, cap, tooltips)
     summary = (
         f"{counted(statistics.num_samples, 'sample')}, "
         f"{counted(step.num_microbatches, 'micro-batch')} per rank, "
@@ -205,7 +210,8 @@ def _slot_text(rank: RankTimeline, slot: int) -> str:
     samples = rank.num_samples[slot]
     if not samples:
         return f"slot {slot} (placeholder)"
-    return f"slot {slot} ({counted(samples, 'sample')}, {rank.tokens[slot]} tokens)"
+    shared = f" on {rank.sizes[slot]} ranks" if rank.sizes[slot] > 1 else ""
+    return f"slot {slot} ({counted(samples, 'sample')}, {rank.tokens[slot]} tokens{shared})"
 
 
 def _draw_strip(figure: Figure, axes: Axes, timeline: StepTimeline) -> None:
@@ -271,6 +277,26 @@ def _draw_fill(
     bar.ax.set_yticklabels(["0 %", "50 %", "cap"], fontsize=7)
 
 
+def _draw_blocks(axes: Axes, step: StepPlan) -> None:
+    """A frame round the ranks that share a micro-batch."""
+    from matplotlib.patches import Rectangle
+
+    for row in step.rows():
+        if row.size > 1:
+            axes.add_patch(
+                Rectangle(
+                    (row.slot - 0.46, row.rank - 0.46),
+                    0.92,
+                    row.size - 0.08,
+                    linewidth=1.6,
+                    facecolor="none",
+                    edgecolor=BLOCK,
+                    zorder=3,
+                    gid=f"block-{row.rank}-{row.slot}",
+                )
+            )
+
+
 def _label_fill(axes: Axes, fills: Sequence[Sequence[float]]) -> None:
     axes.set_xlabel("slot (number of the micro-batch on its rank)")
     axes.set_ylabel("rank", fontsize=8)
@@ -291,6 +317,8 @@ def _add_legend(figure: Figure, step: StepPlan) -> None:
         for name, colours in (("forward", FORWARD), ("backward", BACKWARD))
         for chunk, kind in enumerate(kinds)
     ]
+    if step.context_parallel is not None:
+        handles.append(Patch(facecolor="none", edgecolor=BLOCK, label="ranks that share a row"))
     handles += [Patch(facecolor=IDLE, label="idle"), Patch(label="placeholder", **PLACEHOLDER)]
     figure.legend(handles=handles, loc="upper right", ncols=len(handles), fontsize=8, frameon=False)
 

@@ -110,9 +110,9 @@ def memory_line(memory: PredictedMemory) -> str:
 
 def packing_line(plan: Plan, lengths: Sequence[int]) -> str:
     """One line: micro-batches with samples of all steps, over a lower bound of any packing."""
-    count = sum(
-        samples != () for step in plan.steps for rank in step.micro_batches for samples in rank
-    )
+    count = sum(row.samples != () for step in plan.steps for row in step.rows())
+    if plan.config.max_context_parallel is not None:
+        return f"{count} micro-batches with samples in all steps, a shared one counted once"
     bound = sum(micro_batch_lower_bound(step_problem(step, lengths)[0]) for step in plan.steps)
     return (
         f"{count} micro-batches with samples in all steps, {count / bound if bound else 1.0:.3f} x "
@@ -144,6 +144,11 @@ def dims_line(dims: ParallelDims, config: PlannerConfig) -> str:
         if size > 1 or name == "DP"
     ]
     sequence = " with sequence parallel" if dims.sequence_parallel else ""
+    if config.max_context_parallel is not None:
+        cap = f"{config.max_tokens_per_gpu} tokens per rank"
+        return (
+            f"{' x '.join(sizes)}{sequence}, dynamic CP to {config.max_context_parallel}, cap {cap}"
+        )
     return f"{' x '.join(sizes)}{sequence}, cap {config.cap_tokens(dims)} tokens"
 
 

@@ -87,7 +87,8 @@ def _trials(
         plan = plan_step(samples, dims, quick, model, forward_only=step.forward_only)
         return step_statistics(plan, samples).step_time
 
-    if step.dims.pipeline_parallel > 1 and not step.forward_only:
+    stages, sizes = step.dims.pipeline_parallel, step.context_parallel
+    if stages > 1 and not step.forward_only and sizes is None:
         yield (
             (),
             "backward passes split in two, as zero-bubble schedules do (stock Megatron does not)",
@@ -138,7 +139,7 @@ def alternatives(
     for chunks in (2, 4) if stages > 1 and dims.virtual_pipeline == 1 else ():
         interleaved = replace(dims, virtual_pipeline=chunks)
         yield (Argument("virtual_pipeline", chunks),), interleaved, config, model
-    if ranks % 2 == 0:
+    if ranks % 2 == 0 and config.max_context_parallel is None:
         wider = replace(dims, data_parallel=ranks // 2, context_parallel=2 * size)
         yield (
             _changes("context_parallel", wider),

@@ -1,5 +1,7 @@
 """Start and end of every pass of a step on every rank, as the simulation predicts them.
 
+Ranks that share a micro-batch begin each of its passes together.
+
 With expert parallelism all ranks run a slot together: the slot takes as long as its slowest
 micro-batch, and the passes of the other ranks end earlier within it.
 """
@@ -16,20 +18,25 @@ from mcore_batching.planning import (
     pipeline_operations,
     step_problem,
 )
+from mcore_batching.planning.coupled_ranks import blocks_of, coupled_operations
 from mcore_batching.planning.pipeline import Operation
+from mcore_batching.planning.statistics import micro_batch_costs
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimeline:
-    """One data-parallel rank's step."""
+    """One rank's step."""
 
     rank: int
-    """Data-parallel rank."""
+    """As `StepPlan.micro_batches` numbers it."""
     passes: tuple[Operation, ...]
     """Of all its stages, stage after stage, each in its order. An operation ends with this rank's
     own work, though with expert parallelism its slot goes on."""
     tokens: tuple[int, ...]
-    """Padded tokens of each micro-batch [num_microbatches], 0 for a placeholder."""
+    """Padded tokens of each micro-batch [num_microbatches], 0 for a placeholder; under dynamic CP
+    of this rank's part of it."""
+    sizes: tuple[int, ...]
+    """Context-parallel size of each micro-batch [num_microbatches]."""
     num_samples: tuple[int, ...]
     """Samples of each micro-batch [num_microbatches], 0 for a placeholder."""
     end: float
@@ -43,7 +50,7 @@ class StepTimeline:
     """All ranks' step."""
 
     ranks: tuple[RankTimeline, ...]
-    """[data_parallel]"""
+    """In the order of `StepPlan.micro_batches`."""
     end: float
     """End of the last rank, in units of cost: the step's predicted time."""
     stages: int
@@ -92,14 +99,31 @@ def step_timeline(
         cost_model: the plan's own if None.
     """
     problem, ranks = step_problem(step, lengths, cost_model)
-    costs = [[problem.cost(samples) for samples in rank] for rank in ranks]
+    costs = micro_batch_costs(step, problem, ranks)
     slot_costs = costs
     if step.dims.expert_parallel > 1:
         slowest = [max(slot) for slot in zip(*costs, strict=True)]
         slot_costs = [slowest] * len(costs)
-    passes = [
-        _rank_passes(own, of_slot, problem) for own, of_slot in zip(costs, slot_costs, strict=True)
+    if step.context_parallel is not None and step.dims.expert_parallel == 1:
+        passes = coupled_operations(
+            list(zip(*costs, strict=True)),
+            blocks_of(step.context_parallel),
+            step.dims,
+            backward_ratio=problem.cost_model.backward_ratio,
+            forward_only=problem.forward_only,
+        )
+    else:
+        passes = [
+            _rank_passes(own, of_slot, problem)
+            for own, of_slot in zip(costs, slot_costs, strict=True)
+        ]
+    sizes = [
+        tuple(step.row_size(rank, slot) for slot in range(step.num_microbatches))
+        for rank in range(len(ranks))
     ]
+    parts = (
+        sizes if step.context_parallel is not None else [[1] * step.num_microbatches] * len(ranks)
+    )
     ends = [max(timed.end for timed in rank_passes) for rank_passes in passes]
     end = max(ends)
     stages = step.dims.pipeline_parallel
@@ -107,8 +131,14 @@ def step_timeline(
         ranks=tuple(
             RankTimeline(
                 rank=rank,
-                passes=passes[rank],
-                tokens=tuple(map(problem.row_tokens, micro_batches)),
+                passes=tuple(passes[rank]),
+                tokens=tuple(
+                    problem.on_ranks[size].row_tokens(samples) // part
+                    for samples, size, part in zip(
+                        micro_batches, sizes[rank], parts[rank], strict=True
+                    )
+                ),
+                sizes=sizes[rank],
                 num_samples=tuple(map(len, micro_batches)),
                 end=ends[rank],
                 busy=sum(timed.end - timed.start for timed in passes[rank]) / (end * stages)
@@ -124,7 +154,7 @@ def step_timeline(
 
 def _rank_passes(
     own_costs: Sequence[float], slot_costs: Sequence[float], problem: Problem
-) -> tuple[Operation, ...]:
+) -> list[Operation]:
     """One rank's passes at the pace of its slots, each ending with the rank's own work."""
     operations = pipeline_operations(
         slot_costs,
@@ -133,11 +163,9 @@ def _rank_passes(
         forward_only=problem.forward_only,
     )
     if own_costs is slot_costs:
-        return tuple(operations)
+        return operations
     own_share = [
         own / of_slot if of_slot else 1.0
         for own, of_slot in zip(own_costs, slot_costs, strict=True)
     ]
-    return tuple(
-        replace(o, end=o.start + (o.end - o.start) * own_share[o.slot]) for o in operations
-    )
+    return [replace(o, end=o.start + (o.end - o.start) * own_share[o.slot]) for o in operations]

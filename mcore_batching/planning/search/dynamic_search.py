@@ -51,6 +51,7 @@ EFFORT_OF_A_FORM = 100
 FORMS_TO_BEGIN_WITH = 12
 WORTH_MAKING = 1.02
 """Share of what the form before was judged to take, below which a step is made of a form."""
+ABOUT = 1.02
 SHORT, FAR, FEW = 8, 1.06, 48
 """The search for steps of one size is run with a SHORT-th of the effort first where there are more
 than FEW samples; with all of it only if that ends less than FAR times as late as the best."""
@@ -315,6 +316,12 @@ def search_dynamic(
     objective = SharedObjective(problem)
     ranks, sizes = start
     best = objective.step(ranks, [list(of_rank) for of_rank in sizes])
+    promising = _size_that_may_do(problem)
+    if promising is not None:
+        rows = problem.on_ranks[promising]
+        best = min(best, objective.step(*_shared(of_one_size(rows), promising)), key=_end)
+        if objective.cannot_be_beaten(best.end):
+            return best
     effort = objective.effort
     found = DynamicSearch(objective).search(effort * (1 - SHARE_OF_FORMS))
     for step in found[:STEPS_IMPROVED]:
@@ -322,9 +329,18 @@ def search_dynamic(
         best = min(best, step, improve_shared(step, objective, keep=kept), key=_end)
     for size in problem.row_sizes:
         rows = problem.on_ranks[size]
+        if size == promising:
+            continue
         if max(problem.least_sizes) <= size and _may_end_before(best.end, rows, of_one_size):
             best = min(best, objective.step(*_shared(of_one_size(rows), size)), key=_end)
     return improve_shared(best, objective)
+
+
+def _size_that_may_do(problem: Problem) -> int | None:
+    """The least size under which every sample fits, if nothing says that its steps end later."""
+    least = max(problem.least_sizes)
+    floor = step_time_floor(problem.on_ranks[least])
+    return least if floor <= ABOUT * step_time_floor(problem) else None
 
 
 def _end(step: SharedStep) -> float:

@@ -125,6 +125,14 @@ def add_search(parser: CommandParser) -> None:
         metavar="N",
         help="most padded tokens whose activations the first pipeline stage may hold at a time",
     )
+    parser.add_argument(
+        "--dynamic-cp",
+        dest="max_context_parallel",
+        type=int,
+        metavar="MAX",
+        help="choose a context-parallel size for each micro-batch, up to MAX of the data- and "
+        "context-parallel ranks: a power of two, or all of them (default: --cp for all)",
+    )
     add_cost_model(parser)
 
 
@@ -172,6 +180,7 @@ def config_of(options: argparse.Namespace) -> PlannerConfig:
         plan_effort=options.plan_effort,
         max_samples_per_row=options.max_samples_per_row,
         max_inflight_tokens=options.max_inflight_tokens,
+        max_context_parallel=options.max_context_parallel,
     )
 
 
