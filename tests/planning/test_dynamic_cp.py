@@ -15,6 +15,7 @@ from planning_cases import dims_list, examples, megatron_runs, row_tokens
 
 from mcore_batching.planning import (
     ConfigError,
+    CostModel,
     InvariantError,
     OversizeSampleError,
     ParallelDims,
@@ -28,6 +29,7 @@ from mcore_batching.planning import (
     predicted_step_time,
     validate_plan,
 )
+from mcore_batching.planning.dynamic_cp import of_one_size
 from mcore_batching.planning.step_bound import step_time_bound
 
 LENGTHS = [100, 60, 7, 3]
@@ -314,3 +316,41 @@ def test_plans_are_the_same_on_every_platform() -> None:
     config = PlannerConfig(max_tokens_per_gpu=2000, max_context_parallel=4, plan_effort=30)
     dims = ParallelDims(data_parallel=4, pipeline_parallel=2)
     assert plan_step(long_tailed(60), dims, config).digest()[:16] == "17a281f756428e56"
+
+
+def test_costs_of_a_row_grow_with_each_doubling_of_its_size() -> None:
+    """By a share of its work and a fixed part; on one rank not at all."""
+    model = CostModel(context_parallel_overhead=0.25, context_parallel_fixed=40.0)
+    assert model.on_ranks(1) == model
+    alone = model.sample(8000)
+    for size, doublings in ((2, 1), (4, 2), (8, 3), (3, 2), (6, 3)):
+        rows = model.on_ranks(size)
+        assert rows.sample(8000) == pytest.approx(alone * 1.25**doublings / size, rel=1e-12)
+        assert rows.per_micro_batch == model.per_micro_batch + 40.0 * doublings
+    free = CostModel(context_parallel_overhead=0.0, context_parallel_fixed=0.0)
+    assert free.on_ranks(4).micro_batch([8000]) == pytest.approx(256 + alone / 4)
+
+
+def test_documents_of_costs_have_what_dynamic_cp_adds_only_where_it_was_set() -> None:
+    assert "context_parallel" not in CostModel().to_json()
+    assert CostModel.from_json(CostModel().to_json()) == CostModel()
+    model = CostModel(context_parallel_overhead=0.25)
+    assert CostModel.from_json(model.to_json()) == model
+    assert "context_parallel_fixed" not in model.to_json()
+    with pytest.raises(ConfigError, match="context_parallel_fixed must be finite and 0 or more"):
+        CostModel(context_parallel_fixed=-1.0)
+
+
+def test_a_plan_of_one_size_is_one_under_dynamic_cp() -> None:
+    """Fixed CP as a plan under dynamic CP ends when the plan it was made of does."""
+    lengths, dims = long_tailed(30), ParallelDims(data_parallel=4, pipeline_parallel=3)
+    config = PlannerConfig(max_tokens_per_gpu=max(lengths), max_context_parallel=4, plan_effort=10)
+    problem = Problem.of(lengths, dims, config)
+    for size, rows in problem.on_ranks.items():
+        fixed = plan_step(lengths, rows.dims, rows.config, rows.cost_model)
+        shared = of_one_size(fixed, dims, config, CostModel())
+        validate_plan(shared, lengths)
+        assert {row.size for row in shared.rows() if row.samples} == {size}
+        assert predicted_step_time(shared, lengths) <= predicted_step_time(fixed, lengths) * (
+            1 + 1e-9
+        )

@@ -1,0 +1,163 @@
+"""Plans under dynamic CP told, drawn, compared, recorded, and asked for on the command line."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mcore_batching.planning import (
+    OversizeSampleError,
+    ParallelDims,
+    Plan,
+    PlannerConfig,
+    StepPlan,
+    plan_step,
+    predicted_step_time,
+    step_statistics,
+    validate_plan,
+)
+from mcore_batching.planning.records import StepRecorder, read_records
+from mcore_batching.planning.statistics import step_problem
+from mcore_batching.tools.cli import main
+from mcore_batching.tools.compare import compare
+from mcore_batching.tools.dynamic_cp import gains_line, one_size, shared_lines, sizes_line
+from mcore_batching.tools.explain import explain
+from mcore_batching.tools.timeline import step_timeline
+
+GENERATOR = random.Random(4)
+LENGTHS = [int(GENERATOR.lognormvariate(6, 1)) + 1 for _ in range(40)] + [20_000]
+DIMS = ParallelDims(data_parallel=4, pipeline_parallel=2)
+CONFIG = PlannerConfig(max_tokens_per_gpu=20_000, max_context_parallel=4, plan_effort=30)
+STEP = plan_step(LENGTHS, DIMS, CONFIG)
+
+
+def test_explain_says_what_the_longest_sample_gains_from_its_ranks() -> None:
+    said = explain(STEP, LENGTHS, advice_seconds=1)
+    assert re.search(r"sample 40 \(20000 tokens\) on 4 ranks: [\d.]+ x sooner than on 1 in", said)
+    assert "41 samples on 4 ranks: " in said
+    assert sizes_line(STEP) in said
+    shared = sum(row.size == 4 for row in STEP.rows())
+    assert re.search(rf"micro-batches by context-parallel size: .*{shared} of size 4$", said, re.M)
+    assert "dynamic CP ends the step sooner than CP 1 for all: " in said
+
+
+def test_what_a_row_gains_is_the_step_with_it_on_fewer_ranks() -> None:
+    (line,) = (line for line in shared_lines(STEP, LENGTHS) if line.startswith("sample 40 "))
+    (row,) = (row for row in STEP.rows() if row.samples == (40,))
+    rows = [list(slots) for slots in STEP.micro_batches]
+    assert STEP.context_parallel is not None
+    sizes = [list(of_rank) for of_rank in STEP.context_parallel]
+    for rank in range(4):
+        sizes[rank][row.slot] = 1
+        rows[rank][row.slot] = (40,) if rank == 0 else ()
+    alone = replace(
+        STEP, micro_batches=tuple(map(tuple, rows)), context_parallel=tuple(map(tuple, sizes))
+    )
+    gain = predicted_step_time(alone, LENGTHS) / predicted_step_time(STEP, LENGTHS)
+    assert f"{gain:.2f} x sooner" in line
+    assert gain > 1.3
+
+
+def test_gains_are_over_each_size_for_all_and_megatrons_rule() -> None:
+    said = gains_line(STEP, LENGTHS)
+    end = predicted_step_time(STEP, LENGTHS)
+    for size in (1, 2, 4):
+        fixed = one_size(size)(LENGTHS, DIMS, CONFIG, STEP.cost_model)
+        validate_plan(fixed, LENGTHS)
+        assert {row.size for row in fixed.rows() if row.samples} == {size}
+        assert f"CP {size} for all: {predicted_step_time(fixed, LENGTHS) / end:.2f} x" in said
+    assert "Megatron default_dynamic_cp: " in said
+    small = replace(CONFIG, max_tokens_per_gpu=5000)
+    with pytest.raises(OversizeSampleError):
+        one_size(2)(LENGTHS, DIMS, small, STEP.cost_model)
+    assert "CP 2 for all: no plan" in gains_line(plan_step(LENGTHS, DIMS, small), LENGTHS)
+
+
+@pytest.mark.parametrize("experts", [1, 2])
+def test_the_time_line_ends_when_the_step_does_and_blocks_begin_together(experts: int) -> None:
+    dims = replace(DIMS, expert_parallel=experts)
+    step = plan_step(LENGTHS, dims, CONFIG)
+    timeline = step_timeline(step, LENGTHS)
+    assert timeline.end == pytest.approx(predicted_step_time(step, LENGTHS), rel=1e-12)
+    for row in step.rows():
+        starts = {
+            tuple(timed.start for timed in rank.passes if timed.slot == row.slot)
+            for rank in timeline.ranks[row.rank : row.rank + row.size]
+        }
+        assert len(starts) == 1
+    assert timeline.ranks[0].sizes == tuple(
+        step.row_size(0, s) for s in range(step.num_microbatches)
+    )
+    cap = CONFIG.max_tokens_per_gpu
+    assert max(max(rank.tokens) for rank in timeline.ranks) <= cap
+
+
+def test_statistics_count_a_shared_row_once() -> None:
+    found = step_statistics(STEP, LENGTHS)
+    assert found.real_tokens == sum(LENGTHS)
+    rows = [row for row in STEP.rows() if row.samples]
+    problem, _ = step_problem(STEP, LENGTHS)
+    assert found.padded_tokens == sum(
+        sum(problem.on_ranks[row.size].tokens[i] for i in row.samples) for row in rows
+    )
+    assert found.offered_tokens == 4 * STEP.num_microbatches * 20_000
+    assert found.num_placeholders == sum(not row.samples for row in STEP.rows())
+    assert found.largest_row_tokens < 20_000
+    assert found.time_over_floor >= 1.0
+
+
+def test_the_picture_frames_blocks(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from mcore_batching.tools.plot import draw_step
+
+    draw_step(STEP, LENGTHS, tmp_path / "step.html")
+    text = (tmp_path / "step.html").read_text()
+    shared = [row for row in STEP.rows() if row.size > 1]
+    assert shared
+    for row in shared:
+        assert f'id="block-{row.rank}-{row.slot}"' in text
+    assert "tokens on 4 ranks)" in text
+    assert "ranks that share a row" in text
+
+
+def test_compare_has_every_size_and_megatrons_rule() -> None:
+    outcomes = {o.name: o for o in compare([LENGTHS], DIMS, CONFIG)}
+    ours = outcomes["mcore_batching"].time_over_floor
+    assert ours is not None
+    for name in ("CP 1 for all", "CP 2 for all", "CP 4 for all", "Megatron default_dynamic_cp"):
+        other = outcomes[name].time_over_floor
+        assert other is not None
+        assert other >= ours * (1 - 1e-9)
+    without = {o.name for o in compare([[5, 6]], DIMS, replace(CONFIG, max_context_parallel=None))}
+    assert not any("CP" in name for name in without)
+
+
+def test_records_keep_sizes(tmp_path: Path) -> None:
+    recorder = StepRecorder(tmp_path)
+    recorder.append(STEP, LENGTHS)
+    recorder.close()
+    (record,) = read_records(tmp_path)
+    assert record.plan == STEP
+    assert record.predicted == predicted_step_time(STEP, LENGTHS)
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text("\n".join(map(str, LENGTHS)))
+    options = ["--max-tokens-per-gpu", "20000", "--dp", "4", "--pp", "2", "--plan-effort", "30"]
+    plan = tmp_path / "plan.json"
+    assert main(["plan", str(path), *options, "--dynamic-cp", "4", "--out", str(plan)]) == 0
+    said = capsys.readouterr().out
+    assert "DP4 x PP2, dynamic CP to 4, cap 20000 tokens per rank" in said
+    assert StepPlan.from_json(plan.read_text()) == STEP
+    assert main(["check", str(plan), str(path)]) == 0
+    several = [*options, "--dynamic-cp", "4", "--samples-per-step", "20", "--out", str(plan)]
+    assert main(["plan", str(path), *several]) == 0
+    assert len(Plan.from_json(plan.read_text()).steps) == 3
+    capsys.readouterr()
+    assert main(["plan", str(path), *options, "--dynamic-cp", "3"]) == 2
+    assert "set --dynamic-cp to 2" in capsys.readouterr().err
