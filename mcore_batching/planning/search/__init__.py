@@ -1,9 +1,11 @@
 """The search for the step that ends first.
 
 `search` decides the number of micro-batches, their samples, their order and their ranks,
-`best_slots` those of one rank alone. Reading order: `objective` (what is minimised), `profiles`
-(slots filled to a shape), `pipeline_search` and `lockstep_search` (the shapes that are tried),
-`loop` (in which order), `local_moves` on `changed_ranks` (single samples moved afterwards).
+`search_dynamic` their context-parallel sizes as well, `best_slots` those of one rank alone. Reading
+order: `objective` (what is minimised), `profiles` (slots filled to a shape), `pipeline_search` and
+`lockstep_search` (the shapes that are tried), `loop` (in which order), `local_moves` on
+`changed_ranks` (single samples moved afterwards). Under dynamic CP: `shared_rows` (what is
+simulated), `shared_forms`, `shared_moves` and `dynamic_search`.
 """
 
 from mcore_batching.planning.search.dynamic_search import search_dynamic

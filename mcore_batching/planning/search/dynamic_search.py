@@ -1,300 +1,30 @@
 """The search for the step that ends first under dynamic CP.
 
-    limit      no micro-batch costs more: every sample has the least context-parallel size that its
-               length needs and that brings its cost below the limit
-    shared     samples of sizes above 1, each in a micro-batch of its own; laid out in as few slots
-               as hold them, costliest first, from some slot on
-    own        all others, dealt to ranks so that shared and own work is even, and filled into the
-               slots left to the shape of a profile
-
-Some limits and numbers of slots are tried first. Then the best forms are changed in one part: the
-limit, the size of a sample, the number of slots, the profile, the place of the shared slots. In the
-best steps single samples are moved (`shared_moves`). Steps in which every micro-batch has one size,
-of each size that could end sooner, are looked for by the search without dynamic CP.
+Steps of several forms are made (`shared_forms`), and single samples moved in the best of them
+(`shared_moves`). Steps in which every micro-batch has one size, of each size under which all
+samples fit and that could end sooner, are looked for by the search without dynamic CP.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import heapq
-import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from mcore_batching.planning.bounds import step_time_floor
-from mcore_batching.planning.cost import ordered_sum
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.search.local_moves import Counter
 from mcore_batching.planning.search.objective import Objective, Slots
-from mcore_batching.planning.search.pipeline_search import by_cost
-from mcore_batching.planning.search.profiles import (
-    MOST_SLOTS_PER_STAGE,
-    Profile,
-    Shape,
-    fill_slots,
-    profile_of,
-    shapes_of,
-    steps_of_counts,
-)
+from mcore_batching.planning.search.shared_forms import SharedForms
 from mcore_batching.planning.search.shared_moves import improve_shared
 from mcore_batching.planning.search.shared_rows import SharedObjective, SharedStep, Sizes
 
-LIMITS_PER_HALVING = 2
-MOST_LIMITS = 12
-SAMPLES_RESIZED = 8
-"""Samples, costliest first, whose sizes are changed one by one."""
-SHARE_OF_FORMS, SHARE_OF_EACH = 0.35, 0.2
-"""Share of the effort for forms, and for moves in each of the best steps before the best gets the
-rest."""
-STEPS_IMPROVED, STEPS_KEPT = 2, 4
-EFFORT_OF_A_FORM = 100
-FORMS_TO_BEGIN_WITH = 12
-WORTH_MAKING = 1.02
-"""Share of what the form before was judged to take, below which a step is made of a form."""
+SHARE_OF_FORMS, SHARE_OF_EACH, STEPS_IMPROVED = 0.35, 0.2, 2
+"""Share of the effort for forms, and for moves in each of so many of the best steps before the best
+of all gets the rest."""
 ABOUT = 1.02
+"""Steps of one size come first where their floor is less than so many times that of all plans."""
 SHORT, FAR, FEW = 8, 1.06, 48
 """The search for steps of one size is run with a SHORT-th of the effort first where there are more
 than FEW samples; with all of it only if that ends less than FAR times as late as the best."""
-
-
-class Form(NamedTuple):
-    """All that decides about a step before single samples are moved."""
-
-    sizes: tuple[int, ...]
-    """Context-parallel size of each sample [samples]."""
-    shape: Shape
-    skip: float
-    """Share of the slots that nobody shares, the largest of the profile, which are larger than the
-    shared ones."""
-
-
-class Layout(NamedTuple):
-    """The shared samples of a step in slots, and what is beside them."""
-
-    layers: list[list[tuple[int, int]]]
-    """First rank and sample of each shared micro-batch [slots][micro-batches], the slot of the
-    costliest first."""
-    load: list[float]
-    """Cost of them on each rank [ranks]."""
-    own: list[int]
-    """The samples that nobody shares, costliest first."""
-    work: float
-    """Mean cost of all over ranks."""
-
-
-class DynamicSearch:
-    """Looks for forms of steps.
-
-    Args:
-        objective: its effort is used.
-    """
-
-    def __init__(self, objective: SharedObjective) -> None:
-        self._objective = objective
-        self._problem = problem = objective.problem
-        self._tried: set[Form] = set()
-        self._best: list[tuple[SharedStep, Form, float]] = []
-        self._layouts: dict[tuple[int, ...], Layout] = {}
-        self._profiles: dict[Shape, Profile] = {}
-        self._costs = problem.on_ranks[1].costs
-        self._random = Counter()
-        self._order = by_cost(range(problem.num_samples), problem.on_ranks[1].costs)
-        self._limits = self.limits()
-
-    def limits(self) -> list[tuple[int, ...]]:
-        """Sizes of all samples under limits of the cost of a micro-batch, the highest first."""
-        problem = self._problem
-        limit = max(problem.on_ranks[1].costs, default=0.0)
-        found: dict[tuple[int, ...], None] = {}
-        for _ in range(MOST_LIMITS * 2):
-            found[tuple(self._sizes_under(limit))] = None
-            limit *= 0.5 ** (1.0 / LIMITS_PER_HALVING)
-        return list(found)[:MOST_LIMITS]
-
-    def _sizes_under(self, limit: float) -> list[int]:
-        problem = self._problem
-        sizes = list(problem.least_sizes)
-        for sample in self._order:
-            if problem.on_ranks[1].costs[sample] <= limit:
-                break
-            for size in problem.row_sizes:
-                if size >= sizes[sample]:
-                    sizes[sample] = size
-                    if problem.on_ranks[size].costs[sample] <= limit:
-                        break
-        return sizes
-
-    def counts(self, sizes: Sequence[int]) -> list[int]:
-        """Numbers of slots to try."""
-        problem = self._problem
-        dims, ranks = problem.dims, problem.num_ranks
-        own = [i for i, size in enumerate(sizes) if size == 1]
-        shared = sum(size for size in sizes if size > 1)
-        rows = problem.on_ranks[1].subset(own).fewest_rows
-        fewest = dims.round_up_num_microbatches(-(-(rows + shared) // ranks))
-        if dims.pipeline_parallel == 1:
-            return [dims.round_up_num_microbatches(fewest + extra) for extra in range(3)]
-        useful = -(-(len(own) + shared) // ranks)
-        most = min(useful, MOST_SLOTS_PER_STAGE * dims.pipeline_parallel)
-        return steps_of_counts(fewest, max(most, fewest), dims)
-
-    def _laid_out(self, sizes: tuple[int, ...]) -> Layout:
-        """The shared samples of these sizes in as few slots as hold them."""
-        if sizes not in self._layouts:
-            problem, ranks = self._problem, self._problem.num_ranks
-            shared = sorted(
-                (i for i in self._order if sizes[i] > 1), key=lambda sample: -sizes[sample]
-            )
-            layers: list[list[tuple[int, int]]] = []
-            load, place = [0.0] * ranks, 0
-            for sample in shared:
-                if place % ranks == 0:
-                    layers.append([])
-                first = place % ranks
-                layers[-1].append((first, sample))
-                cost = problem.on_ranks[sizes[sample]].cost([sample])
-                for rank in range(first, first + sizes[sample]):
-                    load[rank] += cost
-                place += sizes[sample]
-            layers.sort(key=lambda layer: -max(self._cost(i, sizes) for _, i in layer))
-            own = [i for i in self._order if sizes[i] == 1]
-            work = ordered_sum(load) + ordered_sum(self._costs[i] for i in own)
-            self._layouts[sizes] = Layout(layers, load, own, work / ranks)
-        return self._layouts[sizes]
-
-    def _cost(self, sample: int, sizes: Sequence[int]) -> float:
-        return self._problem.on_ranks[sizes[sample]].cost([sample])
-
-    def _places(self, layers: int, form: Form) -> list[int]:
-        """Slots of the shared micro-batches, that of the costliest first: the largest of the
-        profile but for those skipped."""
-        profile = self._profile(form.shape)
-        largest = sorted(range(len(profile)), key=lambda slot: (-profile[slot], slot))
-        first = round(form.skip * (len(profile) - layers))
-        return largest[first : first + layers]
-
-    def _profile(self, shape: Shape) -> Profile:
-        if shape not in self._profiles:
-            self._profiles[shape] = profile_of(shape, self._problem.dims)
-        return self._profiles[shape]
-
-    def judge(self, form: Form) -> float:
-        """About the end of a form's step: the later of the first and the last rank's, if samples
-        could be cut to the profile; infinite if the shared ones do not fit."""
-        layout, count = self._laid_out(form.sizes), form.shape.num_slots
-        if len(layout.layers) > count:
-            return math.inf
-        profile, fixed = self._profile(form.shape), self._problem.cost_model.per_micro_batch
-        latest = 0.0
-        for rank in (0, self._problem.num_ranks - 1):
-            costs = [-1.0] * count
-            for slot, layer in zip(
-                self._places(len(layout.layers), form), layout.layers, strict=True
-            ):
-                for first, sample in layer:
-                    if first <= rank < first + form.sizes[sample]:
-                        costs[slot] = self._cost(sample, form.sizes)
-            free = [slot for slot, cost in enumerate(costs) if cost < 0]
-            whole = ordered_sum(profile[slot] for slot in free)
-            full = max(0.0, layout.work - layout.load[rank]) / whole if free else 0.0
-            for slot in free:
-                costs[slot] = fixed + full * profile[slot]
-            if free and layout.own:
-                top = max(free, key=lambda slot: profile[slot])
-                costs[top] = max(costs[top], fixed + self._costs[layout.own[0]])
-            latest = max(latest, self._objective.alone.end_of(costs))
-        return latest
-
-    def _make(self, form: Form) -> SharedStep | None:
-        problem, count = self._problem, form.shape.num_slots
-        ranks, layout = problem.num_ranks, self._laid_out(form.sizes)
-        sizes: Sizes = [[1] * count for _ in range(ranks)]
-        rows: list[Slots] = [[[] for _ in range(count)] for _ in range(ranks)]
-        for slot, layer in zip(self._places(len(layout.layers), form), layout.layers, strict=True):
-            for first, sample in layer:
-                size = form.sizes[sample]
-                for rank in range(first, first + size):
-                    sizes[rank][slot], rows[rank][slot] = size, [sample]
-        room = [of_rank.count(1) for of_rank in sizes]
-        if layout.own and not any(room):
-            return None
-        profile = self._profile(form.shape)
-        dealt = _dealt(layout.own, problem.on_ranks[1], layout.load, room)
-        for rank, samples in enumerate(dealt):
-            free = [slot for slot in range(count) if sizes[rank][slot] == 1]
-            if not free:
-                continue
-            filled = fill_slots(samples, [profile[slot] for slot in free], self._objective.alone)
-            if filled is None:
-                return None
-            for slot, of_slot in zip(free, filled, strict=True):
-                rows[rank][slot] = of_slot
-        _make_last_real(rows, sizes)
-        return self._objective.step(rows, sizes)
-
-    def search(self, keep: float) -> list[SharedStep]:
-        """The best steps found, best first.
-
-        Args:
-            keep: effort that is left over.
-        """
-        forms = [
-            Form(sizes, shape, 0.0)
-            for sizes in self._limits
-            for count in self.counts(sizes)
-            for shape in shapes_of(count, self._problem.dims)[:2]
-        ]
-        for form in sorted(forms, key=self.judge)[:FORMS_TO_BEGIN_WITH]:
-            self.consider(form, math.inf)
-        while self._best and self._objective.effort > keep:
-            if self._objective.cannot_be_beaten(self._best[0][0].end):
-                break
-            self._objective.spend(EFFORT_OF_A_FORM)
-            _, form, judged = self._best[self._random.below(len(self._best))]
-            self.consider(self._changed(form), WORTH_MAKING * judged)
-        return [step for step, _, _ in self._best]
-
-    def consider(self, form: Form, limit: float) -> None:
-        """Make the step of a form that is judged to end before a limit, and keep it if it is among
-        the best."""
-        if form in self._tried:
-            return
-        self._tried.add(form)
-        judged = self.judge(form)
-        step = self._make(form) if judged < limit else None
-        if step is not None and all(step.end != other.end for other, _, _ in self._best):
-            self._best.append((step, form, judged))
-            self._best.sort(key=lambda made: made[0].end)
-            del self._best[STEPS_KEPT:]
-
-    def _changed(self, form: Form) -> Form:
-        """The form with one of its parts changed at random."""
-        below, problem = self._random.below, self._problem
-        # A single stage has no use for a profile.
-        part = below(7 if problem.dims.pipeline_parallel > 1 else 3)
-        count = form.shape.num_slots
-        sizes, shape = form.sizes, form.shape
-        if part == 0:
-            sizes = self._limits[below(len(self._limits))]
-        elif part == 1:
-            sample = self._order[below(min(SAMPLES_RESIZED, len(self._order)))]
-            size = problem.row_sizes[below(len(problem.row_sizes))]
-            changed = list(sizes)
-            changed[sample] = max(size, problem.least_sizes[sample])
-            sizes = tuple(changed)
-        elif part == 2:
-            count = problem.dims.round_up_num_microbatches(max(1, count + below(7) - 3))
-            shape = shape._replace(num_slots=count, rise=min(shape.rise, count - 1))
-        elif part == 3:
-            shapes = shapes_of(count, problem.dims)
-            shape = shapes[below(len(shapes))]
-        elif part == 4 and problem.dims.virtual_pipeline == 1:
-            shape = shape._replace(rise=below(min(count, 3 * problem.dims.pipeline_parallel)))
-        elif part == 5:
-            return form._replace(skip=below(10) * below(10) / 100)
-        elif part == 6:
-            shape = shape._replace(lowest=(1 + below(8)) / 10)
-        return form._replace(sizes=sizes, shape=shape)
 
 
 def search_dynamic(
@@ -311,7 +41,8 @@ def search_dynamic(
 
     Returns:
         a step that ends no later than `start`, and than any that `of_one_size` finds for a
-        context-parallel size that all samples fit under.
+        context-parallel size that all samples fit under, unless a short search for it stays far
+        behind.
     """
     objective = SharedObjective(problem)
     ranks, sizes = start
@@ -323,7 +54,7 @@ def search_dynamic(
         if objective.cannot_be_beaten(best.end):
             return best
     effort = objective.effort
-    found = DynamicSearch(objective).search(effort * (1 - SHARE_OF_FORMS))
+    found = SharedForms(objective).search(effort * (1 - SHARE_OF_FORMS))
     for step in found[:STEPS_IMPROVED]:
         kept = objective.effort - SHARE_OF_EACH * effort
         best = min(best, step, improve_shared(step, objective, keep=kept), key=_end)
@@ -365,29 +96,3 @@ def _shared(ranks: Sequence[Slots], size: int) -> tuple[list[Slots], Sizes]:
     """The step in which each rank's micro-batches are those of so many; placeholders of one."""
     rows = [[list(samples) for samples in slots] for slots in ranks for _ in range(size)]
     return rows, [[size if samples else 1 for samples in slots] for slots in rows]
-
-
-def _dealt(
-    samples: Sequence[int], problem: Problem, load: Sequence[float], room: Sequence[int]
-) -> list[list[int]]:
-    """Samples, costliest first, each to the rank with the least work that has a slot."""
-    dealt: list[list[int]] = [[] for _ in load]
-    lightest = [(work, rank) for rank, work in enumerate(load) if room[rank]]
-    heapq.heapify(lightest)
-    for sample in samples:
-        work, rank = lightest[0]
-        dealt[rank].append(sample)
-        heapq.heapreplace(lightest, (work + problem.costs[sample], rank))
-    return dealt
-
-
-def _make_last_real(rows: list[Slots], sizes: Sizes) -> None:
-    """Put the slot that most ranks share last where a rank has a placeholder there that it need
-    not have."""
-    count = len(rows[0])
-    if not any(any(slots) and not slots[-1] for slots in rows):
-        return
-    shared = max(range(count), key=lambda slot: (sum(of[slot] > 1 for of in sizes), slot))
-    for slots, own in zip(rows, sizes, strict=True):
-        slots[shared], slots[-1] = slots[-1], slots[shared]
-        own[shared], own[-1] = own[-1], own[shared]
