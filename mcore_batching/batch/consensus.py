@@ -196,13 +196,14 @@ class Consensus:
         Raises:
             CollectiveError: on every rank, the same: ``failure``, chained to this rank's own
                 exception, or the mismatch. Where all ranks raised alike, that exception itself.
+            SystemExit: on a rank whose work raised it; the others raise ``failure``.
         """
-        cause: Exception | None = None
+        cause: BaseException | None = None
         note = _Note(stage)
         try:
             result = work()
             note = _noted(stage, says(result))
-        except Exception as exception:
+        except (Exception, SystemExit) as exception:
             cause = exception
             note = _Note(stage, error=self._described(exception))
         numbers = self._settled(note)
@@ -211,6 +212,8 @@ class Consensus:
             sums, count = list(numbers.sums), len(note.total)
             return Agreement(result, told, list(numbers.maxima), sums[:count], sums[count:])
         notes = self._gather(note)
+        if isinstance(cause, SystemExit):
+            raise cause
         _require_equal(
             {rank: {"stage": repr(each.stage)} for rank, each in notes.items()}, self._mismatch
         )
@@ -291,7 +294,7 @@ class Consensus:
         dist.all_gather_object(notes, note, group=self.group)
         return dict(zip(self.ranks, notes, strict=True))
 
-    def _described(self, error: Exception) -> str:
+    def _described(self, error: BaseException) -> str:
         """Type and message. Messages of this package spell their arguments, on this rank too."""
         name = type(error).__name__
         try:

@@ -105,13 +105,14 @@ class FailureWatch:
             operation: the call, in words.
 
         Raises:
-            PipelineFailedError: in place of any exception, or for one on another rank.
+            PipelineFailedError: in place of any `Exception`, or for one on another rank.
         """
         self._num_pipelines += 1
         with self.waiting():
             try:
                 yield
-            except Exception as exception:
+            except BaseException as exception:
+                # Of SystemExit and KeyboardInterrupt, too: the others may wait for this rank.
                 self._report(f"{operation}: {_described(exception)}")
                 raise
 
@@ -146,7 +147,9 @@ class FailureWatch:
     def _raise_known(self, cause: Exception | None) -> None:
         if self._failure is not None:
             self._abort()
-            raise PipelineFailedError(self._failure) from cause
+            # Of an error that a StopIteration causes, contextlib raises the StopIteration.
+            hidden = isinstance(cause, StopIteration)
+            raise PipelineFailedError(self._failure) from (None if hidden else cause)
 
     def _watch(self) -> None:
         try:
@@ -267,7 +270,7 @@ def _present() -> FailureWatch | None:
     return None
 
 
-def _described(exception: Exception) -> str:
+def _described(exception: BaseException) -> str:
     """Type, message and the line that raised."""
     text = "".join(traceback.format_exception_only(exception)).strip()
     frame = traceback.extract_tb(exception.__traceback__)[-1]

@@ -58,6 +58,7 @@ def plan(rank: int) -> dict[str, dict[str, Any]]:
         "one raises": raises(ZeroDivisionError("by zero")),
         "one is unprintable": raises(UnprintableError()),
         "one is not callable": None,
+        "one exits": raises(SystemExit("no data")),
         "one speaks of an argument": raises(config_error()),
     }
     cases: dict[str, dict[str, Any]] = {
@@ -202,7 +203,7 @@ def outcome_of(call: Callable[[], Any]) -> dict[str, Any]:
     """What an agreement came to, or its error after a round trip through pickle."""
     try:
         agreed = call()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         cause = type(error.__cause__).__name__
         try:
             error = pickle.loads(pickle.dumps(error))

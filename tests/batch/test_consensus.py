@@ -85,6 +85,15 @@ def test_a_failure_on_one_rank_is_raised_on_all(
     assert reports[2][case]["cause"] != "NoneType"
 
 
+def test_a_rank_that_exits_ends_itself_and_is_named_on_the_others(
+    reports: list[dict[str, Any]],
+) -> None:
+    *others, exiting = [report["one exits"] for report in reports]
+    assert [report["type"] for report in others] == ["RankFailedError"] * 2
+    assert [report["failures"] for report in others] == [{2: "SystemExit: no data"}] * 2
+    assert exiting["type"] == "SystemExit"
+
+
 def test_what_all_ranks_raise_alike_is_raised_as_it_is(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         assert report["all raise alike"]["type"] == "ConfigError"

@@ -77,6 +77,20 @@ def test_errors_without_a_failed_pipeline_stay_what_they_are() -> None:
         pass
 
 
+@pytest.mark.parametrize("ending", [SystemExit, KeyboardInterrupt])
+def test_a_rank_that_is_ended_says_so_and_ends(ending: type[BaseException]) -> None:
+    ours, theirs = two_ranks()
+    with pytest.raises(ending), theirs.reporting("step"):
+        raise ending("on purpose")
+    assert f"rank 1: step: {ending.__name__}: on purpose" in str(raised_by(ours, OSError()))
+
+
+def test_an_exhausted_iterator_is_a_failure_like_any_other() -> None:
+    """contextlib takes an error that a StopIteration caused for the StopIteration itself."""
+    ours, _ = two_ranks()
+    assert "rank 0: step: StopIteration" in str(raised_by(ours, StopIteration()))
+
+
 def test_an_error_whose_message_cannot_be_made_is_named() -> None:
     ours, _ = two_ranks()
     assert "NoMemoryError" in str(raised_by(ours, NoMemoryError()))
