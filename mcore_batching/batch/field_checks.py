@@ -10,6 +10,8 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.fields import Field, Kind, declaration_line
 from mcore_batching.batch.value_checks import require_loss_masks
@@ -175,6 +177,8 @@ def _unmet(field: Field, value: Any, total_length: int, response_length: int) ->
     kind = field.kind
     if kind is Kind.METADATA:
         return None
+    if isinstance(value, Tensor) and value.is_meta:
+        return "values, not a tensor on the meta device"
     if kind is Kind.MULTIMODAL:
         fits = value is None or isinstance(value, Mapping)
         return None if fits else "a dict of model inputs, or None"

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from mcore_batching.batch import DEFAULT_SCHEMA, Schema
+from mcore_batching.batch import DEFAULT_SCHEMA, Field, Schema
 from mcore_batching.batch.consensus import Statement
+from mcore_batching.batch.field_checks import require_one_per_sample
 from mcore_batching.megatron.arguments import has_own_forward_plan
 from mcore_batching.megatron.consensus import get_consensus
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, PlanningFailedError
@@ -262,13 +263,24 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
     """
     consensus = get_consensus()
 
+    def kinds_of_fields() -> dict[str, Field]:
+        if not isinstance(fields, Mapping):
+            raise TypeError(
+                "fields must be a dict of lists, one value per sample ({} where there are none), "
+                f"got {type(fields).__name__}"
+            )
+        schedule = schedule_of(data_iterator)
+        for name, values in fields.items():
+            require_one_per_sample(name, values, schedule.num_samples)
+        return schedule.kinds_of(fields)
+
     def lacking() -> set[str]:
         return set(fields) - set(schedule_of(data_iterator).schema)
 
     # What one rank's samples leave open (it may have none), another's may tell.
     kinds = consensus.agree(
         "adding fields, their kinds",
-        lambda: schedule_of(data_iterator).kinds_of(fields),
+        kinds_of_fields,
         lambda own: Statement(tell=own, asks=not set(own) >= lacking()),
         failure=PlanningFailedError,
     )

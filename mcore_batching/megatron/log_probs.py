@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mcore_batching.batch import BatchError, PackedMicroBatch
 from mcore_batching.batch.context_parallel import gather_own_values
+from mcore_batching.batch.value_shapes import describe, shape_of
 from mcore_batching.megatron.fused_output import FusedLogits, Logits
 from mcore_batching.megatron.token_statistics import (
     Options,
@@ -149,10 +150,11 @@ def _gathered(
     """``[response_length, 1 or 2]`` for each sample: log-probability, and entropy if asked for."""
     whole = logits.whole_hidden()[None] if isinstance(logits, FusedLogits) else logits
     expected = row.labels.shape[1]
-    if whole.dim() != 3 or whole.shape[:2] != (1, expected):
+    shape = shape_of(whole) if isinstance(whole, Tensor) else None
+    if shape is None or len(shape) != 3 or shape[:2] != (1, expected) or not shape[2]:
         raise BatchError(
             f"expected logits of shape [1, {expected}, vocabulary], one row for each token of the "
-            f"micro-batch on this rank, got {list(whole.shape)}"
+            f"micro-batch on this rank, got {describe(logits) if shape is None else list(shape)}"
         )
     positions = row.responses.owned_positions.to(whole.device)
     targets = row.labels[0].index_select(0, positions)

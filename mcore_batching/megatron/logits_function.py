@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch import OrderError, PackedMicroBatch
+from mcore_batching.batch.value_shapes import count_of, describe
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.planning import sample_multiple_tokens
 
@@ -78,10 +79,16 @@ def real_outputs(made: Any, row: PackedMicroBatch) -> dict[str, list[Tensor]]:
         )
     expected = len(row.total_lengths)
     for key, values in outputs.items():
-        if len(values) != expected or any(value is None for value in values):
+        if not isinstance(key, str):
             raise OrderError(
-                f"the function given to forward_only returned {len(values)} values for {key!r} in "
-                f"a micro-batch of {expected} samples; return one tensor for each, a placeholder's "
-                "included"
+                f"the function given to forward_only returned the key {key!r}: name outputs by "
+                "texts"
+            )
+        count = count_of(values)
+        if count != expected or any(value is None for value in values):
+            found = describe(values) if count is None else f"{count} values"
+            raise OrderError(
+                f"the function given to forward_only returned {found} for {key!r} in a micro-batch "
+                f"of {expected} samples; return one tensor for each, a placeholder's included"
             )
     return {key: list(values)[: row.num_samples] for key, values in outputs.items()}

@@ -16,11 +16,16 @@ from mcore_batching.megatron.consensus import agree_after_pipeline
 from mcore_batching.megatron.nonfinite import skips
 
 
-def checked_shares(made: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def checked_shares(made: Any, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
     """A loss function's result as scalars: share of the loss, shares of metrics by name.
 
+    Args:
+        made: the result.
+        device: the model's, where the scalars are added up.
+
     Raises:
-        TypeError: it is no pair of a loss and a dict, or one of them is no tensor.
+        TypeError: it is no pair of a loss and a dict by name, one of them is no tensor, or the loss
+            is of a type that has no gradient.
         ValueError: a tensor has not one value.
     """
     if not (isinstance(made, tuple | list) and len(made) == 2 and isinstance(made[1], Mapping)):
@@ -28,13 +33,22 @@ def checked_shares(made: Any) -> tuple[Tensor, dict[str, Tensor]]:
             "the loss function must return (share of the loss, dict of shares of metrics), got "
             f"{type(made).__name__}"
         )
-    share, metrics = made
-    return _scalar("the loss", share), {
-        name: _scalar(f"metric {name!r}", value) for name, value in metrics.items()
-    }
+    share = _scalar("the loss", made[0], device)
+    if not share.is_floating_point():
+        # Its backward pass would be left out, and the stages before would wait for a gradient.
+        raise TypeError(
+            f"the loss must be of a floating-point type, got {share.dtype}: return logits.new_zeros"
+            "(()), not torch.tensor(0), where there is none"
+        )
+    metrics = {}
+    for name, value in made[1].items():
+        if not isinstance(name, str):
+            raise TypeError(f"the loss function returned the key {name!r}: name metrics by texts")
+        metrics[name] = _scalar(f"metric {name!r}", value, device)
+    return share, metrics
 
 
-def _scalar(name: str, value: Any) -> Tensor:
+def _scalar(name: str, value: Any, device: torch.device) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(
             f"{name} must be a tensor of one value, got {type(value).__name__}: return shares as "
@@ -45,7 +59,7 @@ def _scalar(name: str, value: Any) -> Tensor:
             f"{name} must be a tensor of one value, got shape {list(value.shape)}: return "
             "token_mean(...), or a sum over the step's totals"
         )
-    return value.reshape(())
+    return value.reshape(()).to(device)
 
 
 def attached(share: Tensor, *tensors: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ from mcore_batching.megatron.step_shard import Settings, StepShard
 from mcore_batching.megatron.topology import current_dims, first_guess, model_chunks
 from mcore_batching.megatron.validation import prepare_model
 from mcore_batching.planning import CostModel, PlannerConfig, ShardOutlook
+from mcore_batching.planning.integers import as_integer
 
 
 class PlanningProtocol:
@@ -208,7 +209,7 @@ class PlanningProtocol:
             dims=self.settings.dims,
             config=self.settings.config,
             context_parallel_rank=parallel_state.get_context_parallel_rank(),
-            pad_token_id=getattr(self.args, "pad_token_id", None) or 0,
+            pad_token_id=_pad_token_id(self.args),
             plan_digest=self.plan_digest,
             gather_shards=GatheredShards(self.consensus, Shard(self.batch.total_lengths, chosen)),
             scope=self.scope,
@@ -234,8 +235,11 @@ class PlanningProtocol:
 
         def says(packed: tuple[RolloutBatch, list[StepShard]]) -> Statement:
             batch, shards = packed
+            equal = {"number of steps": len(shards), **batch.comparable()}
+            if batch.total_lengths and batch.steps is None:
+                equal["global_batch_size"] = batch.global_batch_size
             return Statement(
-                equal={"number of steps": len(shards), **batch.comparable()},
+                equal=equal,
                 largest=[len(bins) for shard in shards for bins in shard.packings],
             )
 
@@ -267,6 +271,12 @@ class PlanningProtocol:
         half = len(agreed.largest) // 2
         worst = map(ShardOutlook, agreed.largest[:half], agreed.largest[half:])
         self._outlooks = [[next(worst) for _ in shard.packings] for shard in self._shards]
+
+
+def _pad_token_id(args: Any) -> Any:
+    """Of the tokenizer; 0 where it has none, which some say by a negative number."""
+    given = getattr(args, "pad_token_id", None)
+    return 0 if given is None or (as_integer(given) or 0) < 0 else given
 
 
 def _digest(value: Any) -> str:

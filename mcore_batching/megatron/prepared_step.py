@@ -21,6 +21,7 @@ from mcore_batching.batch import (
 )
 from mcore_batching.batch.consensus import Statement
 from mcore_batching.batch.side_by_side import SideBySide
+from mcore_batching.megatron.arguments import FLAGS
 from mcore_batching.megatron.consensus import get_consensus
 from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.schedule import MicroBatchSchedule
@@ -28,6 +29,8 @@ from mcore_batching.megatron.topology import is_last_stage
 
 MODEL_INPUTS = ("tokens", "position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded")
 _LOSS_INPUTS = ("labels", "loss_mask", "responses")
+_ALIKE = ("no_planned_shapes", "fuse_output_layer")
+"""Arguments of the pipeline, which planning does not read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +164,8 @@ def prepare(
                 "plan (sha256)": prepared.schedule.plan_digest,
                 "step": step,
                 "number of micro-batches": len(prepared.rows),
+                # Ranks that differ in these would wait for messages that nobody sends.
+                **{FLAGS[name]: getattr(args, f"dynamic_batch_{name}", False) for name in _ALIKE},
             },
             # The weight is a sum of floats, which another device adds up in another order.
             equal_in_replica={n: value for n, value in sums.items() if n != "token_weight"},

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mcore_batching.batch import Schema, make_placeholder
+from mcore_batching.batch.field_checks import read_lengths
+from mcore_batching.planning import ConfigError, at_least
 
 REQUIRED_FIELDS = ("tokens", "total_lengths", "response_lengths")
 
@@ -42,15 +44,23 @@ class RolloutBatch:
         """Read what the caller gave; None if this rank was given nothing.
 
         Raises:
+            TypeError: it is no dict.
             KeyError: a required field is missing.
+            ConfigError: the global batch size is no integer, or negative.
             ValueError: ``steps`` do not hold every sample once.
             SchemaError: a field's kind is unknown, or a value does not fit it.
         """
         if rollout_data is None:
             return None
-        global_batch_size: Any = rollout_data.get(
+        if not isinstance(rollout_data, Mapping):
+            raise TypeError(
+                "rollout_data must be a dict of lists, one value per sample, or None, got "
+                f"{type(rollout_data).__name__}"
+            )
+        given = rollout_data.get(
             "dynamic_global_batch_size", getattr(args, "global_batch_size", None)
         )
+        size = None if given is None else at_least("global_batch_size", given, 0, ConfigError)
         data = {
             key: value
             for key, value in rollout_data.items()
@@ -62,10 +72,10 @@ class RolloutBatch:
                 f"rollout_data lacks {', '.join(missing)}; it needs {', '.join(REQUIRED_FIELDS)}, "
                 "one value per sample (empty lists on a rank without samples)"
             )
-        lengths = [int(length) for length in data["total_lengths"]]
+        lengths, _ = read_lengths(data)
         if steps is not None:
             _require_cover(steps, len(lengths))
-        batch = cls(data, schema, {}, lengths, global_batch_size, steps)
+        batch = cls(data, schema, {}, lengths, size or None, steps)
         return batch.resolved() if lengths else batch
 
     def resolved(self) -> RolloutBatch:

@@ -27,6 +27,7 @@ from mcore_batching.planning import (
     row_multiple_tokens,
     sample_multiple_tokens,
 )
+from mcore_batching.planning.integers import as_integer
 
 _LAID_OUT = (Kind.TOKENS, Kind.POSITION_IDS)
 """Kinds of fields that rows are laid out of, which the host does."""
@@ -94,15 +95,18 @@ class MicroBatchSchedule:
 
         Raises:
             IndexError: there is no such step.
-            ValueError: the count is not this step's.
+            ValueError: the count is not this step's, or there is none.
         """
         planned = self.num_microbatches
-        if step not in range(len(planned)):
+        if as_integer(step) not in range(len(planned)):
             raise IndexError(
-                f"step must be 0 to {len(planned) - 1}, got {step}: this batch was planned in "
+                f"step must be 0 to {len(planned) - 1}, got {step!r}: this batch was planned in "
                 f"{len(planned)} steps"
             )
-        given = num_microbatches[step]
+        try:
+            given: Any = num_microbatches[step]
+        except (TypeError, LookupError):
+            given = f"nothing of it, it is {num_microbatches!r}"
         if given != planned[step]:
             raise ValueError(
                 f"step {step} was planned with {planned[step]} micro-batches, and num_microbatches "

@@ -9,11 +9,13 @@ from typing import Any
 from mcore_batching.megatron.arguments import naming_the_cap, uses_dynamic_batch_size
 from mcore_batching.megatron.shards import MicroBatches
 from mcore_batching.planning import (
+    ConfigError,
     CostModel,
     ParallelDims,
     PlannerConfig,
     Problem,
     ShardOutlook,
+    at_least,
     fill_shard,
     shard_outlook,
     shard_packings,
@@ -68,7 +70,8 @@ class StepShard:
         if uses_dynamic_batch_size(args):
             self.packings = shard_packings(self._problem)
         else:
-            size, everything = args.micro_batch_size, list(range(len(lengths)))
+            given, everything = getattr(args, "micro_batch_size", None), list(range(len(lengths)))
+            size = at_least("micro_batch_size", given, 1, ConfigError)
             self.packings = [[everything[i : i + size] for i in range(0, len(lengths), size)]]
 
     def fill(self, largest: Sequence[int]) -> list[ShardOutlook]:

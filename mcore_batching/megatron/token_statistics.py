@@ -22,6 +22,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mcore_batching.batch.value_shapes import as_number
+from mcore_batching.planning.integers import as_integer
+
 LOWEST = torch.finfo(torch.float32).min
 
 
@@ -38,10 +41,13 @@ class Options:
     with_entropy: bool
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be positive, got {self.temperature}")
-        if self.chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens must be 1 or more, got {self.chunk_tokens}")
+        temperature, tokens = as_number(self.temperature), as_integer(self.chunk_tokens)
+        if temperature is None or not temperature > 0:
+            raise ValueError(f"temperature must be a positive number, got {self.temperature!r}")
+        if tokens is None or tokens < 1:
+            raise ValueError(
+                f"chunk_tokens must be an integer of 1 or more, got {self.chunk_tokens!r}"
+            )
 
 
 class StatisticsOfLogits(torch.autograd.Function):

@@ -122,6 +122,7 @@ def train_step(
         check_logits(args, model_chunks(model))
         if not callable(loss_function):
             raise TypeError(f"loss_function must be a function, got {type(loss_function).__name__}")
+        _check_updates(model_chunks(model), optimizer)
         found = schedule_of(data_iterator)
         found.check_step(step, num_microbatches)
         return found
@@ -148,8 +149,8 @@ def train_step(
     with reporting(args, f"{_OPERATION}, after the pipeline"):
         metrics = summed_metrics(collected, agreed.names) if is_last_stage() else {}
         update_successful, grad_norm = _updated(model, optimizer, skip=not agreed.are_finite)
-    if update_successful and opt_param_scheduler is not None:
-        opt_param_scheduler.step(increment=prepared.totals.num_samples)
+        if update_successful and opt_param_scheduler is not None:
+            opt_param_scheduler.step(increment=prepared.totals.num_samples)
     return TrainStepResult(
         metrics=metrics,
         grad_norm=grad_norm,
@@ -189,7 +190,8 @@ def _forward_backward(
             reported: dict[str, Tensor] = {}
             logits = logits_of(output)
             try:
-                share, metrics = checked_shares(loss_function(logits, prepared_row.row, totals))
+                made = loss_function(logits, prepared_row.row, totals)
+                share, metrics = checked_shares(made, output.device)
                 reported = {"loss": share, **metrics}
                 reported = {name: value.detach().clone() for name, value in reported.items()}
                 scaled = attached(share, *tensors_of(logits)) * undo
@@ -226,6 +228,19 @@ def _updated(model: list[Any], optimizer: Any, *, skip: bool) -> tuple[bool, flo
         return False, None
     update_successful, grad_norm, _ = optimizer.step()
     return bool(update_successful), None if grad_norm is None else float(grad_norm)
+
+
+def _check_updates(model: list[Any], optimizer: Any) -> None:
+    if not all(hasattr(chunk, "zero_grad_buffer") for chunk in model):
+        raise TypeError(
+            "model must be wrapped in Megatron's DistributedDataParallel, got "
+            f"{', '.join(type(chunk).__name__ for chunk in model)}"
+        )
+    if not all(hasattr(optimizer, name) for name in ("zero_grad", "scale_loss", "step")):
+        raise TypeError(
+            "optimizer must be Megatron's, from get_megatron_optimizer, got "
+            f"{type(optimizer).__name__}"
+        )
 
 
 def _zero_gradients(model: list[Any], optimizer: Any) -> None:

@@ -34,6 +34,7 @@ FATAL = {
     "layer, forward": "PipelineFailedError",
     "layer, backward": "PipelineFailedError",
     "optimizer": "PipelineFailedError",
+    "scheduler": "PipelineFailedError",
     "loss": "ForwardFailedError",  # but see `expected`
     "loss is NaN": "NonFiniteError",
     "other settings": "PlanMismatchError",

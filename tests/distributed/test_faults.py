@@ -289,8 +289,14 @@ ON_ONE_RANK = {
         "metrics differ": ("ForwardFailedError", "names of metrics is ['kl', 'loss', 'policy']"),
         "f is None": ("CollationFailedError", "rank 2: TypeError: f must be a function"),
         "f returns None": ("ForwardFailedError", "rank 2: OrderError: the function given to"),
+        "f returns a number": ("ForwardFailedError", "returned 5 for 'log_probs' in a micro-batch"),
+        "f divides by a text": ("ForwardFailedError", "temperature must be a positive number"),
+        "f gives no logits": ("ForwardFailedError", "rank 3: BatchError: expected logits of shape"),
         "no iterators": ("CollationFailedError", "rank 2: TypeError: data_iterator must be"),
-        "no counts": ("CollationFailedError", "rank 2: TypeError: "),
+        "no counts": ("CollationFailedError", "num_microbatches says nothing of it, it is None"),
+        "too few counts": ("CollationFailedError", "says nothing of it, it is []: pass on what"),
+        "no optimizer": ("CollationFailedError", "rank 2: TypeError: optimizer must be Megatron's"),
+        "no wrapped model": ("CollationFailedError", "rank 2: TypeError: model must be wrapped"),
         "metric is a vector": (
             "ForwardFailedError",
             "'kl' must be a tensor of one value, got shape",
@@ -301,12 +307,38 @@ ON_ONE_RANK = {
         ),
         "loss is a vector": ("ForwardFailedError", "the loss must be a tensor of one value"),
         "loss is a float": ("ForwardFailedError", "the loss must be a tensor of one value"),
+        # Had no backward pass, and the stages before waited for one.
+        "loss is an integer": (
+            "ForwardFailedError",
+            "the loss must be of a floating-point type, got torch.int64",
+        ),
+        "metric has no name": ("ForwardFailedError", "rank 2: TypeError: the loss function"),
+        "metric is nowhere": ("ForwardFailedError", "rank 2: NotImplementedError"),
         "loss alone": ("ForwardFailedError", "rank 2: TypeError: the loss function must return"),
         "loss function is None": ("CollationFailedError", "loss_function must be a function"),
         "step out of range": (
             "CollationFailedError",
             "rank 2: IndexError: step must be 0 to 0, got 7",
         ),
+        # The ranks' messages did not fit together: an abort or a hang.
+        "other shapes": ("PlanMismatchError", "rank 2: --dynamic-batch-no-planned-shapes is True"),
+        "other output layer": ("PlanMismatchError", "rank 2: --dynamic-batch-fuse-output-layer is"),
+        "data is a list": ("PlanningFailedError", "rank 2: TypeError: rollout_data must be a dict"),
+        "data is nowhere": (
+            "PlanningFailedError",
+            "field 'advantages', sample 0: expected values, not a tensor on the meta device",
+        ),
+        "data has no lengths": ("PlanningFailedError", "rank 2: KeyError"),
+        "data has no length": (
+            "PlanningFailedError",
+            "field 'total_lengths', sample 0: expected a length in tokens",
+        ),
+        "data has another batch size": (
+            "PlanMismatchError",
+            "rank 2: global_batch_size is 50, on rank 0 it is None",
+        ),
+        "no fields": ("PlanningFailedError", "rank 2: TypeError: fields must be a dict of lists"),
+        "field is a number": ("PlanningFailedError", "'advantages': expected 12 values, one per"),
         "train_step against forward_only": (
             "PlanMismatchError",
             "rank 2: stage is 'train_step, collating', on rank 0 it is 'forward_only'",
@@ -361,11 +393,13 @@ def test_wrong_call_on_one_rank_is_a_named_error_on_all(
 )
 def test_wrong_call_on_all_ranks_is_the_error_itself(job: Job, ranks: list[list[str]]) -> None:
     assert ranks[0] == ranks[1]
-    ahead, behind, no_function, lacking = ranks[0]
+    ahead, behind, no_function, lacking, no_batch, no_micro_batch = ranks[0]
     assert ahead.startswith("IndexError: step must be 0 to 0, got 7")
     assert behind.startswith("IndexError: step must be 0 to 0, got -1")
     assert no_function.startswith("TypeError: f must be a function of the logits, got NoneType")
     assert lacking.startswith("KeyError: 'rollout_data lacks total_lengths, response_lengths")
+    assert no_batch.startswith("ConfigError: global_batch_size must be 0 or more, got -4")
+    assert no_micro_batch.startswith("ConfigError: micro_batch_size must be 1 or more, got -1")
 
 
 @pytest.mark.parametrize(

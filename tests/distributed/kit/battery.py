@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class _Job:
         self.data: dict[str, list[Any]] | None = my_samples(dims)
         self.optimizer = adam(self.model, distributed=False)
         self.loss: Callable[..., Any] = packed_objective
+        self.scheduler: Any = None
 
     @property
     def layer(self) -> torch.nn.Module:
@@ -73,6 +75,10 @@ def _backward(job: _Job) -> None:
 
 def _optimizer(job: _Job) -> None:
     job.optimizer.step = job.raises
+
+
+def _scheduler(job: _Job) -> None:
+    job.scheduler = SimpleNamespace(step=job.raises)
 
 
 def _loss(job: _Job) -> None:
@@ -119,6 +125,7 @@ FAULTS: dict[str, Callable[[_Job], None]] = {
     "layer, forward": _forward,
     "layer, backward": _backward,
     "optimizer": _optimizer,
+    "scheduler": _scheduler,
     "loss": _loss,
     "loss is NaN": _not_finite,
     "other settings": _settings,
@@ -148,7 +155,9 @@ def train(dims: dict[str, Any], reference: str, fault: str, folder: str) -> list
             warnings.simplefilter("always")
             resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
         iterators, counts = get_data_iterator(job.args, job.model, job.data)
-        result = train_step(job.loss, job.args, job.model, iterators, counts, job.optimizer)
+        result = train_step(
+            job.loss, job.args, job.model, iterators, counts, job.optimizer, job.scheduler
+        )
         found.append({**result.metrics, "grad_norm": result.grad_norm})
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     print("\n".join(warned), file=sys.stderr)

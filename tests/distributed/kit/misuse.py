@@ -13,7 +13,13 @@ from kit.exactness import arguments, log_probs_of
 from kit.faults import my_samples, small_model
 from kit.model import adam, named_parameters
 from kit.objective import packed_objective
-from mcore_batching.megatron import add_fields, forward_only, get_data_iterator, train_step
+from mcore_batching.megatron import (
+    add_fields,
+    forward_only,
+    get_data_iterator,
+    response_log_probs,
+    train_step,
+)
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
 
@@ -24,8 +30,9 @@ class _Calls:
     """A model, its iterators, and the two calls with something of them changed."""
 
     def __init__(self, dims: dict[str, Any], reference: str, spread: str) -> None:
+        self.dims = ParallelDims(**dims)
         self.model = small_model(dims, reference)
-        self.args = arguments(ParallelDims(**dims))
+        self.args = arguments(self.dims)
         self.data = my_samples(dims, spread)
         self.iterators, self.counts = get_data_iterator(self.args, self.model, self.data)
         self.optimizer = adam(self.model, distributed=False)
@@ -38,6 +45,9 @@ class _Calls:
         given = {"data_iterator": self.iterators, "num_microbatches": self.counts} | changes
         given = {"args": self.args, "model": self.model, "optimizer": self.optimizer, **given}
         return train_step(loss, **given, step=step)
+
+    def plan(self, **fields: Any) -> Any:
+        return get_data_iterator(self.args, self.model, self.data | fields)
 
 
 def _f_with(change: Function) -> Function:
@@ -89,8 +99,18 @@ _WRONG: dict[str, Callable[[_Calls], Any]] = {
     ),
     "f is None": lambda calls: calls.forward(None),
     "f returns None": lambda calls: calls.forward(_f_with(lambda *unused: None)),
+    "f returns a number": lambda calls: calls.forward(_f_with(lambda *unused: {"log_probs": 5})),
+    "f divides by a text": lambda calls: calls.forward(
+        lambda logits, *, micro_batch: response_log_probs(logits, micro_batch, temperature="1")
+    ),
+    "f gives no logits": lambda calls: calls.forward(
+        lambda logits, *, micro_batch: response_log_probs(None, micro_batch)
+    ),
     "no iterators": lambda calls: calls.forward(data_iterator=None),
     "no counts": lambda calls: calls.train(num_microbatches=None),
+    "too few counts": lambda calls: calls.train(num_microbatches=[]),
+    "no optimizer": lambda calls: calls.train(optimizer=None),
+    "no wrapped model": lambda calls: calls.train(model=[calls.model[0].module]),
     "metrics differ later": lambda calls: calls.train(
         _loss_with(lambda loss, metrics, n: (loss, metrics | ({"mine": loss} if n else {})))
     ),
@@ -109,9 +129,35 @@ _WRONG: dict[str, Callable[[_Calls], Any]] = {
     "loss is a float": lambda calls: calls.train(
         _loss_with(lambda loss, metrics, n: (float(loss), metrics))
     ),
+    "loss is an integer": lambda calls: calls.train(
+        _loss_with(lambda loss, metrics, n: (torch.tensor(0), metrics))
+    ),
+    "metric has no name": lambda calls: calls.train(
+        _loss_with(lambda loss, metrics, n: (loss, metrics | {1: loss}))
+    ),
+    "metric is nowhere": lambda calls: calls.train(
+        _loss_with(lambda loss, metrics, n: (loss, metrics | {"kl": loss.to("meta")}))
+    ),
     "loss alone": lambda calls: calls.train(_loss_with(lambda loss, metrics, n: loss)),
     "loss function is None": lambda calls: calls.train(None),
     "step out of range": lambda calls: calls.train(step=7),
+    "other shapes": lambda calls: calls.train(
+        args=arguments(calls.dims, dynamic_batch_no_planned_shapes=True)
+    ),
+    "other output layer": lambda calls: calls.train(
+        args=arguments(calls.dims, dynamic_batch_fuse_output_layer=True)
+    ),
+    "data is a list": lambda calls: get_data_iterator(calls.args, calls.model, [1]),
+    "data is nowhere": lambda calls: calls.plan(
+        advantages=[values.to("meta") for values in calls.data["advantages"]]
+    ),
+    "data has no lengths": lambda calls: calls.plan(total_lengths=None),
+    "data has no length": lambda calls: calls.plan(
+        total_lengths=[None for _ in calls.data["tokens"]]
+    ),
+    "data has another batch size": lambda calls: calls.plan(dynamic_global_batch_size=50),
+    "no fields": lambda calls: add_fields(calls.iterators, None),
+    "field is a number": lambda calls: add_fields(calls.iterators, {"advantages": 5}),
     "train_step against forward_only": lambda calls: calls.train(),
     "add_fields against train_step": lambda calls: add_fields(calls.iterators, {}),
     "exchange": lambda calls: get_data_iterator(
@@ -122,8 +168,10 @@ _WRONG: dict[str, Callable[[_Calls], Any]] = {
 
 def _right(name: str, calls: _Calls) -> Any:
     """What the ranks that are not at fault call meanwhile."""
-    if name == "exchange":
-        return get_data_iterator(calls.args, calls.model, calls.data)
+    if name == "exchange" or name.startswith("data "):
+        return calls.plan()
+    if name in ("no fields", "field is a number"):
+        return add_fields(calls.iterators, {})
     if name.startswith(("f ", "no iterators", "train_step against")):
         return calls.forward()
     return calls.train()
@@ -192,6 +240,13 @@ def all_ranks_wrong(dims: dict[str, Any], reference: str) -> list[str]:
         lambda: calls.train(step=-1),
         lambda: calls.forward(None),
         lambda: get_data_iterator(calls.args, calls.model, {"tokens": []}),
+        # Lost all samples before.
+        lambda: calls.plan(dynamic_global_batch_size=-4),
+        lambda: get_data_iterator(
+            arguments(calls.dims, use_dynamic_batch_size=False, micro_batch_size=-1),
+            calls.model,
+            calls.data,
+        ),
     ):
         try:
             call()
