@@ -543,6 +543,15 @@ def test_every_stage_masks_its_own_tokens(job: Job, ranks: list[dict[str, Any]])
         assert both == [first["real"]] * 2
 
 
+@pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="reads the options of gloo's groups")
+@pytest.mark.parametrize(
+    "job", [Job("timeouts", "kit.faults:timeouts_of_groups", 2, {"pipeline_parallel": 2})], ids=str
+)
+def test_megatrons_groups_have_the_time_out_of_the_job(job: Job, ranks: list[list[float]]) -> None:
+    """Megatron's own default is half an hour."""
+    assert ranks == [[60.0] * 4] * 2
+
+
 FIELDS = {"spread": "empty", "fault": ""}
 
 

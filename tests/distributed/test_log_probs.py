@@ -46,6 +46,21 @@ def test_values_and_gradients_are_those_of_a_plain_softmax(
 @pytest.mark.parametrize(
     "job",
     [
+        Job(f"log-probs-banned-{name}", "kit.log_probs:compare_banned", 2, LAYOUTS[name])
+        for name in ("dp2", "tp2")
+    ],
+    ids=str,
+)
+def test_a_rank_may_hold_banned_entries_alone(job: Job, ranks: list[dict[str, float]]) -> None:
+    """Scripts set logits of padded or forbidden entries to -inf: under TP2 all of rank 1's."""
+    for rank in ranks:
+        for name, difference in rank.items():
+            assert difference < FLOAT32, name
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
         Job(f"log-probs-memory-{name}", "kit.log_probs:memory_is_shared", 2, LAYOUTS[name])
         for name in ("dp2", "tp2")
     ],

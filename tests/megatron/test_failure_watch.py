@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -69,6 +71,32 @@ def test_a_rank_that_gets_free_raises_though_nothing_raised_in_it() -> None:
         computes()
 
 
+def test_a_failure_aborts_the_process_groups_once_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the one that raises, and from the thread of one that waits in a collective."""
+    ours, theirs = two_ranks()
+    aborts: list[bool] = []
+    released = threading.Event()
+
+    def abort() -> None:
+        aborts.append(threading.current_thread() is threading.main_thread())
+        if len(aborts) == 2:
+            released.set()
+
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", abort)
+
+    def waits() -> None:
+        with ours.waiting():
+            raised_by(theirs, KeyError("x"))
+            assert released.wait(patience(3))
+
+    with pytest.raises(PipelineFailedError):
+        waits()
+    raised_by(theirs, KeyError("y"))
+    assert aborts == [True, False]
+
+
 def test_errors_without_a_failed_pipeline_stay_what_they_are() -> None:
     ours, _ = two_ranks()
     with pytest.raises(PlanningFailedError, match="rank 1: y"), ours.waiting():
@@ -127,10 +155,13 @@ def test_the_store_is_left_alone_outside_the_engines_calls() -> None:
     assert store.calls == before
 
 
-def test_it_ends_with_the_interpreter() -> None:
-    ours, _ = two_ranks()
-    ours._stop()
-    assert not ours._thread.is_alive()
+def test_it_ends_with_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    watches = two_ranks()
+    for end in at_exit:
+        end()
+    assert not any(watch._thread.is_alive() for watch in watches)
 
 
 def test_the_interpreter_waits_for_groups_that_are_being_aborted(
@@ -187,7 +218,12 @@ with ours.waiting():
 def test_a_rank_that_does_not_get_free_is_ended_with_the_cause() -> None:
     done = subprocess.run(
         [sys.executable, "-c", STUCK],
-        env={**os.environ, "MCORE_BATCHING_CPU": "1", "PYTHONWARNINGS": "ignore"},
+        env={
+            **os.environ,
+            "MCORE_BATCHING_CPU": "1",
+            "PYTHONWARNINGS": "ignore",
+            "PYTHONUNBUFFERED": "",  # or what was printed before would come out unflushed
+        },
         capture_output=True,
         text=True,
         timeout=patience(120),

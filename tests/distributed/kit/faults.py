@@ -431,6 +431,18 @@ def freed_while_sending(repeats: int, num_values: int) -> int:
     return wrong
 
 
+def timeouts_of_groups() -> list[float]:
+    """Seconds after which collectives give up, in the job's group and in Megatron's."""
+    groups = [
+        dist.group.WORLD,
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+    ]
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
 def lingers() -> int:
     """Returns at once, in a process that does not end by itself; its number."""
     threading.Thread(target=time.sleep, args=(3600,)).start()

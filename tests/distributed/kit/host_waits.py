@@ -278,7 +278,7 @@ class _Operations(TorchDispatchMode):
 
 def _copy_of(tensor: Tensor) -> Tensor:
     """A copy on the host, whatever the tensor is on."""
-    return torch.empty_like(tensor, device="cpu").copy_(tensor)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
 def _asks_a_mask(

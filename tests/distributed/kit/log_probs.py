@@ -70,6 +70,23 @@ def compare(temperature: float, chunk_tokens: int, dtype: str) -> dict[str, floa
     }
 
 
+def compare_banned() -> dict[str, float]:
+    """As `compare`, where the last half of the vocabulary is banned by logits of -inf."""
+    allowed = VOCABULARY // 2
+    row = _row(allowed)
+    whole = _whole_logits(row)
+    whole[:, allowed:] = -torch.inf
+    (expected, _), gradient = _reference(whole, row, 1.0, with_entropy=False)
+    leaf = _own_part(whole, row).float().requires_grad_()
+    log_probs = response_log_probs(leaf * 1.0, row)
+    _loss(row, log_probs, None).backward()
+    assert leaf.grad is not None
+    return {
+        "log-probabilities": _difference(log_probs, expected),
+        "gradient": float((leaf.grad - _own_part(gradient, row)).abs().max()),
+    }
+
+
 def memory_is_shared() -> dict[str, Any]:
     """Where the gradient goes, and what may still read the logits."""
     row = _row()
@@ -249,9 +266,10 @@ def settings_of_a_step() -> dict[str, Any]:
     return found
 
 
-def _row() -> PackedMicroBatch:
+def _row(vocabulary: int = VOCABULARY) -> PackedMicroBatch:
     """Responses of none, one and all tokens among others; padded samples and a padded row."""
     samples = make_samples()
+    samples["tokens"] = [tokens % vocabulary for tokens in samples["tokens"]]
     chosen = [0, 1, 2, 4, 5, 9, 11]
     size = parallel_state.get_context_parallel_world_size()
     return pack(

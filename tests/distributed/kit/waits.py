@@ -12,7 +12,7 @@ from kit.faults import my_samples, small_model
 from kit.host_waits import DEVICE, host_waits
 from kit.model import adam
 from kit.objective import packed_objective
-from mcore_batching.megatron import forward_only, get_data_iterator, train_step
+from mcore_batching.megatron import forward_only, get_data_iterator, schedule_of, train_step
 from mcore_batching.planning import ParallelDims
 
 Waits = list[tuple[str, str, int]]
@@ -45,6 +45,9 @@ def waits_of_a_step(
             }
         args = arguments(ParallelDims(**dims), **(options or {}))
         iterators, counts = get_data_iterator(args, model, data)
+        schedule = schedule_of(iterators)
+        # Also of samples on the device: laying them out there would ask it for every length.
+        assert schedule.row(schedule.micro_batches[0]).tokens.device.type == "cpu"
         for name in ("forward_only", "train_step"):
             waits.counts.clear()
             if name == "forward_only":
