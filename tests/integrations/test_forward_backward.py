@@ -61,6 +61,10 @@ def test_a_step_that_megatron_reruns_is_planned_by_the_same_costs() -> None:
             (torch.ones(()), torch.ones(()), {"accuracy": torch.ones(1)}),
             r"must give accuracy as \[sum, number of tokens\]",
         ),
+        ((torch.tensor(0), torch.ones(()), {}), r"one value, got .* and type torch.int64"),
+        ((torch.ones(2), torch.ones(()), {}), r"tensor of one value, got a Tensor of shape \[2\]"),
+        ((0.0, torch.ones(()), {}), r"floating-point tensor of one value, got 0.0"),
+        ((torch.ones(()), torch.ones(()), None), "as a dict .*, got NoneType"),
     ],
 )
 def test_refused_losses(result: Any, message: str) -> None:

@@ -89,6 +89,16 @@ def test_gathered_tokens_are_put_back_in_order(size: int, units: list[int]) -> N
     assert gathered[index].tolist() == list(range(sum(lengths)))
 
 
+def test_layers_share_what_a_row_is_laid_out_like() -> None:
+    """Or each layer would copy its indices to the device anew."""
+    layer: Any = SimpleNamespace(cp_group=SimpleNamespace(size=lambda: 2, rank=lambda: 0))
+    row = SimpleNamespace(host_cu_seqlens=(0, 4))
+    first = PackedAttention._geometry(layer, row)
+    assert PackedAttention._geometry(layer, row) is first
+    assert first.kernel_row(torch.device("cpu")) is first.kernel_row(torch.device("cpu"))
+    assert first.restore_index(torch.device("cpu")) is first.restore_index(torch.device("cpu"))
+
+
 def test_offsets_are_read_back_where_a_row_carries_none_on_the_host() -> None:
     given_by_others = SimpleNamespace(
         cu_seqlens_q=torch.tensor([0, 3]), cu_seqlens_q_padded=torch.tensor([0, 4])

@@ -85,6 +85,7 @@ def test_a_failure_aborts_the_process_groups_once_on_every_rank(
             released.set()
 
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", abort)
+    monkeypatch.setattr(failure_watch, "GRACE_SECONDS", patience(60))  # or it ends this process
 
     def waits() -> None:
         with ours.waiting():

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
+from mcore_batching.batch.value_shapes import describe
 from mcore_batching.integrations.megatron_lm.arguments import is_on
 from mcore_batching.integrations.megatron_lm.learnt_costs import keep_learnt_costs
 from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows, stock_row
@@ -255,17 +256,27 @@ def _check_loss(result: Any) -> None:
     """Refuse a loss that is a mean over its micro-batch.
 
     Raises:
-        DynamicBatchArgumentError: it is no ``(sum, number of tokens, report)``, or a report's
-            entry is no ``[sum, number]``.
+        DynamicBatchArgumentError: it is no ``(sum, number of tokens, report)``, the sum has no
+            gradient, or a report's entry is no ``[sum, number]``.
     """
     if not isinstance(result, tuple) or len(result) != 3:
         raise DynamicBatchArgumentError(
             "the loss function must return (sum over tokens, number of tokens, report), so that "
             f"packing does not change its mean; it returned {_described(result)}"
         )
-    single = [
-        key for key, value in result[2].items() if torch.is_tensor(value) and value.numel() != 2
-    ]
+    loss, _, report = result
+    if not torch.is_tensor(loss) or loss.numel() != 1 or not loss.is_floating_point():
+        # An integer has no backward pass: the stages before would wait for its gradient.
+        raise DynamicBatchArgumentError(
+            "the loss function must return the sum over tokens as a floating-point tensor of one "
+            f"value, got {describe(loss)}"
+        )
+    if not isinstance(report, Mapping):
+        raise DynamicBatchArgumentError(
+            "the loss function must return its report as a dict of [sum, number of tokens], got "
+            f"{type(report).__name__}"
+        )
+    single = [key for key, value in report.items() if torch.is_tensor(value) and value.numel() != 2]
     if single:
         raise DynamicBatchArgumentError(
             f"the loss function's report must give {', '.join(single)} as [sum, number of tokens]: "
