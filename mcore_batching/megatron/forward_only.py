@@ -33,7 +33,7 @@ from mcore_batching.megatron.data_iterator import (
 )
 from mcore_batching.megatron.errors import CollationFailedError, ForwardFailedError
 from mcore_batching.megatron.failure_watch import defer, reporting
-from mcore_batching.megatron.log_probs import chunks_of_tokens
+from mcore_batching.megatron.log_probs import chunks_of_tokens, logits_of_shape
 from mcore_batching.megatron.logits_function import adapted, real_outputs
 from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep, prepare
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
@@ -189,7 +189,9 @@ def _run(
                 "micro_batch": row,
             }
             try:
-                values = real_outputs(f(logits_of(output), **offered), row)
+                logits = logits_of(output)
+                with logits_of_shape(logits):
+                    values = real_outputs(f(logits, **offered), row)
             except Exception as exception:
                 # The pipeline has to run dry before all ranks can be told.
                 defer(args, failed, exception)

@@ -48,6 +48,22 @@ def chunks_of_tokens(tokens: int) -> Iterator[None]:
         _chunk_tokens.reset(token)
 
 
+_model_shape: contextvars.ContextVar[torch.Size | None] = contextvars.ContextVar(
+    "model_shape", default=None
+)
+
+
+@contextlib.contextmanager
+def logits_of_shape(logits: Logits) -> Iterator[None]:
+    """Refuse logits of another vocabulary than the model's inside a ``with`` block."""
+    shape = logits.shape if isinstance(logits, Tensor) else None
+    token = _model_shape.set(shape)
+    try:
+        yield
+    finally:
+        _model_shape.reset(token)
+
+
 def response_log_probs(
     logits: Logits,
     row: PackedMicroBatch,
@@ -155,6 +171,12 @@ def _gathered(
         raise BatchError(
             f"expected logits of shape [1, {expected}, vocabulary], one row for each token of the "
             f"micro-batch on this rank, got {describe(logits) if shape is None else list(shape)}"
+        )
+    model, tp = _model_shape.get(), parallel_state.get_tensor_model_parallel_world_size()
+    if model is not None and tp > 1 and whole is logits and shape[2] != model[2]:
+        raise BatchError(
+            f"expected logits of this tensor-parallel rank's {model[2]} entries of the vocabulary, "
+            f"as the model made them, got {shape[2]}: do not gather or cut them before"
         )
     positions = row.responses.owned_positions.to(whole.device)
     targets = row.labels[0].index_select(0, positions)

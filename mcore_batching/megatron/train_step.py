@@ -29,7 +29,7 @@ from mcore_batching.megatron.cost_learning import timed
 from mcore_batching.megatron.data_iterator import DataIterator, schedule_of
 from mcore_batching.megatron.failure_watch import defer, reporting
 from mcore_batching.megatron.fused_output import tensors_of
-from mcore_batching.megatron.log_probs import chunks_of_tokens
+from mcore_batching.megatron.log_probs import chunks_of_tokens, logits_of_shape
 from mcore_batching.megatron.loss_shares import (
     agreed_shares,
     attached,
@@ -190,7 +190,8 @@ def _forward_backward(
             reported: dict[str, Tensor] = {}
             logits = logits_of(output)
             try:
-                made = loss_function(logits, prepared_row.row, totals)
+                with logits_of_shape(logits):
+                    made = loss_function(logits, prepared_row.row, totals)
                 share, metrics = checked_shares(made, output.device)
                 reported = {"loss": share, **metrics}
                 reported = {name: value.detach().clone() for name, value in reported.items()}

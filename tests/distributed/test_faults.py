@@ -403,6 +403,18 @@ def test_wrong_call_on_all_ranks_is_the_error_itself(job: Job, ranks: list[list[
 
 
 @pytest.mark.parametrize(
+    "job",
+    [job("gathered-logits", "gathered_logits", {"tensor_parallel": 2}, 2, module="misuse")],
+    ids=str,
+)
+def test_logits_of_the_whole_vocabulary_are_no_ranks_part(job: Job, ranks: list[list[str]]) -> None:
+    """Summed over tensor-parallel ranks once more they gave log-probs that were off by log 2."""
+    text = "BatchError: expected logits of this tensor-parallel rank's 32 entries of the vocabulary"
+    for rank in ranks:
+        assert [each.startswith(text) for each in rank] == [True, True]
+
+
+@pytest.mark.parametrize(
     ("job", "text"),
     [
         (

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import tensor_parallel
 
 from kit.exactness import arguments, log_probs_of
 from kit.faults import my_samples, small_model
@@ -229,6 +230,28 @@ def returns_less(dims: dict[str, Any], reference: str) -> dict[str, Any]:
         "samples": len(calls.data["tokens"]),
         "metrics": metrics,
     }
+
+
+def gathered_logits(dims: dict[str, Any], reference: str) -> list[str]:
+    """Errors where a script gathers the vocabulary before it asks for log-probabilities."""
+    calls = _Calls(dims, reference, "uneven")
+    gather = tensor_parallel.gather_from_tensor_model_parallel_region
+
+    def loss(logits: torch.Tensor, row: Any, totals: Any) -> Any:
+        return packed_objective(gather(logits), row, totals)
+
+    found = []
+    for call in (
+        lambda: calls.forward(
+            lambda logits, *, micro_batch: log_probs_of(gather(logits), micro_batch=micro_batch)
+        ),
+        lambda: calls.train(loss),
+    ):
+        try:
+            call()
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
 
 
 def all_ranks_wrong(dims: dict[str, Any], reference: str) -> list[str]:
