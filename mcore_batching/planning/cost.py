@@ -38,6 +38,10 @@ _NEWER = ("context_parallel_overhead", "context_parallel_fixed")
 _COEFFICIENTS = ("linear", "quadratic", "per_micro_batch", "backward_ratio", *_NEWER)
 
 
+# Below it costs are finite, whatever the number of samples and their lengths.
+_MAX_COEFFICIENT = 1e100
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
     """Forward cost of samples and micro-batches, in token units.
@@ -66,7 +70,7 @@ class CostModel:
     communication. The default, a quarter of `per_micro_batch`'s, is an assumption likewise."""
 
     def __post_init__(self) -> None:
-        """Check that each coefficient is a finite number of 0 or more."""
+        """Check that each coefficient is a number of 0 to `_MAX_COEFFICIENT`."""
         for name in _COEFFICIENTS:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -77,6 +81,12 @@ class CostModel:
                 number = math.inf
             if not (math.isfinite(number) and number >= 0):
                 raise ConfigError(Argument(name), f" must be finite and 0 or more, got {number}")
+            if number > _MAX_COEFFICIENT:
+                raise ConfigError(
+                    Argument(name),
+                    f" must be {_MAX_COEFFICIENT:g} or less, got {number}; costs are in any unit, "
+                    "so scale all of them down",
+                )
             object.__setattr__(self, name, number)
         if self.window is not None:
             object.__setattr__(self, "window", at_least("window", self.window, 1, ConfigError))

@@ -196,8 +196,8 @@ def _outcomes(
     batch: Mapping[str, Any], trajectories: Sequence[Sequence[int]], outcome: Outcome
 ) -> list[float]:
     """The reward of each trajectory [trajectories]."""
-    if outcome not in ("last", "sum"):
-        raise BatchError(Argument("outcome"), f" must be 'last' or 'sum', got {outcome!r}")
+    if not (isinstance(outcome, str) and outcome in ("last", "sum")):
+        raise BatchError(Argument("outcome"), f" must be 'last' or 'sum', got {outcome!r:.60}")
     rewards = _values(batch, "rewards")
     if outcome == "sum":
         return [sum(as_numbers("rewards", rewards, turns)) for turns in trajectories]

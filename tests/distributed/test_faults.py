@@ -291,7 +291,7 @@ ON_ONE_RANK = {
         "f returns None": ("ForwardFailedError", "rank 2: OrderError: the function given to"),
         "f returns a number": ("ForwardFailedError", "returned 5 for 'log_probs' in a micro-batch"),
         "f divides by a text": ("ForwardFailedError", "temperature must be a positive number"),
-        "f gives no logits": ("ForwardFailedError", "rank 3: BatchError: expected logits of shape"),
+        "f gives no logits": ("ForwardFailedError", "rank 2: BatchError: expected logits of shape"),
         "no iterators": ("CollationFailedError", "rank 2: TypeError: data_iterator must be"),
         "no counts": ("CollationFailedError", "num_microbatches says nothing of it, it is None"),
         "too few counts": ("CollationFailedError", "says nothing of it, it is []: pass on what"),

@@ -77,6 +77,12 @@ def test_owners_that_are_none_are_named(owners: list[Any], message: str) -> None
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [None, 2, "no", [True, False]])
+def test_forward_only_is_a_boolean(value: Any) -> None:
+    with pytest.raises(ConfigError, match="forward_only must be True or False, got "):
+        plan_step([3, 4], ParallelDims(), CONFIG, forward_only=value)
+
+
 @pytest.mark.parametrize("value", [0, -3, 2.0, True])
 def test_samples_per_step_is_checked(value: Any) -> None:
     with pytest.raises(LengthError, match="samples_per_step must be"):

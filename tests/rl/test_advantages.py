@@ -150,6 +150,8 @@ def test_the_last_turn_is_the_last_by_number_where_there_are_numbers() -> None:
     assert summed[0][0] == 4.5
     with pytest.raises(BatchError, match="outcome must be 'last' or 'sum', got 'first'"):
         compute_advantages(batch, step_wise=True, outcome="first")  # type: ignore[arg-type]
+    with pytest.raises(BatchError, match="outcome must be 'last' or 'sum', got tensor"):
+        compute_advantages(batch, step_wise=True, outcome=torch.ones(2))  # type: ignore[arg-type]
 
 
 def test_trajectories_are_told_apart_by_value() -> None:
