@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
+from packaging.version import Version
 
 from mcore_batching.megatron import arguments, cpu_emulation
 from mcore_batching.megatron.arguments import (
@@ -26,7 +27,7 @@ from mcore_batching.megatron.arguments import (
 from mcore_batching.megatron.consensus import DEFAULT_TIMEOUT_SECONDS
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.step_shard import Settings, StepShard
-from mcore_batching.megatron.transformer_engine import Versions
+from mcore_batching.megatron.transformer_engine import Versions, installed_versions
 from mcore_batching.megatron.validation import check_model_config
 from mcore_batching.planning import (
     Argument,
@@ -462,6 +463,13 @@ def test_attention_that_transformer_engine_has_is_accepted(
         setattr(made, name, value)
     dims, planner = ParallelDims(context_parallel=size), PlannerConfig(max_tokens_per_gpu=128)
     check_model_config(made, dims, planner, Versions(engine, cudnn))
+
+
+def test_versions_are_those_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's is one number: 91801 is 9.18.1."""
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91801)
+    monkeypatch.setattr("megatron.core.utils.get_te_version", lambda: Version("2.11.0+cuda13"))
+    assert installed_versions() == Versions((2, 11), (9, 18))
 
 
 def test_all_problems_are_listed_at_once() -> None:

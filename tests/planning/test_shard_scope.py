@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,10 +11,12 @@ from planning_cases import Case, cases, examples
 
 from mcore_batching.planning import (
     CostModel,
+    InflightBoundError,
     LengthError,
     ParallelDims,
     PlannerConfig,
     Problem,
+    ShardOutlook,
     fill_shard,
     pack_shard,
     plan_step,
@@ -197,3 +200,22 @@ def test_splitting_many_samples_stays_fast() -> None:
     assert all(len(samples) == 1 for samples in filled)
     weights = [lengths[sample] for (sample,) in filled]
     assert all(before >= after for before, after in pairwise(weights))
+
+
+def test_the_packing_that_ends_first_is_among_those_within_the_bound() -> None:
+    outlooks = [ShardOutlook(1.0, 20.0), ShardOutlook(3.0, 10.0), ShardOutlook(2.0, 12.0)]
+    bounds = {None: 0, 20: 0, 12: 2, 10: 1}
+    configs = {
+        bound: PlannerConfig(max_tokens_per_gpu=10, max_inflight_tokens=bound) for bound in bounds
+    }
+    assert {b: soonest_packing(outlooks, config) for b, config in configs.items()} == bounds
+    with pytest.raises(InflightBoundError, match="max_inflight_tokens"):
+        soonest_packing(outlooks, PlannerConfig(max_tokens_per_gpu=10, max_inflight_tokens=9))
+
+
+@pytest.mark.parametrize("packing", ["auto", "first-fit", "first-fit-decreasing"])
+def test_rows_are_packed_with_at_most_so_many_samples(packing: Any) -> None:
+    config = PlannerConfig(max_tokens_per_gpu=100, packing=packing, max_samples_per_row=2)
+    bins = pack_shard(Problem.of([1, 2, 3, 4, 5], ParallelDims(), config))
+    assert sorted(i for samples in bins for i in samples) == list(range(5))
+    assert sorted(map(len, bins)) == [1, 2, 2]
