@@ -51,6 +51,8 @@ def test_a_placeholder_is_held_with_its_padding() -> None:
     assert statistics.peak_inflight_tokens == 128 + 128
     tail = replace(padded, micro_batches=(((), (), (2,), (0, 1, 3)),))
     assert step_statistics(tail, [1, 1, 10, 1]).peak_inflight_tokens == 64 + 64
+    empty = replace(padded, micro_batches=(((),) * 4,), sample_indices=())
+    assert step_statistics(empty, []).largest_row_tokens == 64
 
 
 def test_bytes_by_hand() -> None:
