@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import io
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,6 +32,7 @@ from mcore_batching.megatron.errors import (
     PlanMismatchError,
     PlanningFailedError,
 )
+from mcore_batching.megatron.flat_values import flat, unflat
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
@@ -105,7 +105,7 @@ class JobConsensus(Consensus):
         source = self._replica[having[0]] if having else None
         agreed = self.agree(
             "sharing data",
-            lambda: _serialised(value) if self.rank == source else b"",
+            lambda: flat(value) if self.rank == source else None,
             lambda _: dataclasses.replace(
                 says(counts[having[0]][0] if having else 0), tell=bool(having), asks=not having
             ),
@@ -129,7 +129,7 @@ class JobConsensus(Consensus):
         """Hand the value of global rank ``source`` to all ranks. A collective over all ranks."""
         agreed = self.agree(
             "sharing data",
-            lambda: _serialised(value) if self.rank == source else b"",
+            lambda: flat(value) if self.rank == source else None,
             failure=PlanningFailedError,
         )
         return _broadcast(agreed.result, source, self.group)
@@ -172,31 +172,28 @@ class JobConsensus(Consensus):
                 serialised.
         """
 
-        def serialised() -> tuple[Result, list[bytes]]:
+        def serialised() -> tuple[Result, list[torch.Tensor]]:
             result, values = work()
-            return result, [_serialised(value) for value in values]
+            return result, [flat(value) for value in values]
 
         result, outgoing = self.agree(
             stage, serialised, lambda made: says(made[0]), failure=PlanningFailedError
         ).result
         if self._counterpart_group is None:
             self._counterpart_group = self._own_group(list(zip(*self.replicas, strict=True)))
-        sizes = torch.tensor([len(each) for each in outgoing])
+        sizes = torch.tensor([each.numel() for each in outgoing])
         arriving = torch.empty_like(sizes)
         dist.all_to_all_single(arriving, sizes, group=self._counterpart_group)
         incoming_sizes = arriving.tolist()
-        # A view of bytes() would be read-only, which torch warns of.
-        sent = torch.frombuffer(bytearray(b"".join(outgoing)), dtype=torch.uint8)
         received = torch.empty(sum(incoming_sizes), dtype=torch.uint8)
         dist.all_to_all_single(
             received,
-            sent,
+            torch.cat(outgoing),
             incoming_sizes,
-            [len(each) for each in outgoing],
+            sizes.tolist(),
             group=self._counterpart_group,
         )
-        parts = torch.split(received, incoming_sizes)
-        return result, [_deserialised(part.numpy().tobytes()) for part in parts]
+        return result, [unflat(part) for part in torch.split(received, incoming_sizes)]
 
     def _own_group(self, partition: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """The group of this rank's part, made by all ranks together."""
@@ -270,19 +267,10 @@ def _gathered(messages: RankMessages, own: Sequence[int]) -> list[list[int]]:
     return [array("q", each).tolist() for each in messages.gather(array("q", own).tobytes())]
 
 
-def _broadcast(serialised: bytes, source: int | None, group: dist.ProcessGroup | None) -> Any:
-    box = [serialised]
+def _broadcast(
+    flattened: torch.Tensor | None, source: int | None, group: dist.ProcessGroup | None
+) -> Any:
+    """The value of rank ``source``, which alone gives it."""
+    box = [None if flattened is None else flattened.numpy().tobytes()]
     dist.broadcast_object_list(box, src=source, group=group)
-    return _deserialised(box[0])
-
-
-def _serialised(value: Any) -> bytes:
-    # By torch, so that tensors arrive on the host: pickle would put a CUDA tensor on the device
-    # that it had on the source.
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def _deserialised(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+    return unflat(torch.frombuffer(bytearray(box[0] or b""), dtype=torch.uint8))

@@ -1,0 +1,78 @@
+"""Any value as one flat tensor of bytes, for a single transfer; tensors in it are not pickled.
+
+    flat({"tokens": [tensor([5, 6])], "total_lengths": [2]})
+    8 bytes, how long the second part is
+    the value pickled, "tensor of int64, [2], at byte 0" in place of the tensor
+    5 6, as 16 bytes
+
+What the tensors hold is copied once on the way in, from the device in one piece, and once on the
+way out. They arrive on the host.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LENGTH_BYTES = 8
+
+
+def flat(value: Any) -> Tensor:
+    """The value as uint8 ``[bytes]`` on the host.
+
+    Raises:
+        PicklingError: something in it that is no tensor cannot be pickled (or another error that
+            its class raises).
+    """
+    text = io.BytesIO()
+    pickler = _Pickler(text)
+    pickler.dump(value)
+    pickled = text.getvalue()
+    head = bytearray(len(pickled).to_bytes(_LENGTH_BYTES, "little") + pickled)
+    parts = pickler.parts
+    if len({part.device for part in parts}) == 1:
+        parts = [torch.cat(parts)]
+    return torch.cat([torch.frombuffer(head, dtype=torch.uint8), *(part.cpu() for part in parts)])
+
+
+def unflat(data: Tensor) -> Any:
+    """The value. Inverse of `flat`.
+
+    Args:
+        data: uint8 ``[bytes]`` on the host.
+    """
+    length = int.from_bytes(data[:_LENGTH_BYTES].numpy().tobytes(), "little")
+    end = _LENGTH_BYTES + length
+    pickled = data[_LENGTH_BYTES:end].numpy().tobytes()
+    return _Unpickler(io.BytesIO(pickled), data[end:]).load()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.parts: list[Tensor] = []
+        self._end = 0
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            return None
+        part = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        self.parts.append(part)
+        self._end += part.numel()
+        return value.dtype, tuple(value.shape), self._end - part.numel()
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, data: Tensor) -> None:
+        super().__init__(file)
+        self._data = data
+
+    def persistent_load(self, found: Any) -> Tensor:
+        dtype, shape, start = found
+        size = dtype.itemsize * torch.Size(shape).numel()
+        # Cloned, since bytes in the middle of others need not be aligned.
+        return self._data[start : start + size].clone().view(dtype).reshape(shape)

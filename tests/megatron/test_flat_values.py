@@ -1,0 +1,65 @@
+"""Values as bytes and back."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_batching.megatron.flat_values import flat, unflat
+
+VALUES: dict[str, Any] = {
+    "nothing": None,
+    "numbers": {"total_lengths": [3, 5], "rewards": [0.5, -1.0], "names": ["a", "b"]},
+    "no tensors": [],
+    "tensors": [torch.arange(3), torch.tensor(2.5), torch.zeros(0, 4), torch.tensor([True])],
+    "kinds": [torch.ones(3, dtype=torch.bfloat16), torch.ones(2, dtype=torch.complex64)],
+    "transposed": torch.arange(6.0).view(2, 3).t(),
+    "inside": ([1, 2], {"tokens": [torch.arange(5)], "images": [{"pixels": torch.rand(2, 2)}]}),
+    "an array": np.arange(6).reshape(2, 3),
+    "twice": [torch.arange(2)] * 2,
+}
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return bool(np.array_equal(a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_what_arrives_is_what_was_sent(name: str) -> None:
+    assert equal(unflat(flat(VALUES[name])), VALUES[name])
+
+
+def test_several_lie_one_behind_the_other_at_any_byte() -> None:
+    parts = [flat(value) for value in VALUES.values()]
+    joined = torch.cat([torch.zeros(1, dtype=torch.uint8), *parts])
+    _, *split = torch.split(joined, [1, *(part.numel() for part in parts)])
+    assert equal([unflat(part) for part in split], list(VALUES.values()))
+
+
+def test_tensors_are_not_pickled() -> None:
+    tensor = torch.arange(1000)
+    text = pickle.dumps(tensor)
+    assert len(flat(tensor)) < tensor.nbytes + 200 < len(text)
+    part = torch.ones(2, 10**6)[:, :2]  # of a storage that is not to be sent
+    assert len(flat(part)) < 1000
+
+
+def test_a_gradient_stays_behind() -> None:
+    assert not unflat(flat(torch.ones(2, requires_grad=True))).requires_grad
+
+
+def test_what_cannot_be_pickled_raises() -> None:
+    with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
+        flat(lambda: None)
