@@ -25,7 +25,12 @@ from torch import Tensor
 from trajectories import Trajectory
 
 from mcore_batching.batch import PackedMicroBatch, gather_response
-from mcore_batching.megatron import forward_only, get_data_iterator, schedule_of
+from mcore_batching.megatron import (
+    context_parallel_group,
+    forward_only,
+    get_data_iterator,
+    schedule_of,
+)
 
 
 @dataclasses.dataclass
@@ -139,9 +144,8 @@ def _next_token_logits(logits: Tensor, *, micro_batch: PackedMicroBatch) -> dict
 
     Whole rows on every tensor- and context-parallel rank, so that all of them draw alike.
     """
-    context = parallel_state.get_context_parallel_group()
     rows = gather_response(
-        logits[0].float(), micro_batch, group=context if context.size() > 1 else None
+        logits[0].float(), micro_batch, group=context_parallel_group(micro_batch)
     )
     own = torch.cat(rows)
     tensor = parallel_state.get_tensor_model_parallel_group()

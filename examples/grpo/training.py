@@ -85,5 +85,6 @@ def baseline_arguments(options: argparse.Namespace) -> argparse.Namespace:
     """The flags with dynamic micro-batches turned off, and one sample to each."""
     args = copy.copy(options)
     args.use_dynamic_batch_size = False
+    args.dynamic_batch_context_parallel = None
     args.micro_batch_size = 1
     return args

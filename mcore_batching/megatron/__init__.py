@@ -31,6 +31,7 @@ from mcore_batching.megatron.log_probs import (
     response_log_probs,
     response_log_probs_and_entropy,
 )
+from mcore_batching.megatron.row_groups import context_parallel_group
 from mcore_batching.megatron.train_step import TrainStepResult, train_step
 from mcore_batching.megatron.validation import check_settings
 
@@ -51,6 +52,7 @@ __all__ = [
     "add_dynamic_batch_arguments",
     "add_fields",
     "check_settings",
+    "context_parallel_group",
     "cost_learner",
     "forward_only",
     "get_data_iterator",

@@ -103,6 +103,18 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         f"on CUDA {CUDA_ROW_MULTIPLE} tokens per tensor- and context-parallel rank, or what of "
         "them divides the cap, so that it stays what it is",
     },
+    "max_context_parallel": {
+        "type": int,
+        "metavar": "MAX",
+        "help": "dynamic context parallelism: let each micro-batch be shared by 1, 2, 4, ... up to "
+        "MAX data-parallel ranks, as the plan finds best; a shared one may hold "
+        "--max-tokens-per-gpu on each of them. Implies --dynamic-batch-exchange",
+    },
+    "exchange": {
+        "action": "store_true",
+        "help": "plan the samples of all data-parallel ranks as one, and move them between ranks "
+        "so that these are balanced; without it every rank runs the samples that it has read",
+    },
     "forward_only_plan": {
         "choices": ["shared", "own"],
         "default": "shared",
@@ -171,12 +183,13 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 
-FLAGS = {
-    name: f"--{name.replace('_', '-')}"
-    if name in ("use_dynamic_batch_size", "max_tokens_per_gpu")
-    else PREFIX + name.replace("_", "-")
-    for name in _OPTIONS
+_SPELLED = {
+    "use_dynamic_batch_size": "--use-dynamic-batch-size",
+    "max_tokens_per_gpu": "--max-tokens-per-gpu",
+    "max_context_parallel": f"{PREFIX}context-parallel",
 }
+
+FLAGS = {name: _SPELLED.get(name, PREFIX + name.replace("_", "-")) for name in _OPTIONS}
 """Argument of the library to the flag that sets it."""
 
 _FORMER_FLAGS = {"consensus_timeout_seconds": f"{PREFIX}rendezvous-timeout-seconds"}
@@ -264,6 +277,11 @@ def planner_config(args: Any, dims: ParallelDims | None = None) -> PlannerConfig
         ConfigError: a value is out of range.
     """
     if not uses_dynamic_batch_size(args):
+        if max_context_parallel(args) is not None:
+            raise DynamicBatchArgumentError(
+                f"{FLAGS['max_context_parallel']} plans micro-batches under a cap: set "
+                "--use-dynamic-batch-size and --max-tokens-per-gpu as well"
+            )
         return PlannerConfig(
             max_tokens_per_gpu=sys.maxsize,
             fill="placeholder",
@@ -277,18 +295,43 @@ def planner_config(args: Any, dims: ParallelDims | None = None) -> PlannerConfig
             "that fit into one GPU's memory in one micro-batch (16384, say)"
         )
     chosen = {
-        name: getattr(args, f"dynamic_batch_{name}", default)
+        name: getattr(args, _attribute(name), default)
         for name, default in _PLANNER_DEFAULTS.items()
     }
     if chosen["pad_total_to"] is None and dims is not None and _runs_on_cuda():
         chosen["pad_total_to"] = _default_row_multiple(args.max_tokens_per_gpu, dims)
     try:
+        if max_context_parallel(args) is not None and learns_cost_model(args):
+            raise DynamicBatchArgumentError(
+                f"{FLAGS['cost_model']} {LEARNT} does not learn what rows cost that several ranks "
+                "share: set it to a file that `mcore-batching calibrate --out` wrote, or leave it "
+                "out"
+            )
         config = PlannerConfig(max_tokens_per_gpu=args.max_tokens_per_gpu, **chosen)
+        if dims is not None:
+            config.check_max_context_parallel(dims)
         forward_only_config(args, config)
         return config
     except MCoreBatchingError as error:
         error.args = (error.text(flag_of),)
         raise
+
+
+def max_context_parallel(args: Any) -> int | None:
+    """Most ranks that may share a row; None without ``--dynamic-batch-context-parallel``."""
+    most: int | None = getattr(args, _attribute("max_context_parallel"), None)
+    return most
+
+
+def exchanges_samples(args: Any) -> bool:
+    """True if the samples of all data-parallel ranks are planned as one, and move between them."""
+    asked = getattr(args, _attribute("exchange"), False)
+    return bool(asked) or max_context_parallel(args) is not None
+
+
+def _attribute(name: str) -> str:
+    """Of Megatron's arguments, for an argument of the library."""
+    return FLAGS[name].removeprefix("--").replace("-", "_")
 
 
 def _runs_on_cuda() -> bool:

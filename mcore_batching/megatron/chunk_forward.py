@@ -16,6 +16,7 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.arguments import fuses_output_layer, keeps_logits_in_model_dtype
 from mcore_batching.megatron.fused_output import Logits, output_layer
 from mcore_batching.megatron.model_inputs import joined_multimodal_inputs
+from mcore_batching.megatron.row_groups import row_group
 
 
 def run_for_losses(
@@ -48,7 +49,10 @@ def run_chunk(chunk: Any, row: PackedMicroBatch, in_model_dtype: bool = False) -
         "attention_mask": None,
         "labels": None,
         "packed_seq_params": compat.packed_seq_params(
-            row.cu_seqlens_padded, row.max_seqlen, row.host_cu_seqlens_padded
+            row.cu_seqlens_padded,
+            row.max_seqlen,
+            row.host_cu_seqlens_padded,
+            row_group(row.context_parallel_size),
         ),
     }
     if get_model_config(chunk).num_moe_experts:

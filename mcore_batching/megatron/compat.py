@@ -71,7 +71,10 @@ def attention_groups(pg_collection: Any) -> tuple[dist.ProcessGroup, dist.Proces
 
 
 def packed_seq_params(
-    cu_seqlens: Tensor, max_seqlen: int, host_cu_seqlens: Sequence[int]
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    host_cu_seqlens: Sequence[int],
+    group: dist.ProcessGroup | None = None,
 ) -> PackedSeqParams:
     """Megatron's THD parameters for a row of padded sequences.
 
@@ -85,6 +88,7 @@ def packed_seq_params(
         max_seqlen: longest padded sequence, in tokens.
         host_cu_seqlens: the same offsets as Python ints, for attentions that need them on the
             host.
+        group: ranks that share the row, where rows differ in it; None: the model's own.
     """
     params = PackedSeqParams(
         qkv_format="thd",
@@ -94,7 +98,53 @@ def packed_seq_params(
         max_seqlen_kv=max_seqlen,
     )
     params.host_cu_seqlens = tuple(host_cu_seqlens)
+    set_row_group(params, group)
     return params
+
+
+def set_row_group(params: Any, group: dist.ProcessGroup | None) -> None:
+    """Let a row's packed-sequence parameters name its own context-parallel group, if it has one.
+
+    What reads it: Transformer Engine's attention, `PackedAttention`, and `let_rows_have_groups`.
+    """
+    if group is not None:
+        params.cp_group, params.local_cp_size = group, group.size()
+
+
+def let_rows_have_groups(attention: Any) -> None:
+    """Let an attention layer rotate positions by the row's group instead of the model's.
+
+    Core attentions read the group in the row's parameters; the rotation before them reads the
+    layer's ``pg_collection.cp``. So that is replaced while the layer runs forward, which it does
+    again, with the same parameters, where backward computes activations anew. Nothing reads it in
+    backward itself: every operation has kept what it needs of its own forward pass.
+
+    Args:
+        attention: one of Megatron's attention layers.
+    """
+    if hasattr(attention, "groups_of_rows"):
+        return
+    attention.groups_of_rows = []
+
+    def before_forward(module: Any, arguments: Any, named: dict[str, Any]) -> None:
+        del arguments
+        params, groups = named.get("packed_seq_params"), module.pg_collection
+        module.groups_of_rows.append(groups.cp)
+        if params is not None and params.cp_group is not None:
+            groups.cp = params.cp_group
+
+    def after_forward(module: Any, *unused: Any) -> None:
+        del unused
+        module.pg_collection.cp = module.groups_of_rows.pop()
+
+    attention.register_forward_pre_hook(before_forward, with_kwargs=True)
+    attention.register_forward_hook(after_forward, always_call=True)
+    if HAVE_TRANSFORMER_ENGINE:
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        # Megatron makes it where the model's own size is above 1 alone.
+        if TEDotProductAttention.cp_stream is None and torch.cuda.is_available():
+            TEDotProductAttention.cp_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 def forget_padded_length(params: Any) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Field, Schema
-from mcore_batching.batch.consensus import Statement
+from mcore_batching.batch.consensus import Statement, no_statement
 from mcore_batching.batch.field_checks import require_one_per_sample
-from mcore_batching.megatron.arguments import has_own_forward_plan
+from mcore_batching.megatron.arguments import FLAGS, exchanges_samples, has_own_forward_plan
 from mcore_batching.megatron.consensus import get_consensus
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, PlanningFailedError
 from mcore_batching.megatron.exchange import ExchangingProtocol
 from mcore_batching.megatron.planning_protocol import PlanningProtocol
+from mcore_batching.megatron.sample_moves import SampleMoves
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.planning import CostModel
 
@@ -161,6 +163,12 @@ def get_data_iterator(
     compared, and ranks with fewer micro-batches split theirs, then add placeholders. The count
     obeys the interleaved schedule's rule, rounded up.
 
+    Under ``--dynamic-batch-exchange``, and ``--dynamic-batch-context-parallel``, which implies it,
+    the samples of all ranks are planned as one, and each moves to the rank that runs it, or to the
+    ranks that share its row. Outputs of `forward_only` come back to the rank and place that their
+    samples came from, and `add_fields` takes fields in that order; what the iterators themselves
+    give (``rollout_data``, ``micro_batch_indices``, `get_next`) is of the samples that run here.
+
     Args:
         args: Megatron's arguments: ``max_tokens_per_gpu``, ``global_batch_size`` and the
             ``dynamic_batch_*`` options. Where ``use_dynamic_batch_size`` is there and False,
@@ -191,10 +199,11 @@ def get_data_iterator(
     """
 
     def read() -> dict[str, list[Any]] | None:
-        if getattr(args, "dynamic_batch_exchange", False):
+        if exchanges_samples(args) and has_own_forward_plan(args):
             raise DynamicBatchArgumentError(
-                "--dynamic-batch-exchange moves samples to other ranks, and get_data_iterator "
-                "leaves them where their rollout data is: unset --dynamic-batch-exchange here"
+                "forward_only has no plan of its own where samples move between ranks: unset "
+                f"{FLAGS['forward_only_plan']} and {FLAGS['forward_only_max_tokens_per_gpu']}, or "
+                f"{FLAGS['exchange']} and {FLAGS['max_context_parallel']}"
             )
         return rollout_data
 
@@ -213,9 +222,6 @@ def plan_micro_batches(
 ) -> tuple[list[DataIterator], list[int]]:
     """`get_data_iterator` for rollout data that is yet to be read.
 
-    Under ``args.dynamic_batch_exchange`` the samples of all ranks form one step, which is planned
-    as one, and samples move between data-parallel ranks.
-
     Args:
         args: as in `get_data_iterator`.
         model: this rank's model chunks.
@@ -231,8 +237,7 @@ def plan_micro_batches(
     Raises:
         CollectiveError: as `get_data_iterator`.
     """
-    exchange = getattr(args, "dynamic_batch_exchange", False)
-    protocol = (ExchangingProtocol if exchange else PlanningProtocol)(
+    protocol = (ExchangingProtocol if exchanges_samples(args) else PlanningProtocol)(
         args,
         model,
         read,
@@ -257,11 +262,15 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
     Args:
         data_iterator: from `get_data_iterator`; the plan stays as it is.
         fields: field name to one value per sample of this rank, in the order of the rollout data.
+            Where samples were exchanged, so are these, among ranks of one pipeline stage: the same
+            fields on all of them that have samples.
 
     Raises:
         PlanningFailedError: on every rank, if a field does not fit on any (a `SchemaError`).
     """
     consensus = get_consensus()
+    if _moves_of(data_iterator) is not None:
+        fields = _moved(data_iterator, fields)
 
     def kinds_of_fields() -> dict[str, Field]:
         if not isinstance(fields, Mapping):
@@ -279,7 +288,7 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
 
     # What one rank's samples leave open (it may have none), another's may tell.
     kinds = consensus.agree(
-        "adding fields, their kinds",
+        _ADDING,
         kinds_of_fields,
         lambda own: Statement(tell=own, asks=not set(own) >= lacking()),
         failure=PlanningFailedError,
@@ -291,3 +300,30 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
         failure=PlanningFailedError,
     )
     rollout_of(data_iterator).replace(extended.result)
+
+
+_ADDING = "adding fields, their kinds"
+
+
+def _moves_of(data_iterator: Any) -> SampleMoves | None:
+    """How samples were exchanged; None where they were not, or that cannot be told."""
+    with contextlib.suppress(TypeError):
+        return schedule_of(data_iterator).moves
+    return None
+
+
+def _moved(
+    data_iterator: Sequence[DataIterator], fields: Mapping[str, Sequence[Any]]
+) -> Mapping[str, Sequence[Any]]:
+    """The fields' values of the samples that this rank runs. A collective over all ranks."""
+
+    def leaving() -> tuple[SampleMoves, list[Any]]:
+        moves = schedule_of(data_iterator).moves
+        assert moves is not None
+        return moves, moves.outgoing(fields)
+
+    consensus = get_consensus()
+    moves, incoming = consensus.exchange(_ADDING, leaving, no_statement)
+    return consensus.agree(
+        "adding fields, moved", lambda: moves.arranged(incoming), failure=PlanningFailedError
+    ).result

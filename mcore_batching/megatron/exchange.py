@@ -1,7 +1,7 @@
-"""Planning of all data-parallel ranks' samples as one step, and the exchange that it asks for.
+"""Planning of all data-parallel ranks' samples as one, and the exchange that it asks for.
 
 Lengths are gathered first, and every rank makes the same plan of them; only then do samples move,
-each once, to the rank that runs it.
+each once, to the rank that runs it, or to the ranks that share its row.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from typing import Any, Literal
 from mcore_batching.batch.consensus import Statement
 from mcore_batching.megatron.arguments import naming_the_cap
 from mcore_batching.megatron.errors import PlanningFailedError
-from mcore_batching.megatron.planning_protocol import PlanningProtocol
+from mcore_batching.megatron.planning_protocol import PlanningProtocol, digest_of
 from mcore_batching.megatron.rollout_batch import RolloutBatch
-from mcore_batching.megatron.shards import MicroBatches
+from mcore_batching.megatron.row_groups import make_row_groups
+from mcore_batching.megatron.sample_moves import SampleMoves
+from mcore_batching.megatron.schedule import GlobalPlan, MicroBatchSchedule
+from mcore_batching.megatron.shards import MicroBatches, Shard
 from mcore_batching.planning import StepPlan, plan_step
 
-_Samples = tuple[list[int], dict[str, list[Any]]]
-"""Numbers of some samples; field name to their values."""
+_Laid = tuple[tuple[GlobalPlan, ...], SampleMoves, str]
+"""Plans, where their samples move, and the plans' digest."""
 
 
 class ExchangingProtocol(PlanningProtocol):
-    """Planning of one step over all ranks' samples, which move where the plan wants them.
+    """Planning over all ranks' samples, which move where the plan wants them.
 
     Samples are numbered through, data-parallel rank after data-parallel rank:
 
@@ -37,71 +40,88 @@ class ExchangingProtocol(PlanningProtocol):
 
     def lay_out(self) -> None:
         """Plan all ranks' samples, and move them."""
-        shards = self._gather_lengths()
-        self._lengths = [length for shard in shards for length in shard]
-        incoming = self._exchange_samples([len(shard) for shard in shards])
-        self._hold(incoming)
+        most = self.settings.config.max_context_parallel
+        if most is not None:
+            make_row_groups(self.args, self.settings.dims.row_sizes(most))
+        self._moved(self._gathered())
 
     def choose(self) -> tuple[MicroBatches, ...]:
-        """This rank's micro-batches of the one step, as indices of the samples it now holds."""
-        micro_batches = self._plan.micro_batches[self.consensus.data_parallel_rank]
-        local = {number: place for place, number in enumerate(self._samples_of_own)}
-        return (tuple(tuple(local[i] for i in ids) for ids in micro_batches),)
-
-    def _gather_lengths(self) -> list[list[int]]:
-        def says(batch: RolloutBatch) -> Statement:
-            return Statement(equal=batch.comparable(), largest=[len(batch.total_lengths)])
-
-        agreed = self.consensus.agree(
-            "gathering lengths", self.batch.resolved, says, failure=PlanningFailedError
+        """Every step's micro-batches of this rank, as indices of the samples it now holds."""
+        local = {number: place for place, number in enumerate(self._moves.held)}
+        own = self._moves.own
+        return tuple(
+            tuple(tuple(local[number] for number in row) for row in made.rows_on(own))
+            for made in self._plans
         )
-        self.batch = agreed.result
-        return self.consensus.gather_integers(self.batch.total_lengths, agreed.largest[0])
 
-    def _exchange_samples(self, counts: Sequence[int]) -> list[_Samples]:
-        """Plan, and hand over what the plan wants elsewhere; what each rank handed to this one."""
-        settings, own = self.settings, self.consensus.data_parallel_rank
-        first = list(accumulate(counts, initial=0))
-        mine = range(first[own], first[own + 1])
+    def conclude(self) -> MicroBatchSchedule:
+        """The schedule, which also knows where outputs go."""
+        made = super().conclude()
+        return dataclasses.replace(made, moves=self._moves, plans=self._plans)
 
-        def leaving(plan: StepPlan, rank: int) -> _Samples:
-            numbers = [i for i in _samples_of(plan, rank) if i in mine]
-            places = [i - mine.start for i in numbers]
-            columns = self.batch.data.items()
-            return numbers, {name: [values[i] for i in places] for name, values in columns}
+    def _gathered(self) -> list[Shard]:
+        """The lengths and steps of every data-parallel rank."""
 
-        def work() -> tuple[StepPlan, list[_Samples]]:
+        def work() -> tuple[RolloutBatch, Shard]:
+            batch = self.batch.resolved()
+            steps = tuple((tuple(step),) for step in batch.steps_of(self.num_samples))
+            return batch, Shard(batch.total_lengths, steps)
+
+        def says(made: tuple[RolloutBatch, Shard]) -> Statement:
+            batch, shard = made
+            return Statement(
+                equal={"number of steps": len(shard.steps), **batch.comparable()},
+                largest=[len(shard.integers())],
+            )
+
+        agreed = self.consensus.agree("gathering lengths", work, says, failure=PlanningFailedError)
+        self.batch, own = agreed.result
+        gathered = self.consensus.gather_integers(own.integers(), agreed.largest[0])
+        return list(map(Shard.of_integers, gathered))
+
+    def _moved(self, shards: Sequence[Shard]) -> None:
+        """Plan, hand over what the plan wants elsewhere, and hold what it wants here."""
+        lengths = [length for shard in shards for length in shard.lengths]
+        first = list(accumulate((len(shard.lengths) for shard in shards), initial=0))
+        own = self.consensus.data_parallel_rank
+
+        def plan(step: int) -> GlobalPlan:
+            numbers = [
+                start + index
+                for start, shard in zip(first, shards, strict=False)
+                for index in shard.steps[step][0]
+            ]
+            of_step = [lengths[number] for number in numbers]
+            return GlobalPlan(self._planned(of_step), numbers, of_step)
+
+        def work() -> tuple[_Laid, list[Any]]:
             with naming_the_cap(self.args, forward_only=self.forward_only):
-                plan = plan_step(
-                    self._lengths,
-                    settings.dims,
-                    settings.config,
-                    settings.cost_model,
-                    forward_only=self.forward_only,
-                )
-            return plan, [leaving(plan, rank) for rank in range(len(counts))]
+                plans = tuple(map(plan, range(len(shards[0].steps))))
+            runs_on = [
+                sorted(number for made in plans for row in made.rows_on(rank) for number in row)
+                for rank in range(len(shards))
+            ]
+            moves = SampleMoves(own, first, runs_on)
+            digest = digest_of([made.plan.digest() for made in plans])
+            return (plans, moves, digest), moves.outgoing(self.batch.data)
 
-        def says(plan: StepPlan) -> Statement:
-            return Statement(equal={"plan (sha256)": plan.digest()})
+        def says(made: _Laid) -> Statement:
+            return Statement(equal={"plan (sha256)": made[2]})
 
-        self._plan, incoming = self.consensus.exchange("planning all samples", work, says)
-        self.plan_digest = self._plan.digest()
-        return incoming
+        (self._plans, self._moves, self.plan_digest), incoming = self.consensus.exchange(
+            "planning all samples", work, says
+        )
+        arranged = self._moves.arranged(incoming)
+        data = {name: arranged.get(name, []) for name in self.batch.template}
+        held = [lengths[number] for number in self._moves.held]
+        self.batch = dataclasses.replace(self.batch, data=data, total_lengths=held)
 
-    def _hold(self, incoming: Sequence[_Samples]) -> None:
-        """Go on with the samples that the plan wants here."""
-        held: dict[int, tuple[dict[str, list[Any]], int]] = {}
-        for numbers, columns in incoming:
-            held |= {number: (columns, place) for place, number in enumerate(numbers)}
-        here = self._samples_of_own = _samples_of(self._plan, self.consensus.data_parallel_rank)
-        data = {
-            name: [columns[name][place] for columns, place in (held[i] for i in here)]
-            for name in self.batch.template
-        }
-        lengths = [self._lengths[i] for i in here]
-        self.batch = dataclasses.replace(self.batch, data=data, total_lengths=lengths)
-
-
-def _samples_of(plan: StepPlan, rank: int) -> list[int]:
-    """The samples that a data-parallel rank runs, ascending."""
-    return sorted(i for micro_batch in plan.micro_batches[rank] for i in micro_batch)
+    def _planned(self, lengths: Sequence[int]) -> StepPlan:
+        settings = self.settings
+        return plan_step(
+            lengths,
+            settings.dims,
+            settings.config,
+            settings.cost_model,
+            forward_only=self.forward_only,
+        )

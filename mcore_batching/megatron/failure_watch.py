@@ -23,6 +23,7 @@ The main thread pays for two events per call; the thread asks the store every
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import itertools
 import json
@@ -38,6 +39,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.megatron.errors import PipelineFailedError
 
 POLL_SECONDS = 0.5
@@ -67,6 +69,7 @@ class FailureWatch:
         self._poll_seconds = POLL_SECONDS * max(1.0, num_ranks / _RANKS_PER_POLL_SECONDS)
         self._failure: dict[int, str] | None = None
         self._num_pipelines = 0
+        self._times: collections.Counter[str] = collections.Counter()
         self._inside = threading.Event()
         self._ending = threading.Event()
         self._aborting = threading.Lock()
@@ -108,6 +111,7 @@ class FailureWatch:
             PipelineFailedError: in place of any `Exception`, or for one on another rank.
         """
         self._num_pipelines += 1
+        self._times.clear()
         with self.waiting():
             try:
                 yield
@@ -120,10 +124,11 @@ class FailureWatch:
         """True as soon as so many ranks have come to the same point of the same pipeline.
 
         Args:
-            what: names the point, no second time in this pipeline.
+            what: names the point; ranks come to it equally often, and each time counts.
             how_many: ranks, this one included; False if they have not come in time.
         """
-        key = f"{self._num_pipelines}/{what}"
+        self._times[what] += 1
+        key = f"{self._num_pipelines}/{what} {self._times[what]}"
         given_up = time.monotonic() + ALIKE_SECONDS
         self._store.add(key, 1)
         while self._store.add(key, 0) < how_many:
@@ -217,25 +222,35 @@ def reporting(args: Any, operation: str) -> contextlib.AbstractContextManager[No
     return contextlib.nullcontext() if watch is None else watch.reporting(operation)
 
 
-def defer(args: Any, failed: list[Exception], exception: Exception) -> None:
+def defer(
+    args: Any,
+    failed: list[Exception],
+    exception: Exception,
+    row: PackedMicroBatch | None = None,
+) -> None:
     """Keep what a function of the model's output raised, to be raised after the pipeline.
 
     Args:
         args: as in `reporting`.
         failed: of this pipeline so far; the exception is added.
         exception: what was raised.
+        row: the micro-batch, where rows may have sizes of their own.
 
     Raises:
         Exception: itself, where ranks that share the micro-batch have not raised, and so may wait
             for this one inside the function.
     """
     failed.append(exception)
-    sharing = parallel_state.get_tensor_model_parallel_world_size()
-    sharing *= parallel_state.get_context_parallel_world_size()
+    size = (
+        parallel_state.get_context_parallel_world_size()
+        if row is None
+        else (row.context_parallel_size)
+    )
+    sharing = size * parallel_state.get_tensor_model_parallel_world_size()
     watch = _watch_of(args)
     if watch is not None and sharing > 1:
-        replica = parallel_state.get_data_parallel_rank()
-        if not watch.is_joined(f"replica {replica} raises {len(failed)}", sharing):
+        block = parallel_state.get_data_parallel_rank(with_context_parallel=True) // size
+        if not watch.is_joined(f"block {block} of {size} raises", sharing):
             raise exception
 
 

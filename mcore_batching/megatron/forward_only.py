@@ -36,9 +36,10 @@ from mcore_batching.megatron.failure_watch import defer, reporting
 from mcore_batching.megatron.log_probs import chunks_of_tokens, logits_of_shape
 from mcore_batching.megatron.logits_function import adapted, real_outputs
 from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep, prepare
+from mcore_batching.megatron.sample_moves import check_output
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
 from mcore_batching.megatron.transfer_shapes import planned_transfers
-from mcore_batching.megatron.validation import check_logits
+from mcore_batching.megatron.validation import check_logits, let_rows_have_groups
 
 _OPERATION = "forward_only"
 
@@ -97,17 +98,20 @@ def forward_only(
             ):
                 made, failed = _run(function, args, chunks, prepared)
             outputs += made
-            names = _agreed_names(args, outputs, failed)
+            names = _agreed_names(args, outputs, failed, travel=schedule.moves is not None)
     if not is_last_stage():
         return {}
     indices = [i for micro_batch in schedule.micro_batches for i in micro_batch]
     real = [each.values for each in outputs if not each.is_placeholder]
-    return {
-        f"{store_prefix}{name}": restore_order(
+    found = {
+        name: restore_order(
             [value for values in real for value in values[name]], indices, schedule.num_samples
         )
         for name in names
     }
+    if schedule.moves is not None:
+        found = schedule.moves.returned(found)
+    return {f"{store_prefix}{name}": values for name, values in found.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +136,8 @@ def _opened(
         get_model_config(chunks[0])
         check_logits(args, chunks)
         rollout = rollout_of(data_iterator)
+        if rollout.schedule.has_sizes_of_rows:  # the model need not be the one planned with
+            let_rows_have_groups(chunks)
         if not has_own_forward_plan(args):
             for step in range(len(rollout.schedule.steps)):
                 rollout.schedule.check_step(step, num_microbatches)
@@ -194,7 +200,7 @@ def _run(
                     values = real_outputs(f(logits, **offered), row)
             except Exception as exception:
                 # The pipeline has to run dry before all ranks can be told.
-                defer(args, failed, exception)
+                defer(args, failed, exception, row)
                 values = {}
             return _RowOutputs(row.is_placeholder, values)
 
@@ -216,7 +222,7 @@ def _run(
 
 
 def _agreed_names(
-    args: Any, outputs: Sequence[_RowOutputs], failed: Sequence[Exception]
+    args: Any, outputs: Sequence[_RowOutputs], failed: Sequence[Exception], *, travel: bool
 ) -> list[str]:
     """The names that ``f`` returns for real samples, of whichever rank has any.
 
@@ -226,20 +232,27 @@ def _agreed_names(
         args: Megatron's arguments.
         outputs: of this rank's micro-batches so far; none on other stages than the last.
         failed: what ``f`` raised in them.
+        travel: outputs go back to other ranks.
 
     Raises:
-        ForwardFailedError: ``f`` raised, or its names differ between micro-batches or ranks, or a
-            placeholder has one that real samples lack.
+        ForwardFailedError: ``f`` raised, or returned what cannot travel, or its names differ
+            between micro-batches or ranks, or a placeholder has one that real samples lack.
     """
 
     def work() -> tuple[list[str] | None, list[str]]:
-        real = [list(each.values) for each in outputs if not each.is_placeholder]
+        real_values = [each.values for each in outputs if not each.is_placeholder]
+        real = [list(values) for values in real_values]
         for names in real:
             if set(names) != set(real[0]):
                 raise OrderError(
                     f"the function given to forward_only returned {sorted(names)} for one "
                     f"micro-batch and {sorted(real[0])} for another: return the same names for all"
                 )
+        if travel:
+            for values in real_values:
+                for name, of_samples in values.items():
+                    for value in of_samples:
+                        check_output(name, value)
         extra = {name: None for each in outputs if each.is_placeholder for name in each.values}
         return (real[0] if real else None), list(extra)
 

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -24,6 +23,7 @@ from mcore_batching.batch import BatchError, PackedMicroBatch
 from mcore_batching.batch.context_parallel import gather_own_values
 from mcore_batching.batch.value_shapes import describe, shape_of
 from mcore_batching.megatron.fused_output import FusedLogits, Logits
+from mcore_batching.megatron.row_groups import context_parallel_group
 from mcore_batching.megatron.token_statistics import (
     Options,
     StatisticsOfLogits,
@@ -189,5 +189,4 @@ def _gathered(
             readers = _readers.setdefault(logits, [])
             readers.append(None)
         values = cast(Any, StatisticsOfLogits).apply(logits, positions, targets, options, readers)
-    group = parallel_state.get_context_parallel_group()
-    return gather_own_values(values, row, group=group if group.size() > 1 else None)
+    return gather_own_values(values, row, group=context_parallel_group(row))

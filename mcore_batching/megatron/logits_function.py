@@ -34,6 +34,12 @@ def adapted(
     size = schedule.dims.context_parallel
     padded_to = sample_multiple_tokens(schedule.dims, schedule.config)
     by_lengths = "micro_batch" not in takes
+    if by_lengths and schedule.has_sizes_of_rows:
+        raise ValueError(
+            f"{getattr(f, '__name__', f)} does not take micro_batch, so it finds tokens by "
+            "lengths, and --dynamic-batch-context-parallel cuts each row in its own way: let it "
+            "take micro_batch (gather_response and response_log_probs do)"
+        )
     if by_lengths and size > 1 and padded_to != 2 * size:
         raise ValueError(
             f"{getattr(f, '__name__', f)} does not take micro_batch, so it finds tokens by lengths "

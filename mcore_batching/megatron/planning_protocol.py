@@ -141,6 +141,7 @@ class PlanningProtocol:
             equal["steps are recorded"] = open_record(self.args) is not None
             counted = self._counted(0 if batch is None else len(batch.total_lengths))
             equal["costs are learnt"] = self._learns
+            equal["samples stay on their rank"] = self.scope == "local"
             sums: list[float] = []
             maxima: list[float] = []
             if self._learns:
@@ -258,7 +259,7 @@ class PlanningProtocol:
             each = [outlook for ways in outlooks for outlook in ways]
             ends = [outlook.end for outlook in each]
             filled = [shard.filled for shard in self._shards]
-            digest = _digest([self.batch.total_lengths, filled])
+            digest = digest_of([self.batch.total_lengths, filled])
             return Statement(
                 equal_in_replica={"samples and plan (sha256)": digest},
                 largest=ends + [outlook.inflight_tokens for outlook in each],
@@ -267,7 +268,7 @@ class PlanningProtocol:
             )
 
         agreed = self.consensus.agree("filling", work, says, failure=PlanningFailedError)
-        self.plan_digest = _digest([agreed.total, agreed.largest])
+        self.plan_digest = digest_of([agreed.total, agreed.largest])
         half = len(agreed.largest) // 2
         worst = map(ShardOutlook, agreed.largest[:half], agreed.largest[half:])
         self._outlooks = [[next(worst) for _ in shard.packings] for shard in self._shards]
@@ -279,5 +280,6 @@ def _pad_token_id(args: Any) -> Any:
     return 0 if given is None or (as_integer(given) or 0) < 0 else given
 
 
-def _digest(value: Any) -> str:
+def digest_of(value: Any) -> str:
+    """A short digest of numbers and texts in lists, the same on every rank."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

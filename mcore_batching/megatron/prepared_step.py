@@ -152,10 +152,11 @@ def prepare(
 
     def collate() -> PreparedStep:
         found = schedule()
-        rows = [found.row(indices) for indices in found.steps[step]]
+        rows = found.rows(step)
         prepared = [PreparedRow(change(row), owned_num_tokens(row)) for row in rows]
         portable = [PortableRow.of_stage(each.row) for each in prepared]
-        return PreparedStep(found, step, prepared, portable, step_totals(rows))
+        totals = step_totals(found.counts_once(rows))
+        return PreparedStep(found, step, prepared, portable, totals)
 
     def says(prepared: PreparedStep) -> Statement:
         sums = dataclasses.asdict(prepared.totals)

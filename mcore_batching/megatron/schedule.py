@@ -18,6 +18,7 @@ from mcore_batching.batch import (
     pack,
 )
 from mcore_batching.batch.side_by_side import on_host
+from mcore_batching.megatron.sample_moves import SampleMoves
 from mcore_batching.megatron.shards import MicroBatches, Shard
 from mcore_batching.planning import (
     CostModel,
@@ -33,6 +34,25 @@ _LAID_OUT = (Kind.TOKENS, Kind.POSITION_IDS)
 """Kinds of fields that rows are laid out of, which the host does."""
 
 
+@dataclasses.dataclass(frozen=True)
+class GlobalPlan:
+    """One step's plan of the samples of all data-parallel ranks.
+
+    Attributes:
+        plan: its samples are places in `numbers`.
+        numbers: number of each sample of the step, over all ranks and steps.
+        lengths: total length of each of them, in tokens.
+    """
+
+    plan: StepPlan
+    numbers: list[int]
+    lengths: list[int]
+
+    def rows_on(self, rank: int) -> MicroBatches:
+        """A rank's micro-batches, as numbers of samples."""
+        return tuple(tuple(self.numbers[i] for i in row) for row in self.plan.micro_batches[rank])
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MicroBatchSchedule:
     """This rank's rollout data and the micro-batches made of it.
@@ -45,12 +65,15 @@ class MicroBatchSchedule:
             for a placeholder. All ranks have the same number of micro-batches in a step.
         dims: the job's parallel dims.
         config: the planner's settings.
-        context_parallel_rank: which slice of every row this rank holds.
+        context_parallel_rank: which slice of every row this rank holds, where rows have the size
+            of the dims.
         pad_token_id: token that fills padding and placeholders.
         plan_digest: of the plans of all data-parallel ranks together; the same on every rank.
         gather_shards: gives those of every data-parallel rank, the first time as a collective.
         scope: "local" if every sample stayed on its rank, "global" if they were exchanged.
         cost_model: what the plan was made by.
+        moves: where samples came from and where they run, in the scope "global" alone.
+        plans: of every step, likewise.
     """
 
     rollout_data: dict[str, list[Any]]
@@ -65,6 +88,8 @@ class MicroBatchSchedule:
     gather_shards: Callable[[], tuple[Shard, ...]]
     scope: Literal["global", "local"]
     cost_model: CostModel
+    moves: SampleMoves | None = None
+    plans: tuple[GlobalPlan, ...] = ()
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -125,6 +150,8 @@ class MicroBatchSchedule:
             the plan; total length of each sample of the step [samples], in tokens, rank after
             rank.
         """
+        if self.plans:
+            return self.plans[step].plan, self.plans[step].lengths
         lengths: list[int] = []
         ranks = []
         for shard in self.shards:
@@ -184,12 +211,38 @@ class MicroBatchSchedule:
             )
         return {key: [self.rollout_data[key][i] for i in indices] for key in keys}
 
-    def row(self, indices: tuple[int, ...]) -> PackedMicroBatch:
-        """This context-parallel rank's slice of one micro-batch, packed, on the host.
+    def rows(self, step: int) -> list[PackedMicroBatch]:
+        """This rank's slices of a step's micro-batches, packed, on the host.
 
         Raises:
             SchemaError: a value does not fit its field.
         """
+        sizes = self.row_sizes(step)
+        return [self._row(*each) for each in zip(self.steps[step], sizes, strict=True)]
+
+    def counts_once(self, rows: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
+        """Of this rank's rows those that no other data-parallel rank counts."""
+        if not self.has_sizes_of_rows:
+            return list(rows)
+        return [row for row in rows if row.context_parallel_rank == 0]
+
+    @property
+    def has_sizes_of_rows(self) -> bool:
+        """True if every row has a context-parallel size of its own (dynamic CP)."""
+        return self.config.max_context_parallel is not None
+
+    def row_sizes(self, step: int) -> Sequence[int]:
+        """Context-parallel size of each of a step's micro-batches on this rank."""
+        if not self.has_sizes_of_rows:
+            return [self.dims.context_parallel] * len(self.steps[step])
+        planned = self.plans[step].plan.context_parallel
+        assert planned is not None
+        assert self.moves is not None
+        return planned[self.moves.own]
+
+    def _row(self, indices: tuple[int, ...], size: int) -> PackedMicroBatch:
+        shared = self.moves if self.has_sizes_of_rows else None
+        dims = self.dims.for_rows_on(size)
         values = self.samples(indices, list(self.template))
         for name in values:
             if self.schema[name].kind in _LAID_OUT or name in ("loss_masks", "is_padding"):
@@ -197,10 +250,10 @@ class MicroBatchSchedule:
         return pack(
             values,
             schema=self.schema,
-            sample_alignment_tokens=sample_multiple_tokens(self.dims, self.config),
-            row_alignment_tokens=row_multiple_tokens(self.dims, self.config),
-            context_parallel_size=self.dims.context_parallel,
-            context_parallel_rank=self.context_parallel_rank,
+            sample_alignment_tokens=sample_multiple_tokens(dims, self.config),
+            row_alignment_tokens=row_multiple_tokens(dims, self.config),
+            context_parallel_size=size,
+            context_parallel_rank=shared.own % size if shared else self.context_parallel_rank,
             pad_token_id=self.pad_token_id,
             sample_indices=indices,
             is_placeholder=not indices,

@@ -47,7 +47,7 @@ from mcore_batching.megatron.recording import recorded
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
 from mcore_batching.megatron.transfer_shapes import planned_transfers
-from mcore_batching.megatron.validation import check_logits
+from mcore_batching.megatron.validation import check_logits, let_rows_have_groups
 
 _OPERATION = "train_step"
 
@@ -125,6 +125,8 @@ def train_step(
         _check_updates(model_chunks(model), optimizer)
         found = schedule_of(data_iterator)
         found.check_step(step, num_microbatches)
+        if found.has_sizes_of_rows:
+            let_rows_have_groups(model_chunks(model))
         return found
 
     prepared = prepare(args, _OPERATION, step, schedule)
@@ -197,7 +199,7 @@ def _forward_backward(
                 reported = {name: value.detach().clone() for name, value in reported.items()}
                 scaled = attached(share, *tensors_of(logits)) * undo
             except Exception as exception:
-                defer(args, failed, exception)
+                defer(args, failed, exception, prepared_row.row)
                 nothing = output.new_zeros((), dtype=torch.float32)
                 scaled = attached(nothing, *tensors_of(logits))
             if per_token:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from kit.harness import Job
 from kit.objective import DEFAULT_OBJECTIVE, OBJECTIVES
-from kit.samples import CAP_TOKENS
+from kit.samples import CAP_TOKENS, SHAPES
 
 LOG_PROBS = 2e-6
 GRADIENTS = 2e-5  # deepest sums: over all tokens of the batch, through four layers
@@ -215,6 +215,137 @@ def jobs() -> list[Any]:
                 leave_out |= nproc > 4
                 made.append(pytest.param(job, marks=pytest.mark.long if leave_out else ()))
     return made
+
+
+RECOMPUTED = {
+    "settings": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+}
+SHARED: dict[str, tuple[str, dict[str, Any]]] = {
+    "dp2-shared": ("dp2", {}),
+    "dp2-shared-own-plan": ("dp2", {"plan": "own", "spread": "empty"}),
+    "dp2-shared-recomputed-activations": ("dp2", RECOMPUTED),
+    "dp2-shared-recomputed-attention": (
+        "dp2",
+        {"settings": {"recompute_granularity": "selective"}},
+    ),
+    "dp2-shared-distributed-optimizer": ("dp2", {"distributed_optimizer": True, "overlap": True}),
+    "dp2-shared-learned-positions": ("dp2", {"kind": "learned"}),
+    "dp2-shared-query-key-norms": ("dp2", {"kind": "qk"}),
+    "dp2-ep2-shared": ("dp2-ep2", {}),
+    "dp2-ep2-shared-empty": ("dp2-ep2", {"spread": "empty"}),
+    "dp4-shared": ("dp4", {"spread": "empty"}),
+    "dp4-shared-own-plan": ("dp4", {"plan": "own", "spread": "fewer"}),
+    "dp4-shared-recomputed-activations": ("dp4", RECOMPUTED),
+    "dp4-shared-distributed-optimizer": ("dp4", {"distributed_optimizer": True}),
+    "dp2-pp2-shared": ("dp2-pp2", {"spread": "empty"}),
+    "dp2-pp2-shared-own-plan": ("dp2-pp2", {"plan": "own"}),
+    "dp2-pp2-shared-recomputed-activations": ("dp2-pp2", RECOMPUTED),
+    "dp2-pp2-shared-shapes-exchanged": (
+        "dp2-pp2",
+        {"planner": {"dynamic_batch_no_planned_shapes": True}},
+    ),
+    "dp2-pp2-vpp2-shared": ("dp2-pp2-vpp2", {}),
+    "dp2-pp2-vpp2-shared-recomputed-activations": ("dp2-pp2-vpp2", RECOMPUTED),
+    "dp2-tp2-sp-shared": ("dp2-tp2-sp", {"spread": "empty"}),
+    "dp2-tp2-sp-shared-padded": (
+        "dp2-tp2-sp",
+        {"planner": {"dynamic_batch_pad_each_to": 12, "dynamic_batch_pad_total_to": 16}},
+    ),
+}
+"""Rows of context-parallel sizes of their own: name to layout and what differs."""
+SHARED_LAYOUTS = LAYOUTS | {
+    "dp2-tp2-sp": (
+        4,
+        "dense",
+        {"data_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True},
+    ),
+}
+SHARED_WITHOUT_LONG = {"dp2-shared", "dp4-shared", "dp2-pp2-shared"}
+
+
+def shared_jobs() -> list[Any]:
+    """`SHARED` as jobs."""
+    made = []
+    for name, (layout_name, changes) in SHARED.items():
+        nproc, kind, dims = SHARED_LAYOUTS[layout_name]
+        parameters = {"dims": dims, "kind": kind, "plan": "mixed", **changes}
+        parameters["reference"] = parameters["kind"]
+        flag = {"dynamic_batch_context_parallel": dims["data_parallel"]}
+        parameters["planner"] = flag | parameters.get("planner", {})
+        job = Job(name, "kit.shared_rows:compare", nproc, dims, parameters)
+        made.append(
+            pytest.param(job, marks=() if name in SHARED_WITHOUT_LONG else pytest.mark.long)
+        )
+    return made
+
+
+@pytest.mark.parametrize("job", shared_jobs(), ids=str)
+def test_rows_of_several_sizes_equal_reference(
+    job: Job, ranks: list[dict[str, Any]], references: dict[str, str]
+) -> None:
+    """Rows on 1, 2 and 4 ranks in one step, log-probs back where their samples came from."""
+    expected = torch.load(references[job.parameters["kind"]], weights_only=True)
+    width = job.dims["data_parallel"]
+    sizes = {size for rank in ranks for size in rank["sizes"]}
+    assert sizes == {1, 2, width} if job.parameters["plan"] == "mixed" else width in sizes
+    assert len({tuple(rank["counts"]) for rank in ranks}) == 1
+    assert max(rank["log_probs"] for rank in ranks) < LOG_PROBS
+    assert max(rank["gradients"] for rank in ranks) < GRADIENTS
+    assert max(rank["weights"] for rank in ranks) < WEIGHTS
+    for rank in ranks:
+        assert rank["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRADIENTS)
+        if rank["last_stage"]:
+            assert rank["metrics"].keys() == expected["metrics"].keys()
+            for name, value in expected["metrics"].items():
+                assert rank["metrics"][name] == pytest.approx(value, rel=METRICS), name
+    exchanged = job.parameters["planner"].get("dynamic_batch_no_planned_shapes", False)
+    for rank in ranks:
+        assert bool(rank["messages"]["shapes"]) == exchanged
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(
+            Job(
+                f"{layout}-{name}-there-and-back",
+                "kit.shared_rows:there_and_back",
+                nproc,
+                LAYOUTS[layout][2],
+                {
+                    "dims": LAYOUTS[layout][2],
+                    "reference": "dense",
+                    "spread": "empty",
+                    "planner": planner,
+                },
+            ),
+            marks=() if layout == "dp2-pp2" else pytest.mark.long,
+        )
+        for layout, nproc in (("dp2-pp2", 4), ("dp4", 4))
+        for name, planner in (
+            ("exchange", {"dynamic_batch_exchange": True}),
+            ("shared", {"dynamic_batch_context_parallel": 2}),
+        )
+    ],
+    ids=str,
+)
+def test_values_come_back_to_the_place_of_their_samples(
+    job: Job, ranks: list[dict[str, Any]]
+) -> None:
+    """Fields of every kind move with their samples, also added ones; outputs come back."""
+    for rank in ranks:
+        assert rank["trained"] == ranks[0]["trained"]
+        assert [len(rank["trained"]), sum(rank["trained"])] == [3, len(SHAPES)]
+        assert rank["equal"] == (
+            dict.fromkeys(("tokens", "source", "long", "pixels", "weight"), True)
+            if rank["last_stage"]
+            else {}
+        )
+    assert any(rank["moved"] for rank in ranks)
 
 
 @pytest.mark.parametrize("job", [*jobs(), *special_jobs(), *blocking_jobs()], ids=str)

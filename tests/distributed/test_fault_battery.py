@@ -27,9 +27,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "DP2": (2, {"data_parallel": 2}),
     "TP2": (2, {"tensor_parallel": 2}),
     "CP2": (2, {"context_parallel": 2}),
+    "DP2 shared": (2, {"data_parallel": 2}),
     "PP2 VPP2": (2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
     "DP2 PP2": (4, {"data_parallel": 2, "pipeline_parallel": 2}),
 }
+PLANNER = {"DP2 shared": {"dynamic_batch_context_parallel": 2}}
+"""The longest sample is cut over both ranks; others are not."""
 FATAL = {
     "layer, forward": "PipelineFailedError",
     "layer, backward": "PipelineFailedError",
@@ -47,7 +50,7 @@ SECONDS = 60.0  # generous: two cores may carry four processes; a time-out would
 
 def expected(fault: str, layout: str) -> str:
     """The error's type. A loss that communicates leaves the ranks waiting that share its rows."""
-    in_loss = fault == "loss" and layout in ("TP2", "CP2")
+    in_loss = fault == "loss" and layout in ("TP2", "CP2", "DP2 shared")
     return "PipelineFailedError" if in_loss else FATAL[fault]
 
 
@@ -72,6 +75,7 @@ def ends(
     for fault, layout in chosen:
         nproc, dims = LAYOUTS[layout]
         parameters = {"dims": dims, "reference": references["dense"], "fault": fault}
+        parameters["planner"] = PLANNER.get(layout, {})
         jobs.append(
             Job(name_of(fault, layout), "kit.battery:train", nproc, dims, parameters, SECONDS + 60)
         )

@@ -11,6 +11,7 @@ import torch
 from kit.harness import Job
 
 DP2_PP2 = {"data_parallel": 2, "pipeline_parallel": 2}
+SHARED = {"dynamic_batch_context_parallel": 2}
 SECONDS = 45.0  # an error that came by a collective's timeout would take 60
 
 
@@ -67,6 +68,26 @@ def job(name: str, function: str, dims: dict[str, Any], nproc: int, **parameters
             "PlanMismatchError",
             "NoneType",
             "plan (sha256)",
+        ),
+        *(
+            (
+                job(f"fail-shared-{name}", "one_rank_fails", DP2_PP2, 4, what=what, planner=SHARED),
+                error,
+                cause,
+                text,
+            )
+            for name, what, error, cause, text in (
+                ("missing", "missing field", "PlanningFailedError", "KeyError", "total_lengths"),
+                ("fields", "more fields", "PlanMismatchError", "NoneType", "teacher_log_probs"),
+                ("plan", "other plan", "PlanMismatchError", "NoneType", "plan (sha256)"),
+                (
+                    "collating",
+                    "data changed before collating",
+                    "CollationFailedError",
+                    "SchemaError",
+                    "tokens",
+                ),
+            )
         ),
     ],
     ids=lambda value: str(value) if isinstance(value, Job) else "",
@@ -168,6 +189,7 @@ def test_placeholders_contribute_exactly_zero(job: Job, ranks: list[dict[str, An
     "job",
     [
         job("empty-dp2-pp2", "no_samples_anywhere", DP2_PP2, 4),
+        job("empty-shared", "no_samples_anywhere", DP2_PP2, 4, planner=SHARED),
         job(
             "empty-vpp",
             "no_samples_anywhere",
@@ -259,6 +281,18 @@ def test_missing_output_is_an_error(job: Job, ranks: list[str]) -> None:
             "rank 3: ZeroDivisionError: in the loss",
         ),
         (
+            job(
+                "loss-fails-shared",
+                "function_fails",
+                DP2_PP2,
+                4,
+                where="train_step",
+                planner=SHARED,
+            ),
+            "ForwardFailedError",
+            "rank 2: ZeroDivisionError: in the loss\n  rank 3: ZeroDivisionError: in the loss",
+        ),
+        (
             job("stale-count", "function_fails", DP2_PP2, 4, where="num_microbatches"),
             "CollationFailedError",
             "rank 3: ValueError: step 0 was planned with 4 micro-batches",
@@ -344,7 +378,7 @@ ON_ONE_RANK = {
             "rank 2: stage is 'train_step, collating', on rank 0 it is 'forward_only'",
         ),
         "add_fields against train_step": ("PlanMismatchError", "rank 2: stage is 'adding fields"),
-        "exchange": ("PlanningFailedError", "rank 2: DynamicBatchArgumentError: --dynamic-batch-"),
+        "exchange": ("PlanMismatchError", "samples stay on their rank is False, on rank 0 it is"),
     },
     # Data-parallel rank 1 has no sample: global rank 3 has placeholders alone.
     ("empty", 3): {

@@ -196,6 +196,17 @@ def test_tp2_cp2(records: list[Ranks]) -> None:
     assert_same_training(exchanged, padded, 5)
 
 
+@pytest.mark.long
+@runs("pp2-padded", "pp2-shared", "dp4-padded", "dp4-shared", "pp2")
+def test_rows_of_several_sizes(records: list[Ranks]) -> None:
+    """Dynamic CP in a stock script; a token counts once, however many ranks share its row."""
+    pipeline_padded, pipeline, data_padded, data, usual = records
+    assert_same_training(pipeline, pipeline_padded, 5)
+    assert_same_training(data, data_padded, 5)
+    for ranks in (pipeline, data):
+        assert values(ranks, "tokens") == values(usual, "tokens")[:5]
+
+
 @runs("ep2-padded", "ep2")
 def test_dp2_pp2_ep2(records: list[Ranks]) -> None:
     padded, flagged = records

@@ -16,6 +16,7 @@ from packaging.version import Version
 from mcore_batching.megatron import arguments, cpu_emulation
 from mcore_batching.megatron.arguments import (
     add_dynamic_batch_arguments,
+    exchanges_samples,
     flag_of,
     forward_only_config,
     has_own_forward_plan,
@@ -44,7 +45,9 @@ FLAGS = {
     "--max-tokens-per-gpu",
     "--dynamic-batch-packing",
     "--dynamic-batch-balance",
+    "--dynamic-batch-context-parallel",
     "--dynamic-batch-cost-model",
+    "--dynamic-batch-exchange",
     "--dynamic-batch-fill",
     "--dynamic-batch-forward-only-max-tokens-per-gpu",
     "--dynamic-batch-forward-only-plan",
@@ -470,6 +473,87 @@ def test_versions_are_those_that_are_installed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91801)
     monkeypatch.setattr("megatron.core.utils.get_te_version", lambda: Version("2.11.0+cuda13"))
     assert installed_versions() == Versions((2, 11), (9, 18))
+
+
+SHARED_ROWS = PlannerConfig(max_tokens_per_gpu=128, max_context_parallel=4)
+
+
+@pytest.mark.parametrize(
+    ("dims", "changes", "expected"),
+    [
+        (ParallelDims(data_parallel=2, context_parallel=2), {}, "set --context-parallel-size 1"),
+        (
+            ParallelDims(data_parallel=4),
+            {"calculate_per_token_loss": False},
+            "averages over a fixed number: set --calculate-per-token-loss",
+        ),
+        (
+            ParallelDims(data_parallel=4),
+            {
+                **EXPERTS,
+                "moe_router_load_balancing_type": "aux_loss",
+                "moe_aux_loss_coeff": 0.01,
+            },
+            "set --moe-aux-loss-coeff 0 and no --moe-z-loss-coeff",
+        ),
+        (
+            ParallelDims(data_parallel=4),
+            {**EXPERTS, "moe_z_loss_coeff": 0.01},
+            "or unset --dynamic-batch-context-parallel",
+        ),
+        (
+            ParallelDims(data_parallel=4),
+            {"multi_latent_attention": True},
+            "unset --multi-latent-attention or --dynamic-batch-context-parallel",
+        ),
+        (ParallelDims(data_parallel=4), {"mtp_num_layers": 1}, "unset --mtp-num-layers"),
+        (
+            ParallelDims(data_parallel=4),
+            {"fp8": "hybrid"},
+            "divide by 16 on each rank, so by 64 in all",
+        ),
+    ],
+)
+def test_what_shared_rows_do_not_go_with_is_refused(
+    dims: ParallelDims, changes: dict[str, Any], expected: str
+) -> None:
+    made = config(calculate_per_token_loss=True)
+    check_model_config(made, ParallelDims(data_parallel=4), SHARED_ROWS)
+    for name, value in changes.items():
+        setattr(made, name, value)
+    with pytest.raises(DynamicBatchArgumentError) as caught:
+        check_model_config(made, dims, SHARED_ROWS)
+    assert expected in str(caught.value)
+
+
+def test_engines_attention_is_checked_for_every_size_of_a_row() -> None:
+    """With the dims alone, of context-parallel size 1, any way of exchanging would do."""
+    made = config(calculate_per_token_loss=True)
+    made.cp_comm_type = "a2a+p2p"
+    dims, versions = ParallelDims(data_parallel=4), Versions((2, 18), CUDNN)
+    check_model_config(made, dims, PlannerConfig(max_tokens_per_gpu=128), versions)
+    with pytest.raises(DynamicBatchArgumentError, match="set --cp-comm-type p2p") as caught:
+        check_model_config(made, dims, SHARED_ROWS, versions)
+    assert str(caught.value).count("\n  - ") == 1
+
+
+def test_most_ranks_of_a_row_are_read_from_the_flag() -> None:
+    words = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "64"]
+    args = parse(*words, "--dynamic-batch-context-parallel", "2")
+    assert planner_config(args, ParallelDims(data_parallel=4)).max_context_parallel == 2
+    assert exchanges_samples(args)
+    assert not exchanges_samples(parse(*words))
+    args = parse(*words, "--dynamic-batch-context-parallel", "3")
+    with pytest.raises(ConfigError, match="set --dynamic-batch-context-parallel to 2"):
+        planner_config(args, ParallelDims(data_parallel=4))
+    args = parse("--dynamic-batch-context-parallel", "2")
+    with pytest.raises(DynamicBatchArgumentError, match="set --use-dynamic-batch-size and"):
+        planner_config(args)
+    args = parse(
+        *words, "--dynamic-batch-context-parallel", "2", "--dynamic-batch-cost-model", "auto"
+    )
+    with pytest.raises(DynamicBatchArgumentError, match="does not learn what rows cost"):
+        planner_config(args)
 
 
 def test_all_problems_are_listed_at_once() -> None:

@@ -16,6 +16,7 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.arguments import (
     PREFIX,
     add_dynamic_batch_arguments,
+    exchanges_samples,
     planner_config,
     planner_cost_model,
 )
@@ -70,13 +71,6 @@ def is_on(args: Any) -> bool:
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the plugin's flags to Megatron's parser."""
     add_dynamic_batch_arguments(parser)
-    group = parser.add_argument_group("dynamic micro-batches in stock scripts (mcore_batching)")
-    group.add_argument(
-        f"{PREFIX}exchange",
-        action="store_true",
-        help="plan the samples of all data-parallel ranks as one, and move them between ranks so "
-        "that these are balanced; without it every rank runs the samples that it has read",
-    )
     return add_sft_arguments(parser)
 
 
@@ -92,9 +86,10 @@ def check_arguments(args: Any) -> None:
         DynamicBatchArgumentError: listing every problem with what to set instead.
     """
     if not is_on(args):
-        if getattr(args, "dynamic_batch_exchange", False):
+        if exchanges_samples(args):
             raise DynamicBatchArgumentError(
-                f"{PREFIX}exchange moves samples of dynamic micro-batches: set {FLAG} as well"
+                f"{PREFIX}exchange and {PREFIX}context-parallel move samples of dynamic "
+                f"micro-batches: set {FLAG} as well"
             )
         return
     problems = _problems(args)

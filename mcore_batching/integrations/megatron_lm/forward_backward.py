@@ -44,6 +44,7 @@ from mcore_batching.megatron.failure_watch import defer, reporting
 from mcore_batching.megatron.model_inputs import changed_inputs
 from mcore_batching.megatron.prepared_step import prepare
 from mcore_batching.megatron.recording import recorded
+from mcore_batching.megatron.row_groups import row_group
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks, model_shape
 from mcore_batching.megatron.transfer_shapes import planned_transfers
@@ -242,7 +243,7 @@ def _with_deferred_errors(
                 result = loss_function(output_tensor, *arguments, **keywords)
                 _check_loss(result)
             except Exception as exception:
-                defer(args, failed, exception)
+                defer(args, failed, exception, data_iterator.current)
                 zero = output_tensor.float().sum() * 0.0
                 return zero, torch.zeros((), dtype=torch.int, device=zero.device), {}
             return result
@@ -290,7 +291,8 @@ def _described(result: Any) -> str:
 
 @contextlib.contextmanager
 def _row_given(data_iterator: PackedRows, chunk: Any) -> Iterator[None]:
-    """Give the model what stock scripts do not: offsets on the host, and a mask of the padding.
+    """Give the model what stock scripts do not: offsets on the host, the row's own ranks, and a
+    mask of the padding.
 
     Attention without Transformer Engine would wait for the device to tell it the offsets. Without
     the mask, which mixture-of-experts models take, padding would be routed, and counted in the
@@ -302,6 +304,7 @@ def _row_given(data_iterator: PackedRows, chunk: Any) -> Iterator[None]:
         row, params = data_iterator.current, inputs.get("packed_seq_params")
         if row is not None and params is not None:
             params.host_cu_seqlens = row.host_cu_seqlens_padded
+            compat.set_row_group(params, row_group(row.context_parallel_size))
         if not is_routed:
             return inputs
         compat.forget_padded_length(params)

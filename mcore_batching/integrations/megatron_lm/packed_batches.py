@@ -16,6 +16,7 @@ from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.prepared_step import PreparedRow
+from mcore_batching.megatron.row_groups import row_group
 
 SIX_FIELDS = (
     "tokens",
@@ -90,12 +91,19 @@ class PackedRows(Iterator[PreparedRow]):
     def _counted_cu_seqlens(self, row: PackedMicroBatch) -> torch.Tensor:
         """int32 ``[1, samples + 1]``, from which stock code counts operations.
 
-        ``[1, 1]`` where it is to count nothing; of length 0 for a placeholder.
+        ``[1, 1]`` where it is to count nothing, as on all ranks but the first of those that share
+        a row; of length 0 for a placeholder.
         """
-        if not self._counts_flops:
+        if not self._counts_flops or self._is_counted_elsewhere(row):
             return row.cu_seqlens.new_zeros(1, 1)
         real = torch.zeros_like(row.cu_seqlens) if row.is_placeholder else row.cu_seqlens
         return real[None]
+
+    @staticmethod
+    def _is_counted_elsewhere(row: PackedMicroBatch) -> bool:
+        # Stock code divides what it has added up over all ranks by the model's own sizes.
+        planned = row_group(row.context_parallel_size) is not None
+        return planned and row.context_parallel_rank > 0
 
 
 def next_batch(data_iterator: Any, fields: int | Sequence[str]) -> list[Any] | None:

@@ -30,7 +30,7 @@ from mcore_batching.integrations.slime.rows import (
 )
 from mcore_batching.integrations.slime.zero_count_mask import zero_count_mask
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.arguments import learns_cost_model
+from mcore_batching.megatron.arguments import exchanges_samples, learns_cost_model
 from mcore_batching.megatron.data_iterator import (
     DataIterator,
     PlannedRollout,
@@ -214,10 +214,10 @@ def _planned(rollout_data: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _check_arguments(args: Any) -> None:
-    if getattr(args, "dynamic_batch_exchange", False):
+    if exchanges_samples(args):
         raise DynamicBatchArgumentError(
-            "--dynamic-batch-exchange moves samples to other ranks, and the framework leaves "
-            "every sample where its rollout data is: unset --dynamic-batch-exchange"
+            "--dynamic-batch-exchange and --dynamic-batch-context-parallel move samples to other "
+            "ranks, and the framework leaves every sample where its rollout data is: unset them"
         )
     if getattr(args, "dynamic_batch_pad_each_to", None):
         raise DynamicBatchArgumentError(

@@ -29,6 +29,7 @@ from mcore_batching.integrations.replacements import (
     is_replacement,
 )
 from mcore_batching.planning import (
+    ConfigError,
     CostModel,
     ParallelDims,
     Plan,
@@ -148,7 +149,16 @@ def parallel_dims(args: Any, train_parallel_config: dict[str, int]) -> ParallelD
 
 
 def planner_config(args: Any) -> PlannerConfig:
-    """The planner's options, with rows padded as slime's ``get_batch`` pads them."""
+    """The planner's options, with rows padded as slime's ``get_batch`` pads them.
+
+    Raises:
+        ConfigError: rows are to have context-parallel sizes of their own.
+    """
+    if getattr(args, "dynamic_batch_context_parallel", None) is not None:
+        raise ConfigError(
+            "slime cuts every row over its own context-parallel ranks: unset "
+            "--dynamic-batch-context-parallel"
+        )
     options = {
         each.name: getattr(args, f"dynamic_batch_{each.name}", each.default)
         for each in dataclasses.fields(PlannerConfig)

@@ -150,7 +150,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             attention_mask: not used; the mask follows from the sequence offsets.
             attn_mask_type: not used.
             attention_bias: must be None.
-            packed_seq_params: offsets of the padded sequences, None for plain rows.
+            packed_seq_params: offsets of the padded sequences, and the row's own context-parallel
+                group where it has one; None for plain rows.
             unused: arguments that newer versions add for other attentions.
 
         Returns:
@@ -167,12 +168,13 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         dropout = self.dropout if self.training else 0.0
         if packed_seq_params is None:
             return self._plain(query, key, value, dropout)
-        geometry = self._geometry(packed_seq_params)
-        if self.cp_group.size() > 1:
+        group: dist.ProcessGroup = packed_seq_params.cp_group or self.cp_group
+        geometry = _geometry(packed_seq_params, group)
+        if group.size() > 1:
             restore = geometry.restore_index(key.device)
             # One collective for both: keys and values side by side on the last axis.
             both = _GatherTokens.apply(  # type: ignore[no-untyped-call]
-                torch.cat((key, value), dim=-1), self.cp_group
+                torch.cat((key, value), dim=-1), group
             )
             both = both.index_select(0, restore)
             key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
@@ -185,15 +187,6 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             row = geometry.kernel_row(query.device)
             out = attend_by_variable_length_kernel(query, key, value, row, self.softmax_scale)
         return out.reshape(out.shape[0], -1)
-
-    def _geometry(self, packed_seq_params: Any) -> _Geometry:
-        """Of the row, and kept with it: layers share it."""
-        geometry: _Geometry | None = getattr(packed_seq_params, "attention_geometry", None)
-        if geometry is None:
-            cu_seqlens = host_cu_seqlens(packed_seq_params)
-            geometry = _Geometry(cu_seqlens, self.cp_group.size(), self.cp_group.rank())
-            packed_seq_params.attention_geometry = geometry
-        return geometry
 
     def _plain(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
         if self.cp_group.size() > 1:
@@ -212,6 +205,15 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         )
         sequence, batch = query.shape[:2]
         return out.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
+
+
+def _geometry(packed_seq_params: Any, group: dist.ProcessGroup) -> _Geometry:
+    """Of the row, and kept with it: layers share it."""
+    geometry: _Geometry | None = getattr(packed_seq_params, "attention_geometry", None)
+    if geometry is None:
+        geometry = _Geometry(host_cu_seqlens(packed_seq_params), group.size(), group.rank())
+        packed_seq_params.attention_geometry = geometry
+    return geometry
 
 
 def host_cu_seqlens(packed_seq_params: Any) -> list[int]:

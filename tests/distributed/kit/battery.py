@@ -32,10 +32,12 @@ SLOW_SECONDS = 30
 class _Job:
     """What a fault may change; the hooks of a layer run on every rank, and must be set there."""
 
-    def __init__(self, dims: dict[str, Any], reference: str, folder: str) -> None:
+    def __init__(
+        self, dims: dict[str, Any], reference: str, folder: str, planner: dict[str, Any]
+    ) -> None:
         self.folder = folder
         self.model = small_model(dims, reference)
-        self.args = arguments(ParallelDims(**dims))
+        self.args = arguments(ParallelDims(**dims), **planner)
         self.data: dict[str, list[Any]] | None = my_samples(dims)
         self.optimizer = adam(self.model, distributed=False)
         self.loss: Callable[..., Any] = packed_objective
@@ -136,12 +138,18 @@ FAULTS: dict[str, Callable[[_Job], None]] = {
 }
 
 
-def train(dims: dict[str, Any], reference: str, fault: str, folder: str) -> list[Any]:
+def train(
+    dims: dict[str, Any],
+    reference: str,
+    fault: str,
+    folder: str,
+    planner: dict[str, Any] | None = None,
+) -> list[Any]:
     """The metrics of three steps, each planned anew, with the fault in the second.
 
     ``fault`` may also be "none", or "disk full": on rank 0, which records.
     """
-    job = _Job(dims, reference, folder)
+    job = _Job(dims, reference, folder, planner or {})
     if fault == "disk full":
         job.args.dynamic_batch_record = folder
     found = []

@@ -83,7 +83,8 @@ def differences(
 
     Returns:
         ``log_probs``, ``gradients``, ``weights`` (largest relative differences), ``metrics``,
-        ``grad_norm``, the plan's ``counts``, ``placeholders`` and ``oversize`` micro-batches; of
+        ``grad_norm``, the plan's ``counts``, ``placeholders``, ``oversize`` micro-batches and
+        context-parallel ``sizes``; of
         `forward_only`'s plan ``forward_count``, and ``forward_fullest``, the most tokens of a
         micro-batch of several samples.
     """
@@ -154,15 +155,17 @@ def differences(
         )
         for name, parameter in named_parameters(model)
     )
-    (step,) = schedule_of(iterators).steps
+    schedule = schedule_of(iterators)
+    (step,) = schedule.steps
     (forward_step,) = rollout_of(iterators).for_forward_passes(args, model).steps
-    lengths = data["total_lengths"]
+    lengths = schedule.rollout_data["total_lengths"]
     shared = [sum(lengths[i] for i in row) for row in forward_step if len(row) > 1]
     longest = max((samples["total_lengths"][i] for i in mine), default=0)
     report |= {
         "counts": counts,
         "placeholders": sum(not indices for indices in step),
         "last_is_real": bool(step[-1]) or not mine,
+        "sizes": list(schedule.row_sizes(0)),
         "oversize": longest > CAP_TOKENS,
         "forward_count": len(forward_step),
         "forward_fullest": max(shared, default=0),

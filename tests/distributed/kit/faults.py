@@ -22,6 +22,7 @@ from kit.samples import make_samples, share, take
 from mcore_batching.batch import token_mean
 from mcore_batching.megatron import (
     add_fields,
+    exchange,
     forward_only,
     get_data_iterator,
     response_log_probs,
@@ -50,10 +51,12 @@ def my_samples(dims: dict[str, Any], spread: str = "uneven") -> dict[str, list[A
     return take(samples, mine)
 
 
-def one_rank_fails(dims: dict[str, Any], reference: str, what: str) -> dict[str, Any]:
+def one_rank_fails(
+    dims: dict[str, Any], reference: str, what: str, planner: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Something is wrong on the last rank alone; what every rank raises, and how soon."""
     model = small_model(dims, reference)
-    args = arguments(ParallelDims(**dims))
+    args = arguments(ParallelDims(**dims), **(planner or {}))
     data = my_samples(dims)
     at_fault = dist.get_rank() == dist.get_world_size() - 1
     if at_fault and what == "undeclared field":
@@ -67,6 +70,11 @@ def one_rank_fails(dims: dict[str, Any], reference: str, what: str) -> dict[str,
         data["total_lengths"] = [length + 1 for length in data["total_lengths"]]
     if at_fault and what == "missing field":
         del data["total_lengths"]
+    if at_fault and what == "other plan":
+        planned = exchange.plan_step
+        exchange.plan_step = lambda *given, **named: dataclasses.replace(
+            planned(*given, **named), config=dataclasses.replace(given[2], plan_effort=1)
+        )
     if at_fault and what == "no cost model":
         args.dynamic_batch_cost_model = "/nowhere/cost.json"
     if what == "oversize sample refused":
@@ -75,7 +83,8 @@ def one_rank_fails(dims: dict[str, Any], reference: str, what: str) -> dict[str,
     try:
         iterators, counts = get_data_iterator(args, model, data)
         if at_fault and what == "data changed before collating":
-            data["tokens"][0] = data["tokens"][0][:0]
+            held = schedule_of(iterators).rollout_data
+            held["tokens"][0] = held["tokens"][0][:0]
         forward_only(log_probs_of, args, model, iterators, counts)
     except Exception as error:
         return {
@@ -84,6 +93,9 @@ def one_rank_fails(dims: dict[str, Any], reference: str, what: str) -> dict[str,
             "cause": type(error.__cause__).__name__,
             "seconds": time.monotonic() - begun,
         }
+    finally:
+        if at_fault and what == "other plan":
+            exchange.plan_step = planned
     return {"type": None}
 
 
@@ -131,10 +143,12 @@ def _gradients(args: Any, model: list[Any], iterators: Any, counts: list[int]) -
     return {"metrics": result.metrics, **gradients}
 
 
-def no_samples_anywhere(dims: dict[str, Any], reference: str) -> dict[str, Any]:
+def no_samples_anywhere(
+    dims: dict[str, Any], reference: str, planner: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """A batch without a single sample goes through every collective and changes nothing."""
     model = small_model(dims, reference)
-    args = arguments(ParallelDims(**dims))
+    args = arguments(ParallelDims(**dims), **(planner or {}))
     data = take(make_samples(), [])
     before = {name: p.detach().clone() for name, p in named_parameters(model)}
     iterators, counts = get_data_iterator(args, model, data)
@@ -232,22 +246,32 @@ def wrong_number_of_outputs(dims: dict[str, Any], reference: str) -> str:
     return "no error"
 
 
-def function_fails(dims: dict[str, Any], reference: str, where: str) -> dict[str, Any]:
-    """A function of the logits raises on the last rank alone; then everything goes on."""
+def function_fails(
+    dims: dict[str, Any], reference: str, where: str, planner: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """A function of the logits raises on the last rank alone; then everything goes on.
+
+    Under dynamic CP on all ranks that share a row: on one alone it ends the job.
+    """
     model = small_model(dims, reference)
-    args = arguments(ParallelDims(**dims))
+    args = arguments(ParallelDims(**dims), **(planner or {}))
     iterators, counts = get_data_iterator(args, model, my_samples(dims))
     optimizer = adam(model, distributed=False)
     before = {name: p.detach().clone() for name, p in named_parameters(model)}
     at_fault = dist.get_rank() == dist.get_world_size() - 1
 
+    def fails(row: Any) -> bool:
+        if planner is not None:
+            return bool(row.context_parallel_size > 1)
+        return at_fault and not row.is_placeholder
+
     def f(logits: torch.Tensor, *, micro_batch: Any) -> dict[str, list[torch.Tensor]]:
-        if at_fault and not micro_batch.is_placeholder:
+        if fails(micro_batch):
             raise ZeroDivisionError("in f")
         return log_probs_of(logits, micro_batch=micro_batch)
 
     def loss(logits: torch.Tensor, row: Any, totals: Any) -> Any:
-        if at_fault and not row.is_placeholder:
+        if fails(row):
             raise ZeroDivisionError("in the loss")
         return packed_objective(logits, row, totals)
 

@@ -37,6 +37,11 @@ COMMON = [
 FLAG = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", str(CAP)]
 HALF_THE_CAP_TO_EVALUATE = ["--dynamic-batch-forward-only-max-tokens-per-gpu", str(CAP // 2)]
 EXCHANGE = [*FLAG, "--dynamic-batch-exchange"]
+SHARED = [
+    *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "96"),
+    "--dynamic-batch-context-parallel",
+]
+"""Samples of up to 192 tokens do not fit on one rank."""
 LEARNT = ["--dynamic-batch-cost-model", "auto"]
 
 
@@ -131,6 +136,8 @@ JOBS = {
             function="train_and_resume",
         ),
         job("tp2-exchange", *steps(5), *TP2, *EXCHANGE),
+        job("pp2-shared", *steps(5), *PP2, *SHARED, "2"),
+        job("dp4-shared", *steps(5), *SHARED, "4"),
         job("ep2-padded", *steps(5), *PP2, *EXPERTS, *NO_AUXILIARY_LOSS),
         job("ep2", *steps(5), *PP2, *EXPERTS, *NO_AUXILIARY_LOSS, *FLAG),
         job(

@@ -1,0 +1,149 @@
+"""Jobs under dynamic CP, whose rows have context-parallel sizes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core import parallel_state
+
+from kit import exactness
+from kit.faults import my_samples, small_model
+from kit.model import adam
+from kit.objective import packed_objective
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch
+from mcore_batching.megatron import (
+    add_fields,
+    exchange,
+    forward_only,
+    get_data_iterator,
+    schedule_of,
+    train_step,
+)
+from mcore_batching.megatron.topology import is_last_stage
+from mcore_batching.planning import ParallelDims, PlannerConfig, StepPlan, validate_plan
+
+SIZES = {
+    2: ((2, 2), (1, 1), (2, 2), (1, 1)),
+    4: ((4, 4, 4, 4), (1, 1, 2, 2), (2, 2, 1, 1), (1, 1, 1, 1)),
+}
+"""Ranks to the context-parallel size of each rank's row, slot by slot: sizes change from slot to
+slot, and differ within one. As many slots as PP2 x VPP2 takes."""
+
+
+def compare(plan: str, **parameters: Any) -> dict[str, Any]:
+    """`exactness.compare` by the planner's own plan, or by one that mixes sizes."""
+    with contextlib.nullcontext() if plan == "own" else mixed_sizes():
+        return exactness.compare(**parameters)
+
+
+def there_and_back(
+    dims: dict[str, Any], reference: str, spread: str, planner: dict[str, Any]
+) -> dict[str, Any]:
+    """Values that go with samples to the ranks that run them, and come back as outputs.
+
+    Returns:
+        ``equal``: by name, True if all came back to their places; ``trained``: samples of each of
+        three steps; ``moved``: samples that this rank runs and did not bring; ``last_stage``.
+    """
+    model = small_model(dims, reference)
+    args = exactness.arguments(ParallelDims(**dims), global_batch_size=5, **planner)
+    data = my_samples(dims, spread)
+    rank, count = parallel_state.get_data_parallel_rank(), len(data["tokens"])
+    data["source"] = [float(100 * rank + i) for i in range(count)]
+    data["image"] = [{"pixels": torch.full((i, 2), float(rank))} for i in range(count)]
+    schema = DEFAULT_SCHEMA.declare("image", Kind.METADATA)
+    iterators, counts = get_data_iterator(args, model, data, schema=schema)
+
+    def f(logits: torch.Tensor, *, micro_batch: PackedMicroBatch) -> dict[str, Any]:
+        numbers = range(len(micro_batch.total_lengths))
+        images = [micro_batch["image"][i] or {"pixels": torch.zeros(0, 2)} for i in numbers]
+        return {
+            "tokens": list(micro_batch["tokens"]),
+            "source": [torch.tensor(each, dtype=torch.float64) for each in micro_batch["source"]],
+            "long": [torch.as_tensor(tokens) > 30 for tokens in micro_batch["tokens"]],
+            "pixels": [each["pixels"].bfloat16() for each in images],
+            "weight": [torch.as_tensor(each) for each in micro_batch["weight"]],
+        }
+
+    weights = [torch.rand(length) for length in data["response_lengths"]]
+    add_fields(iterators, {"weight": weights})
+    outputs = forward_only(f, args, model, iterators, counts)
+    # As a frozen reference model is run, which nothing was planned with.
+    scored = [
+        forward_only(exactness.log_probs_of, args, each, iterators, counts).get("log_probs", [])
+        for each in (model, small_model(dims, reference))
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*scored, strict=True))
+    expected = {
+        "tokens": data["tokens"],
+        "source": [torch.tensor(each, dtype=torch.float64) for each in data["source"]],
+        "long": [tokens > 30 for tokens in data["tokens"]],
+        "pixels": [each["pixels"].bfloat16() for each in data["image"]],
+        "weight": weights,
+    }
+    optimizer = adam(model, distributed=False)
+    trained = [
+        train_step(packed_objective, args, model, iterators, counts, optimizer, step=step)
+        for step in range(len(counts))
+    ]
+    held = schedule_of(iterators).rollout_data["source"]
+    return {
+        "last_stage": is_last_stage(),
+        "equal": {
+            name: len(values) == count
+            and all(
+                a.dtype == b.dtype and torch.equal(a, b)
+                for a, b in zip(values, expected[name], strict=True)
+            )
+            for name, values in outputs.items()
+        },
+        "trained": [result.totals.num_samples for result in trained],
+        "moved": len(set(held) - set(data["source"])),
+    }
+
+
+@contextlib.contextmanager
+def mixed_sizes() -> Iterator[None]:
+    """Plan as `SIZES` says, whatever the samples: legal, and seldom good."""
+    with mock.patch.object(exchange, "plan_step", _mixed_plan):
+        yield
+
+
+def _mixed_plan(
+    lengths: Sequence[int], dims: ParallelDims, config: PlannerConfig, *unused: Any, **named: Any
+) -> StepPlan:
+    del unused, named
+    slots = SIZES[dims.data_parallel]
+    rows = [
+        (size, slot, rank)
+        for slot, sizes in enumerate(slots)
+        for rank, size in enumerate(sizes)
+        if rank % size == 0
+    ]
+    # The longest samples share ranks; one rank has a placeholder.
+    rows.sort(key=lambda row: -row[0])
+    rows.remove((1, 1, 0))
+    longest = sorted(range(len(lengths)), key=lambda sample: -lengths[sample])
+    micro_batches: list[list[tuple[int, ...]]] = [[()] * len(slots) for _ in slots[0]]
+    for number, (size, slot, first) in enumerate(rows):
+        for rank in range(first, first + size):
+            micro_batches[rank][slot] = tuple(sorted(longest[number :: len(rows)]))
+    sizes_by_rank = tuple(
+        tuple(sizes[rank] if micro_batches[rank][slot] else 1 for slot, sizes in enumerate(slots))
+        for rank in range(dims.data_parallel)
+    )
+    plan = StepPlan(
+        micro_batches=tuple(map(tuple, micro_batches)),
+        num_microbatches=len(slots),
+        sample_indices=tuple(range(len(lengths))),
+        dims=dims,
+        config=dataclasses.replace(config, max_tokens_per_gpu=1000, fill="placeholder"),
+        context_parallel=sizes_by_rank,
+    )
+    validate_plan(plan, lengths)
+    return plan

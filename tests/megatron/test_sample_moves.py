@@ -1,0 +1,65 @@
+"""Where samples go, by the numbers; on real processes in `tests/distributed/test_exactness.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_batching.batch import OrderError, SchemaError
+from mcore_batching.megatron.sample_moves import SampleMoves, check_output
+
+# Rank 0 brought 0 1 2, rank 1 brought 3 4, rank 2 nothing; 1 is shared by ranks 0 and 1.
+FIRST = [0, 3, 5, 5]
+RUNS_ON = [[1, 4], [0, 1, 3], [2]]
+BROUGHT = [["a", "b", "c"], ["d", "e"], []]
+
+
+def moves(rank: int) -> SampleMoves:
+    return SampleMoves(rank, FIRST, RUNS_ON)
+
+
+def arrived(columns: list[dict[str, Any]]) -> list[dict[str, list[Any]]]:
+    """What each rank arranges, if each rank hands over its columns."""
+    outgoing = [moves(rank).outgoing(own) for rank, own in enumerate(columns)]
+    return [moves(rank).arranged([parts[rank] for parts in outgoing]) for rank in range(3)]
+
+
+def test_fields_go_to_every_rank_that_runs_their_sample() -> None:
+    found = arrived([{"name": names} for names in BROUGHT])
+    assert found == [{"name": ["b", "e"]}, {"name": ["a", "b", "d"]}, {"name": ["c"]}]
+
+
+def test_a_rank_without_samples_need_not_give_a_field() -> None:
+    found = arrived([{"name": BROUGHT[0]}, {"name": BROUGHT[1]}, {}])
+    assert found[2] == {"name": ["c"]}
+
+
+def test_a_field_that_one_rank_lacks_is_named_with_that_rank() -> None:
+    with pytest.raises(SchemaError, match=r"none of ranks \[1\]: give the field on them too"):
+        arrived([{"name": BROUGHT[0]}, {}, {}])
+
+
+def test_one_value_is_needed_for_each_sample_that_came_from_here() -> None:
+    with pytest.raises(SchemaError, match="one value for each of the 3 samples"):
+        moves(0).outgoing({"name": ["a", "b"]})
+
+
+def test_each_output_comes_from_the_first_rank_that_runs_its_sample() -> None:
+    sent = {(s, t): moves(0)._sent(s, t) for s in range(3) for t in range(3)}
+    assert {pair: numbers for pair, numbers in sent.items() if numbers} == {
+        (0, 0): [1],
+        (0, 1): [4],
+        (1, 0): [0],
+        (1, 1): [3],
+        (2, 0): [2],
+    }
+    assert moves(1).brought == range(3, 5)
+
+
+@pytest.mark.parametrize("value", [0.5, None, torch.ones(2, dtype=torch.complex64)])
+def test_outputs_that_cannot_travel_are_refused(value: Any) -> None:
+    check_output("log_probs", torch.ones(3))
+    with pytest.raises(OrderError, match="'log_probs', which cannot go back to the rank"):
+        check_output("log_probs", value)
