@@ -57,12 +57,25 @@ def read_run(out, name, kind=IterationMetrics):
 
 def test_dynamic_run_and_baseline_have_the_same_curve(recorded):
     _, _, (dynamic, baseline) = recorded
+    assert_same_curve(dynamic, baseline)
+
+
+@pytest.mark.long
+def test_rows_shared_by_ranks_have_the_same_curve(tmp_path):
+    """Rollouts over the cap of a rank are cut over both data-parallel ranks."""
+    shared = "--dynamic-batch-context-parallel=2"
+    done = run_grpo(4, *RECORDED, shared, "--compare", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_same_curve(*(read_run(tmp_path, name) for name in ("dynamic", "baseline")), most=8)
+
+
+def assert_same_curve(dynamic, baseline, most=16):
     assert len(dynamic) == len(baseline) == 2
     for ours, theirs in zip(dynamic, baseline, strict=True):
         assert len(ours.steps) == len(theirs.steps) == 2
         for name in ("samples", "tokens", "reward"):
             assert getattr(ours, name) == getattr(theirs, name)
-        assert ours.num_microbatches < theirs.num_microbatches == 16
+        assert ours.num_microbatches < theirs.num_microbatches == most
         for step, other in zip(ours.steps, theirs.steps, strict=True):
             for name in ("loss", "policy_loss", "kl", "clipped", "grad_norm"):
                 # Float32 sums in another order, through at most four updates.
