@@ -78,10 +78,10 @@ class SampleMoves:
                     "rank was given",
                     found=f"{len(values)} values",
                 )
-        parts = []
+        parts, brought = [], self.brought
         for runs in self.runs_on:
-            numbers = [number for number in runs if number in self.brought]
-            places = [number - self.brought.start for number in numbers]
+            numbers = [number for number in runs if number in brought]
+            places = [number - brought.start for number in numbers]
             parts.append((numbers, {n: [v[i] for i in places] for n, v in columns.items()}))
         return parts
 

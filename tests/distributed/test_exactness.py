@@ -323,7 +323,7 @@ def test_rows_of_several_sizes_equal_reference(
                     "planner": planner,
                 },
             ),
-            marks=() if layout == "dp2-pp2" else pytest.mark.long,
+            marks=() if (layout, name) == ("dp2-pp2", "shared") else pytest.mark.long,
         )
         for layout, nproc in (("dp2-pp2", 4), ("dp4", 4))
         for name, planner in (

@@ -70,11 +70,12 @@ def job(name: str, function: str, dims: dict[str, Any], nproc: int, **parameters
             "plan (sha256)",
         ),
         *(
-            (
+            pytest.param(
                 job(f"fail-shared-{name}", "one_rank_fails", DP2_PP2, 4, what=what, planner=SHARED),
                 error,
                 cause,
                 text,
+                marks=() if name == "plan" else pytest.mark.long,
             )
             for name, what, error, cause, text in (
                 ("missing", "missing field", "PlanningFailedError", "KeyError", "total_lengths"),
@@ -255,6 +256,19 @@ def test_steps_depend_on_the_batch_alone(job: Job, ranks: list[dict[str, Any]]) 
     if sizes[0] == sizes[1]:
         assert ranks[0]["trained"][:-1] == [batch] * (number - 1)
         assert ranks[0]["steps"] == ranks[1]["steps"]
+
+
+@pytest.mark.parametrize(
+    "job", [job("refused-shared", "refused_models", {}, 1, module="shared_rows")], ids=str
+)
+def test_models_that_do_not_follow_a_rows_own_group_are_refused(
+    job: Job, ranks: list[dict[str, str]]
+) -> None:
+    said = ranks[0]
+    assert "position embeddings mrope slice by a fixed" in said["other_positions"]
+    assert "layers.1.self_attention, a SelfAttention with Identity, is not" in said["other_core"]
+    assert "layers.2.self_attention, a OwnAttention with PackedAttention" in said["other_layer"]
+    assert all("unset --dynamic-batch-context-parallel" in text for text in said.values())
 
 
 @pytest.mark.parametrize(

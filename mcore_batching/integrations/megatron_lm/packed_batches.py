@@ -91,13 +91,14 @@ class PackedRows(Iterator[PreparedRow]):
     def _counted_cu_seqlens(self, row: PackedMicroBatch) -> torch.Tensor:
         """int32 ``[1, samples + 1]``, from which stock code counts operations.
 
-        ``[1, 1]`` where it is to count nothing, as on all ranks but the first of those that share
-        a row; of length 0 for a placeholder.
+        ``[1, 1]`` where it is to count nothing at all; of length 0 for a placeholder, and on all
+        but the first of the ranks that share a row: each rank has to count something, since what
+        they count is added up over all that did.
         """
-        if not self._counts_flops or self._is_counted_elsewhere(row):
+        if not self._counts_flops:
             return row.cu_seqlens.new_zeros(1, 1)
-        real = torch.zeros_like(row.cu_seqlens) if row.is_placeholder else row.cu_seqlens
-        return real[None]
+        counts = not row.is_placeholder and not self._is_counted_elsewhere(row)
+        return (row.cu_seqlens if counts else torch.zeros_like(row.cu_seqlens))[None]
 
     @staticmethod
     def _is_counted_elsewhere(row: PackedMicroBatch) -> bool:

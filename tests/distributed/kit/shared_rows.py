@@ -10,6 +10,8 @@ from unittest import mock
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.utils import unwrap_model
 
 from kit import exactness
 from kit.faults import my_samples, small_model
@@ -17,7 +19,9 @@ from kit.model import adam
 from kit.objective import packed_objective
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch
 from mcore_batching.megatron import (
+    DynamicBatchArgumentError,
     add_fields,
+    check_settings,
     exchange,
     forward_only,
     get_data_iterator,
@@ -105,6 +109,34 @@ def there_and_back(
         "trained": [result.totals.num_samples for result in trained],
         "moved": len(set(held) - set(data["source"])),
     }
+
+
+def refused_models(dims: dict[str, Any], reference: str) -> dict[str, str]:
+    """What is said of models whose layers do not follow a row's own group."""
+
+    class OwnAttention(SelfAttention):  # type: ignore[misc]
+        pass
+
+    def other_positions(bare: Any) -> None:
+        bare.position_embedding_type = "mrope"
+
+    def other_core(bare: Any) -> None:
+        bare.decoder.layers[1].self_attention.core_attention = torch.nn.Identity()
+
+    def other_layer(bare: Any) -> None:
+        bare.decoder.layers[2].self_attention.__class__ = OwnAttention
+
+    args = exactness.arguments(ParallelDims(**dims), dynamic_batch_context_parallel=1)
+    said = {}
+    for change in (other_positions, other_core, other_layer):
+        model = small_model(dims, reference)
+        check_settings(args, model)
+        change(unwrap_model(model[0]))
+        try:
+            check_settings(args, model)
+        except DynamicBatchArgumentError as error:
+            said[change.__name__] = str(error)
+    return said
 
 
 @contextlib.contextmanager
