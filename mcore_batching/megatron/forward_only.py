@@ -37,9 +37,10 @@ from mcore_batching.megatron.log_probs import chunks_of_tokens, logits_of_shape
 from mcore_batching.megatron.logits_function import adapted, real_outputs
 from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep, prepare
 from mcore_batching.megatron.sample_moves import check_output
+from mcore_batching.megatron.shared_rows import let_rows_have_groups
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
 from mcore_batching.megatron.transfer_shapes import planned_transfers
-from mcore_batching.megatron.validation import check_logits, let_rows_have_groups
+from mcore_batching.megatron.validation import check_logits
 
 _OPERATION = "forward_only"
 

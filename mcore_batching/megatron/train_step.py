@@ -45,9 +45,10 @@ from mcore_batching.megatron.nonfinite import (
 from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep, prepare
 from mcore_batching.megatron.recording import recorded
 from mcore_batching.megatron.schedule import MicroBatchSchedule
+from mcore_batching.megatron.shared_rows import let_rows_have_groups
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
 from mcore_batching.megatron.transfer_shapes import planned_transfers
-from mcore_batching.megatron.validation import check_logits, let_rows_have_groups
+from mcore_batching.megatron.validation import check_logits
 
 _OPERATION = "train_step"
 

@@ -8,21 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core.utils import get_model_config
 
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.arguments import (
-    FLAGS,
     PREFIX,
     fuses_output_layer,
     log_prob_chunk_tokens,
     planner_config,
 )
-from mcore_batching.megatron.attention.packed_attention import PackedAttention
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.fused_output import check_can_be_fused
+from mcore_batching.megatron.shared_rows import (
+    dims_of_rows,
+    let_rows_have_groups,
+    shared_row_problems,
+)
 from mcore_batching.megatron.topology import current_dims, model_chunks
 from mcore_batching.megatron.transformer_engine import (
     Versions,
@@ -30,10 +32,6 @@ from mcore_batching.megatron.transformer_engine import (
     installed_versions,
 )
 from mcore_batching.planning import ParallelDims, PlannerConfig, row_multiple_tokens
-
-_SHARED_ROWS = FLAGS["max_context_parallel"]
-
-_POSITIONS_OF_SHARED_ROWS = ("rope", "learned_absolute", "none")
 
 _REFUSED_ROUTING = {
     "global_aux_loss": "averages over micro-batches, placeholders included",
@@ -100,38 +98,6 @@ def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -
     model_config.variable_seq_lengths = True
 
 
-def let_rows_have_groups(chunks: list[Any]) -> None:
-    """Let every attention layer follow the row's context-parallel group.
-
-    Raises:
-        DynamicBatchArgumentError: a layer, or the positions, are of a kind that is not known to.
-    """
-    for chunk in chunks:
-        positions = getattr(unwrap_model(chunk), "position_embedding_type", "of an unknown kind")
-        if positions not in _POSITIONS_OF_SHARED_ROWS:
-            raise DynamicBatchArgumentError(
-                f"position embeddings {positions} slice by a fixed context-parallel group: set "
-                f"--position-embedding-type rope, or unset {_SHARED_ROWS}"
-            )
-        for name, module in chunk.named_modules():
-            if type(module).__module__.startswith("megatron.core.ssm"):
-                raise DynamicBatchArgumentError(
-                    f"{name} is a state-space layer, which carries its state over a fixed "
-                    f"context-parallel group: unset {_SHARED_ROWS}"
-                )
-            if not isinstance(module, Attention):
-                continue
-            core = module.core_attention
-            known = isinstance(core, PackedAttention) or compat.is_engines_attention(core)
-            if type(module) is not SelfAttention or not known:
-                raise DynamicBatchArgumentError(
-                    f"{name}, a {type(module).__name__} with {type(core).__name__}, is not known "
-                    f"to follow a row's own context-parallel group: unset {_SHARED_ROWS}, or build "
-                    "the model with mcore_batching.megatron.packed_layer_spec(config)"
-                )
-            compat.let_rows_have_groups(module)
-
-
 def _modules(chunks: list[Any]) -> Iterator[Any]:
     for chunk in chunks:
         yield from chunk.modules()
@@ -159,9 +125,9 @@ def check_model_config(
         *_fixed_size_problems(config),
         *_loss_problems(config),
         *_expert_problems(config),
-        *_shared_row_problems(config, dims, planner),
+        *shared_row_problems(config, dims, planner, has_auxiliary_loss=has_auxiliary_loss(config)),
     ]
-    for rows in _dims_of_rows(dims, planner):
+    for rows in dims_of_rows(dims, planner):
         problems += _low_precision_problems(config, rows, planner)
         if versions is not None:
             problems += attention_problems(config, rows, versions)
@@ -273,39 +239,6 @@ def _flex_dispatcher_problems(config: Any) -> Iterator[str]:
         yield (
             "the NCCL expert-parallel dispatcher sizes its buffers by the first row that it sees: "
             "set --moe-flex-dispatcher-backend deepep"
-        )
-
-
-def _dims_of_rows(dims: ParallelDims, planner: PlannerConfig) -> list[ParallelDims]:
-    """The dims with each context-parallel size that a row may have."""
-    if planner.max_context_parallel is None:
-        return [dims]
-    return [dims.for_rows_on(size) for size in dims.row_sizes(planner.max_context_parallel)]
-
-
-def _shared_row_problems(config: Any, dims: ParallelDims, planner: PlannerConfig) -> Iterator[str]:
-    """Settings that do not go with a context-parallel size for every row."""
-    if planner.max_context_parallel is None:
-        return
-    if dims.context_parallel > 1:
-        yield (
-            f"{_SHARED_ROWS} chooses every row's size itself: set --context-parallel-size 1, and "
-            "the ranks are data-parallel ones"
-        )
-    if not config.calculate_per_token_loss:
-        yield (
-            f"under {_SHARED_ROWS} as many ranks work on a token as its row has, and Megatron "
-            "averages over a fixed number: set --calculate-per-token-loss"
-        )
-    if has_auxiliary_loss(config):
-        yield (
-            "the mixture-of-experts auxiliary losses are computed over a fixed context-parallel "
-            f"group: set --moe-aux-loss-coeff 0 and no --moe-z-loss-coeff, or unset {_SHARED_ROWS}"
-        )
-    if config.multi_latent_attention:
-        yield (
-            "multi-latent attention slices by a fixed context-parallel group: unset "
-            f"--multi-latent-attention or {_SHARED_ROWS}"
         )
 
 
