@@ -59,10 +59,10 @@ def row_group(context_parallel_size: int) -> dist.ProcessGroup | None:
     Args:
         context_parallel_size: of the row.
     """
-    among = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    if _current is None or _current[0] is not among:
+    if _current is None:
         return None
-    return _current[1].get(context_parallel_size)
+    among = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return _current[1].get(context_parallel_size) if _current[0] is among else None
 
 
 def context_parallel_group(row: PackedMicroBatch) -> dist.ProcessGroup | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from packed_row_cases import EXPECTED, SAMPLES, found, prepared, rows
 
-from mcore_batching.integrations.megatron_lm import next_batch
+from mcore_batching.integrations.megatron_lm import next_batch, packed_batches
 from mcore_batching.integrations.megatron_lm.packed_batches import (
     SIX_FIELDS,
     TEN_FIELDS,
@@ -65,6 +67,20 @@ def test_statistics_of_lengths_count_real_samples_of_training_alone(
     assert offsets.dtype == torch.int32
     assert offsets.shape == (1, len(lengths) + 1)
     assert offsets[0].diff().tolist() == lengths
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_shared_row_counts_on_its_first_rank_and_is_heard_of_on_all(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Stock code adds up over all ranks in a step in which it was given any lengths: with fewer
+    than two offsets a rank would stay away from that sum, and the others wait for it."""
+    monkeypatch.setattr(packed_batches, "row_group", lambda size: object())
+    usual = prepared(SAMPLES)
+    row = dataclasses.replace(usual.row, context_parallel_rank=rank)
+    shared = PackedRows(iter([dataclasses.replace(usual, row=row)]), counts_flops=True)
+    (offsets,) = shared.next_fields(["cu_seqlens"])
+    assert offsets[0].diff().tolist() == ([3, 2] if rank == 0 else [0, 0])
 
 
 def test_placeholders_train_nothing() -> None:
