@@ -273,11 +273,7 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
         fields = _moved(data_iterator, fields)
 
     def kinds_of_fields() -> dict[str, Field]:
-        if not isinstance(fields, Mapping):
-            raise TypeError(
-                "fields must be a dict of lists, one value per sample ({} where there are none), "
-                f"got {type(fields).__name__}"
-            )
+        _require_dict(fields)
         schedule = schedule_of(data_iterator)
         for name, values in fields.items():
             require_one_per_sample(name, values, schedule.num_samples)
@@ -305,6 +301,14 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
 _ADDING = "adding fields, their kinds"
 
 
+def _require_dict(fields: Any) -> None:
+    if not isinstance(fields, Mapping):
+        raise TypeError(
+            "fields must be a dict of lists, one value per sample ({} where there are none), "
+            f"got {type(fields).__name__}"
+        )
+
+
 def _moves_of(data_iterator: Any) -> SampleMoves | None:
     """How samples were exchanged; None where they were not, or that cannot be told."""
     with contextlib.suppress(TypeError):
@@ -318,6 +322,7 @@ def _moved(
     """The fields' values of the samples that this rank runs. A collective over all ranks."""
 
     def leaving() -> tuple[SampleMoves, list[Any]]:
+        _require_dict(fields)
         moves = schedule_of(data_iterator).moves
         assert moves is not None
         return moves, moves.outgoing(fields)
