@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
