@@ -64,7 +64,9 @@ def last_stage(ranks: Ranks) -> list[dict[str, Any]]:
     return [record for record in ranks if record["steps"][0]["loss"]]
 
 
-def assert_same_training(flagged: Ranks, padded: Ranks, num_steps: int) -> None:
+def assert_same_training(
+    flagged: Ranks, padded: Ranks, num_steps: int, *, has_fewer_rows: bool = True
+) -> None:
     """The steps of a run with the flag are the first steps of the padded one."""
     expected = last_stage(padded)[0]
     for record in last_stage(flagged):
@@ -80,7 +82,8 @@ def assert_same_training(flagged: Ranks, padded: Ranks, num_steps: int) -> None:
         for number, losses in enumerate(record["evaluations"]):
             if number < before_the_end or num_steps == len(expected["steps"]):
                 assert losses == pytest.approx(expected["evaluations"][number], rel=LOSS), number
-    assert_packed(flagged)
+    if has_fewer_rows:
+        assert_packed(flagged)
 
 
 def assert_packed(flagged: Ranks) -> None:
@@ -201,8 +204,9 @@ def test_tp2_cp2(records: list[Ranks]) -> None:
 def test_rows_of_several_sizes(records: list[Ranks]) -> None:
     """Dynamic CP in a stock script; a token counts once, however many ranks share its row."""
     pipeline_padded, pipeline, data_padded, data, usual = records
-    assert_same_training(pipeline, pipeline_padded, 5)
-    assert_same_training(data, data_padded, 5)
+    # Under a cap of half the longest sample.
+    assert_same_training(pipeline, pipeline_padded, 5, has_fewer_rows=False)
+    assert_same_training(data, data_padded, 5, has_fewer_rows=False)
     for ranks in (pipeline, data):
         assert values(ranks, "tokens") == values(usual, "tokens")[:5]
 
