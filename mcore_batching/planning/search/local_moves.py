@@ -64,6 +64,13 @@ def improve(step: Candidate, objective: Objective, *, keep: float = 0.0) -> Cand
     return best if best.end <= step.end else step
 
 
+def high_power(end: float) -> float:
+    """The power of an end, as a share of the step's, whose sum over pipelines moves are to lower."""
+    for _ in range(SQUARINGS):
+        end *= end
+    return end
+
+
 _Place = tuple[Pipeline, Rank, int]
 """A micro-batch: its rank with the pipeline that this is in, and its slot."""
 
@@ -212,10 +219,7 @@ class _Moved:
         return self._power(grown) + self._power(shrunk) <= limit
 
     def _power(self, end: float) -> float:
-        power = end * self._scale
-        for _ in range(SQUARINGS):
-            power *= power
-        return power
+        return high_power(end * self._scale)
 
     def _keep(self, changes: list[Change]) -> bool:
         """Make changes of pipelines that were simulated; True if one ends sooner."""

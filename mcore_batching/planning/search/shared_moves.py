@@ -13,16 +13,18 @@ from __future__ import annotations
 
 from mcore_batching.planning.cost import ordered_sum
 from mcore_batching.planning.coupled_ranks import Ends, blocks_of
-from mcore_batching.planning.search.local_moves import Counter
+from mcore_batching.planning.search.local_moves import (
+    BEYOND,
+    EFFORT_OF_A_TRY,
+    Counter,
+    high_power,
+)
 from mcore_batching.planning.search.objective import Slots
 from mcore_batching.planning.search.shared_rows import SharedObjective, SharedStep, Sizes
 
 GIVE_UP_AFTER = 8000
 """Moves in a row of which none was kept."""
 MOST_CHAINS = 24
-EFFORT_OF_A_TRY = 30
-SQUARINGS = 7
-BEYOND = 1.0055
 COLUMNS = 10
 """One move in so many is of columns."""
 
@@ -165,10 +167,7 @@ class _Moved:
         return max(group.end for group in self._groups)
 
     def _power(self, end: float) -> float:
-        power = end * self._scale
-        for _ in range(SQUARINGS):
-            power *= power
-        return power
+        return high_power(end * self._scale)
 
     def _powers(self, ends: list[float]) -> float:
         total = 0.0
