@@ -15,7 +15,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mcore_batching.megatron.attention import segments
-from mcore_batching.megatron.attention.packed_attention import PackedAttention, host_cu_seqlens
+from mcore_batching.megatron.attention.packed_attention import (
+    PackedAttention,
+    _geometry,
+    host_cu_seqlens,
+)
 from mcore_batching.megatron.attention.segments import (
     attend_by_variable_length_kernel,
     attend_run_by_run,
@@ -91,10 +95,10 @@ def test_gathered_tokens_are_put_back_in_order(size: int, units: list[int]) -> N
 
 def test_layers_share_what_a_row_is_laid_out_like() -> None:
     """Or each layer would copy its indices to the device anew."""
-    layer: Any = SimpleNamespace(cp_group=SimpleNamespace(size=lambda: 2, rank=lambda: 0))
+    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
     row = SimpleNamespace(host_cu_seqlens=(0, 4))
-    first = PackedAttention._geometry(layer, row)
-    assert PackedAttention._geometry(layer, row) is first
+    first = _geometry(row, group)
+    assert _geometry(row, group) is first
     assert first.kernel_row(torch.device("cpu")) is first.kernel_row(torch.device("cpu"))
     assert first.restore_index(torch.device("cpu")) is first.restore_index(torch.device("cpu"))
 

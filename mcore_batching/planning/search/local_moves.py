@@ -65,7 +65,7 @@ def improve(step: Candidate, objective: Objective, *, keep: float = 0.0) -> Cand
 
 
 def high_power(end: float) -> float:
-    """The power of an end, as a share of the step's, whose sum over pipelines moves are to lower."""
+    """The power, of which moves are to lower the sum over pipelines; `end` in steps before."""
     for _ in range(SQUARINGS):
         end *= end
     return end
