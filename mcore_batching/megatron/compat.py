@@ -45,7 +45,7 @@ def is_engines_attention(module: Any) -> bool:
 
 
 def why_no_plain_product(layer: Any) -> str:
-    """How an output layer differs from the product with its weight; empty if it does not."""
+    """Differences of an output layer from the product with its weight; empty if there are none."""
     if type(layer) is not ColumnParallelLinear:
         return f"is a {type(layer).__name__}"
     if layer.bias is not None:

@@ -310,7 +310,7 @@ def _require_dict(fields: Any) -> None:
 
 
 def _moves_of(data_iterator: Any) -> SampleMoves | None:
-    """How samples were exchanged; None where they were not, or that cannot be told."""
+    """The exchange of samples; None where they were not, or that cannot be told."""
     with contextlib.suppress(TypeError):
         return schedule_of(data_iterator).moves
     return None

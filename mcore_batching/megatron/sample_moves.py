@@ -1,4 +1,4 @@
-"""Where samples came from and where they run, and the way of their values there and back.
+"""The origins of samples, the ranks that run them, and the way of their values there and back.
 
 Samples of all data-parallel ranks are numbered through. One whose row is shared runs on several:
 
@@ -65,7 +65,7 @@ class SampleMoves:
         return range(self.first[self.own], self.first[self.own + 1])
 
     def outgoing(self, columns: Mapping[str, Sequence[Any]]) -> list[tuple[list[int], Columns]]:
-        """What to hand to each rank of this one's samples: their numbers and values.
+        """The samples of this rank to hand to each rank: their numbers and values.
 
         Raises:
             SchemaError: a field has not one value for each sample that came from this rank.
@@ -183,7 +183,7 @@ def _tensors(header: Sequence[int], body: Tensor) -> list[Tensor]:
 
 
 def _exchanged(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """What each data-parallel rank had for this one. A collective over them."""
+    """The parts that each data-parallel rank had for this one. A collective over them."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     sizes = torch.tensor([part.numel() for part in parts], device=device)
     arriving = torch.empty_like(sizes)

@@ -1,4 +1,4 @@
-"""What Transformer Engine's attention cannot do with packed rows, by its version.
+"""Limits of Transformer Engine's attention on packed rows, by its version.
 
 Read in its sources from 2.9 to 2.18. It asserts these in its forward pass, on the ranks of one
 stage, while the other stages wait: so they are refused at the start.

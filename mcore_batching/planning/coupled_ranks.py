@@ -23,7 +23,7 @@ Ends = list[list[float]]
 
 
 def blocks_of(sizes: Sequence[Sequence[int]]) -> list[Blocks]:
-    """Which ranks share a micro-batch [num_microbatches], of context-parallel sizes
+    """The ranks that share a micro-batch [num_microbatches], from context-parallel sizes
     [ranks][num_microbatches]."""
     return [
         [(rank, rank + size) for rank, size in enumerate(slot) if size > 1 and rank % size == 0]

@@ -1,0 +1,222 @@
+"""The JSON form of plans, and its digest.
+
+A document is
+
+    {"format": "mcore-batching/plan", "version": 1, "layout": {...}, "config": {...},
+     "scope": "global", "num_samples": n, "digest": "...",
+     "steps": [{"num_microbatches": k, "ranks": [[[3, 17], [5], []], ...]}]}
+
+Optional keys:
+
+- `sample_indices` of a step: the samples of one step out of a batch;
+- `context_parallel` of a step, under dynamic CP alone: the context-parallel size of each rank's
+  micro-batches [ranks][num_microbatches], the ranks of "ranks" being data- and context-parallel;
+- `dropped`: the samples that a batch's steps leave out;
+- `lengths_digest`: SHA-256 in hex of the lengths that the plan was made from, by which `check`
+  tells them from others that would fit as well; there where `to_json` was given the lengths, and no
+  part of what `digest` covers, so that a plan's digest does not depend on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any, TypeVar
+
+from mcore_batching.planning.config import PlannerConfig
+from mcore_batching.planning.errors import PlanFormatError, PlanningError
+from mcore_batching.planning.integers import as_integer
+from mcore_batching.planning.json_text import parse_json
+from mcore_batching.planning.parallel_dims import ParallelDims
+
+FORMAT = "mcore-batching/plan"
+VERSION = 1
+
+_Settings = TypeVar("_Settings", ParallelDims, PlannerConfig)
+
+
+def options_of(config: PlannerConfig) -> dict[str, Any]:
+    """The options as JSON. Options newer than version 1 of the format are written only where they
+    are not at their default, so that the digests of older plans stay what they were."""
+    options = asdict(config)
+    for newer in (
+        "plan_effort",
+        "max_samples_per_row",
+        "max_inflight_tokens",
+        "max_context_parallel",
+    ):
+        if options[newer] == PlannerConfig.__dataclass_fields__[newer].default:
+            del options[newer]
+    return options
+
+
+def digest(document: dict[str, Any]) -> str:
+    """SHA-256 in hex of a document without its digest."""
+    # Integers, booleans, strings and null only: nothing depends on how floats print.
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+
+def dump(document: dict[str, Any], beside: Mapping[str, str] | None = None) -> str:
+    """A document as text; `beside` is written into it, and no part of its digest."""
+    head = {key: value for key, value in document.items() if key != "steps"} | dict(beside or {})
+    return json.dumps({**head, "digest": digest(document), "steps": document["steps"]})
+
+
+def check_digest(recorded: str | None, found: str) -> None:
+    """Compare the digest that a document carries with that of its content.
+
+    Raises:
+        PlanFormatError: they differ, or it carries none.
+    """
+    if recorded is None:
+        raise PlanFormatError(
+            f'the plan carries no "digest"; add "digest": "{found}", or pass verify_digest=False'
+        )
+    if recorded != found:
+        raise PlanFormatError(
+            f"the plan's digest is {recorded}, but its content gives {found}: it was changed after "
+            "it was written; plan again, or pass verify_digest=False to read it anyway"
+        )
+
+
+def load(text: str) -> dict[str, Any]:
+    """The parts of a document, as `read` gives them. Its digest is read, not compared: that takes
+    the plan made from it.
+
+    Raises:
+        PlanFormatError: not a plan, or of another format or version.
+    """
+    try:
+        raw = parse_json(text)
+    except ValueError as error:
+        raise PlanFormatError(f"expected a plan in JSON, got text that is none: {error}") from None
+    if not isinstance(raw, dict):
+        raise PlanFormatError(f"expected a JSON object, got {type(raw).__name__}")
+    if raw.get("format") != FORMAT:
+        raise PlanFormatError(
+            f'expected "format": "{FORMAT}", got {raw.get("format")!r}; pass a file that '
+            "`mcore-batching plan --out` or `to_json` wrote"
+        )
+    if raw.get("version") != VERSION or isinstance(raw.get("version"), bool):
+        raise PlanFormatError(
+            f'expected plan "version" {VERSION}, got {raw.get("version")!r}; read it with the '
+            "release that wrote it, or plan again"
+        )
+    return read(raw)
+
+
+def read(raw: dict[str, Any]) -> dict[str, Any]:
+    """The document's parts, checked, with defaults filled in.
+
+    Raises:
+        PlanFormatError: a part is not of the kind that it should be.
+    """
+    scope = raw.get("scope", "global")
+    if scope not in ("global", "local"):
+        raise PlanFormatError(f'"scope" must be "global" or "local", got {scope!r}')
+    steps = _expect(raw, "steps", list)
+    if not steps:
+        raise PlanFormatError('"steps" must hold at least one step, got an empty list')
+    for key in ("digest", "lengths_digest"):
+        if not isinstance(raw.get(key), str | None):
+            raise PlanFormatError(f'"{key}" must be a string, got {raw[key]!r:.80}')
+    config = _settings(PlannerConfig, _expect(raw, "config", dict), "config")
+    is_dynamic = config.max_context_parallel is not None
+    return {
+        "dims": _settings(ParallelDims, _expect(raw, "layout", dict), "layout"),
+        "config": config,
+        "scope": scope,
+        "num_samples": _count(raw.get("num_samples"), '"num_samples"'),
+        "digest": raw.get("digest"),
+        "lengths_digest": raw.get("lengths_digest"),
+        "steps": [_read_step(step, index, is_dynamic) for index, step in enumerate(steps)],
+        "dropped": _indices(raw.get("dropped", []), '"dropped"'),
+    }
+
+
+def _read_step(raw: Any, index: int, is_dynamic: bool) -> dict[str, Any]:
+    if not isinstance(raw, dict):
+        raise PlanFormatError(f"step {index} must be a JSON object, got {raw!r:.80}")
+    where = f"step {index}"
+    samples = raw.get("sample_indices")
+    ranks = tuple(
+        tuple(
+            _indices(micro_batch, f"{where}, rank {rank}, slot {slot}")
+            for slot, micro_batch in enumerate(_list(micro_batches, f"{where}, rank {rank}"))
+        )
+        for rank, micro_batches in enumerate(_expect(raw, "ranks", list))
+    )
+    return {
+        "num_microbatches": _count(raw.get("num_microbatches"), f'"num_microbatches" of {where}'),
+        "ranks": ranks,
+        "context_parallel": _read_sizes(raw.get("context_parallel"), ranks, where, is_dynamic),
+        "sample_indices": (
+            None if samples is None else _indices(samples, f'{where}, "sample_indices"')
+        ),
+    }
+
+
+def _read_sizes(
+    raw: Any, ranks: Sequence[Sequence[Sequence[int]]], where: str, is_dynamic: bool
+) -> tuple[tuple[int, ...], ...] | None:
+    """The context-parallel size of each micro-batch of "ranks"; None without dynamic CP."""
+    what = f'"context_parallel" of {where}'
+    if (raw is not None) != is_dynamic:
+        raise PlanFormatError(
+            f'{what} must be there exactly where "max_context_parallel" is set in "config": add '
+            "it, or leave the other out"
+        )
+    if raw is None:
+        return None
+    sizes = tuple(
+        tuple(_count(size, f"a size of {what}, rank {rank}") for size in _list(of_rank, what))
+        for rank, of_rank in enumerate(_list(raw, what))
+    )
+    if list(map(len, sizes)) != list(map(len, ranks)) or 0 in {s for of in sizes for s in of}:
+        raise PlanFormatError(
+            f'{what} must hold a size of 1 or more for each micro-batch of "ranks", got {raw!r:.80}'
+        )
+    return sizes
+
+
+def _settings(kind: type[_Settings], raw: dict[str, Any], what: str) -> _Settings:
+    known = {option.name for option in fields(kind)}
+    unknown = sorted(set(raw) - known)
+    if unknown:
+        raise PlanFormatError(
+            f'unknown keys in "{what}": {", ".join(unknown):.200}; expected '
+            f"{', '.join(sorted(known))}"
+        )
+    try:
+        return kind(**raw)
+    except (PlanningError, TypeError) as error:
+        raise PlanFormatError(f'"{what}" is not valid: {error}') from None
+
+
+def _expect(raw: dict[str, Any], key: str, kind: type) -> Any:
+    value = raw.get(key)
+    if not isinstance(value, kind):
+        raise PlanFormatError(
+            f'"{key}" must be a JSON {"object" if kind is dict else "array"}, got {value!r:.80}'
+        )
+    return value
+
+
+def _count(value: Any, what: str) -> int:
+    number = as_integer(value)
+    if number is None or number < 0:
+        raise PlanFormatError(f"{what} must be an integer of 0 or more, got {value!r:.80}")
+    return number
+
+
+def _indices(raw: Any, where: str) -> tuple[int, ...]:
+    return tuple(_count(sample, f"a sample index at {where}") for sample in _list(raw, where))
+
+
+def _list(raw: Any, where: str) -> list[Any]:
+    if not isinstance(raw, list):
+        raise PlanFormatError(f"{where} must be a JSON array, got {raw!r:.80}")
+    return raw
