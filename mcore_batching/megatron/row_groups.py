@@ -4,8 +4,9 @@
     rank 2 is in    [2]    [2 3]    [0 1 2 3]
 
 Blocks of one size are disjoint, and a larger one is made of smaller ones, so each rank is in one
-group of every size. Every rank makes its own, all in ascending order of sizes, and keeps them for
-the life of the process. NCCL connects a group where its first row is run.
+group of every size. Of one rank and of all ranks it is Megatron's own; the others are made by all
+ranks of the job in one order, and kept for the life of the process. NCCL connects a group where its
+first row is run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import datetime
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -26,7 +28,7 @@ _current: tuple[Any, dict[int, dist.ProcessGroup]] | None = None
 
 
 def make_row_groups(args: Any, sizes: Sequence[int]) -> None:
-    """Make the groups that are not there yet. A collective over all ranks.
+    """Make the groups that are not there yet. A collective over all ranks of the job.
 
     Args:
         args: Megatron's arguments, for ``--distributed-timeout-minutes``.
@@ -36,18 +38,27 @@ def make_row_groups(args: Any, sizes: Sequence[int]) -> None:
     global _current
     among = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if _current is None or _current[0] is not among:
-        _current = (among, {})
-    ranks, own = dist.get_process_group_ranks(among), among.rank()
+        own = parallel_state.get_context_parallel_group()
+        _current = (among, {among.size(): among, own.size(): own})
     minutes = getattr(args, "distributed_timeout_minutes", None) or DEFAULT_TIMEOUT_MINUTES
-    for size in sizes:
-        if size not in _current[1]:
-            first = own // size * size
-            # Ranks of other blocks need not wait: a job of 1000 makes some 2000 groups.
-            _current[1][size] = dist.new_group(
-                ranks[first : first + size],
-                timeout=datetime.timedelta(minutes=minutes),
-                use_local_synchronization=True,
-            )
+    missing = [size for size in sizes if size not in _current[1]]
+    for ranks in _groups_of_all_ranks(among) if missing else ():
+        for size in missing:
+            for first in range(0, len(ranks), size):
+                block = ranks[first : first + size]
+                # By all ranks of the job, each block: PyTorch tells groups that only their ranks
+                # make by the number of others that these ranks are in, and that may differ.
+                group = dist.new_group(block, timeout=datetime.timedelta(minutes=minutes))
+                if dist.get_rank() in block:
+                    _current[1][size] = group
+
+
+def _groups_of_all_ranks(among: dist.ProcessGroup) -> list[list[int]]:
+    """The ranks of each group like this one, of other stages and tensor-parallel ranks."""
+    own = torch.tensor(dist.get_process_group_ranks(among), device=torch.cuda.current_device())
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)
+    return [list(ranks) for ranks in sorted({tuple(each.tolist()) for each in gathered})]
 
 
 def row_group(context_parallel_size: int) -> dist.ProcessGroup | None:

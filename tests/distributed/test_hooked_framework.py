@@ -115,7 +115,7 @@ REFUSED = {
     "allgather": r"DynamicBatchArgumentError: allgather_cp=True .* set allgather_cp=False",
     "bshd planned": r"DynamicBatchArgumentError: qkv_format='bshd'",
     "allgather planned": r"DynamicBatchArgumentError: allgather_cp=True",
-    "exchange": r"DynamicBatchArgumentError: .* unset --dynamic-batch-exchange",
+    "exchange": r"DynamicBatchArgumentError: --dynamic-batch-exchange and .*: unset them",
     "pad each": r"DynamicBatchArgumentError: --dynamic-batch-pad-each-to .* unset it",
     "learnt costs": r"DynamicBatchArgumentError: --dynamic-batch-cost-model auto .* to a file",
     "cap": r"ConfigError: the smallest micro-batch takes 1024 padded tokens",
