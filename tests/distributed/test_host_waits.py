@@ -50,8 +50,12 @@ def job(name: str, dims: dict[str, Any], **parameters: Any) -> Job:
 
 
 JOBS = [
-    *(job(name, dims) for name, dims in LAYOUTS.items()),
-    job("samples-on-device", LAYOUTS["cp2"], samples_on_device=True),
+    *(
+        # With samples on the device the latter is run every time.
+        pytest.param(job(name, dims), marks=pytest.mark.long if name in ("tp2-sp", "cp2") else ())
+        for name, dims in LAYOUTS.items()
+    ),
+    pytest.param(job("samples-on-device", LAYOUTS["cp2"], samples_on_device=True)),
 ]
 
 
