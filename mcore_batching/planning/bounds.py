@@ -76,6 +76,5 @@ def step_time_floor(problem: Problem) -> float:
     longest = max(range(problem.num_samples), key=problem.lengths.__getitem__, default=None)
     alone = fixed
     if longest is not None:
-        of_sizes = [problem.on_ranks[size] for size in problem.on_ranks]
-        alone = min(rows.cost([longest]) for rows in of_sizes)
+        alone = min(rows.cost([longest]) for rows in problem.on_ranks.values())
     return passes * max(work + way, stages * alone)

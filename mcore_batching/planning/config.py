@@ -119,6 +119,12 @@ class PlannerConfig:
         """The most padded tokens that a micro-batch may hold over its context-parallel ranks."""
         return self.max_tokens_per_gpu * dims.context_parallel
 
+    def num_ranks(self, dims: ParallelDims) -> int:
+        """Ranks that have micro-batches of their own: data-parallel ones; under dynamic CP data-
+        and context-parallel ones."""
+        dynamic = self.max_context_parallel is not None
+        return dims.data_context_parallel if dynamic else dims.data_parallel
+
     def check_max_context_parallel(self, dims: ParallelDims) -> None:
         """Check `max_context_parallel` against the ranks that there are.
 

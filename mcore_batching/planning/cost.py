@@ -36,10 +36,8 @@ _ALSO_WRITTEN = {"seconds_per_unit", "mean_relative_error", "max_relative_error"
 _NEWER = ("context_parallel_overhead", "context_parallel_fixed")
 """Coefficients that documents of before dynamic CP lack; written where not at their defaults."""
 _COEFFICIENTS = ("linear", "quadratic", "per_micro_batch", "backward_ratio", *_NEWER)
-
-
-# Below it costs are finite, whatever the number of samples and their lengths.
 _MAX_COEFFICIENT = 1e100
+"""Up to it costs are finite, whatever the number of samples and their lengths."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -164,11 +164,8 @@ class Problem:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that have micro-batches of their own: data-parallel ones; under dynamic CP data-
-        and context-parallel ones."""
-        if self.config.max_context_parallel is None:
-            return self.dims.data_parallel
-        return self.dims.data_context_parallel
+        """Ranks that have micro-batches of their own."""
+        return self.config.num_ranks(self.dims)
 
     @cached_property
     def least_costs(self) -> list[float]:

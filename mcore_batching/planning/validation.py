@@ -141,9 +141,9 @@ def _check_cover(
 
 def _check_equal_count(step: StepPlan, index: int | None) -> None:
     dims = step.dims
-    is_dynamic = step.config.max_context_parallel is not None
-    ranks = dims.data_context_parallel if is_dynamic else dims.data_parallel
+    ranks = step.config.num_ranks(dims)
     if len(step.micro_batches) != ranks:
+        is_dynamic = step.config.max_context_parallel is not None
         kind = "data- and context-parallel" if is_dynamic else "data-parallel"
         raise InvariantError(
             "equal count",

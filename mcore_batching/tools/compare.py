@@ -256,10 +256,7 @@ def _outcome(
                 of_size = problem.on_ranks[row.size]
                 tokens = of_size.row_tokens(ranks[row.rank][row.slot])
                 over += [tokens / of_size.capacity] if tokens > of_size.capacity else []
-    ranks_with_rows = dims.data_parallel
-    if config.max_context_parallel is not None:
-        ranks_with_rows = dims.data_context_parallel
-    rows = ranks_with_rows * sum(statistics.num_microbatches for statistics in made)
+    rows = config.num_ranks(dims) * sum(statistics.num_microbatches for statistics in made)
     return Outcome(
         name=planner.name,
         kind=planner.kind,

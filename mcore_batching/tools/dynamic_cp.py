@@ -18,11 +18,10 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.dynamic_cp import of_one_size
 from mcore_batching.tools.rules import RuleFailureError, megatron_dynamic_plan
+from mcore_batching.tools.suggestions import EFFORT
 
 PlanFunction = Callable[[Sequence[int], ParallelDims, PlannerConfig, CostModel], StepPlan]
 
-EFFORT = 300
-"""Most `plan_effort` of a plan that a step is only held against: a fifth of the default."""
 MOST_ROWS = 4
 SOONER = 1.005
 

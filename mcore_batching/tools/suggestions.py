@@ -31,7 +31,7 @@ Changes = tuple[Argument, ...]
 """Arguments to set together, with their new values."""
 
 EFFORT = 300
-"""Most `plan_effort` of a plan that is only suggested: a fifth of the default."""
+"""Most `plan_effort` of a plan that a step is only held against: a fifth of the default."""
 LEAST_GAIN = 1.01
 """Below a hundredth a gain is not worth changing a job's parallel dims for."""
 

@@ -26,18 +26,9 @@ if not SOURCE:  # not a mark: its jobs would still be launched beside those of o
     )
 
 
-from kit.slime import COMPARED  # noqa: E402 - needs Megatron, there where a checkout is
+from kit.slime import compared_jobs  # noqa: E402 - needs Megatron, there where a checkout is
 
-JOBS = [
-    Job(
-        f"slime-scheduled-{name}",
-        "kit.slime_scheduled:compare",
-        2,
-        dims,
-        {"dims": dims, "reference": "dense", "source": SOURCE, **settings},
-    )
-    for name, (dims, settings) in COMPARED.items()
-]
+JOBS = compared_jobs("slime-scheduled", "kit.slime_scheduled:compare", SOURCE)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)

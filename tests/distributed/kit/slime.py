@@ -25,6 +25,7 @@ from megatron.core.utils import get_model_config
 
 import mcore_batching
 from kit.exactness import difference
+from kit.harness import Job
 from kit.model import named_parameters, sharded_model
 from kit.samples import make_samples, take
 from kit.stand_ins import StandIns
@@ -52,6 +53,20 @@ COMPARED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """Parallel dims and settings of `compare`, of both modules that have one."""
+
+
+def compared_jobs(prefix: str, function: str, source: str) -> list[Job]:
+    """A job of two ranks for each of `COMPARED`, with slime's checkout."""
+    return [
+        Job(
+            f"{prefix}-{name}",
+            function,
+            2,
+            dims,
+            {"dims": dims, "reference": "dense", "source": source, **settings},
+        )
+        for name, (dims, settings) in COMPARED.items()
+    ]
 
 
 def use_checkout(source: str) -> None:
