@@ -32,6 +32,8 @@ from kit.stock_jobs import (
 
 CHECKOUTS = os.environ.get("MCORE_BATCHING_MEGATRON_LM")
 RELEASES = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0")
+BRANCHES = ("main", "dev", "main-6742")
+"""The last is pull request 6742, whose script unpacks its batch in branches, by its length."""
 
 RAMP_UP_UNTIL_017 = [
     # From 2 to 5 and 8 samples, a step up after every 6. 0.18 and 0.19 take the flag and ignore it.
@@ -142,16 +144,17 @@ def log_lines(checkout: Path, words: list[str]) -> list[dict[str, float]]:
 @pytest.mark.parametrize(
     ("release", "dims"),
     [
-        *itertools.product(RELEASES, ("pp2", "dp2-exchange")),
+        *itertools.product((*RELEASES, *BRANCHES), ("pp2", "dp2-exchange")),
         ("core_v0.17.1", "pp2-ramp-up"),
         ("core_v0.18.2", "pp2-schedule"),
-        ("core_v0.19.0", "ep2"),
+        *itertools.product(("core_v0.19.0", *BRANCHES), ("ep2",)),
     ],
 )
 @pytest.mark.skipif(
     CHECKOUTS is None,
     reason="MCORE_BATCHING_MEGATRON_LM is not set: a folder with checkouts of Megatron-LM's "
-    f"releases, {RELEASES[0]} to {RELEASES[-1]}, their dataset helpers compiled",
+    f"releases, {RELEASES[0]} to {RELEASES[-1]}, and branches, {', '.join(BRANCHES)}, their "
+    "dataset helpers compiled",
 )
 def test_megatrons_own_script_unmodified(release: str, dims: str) -> None:
     checkout = Path(CHECKOUTS or "") / release

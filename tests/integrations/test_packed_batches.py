@@ -10,6 +10,7 @@ from packed_row_cases import EXPECTED, SAMPLES, found, prepared, rows
 
 from mcore_batching.integrations.megatron_lm import next_batch, packed_batches
 from mcore_batching.integrations.megatron_lm.packed_batches import (
+    SEVEN_FIELDS,
     SIX_FIELDS,
     TEN_FIELDS,
     PackedRows,
@@ -18,7 +19,7 @@ from mcore_batching.integrations.megatron_lm.unpadding import FIELDS
 from mcore_batching.megatron import DynamicBatchArgumentError
 
 
-@pytest.mark.parametrize("names", [SIX_FIELDS, TEN_FIELDS], ids=["6", "10"])
+@pytest.mark.parametrize("names", [SIX_FIELDS, SEVEN_FIELDS, TEN_FIELDS], ids=["6", "7", "10"])
 @pytest.mark.parametrize("by", ["number", "names", "names backwards"])
 def test_fields_come_in_the_order_of_the_script(names: tuple[str, ...], by: str) -> None:
     if by == "names backwards":
@@ -109,7 +110,7 @@ def test_each_call_draws_the_next_row() -> None:
         next_batch(both, 6)
 
 
-@pytest.mark.parametrize("number", [0, 5, 7])
+@pytest.mark.parametrize("number", [0, 5, 8])
 def test_other_numbers_of_fields_ask_for_names(number: int) -> None:
     with pytest.raises(DynamicBatchArgumentError, match=rf"got {number}: give their names"):
         next_batch(rows(), number)

@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 from packed_row_cases import EXPECTED, found, rows
 
-from mcore_batching.integrations.megatron_lm.packed_batches import SIX_FIELDS, TEN_FIELDS
+from mcore_batching.integrations.megatron_lm.packed_batches import (
+    SEVEN_FIELDS,
+    SIX_FIELDS,
+    TEN_FIELDS,
+)
 from mcore_batching.integrations.megatron_lm.script_batches import (
     declare_batch_fields,
     fields_unpacked_by,
@@ -77,6 +81,37 @@ def test_names_are_read_of_get_batch_alone(tmp_path: Path) -> None:
         """,
     )
     assert fields_unpacked_by(module.forward_step) == TEN_FIELDS
+
+
+def test_of_a_batch_unpacked_in_branches_the_longest_that_fits_is_taken(tmp_path: Path) -> None:
+    module = script(
+        tmp_path,
+        """
+        def get_batch(data_iterator):
+            return next(data_iterator)
+
+        def forward_step(data_iterator, model):
+            first = second = None
+            batch = get_batch(data_iterator)
+            if len(batch) == 8:
+                tokens, labels, loss_mask, attention_mask, position_ids, a, b, c = batch
+            elif len(batch) == 7:
+                (
+                    tokens, labels, loss_mask, attention_mask, position_ids, packed_seq_params,
+                    padding_mask,
+                ) = batch
+            else:
+                tokens, labels, loss_mask, attention_mask, position_ids, packed_seq_params = batch
+                first, second = model
+            return tokens, packed_seq_params
+        """,
+    )
+    assert fields_unpacked_by(module.forward_step) == SEVEN_FIELDS
+    use_packed_batches(module.forward_step)
+    tokens, params = module.forward_step(rows(), (1, 2))
+    assert tokens.tolist() == EXPECTED["tokens"]
+    assert params.qkv_format == "thd"
+    assert module.forward_step(iter(["abcdef"]), (1, 2)) == ("a", "f")
 
 
 @pytest.mark.parametrize(

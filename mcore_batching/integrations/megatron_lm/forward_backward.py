@@ -308,7 +308,10 @@ def _row_given(data_iterator: PackedRows, chunk: Any) -> Iterator[None]:
         if not is_routed:
             return inputs
         compat.forget_padded_length(params)
-        return {"padding_mask": padding_mask(chunk, row) if row is not None else None} | inputs
+        # Newer scripts pass the mask of their own padding, None where they made no batch.
+        if row is None or inputs.get("padding_mask") is not None:
+            return inputs
+        return inputs | {"padding_mask": padding_mask(chunk, row)}
 
     with changed_inputs([unwrap_model(chunk)], with_row):
         yield

@@ -1,7 +1,8 @@
 """Packed rows as the batches of a stock script: the values that its ``get_batch`` returns.
 
-A script unpacks its batch into local names, which say what each value is. Two orders are common:
-`SIX_FIELDS` up to Megatron-LM 0.17, `TEN_FIELDS` (alphabetical) from 0.18 on.
+A script unpacks its batch into local names, which say what each value is. Three orders are common:
+`SIX_FIELDS` up to Megatron-LM 0.17, `TEN_FIELDS` (alphabetical) from 0.18 on, and `SEVEN_FIELDS` on
+its dev branch.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ TEN_FIELDS = (
     "position_ids",
     "tokens",
 )
-_BY_NUMBER = {len(SIX_FIELDS): SIX_FIELDS, len(TEN_FIELDS): TEN_FIELDS}
+SEVEN_FIELDS = (*SIX_FIELDS, "padding_mask")
+_BY_NUMBER = {len(fields): fields for fields in (SIX_FIELDS, SEVEN_FIELDS, TEN_FIELDS)}
 _NEEDED = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -116,7 +118,7 @@ def next_batch(data_iterator: Any, fields: int | Sequence[str]) -> list[Any] | N
 
     Args:
         data_iterator: the forward step's.
-        fields: the number of values that the script unpacks, 6 or 10, or their names in order.
+        fields: the number of values that the script unpacks, 6, 7 or 10, or their names in order.
 
     Returns:
         the values, or None if ``data_iterator`` is an ordinary one.
@@ -129,8 +131,9 @@ def next_batch(data_iterator: Any, fields: int | Sequence[str]) -> list[Any] | N
     if isinstance(fields, int):
         if fields not in _BY_NUMBER:
             raise DynamicBatchArgumentError(
-                f"get_batch returns 6 fields up to Megatron-LM 0.17 and 10 from 0.18 on, got "
-                f"{fields}: give their names, next_batch(data_iterator, ('tokens', ...))"
+                "get_batch returns 6 fields up to Megatron-LM 0.17, 10 from 0.18 on and 7 on its "
+                f"dev branch, got {fields}: give their names, next_batch(data_iterator, "
+                "('tokens', ...))"
             )
         fields = _BY_NUMBER[fields]
     return data_iterator.next_fields(fields)
@@ -146,11 +149,7 @@ def check_fields(names: Sequence[str], where: str) -> None:
     Raises:
         DynamicBatchArgumentError: naming what is unknown or missing.
     """
-    known = {*SIX_FIELDS, *TEN_FIELDS}
-    unknown = [name for name in names if name not in known]
-    lacking = [name for name in _NEEDED if name not in names]
-    if "packed_seq_params" not in names and not {"cu_seqlens", "cu_seqlens_padded"} <= {*names}:
-        lacking.append("packed_seq_params (or cu_seqlens and cu_seqlens_padded)")
+    unknown, lacking = _unfit(names)
     if unknown or lacking:
         problems = [f"has {', '.join(unknown)}"] if unknown else []
         problems += [f"lacks {', '.join(lacking)}"] if lacking else []
@@ -159,3 +158,17 @@ def check_fields(names: Sequence[str], where: str) -> None:
             f"({', '.join(SIX_FIELDS)}), as in pretrain_gpt.py up to 0.17, and "
             f"({', '.join(TEN_FIELDS)}) from 0.18 on"
         )
+
+
+def fits(names: Sequence[str]) -> bool:
+    """True if a packed row fits into a batch of these values."""
+    return _unfit(names) == ([], [])
+
+
+def _unfit(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Names that are not known, and names of what packed rows need that are not there."""
+    known = {*SEVEN_FIELDS, *TEN_FIELDS}
+    lacking = [name for name in _NEEDED if name not in names]
+    if "packed_seq_params" not in names and not {"cu_seqlens", "cu_seqlens_padded"} <= {*names}:
+        lacking.append("packed_seq_params (or cu_seqlens and cu_seqlens_padded)")
+    return [name for name in names if name not in known], lacking

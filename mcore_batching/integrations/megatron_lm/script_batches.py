@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mcore_batching.integrations.megatron_lm.packed_batches import check_fields, next_batch
+from mcore_batching.integrations.megatron_lm.packed_batches import check_fields, fits, next_batch
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 
 _MARK = "_mcore_batching_original"
@@ -83,6 +83,9 @@ def fields_unpacked_by(forward_step: Callable[..., Any]) -> tuple[str, ...]:
 
         tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator)
 
+    Of a batch that is kept under a name and unpacked in branches, by its length, the longest that
+    packed rows fit into.
+
     Raises:
         DynamicBatchArgumentError: it does not unpack it, its source cannot be read, or the names
             leave out what packed rows need.
@@ -96,21 +99,36 @@ def fields_unpacked_by(forward_step: Callable[..., Any]) -> tuple[str, ...]:
             f"cannot read the source of {where} ({error}) to see what its get_batch returns: call "
             f"{advice}"
         ) from None
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(node.value, ast.Call)
-            and isinstance(node.value.func, ast.Name)
-            and node.value.func.id == "get_batch"
-            and isinstance(node.targets[0], ast.Tuple)
-        ):
-            names = tuple(getattr(name, "id", "?") for name in node.targets[0].elts)
-            check_fields(names, where)
-            return names
-    raise DynamicBatchArgumentError(
-        f"{where} does not unpack get_batch(...) into names, so it is not known what its batch "
-        f"consists of: call {advice}"
-    )
+    found = sorted(_unpackings(tree), key=len, reverse=True)
+    if not found:
+        raise DynamicBatchArgumentError(
+            f"{where} does not unpack get_batch(...) into names, so it is not known what its batch "
+            f"consists of: call {advice}"
+        )
+    fitting = [names for names in found if fits(names)]
+    check_fields((fitting or found)[0], where)
+    return (fitting or found)[0]
+
+
+def _unpackings(tree: ast.Module) -> list[tuple[str, ...]]:
+    """Names into which a function unpacks a call of ``get_batch``, or a variable that holds its
+    result."""
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    holders = {
+        node.targets[0].id
+        for node in assigned
+        if _calls_get_batch(node.value) and isinstance(node.targets[0], ast.Name)
+    }
+    return [
+        tuple(getattr(name, "id", "?") for name in node.targets[0].elts)
+        for node in assigned
+        if isinstance(node.targets[0], ast.Tuple)
+        and (_calls_get_batch(node.value) or getattr(node.value, "id", None) in holders)
+    ]
+
+
+def _calls_get_batch(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and getattr(value.func, "id", None) == "get_batch"
 
 
 def _names_used_by(function: Callable[..., Any]) -> tuple[str, ...]:
