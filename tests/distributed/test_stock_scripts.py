@@ -95,15 +95,18 @@ def tensors(state: Any, name: str = "") -> dict[str, torch.Tensor]:
     importlib.util.find_spec("megatron.training") is None,
     reason="this megatron-core ships without megatron.training (it does from 0.19 on)",
 )
-def test_without_the_flag_a_script_trains_bit_for_bit_as_by_itself(tmp_path: Path) -> None:
+def test_without_the_flag_a_script_trains_bit_for_bit_as_by_itself(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
     own = [*OWN_DATA, "--variant", "none"]
     by_itself = trained(["-c", WITHOUT_LAUNCHER], VARIANTS, own, tmp_path / "by itself")
-    launched = trained(LAUNCHER, VARIANTS, own, tmp_path / "launched")
-    with_data = trained(LAUNCHER, SFT, SFT_DATA, tmp_path / "data")
+    states = [trained(LAUNCHER, VARIANTS, own, tmp_path / "launched")]
+    if pytestconfig.getoption("--long"):
+        states.append(trained(LAUNCHER, SFT, SFT_DATA, tmp_path / "data"))
     expected = tensors({key: by_itself[key] for key in ("model", "optimizer")})
     assert any(name.endswith("linear_fc1.weight") for name in expected)
     assert any("exp_avg" in name for name in expected)
-    for state in (launched, with_data):
+    for state in states:
         found = tensors({key: state[key] for key in ("model", "optimizer")})
         assert found.keys() == expected.keys()
         for name, tensor in found.items():

@@ -134,6 +134,7 @@ def test_exchange_is_exact_and_balances_ranks(records: list[Ranks]) -> None:
     assert after < before / 3
 
 
+@pytest.mark.long
 @runs("pp2-padded", "pp2-learnt")
 def test_learnt_costs_change_no_loss(records: list[Ranks]) -> None:
     padded, learnt = records

@@ -235,6 +235,7 @@ def test_the_patched_stock_script_trains(tmp_path: Path) -> None:
     assert all("batching/fill" in line for line in flagged)
 
 
+@pytest.mark.long
 def test_a_refused_combination_ends_at_the_start(tmp_path: Path) -> None:
     """The patched ``validate_args`` asks the plugin."""
     patched_training(tmp_path)
