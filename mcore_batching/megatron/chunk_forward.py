@@ -16,6 +16,7 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.arguments import fuses_output_layer, keeps_logits_in_model_dtype
 from mcore_batching.megatron.fused_output import Logits, output_layer
 from mcore_batching.megatron.model_inputs import joined_multimodal_inputs
+from mcore_batching.megatron.routing_replay import replayed
 from mcore_batching.megatron.row_groups import row_group
 
 
@@ -60,7 +61,8 @@ def run_chunk(chunk: Any, row: PackedMicroBatch, in_model_dtype: bool = False) -
     if in_model_dtype and has_half_precision_wrapper(chunk):
         arguments["fp32_output"] = False
     multimodal = joined_multimodal_inputs(row.fields.get("multimodal_train_inputs") or [])
-    output: Tensor = chunk(**arguments, **multimodal)
+    with replayed(chunk, row):
+        output: Tensor = chunk(**arguments, **multimodal)
     return output
 
 

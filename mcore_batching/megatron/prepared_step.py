@@ -29,6 +29,7 @@ from mcore_batching.megatron.topology import is_last_stage
 
 MODEL_INPUTS = ("tokens", "position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded")
 _LOSS_INPUTS = ("labels", "loss_mask", "responses")
+_FIELDS_OF_THE_MODEL = (Kind.MULTIMODAL, Kind.ROUTED_EXPERTS)
 _ALIKE = ("no_planned_shapes", "fuse_output_layer")
 """Arguments of the pipeline, which planning does not read."""
 
@@ -71,13 +72,15 @@ class PortableRow:
         """With what this pipeline stage reads.
 
         Every stage reads the model's inputs, the last one alone what losses are made of: other
-        stages have multimodal inputs as their only fields, and labels and masks on the host.
+        stages have multimodal inputs and routed experts as their only fields, and labels and masks
+        on the host.
         """
         names = [*MODEL_INPUTS, "fields"]
         if is_last_stage():
             names += _LOSS_INPUTS
         else:
-            kept = {k: v for k, v in row.fields.items() if row.schema[k].kind is Kind.MULTIMODAL}
+            fields = row.fields.items()
+            kept = {k: v for k, v in fields if row.schema[k].kind in _FIELDS_OF_THE_MODEL}
             row = dataclasses.replace(row, fields=kept)
         return cls(row, names, torch.device(torch.cuda.current_device()))
 

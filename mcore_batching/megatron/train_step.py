@@ -44,6 +44,7 @@ from mcore_batching.megatron.nonfinite import (
 )
 from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep, prepare
 from mcore_batching.megatron.recording import recorded
+from mcore_batching.megatron.routing_replay import replayable, replayed_step
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.shared_rows import let_rows_have_groups
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
@@ -130,7 +131,9 @@ def train_step(
             let_rows_have_groups(model_chunks(model))
         return found
 
-    prepared = prepare(args, _OPERATION, step, schedule)
+    prepared = prepare(
+        args, _OPERATION, step, schedule, change=lambda row: replayable(model_chunks(model), row)
+    )
     model = model_chunks(model)
     with reporting(args, _OPERATION):
         _make_ready(model, optimizer)
@@ -140,6 +143,7 @@ def train_step(
             timed(args, prepared),
             planned_transfers(args, model, prepared, forward_only=False),
             gradients_measured(model, checked) as largest,
+            replayed_step(model),
         ):
             collected, failed = _forward_backward(loss_function, args, model, prepared)
 

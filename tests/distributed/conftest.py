@@ -10,7 +10,7 @@ import pytest
 from kit.harness import REPOSITORY, Job, environment, results, run_jobs
 from kit.patience import patience
 
-KINDS = ("dense", "moe", "learned", "qk")
+KINDS = ("dense", "moe", "replay", "learned", "qk")
 
 
 @pytest.fixture(scope="session")

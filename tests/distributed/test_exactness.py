@@ -62,6 +62,11 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
+RECOMPUTED = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 FORWARD_CAP = "dynamic_batch_forward_only_max_tokens_per_gpu"
 SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
     # The last micro-batch starts the reduction: a placeholder there has to touch every parameter.
@@ -88,16 +93,7 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
         "dp2-pp2",
         {"overlap_gather": True, "distributed_optimizer": True, "spread": "empty"},
     ),
-    "cp2-recomputed-activations": (
-        "cp2",
-        {
-            "settings": {
-                "recompute_granularity": "full",
-                "recompute_method": "uniform",
-                "recompute_num_layers": 1,
-            }
-        },
-    ),
+    "cp2-recomputed-activations": ("cp2", {"settings": RECOMPUTED}),
     "dp2-pp2-shapes-exchanged": (
         "dp2-pp2",
         {"planner": {"dynamic_batch_no_planned_shapes": True}},
@@ -116,6 +112,14 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
         for objective in OBJECTIVES
         if objective != DEFAULT_OBJECTIVE
     },
+    # Experts that no router would choose: one token routed otherwise shows in its log-probs.
+    "dp2-ep2-replayed-routing": ("dp2-ep2", {"kind": "replay", "spread": "empty"}),
+    "cp2-ep2-replayed-routing": ("cp2-ep2", {"kind": "replay"}),
+    "tp2-sp-pp2-replayed-routing": ("tp2-sp-pp2", {"kind": "replay"}),
+    "dp2-pp2-vpp2-replayed-routing-recomputed": (
+        "dp2-pp2-vpp2",
+        {"kind": "replay", "spread": "empty", "settings": RECOMPUTED},
+    ),
     "tp2-sp-query-key-norms": ("tp2-sp", {"kind": "qk"}),
     "dp2-cp2-learned-positions": ("dp2-cp2", {"kind": "learned"}),
     # Without the flag: two samples a micro-batch, however long.
@@ -134,6 +138,8 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 LONG_SPECIAL = {
+    "cp2-ep2-replayed-routing",
+    "tp2-sp-pp2-replayed-routing",
     # The other one of a kind, or of a pair that has this layout or this objective, runs always.
     *(f"cp2-padding-samples-{objective}" for objective in OBJECTIVES if "trained" not in objective),
     "dp2-pp2-padding-samples-token-mean",
@@ -217,17 +223,10 @@ def jobs() -> list[Any]:
     return made
 
 
-RECOMPUTED = {
-    "settings": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
-}
 SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "dp2-shared": ("dp2", {}),
     "dp2-shared-own-plan": ("dp2", {"plan": "own", "spread": "empty"}),
-    "dp2-shared-recomputed-activations": ("dp2", RECOMPUTED),
+    "dp2-shared-recomputed-activations": ("dp2", {"settings": RECOMPUTED}),
     "dp2-shared-recomputed-attention": (
         "dp2",
         {"settings": {"recompute_granularity": "selective"}},
@@ -239,17 +238,17 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "dp2-ep2-shared-empty": ("dp2-ep2", {"spread": "empty"}),
     "dp4-shared": ("dp4", {"spread": "empty"}),
     "dp4-shared-own-plan": ("dp4", {"plan": "own", "spread": "fewer"}),
-    "dp4-shared-recomputed-activations": ("dp4", RECOMPUTED),
+    "dp4-shared-recomputed-activations": ("dp4", {"settings": RECOMPUTED}),
     "dp4-shared-distributed-optimizer": ("dp4", {"distributed_optimizer": True}),
     "dp2-pp2-shared": ("dp2-pp2", {"spread": "empty"}),
     "dp2-pp2-shared-own-plan": ("dp2-pp2", {"plan": "own"}),
-    "dp2-pp2-shared-recomputed-activations": ("dp2-pp2", RECOMPUTED),
+    "dp2-pp2-shared-recomputed-activations": ("dp2-pp2", {"settings": RECOMPUTED}),
     "dp2-pp2-shared-shapes-exchanged": (
         "dp2-pp2",
         {"planner": {"dynamic_batch_no_planned_shapes": True}},
     ),
     "dp2-pp2-vpp2-shared": ("dp2-pp2-vpp2", {}),
-    "dp2-pp2-vpp2-shared-recomputed-activations": ("dp2-pp2-vpp2", RECOMPUTED),
+    "dp2-pp2-vpp2-shared-recomputed-activations": ("dp2-pp2-vpp2", {"settings": RECOMPUTED}),
     "dp2-tp2-sp-shared": ("dp2-tp2-sp", {"spread": "empty"}),
     "dp2-tp2-sp-shared-padded": (
         "dp2-tp2-sp",

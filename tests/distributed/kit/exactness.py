@@ -12,9 +12,9 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.utils import get_model_config
 
 from kit.blocking_p2p import blocking_p2p
-from kit.model import adam, local_part, named_parameters, sharded_model
+from kit.model import ROUTING, adam, local_part, named_parameters, sharded_model
 from kit.objective import DEFAULT_OBJECTIVE, packed_objective
-from kit.samples import CAP_TOKENS, make_samples, share, take
+from kit.samples import CAP_TOKENS, make_samples, routed_experts, share, take
 from kit.transfers import counted_transfers
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch
 from mcore_batching.megatron import (
@@ -111,6 +111,8 @@ def differences(
     optimizer = adam(model, distributed_optimizer, overlap_gather, bool(settings.get("bf16")))
     get_model_config(model[0]).grad_scale_func = None  # as a job leaves it that calls no train()
     samples = make_samples()
+    if kind == "replay":
+        samples["rollout_routed_experts"] = routed_experts(**ROUTING)
     replica = parallel_state.get_data_parallel_rank()
     mine = share(samples, spread, replica, shape.data_parallel)
     args = arguments(shape, **(planner or {}))

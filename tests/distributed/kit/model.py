@@ -27,13 +27,15 @@ MAX_SEQUENCE_LENGTH = 256
 # turns rounding of gradients near zero into differences of twice the learning rate.
 ADAM = {"lr": 1e-2, "adam_eps": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.95}
 CLIP_GRAD = 1.0
+ROUTING = {"layers": 4, "experts": 4, "top_k": 2}
+"""Of a model with experts."""
 
 
 def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
     """A small float32 model with grouped-query attention.
 
-    ``"dense"``; ``"moe"``: 4 experts, top 2; ``"learned"``: dense with learned positions; ``"qk"``:
-    dense with norms on queries and keys.
+    ``"dense"``; ``"moe"``: 4 experts, top 2; ``"replay"``: these, told which experts to take;
+    ``"learned"``: dense with learned positions; ``"qk"``: dense with norms on queries and keys.
     """
     options: dict[str, Any] = {
         "num_layers": 4,
@@ -59,8 +61,9 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
         "deallocate_pipeline_outputs": True,
         "calculate_per_token_loss": True,
     }
-    if kind == "moe":
+    if kind in ("moe", "replay"):
         options |= {
+            "moe_enable_routing_replay": kind == "replay",
             "num_moe_experts": 4,
             "moe_router_topk": 2,
             "moe_router_load_balancing_type": "none",

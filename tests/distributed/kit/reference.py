@@ -16,18 +16,20 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
 from kit.model import (
     ADAM,
     CLIP_GRAD,
     MAX_SEQUENCE_LENGTH,
+    ROUTING,
     gpt_options,
     named_parameters,
     transformer_config,
 )
 from kit.objective import DEFAULT_OBJECTIVE, OBJECTIVES, plain_objective
-from kit.samples import VOCABULARY, make_samples
+from kit.samples import VOCABULARY, make_samples, routed_experts
 from mcore_batching.megatron.standalone.bootstrap import (
     initialize_model_parallel,
     initialize_process_group,
@@ -93,10 +95,13 @@ def _results(kind: str) -> dict[str, Any]:
         key: [v.to(device) if torch.is_tensor(v) else v for v in values]
         for key, values in make_samples().items()
     }
-    log_probs = [
-        plain_log_probs(model, tokens[None])[0, len(tokens) - response :]
-        for tokens, response in zip(samples["tokens"], samples["response_lengths"], strict=True)
-    ]
+    log_probs = []
+    for i, (tokens, response) in enumerate(
+        zip(samples["tokens"], samples["response_lengths"], strict=True)
+    ):
+        if kind == "replay":
+            _tell_routers(routed_experts(**ROUTING)[i])
+        log_probs.append(plain_log_probs(model, tokens[None])[0, len(tokens) - response :])
     parameters = dict(named_parameters([model]))
     weights = {name: p.detach().cpu().clone() for name, p in parameters.items()}
     values = {name: plain_objective(log_probs, samples, name) for name in OBJECTIVES}
@@ -117,6 +122,15 @@ def _results(kind: str) -> dict[str, Any]:
         "objectives": objectives,
         **objectives[DEFAULT_OBJECTIVE],
     }
+
+
+def _tell_routers(experts: Tensor) -> None:
+    """Let the routers take the experts of a sample; of its last token, for which nothing follows,
+    the first ones."""
+    last = torch.arange(experts.shape[2]).expand(1, *experts.shape[1:])
+    told = torch.cat((experts.long(), last)).to(torch.cuda.current_device())
+    RouterReplay.set_replay_data(list(told.unbind(1)))
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
 
 def _one_step(

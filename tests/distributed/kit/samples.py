@@ -52,6 +52,17 @@ def make_samples() -> dict[str, list[Any]]:
     }
 
 
+def routed_experts(layers: int, experts: int, top_k: int) -> list[torch.Tensor]:
+    """Experts ``[length - 1, layers, top_k]`` of each sample, no router's choice."""
+    generator = torch.Generator(device="cpu").manual_seed(21)
+    return [
+        torch.rand(total - 1, layers, experts, generator=generator, device="cpu")
+        .topk(top_k)
+        .indices.to(torch.int16)
+        for total, _ in SHAPES
+    ]
+
+
 def share(samples: dict[str, list[Any]], spread: str, rank: int, ranks: int) -> list[int]:
     """Indices of the samples that data-parallel rank ``rank`` holds.
 

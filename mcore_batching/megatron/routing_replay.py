@@ -1,0 +1,152 @@
+"""Experts that the inference engine routed tokens to, replayed in training.
+
+An engine whose kernels round otherwise routes some tokens of a rollout to other experts than
+training does. Megatron replays recorded routing in models built with ``moe_enable_routing_replay``:
+each router then takes the experts it is told. Here they are those of a packed row's tokens:
+
+    a sample's field    ``[tokens - 1, layers, top_k]``, no experts for the last token
+    a row               ``[1, T_local, layers, top_k]``, packed and cut like its tokens
+    a router            ``[its tokens, top_k]``: its layer; under sequence parallelism its part
+
+A layer that is recomputed runs its router once more in the backward pass. Backward passes of a
+model chunk take turns as its forward passes did, for which Megatron keeps what was told in a queue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from mcore_batching.batch import Kind, PackedMicroBatch, SchemaError
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
+
+
+def is_replayed(model: Sequence[Any]) -> bool:
+    """True if the model's routers can be told which experts to take."""
+    config = get_model_config(model[0])
+    return bool(config.num_moe_experts and getattr(config, "moe_enable_routing_replay", False))
+
+
+def replayable(model: Sequence[Any], row: PackedMicroBatch) -> PackedMicroBatch:
+    """The row, its routed experts checked and ready for replay; as it is where nothing is replayed.
+
+    Args:
+        model: this rank's model chunks.
+        row: on the host.
+
+    Raises:
+        SchemaError: for layers or experts that the model does not have.
+        DynamicBatchArgumentError: the model's routers do not ask for what is replayed, or several
+            fields hold routed experts.
+    """
+    name = _field_of(row) if is_replayed(model) else None
+    if name is None:
+        return row
+    config = get_model_config(model[0])
+    if getattr(config, "moe_router_fusion", False):
+        raise DynamicBatchArgumentError(
+            "fused routers do not replay: unset --moe-router-fusion or --moe-enable-routing-replay"
+        )
+    values = [torch.as_tensor(value) for value in row[name]]
+    if (
+        row.is_placeholder
+    ):  # perhaps of a rank without samples, which show how many layers there are
+        values = [value.new_zeros(0, config.num_layers, config.moe_router_topk) for value in values]
+    for number, value in enumerate(values):
+        _check(name, number, value, config)
+    return dataclasses.replace(row, fields={**row.fields, name: values})
+
+
+def _columns(config: Any) -> list[dict[int, int]]:
+    """From a layer's number, from 1, to its place in the field: of all layers, and of those with
+    experts alone."""
+    every = config.moe_layer_freq
+    layers = range(config.num_layers)
+    routed = [n for n in layers if (every[n] if isinstance(every, list) else n % every == 0)]
+    return [{n + 1: n for n in layers}, {n + 1: place for place, n in enumerate(routed)}]
+
+
+def _field_of(row: PackedMicroBatch) -> str | None:
+    names = [name for name in row.fields if row.schema[name].kind is Kind.ROUTED_EXPERTS]
+    if len(names) > 1:
+        raise DynamicBatchArgumentError(
+            f"fields {' and '.join(names)} all hold routed experts: declare the one that is to be "
+            "replayed as Kind.ROUTED_EXPERTS, the others as Kind.METADATA"
+        )
+    return names[0] if names else None
+
+
+def _check(name: str, number: int, value: Tensor, config: Any) -> None:
+    top_k, experts = config.moe_router_topk, config.num_moe_experts
+    depths = sorted({len(each) for each in _columns(config)}, reverse=True)
+    shape = tuple(value.shape[1:])
+    if shape not in [(depth, top_k) for depth in depths]:
+        raise SchemaError(
+            name,
+            sample_index=number,
+            expected=f"experts of {' or '.join(map(str, depths))} layers, {top_k} for each token "
+            "(--moe-router-topk)",
+            found=f"shape {list(value.shape)}",
+        )
+    if value.numel() and not 0 <= int(value.min()) <= int(value.max()) < experts:
+        raise SchemaError(
+            name,
+            sample_index=number,
+            expected=f"experts from 0 to {experts - 1} (--num-experts)",
+            found=f"{int(value.min())} to {int(value.max())}",
+        )
+
+
+@contextlib.contextmanager
+def replayed_step(model: Sequence[Any]) -> Iterator[None]:
+    """Leave nothing in the routers that a pipeline's passes told them.
+
+    Args:
+        model: this rank's model chunks.
+    """
+    try:
+        yield
+    finally:
+        for chunk in model if is_replayed(model) else ():
+            for router in _routers(chunk):
+                router.router_replay.clear_router_replay_action()
+                router.router_replay.clear_indices()
+
+
+@contextlib.contextmanager
+def replayed(chunk: Any, row: PackedMicroBatch) -> Iterator[None]:
+    """Let a chunk's routers take a row's experts in its forward pass, and when it is recomputed.
+
+    Args:
+        chunk: a model chunk, wrapped or not.
+        row: on the device, made `replayable`.
+    """
+    name = _field_of(row) if is_replayed([chunk]) else None
+    if name is None:
+        yield
+        return
+    config = get_model_config(chunk)
+    told = row.packed(name)[0].long()
+    if config.sequence_parallel:
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        told = told.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
+    column = next(each for each in _columns(config) if len(each) == told.shape[1])
+    routers = _routers(chunk)
+    for router in routers:
+        router.router_replay.set_target_indices(told[:, column[router.layer_number]])
+        router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    yield
+    for router in routers:
+        router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+
+
+def _routers(chunk: Any) -> list[Any]:
+    return [each for each in chunk.modules() if getattr(each, "router_replay", None) is not None]

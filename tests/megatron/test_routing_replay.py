@@ -1,0 +1,102 @@
+"""Routed experts of rows, checked against the model before its pipeline starts."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mcore_batching.batch import (
+    DEFAULT_SCHEMA,
+    Kind,
+    PackedMicroBatch,
+    Schema,
+    SchemaError,
+    make_placeholder,
+    pack,
+)
+from mcore_batching.megatron import DynamicBatchArgumentError
+from mcore_batching.megatron.routing_replay import replayable
+
+FIELD = "rollout_routed_experts"
+
+
+def model(**changes: Any) -> list[Any]:
+    """Chunks of a model of 4 layers, experts in every second one."""
+    options: dict[str, Any] = {
+        "num_layers": 4,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_layer_freq": 2,
+        "moe_enable_routing_replay": True,
+    }
+    return [SimpleNamespace(config=TransformerConfig(**options | changes))]
+
+
+def row(experts: Any, *, schema: Schema = DEFAULT_SCHEMA, **others: Any) -> PackedMicroBatch:
+    samples = {
+        "tokens": [torch.tensor([1, 2, 3])],
+        "total_lengths": [3],
+        "response_lengths": [2],
+        FIELD: [experts],
+        **others,
+    }
+    return pack(samples, schema=schema, sample_indices=(0,))
+
+
+@pytest.mark.parametrize("layers", [4, 2])
+def test_experts_of_all_layers_or_of_routed_ones_are_replayed(layers: int) -> None:
+    (value,) = replayable(model(), row([[[0, 3]] * layers] * 2))[FIELD]
+    assert torch.equal(value, torch.tensor([0, 3]).expand(2, layers, 2))
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        (torch.zeros(2, 3, 2).long(), r"experts of 4 or 2 layers, 2 for each token.*\[2, 3, 2\]"),
+        (torch.zeros(2, 4, 1).long(), r"2 for each token \(--moe-router-topk\)"),
+        (
+            torch.tensor([1, 4]).expand(2, 4, 2),
+            r"from 0 to 3 \(--num-experts\), found 1 to 4",
+        ),
+        (torch.tensor([-1, 2]).expand(2, 4, 2), "found -1 to 2"),
+    ],
+)
+def test_experts_that_the_model_lacks_are_refused(experts: Any, message: str) -> None:
+    with pytest.raises(SchemaError, match=message):
+        replayable(model(), row(experts))
+
+
+def test_a_placeholder_gets_as_many_layers_as_the_model() -> None:
+    """A rank that has no sample has not seen any."""
+    fields = ("tokens", "total_lengths", "response_lengths", FIELD)
+    fabricated = make_placeholder(DEFAULT_SCHEMA, fields, None)
+    placeholder = pack(fabricated, schema=DEFAULT_SCHEMA, sample_indices=(), is_placeholder=True)
+    packed = replayable(model(), placeholder).packed(FIELD)
+    assert packed.shape == (1, placeholder.tokens.shape[1], 4, 2)
+    assert bool((packed[..., 0] != packed[..., 1]).all())
+
+
+def test_what_is_not_replayed_is_left_alone() -> None:
+    wrong = row(torch.zeros(2, 9, 9).long())
+    for changes in ({"moe_enable_routing_replay": False}, {"num_moe_experts": None}):
+        assert replayable(model(**changes), wrong) is wrong
+    plain = dataclasses.replace(wrong, fields={"tokens": wrong["tokens"]})
+    assert replayable(model(), plain) is plain
+
+
+def test_what_would_be_replayed_in_part_is_refused() -> None:
+    experts = torch.tensor([0, 3]).expand(2, 4, 2)
+    fused = model()
+    fused[0].config.moe_router_fusion = True
+    with pytest.raises(DynamicBatchArgumentError, match="unset --moe-router-fusion"):
+        replayable(fused, row(experts))
+    schema = DEFAULT_SCHEMA.declare("other", Kind.ROUTED_EXPERTS, length_offset=-1)
+    with pytest.raises(DynamicBatchArgumentError, match=r"other .* Kind.METADATA"):
+        replayable(model(), row(experts, schema=schema, other=[experts]))
