@@ -147,17 +147,25 @@ class PackedForwardBackward:
         if not forward_only:
             compat.scale_moe_metrics(num_microbatches / count)
             torch.cuda.synchronize()
-            ended = time.monotonic()
-            plan, lengths = schedule.step_plan(0)
-            record_step(
-                plan,
-                lengths,
-                plan_seconds=planned - started,
-                run_seconds=ended - planned,
-                shape=model_shape(self._args, get_model_config(chunks[0])),
-                learnt=keep_learnt_costs(self._args, plan, lengths),
-            )
+            self._log(schedule, chunks, planned - started, time.monotonic() - planned)
         return losses
+
+    def _log(
+        self,
+        schedule: MicroBatchSchedule,
+        chunks: list[Any],
+        plan_seconds: float,
+        run_seconds: float,
+    ) -> None:
+        plan, lengths = schedule.step_plan(0)
+        record_step(
+            plan,
+            lengths,
+            plan_seconds=plan_seconds,
+            run_seconds=run_seconds,
+            shape=model_shape(self._args, get_model_config(chunks[0])),
+            learnt=keep_learnt_costs(self._args, plan, lengths),
+        )
 
     def _plan(
         self,
