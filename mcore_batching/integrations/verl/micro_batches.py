@@ -91,6 +91,42 @@ def rearrange_micro_batches(
     multiple = num_batches_divided_by or 1
     _check_lengths(lengths, max_token_len, group)
     dims, config = _settings(max_token_len, multiple, dist.get_world_size(group) if agrees else 1)
+    chosen = _planned(
+        lengths, dims, config, group, fewest=min_num_micro_batch or 1, multiple=multiple
+    )
+    _check_repeated(batch, chosen, group)
+    shortest = min(range(len(lengths)), key=lambda sample: (lengths[sample], sample))
+    indices = [list(samples) or [shortest] for samples in chosen]
+    made = [_select(batch, samples) for samples in indices]
+    for samples, micro_batch in zip(chosen, made, strict=True):
+        if not samples:
+            for name in _MASKS:
+                if micro_batch.get(name, None) is not None:
+                    micro_batch[name] = torch.zeros_like(micro_batch[name])
+    return made, indices
+
+
+def _planned(
+    lengths: list[int],
+    dims: ParallelDims,
+    config: PlannerConfig,
+    group: Any,
+    *,
+    fewest: int,
+    multiple: int,
+) -> MicroBatches:
+    """The rank's micro-batches, as many on every rank of the group; empty ones are placeholders.
+
+    A collective over the group.
+
+    Args:
+        lengths: of the rank's samples.
+        dims: parallel dims.
+        config: the planner's settings.
+        group: ranks that need equally many; None: this rank alone.
+        fewest: micro-batches.
+        multiple: their number is a multiple of this.
+    """
     problem, packings = None, []
 
     def pack() -> list[float]:
@@ -99,10 +135,7 @@ def rearrange_micro_batches(
         packings = shard_packings(problem)
         return [float(len(packed)) for packed in packings]
 
-    counts = [
-        round_up(max(int(count), min_num_micro_batch or 1), multiple)
-        for count in _worst(group, 2, pack)
-    ]
+    counts = [round_up(max(int(count), fewest), multiple) for count in _worst(group, 2, pack)]
     filled: list[MicroBatches] = []
 
     def fill() -> list[float]:
@@ -114,17 +147,7 @@ def rearrange_micro_batches(
         return [shard_outlook(problem, each).end for each in filled]
 
     ends = _worst(group, 2, fill)
-    chosen = filled[min(range(len(filled)), key=lambda index: (ends[index], index))]
-    _check_repeated(batch, chosen, group)
-    shortest = min(range(len(lengths)), key=lambda sample: (lengths[sample], sample))
-    indices = [list(samples) or [shortest] for samples in chosen]
-    made = [_select(batch, samples) for samples in indices]
-    for samples, micro_batch in zip(chosen, made, strict=True):
-        if not samples:
-            for name in _MASKS:
-                if micro_batch.get(name, None) is not None:
-                    micro_batch[name] = torch.zeros_like(micro_batch[name])
-    return made, indices
+    return filled[min(range(len(filled)), key=lambda index: (ends[index], index))]
 
 
 def restore_dynamic_batch(
