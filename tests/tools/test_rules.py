@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import os
 import pickle
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +34,9 @@ from mcore_batching.tools.rules import (
     rule_plan,
 )
 from mcore_batching.tools.rules.differencing import karmarkar_karp
+from mcore_batching.tools.rules.in_order import next_fit
 from mcore_batching.tools.rules.megatron_dynamic import dynamic_slots
+from mcore_batching.tools.rules.packing_input import PackingInput
 
 BY_NAME = {rule.name: rule for rule in RULES}
 LENGTHS = [70, 20, 55, 10, 35, 90, 15, 40, 25, 60, 5, 30]
@@ -234,19 +238,58 @@ def test_karmarkar_karp_evens_out() -> None:
     assert sorted(itertools.chain(*parts)) == list(range(5))
 
 
-def megatron_original(folder: Path) -> Any:
-    """The module with the rule, of Megatron's dev branch; of what it imports it uses nothing."""
-    spec = importlib.util.spec_from_file_location(
-        "data_schedule_utils", folder / "megatron/core/datasets/data_schedule_utils.py"
+def test_megatron_dp_balanced_empties_the_first_micro_batch_too() -> None:
+    packing = PackingInput(
+        sizes=(5, 6, 7), lengths=(5, 6, 7), capacity=20, ranks=3, stages=1, group=None
     )
+    assert next_fit(packing) == [[[0]], [[2]], [[1]]]
+
+
+@functools.cache
+def megatron_original(name: str) -> Any:
+    """A module with rules, of Megatron's dev branch; of what it imports they use nothing."""
+    folder = os.environ.get("MCORE_BATCHING_MEGATRON_DEV")
+    if not folder:
+        pytest.skip("MCORE_BATCHING_MEGATRON_DEV names no checkout of Megatron-LM's dev branch")
+    path = Path(folder) / "megatron/core/datasets" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    names = ["torch", "megatron", "megatron.core", "megatron.core.extensions"]
-    names += ["megatron.core.extensions.transformer_engine", "megatron.core.rerun_state_machine"]
-    with mock.patch.dict(sys.modules, {name: mock.MagicMock() for name in names}):
+    imported = {
+        part
+        for line in re.findall(r"^from (\S+) import|^import (\S+)", path.read_text(), re.MULTILINE)
+        for whole in line
+        for part in itertools.accumulate(whole.split("."), "{}.{}".format)
+        if whole.startswith(("torch", "megatron"))
+    }
+    with mock.patch.dict(sys.modules, {name: mock.MagicMock() for name in imported}):
         spec.loader.exec_module(module)
     return module
+
+
+@examples(300)
+@given(
+    st.lists(st.integers(1, 100), min_size=1, max_size=60),
+    st.integers(1, 8),
+    st.integers(100, 300),
+    st.sampled_from([None, 2, 4]),
+)
+def test_megatron_dp_balanced_is_the_original_rule(
+    lengths: list[int], ranks: int, cap: int, group: int | None
+) -> None:
+    scheduler = megatron_original("data_schedule").DpBalancedScheduler(cap, 1, ranks, group, None)
+    sizes = tuple(lengths)
+    packing = PackingInput(
+        sizes=sizes, lengths=sizes, capacity=cap, ranks=ranks, stages=2, group=group
+    )
+    try:
+        expected = scheduler.get_groups_and_subsamples(list(enumerate(lengths)))
+    except AssertionError:
+        with pytest.raises(RuleFailureError):
+            next_fit(packing)
+        return
+    assert next_fit(packing) == [list(of_rank) for of_rank in zip(*expected, strict=True)]
 
 
 @examples(300)
@@ -256,10 +299,7 @@ def megatron_original(folder: Path) -> Any:
     st.integers(20, 200),
 )
 def test_megatron_dynamic_cp_is_the_original_rule(lengths: list[int], ranks: int, cap: int) -> None:
-    folder = os.environ.get("MCORE_BATCHING_MEGATRON_DEV")
-    if not folder:
-        pytest.skip("MCORE_BATCHING_MEGATRON_DEV names no checkout of Megatron-LM's dev branch")
-    step_of = megatron_original(Path(folder)).next_hdp_group_packing_aware
+    step_of = megatron_original("data_schedule_utils").next_hdp_group_packing_aware
     left = sorted(enumerate(lengths), key=lambda sample: -sample[1])
     try:
         expected = []

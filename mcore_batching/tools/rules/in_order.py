@@ -37,9 +37,9 @@ def next_fit(given: PackingInput) -> list[MicroBatches]:
     target = max(1, -(-len(bins) // multiple)) * multiple
     last = len(bins) - 1
     while len(bins) < target:
-        while last > 0 and len(bins[last]) == 1:
+        while last >= 0 and len(bins[last]) == 1:
             last -= 1
-        if last <= 0:
+        if last < 0:
             raise RuleFailureError(
                 f"{len(sizes)} samples are not enough to move for {target} micro-batches (ranks × "
                 f"group size = {multiple}); pass more samples"
