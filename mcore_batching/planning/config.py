@@ -129,8 +129,7 @@ class PlannerConfig:
         """Check `max_context_parallel` against the ranks that there are.
 
         Raises:
-            ConfigError: it is no power of two up to their number, nor their number; or it comes
-                with `max_inflight_tokens`.
+            ConfigError: it is no power of two up to their number, nor their number.
         """
         most, ranks = self.max_context_parallel, dims.data_context_parallel
         if most is None:
@@ -142,13 +141,4 @@ class PlannerConfig:
                 f"got {most}; set ",
                 Argument("max_context_parallel"),
                 f" to {1 << (min(most, ranks).bit_length() - 1)}",
-            )
-        if self.max_inflight_tokens is not None:
-            raise ConfigError(
-                Argument("max_context_parallel", most),
-                " does not go with a bound on tokens in flight yet; leave ",
-                Argument("max_inflight_tokens"),
-                " out, and decrease ",
-                Argument("max_tokens_per_gpu"),
-                " to save memory",
             )

@@ -20,7 +20,13 @@ from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import largest_first, place, split_until
 from mcore_batching.planning.plan import MicroBatches, Plan, StepPlan
 from mcore_batching.planning.problem import Problem, check_owners
-from mcore_batching.planning.search import Objective, Slots, search, search_dynamic
+from mcore_batching.planning.search import (
+    Objective,
+    Slots,
+    check_inflight_tokens,
+    search,
+    search_dynamic,
+)
 from mcore_batching.planning.shard import (
     fill_shard,
     pack_shard,
@@ -281,8 +287,11 @@ def _plan_dynamic(problem: Problem) -> tuple[tuple[MicroBatches, ...], Sizes]:
     """Micro-batches of all ranks under dynamic CP, and their context-parallel sizes."""
     plain = packed_on_least_ranks(problem)
     if not problem.config.searches or not problem.num_samples:
+        check_inflight_tokens(problem, plain)
         return plain
-    return search_dynamic(problem, plain, _searched).frozen()
+    found = search_dynamic(problem, plain, _searched)
+    ranks = tuple(tuple(tuple(sorted(samples)) for samples in slots) for slots in found.ranks)
+    return ranks, tuple(map(tuple, found.sizes or []))
 
 
 def _packed_and_placed(problem: Problem) -> tuple[MicroBatches, ...]:

@@ -141,12 +141,17 @@ class Problem:
         most = self.config.max_context_parallel
         if most is None:
             return {self.dims.context_parallel: self}
-        config = dataclasses.replace(self.config, max_context_parallel=None)
+        bound = self.config.max_inflight_tokens
         return {
             size: Problem(
                 self.lengths,
                 self.dims.for_rows_on(size),
-                config,
+                dataclasses.replace(
+                    self.config,
+                    max_context_parallel=None,
+                    max_inflight_tokens=bound
+                    and max(1, bound * size // self.dims.context_parallel),
+                ),
                 self.cost_model.on_ranks(size),
                 self.forward_only,
             )

@@ -4,13 +4,13 @@
 `search_dynamic` their context-parallel sizes as well, `best_slots` those of one rank alone. Reading
 order: `objective` (what is minimised), `profiles` (slots filled to a shape), `pipeline_search` and
 `lockstep_search` (the shapes that are tried), `loop` (in which order), `local_moves` on
-`changed_ranks` (single samples moved afterwards). Under dynamic CP: `shared_rows` (what is
-simulated), `shared_forms`, `shared_moves` and `dynamic_search`.
+`changed_ranks` and `changed_pipelines` (single samples moved afterwards). Under dynamic CP:
+`shared_rows` (what is simulated), `shared_forms`, `form_search` and `dynamic_search`.
 """
 
-from mcore_batching.planning.search.dynamic_search import search_dynamic
+from mcore_batching.planning.search.dynamic_search import check_inflight_tokens, search_dynamic
 from mcore_batching.planning.search.loop import search
 from mcore_batching.planning.search.objective import Objective, Slots
 from mcore_batching.planning.search.pipeline_search import best_slots
 
-__all__ = ["Objective", "Slots", "best_slots", "search", "search_dynamic"]
+__all__ = ["Objective", "Slots", "best_slots", "check_inflight_tokens", "search", "search_dynamic"]

@@ -1,87 +1,71 @@
-"""Ranks and pipelines of a step while single samples are moved (`local_moves`).
-
-A pipeline remembers the longest chains of passes that its simulations found, by which most changes
-are refused unsimulated: it ends no sooner than any chain takes (`critical_path`).
-"""
+"""Ranks and micro-batches of a step while single samples are moved (`local_moves`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from mcore_batching.planning.integers import round_up
+from mcore_batching.planning.pipeline import inflight_tokens
+from mcore_batching.planning.problem import Problem
+from mcore_batching.planning.search.objective import Candidate, Objective
 
-from mcore_batching.planning.search.objective import Objective, Slots
 
-MOST_CHAINS = 16
-"""Chains of passes that are remembered of each pipeline."""
+class Row:
+    """A micro-batch, with what it costs and holds on each rank that shares it."""
+
+    __slots__ = ("capacity", "cost", "costs", "offset", "problem", "ranks", "samples", "tokens")
+
+    def __init__(self, samples: list[int], problem: Problem, ranks: range) -> None:
+        self.samples = samples
+        self.problem = problem
+        """Of rows of this context-parallel size."""
+        self.ranks = ranks
+        self.costs, self.capacity = problem.costs, problem.capacity
+        self.cost = problem.cost(samples)
+        self.tokens = sum(problem.tokens[i] for i in samples)
+        self.offset = 0
+        """Its first rank among those of its pipeline that are told apart."""
+
+    @property
+    def held_tokens(self) -> int:
+        """Padded tokens over all ranks that share it."""
+        return round_up(self.tokens, self.problem.row_multiple) or self.problem.placeholder_tokens
 
 
 class Rank:
-    """A rank's micro-batches, with what they cost and hold."""
+    """A rank's micro-batches."""
 
-    def __init__(self, slots: Slots, objective: Objective) -> None:
-        tokens = objective.problem.tokens
-        self.slots = slots
-        self.costs = objective.slot_costs(slots)
-        self.tokens = [sum(tokens[i] for i in samples) for samples in slots]
-        self.empty = slots.index([]) if [] in slots else None
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
+        self.find_empty()
 
+    def find_empty(self) -> None:
+        """Note the first placeholder's slot; None if there is none."""
+        self.empty = next((slot for slot, row in enumerate(self.rows) if not row.samples), None)
 
-class Pipeline:
-    """A rank, or all that run each slot together, with what decides about moves between slots."""
+    def fits_in_memory(self, objective: Objective) -> bool:
+        """True if the first stage holds no more than it may."""
+        bound = objective.max_inflight_tokens
+        return bound is None or self.inflight_tokens(objective) <= bound
 
-    def __init__(self, ranks: Sequence[Rank], objective: Objective) -> None:
-        self._objective = objective
-        self.ranks = ranks
-        self.costs = [max(costs) for costs in zip(*(rank.costs for rank in ranks), strict=True)]
-        self.end, self.weights = objective.longest_chain(self.costs)
-        self._newest = self.weights
-        self.chains: list[list[float]] = [[*self.weights, self.end]]
-        """Weights of slots of chains, and last how long the chain is."""
-
-    def costliest(self, slot: int) -> Rank:
-        """The first rank whose micro-batch in a slot costs most."""
-        if len(self.ranks) == 1:
-            return self.ranks[0]
-        return max(self.ranks, key=lambda rank: rank.costs[slot])
-
-    def soonest(self, change: Change, limit: float) -> float:
-        """A time before which the pipeline does not end after a change; the first found beyond
-        `limit`."""
-        _, slot, more, other, other_more = change
-        latest = 0.0
-        for number, chain in enumerate(self.chains):
-            end = chain[-1] + more * chain[slot] + other_more * chain[other]
-            if end > latest:
-                latest = end
-                if end > limit:
-                    if number:
-                        self.chains.insert(0, self.chains.pop(number))
-                    return latest
-        return latest
-
-    def simulated(self, change: Change) -> float:
-        """End of the pipeline after a change; the chain found is remembered."""
-        _, slot, more, other, other_more = change
-        costs = self.costs[:]
-        costs[slot] += more
-        costs[other] += other_more
-        end, self._newest = self._objective.longest_chain(costs)
-        weights = self._newest
-        length = 0.0
-        for weight, cost in zip(weights, self.costs, strict=True):
-            length += weight * cost
-        self.chains.insert(0, [*weights, length])
-        del self.chains[MOST_CHAINS:]
-        return end
-
-    def become(self, change: Change, end: float) -> None:
-        """Make the change that was simulated last, with its end."""
-        _, slot, more, other, other_more = change
-        for chain in self.chains:
-            chain[-1] += more * chain[slot] + other_more * chain[other]
-        self.costs[slot] += more
-        self.costs[other] += other_more
-        self.end, self.weights = end, self._newest
+    def inflight_tokens(self, objective: Objective) -> float:
+        """Most padded tokens whose activations the first stage holds at a time, over the
+        context-parallel ranks of the dims."""
+        dims = objective.whole.dims
+        size = dims.context_parallel
+        held = [row.held_tokens * size // row.problem.dims.context_parallel for row in self.rows]
+        return inflight_tokens(held, dims, forward_only=objective.problem.forward_only)
 
 
-Change = tuple[Pipeline, int, float, int, float]
-"""A pipeline, one of its slots and how much more that costs, and another (or the same) likewise."""
+def ranks_of(step: Candidate, objective: Objective) -> list[Rank]:
+    """The ranks of a step; those that share a micro-batch have the same `Row` there."""
+    ranks: list[Rank] = []
+    for number, slots in enumerate(step.ranks):
+        rows = []
+        for slot, samples in enumerate(slots):
+            size = step.sizes[number][slot] if step.sizes else 1
+            if number % size:
+                rows.append(ranks[-1].rows[slot])
+            else:
+                problem = objective.whole.on_ranks[size] if step.sizes else objective.problem
+                rows.append(Row(list(samples), problem, range(number, number + size)))
+        ranks.append(Rank(rows))
+    return ranks

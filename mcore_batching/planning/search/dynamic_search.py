@@ -1,21 +1,25 @@
 """The search for the step that ends first under dynamic CP.
 
-Steps of several forms are made (`shared_forms`), and single samples moved in the best of them
-(`shared_moves`). Steps in which every micro-batch has one size, of each size under which all
+Steps of several forms are made (`form_search`), and single samples moved in the best of them
+(`local_moves`). Steps in which every micro-batch has one size, of each size under which all
 samples fit and that could end sooner, are looked for by the search without dynamic CP.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 from mcore_batching.planning.bounds import step_time_floor
+from mcore_batching.planning.errors import InflightBoundError
+from mcore_batching.planning.plan import MicroBatches
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.search.objective import Objective, Slots
-from mcore_batching.planning.search.shared_forms import SharedForms
-from mcore_batching.planning.search.shared_moves import improve_shared
-from mcore_batching.planning.search.shared_rows import SharedObjective, SharedStep, Sizes
+from mcore_batching.planning.search.changed_ranks import ranks_of
+from mcore_batching.planning.search.form_search import FormSearch
+from mcore_batching.planning.search.local_moves import improve
+from mcore_batching.planning.search.objective import Candidate, Sizes, Slots
+from mcore_batching.planning.search.shared_rows import SharedObjective
 
 SHARE_OF_FORMS, SHARE_OF_EACH, STEPS_IMPROVED = 0.35, 0.2, 2
 """Share of the effort for forms, and for moves in each of so many of the best steps before the best
@@ -29,42 +33,92 @@ than FEW samples; with all of it only if that ends less than FAR times as late a
 
 def search_dynamic(
     problem: Problem,
-    start: tuple[Sequence[Sequence[Sequence[int]]], Sequence[Sequence[int]]],
+    start: tuple[Sequence[MicroBatches], Sequence[Sequence[int]]],
     of_one_size: Callable[[Problem], list[Slots]],
-) -> SharedStep:
+) -> Candidate:
     """Look for the step that ends first.
 
     Args:
         problem: under dynamic CP, with a sample or more.
-        start: a legal step.
+        start: a legal step, but for the bound on tokens in flight.
         of_one_size: the step that the search without dynamic CP finds.
 
     Returns:
-        a step that ends no later than `start`, and than any that `of_one_size` finds for a
-        context-parallel size that all samples fit under, unless a short search for it stays far
-        behind.
+        a step that ends no later than `start`, if that keeps to the bound on tokens in flight, and
+        than any that `of_one_size` finds for a context-parallel size that all samples fit under,
+        with a SHORT-th of the effort where that stays far behind.
+
+    Raises:
+        InflightBoundError: nothing was found that keeps to that bound.
     """
     objective = SharedObjective(problem)
-    ranks, sizes = start
-    best = objective.step(ranks, [list(of_rank) for of_rank in sizes])
+    best: list[Candidate] = []
+
+    def consider(step: Candidate) -> None:
+        held = all(rank.fits_in_memory(objective) for rank in ranks_of(step, objective))
+        if held and (not best or step.end < best[0].end):
+            best[:] = [step]
+
+    def try_size(size: int, *, short: bool = False) -> float:
+        rows = problem.on_ranks[size]
+        if short:
+            effort = max(1, rows.config.plan_effort // SHORT)
+            config = dataclasses.replace(rows.config, plan_effort=effort)
+            rows = dataclasses.replace(rows, config=config)
+        try:
+            found = of_one_size(rows)
+        except InflightBoundError:
+            return math.inf
+        step = objective.candidate(*_shared(found, size))
+        consider(step)
+        return step.end
+
+    consider(_given(objective, start))
     promising = _size_that_may_do(problem)
     if promising is not None:
-        rows = problem.on_ranks[promising]
-        best = min(best, objective.step(*_shared(of_one_size(rows), promising)), key=_end)
-        if objective.cannot_be_beaten(best.end):
-            return best
-    effort = objective.effort
-    found = SharedForms(objective).search(effort * (1 - SHARE_OF_FORMS))
-    for step in found[:STEPS_IMPROVED]:
-        kept = objective.effort - SHARE_OF_EACH * effort
-        best = min(best, step, improve_shared(step, objective, keep=kept), key=_end)
+        try_size(promising)
+    if best and objective.cannot_be_beaten(best[0].end):
+        return best[0]
+    each = SHARE_OF_EACH * objective.effort
+    for step in FormSearch(objective).search((1 - SHARE_OF_FORMS) * objective.effort)[
+        :STEPS_IMPROVED
+    ]:
+        consider(step)
+        consider(improve(step, objective, keep=objective.effort - each))
     for size in problem.row_sizes:
-        rows = problem.on_ranks[size]
-        if size == promising:
-            continue
-        if max(problem.least_sizes) <= size and _may_end_before(best.end, rows, of_one_size):
-            best = min(best, objective.step(*_shared(of_one_size(rows), size)), key=_end)
-    return improve_shared(best, objective)
+        soonest = best[0].end if best else math.inf
+        if (
+            size != promising
+            and max(problem.least_sizes) <= size
+            and step_time_floor(problem.on_ranks[size]) < soonest
+            and (problem.num_samples <= FEW or try_size(size, short=True) <= FAR * soonest)
+        ):
+            try_size(size)
+    if not best:
+        check_inflight_tokens(problem, start)
+    return improve(best[0], objective)
+
+
+def check_inflight_tokens(
+    problem: Problem, step: tuple[Sequence[MicroBatches], Sequence[Sequence[int]]]
+) -> None:
+    """Check micro-batches and their context-parallel sizes against the bound on tokens in flight.
+
+    Raises:
+        InflightBoundError: the first stage of a rank holds more.
+    """
+    objective = SharedObjective(problem)
+    ranks = ranks_of(_given(objective, step), objective)
+    if not all(rank.fits_in_memory(objective) for rank in ranks):
+        held = max(rank.inflight_tokens(objective) for rank in ranks)
+        raise InflightBoundError(problem.config.max_inflight_tokens, held)
+
+
+def _given(
+    objective: SharedObjective, step: tuple[Sequence[MicroBatches], Sequence[Sequence[int]]]
+) -> Candidate:
+    ranks, sizes = step
+    return objective.candidate(ranks, [list(of_rank) for of_rank in sizes])
 
 
 def _size_that_may_do(problem: Problem) -> int | None:
@@ -72,24 +126,6 @@ def _size_that_may_do(problem: Problem) -> int | None:
     least = max(problem.least_sizes)
     floor = step_time_floor(problem.on_ranks[least])
     return least if floor <= ABOUT * step_time_floor(problem) else None
-
-
-def _end(step: SharedStep) -> float:
-    return step.end
-
-
-def _may_end_before(
-    end: float, problem: Problem, of_one_size: Callable[[Problem], list[Slots]]
-) -> bool:
-    """False if no step of this size ends sooner, or a short search stays far from it."""
-    if step_time_floor(problem) >= end:
-        return False
-    config = problem.config
-    short = dataclasses.replace(config, plan_effort=max(1, config.plan_effort // SHORT))
-    if problem.num_samples <= FEW:
-        return True
-    objective = Objective(dataclasses.replace(problem, config=short))
-    return objective.candidate(of_one_size(objective.problem)).end < FAR * end
 
 
 def _shared(ranks: Sequence[Slots], size: int) -> tuple[list[Slots], Sizes]:

@@ -3,31 +3,36 @@
     late, early    two micro-batches; late is on a rank that ends later, or more often on the
                    longest chain of passes, or the costliest of a slot that all ranks wait for
     moves          a sample of late to early; a sample of late for a cheaper one of early; within a
-                   rank, all of late for all of early
+                   rank, all of late for all of early, by all ranks that share one of them
 
-Ranks run by themselves, each a pipeline of its own; with expert parallelism they run each slot
-together, so that all are one pipeline, in which a slot costs as much as its costliest micro-batch.
-A move is kept if it does not raise the sum of a high power of the pipelines' ends, which the latest
-decide; of a single pipeline, if that does not end later. Most moves are refused unsimulated, by
-chains of passes that were found before (`critical_path`). The cap and the bounds on samples and on
-tokens in flight hold throughout, no micro-batch is emptied, and a rank with a placeholder takes a
-further sample there. A counter decides which moves are tried, so they are the same everywhere.
+Ranks that wait for each other are one pipeline (`changed_pipelines`). A move is kept if it does not
+raise the sum of a high power of the pipelines' ends, which the latest decide; of a single pipeline,
+if that does not end later, nor the ranks in it that end before its last. Most moves are refused
+unsimulated, by chains of passes that were found before (`critical_path`). The cap and the bounds on
+samples and on tokens in flight hold throughout, no micro-batch is emptied, none changes its
+context-parallel size, and a rank with a placeholder takes a further sample there. A counter decides
+which moves are tried, so they are the same everywhere.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
-from mcore_batching.planning.search.changed_ranks import Change, Pipeline, Rank
+from mcore_batching.planning.search.changed_pipelines import (
+    Change,
+    Pipeline,
+    high_power,
+    pipelines_of,
+    powers,
+)
+from mcore_batching.planning.search.changed_ranks import Rank, ranks_of
 from mcore_batching.planning.search.objective import Candidate, Objective
 
 GIVE_UP_AFTER = 12000
 """Moves in a row of which none made the step better."""
 EFFORT_OF_A_TRY = 30
 """A move that is refused unsimulated takes about as long as so many simulated passes."""
-EFFORT_OF_A_RANK = 2
-"""So many more for each rank whose micro-batches share a slot, for the costliest among them."""
-SQUARINGS = 7
 BEYOND = 1.0055
 """More than the 2 ** SQUARINGS-th root of 2: no move makes a pipeline end so many times later than
 the later of two, and lowers the sum of their powers."""
@@ -60,15 +65,8 @@ def improve(step: Candidate, objective: Objective, *, keep: float = 0.0) -> Cand
     while objective.effort > keep and in_vain < GIVE_UP_AFTER and not moved.perfect:
         objective.effort -= EFFORT_OF_A_TRY
         in_vain = 0 if moved.try_one() else in_vain + 1
-    best = objective.candidate([rank.slots for rank in moved.ranks])
+    best = moved.result()
     return best if best.end <= step.end else step
-
-
-def high_power(end: float) -> float:
-    """The power, of which moves are to lower the sum over pipelines; `end` in steps before."""
-    for _ in range(SQUARINGS):
-        end *= end
-    return end
 
 
 _Place = tuple[Pipeline, Rank, int]
@@ -80,11 +78,11 @@ class _Moved:
 
     def __init__(self, step: Candidate, objective: Objective) -> None:
         self._objective = objective
-        self._random = Counter()
+        self._below = Counter().below
         self._scale = 1.0 / step.end if step.end else 1.0
-        self.ranks = [Rank([list(samples) for samples in slots], objective) for slots in step.ranks]
-        together = [self.ranks] if objective.lockstep else [[rank] for rank in self.ranks]
-        self._pipelines = [Pipeline(ranks, objective) for ranks in together]
+        self._shared = step.sizes is not None
+        self.ranks = ranks_of(step, objective)
+        self._pipelines = pipelines_of(self.ranks, objective)
         self._slowest = max(self._pipelines, key=lambda pipeline: pipeline.end)
         self._ends: list[float] = []
         """Of pipelines after the changes that were simulated last."""
@@ -94,18 +92,23 @@ class _Moved:
         """True if no step ends sooner."""
         return self._objective.cannot_be_beaten(self._slowest.end)
 
+    def result(self) -> Candidate:
+        """The step as it is now, simulated."""
+        slots = [[row.samples for row in rank.rows] for rank in self.ranks]
+        sizes = [[len(row.ranks) for row in rank.rows] for rank in self.ranks]
+        return self._objective.candidate(slots, sizes if self._shared else None)
+
     def try_one(self) -> bool:
         """Try a move; True if it made the step better."""
-        below, pipelines = self._random.below, self._pipelines
+        below, pipelines = self._below, self._pipelines
         late = pipelines[below(len(pipelines))] if below(2) else self._slowest
         early = late if below(2) else pipelines[below(len(pipelines))]
-        slot, other = below(len(late.costs)), below(len(late.costs))
-        if late is not early and late.end < early.end:
-            late, early = early, late
-        elif late is early and late.weights[slot] < late.weights[other]:
-            slot, other = other, slot
-        giver = late.costliest(slot)
-        taker = early.ranks[0] if len(early.ranks) == 1 else early.ranks[below(len(early.ranks))]
+        if late is early:
+            (giver, slot), (taker, other) = late.two_places(below)
+        else:
+            if late.end < early.end:
+                late, early = early, late
+            (giver, slot), (taker, other) = late.late_place(below), early.place(below)
         if giver is taker:
             if slot == other or (
                 len(late.ranks) == 1 and late.weights[slot] == late.weights[other]
@@ -117,82 +120,119 @@ class _Moved:
 
     def _move_sample(self, giving: _Place, taking: _Place) -> bool:
         """Move a sample to a micro-batch, perhaps for one that comes back."""
-        below, problem = self._random.below, self._objective.problem
+        below = self._below
         _, giver, slot = giving
         early, taker, other = taking
-        mine = giver.slots[slot]
-        if not mine:
+        mine, theirs = giver.rows[slot], taker.rows[other]
+        samples = mine.samples
+        if not samples or mine is theirs:
             return False
-        given, taken = mine[below(len(mine))], -1
-        less, tokens = problem.costs[given], problem.tokens[given]
-        left = len(mine) - 1
+        given, taken = samples[below(len(samples))], -1
+        left = len(samples) - 1
         if below(3) == 0 and left:
             if taker.empty is not None:
                 other = taker.empty
-        elif taker.slots[other]:
-            taken = taker.slots[other][below(len(taker.slots[other]))]
-            less -= problem.costs[taken]
-            tokens -= problem.tokens[taken]
+                theirs = taker.rows[other]
+        elif theirs.samples:
+            taken = theirs.samples[below(len(theirs.samples))]
         else:
             return False
-        if less <= 0.0 or (left and giver.tokens[slot] - tokens > problem.capacity):
+        less, more = mine.costs[given], theirs.costs[given]
+        tokens, further = mine.problem.tokens[given], theirs.problem.tokens[given]
+        if taken >= 0:
+            less -= mine.costs[taken]
+            more -= theirs.costs[taken]
+            tokens -= mine.problem.tokens[taken]
+            further -= theirs.problem.tokens[taken]
+        if less <= 0.0 or (left and mine.tokens - tokens > mine.capacity):
             return False
-        beside = [sample for sample in taker.slots[other] if sample != taken]
+        beside = [sample for sample in theirs.samples if sample != taken]
         if beside and (
-            taker.tokens[other] + tokens > problem.capacity or len(beside) >= problem.max_samples
+            theirs.tokens + further > theirs.capacity
+            or len(beside) >= self._objective.problem.max_samples
         ):
             return False
-        if not self._sooner(changes := self._changes(giving, (early, taker, other), less)):
+        if mine.problem is not theirs.problem and (
+            given in theirs.problem.oversize or taken in mine.problem.oversize
+        ):
             return False
-        before = mine, taker.slots[other]
-        giver.slots[slot] = [i for i in mine if i != given] + ([taken] if taken >= 0 else [])
-        taker.slots[other] = [*beside, given]
-        if not all(self._objective.fits_in_memory(rank.slots) for rank in (giver, taker)):
-            giver.slots[slot], taker.slots[other] = before
+        changes = self._changes(giving, (early, taker, other), less, more)
+        if not self._sooner(changes):
             return False
-        giver.tokens[slot] -= tokens
-        taker.tokens[other] += tokens
+        before = samples, theirs.samples
+        mine.samples = [i for i in samples if i != given] + ([taken] if taken >= 0 else [])
+        theirs.samples = [*beside, given]
+        mine.tokens -= tokens
+        theirs.tokens += further
+        if not self._fits_in_memory({*mine.ranks, *theirs.ranks}):
+            mine.samples, theirs.samples = before
+            mine.tokens += tokens
+            theirs.tokens -= further
+            return False
         if taker.empty is not None:
-            taker.empty = taker.slots.index([]) if [] in taker.slots else None
-        giver.costs[slot] -= less
-        taker.costs[other] += less
+            taker.find_empty()
+        mine.cost -= less
+        theirs.cost += more
         return self._keep(changes)
 
     def _swap_slots(self, pipeline: Pipeline, rank: Rank, slot: int, other: int) -> bool:
         """Exchange all of two micro-batches of a rank, neither of them a placeholder."""
-        slots, costs, tokens = rank.slots, rank.costs, rank.tokens
-        less = costs[slot] - costs[other]
-        if less <= 0.0 or not (slots[slot] and slots[other]):
+        mine, theirs = rank.rows[slot], rank.rows[other]
+        if len(mine.ranks) > 1 or len(theirs.ranks) > 1:
+            return self._swap_columns(pipeline, slot, other, max(mine.ranks, theirs.ranks, key=len))
+        less = mine.cost - theirs.cost
+        if less <= 0.0 or not (mine.samples and theirs.samples):
             return False
-        changes = self._changes((pipeline, rank, slot), (pipeline, rank, other), less)
+        changes = self._changes((pipeline, rank, slot), (pipeline, rank, other), less, less)
         if not self._sooner(changes):
             return False
-        slots[slot], slots[other] = slots[other], slots[slot]
-        if not self._objective.fits_in_memory(slots):
-            slots[slot], slots[other] = slots[other], slots[slot]
+        rank.rows[slot], rank.rows[other] = theirs, mine
+        if not self._fits_in_memory(mine.ranks):
+            rank.rows[slot], rank.rows[other] = mine, theirs
             return False
-        tokens[slot], tokens[other] = tokens[other], tokens[slot]
-        costs[slot], costs[other] = costs[other], costs[slot]
         return self._keep(changes)
 
-    def _changes(self, giving: _Place, taking: _Place, less: float) -> list[Change]:
-        """Changes of the pipelines if so much work goes from one micro-batch to another."""
+    def _swap_columns(self, pipeline: Pipeline, slot: int, other: int, block: range) -> bool:
+        """Exchange all that the ranks of a block have in two slots. This changes who waits for
+        whom, so that chains found before say nothing of it."""
+        ranks = [self.ranks[number] for number in block]
+        both = [row for rank in ranks for row in (rank.rows[slot], rank.rows[other])]
+        if any(len(row.ranks) > len(block) for row in both):
+            return False
+        last = len(ranks[0].rows) - 1
+        if last in (slot, other) and not all(
+            rank.rows[slot + other - last].samples for rank in ranks
+        ):
+            return False
+        self._exchange(ranks, slot, other)
+        if self._fits_in_memory(block):
+            made = type(pipeline)(pipeline.ranks, self._objective)
+            if powers(made.ends, pipeline.end) <= powers(pipeline.ends, pipeline.end):
+                self._pipelines[self._pipelines.index(pipeline)] = made
+                self._slowest = max(self._pipelines, key=lambda pipeline: pipeline.end)
+                return made.end < pipeline.end
+        self._exchange(ranks, slot, other)
+        return False
+
+    def _exchange(self, ranks: list[Rank], slot: int, other: int) -> None:
+        for rank in ranks:
+            rank.rows[slot], rank.rows[other] = rank.rows[other], rank.rows[slot]
+            rank.find_empty()
+
+    def _fits_in_memory(self, ranks: Iterable[int]) -> bool:
+        bounded = self._objective.max_inflight_tokens is not None
+        return not bounded or all(self.ranks[i].fits_in_memory(self._objective) for i in ranks)
+
+    def _changes(self, giving: _Place, taking: _Place, less: float, more: float) -> list[Change]:
+        """Changes of the pipelines if one micro-batch costs so much less, and another more."""
         late, giver, slot = giving
         early, taker, other = taking
-        if late is not early:
-            return [(early, other, less, other, 0.0), (late, slot, -less, slot, 0.0)]
-        if len(late.ranks) == 1:
-            return [(late, other, less, slot, -less)]
-        self._objective.effort -= EFFORT_OF_A_RANK * len(late.ranks)
-        shrunk = giver.costs[slot] - less
-        for rank in late.ranks:
-            if rank is not giver and rank.costs[slot] > shrunk:
-                shrunk = rank.costs[slot]
-        grown = max(late.costs[other], taker.costs[other] + less)
-        if slot == other:
-            grown = shrunk = max(shrunk, taker.costs[other] + less)
-            return [(late, slot, shrunk - late.costs[slot], slot, 0.0)]
-        return [(late, other, grown - late.costs[other], slot, shrunk - late.costs[slot])]
+        mine, theirs = giver.rows[slot], taker.rows[other]
+        if late is early:
+            return [late.within(slot, mine, less, other, theirs, more)]
+        here = slot * late.width + mine.offset
+        there = other * early.width + theirs.offset
+        return [(early, there, more, there, 0.0), (late, here, -less, here, 0.0)]
 
     def _sooner(self, changes: list[Change]) -> bool:
         """Simulate changes, unless chains refuse them; True if they make the step no worse."""
@@ -200,8 +240,9 @@ class _Moved:
         if len(changes) == 1:
             if pipeline.soonest(changes[0], pipeline.end) > pipeline.end:
                 return False
-            self._ends = [pipeline.simulated(changes[0])]
-            return self._ends[0] <= pipeline.end
+            end = pipeline.simulated(changes[0])
+            self._ends = [end]
+            return end < pipeline.end or (end == pipeline.end and pipeline.evenness() <= 0.0)
         other = changes[1][0]
         limit = self._power(pipeline.end) + self._power(other.end)
         beyond = BEYOND * other.end
@@ -216,16 +257,17 @@ class _Moved:
             return False
         shrunk = other.simulated(changes[1])
         self._ends = [grown, shrunk]
-        return self._power(grown) + self._power(shrunk) <= limit
+        total = self._power(grown) + self._power(shrunk)
+        return total < limit or (total == limit and pipeline.evenness() + other.evenness() <= 0.0)
 
     def _power(self, end: float) -> float:
         return high_power(end * self._scale)
 
     def _keep(self, changes: list[Change]) -> bool:
-        """Make changes of pipelines that were simulated; True if one ends sooner."""
-        sooner = False
-        for change, end in zip(changes, self._ends, strict=True):
-            sooner = sooner or end < change[0].end
-            change[0].become(change, end)
+        """Make changes of pipelines that were simulated; True if one ends sooner, or those of its
+        ranks that end before its last."""
+        better = [
+            change[0].become(change, end) for change, end in zip(changes, self._ends, strict=True)
+        ]
         self._slowest = max(self._pipelines, key=lambda pipeline: pipeline.end)
-        return sooner
+        return any(better)

@@ -26,6 +26,8 @@ costliest of a slot. Steps end up to 0.8 % sooner than with 1, and up to 0.2 % l
 
 Slots = list[list[int]]
 """One rank's micro-batches in slot order: samples each, an empty list for a placeholder."""
+Sizes = list[list[int]]
+"""Context-parallel size of each micro-batch [ranks][slots]."""
 
 
 @dataclass
@@ -36,6 +38,9 @@ class Candidate:
     """Micro-batches [ranks][slots]."""
     ends: list[float]
     """End of each rank's step; with ranks in lockstep a single one."""
+    sizes: Sizes | None = None
+    """Under dynamic CP the context-parallel size of each micro-batch [ranks][slots]; one that ranks
+    share is listed on each of them."""
 
     @property
     def end(self) -> float:
@@ -51,6 +56,8 @@ class Objective:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self.whole = problem
+        """The problem with all context-parallel sizes."""
         dims = problem.dims
         # What a candidate costs grows with the stages, also where samples are few.
         stages = dims.pipeline_parallel * dims.virtual_pipeline
@@ -108,8 +115,11 @@ class Objective:
             forward_only=problem.forward_only,
         )
 
-    def candidate(self, ranks: Sequence[Sequence[Sequence[int]]]) -> Candidate:
-        """A step of these micro-batches [ranks][slots], simulated."""
+    def candidate(
+        self, ranks: Sequence[Sequence[Sequence[int]]], sizes: Sizes | None = None
+    ) -> Candidate:
+        """A step of these micro-batches [ranks][slots], simulated; `sizes` under dynamic CP."""
+        del sizes
         held = [[list(samples) for samples in slots] for slots in ranks]
         costs = [self.slot_costs(slots) for slots in held]
         if self.lockstep:

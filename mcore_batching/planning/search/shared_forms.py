@@ -1,15 +1,13 @@
 """Forms of steps in which ranks share micro-batches.
 
-    limit      no micro-batch costs more: every sample has the least context-parallel size that its
-               length needs and that brings its cost below the limit
+    sizes      every sample has a context-parallel size, no less than its length needs
     shared     samples of sizes above 1, each in a micro-batch of its own; laid out in as few slots
                as hold them, which take the largest places of a profile
     own        all others, dealt to ranks so that shared and own work is even, and filled into the
                slots left to the shape of the profile
 
-Forms of some limits and numbers of slots are tried first. Then the best are changed in one part:
-the limit, the size of a sample, the number of slots, the profile, the place of the shared slots. A
-quick judge, who cuts samples to the profile, says which are worth making.
+A quick judge, who cuts samples to the profile, says about when a form's step ends; `form_search`
+looks for the forms that are worth making.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ from typing import NamedTuple
 
 from mcore_batching.planning.cost import ordered_sum
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.search.local_moves import Counter
-from mcore_batching.planning.search.objective import Slots
+from mcore_batching.planning.search.objective import Candidate, Sizes, Slots
 from mcore_batching.planning.search.pipeline_search import by_cost
 from mcore_batching.planning.search.profiles import (
     MOST_SLOTS_PER_STAGE,
@@ -30,21 +27,9 @@ from mcore_batching.planning.search.profiles import (
     Shape,
     fill_slots,
     profile_of,
-    shapes_of,
     steps_of_counts,
 )
-from mcore_batching.planning.search.shared_rows import SharedObjective, SharedStep, Sizes
-
-LIMITS_PER_HALVING, MOST_LIMITS = 2, 12
-"""Limits from the costliest sample down: so many for each halving, and in all."""
-SAMPLES_RESIZED = 8
-"""Samples, costliest first, whose sizes are changed one by one."""
-FORMS_TO_BEGIN_WITH, STEPS_KEPT = 12, 4
-"""Forms, judged best, that steps are made of at first, and the best steps that are changed on."""
-WORTH_MAKING = 1.02
-"""Share of what the form before was judged to take, below which a step is made of a form."""
-EFFORT_OF_A_FORM = 100
-"""Making and judging a form takes about as long as so many simulated passes, beside its own."""
+from mcore_batching.planning.search.shared_rows import SharedObjective
 
 
 class Form(NamedTuple):
@@ -73,7 +58,7 @@ class Layout(NamedTuple):
 
 
 class SharedForms:
-    """Looks for forms of steps.
+    """Judges forms, and makes steps of them.
 
     Args:
         objective: its effort is used.
@@ -81,38 +66,11 @@ class SharedForms:
 
     def __init__(self, objective: SharedObjective) -> None:
         self._objective = objective
-        self._problem = problem = objective.problem
-        self._tried: set[Form] = set()
-        self._best: list[tuple[SharedStep, Form, float]] = []
+        self._problem = problem = objective.whole
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._profiles: dict[Shape, Profile] = {}
         self._costs = problem.on_ranks[1].costs
-        self._random = Counter()
-        self._order = by_cost(range(problem.num_samples), problem.on_ranks[1].costs)
-        self._limits = self.limits()
-
-    def limits(self) -> list[tuple[int, ...]]:
-        """Sizes of all samples under limits of the cost of a micro-batch, the highest first."""
-        problem = self._problem
-        limit = max(problem.on_ranks[1].costs, default=0.0)
-        found: dict[tuple[int, ...], None] = {}
-        for _ in range(MOST_LIMITS * 2):
-            found[tuple(self._sizes_under(limit))] = None
-            limit *= 0.5 ** (1.0 / LIMITS_PER_HALVING)
-        return list(found)[:MOST_LIMITS]
-
-    def _sizes_under(self, limit: float) -> list[int]:
-        problem = self._problem
-        sizes = list(problem.least_sizes)
-        for sample in self._order:
-            if problem.on_ranks[1].costs[sample] <= limit:
-                break
-            for size in problem.row_sizes:
-                if size >= sizes[sample]:
-                    sizes[sample] = size
-                    if problem.on_ranks[size].costs[sample] <= limit:
-                        break
-        return sizes
+        self._order = by_cost(range(problem.num_samples), self._costs)
 
     def counts(self, sizes: Sequence[int]) -> list[int]:
         """Numbers of slots to try."""
@@ -192,10 +150,11 @@ class SharedForms:
             if free and layout.own:
                 top = max(free, key=lambda slot: profile[slot])
                 costs[top] = max(costs[top], fixed + self._costs[layout.own[0]])
-            latest = max(latest, self._objective.alone.end_of(costs))
+            latest = max(latest, self._objective.end_of(costs))
         return latest
 
-    def _make(self, form: Form) -> SharedStep | None:
+    def make(self, form: Form) -> Candidate | None:
+        """The step of a form, simulated; None if its samples do not fit."""
         problem, count = self._problem, form.shape.num_slots
         ranks, layout = problem.num_ranks, self._laid_out(form.sizes)
         sizes: Sizes = [[1] * count for _ in range(ranks)]
@@ -214,77 +173,13 @@ class SharedForms:
             free = [slot for slot in range(count) if sizes[rank][slot] == 1]
             if not free:
                 continue
-            filled = fill_slots(samples, [profile[slot] for slot in free], self._objective.alone)
+            filled = fill_slots(samples, [profile[slot] for slot in free], self._objective)
             if filled is None:
                 return None
             for slot, of_slot in zip(free, filled, strict=True):
                 rows[rank][slot] = of_slot
         _make_last_real(rows, sizes)
-        return self._objective.step(rows, sizes)
-
-    def search(self, keep: float) -> list[SharedStep]:
-        """The best steps found, best first.
-
-        Args:
-            keep: effort that is left over.
-        """
-        forms = [
-            Form(sizes, shape, 0.0)
-            for sizes in self._limits
-            for count in self.counts(sizes)
-            for shape in shapes_of(count, self._problem.dims)[:2]
-        ]
-        for form in sorted(forms, key=self.judge)[:FORMS_TO_BEGIN_WITH]:
-            self.consider(form, math.inf)
-        while self._best and self._objective.effort > keep:
-            if self._objective.cannot_be_beaten(self._best[0][0].end):
-                break
-            self._objective.spend(EFFORT_OF_A_FORM)
-            _, form, judged = self._best[self._random.below(len(self._best))]
-            self.consider(self._changed(form), WORTH_MAKING * judged)
-        return [step for step, _, _ in self._best]
-
-    def consider(self, form: Form, limit: float) -> None:
-        """Make the step of a form that is judged to end before a limit, and keep it if it is among
-        the best."""
-        if form in self._tried:
-            return
-        self._tried.add(form)
-        judged = self.judge(form)
-        step = self._make(form) if judged < limit else None
-        if step is not None and all(step.end != other.end for other, _, _ in self._best):
-            self._best.append((step, form, judged))
-            self._best.sort(key=lambda made: made[0].end)
-            del self._best[STEPS_KEPT:]
-
-    def _changed(self, form: Form) -> Form:
-        """The form with one of its parts changed at random."""
-        below, problem = self._random.below, self._problem
-        # A single stage has no use for a profile.
-        part = below(7 if problem.dims.pipeline_parallel > 1 else 3)
-        count = form.shape.num_slots
-        sizes, shape = form.sizes, form.shape
-        if part == 0:
-            sizes = self._limits[below(len(self._limits))]
-        elif part == 1:
-            sample = self._order[below(min(SAMPLES_RESIZED, len(self._order)))]
-            size = problem.row_sizes[below(len(problem.row_sizes))]
-            changed = list(sizes)
-            changed[sample] = max(size, problem.least_sizes[sample])
-            sizes = tuple(changed)
-        elif part == 2:
-            count = problem.dims.round_up_num_microbatches(max(1, count + below(7) - 3))
-            shape = shape._replace(num_slots=count, rise=min(shape.rise, count - 1))
-        elif part == 3:
-            shapes = shapes_of(count, problem.dims)
-            shape = shapes[below(len(shapes))]
-        elif part == 4 and problem.dims.virtual_pipeline == 1:
-            shape = shape._replace(rise=below(min(count, 3 * problem.dims.pipeline_parallel)))
-        elif part == 5:
-            return form._replace(skip=below(10) * below(10) / 100)
-        elif part == 6:
-            shape = shape._replace(lowest=(1 + below(8)) / 10)
-        return form._replace(sizes=sizes, shape=shape)
+        return self._objective.candidate(rows, sizes)
 
 
 def _dealt(

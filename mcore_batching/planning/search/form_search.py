@@ -1,0 +1,139 @@
+"""The search for forms of steps in which ranks share micro-batches (`shared_forms`).
+
+Forms under some limits of the cost of a micro-batch, in which every sample has the least
+context-parallel size that its length needs and that brings its cost below the limit, are tried
+first, with several numbers of slots. Then the best are changed in one part: the limit, the size of
+a sample, the number of slots, the profile, the place of the shared slots.
+"""
+
+from __future__ import annotations
+
+import math
+
+from mcore_batching.planning.search.changed_ranks import ranks_of
+from mcore_batching.planning.search.local_moves import Counter
+from mcore_batching.planning.search.objective import Candidate
+from mcore_batching.planning.search.pipeline_search import by_cost
+from mcore_batching.planning.search.profiles import shapes_of
+from mcore_batching.planning.search.shared_forms import Form, SharedForms
+from mcore_batching.planning.search.shared_rows import SharedObjective
+
+LIMITS_PER_HALVING, MOST_LIMITS = 2, 12
+"""Limits from the costliest sample down: so many for each halving, and in all."""
+SAMPLES_RESIZED = 8
+"""Samples, costliest first, whose sizes are changed one by one."""
+FORMS_TO_BEGIN_WITH, STEPS_KEPT = 12, 4
+"""Forms, judged best, that steps are made of at first, and the best steps that are changed on."""
+WORTH_MAKING = 1.02
+"""Share of what the form before was judged to take, below which a step is made of a form."""
+EFFORT_OF_A_FORM = 100
+"""Making and judging a form takes about as long as so many simulated passes, beside its own."""
+
+
+class FormSearch:
+    """Looks for the forms whose steps end first.
+
+    Args:
+        objective: its effort is used.
+    """
+
+    def __init__(self, objective: SharedObjective) -> None:
+        self._objective = objective
+        self._problem = problem = objective.whole
+        self._forms = SharedForms(objective)
+        self._tried: set[Form] = set()
+        self._best: list[tuple[Candidate, Form, float]] = []
+        self._random = Counter()
+        self._order = by_cost(range(problem.num_samples), problem.on_ranks[1].costs)
+        self._limits = self.limits()
+
+    def limits(self) -> list[tuple[int, ...]]:
+        """Sizes of all samples under limits of the cost of a micro-batch, the highest first."""
+        problem = self._problem
+        limit = max(problem.on_ranks[1].costs, default=0.0)
+        found: dict[tuple[int, ...], None] = {}
+        for _ in range(MOST_LIMITS * 2):
+            found[tuple(self._sizes_under(limit))] = None
+            limit *= 0.5 ** (1.0 / LIMITS_PER_HALVING)
+        return list(found)[:MOST_LIMITS]
+
+    def _sizes_under(self, limit: float) -> list[int]:
+        problem = self._problem
+        sizes = list(problem.least_sizes)
+        for sample in self._order:
+            if problem.on_ranks[1].costs[sample] <= limit:
+                break
+            for size in problem.row_sizes:
+                if size >= sizes[sample]:
+                    sizes[sample] = size
+                    if problem.on_ranks[size].costs[sample] <= limit:
+                        break
+        return sizes
+
+    def search(self, keep: float) -> list[Candidate]:
+        """The best steps found, best first.
+
+        Args:
+            keep: effort that is left over.
+        """
+        forms = [
+            Form(sizes, shape, 0.0)
+            for sizes in self._limits
+            for count in self._forms.counts(sizes)
+            for shape in shapes_of(count, self._problem.dims)[:2]
+        ]
+        for form in sorted(forms, key=self._forms.judge)[:FORMS_TO_BEGIN_WITH]:
+            self.consider(form, math.inf)
+        while self._best and self._objective.effort > keep:
+            if self._objective.cannot_be_beaten(self._best[0][0].end):
+                break
+            self._objective.effort -= EFFORT_OF_A_FORM
+            _, form, judged = self._best[self._random.below(len(self._best))]
+            self.consider(self._changed(form), WORTH_MAKING * judged)
+        return [step for step, _, _ in self._best]
+
+    def consider(self, form: Form, limit: float) -> None:
+        """Make the step of a form that is judged to end before a limit, and keep it if it is among
+        the best."""
+        if form in self._tried:
+            return
+        self._tried.add(form)
+        judged = self._forms.judge(form)
+        step = self._forms.make(form) if judged < limit else None
+        if step is None or not all(
+            rank.fits_in_memory(self._objective) for rank in ranks_of(step, self._objective)
+        ):
+            return
+        if all(step.end != other.end for other, _, _ in self._best):
+            self._best.append((step, form, judged))
+            self._best.sort(key=lambda made: made[0].end)
+            del self._best[STEPS_KEPT:]
+
+    def _changed(self, form: Form) -> Form:
+        """The form with one of its parts changed at random."""
+        below, problem = self._random.below, self._problem
+        # A single stage has no use for a profile.
+        part = below(7 if problem.dims.pipeline_parallel > 1 else 3)
+        count = form.shape.num_slots
+        sizes, shape = form.sizes, form.shape
+        if part == 0:
+            sizes = self._limits[below(len(self._limits))]
+        elif part == 1:
+            sample = self._order[below(min(SAMPLES_RESIZED, len(self._order)))]
+            size = problem.row_sizes[below(len(problem.row_sizes))]
+            changed = list(sizes)
+            changed[sample] = max(size, problem.least_sizes[sample])
+            sizes = tuple(changed)
+        elif part == 2:
+            count = problem.dims.round_up_num_microbatches(max(1, count + below(7) - 3))
+            shape = shape._replace(num_slots=count, rise=min(shape.rise, count - 1))
+        elif part == 3:
+            shapes = shapes_of(count, problem.dims)
+            shape = shapes[below(len(shapes))]
+        elif part == 4 and problem.dims.virtual_pipeline == 1:
+            shape = shape._replace(rise=below(min(count, 3 * problem.dims.pipeline_parallel)))
+        elif part == 5:
+            return form._replace(skip=below(10) * below(10) / 100)
+        elif part == 6:
+            shape = shape._replace(lowest=(1 + below(8)) / 10)
+        return form._replace(sizes=sizes, shape=shape)

@@ -1,0 +1,163 @@
+"""The search under dynamic CP: single samples moved between rows that ranks share, and its
+bounds."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning_cases import examples
+from test_dynamic_cp import broken, dynamic_cases, long_tailed
+
+from mcore_batching.planning import (
+    ConfigError,
+    InflightBoundError,
+    ParallelDims,
+    PlannerConfig,
+    Problem,
+    StepPlan,
+    plan_step,
+    predicted_step_time,
+    step_statistics,
+    validate_plan,
+)
+from mcore_batching.planning.dynamic_cp import packed_on_least_ranks
+from mcore_batching.planning.search.changed_pipelines import pipelines_of
+from mcore_batching.planning.search.changed_ranks import ranks_of
+from mcore_batching.planning.search.local_moves import improve
+from mcore_batching.planning.search.objective import Candidate
+from mcore_batching.planning.search.shared_rows import SharedObjective
+
+PP2 = ParallelDims(data_parallel=4, pipeline_parallel=2)
+LAYOUTS = [
+    PP2,
+    ParallelDims(data_parallel=4, context_parallel=2, pipeline_parallel=3),
+    ParallelDims(data_parallel=4, pipeline_parallel=2, virtual_pipeline=2),
+    ParallelDims(data_parallel=4, pipeline_parallel=2, expert_parallel=2),
+    ParallelDims(data_parallel=8),
+]
+
+
+LENGTHS = [*long_tailed(50), 5000]
+CONFIG = PlannerConfig(max_tokens_per_gpu=2500, max_context_parallel=4, plan_effort=100)
+
+
+def packed(problem: Problem) -> tuple[Candidate, SharedObjective]:
+    """A step made without a search, and what simulates it."""
+    objective = SharedObjective(problem)
+    ranks, sizes = packed_on_least_ranks(problem)
+    return objective.candidate(ranks, [list(of_rank) for of_rank in sizes]), objective
+
+
+def as_plan(step: Candidate, problem: Problem) -> StepPlan:
+    assert step.sizes is not None
+    return StepPlan(
+        micro_batches=tuple(tuple(tuple(sorted(s)) for s in slots) for slots in step.ranks),
+        num_microbatches=len(step.ranks[0]),
+        sample_indices=tuple(range(problem.num_samples)),
+        dims=problem.dims,
+        config=problem.config,
+        cost_model=problem.cost_model,
+        forward_only=problem.forward_only,
+        context_parallel=tuple(map(tuple, step.sizes)),
+    )
+
+
+@pytest.mark.parametrize("dims", LAYOUTS)
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_moves_between_shared_rows_end_steps_sooner(dims: ParallelDims, forward_only: bool) -> None:
+    """In lockstep too. The step is a legal one, the one before is as it was, and its ends are those
+    of its rows."""
+    problem = Problem.of(LENGTHS, dims, CONFIG, forward_only=forward_only)
+    before, objective = packed(problem)
+    ends = before.ends[:]
+    after = improve(before, objective)
+    assert after.end < 0.996 * before.end
+    assert before.ends == objective.candidate(before.ranks, before.sizes).ends == ends
+    plan = as_plan(after, problem)
+    validate_plan(plan, LENGTHS)
+    assert broken(plan, LENGTHS) == set()
+    assert predicted_step_time(plan, LENGTHS) == pytest.approx(after.end, rel=1e-12)
+
+
+@pytest.mark.parametrize("dims", LAYOUTS)
+def test_chains_refuse_only_what_ends_no_sooner(dims: ParallelDims) -> None:
+    """A change's end is no sooner than any remembered chain says, and the end that it is given is
+    that of the changed costs."""
+    step, objective = packed(Problem.of(LENGTHS, dims, CONFIG))
+    ranks = ranks_of(step, objective)
+    pipelines, below = pipelines_of(ranks, objective), random.Random(1).randrange
+    assert sum(len(pipeline.ranks) for pipeline in pipelines) == dims.data_context_parallel
+    for _ in range(200):
+        pipeline = pipelines[below(len(pipelines))]
+        (giver, slot), (taker, other) = pipeline.two_places(below)
+        mine, theirs = giver.rows[slot], taker.rows[other]
+        less, more = 0.5 * mine.cost, 0.4 * theirs.cost
+        if mine is theirs:
+            continue
+        change = pipeline.within(slot, mine, less, other, theirs, more)
+        soonest = pipeline.soonest(change, float("inf"))
+        assert pipeline.simulated(change) >= soonest * (1 - 1e-12)
+        if below(3) == 0:
+            end = pipeline.simulated(change)
+            pipeline.become(change, end)
+            mine.cost -= less
+            theirs.cost += more
+            anew = type(pipeline)(pipeline.ranks, objective)
+            assert anew.end == pytest.approx(end, rel=1e-12)
+            assert anew.costs == pytest.approx(pipeline.costs, rel=1e-12)
+            for chain in pipeline.chains:
+                length = sum(w * cost for w, cost in zip(chain, anew.costs, strict=False))
+                assert chain[-1] == pytest.approx(length, rel=1e-9)
+
+
+@examples(60)
+@given(dynamic_cases(), st.floats(0.3, 5))
+def test_tokens_in_flight_are_bounded_or_the_bound_is_refused(
+    case: tuple[list[int], ParallelDims, PlannerConfig], caps: float
+) -> None:
+    lengths, dims, config = case
+    bound = max(1, int(caps * config.max_tokens_per_gpu * dims.context_parallel))
+    refusal = ""
+    try:
+        step = plan_step(lengths, dims, replace(config, max_inflight_tokens=bound))
+    except ConfigError as error:
+        refusal = str(error)
+    if refusal:
+        least = refusal.partition("the least found is ")[2].partition(":")[0]
+        assert not least or int(least) > bound
+        return
+    assert broken(step, lengths) == set()
+    assert step_statistics(step, lengths).peak_inflight_tokens <= bound
+
+
+def test_a_bound_on_tokens_in_flight_costs_time() -> None:
+    """A step without it holds more, one with it ends later; its shared rows count by their share
+    of a rank."""
+    config = replace(CONFIG, plan_effort=20)
+    free = plan_step(LENGTHS, PP2, config)
+    held = step_statistics(free, LENGTHS).peak_inflight_tokens
+    bound = int(0.7 * held)
+    step = plan_step(LENGTHS, PP2, replace(config, max_inflight_tokens=bound))
+    validate_plan(step, LENGTHS)
+    assert step_statistics(step, LENGTHS).peak_inflight_tokens <= bound
+    assert max(row.size for row in step.rows()) > 1
+    assert predicted_step_time(step, LENGTHS) >= predicted_step_time(free, LENGTHS)
+    with pytest.raises(InflightBoundError, match="at most max_inflight_tokens=9 tokens at a time"):
+        plan_step(LENGTHS, PP2, replace(config, max_inflight_tokens=9))
+    with pytest.raises(InflightBoundError, match="at most max_inflight_tokens=9 tokens at a time"):
+        plan_step(LENGTHS, PP2, replace(config, max_inflight_tokens=9, balance="cost"))
+
+
+def test_no_step_of_one_size_found_with_an_eighth_of_the_effort_ends_sooner() -> None:
+    """Where samples are many, a size that stays far behind with that effort gets no more."""
+    lengths = long_tailed(80)
+    config = PlannerConfig(max_tokens_per_gpu=max(lengths), max_context_parallel=4, plan_effort=64)
+    end = predicted_step_time(plan_step(lengths, PP2, config), lengths)
+    for rows in Problem.of(lengths, PP2, config).on_ranks.values():
+        short = replace(rows.config, plan_effort=8)
+        fixed = plan_step(lengths, rows.dims, short, rows.cost_model)
+        assert end <= predicted_step_time(fixed, lengths) * (1 + 1e-9)
