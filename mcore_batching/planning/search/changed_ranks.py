@@ -11,14 +11,24 @@ from mcore_batching.planning.search.objective import Candidate, Objective
 class Row:
     """A micro-batch, with what it costs and holds on each rank that shares it."""
 
-    __slots__ = ("capacity", "cost", "costs", "offset", "problem", "ranks", "samples", "tokens")
+    __slots__ = (
+        "capacity",
+        "cost",
+        "costs",
+        "offset",
+        "problem",
+        "ranks",
+        "samples",
+        "tokens",
+        "tokens_of",
+    )
 
     def __init__(self, samples: list[int], problem: Problem, ranks: range) -> None:
         self.samples = samples
         self.problem = problem
         """Of rows of this context-parallel size."""
         self.ranks = ranks
-        self.costs, self.capacity = problem.costs, problem.capacity
+        self.costs, self.tokens_of, self.capacity = problem.costs, problem.tokens, problem.capacity
         self.cost = problem.cost(samples)
         self.tokens = sum(problem.tokens[i] for i in samples)
         self.offset = 0

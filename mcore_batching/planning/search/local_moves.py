@@ -137,23 +137,22 @@ class _Moved:
             taken = theirs.samples[below(len(theirs.samples))]
         else:
             return False
-        less, more = mine.costs[given], theirs.costs[given]
-        tokens, further = mine.problem.tokens[given], theirs.problem.tokens[given]
-        if taken >= 0:
-            less -= mine.costs[taken]
-            more -= theirs.costs[taken]
-            tokens -= mine.problem.tokens[taken]
-            further -= theirs.problem.tokens[taken]
-        if less <= 0.0 or (left and mine.tokens - tokens > mine.capacity):
+        less = mine.costs[given] - (mine.costs[taken] if taken >= 0 else 0.0)
+        if less <= 0.0:
+            return False
+        more = less
+        tokens = further = mine.tokens_of[given] - (mine.tokens_of[taken] if taken >= 0 else 0)
+        if mine.problem is not theirs.problem:
+            if given in theirs.problem.oversize or taken in mine.problem.oversize:
+                return False
+            more = theirs.costs[given] - (theirs.costs[taken] if taken >= 0 else 0.0)
+            further = theirs.tokens_of[given] - (theirs.tokens_of[taken] if taken >= 0 else 0)
+        if left and mine.tokens - tokens > mine.capacity:
             return False
         beside = [sample for sample in theirs.samples if sample != taken]
         if beside and (
             theirs.tokens + further > theirs.capacity
             or len(beside) >= self._objective.problem.max_samples
-        ):
-            return False
-        if mine.problem is not theirs.problem and (
-            given in theirs.problem.oversize or taken in mine.problem.oversize
         ):
             return False
         changes = self._changes(giving, (early, taker, other), less, more)
