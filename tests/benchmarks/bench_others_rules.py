@@ -3,17 +3,20 @@
     python tests/benchmarks/bench_others_rules.py [--cases 60] [--json OUT]
 
     pip install trl pyarrow && pip install --no-deps verl areal numba   # whichever are wanted
+    export MCORE_BATCHING_MEGATRON_DEV=DIR   # a checkout of Megatron-LM's dev branch
 
 Random problems (lengths, cap, ranks, stages, group of the interleaved schedule) are planned by
 both; plans must agree sample by sample, and where the original raises, the rule here must refuse.
 Of verl and AReaL one module is loaded, with empty stand-ins for what it imports and these functions
-do not use; their all-reduces over ranks are carried out by a loop here. A framework that is not
-installed is reported as not compared.
+do not use; their all-reduces over ranks are carried out by a loop here. For Megatron's dynamic CP
+samples need up to all of the ranks. A framework that is not there is reported as not compared.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import hashlib
 import importlib.util
 import json
 import logging
@@ -26,12 +29,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_dev import CHECKOUT, scheduling_file, scheduling_module
+
 from mcore_batching.tools.report import Table, print_table
 from mcore_batching.tools.rules import RuleFailureError, areal, in_order, verl
+from mcore_batching.tools.rules.megatron_dynamic import dynamic_slots
 from mcore_batching.tools.rules.packing_input import MicroBatches, PackingFunction, PackingInput
 
 Original = Callable[[PackingInput], list[MicroBatches]]
-REFUSALS = (RuleFailureError, AssertionError, ValueError, RuntimeError)
+REFUSALS = (RuleFailureError, AssertionError, ValueError, RuntimeError, IndexError)
 
 
 def random_problem(seed: int) -> PackingInput:
@@ -163,6 +171,50 @@ def areal_original(*, deal: bool) -> Original:
     return plan
 
 
+def on_part_of_the_ranks(problem: PackingInput) -> PackingInput:
+    """The problem with a cap so low that its longest sample may need all ranks."""
+    return dataclasses.replace(problem, capacity=max(1, problem.capacity // problem.ranks))
+
+
+def megatron_dynamic(problem: PackingInput) -> list[MicroBatches]:
+    """The rule as this package writes it: each rank's part of every slot's groups."""
+    problem = on_part_of_the_ranks(problem)
+    slots = dynamic_slots(problem.lengths, problem.ranks, problem.capacity)
+    of_ranks = [[samples for size, samples in groups for _ in range(size)] for groups in slots]
+    return [list(rank) for rank in zip(*of_ranks, strict=True)]
+
+
+def megatron_original() -> Original:
+    """Megatron's dynamic CP, one slot after the other as its scheduler asks for them."""
+    path = scheduling_file()
+    if path is None:
+        raise ImportError(f"{CHECKOUT} names no checkout of Megatron-LM's dev branch")
+    module = scheduling_module(path)
+
+    def plan(problem: PackingInput) -> list[MicroBatches]:
+        problem = on_part_of_the_ranks(problem)
+        left = sorted(enumerate(problem.lengths), key=lambda sample: -sample[1])
+        slots = []
+        while left:
+            _, left, _, of_ranks = module.next_hdp_group_packing_aware(
+                left, problem.ranks, problem.capacity
+            )
+            slots.append(of_ranks)
+        return [list(rank) for rank in zip(*slots, strict=True)]
+
+    return plan
+
+
+def _version(package: str) -> str:
+    """Of an installed package; of Megatron's file the object that git knows it by."""
+    path = scheduling_file()
+    if package != "Megatron-LM" or path is None:
+        return metadata.version(package)
+    text = path.read_bytes()
+    blob = b"blob %d\0" % len(text) + text
+    return f"dev, blob {hashlib.sha1(blob, usedforsecurity=False).hexdigest()[:9]}"
+
+
 def _load_alone(package: str, file: str, stand_ins: dict[str, types.ModuleType]) -> Any:
     """One module of an installed package, without running the package's own start-up."""
     found = importlib.util.find_spec(package)
@@ -190,7 +242,7 @@ def compare(
     record: dict[str, Any] = {"rule": name, "package": package, "version": None}
     try:
         theirs = original()
-        record["version"] = metadata.version(package)
+        record["version"] = _version(package)
     except ImportError as error:
         return {**record, "not_compared": str(error)}
     record |= {"cases": cases, "equal": 0, "both_refuse": 0, "different": []}
@@ -227,6 +279,7 @@ def main() -> int:
             ("TRL best-fit", "trl", in_order.best_fit_decreasing, trl_original),
             ("AReaL (dealt)", "areal", areal.dealt, lambda: areal_original(deal=True)),
             ("AReaL (balanced)", "areal", areal.balanced, lambda: areal_original(deal=False)),
+            ("Megatron dynamic CP", "Megatron-LM", megatron_dynamic, megatron_original),
         )
     ]
     rows = []

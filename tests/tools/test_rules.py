@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import itertools
-import os
 import pickle
-import re
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron_dev import CHECKOUT, scheduling_file, scheduling_module
 from planning_cases import examples, megatron_runs, row_tokens
 
 from mcore_batching.planning import (
@@ -245,27 +239,12 @@ def test_megatron_dp_balanced_empties_the_first_micro_batch_too() -> None:
     assert next_fit(packing) == [[[0]], [[2]], [[1]]]
 
 
-@functools.cache
 def megatron_original(name: str) -> Any:
-    """A module with rules, of Megatron's dev branch; of what it imports they use nothing."""
-    folder = os.environ.get("MCORE_BATCHING_MEGATRON_DEV")
-    if not folder:
-        pytest.skip("MCORE_BATCHING_MEGATRON_DEV names no checkout of Megatron-LM's dev branch")
-    path = Path(folder) / "megatron/core/datasets" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    imported = {
-        part
-        for line in re.findall(r"^from (\S+) import|^import (\S+)", path.read_text(), re.MULTILINE)
-        for whole in line
-        for part in itertools.accumulate(whole.split("."), "{}.{}".format)
-        if whole.startswith(("torch", "megatron"))
-    }
-    with mock.patch.dict(sys.modules, {name: mock.MagicMock() for name in imported}):
-        spec.loader.exec_module(module)
-    return module
+    """A module with rules, of Megatron's dev branch."""
+    path = scheduling_file(name)
+    if path is None:
+        pytest.skip(f"{CHECKOUT} names no checkout of Megatron-LM's dev branch")
+    return scheduling_module(path)
 
 
 @examples(300)
