@@ -10,9 +10,10 @@
 # same start, with the plugin's flag and without (--dynamic and --baseline: once), and draws loss
 # and tokens computed per step into runs/sft. --data FILE trains on other JSON lines: messages,
 # prompt and completion, or question and answer, such as GSM8K's; samples longer than --seq-length
-# are left out and counted. --short runs for seconds. With Megatron's --save DIR --load DIR an
-# interrupted job goes on where it was, and a finished one has nothing left to do. Needs Python 3.12
-# or 3.13, for which megatron-core 0.19 has wheels.
+# are left out and counted. --short runs for seconds. --dynamic-batch-context-parallel 2 lets ranks
+# share long samples in the run with the flag, --dynamic-batch-exchange moves them only. With
+# Megatron's --save DIR --load DIR an interrupted job goes on where it was, and a finished one has
+# nothing left to do. Needs Python 3.12 or 3.13, for which megatron-core 0.19 has wheels.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source-path=SCRIPTDIR
@@ -24,9 +25,10 @@ nproc=4
 runs=(dynamic padded)
 iterations=12
 given=()
+moving=() # flags of the run with the flag alone: the padded one has nothing to move
 while [ $# -gt 0 ]; do
     case $1 in
-        --data | --nproc | --out)
+        --data | --nproc | --out | --dynamic-batch-context-parallel)
             [ $# -gt 1 ] || mcb_fail "$1 needs a value after it"
             set -- "$1=$2" "${@:3}"
             continue
@@ -38,6 +40,7 @@ while [ $# -gt 0 ]; do
             [[ $nproc =~ ^[1-9][0-9]*$ ]] ||
                 mcb_fail "--nproc must be a whole number of 1 or more, got '$nproc'"
             ;;
+        --dynamic-batch-context-parallel=* | --dynamic-batch-exchange) moving+=("$1") ;;
         --short) iterations=3 ;;
         --baseline) runs=(padded) ;;
         --dynamic) runs=(dynamic) ;;
@@ -114,7 +117,8 @@ shown='s/.* (iteration +[0-9]+\/ +[0-9]+) .*(consumed samples: +[0-9]+) .*(lm lo
 finished=
 for run in "${runs[@]}"; do
     flags=()
-    [ "$run" = padded ] || flags=(--use-dynamic-batch-size --max-tokens-per-gpu 2048)
+    [ "$run" = padded ] ||
+        flags=(--use-dynamic-batch-size --max-tokens-per-gpu 2048 ${moving[@]+"${moving[@]}"})
     echo "== $run: the whole log is in $out/$run.log"
     [ ! -f "$out/$run.log" ] || mv "$out/$run.log" "$out/$run.previous.log"
     "$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" \

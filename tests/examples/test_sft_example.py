@@ -1,6 +1,8 @@
 """The fine-tuning example: its command line, and the comparison of its logs."""
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -155,3 +157,39 @@ def test_folders_that_cannot_be_written_name_what_to_set(tmp_path, folder):
     assert done.returncode == 1
     assert f"cannot write to {tmp_path / folder}" in done.stderr
     assert f"{variable} another folder" in done.stderr
+
+
+@pytest.mark.long
+def test_rows_shared_by_ranks_have_the_padded_runs_curve(tmp_path):
+    """The whole command, by this Python in an environment that counts as complete."""
+    pytest.importorskip("megatron.training")
+    made = tmp_path / "made"
+    (made / "bin").mkdir(parents=True)
+    python = made / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    key = subprocess.run(
+        ["bash", "-c", f". {EXAMPLES}/environment.sh && mcb_environment_key {python}"],
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+        check=True,
+    ).stdout
+    stamp = f"{key}{EXAMPLES.parent}\nmegatron,plot\n"
+    (made / "mcore_batching.complete").write_text(stamp)
+    out = tmp_path / "runs"
+    flags = ["--short", "--dynamic-batch-context-parallel", "2", "--max-tokens-per-gpu", "512"]
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "sft.sh"), "--out", str(out), *flags],
+        capture_output=True,
+        text=True,
+        timeout=patience(400),
+        env=os.environ | {"MCORE_BATCHING_VENV": str(made)},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    dynamic, padded = (read_log(out / f"{run}.log") for run in ("dynamic", "padded"))
+    assert len(dynamic) == len(padded) == 3
+    for ours, theirs in zip(dynamic, padded, strict=True):
+        assert ours.consumed_samples == theirs.consumed_samples
+        assert ours.loss == pytest.approx(theirs.loss, abs=1e-5)  # logged to 7 digits
+        assert ours.computed_tokens < theirs.computed_tokens
