@@ -1,6 +1,6 @@
 """Predicted times of passes against recorded ones, on Megatron's own schedules.
 
-    python tests/benchmarks/bench_pipeline_clock.py
+    python tests/benchmarks/bench_pipeline_clock.py [--dynamic-cp]
 
 Every pass sleeps in proportion to its cost on top of a tiny model's work, so that a machine with
 few cores keeps the clock of one with many. The simulation is given the costs alone; what the
@@ -8,6 +8,11 @@ schedules, gloo and the tiny model add shows as error.
 
 With ``--exchange-shapes`` neighbours exchange the shape of every tensor first and wait for each
 other to do so, as Megatron does by itself: the simulation leaves that out.
+
+With ``--dynamic-cp`` whole training steps of the same samples, one of them as long as half of the
+others together, are planned with every row on one rank and with dynamic CP: the table has both, and
+how much sooner the second ends, as predicted and as recorded. Recorded is the fastest of the
+repeats, from the first pass to the last of all ranks.
 """
 
 from __future__ import annotations
@@ -16,12 +21,13 @@ import argparse
 import random
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
-from kit.harness import Job, JobFailedError, run_jobs
+from kit.harness import Job, results, run_jobs
 
 from mcore_batching.planning import ParallelDims
 from mcore_batching.planning.pipeline import pipeline_operations
@@ -31,6 +37,13 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "PP4": {"pipeline_parallel": 4},
     "PP2 x VPP2": {"pipeline_parallel": 2, "virtual_pipeline": 2},
     "PP4 x VPP2": {"pipeline_parallel": 4, "virtual_pipeline": 2},
+}
+
+
+SHARED_LAYOUTS: dict[str, dict[str, int]] = {
+    "DP2 x PP2": {"data_parallel": 2, "pipeline_parallel": 2},
+    "DP2 x PP2 x VPP2": {"data_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2},
+    "DP4": {"data_parallel": 4},
 }
 
 
@@ -46,7 +59,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds-per-cost", type=float, default=0.02)
     parser.add_argument("--exchange-shapes", action="store_true")
+    parser.add_argument("--dynamic-cp", action="store_true")
     options = parser.parse_args()
+    if options.dynamic_cp:
+        dynamic_cp(options.seconds_per_cost)
+    else:
+        fixed_rows(options.seconds_per_cost, options.exchange_shapes)
+
+
+def fixed_rows(seconds_per_cost: float, exchange_shapes: bool) -> None:
+    """A table of one rank's rows on several pipelines."""
     print(
         f"{'layout':<12}{'micro-batches':>14}{'predicted s':>13}{'recorded s':>12}"
         f"{'error':>9}{'mean error of a pass end':>26}"
@@ -63,16 +85,67 @@ def main() -> None:
             {
                 "dims": dims,
                 "steps": [(costs, False)] * 2,
-                "seconds_per_cost": options.seconds_per_cost,
-                "exchange_shapes": options.exchange_shapes,
+                "seconds_per_cost": seconds_per_cost,
+                "exchange_shapes": exchange_shapes,
             },
         )
-        with tempfile.TemporaryDirectory() as scratch:
-            outcome = run_jobs([job], Path(scratch))[job.name]
-        if isinstance(outcome, JobFailedError):
-            raise outcome
+        outcome = ran(job)
         predicted = pipeline_operations([chunks * cost for cost in costs], ParallelDims(**dims))
-        report(name, costs, predicted, outcome, options.seconds_per_cost)
+        report(name, costs, predicted, outcome, seconds_per_cost)
+
+
+def dynamic_cp(seconds_per_cost: float) -> None:
+    """A table of steps with every row on one rank and with dynamic CP."""
+    print(
+        f"{'layout':<18}{'rows':<12}{'sizes on rank 0':<17}{'predicted s':>13}{'recorded s':>12}"
+        f"{'error':>9}{'mean error of a pass end':>26}{'whole step s':>14}"
+    )
+    for name, dims in SHARED_LAYOUTS.items():
+        job = Job(
+            name.replace(" ", "-"),
+            "kit.shared_clock:asleep",
+            4,
+            dims,
+            # A micro-batch costs hundreds of units there, and 1 to 6 in the other table.
+            {"dims": dims, "seconds_per_unit": seconds_per_cost / 10, "repeats": 2},
+            seconds=300.0,
+        )
+        ranks = ran(job)
+        ends = [
+            report_steps(name, rows, [rank[rows] for rank in ranks])
+            for rows in ("one rank", "dynamic CP")
+        ]
+        predicted, recorded = (one / other for one, other in zip(*ends, strict=True))
+        print(f"{name:<18}sooner: {predicted:.2f} x predicted, {recorded:.2f} x recorded")
+
+
+def report_steps(name: str, rows: str, clocks: list[Any]) -> tuple[float, float]:
+    """One row of the table; predicted and recorded end of the step."""
+    predicted = clocks[0]["predicted"]
+    expected = [end for clock in clocks for end in clock["pass_ends"]]
+    steps = zip(*(clock["passes"] for clock in clocks), strict=True)
+    recorded = min((ends_of(ranks) for ranks in steps), key=max)
+    errors = [abs(r - e) / predicted for r, e in zip(recorded, expected, strict=True)]
+    whole = min(max(seconds) for seconds in zip(*(c["step_seconds"] for c in clocks), strict=True))
+    sizes = " ".join(map(str, clocks[0]["sizes"]))
+    print(
+        f"{name:<18}{rows:<12}{sizes:<17}{predicted:>13.3f}{max(recorded):>12.3f}"
+        f"{max(recorded) / predicted - 1:>+9.1%}{sum(errors) / len(errors):>26.1%}{whole:>14.3f}",
+        flush=True,
+    )
+    return predicted, max(recorded)
+
+
+def ends_of(ranks: Sequence[Any]) -> list[float]:
+    """The end of each pass of each rank, since the first began."""
+    began = min(start for passes in ranks for *_, start, _ in passes)
+    return [end - began for passes in ranks for *_, end in passes]
+
+
+def ran(job: Job) -> list[Any]:
+    """What every rank of a job returned."""
+    with tempfile.TemporaryDirectory() as scratch:
+        return results(run_jobs([job], Path(scratch))[job.name])
 
 
 def report(

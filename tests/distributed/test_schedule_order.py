@@ -1,4 +1,4 @@
-"""The simulated order of passes is Megatron's own, read off real runs."""
+"""The simulated order of passes is Megatron's own, read off real runs; so is who waits for whom."""
 
 from __future__ import annotations
 
@@ -74,3 +74,50 @@ def test_simulated_order_is_megatrons(job: Job, ranks: list[Any]) -> None:
         assert [step for s, *step in ran if s == 0] == [
             list(step) for step in stage_order(dims, 0, len(costs), forward_only=forward_only)
         ]
+
+
+def asleep(name: str, seconds_per_unit: float = 5e-5, **dims: int) -> Job:
+    parameters = {"dims": dims, "seconds_per_unit": seconds_per_unit}
+    return Job(f"asleep-{name}", "kit.shared_clock:asleep", 4, dims, parameters)
+
+
+DP2_PP2 = {"data_parallel": 2, "pipeline_parallel": 2}
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        asleep("dp2-pp2", **DP2_PP2),
+        pytest.param(asleep("dp2-pp2-vpp2", **DP2_PP2, virtual_pipeline=2), marks=pytest.mark.long),
+        pytest.param(asleep("dp4", data_parallel=4), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_ranks_that_share_a_row_wait_for_each_other_as_simulated(
+    job: Job, ranks: list[Any]
+) -> None:
+    """Passes sleep what they cost: none can end before the simulation says, on a busy machine
+    neither."""
+    for rows in ("one rank", "dynamic CP"):
+        clocks = [rank[rows] for rank in ranks]
+        assert {size for clock in clocks for size in clock["sizes"]} > {1} or rows == "one rank"
+        (steps,) = zip(*(clock["passes"] for clock in clocks), strict=True)
+        began = min(start for passes in steps for *_, start, _ in passes)
+        for clock, passes in zip(clocks, steps, strict=True):
+            assert [list(what) for *what, _, _ in passes] == clock["order"]
+            for (*_, end), expected in zip(passes, clock["pass_ends"], strict=True):
+                assert end - began >= expected * (1 - 1e-9)
+
+
+@pytest.mark.long  # its sleep is long enough for any machine's noise
+@pytest.mark.parametrize("job", [asleep("dp2-pp2-long", seconds_per_unit=2e-3, **DP2_PP2)], ids=str)
+def test_a_step_with_dynamic_cp_really_ends_sooner(job: Job, ranks: list[Any]) -> None:
+    predicted, recorded = [], []
+    for rows in ("one rank", "dynamic CP"):
+        (steps,) = zip(*(rank[rows]["passes"] for rank in ranks), strict=True)
+        predicted.append(ranks[0][rows]["predicted"])
+        recorded.append(
+            max(p[-1] for each in steps for p in each) - min(p[-2] for each in steps for p in each)
+        )
+    assert predicted[0] > 1.5 * predicted[1]
+    assert recorded[0] > recorded[1]

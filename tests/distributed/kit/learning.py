@@ -87,10 +87,17 @@ def _own_clock(hidden: _HiddenCosts) -> Iterator[None]:
 def samples(count: int, seed: int) -> dict[str, list[Any]]:
     """Random samples of log-normal length, under the cap."""
     generator = random.Random(seed)
-    totals = [max(2, min(CAP, round(generator.lognormvariate(2.7, 0.8)))) for _ in range(count)]
+    return samples_of(
+        [max(2, min(CAP, round(generator.lognormvariate(2.7, 0.8)))) for _ in range(count)]
+    )
+
+
+def samples_of(lengths: list[int]) -> dict[str, list[Any]]:
+    """Random tokens of these lengths, the last one a response."""
+    count = len(lengths)
     return {
-        "tokens": [torch.randint(VOCABULARY, (total,)) for total in totals],
-        "total_lengths": totals,
+        "tokens": [torch.randint(VOCABULARY, (length,)) for length in lengths],
+        "total_lengths": lengths,
         "response_lengths": [1] * count,
         "advantages": [torch.ones(1)] * count,
         "rollout_log_probs": [torch.zeros(1)] * count,
@@ -98,7 +105,7 @@ def samples(count: int, seed: int) -> dict[str, list[Any]]:
     }
 
 
-def _model(shape: ParallelDims) -> list[Any]:
+def quick_model(shape: ParallelDims, longest: int = CAP) -> list[Any]:
     """A layer in each chunk, which computes in no time."""
     config = transformer_config(
         "dense",
@@ -108,7 +115,7 @@ def _model(shape: ParallelDims) -> list[Any]:
         **pipeline_config(shape),
     )
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    return build_model(config, vocab_size=VOCABULARY, max_sequence_length=CAP, ddp=ddp)
+    return build_model(config, vocab_size=VOCABULARY, max_sequence_length=longest, ddp=ddp)
 
 
 def learn(
@@ -144,7 +151,7 @@ def learn(
         the last, on the first rank, what was ``recorded``.
     """
     shape = ParallelDims(**dims)
-    model = _model(shape)
+    model = quick_model(shape)
     args = arguments(
         shape,
         max_tokens_per_gpu=CAP,
@@ -226,7 +233,7 @@ def resume(**parameters: Any) -> dict[str, Any]:
         flag = None if name == "flag" and first else "auto"
         args = arguments(shape, max_tokens_per_gpu=CAP, dynamic_batch_cost_model=flag)
         try:
-            iterators, _ = get_data_iterator(args, _model(shape), samples(8, 0))
+            iterators, _ = get_data_iterator(args, quick_model(shape), samples(8, 0))
             found[name] = json.loads(schedule_of(iterators).cost_model.to_json())
         except CollectiveError as error:
             found[name] = f"{type(error).__name__}: {error}"

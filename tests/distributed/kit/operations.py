@@ -136,7 +136,9 @@ def _one_step(
 
 @contextlib.contextmanager
 def passes_of(
-    model: list[Any], during: Callable[[bool, int, float], Any] = lambda *unused: None
+    model: list[Any],
+    during: Callable[[bool, int, float], Any] = lambda *unused: None,
+    before: Callable[[bool, int], Any] = lambda *unused: None,
 ) -> Iterator[list[Any]]:
     """Write down every call of the schedules' own forward and backward step.
 
@@ -144,6 +146,7 @@ def passes_of(
         model: this rank's chunks.
         during: called at the end of each, with whether it is a backward pass, the slot and when it
             began.
+        before: called at the start of each, with whether it is a backward pass and the slot.
     """
     passes: list[Any] = []
     drawn = [0] * len(model)
@@ -155,6 +158,7 @@ def passes_of(
         slot = drawn[number]
         drawn[number] += 1
         start = time.monotonic()
+        before(False, slot)
         result = forward(step, iterator, chunk, *rest, **options)
         during(False, slot, start)
         passes.append(["F", number, slot, start, time.monotonic()])
@@ -164,6 +168,7 @@ def passes_of(
     def backward_step(input_tensor: Any, output_tensor: Any, *rest: Any, **options: Any) -> Any:
         number, slot = made_by.pop(id(_only(output_tensor)))
         start = time.monotonic()
+        before(True, slot)
         result = backward(input_tensor, output_tensor, *rest, **options)
         during(True, slot, start)
         passes.append(["B", number, slot, start, time.monotonic()])
