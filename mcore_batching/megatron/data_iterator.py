@@ -10,7 +10,12 @@ from typing import Any, Self
 from mcore_batching.batch import DEFAULT_SCHEMA, Field, Schema
 from mcore_batching.batch.consensus import Statement, no_statement
 from mcore_batching.batch.field_checks import require_one_per_sample
-from mcore_batching.megatron.arguments import FLAGS, exchanges_samples, has_own_forward_plan
+from mcore_batching.megatron.arguments import (
+    FLAGS,
+    exchanges_samples,
+    has_own_forward_plan,
+    max_context_parallel,
+)
 from mcore_batching.megatron.consensus import get_consensus
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, PlanningFailedError
 from mcore_batching.megatron.exchange import ExchangingProtocol
@@ -45,7 +50,8 @@ class PlannedRollout:
         """The schedule of forward passes alone: the same one, or one planned for them.
 
         A collective over all ranks where it has to be made, at the first call under
-        ``--dynamic-batch-forward-only-plan own`` or a cap of forward passes.
+        ``--dynamic-batch-forward-only-plan own`` or a cap of forward passes. Samples that were
+        exchanged stay where training runs them.
 
         Args:
             args: Megatron's arguments.
@@ -66,7 +72,9 @@ class PlannedRollout:
                 forward_only=True,
             ).run()
             # A framework's layout pads samples less than these dims ask for.
-            self._for_forward_passes = dataclasses.replace(own, dims=shared.dims)
+            self._for_forward_passes = dataclasses.replace(
+                own, dims=shared.dims, moves=shared.moves
+            )
         return self._for_forward_passes
 
 
@@ -199,15 +207,28 @@ def get_data_iterator(
     """
 
     def read() -> dict[str, list[Any]] | None:
-        if exchanges_samples(args) and has_own_forward_plan(args):
-            raise DynamicBatchArgumentError(
-                "forward_only has no plan of its own where samples move between ranks: unset "
-                f"{FLAGS['forward_only_plan']} and {FLAGS['forward_only_max_tokens_per_gpu']}, or "
-                f"{FLAGS['exchange']} and {FLAGS['max_context_parallel']}"
-            )
+        check_forward_plan(args, shares_rows=max_context_parallel(args) is not None)
         return rollout_data
 
     return plan_micro_batches(args, model, read, schema=schema, steps=steps, cost_model=cost_model)
+
+
+def check_forward_plan(args: Any, *, shares_rows: bool) -> None:
+    """Refuse a plan of forward passes alone where ranks share rows.
+
+    Args:
+        args: Megatron's arguments.
+        shares_rows: training was, or is going to be, planned with dynamic CP.
+
+    Raises:
+        DynamicBatchArgumentError: there would be one.
+    """
+    if shares_rows and has_own_forward_plan(args):
+        raise DynamicBatchArgumentError(
+            "forward_only has no plan of its own where ranks share rows: unset "
+            f"{FLAGS['forward_only_plan']} and {FLAGS['forward_only_max_tokens_per_gpu']}, or "
+            f"{FLAGS['max_context_parallel']}"
+        )
 
 
 def plan_micro_batches(

@@ -29,6 +29,7 @@ from mcore_batching.megatron.consensus import agree_after_pipeline, get_consensu
 from mcore_batching.megatron.data_iterator import (
     DataIterator,
     PlannedRollout,
+    check_forward_plan,
     rollout_of,
 )
 from mcore_batching.megatron.errors import CollationFailedError, ForwardFailedError
@@ -143,6 +144,7 @@ def _opened(
         rollout = rollout_of(data_iterator)
         if rollout.schedule.has_sizes_of_rows:  # the model need not be the one planned with
             let_rows_have_groups(chunks)
+        check_forward_plan(args, shares_rows=rollout.schedule.has_sizes_of_rows)
         if not has_own_forward_plan(args):
             for step in range(len(rollout.schedule.steps)):
                 rollout.schedule.check_step(step, num_microbatches)

@@ -327,6 +327,8 @@ def test_rows_of_several_sizes_equal_reference(
         for layout, nproc in (("dp2-pp2", 4), ("dp4", 4))
         for name, planner in (
             ("exchange", {"dynamic_batch_exchange": True}),
+            # A cap under which no two samples share a micro-batch.
+            ("exchange-forward-cap", {"dynamic_batch_exchange": True, FORWARD_CAP: 1}),
             ("shared", {"dynamic_batch_context_parallel": 2}),
         )
     ],

@@ -29,6 +29,7 @@ from mcore_batching.megatron import (
     schedule_of,
     train_step,
 )
+from mcore_batching.megatron.data_iterator import rollout_of
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims, PlannerConfig, StepPlan, validate_plan
 
@@ -54,7 +55,8 @@ def there_and_back(
 
     Returns:
         ``equal``: by name, True if all came back to their places; ``trained``: samples of each of
-        three steps; ``moved``: samples that this rank runs and did not bring; ``last_stage``.
+        three steps; ``moved``: samples that this rank runs and did not bring; ``last_stage``;
+        ``forward_rows``: micro-batches of forward passes that hold samples.
     """
     model = small_model(dims, reference)
     args = exactness.arguments(ParallelDims(**dims), global_batch_size=5, **planner)
@@ -98,6 +100,7 @@ def there_and_back(
         for step in range(len(counts))
     ]
     held = schedule_of(iterators).rollout_data["source"]
+    forward = rollout_of(iterators).for_forward_passes(args, model)
     return {
         "last_stage": is_last_stage(),
         "equal": {
