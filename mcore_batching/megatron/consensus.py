@@ -11,7 +11,7 @@ import dataclasses
 import datetime
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,8 @@ from mcore_batching.megatron.errors import (
 from mcore_batching.megatron.flat_values import flat, unflat
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
+
+Received = TypeVar("Received")
 
 
 class JobConsensus(Consensus):
@@ -152,7 +154,8 @@ class JobConsensus(Consensus):
         stage: str,
         work: Callable[[], tuple[Result, Sequence[Any]]],
         says: Callable[[Result], Statement],
-    ) -> tuple[Result, list[Any]]:
+        received: Callable[[Result, list[Any]], Received],
+    ) -> Received:
         """Hand each data-parallel rank one value, and get one from each.
 
         A collective over all ranks: those that hold the same place in their replicas exchange
@@ -162,14 +165,15 @@ class JobConsensus(Consensus):
             stage: as for `agree`.
             work: gives a result, and for every data-parallel rank what to hand to it.
             says: this rank's part in the agreement, made of the result.
+            received: called with the result and, from every data-parallel rank, what it handed to
+                this one, tensors on the host.
 
         Returns:
-            the result; from every data-parallel rank, what it handed to this one, tensors on the
-            host.
+            what `received` made of it.
 
         Raises:
-            PlanningFailedError: on every rank, if the work failed on any, or a value cannot be
-                serialised.
+            PlanningFailedError: on every rank, if the work or `received` failed on any, or a value
+                cannot be serialised, or not be read where it arrives.
         """
 
         def serialised() -> tuple[Result, list[torch.Tensor]]:
@@ -185,15 +189,20 @@ class JobConsensus(Consensus):
         arriving = torch.empty_like(sizes)
         dist.all_to_all_single(arriving, sizes, group=self._counterpart_group)
         incoming_sizes = arriving.tolist()
-        received = torch.empty(sum(incoming_sizes), dtype=torch.uint8)
+        arrived = torch.empty(sum(incoming_sizes), dtype=torch.uint8)
         dist.all_to_all_single(
-            received,
+            arrived,
             torch.cat(outgoing),
             incoming_sizes,
             sizes.tolist(),
             group=self._counterpart_group,
         )
-        return result, [unflat(part) for part in torch.split(received, incoming_sizes)]
+        parts = torch.split(arrived, incoming_sizes)
+        return self.agree(
+            f"{stage}, received",
+            lambda: received(result, list(map(unflat, parts))),
+            failure=PlanningFailedError,
+        ).result
 
     def _own_group(self, partition: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """The group of this rank's part, made by all ranks together."""

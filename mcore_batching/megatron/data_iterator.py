@@ -348,8 +348,6 @@ def _moved(
         assert moves is not None
         return moves, moves.outgoing(fields)
 
-    consensus = get_consensus()
-    moves, incoming = consensus.exchange(_ADDING, leaving, no_statement)
-    return consensus.agree(
-        "adding fields, moved", lambda: moves.arranged(incoming), failure=PlanningFailedError
-    ).result
+    return get_consensus().exchange(
+        _ADDING, leaving, no_statement, lambda moves, incoming: moves.arranged(incoming)
+    )

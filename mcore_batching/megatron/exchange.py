@@ -17,7 +17,7 @@ from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.planning_protocol import PlanningProtocol, digest_of
 from mcore_batching.megatron.rollout_batch import RolloutBatch
 from mcore_batching.megatron.row_groups import make_row_groups
-from mcore_batching.megatron.sample_moves import SampleMoves
+from mcore_batching.megatron.sample_moves import Columns, SampleMoves
 from mcore_batching.megatron.schedule import GlobalPlan, MicroBatchSchedule
 from mcore_batching.megatron.shards import MicroBatches, Shard
 from mcore_batching.planning import StepPlan, plan_step
@@ -69,10 +69,10 @@ class ExchangingProtocol(PlanningProtocol):
 
         def says(made: tuple[RolloutBatch, Shard]) -> Statement:
             batch, shard = made
-            return Statement(
-                equal={"number of steps": len(shard.steps), **batch.comparable()},
-                largest=[len(shard.integers())],
-            )
+            equal = {"number of steps": len(shard.steps), **batch.comparable()}
+            if batch.total_lengths and batch.steps is None:
+                equal["global_batch_size"] = batch.global_batch_size
+            return Statement(equal=equal, largest=[len(shard.integers())])
 
         agreed = self.consensus.agree("gathering lengths", work, says, failure=PlanningFailedError)
         self.batch, own = agreed.result
@@ -106,12 +106,16 @@ class ExchangingProtocol(PlanningProtocol):
             return (plans, moves, digest), moves.outgoing(self.batch.data)
 
         def says(made: _Laid) -> Statement:
-            return Statement(equal={"plan (sha256)": made[2]})
+            # The ranks of a replica each heard of their own counterparts' lengths.
+            of_all = {"lengths of all samples (sha256)": digest_of(lengths)}
+            return Statement(equal={"plan (sha256)": made[2], **of_all})
 
-        (self._plans, self._moves, self.plan_digest), incoming = self.consensus.exchange(
-            "planning all samples", work, says
+        def received(made: _Laid, incoming: list[Any]) -> tuple[_Laid, Columns]:
+            return made, made[1].arranged(incoming)
+
+        (self._plans, self._moves, self.plan_digest), arranged = self.consensus.exchange(
+            "planning all samples", work, says, received
         )
-        arranged = self._moves.arranged(incoming)
         data = {name: arranged.get(name, []) for name in self.batch.template}
         held = [lengths[number] for number in self._moves.held]
         self.batch = dataclasses.replace(self.batch, data=data, total_lengths=held)

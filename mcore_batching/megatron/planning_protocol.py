@@ -15,8 +15,9 @@ what others know:
 So planning takes three collectives of one small message a round, and an optimizer step
 (`prepared_step`, `agree_after_pipeline`) two: the count waits for what every rank packs, the choice
 for the outlook on that count, the pipeline for every rank's rows, the update for every rank's loss.
-`mcore_batching.megatron.exchange` replaces 3 to 5 by one plan of all samples: two agreements, a
-gather of all lengths, and two exchanges (sizes, samples), all three of which grow with the ranks.
+`mcore_batching.megatron.exchange` replaces 3 to 5 by one plan of all samples: three agreements, a
+gather of all lengths, and two exchanges (sizes, samples), the last three of which grow with the
+ranks.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ OF_ALL = {
     "forward_only": {"reduce": 3},
     "plans of all ranks": {"reduce": 1, "gather": 1},
     "plans of all ranks, again": {},
-    # Taking stock, lengths, plan; then the samples' sizes and the samples.
-    "plan, exchange": {"reduce": 3, "gather": 1, "all_to_all_single": 2},
+    # Taking stock, lengths, plan; then the samples' sizes and the samples, and that all are read.
+    "plan, exchange": {"reduce": 4, "gather": 1, "all_to_all_single": 2},
     # What was measured travels with the stock.
     "plan, learnt costs": {"reduce": 3},
     "train_step, learnt costs": {"reduce": 2},

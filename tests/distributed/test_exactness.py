@@ -347,6 +347,41 @@ def test_values_come_back_to_the_place_of_their_samples(
             else {}
         )
     assert any(rank["moved"] for rank in ranks)
+    if FORWARD_CAP in job.parameters["planner"]:
+        last = [rank["forward_rows"] for rank in ranks if rank["last_stage"]]
+        assert sum(last) == len(SHAPES)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(
+            Job(
+                f"dp4-scarce-{what.replace(' ', '-')}",
+                "kit.shared_rows:scarce",
+                4,
+                {"data_parallel": 4},
+                {"dims": {"data_parallel": 4}, "reference": "dense", "what": what},
+            ),
+            marks=() if what == "no responses" else pytest.mark.long,
+        )
+        for what in ("one sample", "one token", "no responses")
+    ],
+    ids=str,
+)
+def test_rows_with_little_to_share_are_what_they_are_on_one_rank(
+    job: Job, ranks: list[dict[str, Any]]
+) -> None:
+    for rank in ranks:
+        alone, shared = rank["one rank"], rank["mixed sizes"]
+        assert shared["num_tokens"] == alone["num_tokens"]
+        assert shared["metrics"] == pytest.approx(alone["metrics"], rel=METRICS, abs=1e-7)
+        assert shared["grad_norm"] == pytest.approx(alone["grad_norm"], rel=GRADIENTS, abs=1e-7)
+        assert len(shared["log_probs"]) == len(alone["log_probs"])
+        for ours, expected in zip(shared["log_probs"], alone["log_probs"], strict=True):
+            assert ours == pytest.approx(expected, rel=LOG_PROBS)
+    sizes = {size for rank in ranks for size in rank["mixed sizes"]["sizes"]}
+    assert max(sizes) == 4
 
 
 @pytest.mark.parametrize("job", [*jobs(), *special_jobs(), *blocking_jobs()], ids=str)

@@ -105,6 +105,39 @@ def test_error_on_one_rank_is_raised_on_all(
 
 
 @pytest.mark.parametrize(
+    ("job", "error", "text"),
+    [
+        pytest.param(
+            job(
+                f"moves-{name}-{what.split()[0]}",
+                "moves_fail",
+                DP2_PP2,
+                4,
+                module="shared_rows",
+                what=what,
+                planner=planner,
+            ),
+            error,
+            text,
+            marks=() if name == "shared" else pytest.mark.long,
+        )
+        for name, planner in (("shared", SHARED), ("exchange", {"dynamic_batch_exchange": True}))
+        for what, error, text in (
+            ("global batch size", "PlanMismatchError", "global_batch_size is 8, on rank 0 it is 7"),
+            ("one token more", "PlanMismatchError", "lengths of all samples (sha256)"),
+            ("unreadable value", "PlanningFailedError", "no such file on this rank"),
+        )
+    ],
+    ids=lambda value: str(value) if isinstance(value, Job) else "",
+)
+def test_samples_that_do_not_go_together_are_an_error_on_all_ranks(
+    job: Job, ranks: list[dict[str, Any]], error: str, text: str
+) -> None:
+    assert [rank["type"] for rank in ranks] == [error] * 4
+    assert text in ranks[0]["message"]
+
+
+@pytest.mark.parametrize(
     "job",
     [job("fail-oversize", "one_rank_fails", DP2_PP2, 4, what="oversize sample refused")],
     ids=str,

@@ -112,8 +112,85 @@ def there_and_back(
             for name, values in outputs.items()
         },
         "trained": [result.totals.num_samples for result in trained],
+        "forward_rows": sum(bool(row) for row in forward.micro_batches),
         "moved": len(set(held) - set(data["source"])),
     }
+
+
+class Unreadable:
+    """A value that goes out and cannot be read where it arrives."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _refuse, ()
+
+
+def _refuse() -> None:
+    raise OSError("no such file on this rank")
+
+
+def moves_fail(
+    dims: dict[str, Any], reference: str, what: str, planner: dict[str, Any]
+) -> dict[str, Any]:
+    """Something is wrong with the last rank's samples where they are planned with all others; what
+    every rank raises."""
+    model = small_model(dims, reference)
+    args = exactness.arguments(ParallelDims(**dims), **planner)
+    data = my_samples(dims)
+    at_fault = dist.get_rank() == dist.get_world_size() - 1
+    data["image"] = [None] * len(data["tokens"])
+    if what == "global batch size":  # as many steps with either
+        args.global_batch_size = 8 if at_fault else 7
+    if what == "one token more" and at_fault:
+        data["tokens"][0] = torch.cat((data["tokens"][0], data["tokens"][0][-1:]))
+        data["total_lengths"] = [data["total_lengths"][0] + 1, *data["total_lengths"][1:]]
+    if what == "unreadable value" and parallel_state.get_data_parallel_rank() == 1:
+        data["image"] = [Unreadable() for _ in data["tokens"]]
+    try:
+        schema = DEFAULT_SCHEMA.declare("image", Kind.METADATA)
+        iterators, counts = get_data_iterator(args, model, data, schema=schema)
+        optimizer = adam(model, distributed=False)
+        for step in range(len(counts)):
+            train_step(packed_objective, args, model, iterators, counts, optimizer, step=step)
+    except Exception as error:
+        return {"type": type(error).__name__, "message": str(error)}
+    return {"type": None}
+
+
+def scarce(dims: dict[str, Any], reference: str, what: str) -> dict[str, Any]:
+    """A step of samples of which there is little to share, on one rank each and on several.
+
+    Returns:
+        of both ("one rank", "mixed sizes") the metrics, the norm of the gradients, the tokens that
+        count, and the response log-probs of this rank's samples.
+    """
+    shape = ParallelDims(**dims)
+    data = my_samples(dims, "uneven" if what == "no responses" else "empty")
+    if what == "no responses":
+        data["response_lengths"] = [0] * len(data["tokens"])
+        for name in ("advantages", "rollout_log_probs", "ref_log_probs", "loss_masks"):
+            data[name] = [values[:0] for values in data[name]]
+    else:
+        first_is_mine = parallel_state.get_data_parallel_rank() == 0
+        chosen = [4] if what == "one token" else [6]
+        data = {name: [v[i] for i in chosen if first_is_mine] for name, v in data.items()}
+    found = {}
+    for name, planned in (("one rank", contextlib.nullcontext), ("mixed sizes", mixed_sizes)):
+        model = small_model(dims, reference)
+        most = 1 if name == "one rank" else shape.data_parallel
+        args = exactness.arguments(shape, dynamic_batch_context_parallel=most)
+        with planned():
+            iterators, counts = get_data_iterator(args, model, data)
+        outputs = forward_only(exactness.log_probs_of, args, model, iterators, counts)
+        optimizer = adam(model, distributed=False)
+        done = train_step(packed_objective, args, model, iterators, counts, optimizer)
+        found[name] = {
+            "metrics": done.metrics,
+            "grad_norm": done.grad_norm,
+            "num_tokens": done.totals.num_tokens,
+            "log_probs": [values.tolist() for values in outputs.get("log_probs", [])],
+            "sizes": list(schedule_of(iterators).row_sizes(0)),
+        }
+    return found
 
 
 def refused_models(dims: dict[str, Any], reference: str) -> dict[str, str]:
