@@ -62,7 +62,7 @@ class CostModel:
     context_parallel_overhead: float = 0.1
     """Share by which a micro-batch's work over all of its ranks grows with each doubling of its
     context-parallel size: communication that nothing hides, and kernels that get small. The
-    default is an assumption, to be measured on the machine at hand."""
+    default is an assumption; `mcore-batching calibrate` under torchrun measures it."""
     context_parallel_fixed: float = 64.0
     """Cost of each such doubling, whatever the micro-batch holds: the latency of its rounds of
     communication. The default, a quarter of `per_micro_batch`'s, is an assumption likewise."""

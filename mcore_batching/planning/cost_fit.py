@@ -10,10 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mcore_batching.planning.cost import CostModel, ordered_sum
 from mcore_batching.planning.errors import ConfigError
+
+_REFINEMENTS, _SHARES = 18, 8
+"""Of the search for the share of a doubling: rounds, and shares tried to either side in each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +29,8 @@ class Timing:
     """One forward pass."""
     backward_seconds: float
     """The backward pass after it."""
+    context_parallel: int = 1
+    """Ranks that the row is cut over."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,23 +42,27 @@ class CostFit:
     seconds_per_unit: float
     """Seconds of one such unit."""
     mean_relative_error: float
-    """Of the predicted forward times, mean over rows."""
+    """Of the predicted forward times, mean over rows; of rows on several ranks of both passes."""
     max_relative_error: float
-    """Of the predicted forward time of the worst row."""
+    """Of the worst row."""
 
 
 def fit_cost_model(timings: Sequence[Timing]) -> CostFit:
     """Fit a cost model to measured rows.
 
+    Without rows on several ranks what these cost stays at the defaults.
+
     Args:
-        timings: three or more rows that differ in tokens and in the lengths of their sequences.
+        timings: three or more rows on one rank that differ in tokens and in the lengths of their
+            sequences; and rows on several, each also on one.
 
     Raises:
-        ConfigError: fewer than three rows, a time that is not positive, or times that do not grow
-            with tokens.
+        ConfigError: fewer than three rows on one rank, a time that is not positive, times that do
+            not grow with tokens, or a row that was not timed on one rank.
     """
-    if len(timings) < 3:
-        raise ConfigError(f"a fit needs timings of 3 rows or more, got {len(timings)}")
+    alone = [timing for timing in timings if timing.context_parallel == 1]
+    if len(alone) < 3:
+        raise ConfigError(f"a fit needs timings of 3 rows or more, got {len(alone)}")
     for timing in timings:
         if not (timing.forward_seconds > 0 and timing.backward_seconds > 0):
             raise ConfigError(
@@ -62,30 +71,75 @@ def fit_cost_model(timings: Sequence[Timing]) -> CostFit:
             )
     features = [
         (1.0, float(sum(t.lengths)), float(sum(length * length for length in t.lengths)))
-        for t in timings
+        for t in alone
     ]
-    measured = [timing.forward_seconds for timing in timings]
-    fixed, per_token, per_pair = _least_squares(features, measured)
+    fixed, per_token, per_pair = _least_squares(features, [t.forward_seconds for t in alone])
     if per_token <= 0:
         raise ConfigError(
             "the measured times do not grow with tokens: time rows of more different sizes"
         )
-    predicted = [
-        fixed * one + per_token * tokens + per_pair * pairs for one, tokens, pairs in features
-    ]
-    errors = [abs(p - m) / m for p, m in zip(predicted, measured, strict=True)]
-    ratios = sorted(timing.backward_seconds / timing.forward_seconds for timing in timings)
+    ratios = sorted(timing.backward_seconds / timing.forward_seconds for timing in alone)
+    model = CostModel(
+        linear=1.0,
+        quadratic=per_pair / per_token,
+        per_micro_batch=fixed / per_token,
+        backward_ratio=ratios[len(ratios) // 2],
+    )
+    if len(alone) < len(timings):
+        model = _with_communication(model, per_token, timings)
+    errors = []
+    for timing in timings:
+        size = timing.context_parallel
+        measured = timing.forward_seconds if size == 1 else _forward_share(timing, model)
+        predicted = per_token * model.on_ranks(size).micro_batch(timing.lengths)
+        errors.append(abs(predicted - measured) / measured)
     return CostFit(
-        cost_model=CostModel(
-            linear=1.0,
-            quadratic=per_pair / per_token,
-            per_micro_batch=fixed / per_token,
-            backward_ratio=ratios[len(ratios) // 2],
-        ),
+        cost_model=model,
         seconds_per_unit=per_token,
         mean_relative_error=ordered_sum(errors) / len(errors),
         max_relative_error=max(errors),
     )
+
+
+def _forward_share(timing: Timing, model: CostModel) -> float:
+    """Seconds of both passes together, over what they cost in forward passes."""
+    return (timing.forward_seconds + timing.backward_seconds) / (1.0 + model.backward_ratio)
+
+
+def _with_communication(
+    model: CostModel, seconds_per_unit: float, timings: Sequence[Timing]
+) -> CostModel:
+    """The model with the share and the fixed cost of a doubling that fit the rows on several
+    ranks best."""
+    costs = {
+        (timing.lengths, timing.context_parallel): _forward_share(timing, model) / seconds_per_unit
+        for timing in timings
+    }
+    points = []
+    for (lengths, size), cost in costs.items():
+        if (lengths, 1) not in costs:
+            raise ConfigError(f"a row of {lengths} was timed on {size} ranks: time it on one, too")
+        if size > 1:
+            part = max(0.0, costs[lengths, 1] - model.per_micro_batch) / size
+            points.append(((size - 1).bit_length(), part, cost - model.per_micro_batch, cost))
+
+    def fitted(share: float) -> tuple[float, float]:
+        """Sum of squared relative errors, and the fixed cost of a doubling with which it is so."""
+        rests = [(d, rest - part * (1.0 + share) ** d, cost) for d, part, rest, cost in points]
+        above = ordered_sum(d * rest / cost**2 for d, rest, cost in rests)
+        fixed = max(0.0, above / ordered_sum((d / cost) ** 2 for d, _, cost in rests))
+        return ordered_sum(((rest - d * fixed) / cost) ** 2 for d, rest, cost in rests), fixed
+
+    # Of shares that leave something to communicate, ever finer ones about the best.
+    most = max(
+        [(max(0.0, rest) / part) ** (1.0 / d) for d, part, rest, _ in points if part > 0] + [1.0]
+    )
+    step, best = (most - 1.0) / _SHARES, 0.0
+    for _ in range(_REFINEMENTS if step > 0 else 0):
+        shares = [max(0.0, best + step * number) for number in range(-_SHARES, _SHARES + 1)]
+        best = min(shares, key=lambda share: fitted(share)[0])
+        step /= _SHARES / 2
+    return replace(model, context_parallel_overhead=best, context_parallel_fixed=fitted(best)[1])
 
 
 def _least_squares(

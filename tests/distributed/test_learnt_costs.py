@@ -145,6 +145,23 @@ def test_a_resumed_job_plans_by_what_was_learnt(job: Job, ranks: Ranks) -> None:
         assert "costs are learnt is " in rank["flag"]
 
 
+@on(
+    Job("calibrated", "kit.timing:calibrated", 4, {"data_parallel": 4}, {"max_tokens": 300}),
+)
+def test_calibration_on_several_ranks_times_rows_that_they_share(job: Job, ranks: Ranks) -> None:
+    """Nothing is said of the figures: ranks on a CPU have its cores and its memory in common."""
+    assert all(rank == ranks[0] for rank in ranks)
+    shared = [row for row in ranks[0]["rows"] if row[1] > 1]
+    # Two chunks a rank of up to four.
+    assert shared == [[n, size] for n in (296, 144, 72, 32, 16) for size in (2, 4)]
+    for tokens, _ in shared:
+        assert [tokens, 1] in ranks[0]["rows"]
+    assert math.isfinite(ranks[0]["overhead"])
+    assert math.isfinite(ranks[0]["fixed"])
+    assert min(ranks[0]["overhead"], ranks[0]["fixed"]) >= 0
+    assert (ranks[0]["overhead"], ranks[0]["fixed"]) != (0.1, 64.0)  # the defaults
+
+
 @pytest.mark.long  # on a busy machine sleepers wake late
 @on(
     job(

@@ -10,7 +10,11 @@ import pytest
 from kit.patience import patience
 
 from mcore_batching.megatron.standalone.calibration import rows_to_time
+from mcore_batching.planning import CostModel
 from mcore_batching.tools.cli import main
+
+SMALL = ["--hidden-size", "64", "--ffn-hidden-size", "128"]
+SMALL += ["--num-attention-heads", "4", "--num-query-groups", "2"]
 
 
 def test_rows_differ_in_tokens_and_in_the_lengths_of_their_sequences() -> None:
@@ -25,16 +29,16 @@ def test_the_command_writes_a_cost_model_that_plan_takes(tmp_path: Path) -> None
     out, lengths = tmp_path / "cost.json", tmp_path / "lengths.txt"
     lengths.write_text("".join(f"{n}\n" for n in range(1, 200)))
     command = [sys.executable, "-W", "ignore", "-m", "mcore_batching"]
-    small = ["--num-layers", "1", "--hidden-size", "64", "--ffn-hidden-size", "128"]
-    heads = ["--num-attention-heads", "4", "--num-query-groups", "2", "--max-tokens", "1024"]
+    flags = ["--num-layers", "1", *SMALL, "--max-tokens", "1024", "--repeats", "1"]
     done = subprocess.run(
-        [*command, "calibrate", "--cpu", *small, *heads, "--repeats", "1", "--out", str(out)],
+        [*command, "calibrate", "--cpu", *flags, "--out", str(out)],
         capture_output=True,
         text=True,
         timeout=patience(240),
     )
     assert done.returncode == 0, done.stderr
     assert "error of the fit" in done.stdout
+    assert "rows on several ranks were not timed, context_parallel_overhead and" in done.stdout
     assert json.loads(out.read_text())["measured_on"] == "CPU"
     planned = subprocess.run(
         [*command, "plan", str(lengths), "--max-tokens-per-gpu", "512", "--cost-model", str(out)],
@@ -43,6 +47,26 @@ def test_the_command_writes_a_cost_model_that_plan_takes(tmp_path: Path) -> None
         timeout=patience(60),
     )
     assert planned.returncode == 0, planned.stderr
+
+
+@pytest.mark.long
+def test_the_command_under_torchrun_writes_what_communication_costs(tmp_path: Path) -> None:
+    out = tmp_path / "cost.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    flags = ["--num-layers", "1", *SMALL, "--max-tokens", "1024", "--repeats", "1"]
+    done = subprocess.run(
+        [*launcher, "-m", "mcore_batching", "calibrate", "--cpu", *flags, "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=patience(240),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("rows on up to 2 ranks: a doubling of them adds ") == 1
+    assert (
+        "measured on the CPU: these figures say nothing of a GPU or of its network" in done.stdout
+    )
+    model = CostModel.from_json(out.read_text())
+    assert (model.context_parallel_overhead, model.context_parallel_fixed) != (0.1, 64.0)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
 """Cost models fitted to measured times."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planning_cases import examples
 
-from mcore_batching.planning import ConfigError
+from mcore_batching.planning import ConfigError, CostModel
 from mcore_batching.planning.cost_fit import Timing, fit_cost_model
 
 ROWS = [
@@ -41,6 +44,52 @@ def test_exact_times_give_the_model_that_made_them(
     assert fit.cost_model.backward_ratio == pytest.approx(ratio)
 
 
+def shared(share: float, fixed: float, sizes: tuple[int, ...] = (2, 4, 8)) -> list[Timing]:
+    """Rows on one rank and on several, of a model with these costs of a doubling."""
+    model = CostModel(context_parallel_overhead=share, context_parallel_fixed=fixed)
+    made = []
+    for size in (1, *sizes):
+        for lengths in ROWS:
+            seconds = 1e-6 * model.on_ranks(size).micro_batch(lengths)
+            made.append(
+                Timing(
+                    lengths=lengths,
+                    forward_seconds=seconds,
+                    backward_seconds=2 * seconds,
+                    context_parallel=size,
+                )
+            )
+    return made
+
+
+@examples(60)
+@given(
+    share=st.floats(0.0, 20.0),
+    fixed=st.floats(0.0, 5000.0),
+    sizes=st.sampled_from([(2,), (2, 4), (2, 4, 8), (6,)]),
+)
+def test_exact_times_on_several_ranks_give_the_costs_of_a_doubling(
+    share: float, fixed: float, sizes: tuple[int, ...]
+) -> None:
+    fit = fit_cost_model(shared(share, fixed, sizes))
+    assert fit.max_relative_error < 1e-6
+    assert fit.cost_model.context_parallel_overhead == pytest.approx(share, rel=1e-3, abs=1e-5)
+    assert fit.cost_model.context_parallel_fixed == pytest.approx(fixed, rel=1e-3, abs=1e-2)
+
+
+def test_rows_that_are_sooner_on_two_ranks_than_their_half_have_no_costs_of_a_doubling() -> None:
+    faster = [
+        dataclasses.replace(t, forward_seconds=t.forward_seconds / t.context_parallel)
+        for t in shared(0.0, 0.0, (2,))
+    ]
+    model = fit_cost_model(faster).cost_model
+    assert (model.context_parallel_overhead, model.context_parallel_fixed) == (0.0, 0.0)
+
+
+def test_costs_of_a_doubling_keep_their_defaults_where_no_row_was_shared() -> None:
+    assert fit_cost_model(timings(1e-3, 1e-6, 0.0)).cost_model.context_parallel_overhead == 0.1
+
+
 def test_no_coefficient_is_negative() -> None:
     # Times that fall off from a line would have a negative attention term.
     concave = [
@@ -57,6 +106,9 @@ def test_short_rows_count_as_much_as_long_ones() -> None:
     assert fit.cost_model.per_micro_batch == pytest.approx(1000.0, rel=1e-3)
 
 
+EXTRA = Timing(lengths=(48,), forward_seconds=1.0, backward_seconds=1.0, context_parallel=2)
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -68,6 +120,10 @@ def test_short_rows_count_as_much_as_long_ones() -> None:
         (
             [Timing(lengths=(n,), forward_seconds=1.0, backward_seconds=1.0) for n in (1, 2, 3)],
             "do not grow with tokens",
+        ),
+        (
+            [*shared(0.1, 64.0, ()), *shared(0.1, 64.0, (2,))[-1:], EXTRA],
+            r"a row of \(48,\) was timed on 2 ranks: time it on one, too",
         ),
     ],
 )

@@ -3,11 +3,18 @@
 The stack is that of a middle pipeline stage: transformer layers, no embedding, no logits. Rows of
 several sizes are run forward and backward, each filled with sequences of one length, so that the
 fit can separate work that grows with tokens from work that grows with their squares.
+
+Where torchrun started several processes, rows of one sequence are also cut over 2, 4, ... of them,
+each block of ranks its own row, all at once as in a step: what that takes beside the same row on
+one rank is the cost of communication, and of kernels that get small.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -21,7 +28,13 @@ from torch._C._distributed_c10d import HashStore
 
 from mcore_batching.megatron import compat, cpu_emulation
 from mcore_batching.megatron.attention.specs import packed_layer_spec, uses_transformer_engine
-from mcore_batching.megatron.standalone.bootstrap import initialize_model_parallel, pipeline_config
+from mcore_batching.megatron.row_groups import make_row_groups, row_group
+from mcore_batching.megatron.shared_rows import let_rows_have_groups
+from mcore_batching.megatron.standalone.bootstrap import (
+    initialize_model_parallel,
+    initialize_process_group,
+    pipeline_config,
+)
 from mcore_batching.planning import ParallelDims
 from mcore_batching.planning.cost_fit import CostFit, Timing, fit_cost_model
 
@@ -56,7 +69,8 @@ def calibrate(
 ) -> tuple[CostFit, list[Timing]]:
     """Time a layer stack and fit the cost model.
 
-    Joins a process group of its own if there is none.
+    Joins a process group if there is none: torchrun's, or one of its own. A collective over its
+    ranks; the slowest one's times count.
 
     Args:
         stack: the layers.
@@ -65,24 +79,48 @@ def calibrate(
         rows: sequence lengths of each row; None: `rows_to_time`.
 
     Returns:
-        the fit, and the timings that it was fitted to.
+        the fit, and the timings that it was fitted to; the same on every rank.
 
     Raises:
         ConfigError: the measured times do not grow with tokens.
     """
     if not dist.is_initialized():
+        _join()
+    dims = ParallelDims(data_parallel=dist.get_world_size())
+    sizes = dims.row_sizes(dims.data_parallel)
+    model = _stack(stack)
+    if len(sizes) > 1:
+        make_row_groups(None, sizes)
+        let_rows_have_groups([model])
+    # By what is timed, since a row that is shared may be among the others.
+    timed = {(tuple(lengths), 1): None for lengths in rows or rows_to_time(max_tokens)}
+    timed |= {(row, size): None for row in _shared_rows(max_tokens, sizes) for size in sizes}
+    seconds = [_seconds(model, stack, *each, repeats) for each in timed]
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=torch.cuda.current_device())
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    timings = [
+        Timing(
+            lengths=lengths,
+            forward_seconds=forward,
+            backward_seconds=backward,
+            context_parallel=size,
+        )
+        for (lengths, size), (forward, backward) in zip(timed, slowest.tolist(), strict=True)
+    ]
+    return fit_cost_model(timings), timings
+
+
+def _join() -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        initialize_process_group()
+    else:
         dist.init_process_group(
             "gloo" if cpu_emulation.is_enabled() else "nccl",
             store=HashStore(),
             rank=0,
             world_size=1,
         )
-        initialize_model_parallel(ParallelDims())
-    model = _stack(stack)
-    timings = [
-        _time(model, stack, tuple(lengths), repeats) for lengths in rows or rows_to_time(max_tokens)
-    ]
-    return fit_cost_model(timings), timings
+    initialize_model_parallel(ParallelDims(data_parallel=dist.get_world_size()))
 
 
 def rows_to_time(max_tokens: int) -> list[tuple[int, ...]]:
@@ -94,6 +132,14 @@ def rows_to_time(max_tokens: int) -> list[tuple[int, ...]]:
             if tokens // number >= 16:
                 made.append((tokens // number,) * number)
     return made
+
+
+def _shared_rows(max_tokens: int, sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Rows of one sequence, of `max_tokens`, a half, a quarter … of it, that each size divides into
+    two chunks a rank; none where one rank is all there are."""
+    multiple = 2 * math.lcm(*sizes)
+    lengths = [max_tokens // divisor // multiple * multiple for divisor in (1, 2, 4, 8, 16)]
+    return [(length,) for length in lengths if length and len(sizes) > 1]
 
 
 def _stack(stack: LayerStack) -> Any:
@@ -133,20 +179,30 @@ def _stack(stack: LayerStack) -> Any:
     return model.to(device=torch.cuda.current_device(), dtype=stack.dtype)
 
 
-def _time(model: Any, stack: LayerStack, lengths: tuple[int, ...], repeats: int) -> Timing:
-    offsets = [0]
-    for length in lengths:
-        offsets.append(offsets[-1] + length)
+def _seconds(
+    model: Any, stack: LayerStack, lengths: tuple[int, ...], size: int, repeats: int
+) -> tuple[float, float]:
+    """Median seconds of the forward and of the backward pass of a row on `size` ranks."""
+    offsets = [0, *itertools.accumulate(lengths)]
     device = torch.cuda.current_device()
     hidden = torch.randn(
-        offsets[-1], 1, stack.hidden_size, dtype=stack.dtype, device=device, requires_grad=True
+        offsets[-1] // size,
+        1,
+        stack.hidden_size,
+        dtype=stack.dtype,
+        device=device,
+        requires_grad=True,
     )
     forward, backward = [], []
     for run in range(repeats + 1):
         params = compat.packed_seq_params(
-            torch.tensor(offsets, dtype=torch.int32, device=device), max(lengths), offsets
+            torch.tensor(offsets, dtype=torch.int32, device=device),
+            max(lengths),
+            offsets,
+            row_group(size),
         )
         model.set_input_tensor(hidden)
+        dist.barrier()
         started = _now()
         output = model(
             input_ids=None, position_ids=None, attention_mask=None, packed_seq_params=params
@@ -154,14 +210,10 @@ def _time(model: Any, stack: LayerStack, lengths: tuple[int, ...], repeats: int)
         between = _now()
         output.backward(torch.ones_like(output))
         ended = _now()
-        if run:  # the first run allocates, and compiles kernels
+        if run:  # the first run allocates, compiles kernels, and connects ranks
             forward.append(between - started)
             backward.append(ended - between)
-    return Timing(
-        lengths=lengths,
-        forward_seconds=statistics.median(forward),
-        backward_seconds=statistics.median(backward),
-    )
+    return statistics.median(forward), statistics.median(backward)
 
 
 def _now() -> float:

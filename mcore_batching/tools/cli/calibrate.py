@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mcore_batching.planning import ConfigError
+from mcore_batching.planning import ConfigError, CostModel
 from mcore_batching.planning.cost_fit import CostFit, Timing
 from mcore_batching.tools import report
 from mcore_batching.tools.cli.options import (
@@ -30,7 +30,9 @@ def add_arguments(parser: CommandParser) -> None:
     """The command's arguments."""
     parser.description = (
         "Time a layer stack of megatron-core on the present device over rows of several sizes, and "
-        "fit what a micro-batch costs. Needs mcore_batching[megatron]."
+        "fit what a micro-batch costs. Needs mcore_batching[megatron]. Under torchrun, with a "
+        "process for each GPU, also what it costs to cut a micro-batch over several of them "
+        "(dynamic CP): torchrun --nproc-per-node 8 -m mcore_batching calibrate."
     )
     for flag, default, help_text in (
         ("--num-layers", 4, "layers of a pipeline stage"),
@@ -65,12 +67,16 @@ def run(options: argparse.Namespace) -> int:
         check_at_least(options, name, 1)
     check_at_least(options, "max_tokens", _FEWEST_TOKENS)
     fit, timings, dtype, device = _measure(options, _query_groups(options))
+    if os.environ.get("RANK", "0") != "0":
+        return 0
     _print(fit, timings, f"{options.num_layers} layers in {dtype} on {device}")
     if fit.max_relative_error > _POOR_FIT:
         complain(
             f"the cost model is poor: it is {fit.max_relative_error:.0%} off for one of the rows; "
             "raise --max-tokens or --repeats, and keep the device free of other work"
         )
+    if device == "CPU":
+        print("measured on the CPU: these figures say nothing of a GPU or of its network")
     if options.out:
         document = json.loads(fit.cost_model.to_json()) | {
             "seconds_per_unit": fit.seconds_per_unit,
@@ -102,7 +108,7 @@ def _measure(
         ) from None
     if options.cpu or not torch.cuda.is_available():
         cpu_emulation.enable(force=options.cpu)
-    else:
+    elif "LOCAL_RANK" not in os.environ:
         torch.cuda.set_device(0)
     # Imports megatron-core, so after the CPU has been made to stand in for a GPU.
     from mcore_batching.megatron.standalone.calibration import LayerStack, calibrate
@@ -129,23 +135,40 @@ def _print(fit: CostFit, timings: Sequence[Timing], measured: str) -> None:
     rows = [
         (
             f"{len(timing.lengths)} x {timing.lengths[0]}",
+            str(timing.context_parallel),
             f"{1e3 * timing.forward_seconds:.2f}",
             f"{1e3 * timing.backward_seconds:.2f}",
-            f"{1e3 * fit.seconds_per_unit * model.micro_batch(timing.lengths):.2f}",
+            f"{1e3 * fit.seconds_per_unit * _cost(model, timing):.2f}",
         )
         for timing in timings
     ]
-    columns = ("sequences x tokens", "forward ms", "backward ms", "fitted forward ms")
+    columns = ("sequences x tokens", "ranks", "forward ms", "backward ms", "fitted forward ms")
     report.print_table(report.Table(columns=columns, rows=tuple(rows)), sys.stdout)
     print(
         f"{measured}: a token takes {1e6 * fit.seconds_per_unit:.3g} µs, attention as much at "
         f"{1 / model.quadratic if model.quadratic else float('inf'):.0f} tokens, a micro-batch as "
         f"much as {model.per_micro_batch:.0f} tokens, backward {model.backward_ratio:.2f} x forward"
     )
+    most = max((timing.context_parallel for timing in timings), default=1)
+    if most > 1:
+        print(
+            f"rows on up to {most} ranks: a doubling of them adds "
+            f"{model.context_parallel_overhead:.1%} to a micro-batch's work over all of them, and "
+            f"as much as {model.context_parallel_fixed:.0f} tokens"
+        )
+    else:
+        print(
+            "rows on several ranks were not timed, context_parallel_overhead and "
+            "context_parallel_fixed are defaults: start calibrate with torchrun on several GPUs"
+        )
     print(
         f"error of the fit: {fit.mean_relative_error:.1%} on average, "
         f"{fit.max_relative_error:.1%} at worst"
     )
+
+
+def _cost(model: CostModel, timing: Timing) -> float:
+    return model.on_ranks(timing.context_parallel).micro_batch(timing.lengths)
 
 
 def _query_groups(options: argparse.Namespace) -> int:
