@@ -92,7 +92,8 @@ class Summary:
     Attributes:
         key: digest of what makes two summaries comparable.
         equal: digest of what must be equal on all ranks; zeros where nothing is said.
-        residue: adds up to 0, modulo 2^128, if the ranks of every replica say the same.
+        residue: adds up to 0, modulo 2^128, if the ranks of every replica, and of every stage of
+            it, say the same.
         numbers: at most `NUMBERS_IN_SUMMARY`.
         settles: False if the statements themselves are needed; all else is meaningless then.
     """
@@ -117,7 +118,7 @@ class Summary:
 
     def message(self) -> bytes:
         """Itself in `SUMMARY_BYTES` bytes."""
-        residue = self.residue.to_bytes(_DIGEST_BYTES, "little")
+        residue = (self.residue % _MODULUS).to_bytes(_DIGEST_BYTES, "little")
         head = _HEAD.pack(self.settles, self.key, self.equal, residue)
         return (head + self.numbers.message()).ljust(SUMMARY_BYTES, b"\0")
 
@@ -159,17 +160,18 @@ def digest_if_any(values: Mapping[str, str]) -> bytes:
     return digest_of(values) if values else _NOTHING
 
 
-def residue_of(values: Mapping[str, str], replica: int, place: int, size: int) -> int:
+def residue_of(what: str, values: Mapping[str, str], number: int, place: int, size: int) -> int:
     """This rank's part of a sum that is 0 if the ranks of each replica have the same values.
 
     The others of a replica add their digests, the first takes its own off as many times. The
     replica's number is in the digest, or else two replicas could make up for each other.
 
     Args:
+        what: "replica", or another partition of the ranks.
         values: what must be the same.
-        replica: the number of the replica.
+        number: of the replica.
         place: this rank's in the replica.
         size: ranks of the replica.
     """
-    digest = int.from_bytes(digest_of(replica, values), "little")
+    digest = int.from_bytes(digest_of(what, number, values), "little")
     return (digest if place else digest * (1 - size)) % _MODULUS

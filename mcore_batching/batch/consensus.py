@@ -78,6 +78,7 @@ class Statement:
         equal: names to values that must be the same on all ranks; compared by their ``repr``. A
             name that a rank leaves out is not compared there.
         equal_in_replica: the same, among the ranks of each replica.
+        equal_in_stage: the same, among the ranks of each stage of a replica.
         tell: what ranks that ask are to know of this one; small, picklable.
         asks: True if this rank needs to know what the others tell; None: if it tells something
             itself. Whatever one asks for, all gather.
@@ -89,6 +90,7 @@ class Statement:
 
     equal: Mapping[str, Any] = field(default_factory=dict)
     equal_in_replica: Mapping[str, Any] = field(default_factory=dict)
+    equal_in_stage: Mapping[str, Any] = field(default_factory=dict)
     tell: Any = None
     asks: bool | None = None
     largest: Sequence[float] = ()
@@ -125,6 +127,7 @@ class _Note:
     asks: bool = False
     equal: dict[str, str] = field(default_factory=dict)
     equal_in_replica: dict[str, str] = field(default_factory=dict)
+    equal_in_stage: dict[str, str] = field(default_factory=dict)
     tell: bytes = b""
     largest: Sequence[float] = ()
     total: Sequence[float] = ()
@@ -144,6 +147,7 @@ class Consensus:
         group: the ranks; None for this process alone, which then makes no collective call.
         replicas: global ranks that hold the same samples, replica by replica, every rank of the
             group in one of them; None: each rank has samples of its own.
+        stages: global ranks of a replica that run the same layers, likewise; None: the replicas.
         mismatch: the error for values that differ and must not.
         spell: how messages spell the arguments that they speak of.
     """
@@ -153,6 +157,7 @@ class Consensus:
         group: dist.ProcessGroup | None,
         *,
         replicas: Sequence[Sequence[int]] | None = None,
+        stages: Sequence[Sequence[int]] | None = None,
         mismatch: type[CollectiveError] = DisagreementError,
         spell: Callable[[Argument], str] = str,
     ) -> None:
@@ -164,11 +169,9 @@ class Consensus:
         self.replicas = [[rank] for rank in self.ranks] if replicas is None else replicas
         self._mismatch = mismatch
         self._spell = spell
-        self._position = next(
-            (number, list(ranks).index(self.rank), len(ranks))
-            for number, ranks in enumerate(self.replicas)
-            if self.rank in ranks
-        )
+        self.stages = self.replicas if stages is None else stages
+        self._in_replica = self._position_in(self.replicas)
+        self._in_stage = self._position_in(self.stages)
         self._messages: RankMessages | None = None
         if group is not None and carries_host_messages(group):
             self._messages = RankMessages(group)
@@ -260,14 +263,15 @@ class Consensus:
         """Maxima and sums, where nobody failed, differs or asks; None where notes are needed."""
         if self._messages is None:
             return None
-        replica, place, size = self._position
-        total = [each if place == 0 else 0 for each in note.total]
+        is_first = self._in_replica[1] == 0
+        total = [each if is_first else 0 for each in note.total]
         numbers = Numbers(note.largest, [*total, *note.rank_total])
         head, rest = numbers.split(NUMBERS_IN_SUMMARY)
         own = Summary(
             digest_of(note.stage, len(note.largest), len(note.total), len(note.rank_total)),
             digest_if_any(note.equal),
-            residue_of(note.equal_in_replica, replica, place, size),
+            residue_of("replica", note.equal_in_replica, *self._in_replica)
+            + residue_of("stage", note.equal_in_stage, *self._in_stage),
             head,
             settles=note.error is None and not note.asks,
         )
@@ -284,8 +288,18 @@ class Consensus:
         failures: dict[int, str] = {}
         for replica in self.replicas:
             failures |= _differences({rank: notes[rank].equal_in_replica for rank in replica})
+        for stage in self.stages if not failures else ():
+            failures |= _differences({rank: notes[rank].equal_in_stage for rank in stage})
         if failures:
             raise mismatch(failures)
+
+    def _position_in(self, parts: Sequence[Sequence[int]]) -> tuple[int, int, int]:
+        """Number of this rank's part, this rank's place in it, and the part's size."""
+        return next(
+            (number, list(ranks).index(self.rank), len(ranks))
+            for number, ranks in enumerate(parts)
+            if self.rank in ranks
+        )
 
     def _gather(self, note: _Note) -> dict[int, _Note]:
         if self.group is None:
@@ -311,6 +325,7 @@ def _noted(stage: str, statement: Statement) -> _Note:
         asks=statement.tell is not None if statement.asks is None else statement.asks,
         equal={name: repr(value) for name, value in statement.equal.items()},
         equal_in_replica={n: repr(value) for n, value in statement.equal_in_replica.items()},
+        equal_in_stage={n: repr(value) for n, value in statement.equal_in_stage.items()},
         tell=pickle.dumps(statement.tell),
         largest=list(statement.largest),
         total=list(statement.total),

@@ -3,6 +3,7 @@
 tensor_of("tokens", 0, [5, 6.5], integral=True)    SchemaError, where int64 would make it 6
 require_loss_masks([[1, 0], [nan]])                SchemaError, sample 1
 require_token_id("pad_token_id", True)             BatchError, where it would be token 1
+require_vocabulary("tokens", [[5], [64]], 64)      SchemaError, where no rank holds token 64
 """
 
 from __future__ import annotations
@@ -97,6 +98,54 @@ def _are_weights(masks: Sequence[Tensor]) -> bool:
     together = torch.cat(list(masks))
     # A comparison with NaN is False.
     return bool(((together >= 0) & (together < math.inf)).all())
+
+
+def require_vocabulary(
+    name: str, values: Sequence[Any], vocabulary_size: int, weights: Sequence[Any] | None = None
+) -> None:
+    """Check that token ids are entries of the model's vocabulary.
+
+    Tensor-parallel ranks mask what is not of their own part: an id that is of nobody's would train
+    as a vector of zeros.
+
+    Args:
+        name: of the field.
+        values: token ids of each sample.
+        vocabulary_size: entries of the model's embedding, padding included.
+        weights: of each sample one per token; at a weight of 0 any id may stand. None: nowhere.
+
+    Raises:
+        SchemaError: an id is negative, or `vocabulary_size` or more.
+    """
+    ids = [
+        tensor_of(name, index, value, integral=True).long().flatten()
+        for index, value in enumerate(values)
+    ]
+    if weights is not None:
+        masks = [tensor_of("loss_mask", i, weight).flatten() for i, weight in enumerate(weights)]
+        ids = [
+            each.masked_fill(mask.to(each.device) == 0, 0)
+            for each, mask in zip(ids, masks, strict=True)
+        ]
+    filled = [each for each in ids if each.numel()]
+
+    def are_known(tensor: Tensor) -> bool:
+        return bool(((tensor >= 0) & (tensor < vocabulary_size)).all())
+
+    # One answer for all of a device's: the host waits for each.
+    devices = {each.device for each in filled}
+    if all(are_known(torch.cat([each for each in filled if each.device == on])) for on in devices):
+        return
+    index = next(i for i, each in enumerate(ids) if not are_known(each))
+    listed = ids[index].tolist()
+    place = next(i for i, token in enumerate(listed) if not 0 <= token < vocabulary_size)
+    raise SchemaError(
+        name,
+        sample_index=index,
+        expected=f"token ids of the model's vocabulary, 0 to {vocabulary_size - 1} (use its "
+        f"tokenizer, or build it with vocab_size={max(vocabulary_size, *listed) + 1})",
+        found=f"{listed[place]} at place {place}",
+    )
 
 
 def is_tagged(name: str, index: int, tag: Any) -> bool:

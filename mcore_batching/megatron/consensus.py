@@ -55,14 +55,13 @@ class JobConsensus(Consensus):
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self.data_parallel_rank: int = parallel_state.get_data_parallel_rank()
         self._world = world = dist.new_group(backend="gloo", timeout=self._timeout)
-        replica_of: list[Any] = [None] * dist.get_world_size(world)
-        dist.all_gather_object(replica_of, self.data_parallel_rank, group=world)
+        own = self.data_parallel_rank, parallel_state.get_pipeline_model_parallel_rank()
+        places: list[Any] = [None] * dist.get_world_size(world)
+        dist.all_gather_object(places, own, group=world)
         super().__init__(
             world,
-            replicas=[
-                [rank for rank, each in enumerate(replica_of) if each == replica]
-                for replica in sorted(set(replica_of))
-            ],
+            replicas=_ranks_by([replica for replica, _ in places]),
+            stages=_ranks_by(places),
             mismatch=PlanMismatchError,
             spell=flag_of,
         )
@@ -269,6 +268,13 @@ def agree_after_pipeline(
         failure=ForwardFailedError,
         mismatch=ForwardFailedError,
     )
+
+
+def _ranks_by(labels: Sequence[Any]) -> list[list[int]]:
+    """The ranks of each label, which every rank has one of."""
+    return [
+        [rank for rank, each in enumerate(labels) if each == label] for label in sorted(set(labels))
+    ]
 
 
 def _gathered(messages: RankMessages, own: Sequence[int]) -> list[list[int]]:

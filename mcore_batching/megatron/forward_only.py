@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -95,16 +95,22 @@ def forward_only(
     with _evaluation_mode(chunks):
         for step in range(len(schedule.steps)):
             prepared = prepare(
-                args, _OPERATION, step, lambda: schedule, change=lambda row: replayable(chunks, row)
+                args,
+                chunks,
+                _OPERATION,
+                step,
+                lambda: schedule,
+                change=lambda row: replayable(chunks, row),
             )
             with (
                 reporting(args, _OPERATION),
                 planned_transfers(args, chunks, prepared, forward_only=True),
                 replayed_step(chunks),
             ):
-                made, failed = _run(function, args, chunks, prepared)
+                made, failed, temperatures = _run(function, args, chunks, prepared)
             outputs += made
-            names = _agreed_names(args, outputs, failed, travel=schedule.moves is not None)
+            travel = schedule.moves is not None
+            names = _agreed_names(args, outputs, failed, temperatures, travel=travel)
     if not is_last_stage():
         return {}
     indices = [i for micro_batch in schedule.micro_batches for i in micro_batch]
@@ -180,8 +186,9 @@ def _evaluation_mode(chunks: list[Any]) -> Iterator[None]:
 
 def _run(
     f: Callable[..., Any], args: Any, chunks: list[Any], prepared: PreparedStep
-) -> tuple[list[_RowOutputs], list[Exception]]:
-    """Outputs of a step's micro-batches on the last stage, in slot order; what ``f`` raised."""
+) -> tuple[list[_RowOutputs], list[Exception], set[float]]:
+    """Outputs of a step's micro-batches on the last stage, in slot order; what ``f`` raised; the
+    temperatures that it asked for."""
     failed: list[Exception] = []
 
     def forward_step(
@@ -214,7 +221,7 @@ def _run(
         return of_chunk, collect
 
     rows = prepared.iterators(len(chunks))
-    with chunks_of_tokens(log_prob_chunk_tokens(args)):
+    with chunks_of_tokens(log_prob_chunk_tokens(args)) as temperatures:
         made: list[_RowOutputs] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=rows if len(rows) > 1 else rows[0],
@@ -225,11 +232,16 @@ def _run(
             forward_only=True,
             collect_non_loss_data=True,
         )
-    return made, failed
+    return made, failed, temperatures
 
 
 def _agreed_names(
-    args: Any, outputs: Sequence[_RowOutputs], failed: Sequence[Exception], *, travel: bool
+    args: Any,
+    outputs: Sequence[_RowOutputs],
+    failed: Sequence[Exception],
+    temperatures: Collection[float],
+    *,
+    travel: bool,
 ) -> list[str]:
     """The names that ``f`` returns for real samples, of whichever rank has any.
 
@@ -239,6 +251,7 @@ def _agreed_names(
         args: Megatron's arguments.
         outputs: of this rank's micro-batches so far; none on other stages than the last.
         failed: what ``f`` raised in them.
+        temperatures: that it asked log-probs for.
         travel: outputs go back to other ranks.
 
     Raises:
@@ -268,7 +281,8 @@ def _agreed_names(
         equal = {} if real is None else {"names that f returned": sorted(real)}
         # Stages without logits need no names, and ranks with real samples know them.
         asks = is_last_stage() and (real is None or not set(extra) <= set(real))
-        return Statement(equal=equal, tell=names, asks=asks)
+        same = {"temperature": sorted(temperatures)}
+        return Statement(equal=equal, equal_in_stage=same, tell=names, asks=asks)
 
     told = agree_after_pipeline(args, _OPERATION, failed, work, says).told
     known: list[str] | None = next((real for real, _ in told.values() if real is not None), None)

@@ -39,14 +39,25 @@ and kernels over a chunk still have 10 million entries when eight ranks share th
 _chunk_tokens = contextvars.ContextVar("chunk_tokens", default=CHUNK_TOKENS)
 
 
+_temperatures: contextvars.ContextVar[set[float] | None] = contextvars.ContextVar(
+    "temperatures", default=None
+)
+
+
 @contextlib.contextmanager
-def chunks_of_tokens(tokens: int) -> Iterator[None]:
-    """Let this be the default for ``chunk_tokens`` inside a ``with`` block."""
-    token = _chunk_tokens.set(tokens)
+def chunks_of_tokens(tokens: int) -> Iterator[set[float]]:
+    """Let this be the default for ``chunk_tokens`` inside a ``with`` block.
+
+    Gives the temperatures that are asked for there: tensor-parallel ranks have to agree on them,
+    since each divides its own part of the vocabulary.
+    """
+    temperatures: set[float] = set()
+    chunk, asked = _chunk_tokens.set(tokens), _temperatures.set(temperatures)
     try:
-        yield
+        yield temperatures
     finally:
-        _chunk_tokens.reset(token)
+        _chunk_tokens.reset(chunk)
+        _temperatures.reset(asked)
 
 
 _model_shape: contextvars.ContextVar[torch.Size | None] = contextvars.ContextVar(
@@ -154,7 +165,10 @@ def response_entropy(
 
 def _options(temperature: float, chunk_tokens: int | None, *, with_entropy: bool) -> Options:
     tokens = _chunk_tokens.get() if chunk_tokens is None else chunk_tokens
-    return Options(temperature, tokens, with_entropy)
+    options, asked = Options(temperature, tokens, with_entropy), _temperatures.get()
+    if asked is not None:
+        asked.add(float(temperature))
+    return options
 
 
 _readers: Any = WeakTensorKeyDictionary()  # its methods have no types

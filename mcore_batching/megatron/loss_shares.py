@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,6 +96,21 @@ def _depends(value: Tensor, on: Tensor) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
+class CollectedShares:
+    """What a loss function returned and did in a step on this rank, empty on other stages.
+
+    Attributes:
+        shares: of each micro-batch by name, ``loss`` among them.
+        failed: what it raised, in the order of micro-batches.
+        temperatures: that it asked log-probs for.
+    """
+
+    shares: Sequence[Mapping[str, Tensor]]
+    failed: Sequence[Exception]
+    temperatures: Collection[float]
+
+
+@dataclasses.dataclass(frozen=True)
 class AgreedShares:
     """A step's metrics and faults, as all ranks know them before the optimizer's step.
 
@@ -115,43 +130,45 @@ class AgreedShares:
 def agreed_shares(
     args: Any,
     operation: str,
-    collected: Sequence[Mapping[str, Tensor]],
-    failed: Sequence[Exception],
+    collected: CollectedShares,
     faults: Callable[[], tuple[str, str]],
 ) -> AgreedShares:
     """Agree on the metrics' names, the same for every micro-batch, and on what is not finite.
+
+    And on the temperatures, among the ranks that share rows and layers.
 
     A collective over all ranks.
 
     Args:
         args: Megatron's arguments.
         operation: the call that ran the pipeline, in words.
-        collected: shares of each micro-batch by name, ``loss`` among them; empty on other stages.
-        failed: what the loss function raised, in the order of micro-batches.
+        collected: of this rank.
         faults: gives this rank's `nonfinite.faults`.
 
     Raises:
-        ForwardFailedError: the loss function raised, or names differ.
+        ForwardFailedError: the loss function raised, or names or temperatures differ.
     """
+    shares = collected.shares
 
     def work() -> tuple[list[str], tuple[str, str]]:
-        for each in collected:
-            if set(each) != set(collected[0]):
+        for each in shares:
+            if set(each) != set(shares[0]):
                 raise ValueError(
                     f"the loss function returned metrics {sorted(each)} for one micro-batch and "
-                    f"{sorted(collected[0])} for another: return the same names for all"
+                    f"{sorted(shares[0])} for another: return the same names for all"
                 )
-        return (list(collected[0]) if collected else []), faults()
+        return (list(shares[0]) if shares else []), faults()
 
     def says(made: tuple[list[str], tuple[str, str]]) -> Statement:
         names, found = made
         return Statement(
-            equal={"names of metrics": sorted(names)} if collected else {},
+            equal={"names of metrics": sorted(names)} if shares else {},
+            equal_in_stage={"temperature": sorted(collected.temperatures)},
             # By maxima: what other stages leave out of `equal` costs nothing, what differs does.
             largest=[int(any(found)), int(not skips(args))],
         )
 
-    agreed = agree_after_pipeline(args, operation, failed, work, says)
+    agreed = agree_after_pipeline(args, operation, collected.failed, work, says)
     names, found = agreed.result
     has_faults, are_refused = agreed.largest
     return AgreedShares(names, found, not has_faults, bool(are_refused))

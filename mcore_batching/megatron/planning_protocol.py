@@ -47,7 +47,12 @@ from mcore_batching.megatron.rollout_batch import RolloutBatch
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.shards import GatheredShards, MicroBatches, Shard
 from mcore_batching.megatron.step_shard import Settings, StepShard
-from mcore_batching.megatron.topology import current_dims, first_guess, model_chunks
+from mcore_batching.megatron.topology import (
+    current_dims,
+    first_guess,
+    model_chunks,
+    vocabulary_size,
+)
 from mcore_batching.megatron.validation import prepare_model
 from mcore_batching.planning import CostModel, PlannerConfig, ShardOutlook
 from mcore_batching.planning.integers import as_integer
@@ -68,6 +73,7 @@ class PlanningProtocol:
 
     Attributes:
         settings: from `take_stock` on.
+        vocabulary_size: of the model, likewise; None where it does not say.
         batch: this replica's samples, from `share_data` on.
         num_samples: of all data-parallel ranks together, from `share_data` on.
         plan_digest: of the plans of all data-parallel ranks together, from `lay_out` on.
@@ -75,6 +81,7 @@ class PlanningProtocol:
 
     scope: Literal["local", "global"] = "local"
     settings: Settings
+    vocabulary_size: int | None
     batch: RolloutBatch
     num_samples: int
     plan_digest: str
@@ -120,6 +127,7 @@ class PlanningProtocol:
 
         def work() -> tuple[Settings, RolloutBatch | None]:
             chunks = model_chunks(self.model)
+            self._check_cost_model()
             dims = current_dims(chunks)
             config = self.given_config or planner_config(self.args, dims)
             settings = Settings(
@@ -129,7 +137,10 @@ class PlanningProtocol:
             )
             prepare_model(chunks, settings.dims, settings.config)
             open_record(self.args)
-            return settings, RolloutBatch.read(self.read(), self.args, self.schema, self.steps)
+            self.vocabulary_size = vocabulary_size(chunks)
+            return settings, RolloutBatch.read(
+                self.read(), self.args, self.schema, self.steps, self.vocabulary_size
+            )
 
         def says(stock: tuple[Settings, RolloutBatch | None]) -> Statement:
             settings, batch = stock
@@ -163,6 +174,14 @@ class PlanningProtocol:
         """True if costs are learnt from the training steps before this one."""
         is_free = self.given_cost_model is None and not self.forward_only
         return is_free and learns_cost_model(self.args)
+
+    def _check_cost_model(self) -> None:
+        given = self.given_cost_model
+        if given is not None and not isinstance(given, CostModel):
+            raise TypeError(
+                f"cost_model must be a CostModel or None, got {type(given).__name__}: pass "
+                "CostModel.from_json(text), or name its file in --dynamic-batch-cost-model"
+            )
 
     def _known_cost_model(self, chunks: list[Any]) -> CostModel:
         """The arguments' cost model, or what was learnt of it by now."""
@@ -212,6 +231,7 @@ class PlanningProtocol:
             config=self.settings.config,
             context_parallel_rank=parallel_state.get_context_parallel_rank(),
             pad_token_id=_pad_token_id(self.args),
+            vocabulary_size=self.vocabulary_size,
             plan_digest=self.plan_digest,
             gather_shards=GatheredShards(self.consensus, Shard(self.batch.total_lengths, chosen)),
             scope=self.scope,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mcore_batching.batch import (
@@ -25,7 +26,7 @@ from mcore_batching.megatron.arguments import FLAGS
 from mcore_batching.megatron.consensus import get_consensus
 from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.schedule import MicroBatchSchedule
-from mcore_batching.megatron.topology import is_last_stage
+from mcore_batching.megatron.topology import is_last_stage, model_chunks
 
 MODEL_INPUTS = ("tokens", "position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded")
 _LOSS_INPUTS = ("labels", "loss_mask", "responses")
@@ -131,6 +132,7 @@ class PreparedStep:
 
 def prepare(
     args: Any,
+    model: Any,
     operation: str,
     step: int,
     schedule: Callable[[], MicroBatchSchedule],
@@ -143,6 +145,7 @@ def prepare(
 
     Args:
         args: Megatron's arguments.
+        model: this rank's model chunks, not read before the schedule is given.
         operation: the call that is about to run the step, in words; the same on every rank.
         step: which optimizer step.
         schedule: gives the schedule; what it raises is raised on every rank.
@@ -163,12 +166,15 @@ def prepare(
 
     def says(prepared: PreparedStep) -> Statement:
         sums = dataclasses.asdict(prepared.totals)
+        per_token = bool(get_model_config(model_chunks(model)[0]).calculate_per_token_loss)
         return Statement(
             equal={
                 "plan (sha256)": prepared.schedule.plan_digest,
                 "step": step,
                 "number of micro-batches": len(prepared.rows),
-                # Ranks that differ in these would wait for messages that nobody sends.
+                # Ranks that differ in these would wait for messages that nobody sends, or scale
+                # their gradients differently.
+                "calculate_per_token_loss": per_token,
                 **{FLAGS[name]: getattr(args, f"dynamic_batch_{name}", False) for name in _ALIKE},
             },
             # The weight is a sum of floats, which another device adds up in another order.

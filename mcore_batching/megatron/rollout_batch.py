@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_batching.batch import Schema, make_placeholder
 from mcore_batching.batch.field_checks import read_lengths
-from mcore_batching.planning import ConfigError, at_least
+from mcore_batching.batch.value_checks import require_vocabulary
+from mcore_batching.planning import Argument, ConfigError, at_least
+from mcore_batching.planning.integers import as_integer
 
 REQUIRED_FIELDS = ("tokens", "total_lengths", "response_lengths")
 
@@ -23,6 +26,7 @@ class RolloutBatch:
         template: one fabricated sample, empty if this rank has no samples to copy it from.
         total_lengths: tokens of every sample.
         global_batch_size: samples of a step over all ranks, None for all.
+        vocabulary_size: entries of the model's vocabulary; None: not known.
         steps: the caller's own local sample indices of every step, if given.
     """
 
@@ -32,6 +36,7 @@ class RolloutBatch:
     total_lengths: list[int]
     global_batch_size: int | None
     steps: Sequence[Sequence[int]] | None
+    vocabulary_size: int | None
 
     @classmethod
     def read(
@@ -40,16 +45,22 @@ class RolloutBatch:
         args: Any,
         schema: Schema,
         steps: Sequence[Sequence[int]] | None,
+        vocabulary_size: int | None,
     ) -> RolloutBatch | None:
         """Read what the caller gave; None if this rank was given nothing.
 
         Raises:
-            TypeError: it is no dict.
+            TypeError: it is no dict, or ``schema`` is no `Schema`.
             KeyError: a required field is missing.
             ConfigError: the global batch size is no integer, or negative.
             ValueError: ``steps`` do not hold every sample once.
             SchemaError: a field's kind is unknown, or a value does not fit it.
         """
+        if not isinstance(schema, Schema):
+            raise TypeError(
+                "schema must be a Schema, such as DEFAULT_SCHEMA.declare(name, kind), got "
+                f"{type(schema).__name__}"
+            )
         if rollout_data is None:
             return None
         if not isinstance(rollout_data, Mapping):
@@ -75,7 +86,7 @@ class RolloutBatch:
         lengths, _ = read_lengths(data)
         if steps is not None:
             _require_cover(steps, len(lengths))
-        batch = cls(data, schema, {}, lengths, size or None, steps)
+        batch = cls(data, schema, {}, lengths, size or None, steps, vocabulary_size)
         return batch.resolved() if lengths else batch
 
     def resolved(self) -> RolloutBatch:
@@ -84,6 +95,8 @@ class RolloutBatch:
             return self
         schema = self.schema.resolve(self.data)
         schema.validate(self.data)
+        if self.vocabulary_size is not None:
+            require_vocabulary("tokens", self.data["tokens"], self.vocabulary_size)
         template = make_placeholder(schema, list(self.data), self.data)
         return dataclasses.replace(self, schema=schema, template=template)
 
@@ -125,9 +138,20 @@ class RolloutBatch:
         return [list(range(start, end)) for start, end in zip(starts, ends, strict=True)]
 
 
-def _require_cover(steps: Iterable[Iterable[int]], num_samples: int) -> None:
-    given = sorted(index for step in steps for index in step)
-    if given != list(range(num_samples)):
+def _require_cover(steps: Any, num_samples: int) -> None:
+    given: list[int | None] = [None]
+    with contextlib.suppress(TypeError):
+        given = [as_integer(index) for step in steps for index in step]
+    if None in given:
+        raise ConfigError(
+            Argument("steps"),
+            f" must be one list of sample indices for each optimizer step, got {steps!r:.60}; set ",
+            Argument("steps"),
+            " to [[0, 1], [2, 3]], say, or to None for steps of ",
+            Argument("global_batch_size"),
+            " samples",
+        )
+    if sorted(index for index in given if index is not None) != list(range(num_samples)):
         raise ValueError(
             f"steps must hold each of this rank's {num_samples} samples exactly once, got indices "
             f"{given}"

@@ -18,6 +18,7 @@ from mcore_batching.batch import (
     pack,
 )
 from mcore_batching.batch.side_by_side import on_host
+from mcore_batching.batch.value_checks import require_vocabulary
 from mcore_batching.megatron.sample_moves import SampleMoves
 from mcore_batching.megatron.shards import MicroBatches, Shard
 from mcore_batching.planning import (
@@ -68,6 +69,7 @@ class MicroBatchSchedule:
         context_parallel_rank: which slice of every row this rank holds, where rows have the size
             of the dims.
         pad_token_id: token that fills padding and placeholders.
+        vocabulary_size: entries of the model's vocabulary; None: not known.
         plan_digest: of the plans of all data-parallel ranks together; the same on every rank.
         gather_shards: gives those of every data-parallel rank, the first time as a collective.
         scope: "local" if every sample stayed on its rank, "global" if they were exchanged.
@@ -84,6 +86,7 @@ class MicroBatchSchedule:
     config: PlannerConfig
     context_parallel_rank: int
     pad_token_id: int
+    vocabulary_size: int | None
     plan_digest: str
     gather_shards: Callable[[], tuple[Shard, ...]]
     scope: Literal["global", "local"]
@@ -199,6 +202,8 @@ class MicroBatchSchedule:
                 schema = schema.declare(name, field.kind, length_offset=field.length_offset)
         schema = schema.resolve(data)
         schema.validate(data)
+        if "tokens" in fields and self.vocabulary_size is not None:
+            require_vocabulary("tokens", data["tokens"], self.vocabulary_size)
         examples = {name: values or self.template.get(name) for name, values in data.items()}
         template = make_placeholder(schema, list(data), examples)
         return dataclasses.replace(self, rollout_data=data, schema=schema, template=template)

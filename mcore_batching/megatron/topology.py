@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron.core import parallel_state
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 
 from mcore_batching.planning import CostModel, ParallelDims
+from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.memory import ModelShape
 
 
@@ -85,6 +86,11 @@ def first_guess(args: Any, config: Any) -> CostModel:
 def model_chunks(model: Any) -> list[Any]:
     """The model as a list of chunks: a module alone counts as one."""
     return list(model) if isinstance(model, Sequence) else [model]
+
+
+def vocabulary_size(chunks: list[Any]) -> int | None:
+    """Entries of the model's embedding, padding included; None for models that do not say."""
+    return as_integer(getattr(unwrap_model(chunks[0]), "vocab_size", None))
 
 
 def is_last_stage() -> bool:

@@ -31,6 +31,7 @@ from mcore_batching.megatron.failure_watch import defer, reporting
 from mcore_batching.megatron.fused_output import tensors_of
 from mcore_batching.megatron.log_probs import chunks_of_tokens, logits_of_shape
 from mcore_batching.megatron.loss_shares import (
+    CollectedShares,
     agreed_shares,
     attached,
     checked_shares,
@@ -132,7 +133,12 @@ def train_step(
         return found
 
     prepared = prepare(
-        args, _OPERATION, step, schedule, change=lambda row: replayable(model_chunks(model), row)
+        args,
+        model,
+        _OPERATION,
+        step,
+        schedule,
+        change=lambda row: replayable(model_chunks(model), row),
     )
     model = model_chunks(model)
     with reporting(args, _OPERATION):
@@ -145,16 +151,16 @@ def train_step(
             gradients_measured(model, checked) as largest,
             replayed_step(model),
         ):
-            collected, failed = _forward_backward(loss_function, args, model, prepared)
+            made = _forward_backward(loss_function, args, model, prepared)
 
     def nonfinite() -> tuple[str, str]:
-        return faults(collected, largest, model, prepared) if checked else ("", "")
+        return faults(made.shares, largest, model, prepared) if checked else ("", "")
 
-    agreed = agreed_shares(args, _OPERATION, collected, failed, nonfinite)
+    agreed = agreed_shares(args, _OPERATION, made, nonfinite)
     if agreed.are_refused and not agreed.are_finite:
         raise_on_all(args, _OPERATION, agreed.faults)
     with reporting(args, f"{_OPERATION}, after the pipeline"):
-        metrics = summed_metrics(collected, agreed.names) if is_last_stage() else {}
+        metrics = summed_metrics(made.shares, agreed.names) if is_last_stage() else {}
         update_successful, grad_norm = _updated(model, optimizer, skip=not agreed.are_finite)
         if update_successful and opt_param_scheduler is not None:
             opt_param_scheduler.step(increment=prepared.totals.num_samples)
@@ -172,11 +178,11 @@ def _forward_backward(
     args: Any,
     model: list[Any],
     prepared: PreparedStep,
-) -> tuple[list[Mapping[str, Tensor]], list[Exception]]:
-    """Gradients of the step in the model's buffers; each micro-batch's shares of the metrics.
+) -> CollectedShares:
+    """Gradients of the step in the model's buffers, and what the loss function did meanwhile.
 
-    Also what the loss function raised: such a micro-batch counts as 0, since the pipeline has to
-    run dry before all ranks can be told.
+    A micro-batch for which it raised counts as 0, since the pipeline has to run dry before all
+    ranks can be told.
     """
     failed: list[Exception] = []
     config = get_model_config(model[0])
@@ -216,7 +222,7 @@ def _forward_backward(
         return made, loss
 
     rows = prepared.iterators(len(model))
-    with chunks_of_tokens(log_prob_chunk_tokens(args)):
+    with chunks_of_tokens(log_prob_chunk_tokens(args)) as temperatures:
         collected: list[Mapping[str, Tensor]] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=rows if len(rows) > 1 else rows[0],
@@ -226,7 +232,7 @@ def _forward_backward(
             micro_batch_size=1,
             forward_only=False,
         )
-    return collected, failed
+    return CollectedShares(collected, failed, temperatures)
 
 
 def _updated(model: list[Any], optimizer: Any, *, skip: bool) -> tuple[bool, float | None]:

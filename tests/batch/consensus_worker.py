@@ -100,6 +100,7 @@ def plan(rank: int) -> dict[str, dict[str, Any]]:
 
 
 WIDE_REPLICAS = [[0, 3], [1, 4], [2, 5]]
+WIDE_STAGES = [[0, 3], [1], [4], [2, 5]]
 
 
 def wide_statements(rank: int) -> dict[str, Statement]:
@@ -109,6 +110,7 @@ def wide_statements(rank: int) -> dict[str, Statement]:
         "alike": Statement(
             equal={"cap": 8, "fill": "split"},
             equal_in_replica={"samples": replica},
+            equal_in_stage={"temperature": 1.0} if rank == 1 else {},
             largest=[rank, -rank, 0.1 * rank, -math.inf, math.inf if rank == 4 else 0],
             total=[2**53 + 1, 0.1 * replica, 0 if replica else 0.5, replica - 1],
             rank_total=[rank, 0.25 * rank],
@@ -133,6 +135,7 @@ def wide_statements(rank: int) -> dict[str, Statement]:
         "said by some and differs": Statement(equal={"names": [rank]} if rank in (1, 4) else {}),
         "one replica differs": Statement(equal_in_replica={"samples": rank == 4}),
         "two replicas differ crosswise": Statement(equal_in_replica={"samples": rank in (0, 4)}),
+        "one stage differs": Statement(equal_in_stage={"temperature": [0.5 if rank == 5 else 1]}),
         "number of maxima differs": Statement(largest=[0] * (2 if rank == 3 else 1)),
         "a number of another type differs": Statement(equal={"cap": 8.0 if rank == 2 else 8}),
     }
@@ -161,7 +164,7 @@ def counted_calls() -> Iterator[dict[str, int]]:
 
 def run_wide(rank: int, report: dict[str, Any]) -> None:
     """The cases among all six ranks, and messages among the first 1 to 6 of them."""
-    consensus = Consensus(dist.group.WORLD, replicas=WIDE_REPLICAS)
+    consensus = Consensus(dist.group.WORLD, replicas=WIDE_REPLICAS, stages=WIDE_STAGES)
     for name, statement in wide_statements(rank).items():
         with counted_calls() as counts:
             outcome = outcome_of(lambda n=name, s=statement: consensus.agree(n, int, lambda _: s))

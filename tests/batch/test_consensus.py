@@ -225,6 +225,7 @@ def test_who_asks_is_told_and_so_are_all(wide: list[dict[str, Any]]) -> None:
                 4: "samples is True, on rank 1 it is False",
             },
         ),
+        ("one stage differs", {5: "temperature is [0.5], on rank 2 it is [1]"}),
         ("number of maxima differs", {3: "number of maxima is 2, on rank 0 it is 1"}),
         ("a number of another type differs", {2: "cap is 8.0, on rank 0 it is 8"}),
         ("said by some and differs", {4: "names is [4], on rank 1 it is [1]"}),
@@ -287,7 +288,7 @@ def test_joined_in_any_tree_numbers_are_the_same(
 @given(st.lists(st.lists(st.sampled_from("ab"), min_size=1, max_size=3), min_size=1, max_size=4))
 def test_residues_vanish_where_each_replica_is_of_one_mind(replicas: list[list[str]]) -> None:
     residue = sum(
-        residue_of({"samples": said}, number, place, len(replica))
+        residue_of("replica", {"samples": said}, number, place, len(replica))
         for number, replica in enumerate(replicas)
         for place, said in enumerate(replica)
     )

@@ -21,6 +21,7 @@ from mcore_batching.batch import (
     step_batches,
     take,
 )
+from mcore_batching.batch.value_checks import require_vocabulary
 from mcore_batching.rl import (
     group_statistics,
     left_pad,
@@ -149,3 +150,23 @@ def test_what_has_no_entries_in_an_order_is_named(bad: Any) -> None:
 def test_a_number_of_samples_that_no_machine_holds_is_refused_at_once() -> None:
     with pytest.raises(OrderError, match="expected one value for each of 2147483648 samples"):
         restore_order(["a"], [0], 2**31)
+
+
+@pytest.mark.parametrize(
+    "make", [list, torch.tensor, np.array, lambda ids: np.array(ids, "uint16")]
+)
+def test_token_ids_are_of_the_vocabulary(make: Any) -> None:
+    require_vocabulary("tokens", [make([0, 63]), make([5])], 64)
+    with pytest.raises(
+        SchemaError,
+        match=r"'tokens', sample 1: expected token ids of the model's vocabulary, 0 to 63 \(use "
+        r"its tokenizer, or build it with vocab_size=71\), found 64 at place 1",
+    ):
+        require_vocabulary("tokens", [make([0, 63]), make([5, 64, 70])], 64)
+
+
+def test_token_ids_are_not_negative_where_they_count() -> None:
+    require_vocabulary("labels", [[5, -100]], 64, [[1.0, 0.0]])
+    require_vocabulary("labels", [[], []], 64)
+    with pytest.raises(SchemaError, match=r"'labels', sample 0: .* found -100 at place 1"):
+        require_vocabulary("labels", [[5, -100]], 64, [[0.0, 0.5]])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from packed_row_cases import rows
 
+from mcore_batching.batch import SchemaError
 from mcore_batching.integrations.megatron_lm.forward_backward import (
     PackedForwardBackward,
     _check_loss,
@@ -50,6 +51,19 @@ def test_a_step_that_megatron_reruns_is_planned_by_the_same_costs() -> None:
     assert schedule._cost_model_of_rerun() is None
     del args.curr_iteration
     assert schedule._cost_model_of_rerun() is None
+
+
+def test_labels_that_are_trained_are_of_the_vocabulary() -> None:
+    schedule = PackedForwardBackward(lambda **_: None, SimpleNamespace())
+    batch = {
+        "tokens": torch.tensor([[1, 2, 3]]),
+        "labels": torch.tensor([[2, -100, 64]]),
+        "loss_mask": torch.tensor([[1.0, 0.0, 1.0]]),
+        "position_ids": torch.arange(3)[None],
+    }
+    assert schedule._read(iter([batch]), 1, 65)
+    with pytest.raises(SchemaError, match=r"'labels', sample 0: .* found 64 at place 2"):
+        schedule._read(iter([batch]), 1, 64)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ import torch
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
+from mcore_batching.batch.value_checks import require_vocabulary
 from mcore_batching.batch.value_shapes import describe
 from mcore_batching.integrations.megatron_lm.arguments import is_on
 from mcore_batching.integrations.megatron_lm.learnt_costs import keep_learnt_costs
@@ -46,7 +47,7 @@ from mcore_batching.megatron.prepared_step import prepare
 from mcore_batching.megatron.recording import recorded
 from mcore_batching.megatron.row_groups import row_group
 from mcore_batching.megatron.schedule import MicroBatchSchedule
-from mcore_batching.megatron.topology import model_chunks, model_shape
+from mcore_batching.megatron.topology import model_chunks, model_shape, vocabulary_size
 from mcore_batching.megatron.transfer_shapes import planned_transfers
 from mcore_batching.planning import CostModel
 
@@ -119,7 +120,7 @@ class PackedForwardBackward:
         schedule = self._plan(
             chunks, data_iterator, num_microbatches, is_training=not forward_only, own_plan=own_plan
         )
-        prepared = prepare(self._args, operation, 0, lambda: schedule, change=stock_row)
+        prepared = prepare(self._args, chunks, operation, 0, lambda: schedule, change=stock_row)
         count = len(prepared.rows)
         rows = [
             # Every model chunk of a rank runs every row: one of them counts for all.
@@ -180,7 +181,7 @@ class PackedForwardBackward:
         iterators, _ = plan_micro_batches(
             self._args,
             chunks,
-            lambda: self._read(data_iterator, num_microbatches),
+            lambda: self._read(data_iterator, num_microbatches, vocabulary_size(chunks)),
             schema=STOCK_SCHEMA,
             cost_model=self._cost_model_of_rerun() if is_training else None,
             forward_only=own_plan,
@@ -203,13 +204,18 @@ class PackedForwardBackward:
         iteration, cost_model = self._last_planned
         return cost_model if iteration is not None and iteration == self._iteration else None
 
-    def _read(self, data_iterator: Any, num_microbatches: int) -> dict[str, Any] | None:
+    def _read(
+        self, data_iterator: Any, num_microbatches: int, vocabulary: int | None
+    ) -> dict[str, Any] | None:
         batches = draw_batches(data_iterator, num_microbatches)
         if batches is None:
             return None
         data = unpadded_samples(
             batches, split_documents=getattr(self._args, "reset_attention_mask", False)
         )
+        if vocabulary is not None:
+            # Labels that are not trained may be anything, such as -100.
+            require_vocabulary("labels", data["labels"], vocabulary, data["loss_mask"])
         # All samples are one step, even where batch-size ramp-up draws fewer than
         # --global-batch-size.
         return data | {"dynamic_global_batch_size": None}

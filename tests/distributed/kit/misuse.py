@@ -9,11 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
+from megatron.core.utils import get_model_config
 
 from kit.exactness import arguments, log_probs_of
 from kit.faults import my_samples, small_model
 from kit.model import adam, named_parameters
 from kit.objective import packed_objective
+from kit.samples import VOCABULARY
 from mcore_batching.megatron import (
     add_fields,
     forward_only,
@@ -50,6 +52,17 @@ class _Calls:
     def plan(self, **fields: Any) -> Any:
         return get_data_iterator(self.args, self.model, self.data | fields)
 
+    def planned_with(self, **options: Any) -> Any:
+        return get_data_iterator(self.args, self.model, self.data, **options)
+
+    def train_with_mean(self) -> Any:
+        config = get_model_config(self.model[0])
+        config.calculate_per_token_loss = False
+        try:
+            return self.train()
+        finally:
+            config.calculate_per_token_loss = True
+
 
 def _f_with(change: Function) -> Function:
     """The usual f, with ``change(outputs, row, number)`` for what it returns."""
@@ -68,6 +81,20 @@ def _loss_with(change: Function) -> Function:
 
     def loss(logits: torch.Tensor, row: Any, totals: Any) -> Any:
         return change(*packed_objective(logits, row, totals), next(numbers))
+
+    return loss
+
+
+def _with_unknown_token(calls: _Calls, token: int) -> list[torch.Tensor]:
+    tokens = [each.clone() for each in calls.data["tokens"]]
+    tokens[1][2] = token
+    return tokens
+
+
+def _loss_at(temperature: float) -> Function:
+    def loss(logits: torch.Tensor, row: Any, totals: Any) -> Any:
+        log_probs = response_log_probs(logits, row, temperature=temperature)
+        return -torch.cat(log_probs).sum() / totals.num_tokens, {}
 
     return loss
 
@@ -157,6 +184,26 @@ _WRONG: dict[str, Callable[[_Calls], Any]] = {
         total_lengths=[None for _ in calls.data["tokens"]]
     ),
     "data has another batch size": lambda calls: calls.plan(dynamic_global_batch_size=50),
+    "data with a token of no rank": lambda calls: calls.plan(
+        tokens=_with_unknown_token(calls, VOCABULARY)
+    ),
+    "data with a negative token": lambda calls: calls.plan(tokens=_with_unknown_token(calls, -1)),
+    "field with a token of no rank": lambda calls: add_fields(
+        calls.iterators, {"tokens": _with_unknown_token(calls, VOCABULARY)}
+    ),
+    "data in steps of a number": lambda calls: calls.planned_with(steps=5),
+    "data in one flat step": lambda calls: calls.planned_with(
+        steps=list(range(len(calls.data["tokens"])))
+    ),
+    "data with a cost model's path": lambda calls: calls.planned_with(cost_model="cost.json"),
+    "data with a dict of kinds": lambda calls: calls.planned_with(schema={"tokens": "tokens"}),
+    "mean over micro-batches": lambda calls: calls.train_with_mean(),
+    "loss at another temperature": lambda calls: calls.train(_loss_at(0.5)),
+    "f at another temperature": lambda calls: calls.forward(
+        lambda logits, *, micro_batch: {
+            "log_probs": response_log_probs(logits, micro_batch, temperature=0.5)
+        }
+    ),
     "no fields": lambda calls: add_fields(calls.iterators, None),
     "field is a number": lambda calls: add_fields(calls.iterators, {"advantages": 5}),
     "train_step against forward_only": lambda calls: calls.train(),
@@ -171,11 +218,11 @@ def _right(name: str, calls: _Calls) -> Any:
     """What the ranks that are not at fault call meanwhile."""
     if name == "exchange" or name.startswith("data "):
         return calls.plan()
-    if name in ("no fields", "field is a number"):
+    if name == "no fields" or name.startswith("field "):
         return add_fields(calls.iterators, {})
     if name.startswith(("f ", "no iterators", "train_step against")):
         return calls.forward()
-    return calls.train()
+    return calls.train(_loss_at(1.0)) if name.startswith("loss at") else calls.train()
 
 
 def wrong_calls(

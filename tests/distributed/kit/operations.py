@@ -96,7 +96,7 @@ def _one_step(
         dynamic_batch_no_planned_shapes=exchange_shapes,
     )
     iterators, (count,) = get_data_iterator(one_each, model, data)
-    prepared = prepare(one_each, "timing", 0, lambda: schedule_of(iterators))
+    prepared = prepare(one_each, model, "timing", 0, lambda: schedule_of(iterators))
 
     def sleep(slot: int, factor: float) -> None:
         if seconds_per_cost:

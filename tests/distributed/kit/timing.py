@@ -88,7 +88,7 @@ def step_share(
         iterators, counts = get_data_iterator(args, model, data)
         times.append(time.perf_counter())
         # Done once more inside each of the two passes below.
-        prepare(args, "timing", 0, lambda planned=iterators: schedule_of(planned))
+        prepare(args, model, "timing", 0, lambda planned=iterators: schedule_of(planned))
         times.append(time.perf_counter())
         forward_only(log_probs_of, args, model, iterators, counts)
         times.append(time.perf_counter())
