@@ -66,15 +66,29 @@ def step_time_floor(problem: Problem) -> float:
     the shortest way of a first micro-batch down to the last stage and of a last one back; and the
     way of the longest sample through all stages and back, at its best context-parallel size.
     """
+    longest = max(range(problem.num_samples), key=problem.lengths.__getitem__, default=None)
+    alone = problem.cost_model.per_micro_batch
+    if longest is not None:
+        alone = min(rows.cost([longest]) for rows in problem.on_ranks.values())
+    return floor_of_totals(problem, ordered_sum(problem.least_costs), problem.fewest_rows, alone)
+
+
+def floor_of_totals(
+    problem: Problem, work: float, fewest_rows: int, costliest_sample: float
+) -> float:
+    """`step_time_floor` of any samples of which the totals are known.
+
+    Args:
+        problem: of some of them; gives dims, config and cost model.
+        work: forward cost of all samples, over all ranks that share each.
+        fewest_rows: micro-batches that hold them, at least.
+        costliest_sample: forward cost of a micro-batch of the longest sample alone; of none
+            where there is no sample.
+    """
     dims, model = problem.dims, problem.cost_model
     stages, ranks = dims.pipeline_parallel, problem.num_ranks
     passes = 1.0 if problem.forward_only else 1.0 + model.backward_ratio
-    fewest = dims.round_up_num_microbatches(-(-problem.fewest_rows // ranks))
+    fewest = dims.round_up_num_microbatches(-(-fewest_rows // ranks))
     fixed = model.per_micro_batch
-    work = ordered_sum(problem.least_costs) / ranks + fewest * fixed
     way = (stages - 1) * fixed / dims.virtual_pipeline
-    longest = max(range(problem.num_samples), key=problem.lengths.__getitem__, default=None)
-    alone = fixed
-    if longest is not None:
-        alone = min(rows.cost([longest]) for rows in problem.on_ranks.values())
-    return passes * max(work + way, stages * alone)
+    return passes * max(work / ranks + fewest * fixed + way, stages * costliest_sample)

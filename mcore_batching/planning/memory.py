@@ -22,6 +22,7 @@ from mcore_batching.planning.integers import at_least
 from mcore_batching.planning.json_text import parse_json
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.plan import StepPlan
+from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.statistics import StepStatistics
 
 LOG_PROB_CHUNK_TOKENS = 512
@@ -136,13 +137,13 @@ class PredictedMemory:
 
 
 def predicted_memory(
-    statistics: StepStatistics, step: StepPlan, shape: ModelShape
+    statistics: StepStatistics, step: StepPlan | Problem, shape: ModelShape
 ) -> PredictedMemory:
     """The memory that a step asks of the first and of the last pipeline stage.
 
     Args:
         statistics: of the step, or of several added together.
-        step: any of the steps; gives the parallel dims.
+        step: any of the steps, or the problem of one; gives the parallel dims.
         shape: of the model.
     """
     dims = step.dims

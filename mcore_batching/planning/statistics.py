@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_batching.planning.bounds import step_time_floor
+from mcore_batching.planning.bounds import floor_of_totals, step_time_floor
 from mcore_batching.planning.cost import CostModel, ordered_sum
 from mcore_batching.planning.coupled_ranks import blocks_of, coupled_ends, coupled_passes
 from mcore_batching.planning.pipeline import inflight_tokens, pipeline_time
@@ -136,6 +136,95 @@ def step_statistics(
             inflight_tokens(rank, dims, forward_only=forward_only, stage=last) for rank in held
         ),
         largest_row_tokens=max(map(max, held)),
+    )
+
+
+def shard_statistics(
+    problem: Problem, micro_batches: Sequence[Sequence[int]]
+) -> tuple[list[float], list[float]]:
+    """One rank's part of `joined_statistics`, where samples stay on their rank.
+
+    Args:
+        problem: this rank's samples.
+        micro_batches: this rank's.
+
+    Returns:
+        numbers to add up over data-parallel ranks, and numbers of which to take the largest; as
+        many on every rank.
+    """
+    costs = [problem.cost(samples) for samples in micro_batches]
+    tokens = [problem.row_tokens(samples) for samples in micro_batches]
+    held = [each or problem.placeholder_tokens for each in tokens]
+    fitting = [n for i, n in enumerate(problem.tokens) if i not in problem.oversize]
+    dims, forward_only, work = problem.dims, problem.forward_only, ordered_sum(costs)
+    sums = [
+        problem.num_samples,
+        sum(not samples for samples in micro_batches),
+        len(problem.oversize),
+        sum(problem.lengths),
+        sum(tokens),
+        work,
+        ordered_sum(problem.costs),
+        sum(fitting),
+    ]
+    maxima = [
+        work,
+        pipeline_time(
+            costs,
+            dims,
+            backward_ratio=problem.cost_model.backward_ratio,
+            forward_only=forward_only,
+        ),
+        inflight_tokens(held, dims, forward_only=forward_only),
+        inflight_tokens(held, dims, forward_only=forward_only, stage=dims.pipeline_parallel - 1),
+        max(held),
+        max(map(problem.cost_model.sample, problem.lengths), default=0.0),
+        *costs,
+    ]
+    return sums, maxima
+
+
+def joined_statistics(
+    problem: Problem, sums: Sequence[float], maxima: Sequence[float]
+) -> StepStatistics:
+    """`step_statistics` of a step of which each rank knows its own micro-batches alone.
+
+    Args:
+        problem: of any rank; gives dims, config and cost model.
+        sums: over all ranks, of the first numbers of `shard_statistics`.
+        maxima: over all ranks, of the second ones.
+    """
+    samples, placeholders, oversize, real, padded, *costs, fitting = sums
+    all_work, least_work = costs
+    work, end, first_inflight, last_inflight, largest_row, costliest, *slots = maxima
+    dims, config, ranks = problem.dims, problem.config, problem.num_ranks
+    if dims.expert_parallel > 1:
+        end = pipeline_time(
+            slots,
+            dims,
+            backward_ratio=problem.cost_model.backward_ratio,
+            forward_only=problem.forward_only,
+        )
+    per_row = config.max_samples_per_row or max(1, int(samples))
+    by_tokens = -(-int(fitting) // problem.capacity)
+    rows = int(oversize) + max(by_tokens, -(-int(samples - oversize) // per_row))
+    alone = problem.cost_model.per_micro_batch + costliest
+    return StepStatistics(
+        num_samples=int(samples),
+        num_microbatches=len(slots),
+        num_placeholders=int(placeholders),
+        num_oversize=int(oversize),
+        real_tokens=int(real),
+        padded_tokens=int(padded),
+        offered_tokens=ranks * len(slots) * config.cap_tokens(dims),
+        heaviest_rank_cost=work,
+        mean_rank_cost=all_work / ranks,
+        slot_maxima_cost=ordered_sum(slots),
+        step_time=end,
+        floor_time=floor_of_totals(problem, least_work, rows, alone),
+        peak_inflight_tokens=first_inflight,
+        last_stage_inflight_tokens=last_inflight,
+        largest_row_tokens=int(largest_row),
     )
 
 

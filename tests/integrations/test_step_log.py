@@ -9,12 +9,13 @@ import torch
 
 from mcore_batching import CostModel, ParallelDims, PlannerConfig, plan_step, step_statistics
 from mcore_batching.integrations.megatron_lm import step_log, with_batching_statistics
-from mcore_batching.planning.memory import ModelShape
+from mcore_batching.planning.memory import ModelShape, predicted_memory
 
 LENGTHS = [8, 6, 4, 2]
 PLAN = plan_step(
     LENGTHS, ParallelDims(data_parallel=2), PlannerConfig(max_tokens_per_gpu=8), CostModel()
 )
+STATISTICS = step_statistics(PLAN, LENGTHS)
 LOSSES = {"lm loss": torch.tensor([2.0])}
 
 
@@ -27,9 +28,9 @@ def _new_job() -> Iterator[None]:
 
 def test_losses_are_joined_by_the_last_steps_statistics() -> None:
     assert with_batching_statistics(LOSSES) == LOSSES
-    step_log.record_step(PLAN, LENGTHS, plan_seconds=0.5, run_seconds=3.0)
+    step_log.record_step(STATISTICS, plan_seconds=0.5, run_seconds=3.0)
     logged = with_batching_statistics(LOSSES)
-    made = step_statistics(PLAN, LENGTHS)
+    made = STATISTICS
     assert logged.pop("lm loss") is LOSSES["lm loss"]
     assert {name: value.tolist() for name, value in logged.items()} == {
         f"batching/{name}": [pytest.approx(value)]
@@ -51,7 +52,8 @@ def test_losses_are_joined_by_the_last_steps_statistics() -> None:
 
 def test_memory_is_estimated_where_the_model_s_shape_is_known() -> None:
     shape = ModelShape(layers=2, hidden=8, ffn=32, heads=2, vocab=2**20)
-    step_log.record_step(PLAN, LENGTHS, plan_seconds=0.5, run_seconds=3.0, shape=shape)
+    memory = predicted_memory(STATISTICS, PLAN, shape)
+    step_log.record_step(STATISTICS, plan_seconds=0.5, run_seconds=3.0, memory=memory)
     logged = with_batching_statistics(LOSSES)
     assert logged["batching/tokens in flight"].tolist() == [8.0]
     assert logged["batching/logits GiB"].tolist() == [pytest.approx(8 * 6 / 2**10)]
@@ -61,14 +63,14 @@ def test_memory_is_estimated_where_the_model_s_shape_is_known() -> None:
 
 
 def test_ranks_without_losses_log_nothing() -> None:
-    step_log.record_step(PLAN, LENGTHS, plan_seconds=0.5, run_seconds=3.0)
+    step_log.record_step(STATISTICS, plan_seconds=0.5, run_seconds=3.0)
     assert with_batching_statistics({}) == {}
 
 
 def test_the_third_step_is_predicted_from_the_median_of_those_before() -> None:
     predicted = []
     for seconds in (1.0, 3.0, 100.0, 5.0):
-        step_log.record_step(PLAN, LENGTHS, plan_seconds=0.0, run_seconds=seconds)
+        step_log.record_step(STATISTICS, plan_seconds=0.0, run_seconds=seconds)
         predicted.append(with_batching_statistics(LOSSES).get("batching/predicted step seconds"))
     assert predicted[:2] == [None, None]
     assert [float(each) for each in predicted[2:]] == pytest.approx([2.0, 3.0])

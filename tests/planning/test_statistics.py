@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mcore_batching.planning import (
     CostModel,
@@ -12,6 +14,8 @@ from mcore_batching.planning import (
     plan_step,
     step_statistics,
 )
+from mcore_batching.planning.problem import Problem
+from mcore_batching.planning.statistics import joined_statistics, shard_statistics
 
 PROPORTIONAL = CostModel(quadratic=0, per_micro_batch=0)
 
@@ -69,3 +73,33 @@ def test_slots_are_compared_across_ranks() -> None:
     statistics = step_statistics(step, lengths)
     assert statistics.rank_balance == 1
     assert statistics.slot_balance == pytest.approx(20 / 11)
+
+
+@given(
+    shards=st.lists(st.lists(st.integers(0, 40), max_size=8), min_size=2, max_size=4),
+    pipeline=st.sampled_from([1, 2]),
+    expert=st.sampled_from([1, 2]),
+    samples_per_row=st.sampled_from([None, 2]),
+)
+def test_ranks_that_know_their_own_samples_alone_join_to_the_same(
+    shards: list[list[int]], pipeline: int, expert: int, samples_per_row: int | None
+) -> None:
+    ranks = len(shards) // 2 * 2
+    shards = shards[:ranks]
+    dims = ParallelDims(data_parallel=ranks, pipeline_parallel=pipeline, expert_parallel=expert)
+    config = PlannerConfig(
+        max_tokens_per_gpu=32, pad_each_to=2, max_samples_per_row=samples_per_row
+    )
+    lengths = [length for shard in shards for length in shard]
+    owners = [rank for rank, shard in enumerate(shards) for _ in shard]
+    step = plan_step(lengths, dims, config, owners=owners)
+    parts = []
+    for rank, shard in enumerate(shards):
+        problem = Problem.of(shard, dims, config)
+        first = owners.index(rank) if shard else 0
+        rows = [[i - first for i in row] for row in step.micro_batches[rank]]
+        parts.append(shard_statistics(problem, rows))
+    sums = [sum(each) for each in zip(*(part[0] for part in parts), strict=True)]
+    maxima = [max(each) for each in zip(*(part[1] for part in parts), strict=True)]
+    joined, whole = joined_statistics(problem, sums, maxima), step_statistics(step, lengths)
+    assert vars(joined) == pytest.approx(vars(whole))

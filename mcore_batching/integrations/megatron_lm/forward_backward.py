@@ -22,12 +22,14 @@ import torch
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
+from mcore_batching.batch.consensus import Agreement
 from mcore_batching.batch.value_checks import require_vocabulary
 from mcore_batching.batch.value_shapes import describe
 from mcore_batching.integrations.megatron_lm.arguments import is_on
 from mcore_batching.integrations.megatron_lm.learnt_costs import keep_learnt_costs
 from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows, stock_row
 from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
+from mcore_batching.integrations.megatron_lm.step_figures import StepFigures
 from mcore_batching.integrations.megatron_lm.step_log import record_step
 from mcore_batching.integrations.megatron_lm.unpadding import (
     STOCK_SCHEMA,
@@ -50,6 +52,7 @@ from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks, model_shape, vocabulary_size
 from mcore_batching.megatron.transfer_shapes import planned_transfers
 from mcore_batching.planning import CostModel
+from mcore_batching.planning.memory import predicted_memory
 
 ForwardBackward = Callable[..., Any]
 
@@ -144,28 +147,32 @@ class PackedForwardBackward:
                 forward_only=forward_only,
                 **others,
             )
-        agree_after_pipeline(self._args, operation, failed)
-        if not forward_only:
-            compat.scale_moe_metrics(num_microbatches / count)
-            torch.cuda.synchronize()
-            self._log(schedule, chunks, planned - started, time.monotonic() - planned)
+        if forward_only:
+            agree_after_pipeline(self._args, operation, failed)
+            return losses
+        figures = StepFigures(self._args, schedule)
+        agreed = agree_after_pipeline(self._args, operation, failed, figures.own, figures.says)
+        compat.scale_moe_metrics(num_microbatches / count)
+        torch.cuda.synchronize()
+        self._log(figures, agreed, chunks, planned - started, time.monotonic() - planned)
         return losses
 
     def _log(
         self,
-        schedule: MicroBatchSchedule,
+        figures: StepFigures,
+        agreed: Agreement[Any],
         chunks: list[Any],
         plan_seconds: float,
         run_seconds: float,
     ) -> None:
-        plan, lengths = schedule.step_plan(0)
+        made = figures.statistics(agreed)
+        shape = model_shape(self._args, get_model_config(chunks[0]))
         record_step(
-            plan,
-            lengths,
+            made,
             plan_seconds=plan_seconds,
             run_seconds=run_seconds,
-            shape=model_shape(self._args, get_model_config(chunks[0])),
-            learnt=keep_learnt_costs(self._args, plan, lengths),
+            memory=predicted_memory(made, figures.problem, shape),
+            learnt=keep_learnt_costs(self._args, figures.predicted_seconds(agreed)),
         )
 
     def _plan(

@@ -12,18 +12,29 @@ from typing import Any
 
 from mcore_batching.megatron.arguments import learns_cost_model
 from mcore_batching.megatron.cost_learning import cost_learner
-from mcore_batching.planning import StepPlan
+from mcore_batching.planning import ParallelDims
 
 _NAME = "dynamic_batch_learnt_costs"
 
 
-def keep_learnt_costs(args: Any, plan: StepPlan, lengths: Sequence[int]) -> dict[str, float]:
+def predicted_seconds(args: Any, rows: Sequence[Sequence[int]], dims: ParallelDims) -> float:
+    """Time of this rank's step by learnt costs; 0 where nothing is learnt, or not yet.
+
+    Args:
+        args: Megatron's arguments.
+        rows: lengths of the samples of each of its micro-batches, slot after slot.
+        dims: the job's parallel dims.
+    """
+    learnt = cost_learner().learnt if learns_cost_model(args) else None
+    return (learnt.predicted_seconds(rows, dims) or 0.0) if learnt is not None else 0.0
+
+
+def keep_learnt_costs(args: Any, predicted: float) -> dict[str, float]:
     """Let the next checkpoint hold what was learnt.
 
     Args:
         args: Megatron's arguments.
-        plan: of the step that has just run, over all data-parallel ranks.
-        lengths: total length of each sample of the plan, in tokens.
+        predicted: `predicted_seconds` of the slowest rank, in the step that has just run.
 
     Returns:
         what to log of it; nothing where costs are not learnt.
@@ -34,11 +45,7 @@ def keep_learnt_costs(args: Any, plan: StepPlan, lengths: Sequence[int]) -> dict
     if learner.learnt is None:
         return {}
     setattr(args, _NAME, learner.state_dict())
-    rows = [[[lengths[i] for i in ids] for ids in rank] for rank in plan.micro_batches]
-    predicted = [learner.learnt.predicted_seconds(rank, plan.dims) or 0.0 for rank in rows]
-    return learner.statistics() | (
-        {"predicted step seconds": max(predicted)} if any(predicted) else {}
-    )
+    return learner.statistics() | ({"predicted step seconds": predicted} if predicted else {})
 
 
 def with_learnt_costs(check_checkpoint_args: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import collections
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from mcore_batching.planning import StepPlan, step_statistics
-from mcore_batching.planning.memory import ModelShape, predicted_memory
+from mcore_batching.planning import StepStatistics
+from mcore_batching.planning.memory import PredictedMemory
 
 PREFIX = "batching/"
 REMEMBERED_STEPS = 32
@@ -29,25 +29,22 @@ _seconds_per_unit: collections.deque[float] = collections.deque(maxlen=REMEMBERE
 
 
 def record_step(
-    plan: StepPlan,
-    lengths: Sequence[int],
+    made: StepStatistics,
     *,
     plan_seconds: float,
     run_seconds: float,
-    shape: ModelShape | None = None,
+    memory: PredictedMemory | None = None,
     learnt: Mapping[str, float] | None = None,
 ) -> None:
     """Remember the training step that has just run.
 
     Args:
-        plan: over all data-parallel ranks.
-        lengths: total length of each sample of the plan, in tokens.
+        made: statistics of its plan, over all data-parallel ranks.
         plan_seconds: reading, planning and collating, on this rank.
         run_seconds: all forward and backward passes, on this rank.
-        shape: of the model, for estimates of memory; None: none are made.
+        memory: predicted, where the model's shape is known.
         learnt: further entries, of learnt costs; a prediction among them goes before the median's.
     """
-    made = step_statistics(plan, lengths)
     values = {
         "fill": made.fill,
         "padding": made.padding,
@@ -60,8 +57,7 @@ def record_step(
         "plan seconds": plan_seconds,
         "step seconds": run_seconds,
     }
-    if shape is not None:
-        memory = predicted_memory(made, plan, shape)
+    if memory is not None:
         values["activations GiB"] = memory.first_stage_bytes / 2**30
         values["logits GiB"] = memory.logit_bytes / 2**30
     # Stock code averages the first two steps in one log line, and both must have every entry.

@@ -1,0 +1,67 @@
+"""Statistics of a training step's plan over all ranks, none of which knows the others' plans.
+
+    figures = StepFigures(args, schedule)
+    agreed = agree_after_pipeline(args, "training", failed, figures.own, figures.says)
+    figures.statistics(agreed)     # as `step_statistics` of the plan of all ranks
+
+Each rank's part is a few numbers and one for each micro-batch, whose sums and maxima travel with an
+agreement that there is anyway.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_batching.batch.consensus import Agreement, Statement
+from mcore_batching.integrations.megatron_lm.learnt_costs import predicted_seconds
+from mcore_batching.megatron.schedule import MicroBatchSchedule
+from mcore_batching.planning import StepStatistics, step_statistics
+from mcore_batching.planning.problem import Problem
+from mcore_batching.planning.statistics import joined_statistics, shard_statistics
+
+_Numbers = tuple[list[float], list[float]]
+
+
+class StepFigures:
+    """The figures of the one step of a schedule.
+
+    Args:
+        args: Megatron's arguments.
+        schedule: of the step.
+
+    Attributes:
+        problem: this rank's samples, from `own` on.
+    """
+
+    problem: Problem
+
+    def __init__(self, args: Any, schedule: MicroBatchSchedule) -> None:
+        self._args = args
+        self._schedule = schedule
+
+    def own(self) -> _Numbers:
+        """This rank's numbers: to be added up over replicas, and of which to take the largest."""
+        schedule, micro_batches = self._schedule, self._schedule.steps[0]
+        lengths = [int(length) for length in schedule.rollout_data["total_lengths"]]
+        self.problem = Problem.of(lengths, schedule.dims, schedule.config, schedule.cost_model)
+        rows = [[lengths[i] for i in indices] for indices in micro_batches]
+        predicted = predicted_seconds(self._args, rows, schedule.dims)
+        if schedule.plans:  # every rank knows the plan of all
+            return [], [predicted]
+        sums, maxima = shard_statistics(self.problem, micro_batches)
+        return sums, [predicted, *maxima]
+
+    def says(self, own: _Numbers) -> Statement:
+        """This rank's part in the agreement."""
+        sums, maxima = own
+        return Statement(total=sums, largest=maxima)
+
+    def statistics(self, agreed: Agreement[_Numbers]) -> StepStatistics:
+        """Of the plan over all ranks."""
+        if self._schedule.plans:
+            return step_statistics(*self._schedule.step_plan(0))
+        return joined_statistics(self.problem, agreed.total, agreed.largest[1:])
+
+    def predicted_seconds(self, agreed: Agreement[_Numbers]) -> float:
+        """Of the slowest rank by learnt costs; 0 where there are none."""
+        return float(agreed.largest[0])
