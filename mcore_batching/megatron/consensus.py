@@ -84,32 +84,41 @@ class JobConsensus(Consensus):
         return self.replicas[self.data_parallel_rank]
 
     def share_within_replica(
-        self, value: Any, count: int | None, says: Callable[[int], Statement]
+        self, value: Any, says: Callable[[Any], Statement]
     ) -> tuple[Any, Agreement[Any]]:
         """Hand a value to the ranks of each replica that lack it.
 
         A collective over all ranks.
 
         Args:
-            value: this rank's value, ignored where it has none.
-            count: what ``says`` is given, 0 or more; None where this rank has no value.
-            says: this rank's part in the agreement, made of the count of the replica's first rank
-                that has the value.
+            value: this rank's value; None where it has none.
+            says: this rank's part in the agreement, made of the replica's value; None where no
+                rank has any.
 
         Raises:
+            PlanningFailedError: a value cannot be serialised.
             PlanMismatchError: no rank of some replica has the value.
         """
-        counts = _gathered(
-            RankMessages(self._world, self._replica), [-1 if count is None else count]
-        )
-        having = [place for place, (each,) in enumerate(counts) if each >= 0]
-        source = self._replica[having[0]] if having else None
+        if self._replica_group is None:
+            self._replica_group = self._own_group(self.replicas)
+        has = _gathered(RankMessages(self._world, self._replica), [int(value is not None)])
+        having = [rank for rank, (each,) in zip(self._replica, has, strict=True) if each]
+        sent: list[Any] = []
+        if having and len(having) < len(self._replica):
+            sent = _sent(value if self.rank == having[0] else None, having[0], self._replica_group)
+
+        def work() -> Any:
+            # What cannot be sent arrives as the exception in words, to be raised with the others.
+            if not sent:
+                return value
+            if isinstance(sent[0], str):
+                raise TypeError(f"rollout_data cannot be sent to other ranks: {sent[0]}")
+            return unflat(torch.frombuffer(bytearray(sent[0]), dtype=torch.uint8))
+
         agreed = self.agree(
             "sharing data",
-            lambda: flat(value) if self.rank == source else None,
-            lambda _: dataclasses.replace(
-                says(counts[having[0]][0] if having else 0), tell=bool(having), asks=not having
-            ),
+            work,
+            lambda shared: dataclasses.replace(says(shared), tell=bool(having), asks=not having),
             failure=PlanningFailedError,
         )
         lacking = {
@@ -120,11 +129,7 @@ class JobConsensus(Consensus):
         }
         if lacking:
             raise PlanMismatchError(lacking)
-        if self._replica_group is None:
-            self._replica_group = self._own_group(self.replicas)
-        if len(having) == len(counts):
-            return value, agreed
-        return _broadcast(agreed.result, source, self._replica_group), agreed
+        return agreed.result, agreed
 
     def share(self, value: Any, source: int) -> Any:
         """Hand the value of global rank ``source`` to all ranks. A collective over all ranks."""
@@ -289,3 +294,15 @@ def _broadcast(
     box = [None if flattened is None else flattened.numpy().tobytes()]
     dist.broadcast_object_list(box, src=source, group=group)
     return unflat(torch.frombuffer(bytearray(box[0] or b""), dtype=torch.uint8))
+
+
+def _sent(value: Any, source: int, group: dist.ProcessGroup | None) -> list[Any]:
+    """The value of rank ``source`` in bytes, one entry; what is wrong with it if it has none."""
+    box: list[Any] = [None]
+    if value is not None:
+        try:
+            box = [flat(value).numpy().tobytes()]
+        except Exception as exception:
+            box = [f"{type(exception).__name__}: {exception}"]
+    dist.broadcast_object_list(box, src=source, group=group)
+    return box

@@ -231,6 +231,11 @@ def check_forward_plan(args: Any, *, shares_rows: bool) -> None:
         )
 
 
+def protocol_of(args: Any) -> type[PlanningProtocol]:
+    """The protocol by which the arguments ask to plan."""
+    return ExchangingProtocol if exchanges_samples(args) else PlanningProtocol
+
+
 def plan_micro_batches(
     args: Any,
     model: list[Any],
@@ -258,7 +263,7 @@ def plan_micro_batches(
     Raises:
         CollectiveError: as `get_data_iterator`.
     """
-    protocol = (ExchangingProtocol if exchanges_samples(args) else PlanningProtocol)(
+    schedule = protocol_of(args)(
         args,
         model,
         read,
@@ -266,8 +271,7 @@ def plan_micro_batches(
         steps=steps,
         cost_model=cost_model,
         forward_only=forward_only,
-    )
-    schedule = protocol.run()
+    ).run()
     rollout = PlannedRollout(schedule)
     iterators = [DataIterator(rollout) for _ in range(schedule.dims.virtual_pipeline)]
     return iterators, schedule.num_microbatches

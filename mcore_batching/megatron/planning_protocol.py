@@ -15,6 +15,8 @@ what others know:
 So planning takes three collectives of one small message a round, and an optimizer step
 (`prepared_step`, `agree_after_pipeline`) two: the count waits for what every rank packs, the choice
 for the outlook on that count, the pipeline for every rank's rows, the update for every rank's loss.
+Where all samples are one step, as in a stock script, 1 and 3 are one agreement unless a rank lacks
+data or samples, and where nobody has two ways to pack, 4 goes into the step's first.
 `mcore_batching.megatron.exchange` replaces 3 to 5 by one plan of all samples: three agreements, a
 gather of all lengths, and two exchanges (sizes, samples), the last three of which grow with the
 ranks.
@@ -70,6 +72,8 @@ class PlanningProtocol:
         cost_model: what samples and micro-batches cost; None: by the arguments.
         config: the planner's settings for training; None: by the arguments.
         forward_only: plan for forward passes alone, under their own cap if they have one.
+        one_step: all samples are one step, on every rank: packing need not wait for the number of
+            all samples.
 
     Attributes:
         settings: from `take_stock` on.
@@ -97,6 +101,7 @@ class PlanningProtocol:
         cost_model: CostModel | None,
         config: PlannerConfig | None = None,
         forward_only: bool,
+        one_step: bool = False,
     ) -> None:
         self.args = args
         self.model = model
@@ -106,8 +111,13 @@ class PlanningProtocol:
         self.given_cost_model = cost_model
         self.given_config = config
         self.forward_only = forward_only
+        self.one_step = one_step
         self.consensus = get_consensus(args)
         self._shards: list[StepShard] = []
+        self._ways: list[list[list[int]]] = []
+        self._packed_lengths: list[int] = []
+        self._counts_at_once: list[int] = []
+        self._is_settled = False
         self._outlooks: list[list[ShardOutlook]] = []
 
     def run(self) -> MicroBatchSchedule:
@@ -117,10 +127,26 @@ class PlanningProtocol:
             PlanningFailedError: on every rank, if a step failed on any.
             PlanMismatchError: on every rank, if they disagree on settings, fields or plan.
         """
+        return self.begin()()
+
+    def begin(self) -> Callable[[], MicroBatchSchedule]:
+        """All steps of the protocol that need an agreement of their own. A collective.
+
+        Returns:
+            gives the schedule, once. Where `one_step` left the last agreement out, it may fail on
+            one rank alone: call it in the work of the agreement before the pipeline, and compare
+            the schedule's `own_digest` there.
+
+        Raises:
+            CollectiveError: as `run`.
+        """
         self.take_stock()
         self.share_data()
+        if self._is_settled:
+            return self._filled_alone
         self.lay_out()
-        return self.conclude()
+        schedule = self.conclude()
+        return lambda: schedule
 
     def take_stock(self) -> None:
         """Read settings and rollout data; hear how many samples each replica has."""
@@ -137,6 +163,7 @@ class PlanningProtocol:
             )
             prepare_model(chunks, settings.dims, settings.config)
             open_record(self.args)
+            self.settings = settings
             self.vocabulary_size = vocabulary_size(chunks)
             return settings, RolloutBatch.read(
                 self.read(), self.args, self.schema, self.steps, self.vocabulary_size
@@ -151,7 +178,7 @@ class PlanningProtocol:
             }
             # Whoever records gathers the plans of all ranks, which is a collective.
             equal["steps are recorded"] = open_record(self.args) is not None
-            counted = self._counted(0 if batch is None else len(batch.total_lengths))
+            counted = self._counted(batch)
             equal["costs are learnt"] = self._learns
             equal["samples stay on their rank"] = self.scope == "local"
             sums: list[float] = []
@@ -194,23 +221,56 @@ class PlanningProtocol:
         batch, stock = self._given, self._stock
         *_, somebody_lacks_data = stock.largest
         if somebody_lacks_data:
-            count = None if batch is None else len(batch.total_lengths)
-            batch, stock = self.consensus.share_within_replica(batch, count, self._counted)
+            batch, stock = self.consensus.share_within_replica(batch, self._counted)
         assert batch is not None
-        somebody_is_empty, minus_populated, *_ = stock.largest
+        somebody_is_empty, minus_populated, *at_once = stock.largest
         self.num_samples = stock.total[0]
+        if self._packs_at_once and not somebody_is_empty:
+            fields, minus_fields, several_ways, *counts = at_once[: 3 + len(self._ways)]
+            if fields == -minus_fields:  # else packing says which differ
+                self._counts_at_once = counts
+                unbounded = self.settings.config.max_inflight_tokens is None
+                self._is_settled = unbounded and not several_ways
         if somebody_is_empty and -minus_populated < len(self.consensus.ranks):
             batch = batch.with_fields_of(self.consensus.share(batch.fields(), -minus_populated))
         self.batch = batch
 
-    def _counted(self, count: int) -> Statement:
-        """This rank's samples: is there any rank without, which is the first that has some."""
-        populated = self.consensus.rank if count else len(self.consensus.ranks)
-        return Statement(largest=[int(count == 0), -populated], total=[count])
+    def _counted(self, batch: RolloutBatch | None) -> Statement:
+        """This rank's samples: is there any rank without, which is the first that has some.
+
+        Where packing needs no more than that also what it makes of them: a number for the fields,
+        which is to be the same on all ranks; are there two ways to pack; the count of each way.
+        """
+        lengths = [] if batch is None else batch.total_lengths
+        populated = self.consensus.rank if lengths else len(self.consensus.ranks)
+        largest: list[float] = [int(not lengths), -populated]
+        if self._packs_at_once:
+            if not self._shards or lengths != self._packed_lengths:  # they may be shared meanwhile
+                places, forward = range(len(lengths)), self.forward_only
+                self._shards = [StepShard(self.args, self.settings, places, lengths, forward)]
+            self._packed_lengths, self._ways = lengths, self._shards[0].packings
+            fields = 0 if batch is None else int(digest_of(batch.comparable())[:12], 16)
+            counts = [len(bins) for bins in self._ways]
+            largest += [fields, -fields, int(self._ways[0] != self._ways[-1]), *counts]
+        return Statement(largest=largest, total=[len(lengths)])
+
+    @property
+    def _packs_at_once(self) -> bool:
+        """True if packing follows from this rank's settings and samples alone."""
+        return self.one_step and self.scope == "local" and not self._learns
+
+    def _filled_alone(self) -> MicroBatchSchedule:
+        """The schedule, of the only way to pack, filled to the count that is agreed on."""
+        [shard] = self._shards
+        shard.fill(self._counts_at_once)
+        self.plan_digest = digest_of([self.num_samples, self._counts_at_once])
+        return self._schedule(
+            (shard.filled[0],), digest_of([self.batch.total_lengths, shard.filled])
+        )
 
     def lay_out(self) -> None:
         """Prepare what `choose` needs of the other ranks: here, pack and fill."""
-        self._fill(self._pack())
+        self._fill(self._counts_at_once or self._pack())
 
     def choose(self) -> tuple[MicroBatches, ...]:
         """Every step's micro-batches of this rank, as local sample indices. Not a collective."""
@@ -221,7 +281,13 @@ class PlanningProtocol:
 
     def conclude(self) -> MicroBatchSchedule:
         """The schedule. What it is chosen by is the same on the ranks of each replica."""
-        chosen = self.consensus.do_alike("choosing", self.choose, failure=PlanningFailedError)
+        return self._schedule(
+            self.consensus.do_alike("choosing", self.choose, failure=PlanningFailedError)
+        )
+
+    def _schedule(
+        self, chosen: tuple[MicroBatches, ...], own_digest: str = ""
+    ) -> MicroBatchSchedule:
         return MicroBatchSchedule(
             rollout_data=self.batch.data,
             schema=self.batch.schema,
@@ -233,6 +299,7 @@ class PlanningProtocol:
             pad_token_id=_pad_token_id(self.args),
             vocabulary_size=self.vocabulary_size,
             plan_digest=self.plan_digest,
+            own_digest=own_digest,
             gather_shards=GatheredShards(self.consensus, Shard(self.batch.total_lengths, chosen)),
             scope=self.scope,
             cost_model=self.settings.cost_model,

@@ -178,7 +178,10 @@ def prepare(
                 **{FLAGS[name]: getattr(args, f"dynamic_batch_{name}", False) for name in _ALIKE},
             },
             # The weight is a sum of floats, which another device adds up in another order.
-            equal_in_replica={n: value for n, value in sums.items() if n != "token_weight"},
+            equal_in_replica={
+                "samples and plan (sha256)": prepared.schedule.own_digest,
+                **{n: value for n, value in sums.items() if n != "token_weight"},
+            },
             total=list(sums.values()),
         )
 

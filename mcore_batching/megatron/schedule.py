@@ -71,6 +71,7 @@ class MicroBatchSchedule:
         pad_token_id: token that fills padding and placeholders.
         vocabulary_size: entries of the model's vocabulary; None: not known.
         plan_digest: of the plans of all data-parallel ranks together; the same on every rank.
+        own_digest: of this replica's samples and plan, where its ranks have yet to compare it.
         gather_shards: gives those of every data-parallel rank, the first time as a collective.
         scope: "local" if every sample stayed on its rank, "global" if they were exchanged.
         cost_model: what the plan was made by.
@@ -91,6 +92,7 @@ class MicroBatchSchedule:
     gather_shards: Callable[[], tuple[Shard, ...]]
     scope: Literal["global", "local"]
     cost_model: CostModel
+    own_digest: str = ""
     moves: SampleMoves | None = None
     plans: tuple[GlobalPlan, ...] = ()
 

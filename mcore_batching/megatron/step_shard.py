@@ -53,7 +53,7 @@ class StepShard:
         self,
         args: Any,
         settings: Settings,
-        indices: list[int],
+        indices: Sequence[int],
         lengths: list[int],
         forward_only: bool,
     ) -> None:

@@ -23,15 +23,26 @@ OF_ALL = {
     "plan, learnt costs": {"reduce": 3},
     "train_step, learnt costs": {"reduce": 2},
 }
+IN_REPLICA = {"gather": 1, "broadcast_object_list": 1}
 EXPECTED = {
-    "dp2": OF_ALL | {"plan, data on one rank of a replica": {"reduce": 3}},
+    "dp2": OF_ALL
+    | {
+        "plan, data on one rank of a replica": {"reduce": 3},
+        # Taking stock and packing; filling and collating; after the pipeline, the log's figures.
+        "stock step": {"reduce": 3},
+        "stock evaluation": {"reduce": 3},
+        # Tokens in flight are known when micro-batches are filled.
+        "stock step, bounded in flight": {"reduce": 4},
+        "stock step, data on some ranks": {"reduce": 3},
+    },
     "dp2-pp2": OF_ALL
     | {
-        "plan, data on one rank of a replica": {
-            "reduce": 4,
-            "gather": 1,
-            "broadcast_object_list": 1,
-        },
+        "plan, data on one rank of a replica": {"reduce": 4, **IN_REPLICA},
+        "stock step": {"reduce": 3},
+        "stock evaluation": {"reduce": 3},
+        "stock step, bounded in flight": {"reduce": 4},
+        # Data is shared, then what is packed of it agreed on.
+        "stock step, data on some ranks": {"reduce": 4, **IN_REPLICA},
     },
 }
 

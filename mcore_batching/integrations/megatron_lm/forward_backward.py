@@ -41,7 +41,7 @@ from mcore_batching.megatron.arguments import has_own_forward_plan
 from mcore_batching.megatron.chunk_forward import padding_mask
 from mcore_batching.megatron.consensus import agree_after_pipeline
 from mcore_batching.megatron.cost_learning import timed
-from mcore_batching.megatron.data_iterator import plan_micro_batches, schedule_of
+from mcore_batching.megatron.data_iterator import protocol_of
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.failure_watch import defer, reporting
 from mcore_batching.megatron.model_inputs import changed_inputs
@@ -120,17 +120,18 @@ class PackedForwardBackward:
         started = time.monotonic()
         operation = "evaluation" if forward_only else "training"
         own_plan = forward_only and has_own_forward_plan(self._args)
-        schedule = self._plan(
+        planned = self._plan(
             chunks, data_iterator, num_microbatches, is_training=not forward_only, own_plan=own_plan
         )
-        prepared = prepare(self._args, chunks, operation, 0, lambda: schedule, change=stock_row)
+        prepared = prepare(self._args, chunks, operation, 0, planned, change=stock_row)
+        schedule = prepared.schedule
         count = len(prepared.rows)
         rows = [
             # Every model chunk of a rank runs every row: one of them counts for all.
             PackedRows(stage, counts_flops=number == 0 and not forward_only)
             for number, stage in enumerate(prepared.iterators(len(chunks)))
         ]
-        planned = time.monotonic()
+        ready = time.monotonic()
         failed: list[Exception] = []
         with (
             reporting(self._args, operation),
@@ -154,7 +155,7 @@ class PackedForwardBackward:
         agreed = agree_after_pipeline(self._args, operation, failed, figures.own, figures.says)
         compat.scale_moe_metrics(num_microbatches / count)
         torch.cuda.synchronize()
-        self._log(figures, agreed, chunks, planned - started, time.monotonic() - planned)
+        self._log(figures, agreed, chunks, ready - started, time.monotonic() - ready)
         return losses
 
     def _log(
@@ -183,20 +184,22 @@ class PackedForwardBackward:
         *,
         is_training: bool,
         own_plan: bool,
-    ) -> MicroBatchSchedule:
-        """This rank's packed micro-batches of the step."""
-        iterators, _ = plan_micro_batches(
+    ) -> Callable[[], MicroBatchSchedule]:
+        """Gives this rank's packed micro-batches of the step, in the agreement before it runs."""
+        protocol = protocol_of(self._args)(
             self._args,
             chunks,
             lambda: self._read(data_iterator, num_microbatches, vocabulary_size(chunks)),
             schema=STOCK_SCHEMA,
+            steps=None,
             cost_model=self._cost_model_of_rerun() if is_training else None,
             forward_only=own_plan,
+            one_step=True,
         )
-        schedule = schedule_of(iterators)
+        planned = protocol.begin()
         if is_training:
-            self._last_planned = self._iteration, schedule.cost_model
-        return schedule
+            self._last_planned = self._iteration, protocol.settings.cost_model
+        return planned
 
     @property
     def _iteration(self) -> int | None:

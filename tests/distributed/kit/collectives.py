@@ -6,13 +6,17 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from kit.exactness import arguments, log_probs_of
 from kit.faults import my_samples, small_model
 from kit.model import adam
 from kit.objective import packed_objective
+from kit.samples import VOCABULARY
 from mcore_batching.batch.rank_messages import RankMessages
+from mcore_batching.integrations.megatron_lm.forward_backward import PackedForwardBackward
 from mcore_batching.megatron import forward_only, get_data_iterator, schedule_of, train_step
 from mcore_batching.megatron.data_iterator import plan_micro_batches
 from mcore_batching.planning import ParallelDims
@@ -49,6 +53,55 @@ def counted() -> Iterator[dict[str, int]]:
             setattr(owner, name, original)
 
 
+def get_batch(data_iterator: Any) -> Any:
+    """What `PackedForwardBackward` replaces, as in a stock script."""
+    raise NotImplementedError
+
+
+def _forward_step(data_iterator: Any, model: Any) -> Any:
+    tokens, labels, loss_mask, attention_mask, position_ids, packed_seq_params = get_batch(
+        data_iterator
+    )
+    output = model(
+        tokens, position_ids, attention_mask, labels=labels, packed_seq_params=packed_seq_params
+    )
+
+    def loss(losses: torch.Tensor) -> Any:
+        total, count = (losses.float() * loss_mask).sum(), loss_mask.sum()
+        return total, count.int(), {"lm loss": torch.stack((total.detach(), count)).clone()}
+
+    return output, loss
+
+
+def _stock_step(
+    args: Any,
+    model: list[Any],
+    samples: dict[str, Any],
+    *,
+    has_data: bool = True,
+    forward_only: bool = False,
+) -> None:
+    """One step of a stock script, whose ordinary micro-batches hold one sample each."""
+    batches = [
+        {
+            "tokens": tokens[None],
+            "labels": tokens.roll(-1)[None],
+            "loss_mask": torch.ones(1, len(tokens)),
+            "position_ids": torch.arange(len(tokens))[None],
+        }
+        for tokens in samples["tokens"]
+    ]
+    PackedForwardBackward(get_forward_backward_func(), args)(
+        forward_step_func=_forward_step,
+        data_iterator=iter(batches) if has_data else None,
+        model=model,
+        num_microbatches=len(batches),
+        micro_batch_size=1,
+        forward_only=forward_only,
+        seq_length=1,
+    )
+
+
 def collectives_of_phases(dims: dict[str, Any], reference: str) -> dict[str, dict[str, int]]:
     """The collectives of each phase, in the second of two rounds."""
     model = small_model(dims, reference)
@@ -78,4 +131,15 @@ def collectives_of_phases(dims: dict[str, Any], reference: str) -> dict[str, dic
             iterators, counts = get_data_iterator(learning, model, samples)
         with counted() as phases["train_step, learnt costs"]:
             train_step(packed_objective, learning, model, iterators, counts, optimizer)
+        stock = arguments(shape, padded_vocab_size=VOCABULARY)
+        bounds = {"dynamic_batch_max_inflight_tokens": 10**6}
+        bounded = arguments(shape, padded_vocab_size=VOCABULARY, **bounds)
+        with counted() as phases["stock step"]:
+            _stock_step(stock, model, samples)
+        with counted() as phases["stock evaluation"]:
+            _stock_step(stock, model, samples, forward_only=True)
+        with counted() as phases["stock step, bounded in flight"]:
+            _stock_step(bounded, model, samples)
+        with counted() as phases["stock step, data on some ranks"]:
+            _stock_step(stock, model, samples, has_data=on_one is not None)
     return phases
