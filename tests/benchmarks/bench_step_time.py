@@ -1,6 +1,7 @@
 """Predicted time of a step over its floor: this planner, plain packing, and the best peer.
 
     python tests/benchmarks/bench_step_time.py [--data ../shared/data] [--draws 5] [--json OUT]
+    python tests/benchmarks/bench_step_time.py --random 1000 [--first 0]
 
 Lengths are draws without replacement from two serving traces (files in the folder --data; left out
 where they are not there) and from log-normal distributions of median 2048 and three widths, the
@@ -15,18 +16,23 @@ processor time of one Python thread.
 A second table holds every figure against its target. A gain on a peer is out of reach where the
 peer itself is that close to the floor, which no plan beats. The exit status is 1 if a target is
 missed that is not about seconds, which depend on the machine.
+
+With --random that many random problems are planned instead, of 1 to 600 samples of nine kinds of
+lengths, DP 1 to 32, PP 1 to 16 and VPP 1 to 4. Those in which a rule that keeps the cap ends more
+than 0.2 % sooner are printed, and make the exit status 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import platform
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -48,6 +54,10 @@ from mcore_batching.tools.rules import RULES, RuleFailureError, rule_plan
 MODEL = CostModel()
 LITTLE_EFFORT = 250
 """About 50 ms for 512 samples on 8 ranks of 4 stages."""
+ALLOWED_AHEAD = 0.002
+"""Share by which a rule may end a random problem sooner."""
+Step = tuple[list[int], int]
+"""Lengths, and their cap."""
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -59,7 +69,7 @@ class Lengths:
     pool: list[int]
     cap: int | None
 
-    def draw(self, count: int, seed: int) -> tuple[list[int], int]:
+    def draw(self, count: int, seed: int) -> Step:
         """`count` lengths, and their cap."""
         lengths = random.Random(seed).sample(self.pool, count)
         cap = self.cap or max(lengths) + 64
@@ -146,7 +156,7 @@ def over_cap(step: StepPlan, lengths: Sequence[int], cap: int) -> int:
 
 
 def best_peer(
-    steps: Sequence[tuple[list[int], int]], dims: ParallelDims, floors: Sequence[float]
+    steps: Sequence[Step], dims: ParallelDims, floors: Sequence[float]
 ) -> tuple[float, str]:
     """Least mean over draws of time over floor, of the rules that keep the cap in all of them."""
     means = []
@@ -365,6 +375,60 @@ def packing_checks(from_sources: Sequence[Lengths]) -> Iterator[Check]:
     yield Check("seconds, first_fit_decreasing, 100000 items", 0.2, seconds)
 
 
+def random_problem(seed: int, traces: Sequence[Lengths]) -> tuple[str, Step, ParallelDims]:
+    """The kind of lengths, the lengths with their cap, and a layout."""
+    generator = random.Random(seed)
+    count = int(600 ** generator.random())
+    stages = generator.choice((1, 2, 4, 8, 16))
+    dims = ParallelDims(
+        data_parallel=generator.choice((1, 2, 3, 4, 8, 16, 32)),
+        pipeline_parallel=stages,
+        virtual_pipeline=generator.choice((1, 1, 2, 3, 4)) if stages > 1 else 1,
+    )
+    of_kind: dict[str, Callable[[], float]] = {
+        "equal": lambda: 2048,
+        "uniform": lambda: generator.uniform(1, 16_000),
+        "two sizes": lambda: generator.choice((500, 500, 500, 12_000)),
+        "Pareto": lambda: 400 * generator.paretovariate(1.1),
+    }
+    for sigma in (0.4, 0.8, 1.3):
+        of_kind[f"σ {sigma}"] = functools.partial(_scaled, generator, sigma)
+    for trace in traces:
+        of_kind[trace.name] = functools.partial(generator.choice, trace.pool)
+    kind = generator.choice(sorted(of_kind))
+    lengths = [max(1, int(of_kind[kind]())) for _ in range(count)]
+    cap = generator.choice((8192, 16_384, 65_536, max(lengths) + 64))
+    return kind, ([min(length, cap) for length in lengths], cap), dims
+
+
+def _scaled(generator: random.Random, sigma: float) -> float:
+    return 2048 * generator.lognormvariate(0, sigma)
+
+
+def random_problems(seeds: Sequence[int], traces: Sequence[Lengths]) -> int:
+    """Print the problems that a rule wins, and how many there are; 1 if any."""
+    lost, worst = 0, 0.0
+    for seed in seeds:
+        kind, step, dims = random_problem(seed, traces)
+        lengths, cap = step
+        plan, _ = timed_plan(lengths, dims, PlannerConfig(max_tokens_per_gpu=cap))
+        best, rule = best_peer([step], dims, [predicted_step_time(plan, lengths)])
+        sooner = 1 - best
+        worst = max(worst, sooner)
+        if sooner > ALLOWED_AHEAD:
+            lost += 1
+            print(
+                f"seed {seed}: {len(lengths)} samples, {kind}, cap {cap}, {layout_name(dims)}: "
+                f"{rule} ends {sooner:.2%} sooner",
+                flush=True,
+            )
+    print(
+        f"{len(seeds)} random problems: a rule ends more than {ALLOWED_AHEAD:.1%} sooner in {lost},"
+        f" {worst:.2%} at most"
+    )
+    return int(lost > 0)
+
+
 def checks_table(found: Sequence[Check]) -> Table:
     return Table(
         columns=("figure", "target", "measured", ""),
@@ -394,8 +458,13 @@ def main() -> int:
         "--samples", type=int, nargs="+", choices=sorted(LAYOUTS), default=sorted(LAYOUTS)
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the records here")
+    parser.add_argument("--random", type=int, metavar="PROBLEMS", help="random problems instead")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first random problem")
     options = parser.parse_args()
     from_sources = list(sources(options.data))
+    if options.random:
+        seeds = range(options.first, options.first + options.random)
+        return random_problems(seeds, from_sources[:2])
     results = [
         measure(source, samples, dims, options.draws if samples < 4096 else 2)
         for samples in options.samples

@@ -4,7 +4,9 @@
 2. Every number of micro-batches is judged in one shape or two, numbers far apart first, so that
    little effort sees the whole range, then those beside the best. Of the numbers that did best all
    shapes are judged.
-3. Steps are made of the shapes, best first.
+3. Steps are made of the best shapes of the best numbers. Judges know little of ranks with very
+   long samples: where ranks have many samples, numbers beside the one whose steps end first follow
+   for as long as that helps.
 4. Single samples are moved and swapped in the best steps found (`local_moves`).
 
 A family of shapes says which numbers and shapes there are, and how a step is made of one.
@@ -12,8 +14,10 @@ A family of shapes says which numbers and shapes there are, and how a step is ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.local_moves import improve
 from mcore_batching.planning.search.lockstep_search import LockstepShapes
 from mcore_batching.planning.search.objective import BestSteps, Objective, Slots
@@ -22,7 +26,12 @@ from mcore_batching.planning.search.profiles import Shape
 
 STRIDE_OF_COUNTS = 4
 """One in so many numbers of micro-batches is judged before the ones between them."""
-SHARE_OF_EACH = 0.2
+MANY_SAMPLES = 32
+"""On a rank: with fewer, moves change a step more than the steps of two numbers of micro-batches
+differ, and effort is better spent on them (0.2 % of azure_conv's 128 samples on 8 ranks)."""
+WORTH_MOVES = 1.03
+"""End over that of the best step up to which single samples are moved in a step."""
+SHARE_OF_EACH = 0.15
 """Share of the effort for moves that each such step gets; the rest goes to the best."""
 MOST_STEPS_IMPROVED = 3
 """Steps, of different numbers of micro-batches, in which single samples are moved; a third would
@@ -54,11 +63,14 @@ def search(
     for start in starts:
         best.consider(objective.candidate(start))
     shapes = _judged(family, objective, kept_after_judging)
-    for number, shape in enumerate([*shapes, *family.last_resort()]):
+    ends: dict[int, float] = {}
+    in_turn = _in_turn([*shapes, *family.last_resort()], family, objective.problem, ends)
+    for number, shape in enumerate(in_turn):
         # Ranks are evened out in the first shape before anything is kept.
         kept = kept_for_moves if number else 0
         for candidate in family.steps(shape, number):
             best.consider(candidate)
+            ends[shape.num_slots] = min(candidate.end, ends.get(shape.num_slots, math.inf))
             if best.perfect or (objective.effort <= kept and best.found):
                 break
         if best.perfect or (objective.effort <= kept_for_moves and best.found):
@@ -66,8 +78,40 @@ def search(
     if best.perfect:
         return best.result()[0].ranks
     each = SHARE_OF_EACH * objective.effort
-    improved = [improve(step, objective, keep=objective.effort - each) for step in best.result()]
+    steps = [step for step in best.result() if step.end <= WORTH_MOVES * best.result()[0].end]
+    improved = [improve(step, objective, keep=objective.effort - each) for step in steps]
     return improve(min(improved, key=lambda step: step.end), objective).ranks
+
+
+def _in_turn(
+    shapes: Sequence[Shape],
+    family: LockstepShapes | PipelineShapes,
+    problem: Problem,
+    ends: Mapping[int, float],
+) -> Iterator[Shape]:
+    """The first shapes; where ranks have many samples, those of the numbers of micro-batches beside
+    the one whose steps end first, as long as there are any; then all others.
+
+    Args:
+        shapes: best first.
+        family: gives the numbers.
+        problem: the step's.
+        ends: of the steps made so far, by their number of micro-batches.
+    """
+    left = dict.fromkeys(shapes)
+    for shape in list(left)[:MOST_STEPS_IMPROVED]:
+        del left[shape]
+        yield shape
+    first = {shape.num_slots: shape for shape in reversed(shapes)}
+    counts = [count for count in family.counts() if count in first]
+    while ends and problem.num_samples >= MANY_SAMPLES * problem.dims.data_parallel:
+        place = counts.index(min(ends, key=lambda count: (ends[count], count)))
+        beside = [first[count] for count in counts[max(0, place - 1) : place + 2]]
+        if not (unknown := [shape for shape in beside if shape in left]):
+            break
+        del left[unknown[-1]]
+        yield unknown[-1]
+    yield from left
 
 
 def _judged(

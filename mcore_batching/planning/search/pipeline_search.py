@@ -28,6 +28,8 @@ from mcore_batching.planning.search.profiles import (
 ROUNDS_IN_VAIN = 3
 """Times in a row that samples are dealt to ranks anew, by the ends of the time before, without the
 step ending clearly sooner."""
+ALL_HALVES = (0, 1, 2)
+"""Halves of the way from a shape's rise to a rise up to the costliest sample."""
 CLEARLY_SOONER = 0.995
 EVEN_ENOUGH = 1.0001
 DAMPING = 0.7
@@ -44,9 +46,9 @@ class PipelineShapes:
         objective: of the step.
     """
 
-    # Judging is cheap, since two ranks stand for all: a quarter of the effort goes a long way. Half
-    # is kept for moving single samples.
-    kept_after_judging = 0.75
+    # Judging is cheap, since three ranks stand for all: a fifth of the effort goes a long way. More
+    # than half is kept for moving single samples.
+    kept_after_judging = 0.8
     kept_for_moves = 0.6
     shapes_that_judge = 2
     """Shapes of every number of slots that are judged, before all are of the best numbers."""
@@ -56,9 +58,14 @@ class PipelineShapes:
         ranks = problem.dims.data_parallel
         self._objective = objective
         self._order = by_cost(range(problem.num_samples), problem.costs)
-        self._even = _deal(self._order, problem.costs, [0.0] * ranks)
+        self._head_start = [0.0] * ranks
+        """Work that ranks are taken to have when samples are dealt, as it evened out the last
+        shape."""
+        self._even = _deal(self._order, problem.costs, self._head_start)
         self._folded = folded_ranks(problem)
         self._profiles: dict[Shape, tuple[Profile, float]] = {}
+        self._halves: dict[tuple[int, int], Sequence[int]] = {}
+        """Those that did best, of a judge and a number of slots."""
         # Ranks have their costliest samples in descending order.
         self._judges = [
             self._even[rank] for rank in sorted({ranks // 6, ranks // 2, ranks * 5 // 6})
@@ -90,10 +97,12 @@ class PipelineShapes:
         """
         ends = []
         middle = len(self._judges) // 2
-        for samples in self._judges[middle : middle + 1] if quick else self._judges:
-            filled = self._fill(samples, shape)
+        for rank in [middle] if quick else range(len(self._judges)):
+            tried = rank, shape.num_slots
+            filled = self._fill(self._judges[rank], shape, self._halves.get(tried, ALL_HALVES))
             if filled is None:
                 return None
+            self._halves[tried] = (filled[3],)
             ends.append(math.inf if filled[0] else filled[1])
         return max(ordered_sum(ends) / len(ends), self._least(shape.num_slots))
 
@@ -104,18 +113,26 @@ class PipelineShapes:
         costs[count // 2] = problem.cost_model.per_micro_batch + max(problem.costs, default=0.0)
         return self._objective.end_of(costs)
 
-    def _fill(self, samples: Sequence[int], shape: Shape) -> tuple[bool, float, Slots] | None:
+    def _fill(
+        self, samples: Sequence[int], shape: Shape, halves: Sequence[int]
+    ) -> tuple[bool, float, Slots, int] | None:
         """A rank that holds these samples, costliest first, in the best of three shapes: the given
         one, one that rises until a full slot is as large as the costliest sample, and one halfway.
 
+        Args:
+            samples: the rank's.
+            shape: the given one.
+            halves: of the way to the steep one, those that are tried.
+
         Returns:
-            True if too many tokens are in flight, the end, and the slots; None if the samples do
-            not fit.
+            True if too many tokens are in flight, the end, the slots, and halves of the way; None
+            if the samples do not fit.
         """
         objective = self._objective
-        best: tuple[bool, float, Slots] | None = None
+        best: tuple[bool, float, Slots, int] | None = None
         steep = self._steep_rise(samples, shape)
-        for rise in sorted({shape.rise, (shape.rise + steep) // 2, steep}):
+        rises = {shape.rise + (steep - shape.rise) * each // 2: each for each in reversed(halves)}
+        for rise, half in sorted(rises.items()):
             sizes, _ = self._profile(shape, rise)
             slots = fill_slots(samples, sizes, objective, overhead=not shape.fall)
             if slots is None:
@@ -125,7 +142,7 @@ class PipelineShapes:
                 fits = objective.fits_in_memory(slots)
             end = objective.end_of(objective.slot_costs(slots))
             if best is None or (not fits, end) < best[:2]:
-                best = not fits, end, slots
+                best = not fits, end, slots, half
         return best
 
     def _profile(self, shape: Shape, rise: int) -> tuple[Profile, float]:
@@ -151,8 +168,8 @@ class PipelineShapes:
         return rise
 
     def steps(self, shape: Shape, number: int) -> Iterator[Candidate]:
-        """Steps of one shape: of every deal, then of rounds that each deal less to the ranks that
-        ended late in the last.
+        """Steps of one shape: of rounds that each deal less to the ranks that ended late in the
+        last, from the best deal of the shape before; then of as many samples on each rank.
 
         Args:
             shape: the shape.
@@ -160,15 +177,24 @@ class PipelineShapes:
         """
         objective = self._objective
         problem = objective.problem
-        last: Candidate | None = None
-        for last in self._filled(self._even, shape):
-            yield last
+        halves: list[Sequence[int]] = [ALL_HALVES] * problem.dims.data_parallel
         passes = 1.0 if problem.forward_only else 1.0 + problem.cost_model.backward_ratio
-        head_start = [0.0] * problem.dims.data_parallel
+        # What evened out one shape is not far off for another.
+        head_start = self._head_start
         best, in_vain = math.inf, 0
-        while last is not None and in_vain < ROUNDS_IN_VAIN:
+        while in_vain < ROUNDS_IN_VAIN:
+            last: Candidate | None = None
+            ranks = _deal(self._order, problem.costs, head_start)
+            for last in self._filled(ranks, shape, halves):
+                yield last
+            if last is None:
+                if head_start is not self._head_start or not any(head_start):
+                    break
+                head_start = self._head_start = [0.0] * len(head_start)
+                continue
             in_vain = 0 if last.end < CLEARLY_SOONER * best else in_vain + 1
-            best = min(best, last.end)
+            if last.end < best:
+                best, self._head_start = last.end, head_start
             mean = ordered_sum(last.ends) / len(last.ends)
             if last.end <= EVEN_ENOUGH * mean:
                 break
@@ -176,20 +202,21 @@ class PipelineShapes:
             head_start = [before + more for before, more in zip(head_start, late, strict=True)]
             least = min(head_start)
             head_start = [each - least for each in head_start]
-            ranks, last = _deal(self._order, problem.costs, head_start), None
-            for last in self._filled(ranks, shape):
-                yield last
         if number < SHAPES_OF_FOLDED_RANKS:
-            yield from self._filled(self._folded, shape)
+            halves = [ALL_HALVES] * problem.dims.data_parallel
+            yield from self._filled(self._folded, shape, halves)
 
-    def _filled(self, ranks: Sequence[Sequence[int]], shape: Shape) -> Iterator[Candidate]:
+    def _filled(
+        self, ranks: Sequence[Sequence[int]], shape: Shape, halves: list[Sequence[int]]
+    ) -> Iterator[Candidate]:
         """The step of ranks that hold these samples, costliest first; nothing if some do not
-        fit."""
+        fit. What was best replaces the halves that each rank tries."""
         filled, ends = [], []
-        for samples in ranks:
-            made = self._fill(samples, shape)
+        for rank, samples in enumerate(ranks):
+            made = self._fill(samples, shape, halves[rank])
             if made is None:
                 return
+            halves[rank] = (made[3],)
             ends.append(made[1])
             filled.append(made[2])
         yield Candidate(filled, ends)
