@@ -37,7 +37,7 @@ from mcore_batching.megatron.failure_watch import defer, reporting
 from mcore_batching.megatron.log_probs import chunks_of_tokens, logits_of_shape
 from mcore_batching.megatron.logits_function import adapted, real_outputs
 from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep, prepare
-from mcore_batching.megatron.routing_replay import replayable, replayed_step
+from mcore_batching.megatron.routing_replay import replayed_step
 from mcore_batching.megatron.sample_moves import check_output
 from mcore_batching.megatron.shared_rows import let_rows_have_groups
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
@@ -94,14 +94,7 @@ def forward_only(
     names: list[str] = []
     with _evaluation_mode(chunks):
         for step in range(len(schedule.steps)):
-            prepared = prepare(
-                args,
-                chunks,
-                _OPERATION,
-                step,
-                lambda: schedule,
-                change=lambda row: replayable(chunks, row),
-            )
+            prepared = prepare(args, chunks, _OPERATION, step, lambda: schedule)
             with (
                 reporting(args, _OPERATION),
                 planned_transfers(args, chunks, prepared, forward_only=True),

@@ -25,6 +25,7 @@ from mcore_batching.batch.side_by_side import SideBySide
 from mcore_batching.megatron.arguments import FLAGS
 from mcore_batching.megatron.consensus import get_consensus
 from mcore_batching.megatron.errors import CollationFailedError
+from mcore_batching.megatron.routing_replay import replayable
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
 
@@ -158,8 +159,10 @@ def prepare(
 
     def collate() -> PreparedStep:
         found = schedule()
-        rows = found.rows(step)
-        prepared = [PreparedRow(change(row), owned_num_tokens(row)) for row in rows]
+        rows, chunks = found.rows(step), model_chunks(model)
+        prepared = [
+            PreparedRow(change(replayable(chunks, row)), owned_num_tokens(row)) for row in rows
+        ]
         portable = [PortableRow.of_stage(each.row) for each in prepared]
         totals = step_totals(found.counts_once(rows))
         return PreparedStep(found, step, prepared, portable, totals)

@@ -45,7 +45,7 @@ from mcore_batching.megatron.nonfinite import (
 )
 from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep, prepare
 from mcore_batching.megatron.recording import recorded
-from mcore_batching.megatron.routing_replay import replayable, replayed_step
+from mcore_batching.megatron.routing_replay import replayed_step
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.shared_rows import let_rows_have_groups
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
@@ -132,14 +132,7 @@ def train_step(
             let_rows_have_groups(model_chunks(model))
         return found
 
-    prepared = prepare(
-        args,
-        model,
-        _OPERATION,
-        step,
-        schedule,
-        change=lambda row: replayable(model_chunks(model), row),
-    )
+    prepared = prepare(args, model, _OPERATION, step, schedule)
     model = model_chunks(model)
     with reporting(args, _OPERATION):
         _make_ready(model, optimizer)
