@@ -26,7 +26,7 @@ from mcore_batching.planning.search.changed_pipelines import (
     pipelines_of,
     powers,
 )
-from mcore_batching.planning.search.changed_ranks import Rank, ranks_of
+from mcore_batching.planning.search.changed_ranks import Rank, Row, ranks_of
 from mcore_batching.planning.search.objective import Candidate, Objective
 
 GIVE_UP_AFTER = 12000
@@ -137,16 +137,10 @@ class _Moved:
             taken = theirs.samples[below(len(theirs.samples))]
         else:
             return False
-        less = mine.costs[given] - (mine.costs[taken] if taken >= 0 else 0.0)
-        if less <= 0.0:
+        differences = _differences(mine, theirs, given, taken)
+        if differences is None:
             return False
-        more = less
-        tokens = further = mine.tokens_of[given] - (mine.tokens_of[taken] if taken >= 0 else 0)
-        if mine.problem is not theirs.problem:
-            if given in theirs.problem.oversize or taken in mine.problem.oversize:
-                return False
-            more = theirs.costs[given] - (theirs.costs[taken] if taken >= 0 else 0.0)
-            further = theirs.tokens_of[given] - (theirs.tokens_of[taken] if taken >= 0 else 0)
+        less, more, tokens, further = differences
         if left and mine.tokens - tokens > mine.capacity:
             return False
         beside = [sample for sample in theirs.samples if sample != taken]
@@ -270,3 +264,24 @@ class _Moved:
         ]
         self._slowest = max(self._pipelines, key=lambda pipeline: pipeline.end)
         return any(better)
+
+
+def _differences(
+    mine: Row, theirs: Row, given: int, taken: int
+) -> tuple[float, float, int, int] | None:
+    """What a micro-batch costs less and another more if a sample of the first goes there, and
+    perhaps one (-1: none) comes back; how many tokens it holds less, and the other more.
+
+    None if the first would not cost less, or a sample is too long for where it goes.
+    """
+    less = mine.costs[given] - (mine.costs[taken] if taken >= 0 else 0.0)
+    if less <= 0.0:
+        return None
+    tokens = mine.tokens_of[given] - (mine.tokens_of[taken] if taken >= 0 else 0)
+    if mine.problem is theirs.problem:
+        return less, less, tokens, tokens
+    if given in theirs.problem.oversize or taken in mine.problem.oversize:
+        return None
+    more = theirs.costs[given] - (theirs.costs[taken] if taken >= 0 else 0.0)
+    further = theirs.tokens_of[given] - (theirs.tokens_of[taken] if taken >= 0 else 0)
+    return less, more, tokens, further
