@@ -276,9 +276,10 @@ def _plan_global(problem: Problem) -> tuple[MicroBatches, ...]:
 def _searched(problem: Problem, plain: tuple[MicroBatches, ...] | None = None) -> list[Slots]:
     """The step that the search finds, from what `_packed_and_placed` makes."""
     by_tokens = dataclasses.replace(problem.config, balance="tokens")
+    in_order = dataclasses.replace(problem.config, packing="first-fit", balance="none")
     starts = (
         plain or _packed_and_placed(problem),
-        _packed_and_placed(dataclasses.replace(problem, config=by_tokens)),
+        *(_packed_and_placed(dataclasses.replace(problem, config=c)) for c in (by_tokens, in_order)),
     )
     return search(Objective(problem), starts)
 
