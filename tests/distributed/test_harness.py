@@ -46,7 +46,7 @@ def test_crash_on_one_rank_fails_with_its_traceback(found: dict[str, Any]) -> No
 
 @pytest.mark.long
 def test_no_worker_outlives_its_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "START_SECONDS", 60.0)
+    monkeypatch.setattr(harness, "START_SECONDS", 20.0)
     job = Job("lingers", "kit.faults:lingers", 2, seconds=1.0)
     workers = results(run_jobs([job], tmp_path)["lingers"])
     given_up = time.monotonic() + patience(10.0)
