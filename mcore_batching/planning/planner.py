@@ -279,7 +279,10 @@ def _searched(problem: Problem, plain: tuple[MicroBatches, ...] | None = None) -
     in_order = dataclasses.replace(problem.config, packing="first-fit", balance="none")
     starts = (
         plain or _packed_and_placed(problem),
-        *(_packed_and_placed(dataclasses.replace(problem, config=c)) for c in (by_tokens, in_order)),
+        *(
+            _packed_and_placed(dataclasses.replace(problem, config=c))
+            for c in (by_tokens, in_order)
+        ),
     )
     return search(Objective(problem), starts)
 
