@@ -189,7 +189,7 @@ def blocking_jobs() -> list[Any]:
     return made
 
 
-EVERY_VARIANT = {"dp2-pp2", "dp2-pp2-vpp2", "dp2-ep2"}
+EVERY_VARIANT = {"dp2-pp2", "dp2-ep2"}
 """Layouts of which every spread and variant runs without --long; of the others uneven and empty
 ranks."""
 

@@ -124,11 +124,17 @@ def test_dp2_pp2(records: list[Ranks]) -> None:
     assert values(flagged, "consumed_samples") == list(range(8, 161, 8))
 
 
-@runs("pp2-padded", "pp2", "pp2-exchange", "pp2-overlapped-reduction")
-def test_exchange_is_exact_and_balances_ranks(records: list[Ranks]) -> None:
-    padded, kept, exchanged, overlapped = records
-    assert_same_training(exchanged, padded, 10)
+@pytest.mark.long
+@runs("pp2-padded", "pp2-overlapped-reduction")
+def test_overlapped_reduction(records: list[Ranks]) -> None:
+    padded, overlapped = records
     assert_same_training(overlapped, padded, 5)
+
+
+@runs("pp2-padded", "pp2", "pp2-exchange")
+def test_exchange_is_exact_and_balances_ranks(records: list[Ranks]) -> None:
+    padded, kept, exchanged = records
+    assert_same_training(exchanged, padded, 10)
     # Of the slowest rank over the mean, in excess of 1: samples are few and cannot be divided.
     before, after = (sum(batching(r, "rank balance")[:10]) - 10 for r in (kept, exchanged))
     assert after < before / 3

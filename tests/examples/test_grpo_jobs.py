@@ -103,6 +103,7 @@ def test_the_recorded_job_prints_and_writes_what_it_promises(recorded):
         assert (out / name).stat().st_size > 10_000
 
 
+@pytest.mark.long
 def test_what_the_user_can_put_right_is_said_once_without_a_traceback(tmp_path):
     done = run_grpo(2, *RECORDED, "--dp=2", "--out", str(tmp_path))
     assert done.returncode != 0

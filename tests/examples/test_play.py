@@ -18,12 +18,12 @@ LAYOUTS = {
     "tp2-sp-pp2": {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2},
     "dp4": {"data_parallel": 4},
 }
-CASES = [
-    *((name, MOST_PROMPTS) for name in ("pp2-vpp2-dp2", "tp2-cp2", "tp2-sp-pp2")),
-    # The second, and three of four data-parallel ranks, have no game at all.
-    *((name, 1) for name in ("dp2-pp2", "dp4")),
+# Of one prompt the second, or three of four data-parallel ranks, have no game at all.
+CASES = [("pp2-vpp2-dp2", MOST_PROMPTS), ("dp2-pp2", 1)]
+LONG_CASES = [
+    *((name, MOST_PROMPTS) for name in ("tp2-cp2", "tp2-sp-pp2", "dp2-pp2", "dp4")),
+    ("dp4", 1),
 ]
-LONG_CASES = [(name, MOST_PROMPTS) for name in ("dp2-pp2", "dp4")]
 each_case = pytest.mark.parametrize(
     ("dims", "num_prompts"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_CASES)],
