@@ -138,6 +138,7 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 LONG_SPECIAL = {
+    "cp2-tp2-sp-padded",
     "cp2-ep2-replayed-routing",
     "tp2-sp-pp2-replayed-routing",
     # The other one of a kind, or of a pair that has this layout or this objective, runs always.

@@ -177,7 +177,7 @@ PLACEHOLDERS = {
                 per_token_loss=per_token,
                 settings={},
             ),
-            marks=() if per_token or name == "dp2-pp2" else pytest.mark.long,
+            marks=() if name == "dp2-pp2" or (per_token and nproc == 2) else pytest.mark.long,
         )
         for name, (nproc, kind, dims) in PLACEHOLDERS.items()
         for per_token in (True, False)
