@@ -19,7 +19,8 @@ from mcore_batching.planning.pipeline import Operation, interleaved_program, pas
 Blocks = Sequence[tuple[int, int]]
 """First rank, and the one after the last, of each micro-batch of a slot that ranks share."""
 Ends = list[list[float]]
-"""End of each pass on each rank [passes][ranks], in the order of `coupled_program`."""
+"""End of each pass on each rank [1 + passes][ranks], in the order of `interleaved_program`, which
+numbers them from 1; before them the beginning of the step. The last pass ends last on each rank."""
 
 
 def blocks_of(sizes: Sequence[Sequence[int]]) -> list[Blocks]:
@@ -31,32 +32,11 @@ def blocks_of(sizes: Sequence[Sequence[int]]) -> list[Blocks]:
     ]
 
 
-@functools.lru_cache(maxsize=64)
-def coupled_program(
-    dims: ParallelDims, num_microbatches: int, forward_only: bool
-) -> tuple[tuple[tuple[int, int, int], ...], tuple[int, ...]]:
-    """All passes of one rank's step, each after those that it needs.
-
-    Returns:
-        for each the number of the pass before it on its stage, that of the pass whose output it
-        takes (-1: none), and the index of its cost: the slot, beyond `num_microbatches` for
-        backward passes; and the number of each stage's last pass.
-    """
-    newest = [-1] * dims.pipeline_parallel
-    passes = []
-    for number, (stage, needed, cost) in enumerate(
-        interleaved_program(dims, num_microbatches, forward_only)
-    ):
-        passes.append((newest[stage], needed, cost))
-        newest[stage] = number
-    return tuple(passes), tuple(newest)
-
-
 @functools.lru_cache(maxsize=4096)
 def _first_pass(dims: ParallelDims, num_microbatches: int, forward_only: bool, slot: int) -> int:
-    """Passes of `coupled_program` before the first of a slot or one after it."""
-    passes, _ = coupled_program(dims, num_microbatches, forward_only)
-    slots = (cost % num_microbatches for _, _, cost in passes)
+    """Passes of `interleaved_program` before the first of a slot or one after it."""
+    passes = interleaved_program(dims, num_microbatches, forward_only)
+    slots = (cost % num_microbatches for *_, cost in passes)
     return next(number for number, each in enumerate(slots) if each >= slot)
 
 
@@ -86,16 +66,16 @@ def coupled_passes(
     costs += [[backward_ratio * cost for cost in of_slot] for of_slot in costs]
     blocks = [*slot_blocks, *slot_blocks]
     ranks = len(slot_costs[0])
-    begin = [0.0] * ranks
-    passes = coupled_program(dims, count, forward_only)[0]
-    ends: Ends = []
+    passes = interleaved_program(dims, count, forward_only)
+    ends: Ends = [[0.0] * ranks]
     if before is not None:
         same = _first_pass(dims, count, forward_only, before[1])
-        ends, passes = before[0][:same], passes[same:]
+        ends, passes = before[0][: same + 1], passes[same:]
     ended = ends.append
-    for earlier, needed, cost in passes:
-        free = ends[earlier] if earlier >= 0 else begin
-        ready = ends[needed] if needed >= 0 else begin
+    for earlier, taken, held, further, cost in passes:
+        free, ready = ends[earlier], ends[taken]
+        if held:
+            ready = list(map(max, ready, ends[held], ends[further]))
         shared = blocks[cost]
         if not shared:
             ended(
@@ -136,7 +116,7 @@ def coupled_operations(
             passes_in_turn(dims, len(slot_costs), forward_only)
         ):
             took = slot_costs[slot][rank] / dims.virtual_pipeline
-            end = ends[number][rank]
+            end = ends[number + 1][rank]
             start = end - took * (backward_ratio if backward else 1.0)
             operations.append(Operation(stage, chunk, slot, backward, start, end))
         made.append(sorted(operations, key=lambda each: each.stage))
@@ -166,12 +146,12 @@ def coupled_chain(
         forward_only: as there.
     """
     count = len(slot_blocks)
-    passes, last = coupled_program(dims, count, forward_only)
-    number = max(last, key=lambda each: ends[each][rank])
+    passes = interleaved_program(dims, count, forward_only)
+    number = len(passes)
     share = 1.0 / dims.virtual_pipeline
     weights: dict[tuple[int, int], float] = {}
-    while number >= 0:
-        before, needed, cost = passes[number]
+    while number:
+        *needs, cost = passes[number - 1]
         slot = cost if cost < count else cost - count
         own = rank
         waiting: Sequence[int] = (rank,)
@@ -181,17 +161,9 @@ def coupled_chain(
         weights[own, slot] = weights.get((own, slot), 0.0) + share * (
             1.0 if cost < count else backward_ratio
         )
-        latest, number = 0.0, -1
-        for earlier in (before, needed):
-            for each in waiting if earlier >= 0 else ():
+        latest, number = 0.0, 0
+        for earlier in needs:
+            for each in waiting:
                 if ends[earlier][each] > latest:
                     latest, number, rank = ends[earlier][each], earlier, each
     return weights
-
-
-def coupled_ends(
-    ends: Ends, dims: ParallelDims, num_microbatches: int, *, forward_only: bool = False
-) -> list[float]:
-    """End of each rank's step [ranks], of what `coupled_passes` gave."""
-    _, last = coupled_program(dims, num_microbatches, forward_only)
-    return [max(of_rank) for of_rank in zip(*(ends[number] for number in last), strict=True)]

@@ -120,27 +120,22 @@ def _interleaved(
     chunk_costs = [cost / dims.virtual_pipeline for cost in costs]
     chunk_costs += [backward_ratio * cost for cost in chunk_costs]
     program = interleaved_program(dims, len(costs), forward_only)
-    clock = [0.0] * dims.pipeline_parallel
-    newest = [-1] * dims.pipeline_parallel
-    ends: list[float] = []
-    waited_for: list[int] = []
-    for index, (stage, needed, cost) in enumerate(program):
-        start, earlier = clock[stage], newest[stage]
-        if needed >= 0 and ends[needed] > start:
-            start, earlier = ends[needed], needed
-        start += chunk_costs[cost]
-        clock[stage] = start
-        newest[stage] = index
-        ends.append(start)
-        waited_for.append(earlier)
-    end = max(clock)
+    ends = [0.0]
+    waited_for = [0]
+    for before, taken, held, further, cost in program:
+        start, latest = ends[before], before
+        for needed in (taken, held, further):
+            if ends[needed] > start:
+                start, latest = ends[needed], needed
+        ends.append(start + chunk_costs[cost])
+        waited_for.append(latest)
     weights = [0.0] * len(costs)
-    index = newest[clock.index(end)]
-    while index >= 0:
-        cost = program[index][2]
+    number = len(program)
+    while number:
+        cost = program[number - 1][-1]
         if cost < len(costs):
             weights[cost] += 1.0 / dims.virtual_pipeline
         else:
             weights[cost - len(costs)] += backward_ratio / dims.virtual_pipeline
-        index = waited_for[index]
-    return end, weights
+        number = waited_for[number]
+    return ends[-1], weights

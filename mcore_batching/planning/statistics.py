@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mcore_batching.planning.bounds import floor_of_totals, step_time_floor
 from mcore_batching.planning.cost import CostModel, ordered_sum
-from mcore_batching.planning.coupled_ranks import blocks_of, coupled_ends, coupled_passes
+from mcore_batching.planning.coupled_ranks import blocks_of, coupled_passes
 from mcore_batching.planning.pipeline import inflight_tokens, pipeline_time
 from mcore_batching.planning.plan import StepPlan
 from mcore_batching.planning.problem import Problem
@@ -331,7 +331,7 @@ def _rank_ends(
             backward_ratio=ratio,
             forward_only=forward_only,
         )
-        return coupled_ends(ends, dims, step.num_microbatches, forward_only=forward_only)
+        return ends[-1]
     return [
         pipeline_time(rank, dims, backward_ratio=ratio, forward_only=forward_only) for rank in costs
     ]

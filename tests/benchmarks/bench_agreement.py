@@ -8,7 +8,8 @@ per rank are what a rank with a core of its own would spend. What more ranks wou
 out on paper: the line fitted to CPU seconds, and the way of the messages that wait for each other.
 
 "before" is how ranks agreed until every agreement began with a summary: an ``all_gather_object`` of
-everybody's statement, six times for planning and a step.
+everybody's statement, six times for planning and a step. A loop of one's own plans a rollout once
+for many steps; a stock script plans every step.
 """
 
 from __future__ import annotations
@@ -46,9 +47,8 @@ LATENCY_SECONDS = 25e-6
 Measured = dict[str, float]
 
 
-def now(rank: int) -> list[tuple[str, Statement]]:
+def planned(rank: int) -> list[tuple[str, Statement]]:
     """The agreements of planning (local, two ways of packing) and of a training step."""
-    digest = {"samples and plan (sha256)": rank // RANKS_PER_REPLICA}
     totals = [16, 9000, 8000, 8000.0, 16, 16]
     return [
         ("taking stock", Statement(equal=SETTINGS, largest=[0, -rank, 0], total=[16])),
@@ -56,7 +56,7 @@ def now(rank: int) -> list[tuple[str, Statement]]:
         (
             "filling",
             Statement(
-                equal_in_replica=digest,
+                equal_in_replica=_digest(rank),
                 largest=[1.5e6, 1.4e6, 16384.0, 16384.0],
                 total=[1 << 31] * 2,
             ),
@@ -73,18 +73,40 @@ def now(rank: int) -> list[tuple[str, Statement]]:
     ]
 
 
+def stock(rank: int) -> list[tuple[str, Statement]]:
+    """The agreements of a stock script's step, planning included; the last with its log line."""
+    *_, collating, after = planned(rank)
+    counts = [12345, -12345, 0, 4, 4, 0]
+    largest, total = [0.0, *[4096.0] * 12], [1.0] * 12
+    return [
+        ("taking stock", Statement(equal=SETTINGS, largest=[0, -rank, *counts], total=[16])),
+        (
+            collating[0],
+            Statement(
+                equal=collating[1].equal,
+                equal_in_replica=_digest(rank) | dict(collating[1].equal_in_replica),
+                total=collating[1].total,
+            ),
+        ),
+        (after[0], Statement(equal=after[1].equal, largest=largest, total=total)),
+    ]
+
+
+def _digest(rank: int) -> dict[str, int]:
+    return {"samples and plan (sha256)": rank // RANKS_PER_REPLICA}
+
+
 def before(rank: int) -> list[tuple[str, Statement]]:
-    """The same with what every rank told, and the plans of all ranks gathered on each."""
+    """As `planned`, with what every rank told, and the plans of all ranks gathered on each."""
     lengths = random.Random(rank).choices(range(100, 4000), k=SAMPLES_PER_REPLICA)
     slots = [tuple(range(i, i + 4)) for i in range(0, SAMPLES_PER_REPLICA, 4)]
-    stock, packing, filling, *step = now(rank)
+    taking, packing, filling, *step = planned(rank)
     first = rank % RANKS_PER_REPLICA == 0
     choosing = Statement(
-        equal_in_replica={"samples and plan (sha256)": rank // RANKS_PER_REPLICA},
-        tell=("0" * 16, (lengths, slots) if first else None),
+        equal_in_replica=_digest(rank), tell=("0" * 16, (lengths, slots) if first else None)
     )
     told = Statement(equal=SETTINGS, tell=SAMPLES_PER_REPLICA)
-    return [(stock[0], told), packing, filling, ("choosing", choosing), *step]
+    return [(taking[0], told), packing, filling, ("choosing", choosing), *step]
 
 
 class Gathering:
@@ -123,8 +145,11 @@ class Summaries(Consensus):
     def __init__(self, ranks: int) -> None:
         replicas = [[i, i + 1] for i in range(0, ranks, RANKS_PER_REPLICA)]
         super().__init__(dist.group.WORLD, replicas=replicas)
-        self.sent_bytes = len(now(0)) * rounds_of(ranks) * SUMMARY_BYTES  # per measured step
-        self._ranks = ranks
+        self._bytes = rounds_of(ranks) * SUMMARY_BYTES
+
+    def sent_bytes(self, agreements: int) -> int:
+        """Bytes that a rank sends in so many of them."""
+        return agreements * self._bytes
 
 
 def rounds_of(ranks: int) -> int:
@@ -147,8 +172,9 @@ def measure(rank: int, ranks: int, store: str, results: Any, repeats: int) -> No
 
     ways: dict[str, Callable[[], None]] = {
         "before": lambda: agreements(gathering, before(rank)),
-        "now": lambda: agreements(summaries, now(rank)),
-        "gloo's all-reduce": lambda: [dist.all_reduce(ring) for _ in now(rank)] and None,
+        "planned, then a step": lambda: agreements(summaries, planned(rank)),
+        "stock step": lambda: agreements(summaries, stock(rank)),
+        "gloo's all-reduce": lambda: [dist.all_reduce(ring) for _ in planned(rank)] and None,
     }
     barriers = 0.0
     report: dict[str, Measured] = {}
@@ -171,7 +197,8 @@ def measure(rank: int, ranks: int, store: str, results: Any, repeats: int) -> No
             "cpu": (float(cpu) - barriers) / ranks,
         }
     report["before"]["bytes"] = gathering_bytes(ranks, rank)
-    report["now"]["bytes"] = summaries.sent_bytes
+    for name, made in (("planned, then a step", planned), ("stock step", stock)):
+        report[name]["bytes"] = summaries.sent_bytes(len(made(rank)))
     if rank == 0:
         results.put(report)
     dist.barrier()
@@ -241,14 +268,17 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the processes, too
-    print(f"agreements: before {len(before(0))}, now {len(now(0))}; {os.cpu_count()} cores")
+    print(
+        f"agreements: before {len(before(0))}, planned {len(planned(0))}, stock {len(stock(0))}; "
+        f"{os.cpu_count()} cores"
+    )
     reports: dict[int, dict[str, Measured]] = {}
     for ranks in options.ranks:
         reports[ranks] = run(ranks, options.repeats)
         for way, each in reports[ranks].items():
             sent = f"{each['bytes'] / 1024:9.1f} KB" if "bytes" in each else " " * 12
             print(
-                f"{ranks:>5} ranks  {way:<18} {1e3 * each['wall']:9.2f} ms wall "
+                f"{ranks:>5} ranks  {way:<20} {1e3 * each['wall']:9.2f} ms wall "
                 f"{1e3 * each['cpu']:8.2f} ms CPU a rank {sent}",
                 flush=True,
             )
@@ -268,9 +298,11 @@ def main() -> None:
 
 WAYS: list[tuple[str, Callable[[int], float], str, Callable[[int], int]]] = [
     ("before", float, "ranks", lambda n: 2 * (n - 1) * len(before(0))),
-    ("gloo's all-reduce", float, "ranks", lambda n: 2 * (n - 1) * len(now(0))),
-    ("now", rounds_of, "log2 ranks", lambda n: rounds_of(n) * len(now(0))),
-    ("now", float, "ranks", lambda n: rounds_of(n) * len(now(0))),
+    ("gloo's all-reduce", float, "ranks", lambda n: 2 * (n - 1) * len(planned(0))),
+    ("planned, then a step", rounds_of, "log2 ranks", lambda n: rounds_of(n) * len(planned(0))),
+    ("planned, then a step", float, "ranks", lambda n: rounds_of(n) * len(planned(0))),
+    ("stock step", rounds_of, "log2 ranks", lambda n: rounds_of(n) * len(stock(0))),
+    ("stock step", float, "ranks", lambda n: rounds_of(n) * len(stock(0))),
 ]
 """Way, what its work grows with, and its messages that wait for each other."""
 

@@ -7,7 +7,8 @@ few cores keeps the clock of one with many. The simulation is given the costs al
 schedules, gloo and the tiny model add shows as error.
 
 With ``--exchange-shapes`` neighbours exchange the shape of every tensor first and wait for each
-other to do so, as Megatron does by itself: the simulation leaves that out.
+other to do so, as Megatron does by itself: the simulation leaves that out. What each pass takes
+beside its sleep is a smaller share with a larger ``--seconds-per-cost``.
 
 With ``--dynamic-cp`` whole training steps of the same samples, one of them as long as half of the
 others together, are planned with every row on one rank and with dynamic CP: the table has both, and

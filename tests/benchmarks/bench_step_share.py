@@ -1,4 +1,4 @@
-"""The share of a step that planning and collating take, on real processes.
+"""The share of a step that planning, collating and the failure watch take, on real processes.
 
     python tests/benchmarks/bench_step_share.py
 
@@ -47,11 +47,14 @@ def main() -> None:
     ]
     medians = {part: statistics.median(times[part] for times in slowest) for part in slowest[0]}
     whole = medians["plan"] + medians["forward_only"] + medians["train_step"]
-    print(f"{'part':<14}{'median ms':>11}{'share':>9}   (slowest rank, {options['repeats']} steps)")
+    print(f"{'part':<22}{'median ms':>11}{'share':>9}   (slowest rank, {options['repeats']} steps)")
     for part, seconds in medians.items():
         # Collation happens inside each pass, twice a step; it was timed once by itself.
         times = 2 if part == "collate" else 1
-        print(f"{part:<14}{1e3 * seconds * times:>11.1f}{seconds * times / whole:>8.1%}")
+        print(f"{part:<22}{1e3 * seconds * times:>11.1f}{seconds * times / whole:>8.1%}")
+    ratios = [times["train_step"] / times["train_step, unwatched"] for times in slowest]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    print(f"a step over one without the failure watch: {middle:.4f} ({low:.4f} to {high:.4f})")
 
 
 if __name__ == "__main__":

@@ -183,20 +183,23 @@ PLACEHOLDERS = {
         for per_token in (True, False)
     ]
     + [
-        job(
-            f"placeholders-dp2-ep2-{balancing}",
-            "extra_placeholders",
-            PLACEHOLDERS["dp2-ep2"][2],
-            2,
-            reference="moe",
-            kind="moe",
-            count=EXTRA,
-            per_token_loss=True,
-            settings={
-                "moe_router_load_balancing_type": balancing,
-                "moe_aux_loss_coeff": 0.1,
-                "moe_z_loss_coeff": 0.01,
-            },
+        pytest.param(
+            job(
+                f"placeholders-dp2-ep2-{balancing}",
+                "extra_placeholders",
+                PLACEHOLDERS["dp2-ep2"][2],
+                2,
+                reference="moe",
+                kind="moe",
+                count=EXTRA,
+                per_token_loss=True,
+                settings={
+                    "moe_router_load_balancing_type": balancing,
+                    "moe_aux_loss_coeff": 0.1,
+                    "moe_z_loss_coeff": 0.01,
+                },
+            ),
+            marks=() if balancing == "aux_loss" else pytest.mark.long,
         )
         for balancing in ("aux_loss", "seq_aux_loss")
     ],

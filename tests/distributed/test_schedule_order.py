@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+from itertools import cycle, islice
 from typing import Any
 
 import pytest
@@ -76,6 +78,55 @@ def test_simulated_order_is_megatrons(job: Job, ranks: list[Any]) -> None:
         ]
 
 
+BEFORE_0_18 = tuple(map(int, version("megatron-core").split(".")[:2])) < (0, 18)
+WAITS_FOR_SENDS = pytest.mark.skipif(
+    BEFORE_0_18, reason="before megatron-core 0.18 the schedule did not wait for what it sent"
+)
+SECONDS_PER_COST = 0.02
+
+
+def clock_of(name: str) -> Job:
+    dims = LAYOUTS[name]
+    group = dims.get("microbatch_group_size", dims["pipeline_parallel"])
+    costs = list(islice(cycle([5.0, 1.0, 1.0, 3.0]), 2 * group))
+    parameters = {"dims": dims, "steps": [(costs, False), (costs, True)]}
+    parameters["seconds_per_cost"] = SECONDS_PER_COST
+    return Job(
+        f"clock-{name}",
+        "kit.operations:operations",
+        dims["pipeline_parallel"],
+        dims,
+        parameters,
+    )
+
+
+@WAITS_FOR_SENDS
+@pytest.mark.parametrize(
+    "job",
+    [
+        clock_of("pp2-vpp2"),
+        clock_of("pp2-vpp2-group3"),
+        pytest.param(clock_of("pp4-vpp2"), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_no_pass_ends_before_the_simulation_says(job: Job, ranks: list[Any]) -> None:
+    """Passes sleep what they cost. So Megatron has every wait that the simulation has."""
+    dims = ParallelDims(**job.parameters["dims"])
+    chunks = dims.virtual_pipeline
+    for number, (costs, forward_only) in enumerate(job.parameters["steps"]):
+        ended = {
+            (stage, kind == "B", chunk, slot): end
+            for stage, steps in enumerate(ranks)
+            for kind, chunk, slot, _, end in steps[number]
+        }
+        # Each chunk sleeps the whole cost.
+        whole = [chunks * cost for cost in costs]
+        for o in pipeline_operations(whole, dims, forward_only=forward_only):
+            end = ended[o.stage, o.backward, o.chunk, o.slot]
+            assert end >= SECONDS_PER_COST * o.end * (1 - 1e-9), o
+
+
 def asleep(name: str, seconds_per_unit: float = 5e-5, **dims: int) -> Job:
     parameters = {"dims": dims, "seconds_per_unit": seconds_per_unit}
     return Job(f"asleep-{name}", "kit.shared_clock:asleep", 4, dims, parameters)
@@ -88,7 +139,10 @@ DP2_PP2 = {"data_parallel": 2, "pipeline_parallel": 2}
     "job",
     [
         asleep("dp2-pp2", **DP2_PP2),
-        pytest.param(asleep("dp2-pp2-vpp2", **DP2_PP2, virtual_pipeline=2), marks=pytest.mark.long),
+        pytest.param(
+            asleep("dp2-pp2-vpp2", **DP2_PP2, virtual_pipeline=2),
+            marks=[pytest.mark.long, WAITS_FOR_SENDS],
+        ),
         pytest.param(asleep("dp4", data_parallel=4), marks=pytest.mark.long),
     ],
     ids=str,

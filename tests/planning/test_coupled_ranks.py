@@ -7,9 +7,10 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron_transfers import waited_for
 from planning_cases import dims_list, examples
 
-from mcore_batching.planning.coupled_ranks import coupled_chain, coupled_ends, coupled_passes
+from mcore_batching.planning.coupled_ranks import coupled_chain, coupled_passes
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline import pipeline_time, stage_order
 
@@ -27,6 +28,11 @@ def played(
         for rank in range(ranks)
         for stage in range(stages)
     }
+    orders = [
+        [(stage, "B" if backward else "F", *rest) for backward, *rest in reversed(queues[0, stage])]
+        for stage in range(stages)
+    ]
+    waits = waited_for(orders, dims) if chunks > 1 else {}
     free = dict.fromkeys(queues, 0.0)
     done: dict[tuple[int, int, int, bool], float] = {}
     while any(queues.values()):
@@ -48,6 +54,10 @@ def played(
             else:
                 needed = (part - 1, False)
             inputs = [(r, slot, *needed) for r in members if needed[0] >= 0]
+            for place, kind, of_chunk, of_slot in waits.get(
+                (stage, "B" if backward else "F", chunk, slot), ()
+            ):
+                inputs += [(r, of_slot, of_chunk * stages + place, kind == "B") for r in members]
             if any(each not in done for each in inputs):
                 continue
             start = max([free[r, stage] for r in members] + [done[each] for each in inputs])
@@ -89,7 +99,7 @@ def test_every_rank_ends_when_the_events_say(
 ) -> None:
     costs, blocks, dims, forward_only = step
     ends = coupled_passes(costs, blocks, dims, backward_ratio=2.0, forward_only=forward_only)
-    of_ranks = coupled_ends(ends, dims, len(costs), forward_only=forward_only)
+    of_ranks = ends[-1]
     # Thirds do not add up exactly in every order.
     assert of_ranks == pytest.approx(played(costs, blocks, dims, 2.0, forward_only), rel=1e-12)
     for rank, end in enumerate(of_ranks):
@@ -111,7 +121,7 @@ def test_no_costs_end_a_step_before_a_chain_does(
         for first, after in shared:
             of_slot[first:after] = [of_slot[first]] * (after - first)
     changed = coupled_passes(others, blocks, dims, forward_only=forward_only)
-    end = coupled_ends(changed, dims, len(costs), forward_only=forward_only)[0]
+    end = changed[-1][0]
     length = sum(weight * others[slot][first] for (first, slot), weight in chain.items())
     assert end >= length * (1 - 1e-9)
 
@@ -124,7 +134,7 @@ def test_ranks_that_share_nothing_run_by_themselves_and_all_that_share_all_in_lo
     costs, _, dims, forward_only = step
     ranks = len(costs[0])
     alone = coupled_passes(costs, [[]] * len(costs), dims, forward_only=forward_only)
-    assert coupled_ends(alone, dims, len(costs), forward_only=forward_only) == pytest.approx(
+    assert alone[-1] == pytest.approx(
         [
             pipeline_time(list(own), dims, forward_only=forward_only)
             for own in zip(*costs, strict=True)
@@ -133,7 +143,7 @@ def test_ranks_that_share_nothing_run_by_themselves_and_all_that_share_all_in_lo
     )
     slowest = [[max(of_slot)] * ranks for of_slot in costs]
     together = coupled_passes(slowest, [[(0, ranks)]] * len(costs), dims, forward_only=forward_only)
-    assert coupled_ends(together, dims, len(costs), forward_only=forward_only) == pytest.approx(
+    assert together[-1] == pytest.approx(
         [pipeline_time([own[0] for own in slowest], dims, forward_only=forward_only)] * ranks,
         rel=1e-12,
     )
@@ -142,6 +152,6 @@ def test_ranks_that_share_nothing_run_by_themselves_and_all_that_share_all_in_lo
 def test_a_shared_micro_batch_begins_when_the_later_rank_is_ready() -> None:
     dims = ParallelDims(data_parallel=2)
     ends = coupled_passes([[1.0, 3.0], [2.0, 2.0]], [[], [(0, 2)]], dims, forward_only=True)
-    assert ends == [[1.0, 3.0], [5.0, 5.0]]
+    assert ends == [[0.0, 0.0], [1.0, 3.0], [5.0, 5.0]]
     ends = coupled_passes([[1.0, 3.0], [2.0, 2.0]], [[], []], dims, forward_only=True)
-    assert ends == [[1.0, 3.0], [3.0, 5.0]]
+    assert ends == [[0.0, 0.0], [1.0, 3.0], [3.0, 5.0]]

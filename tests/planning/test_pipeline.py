@@ -2,9 +2,10 @@
 
 The reference states a schedule by what a stage may hold: it goes on with forward passes while it
 holds fewer than so many micro-batches (of chunks) whose backward pass is still to come, and else
-runs the oldest backward pass that is due. Every pass is a node of a graph with two edges, from the
-pass that its stage ran before and from the pass whose output it needs; it ends at the end of the
-longest path. That Megatron runs these orders is shown on recorded runs, in tests/distributed.
+runs the oldest backward pass that is due. Every pass is a node of a graph with edges from the pass
+that its stage ran before, from the pass whose output it needs, and from those at whose end the
+transfers end that its stage waits for; it ends at the end of the longest path. That Megatron runs
+these orders, and ends no sooner, is shown on recorded runs, in tests/distributed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron_transfers import Node, waited_for
 from planning_cases import examples, megatron_runs
 
 from mcore_batching.planning import ParallelDims, ParallelDimsError
@@ -26,9 +28,6 @@ from mcore_batching.planning.pipeline import (
     pipeline_time,
     stage_order,
 )
-
-Node = tuple[int, str, int, int]
-"""Stage, F or B, chunk, slot."""
 
 
 @dataclass(frozen=True)
@@ -123,13 +122,19 @@ def needs(node: Node, dims: ParallelDims) -> Node | None:
 def reference_times(run: Run) -> dict[Node, tuple[float, float]]:
     """Start and end of every pass: longest paths."""
     graph: dict[Node, dict[Node, float]] = {}
-    for stage in range(run.dims.pipeline_parallel):
+    orders = [
+        reference_order(run.dims, stage, len(run.costs), run.forward_only)
+        for stage in range(run.dims.pipeline_parallel)
+    ]
+    waits = waited_for(orders, run.dims) if run.dims.virtual_pipeline > 1 else {}
+    for stage, order in enumerate(orders):
         before: Node | None = None
-        for node in reference_order(run.dims, stage, len(run.costs), run.forward_only):
+        for node in order:
             graph[node] = {} if before is None else {before: 0.0}
             needed = needs(node, run.dims)
             if needed is not None:
                 graph[node][needed] = run.transfer if needed[0] != stage else 0.0
+            graph[node] |= dict.fromkeys(waits.get(node, ()), run.transfer)
             before = node
     times: dict[Node, tuple[float, float]] = {}
     for node in TopologicalSorter(graph).static_order():

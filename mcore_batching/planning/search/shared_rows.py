@@ -13,7 +13,6 @@ from mcore_batching.planning.coupled_ranks import (
     Ends,
     blocks_of,
     coupled_chain,
-    coupled_ends,
     coupled_passes,
 )
 from mcore_batching.planning.problem import Problem
@@ -58,10 +57,8 @@ class SharedObjective(Objective):
         if self.lockstep:
             end = self.end_of([max(slot) for slot in zip(*costs, strict=True)])
             return Candidate(held, [end], sizes)
-        slot_costs, dims = list(zip(*costs, strict=True)), self.problem.dims
-        passes = _passes(self, slot_costs, blocks_of(sizes), None)
-        ends = coupled_ends(passes, dims, len(slot_costs), forward_only=self.problem.forward_only)
-        return Candidate(held, ends, sizes)
+        passes = _passes(self, list(zip(*costs, strict=True)), blocks_of(sizes), None)
+        return Candidate(held, passes[-1], sizes)
 
 
 def simulated_together(
@@ -83,16 +80,15 @@ def simulated_together(
         `coupled_passes` gave.
     """
     problem = objective.problem
-    dims, forward_only = problem.dims, problem.forward_only
     made = _passes(objective, slot_costs, slot_blocks, before)
-    ends = coupled_ends(made, dims, len(slot_costs), forward_only=forward_only)
+    ends = made[-1]
     chain = coupled_chain(
         made,
         ends.index(max(ends)),
         slot_blocks,
-        dims,
+        problem.dims,
         backward_ratio=problem.cost_model.backward_ratio,
-        forward_only=forward_only,
+        forward_only=problem.forward_only,
     )
     return ends, chain, made
 

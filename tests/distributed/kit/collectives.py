@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from mcore_batching.batch.rank_messages import RankMessages
 from mcore_batching.integrations.megatron_lm.forward_backward import PackedForwardBackward
 from mcore_batching.megatron import forward_only, get_data_iterator, schedule_of, train_step
 from mcore_batching.megatron.data_iterator import plan_micro_batches
-from mcore_batching.planning import ParallelDims
+from mcore_batching.planning import CostModel, ParallelDims
 
 COUNTED: list[tuple[Any, str]] = [
     (RankMessages, "reduce"),
@@ -51,6 +52,15 @@ def counted() -> Iterator[dict[str, int]]:
     finally:
         for owner, name, original in originals:
             setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def free_micro_batches() -> Iterator[str]:
+    """File of a cost model by which a pipeline takes more micro-batches than hold the samples."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(CostModel(per_micro_batch=0.0).to_json())
+        file.flush()
+        yield file.name
 
 
 def get_batch(data_iterator: Any) -> Any:
@@ -140,6 +150,11 @@ def collectives_of_phases(dims: dict[str, Any], reference: str) -> dict[str, dic
             _stock_step(stock, model, samples, forward_only=True)
         with counted() as phases["stock step, bounded in flight"]:
             _stock_step(bounded, model, samples)
+        with free_micro_batches() as cost_model:
+            costs = {"dynamic_batch_cost_model": cost_model, "max_tokens_per_gpu": 4096}
+            shaping = arguments(shape, padded_vocab_size=VOCABULARY, **costs)
+            with counted() as phases["stock step, two ways to pack"]:
+                _stock_step(shaping, model, samples)
         with counted() as phases["stock step, data on some ranks"]:
             _stock_step(stock, model, samples, has_data=on_one is not None)
     return phases

@@ -120,8 +120,10 @@ def _one_step(
     rows = prepared.iterators(len(model))
     planned = planned_transfers(one_each, model, prepared, forward_only=forward_only)
     with passes_of(model) as passes, planned:
-        dist.barrier()
-        began = time.monotonic()
+        # The last rank to get here: no pass begins before, on any.
+        entered = torch.tensor([time.monotonic()], dtype=torch.float64)
+        dist.all_reduce(entered, op=dist.ReduceOp.MAX)
+        began = float(entered)
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=rows if len(rows) > 1 else rows[0],

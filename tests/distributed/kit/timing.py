@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import random
 import time
+import unittest.mock
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +19,13 @@ from kit.exactness import arguments, log_probs_of
 from kit.model import adam, transformer_config
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY
-from mcore_batching.megatron import forward_only, get_data_iterator, schedule_of, train_step
+from mcore_batching.megatron import (
+    failure_watch,
+    forward_only,
+    get_data_iterator,
+    schedule_of,
+    train_step,
+)
 from mcore_batching.megatron.prepared_step import prepare
 from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
 from mcore_batching.megatron.standalone.calibration import LayerStack, calibrate
@@ -61,12 +70,25 @@ def calibrated(max_tokens: int) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """The time in which the failure watch is out of the way: its thread waits for an event."""
+    watch = failure_watch._current
+    failure_watch._current = None
+    with unittest.mock.patch.object(failure_watch, "_watch_of", return_value=None):
+        try:
+            yield
+        finally:
+            failure_watch._current = watch
+
+
 def step_share(
     dims: dict[str, Any], hidden_size: int, num_samples: int, median_tokens: int, repeats: int
 ) -> list[dict[str, float]]:
     """Seconds of planning, collating, the forward-only pass and the training step, each repeat.
 
-    Planning and collating include the collectives in which ranks compare notes.
+    Planning and collating include the collectives in which ranks compare notes. The training step
+    is taken twice, with and without the failure watch, in turns which of them first.
     """
     shape = ParallelDims(**dims)
     settings = {"hidden_size": hidden_size, "ffn_hidden_size": 4 * hidden_size}
@@ -92,8 +114,11 @@ def step_share(
         times.append(time.perf_counter())
         forward_only(log_probs_of, args, model, iterators, counts)
         times.append(time.perf_counter())
-        train_step(packed_objective, args, model, iterators, counts, optimizer)
-        times.append(time.perf_counter())
-        names = ("plan", "collate", "forward_only", "train_step")
+        steps = ["train_step", "train_step, unwatched"]
+        for name in reversed(steps) if repeat % 2 else steps:
+            with unwatched() if name != "train_step" else contextlib.nullcontext():
+                train_step(packed_objective, args, model, iterators, counts, optimizer)
+            times.append(time.perf_counter())
+        names = ["plan", "collate", "forward_only", *steps[:: -1 if repeat % 2 else 1]]
         timed.append(dict(zip(names, (b - a for a, b in itertools.pairwise(times)), strict=True)))
     return timed[1:]  # the first repeat warms up
