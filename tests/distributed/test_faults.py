@@ -404,6 +404,7 @@ ON_ONE_RANK = {
             "CollationFailedError",
             "rank 2: IndexError: step must be 0 to 0, got 7",
         ),
+        "step of another number": ("PlanMismatchError", "step is 1, on rank 0 it is 0"),
         # The ranks' messages did not fit together: an abort or a hang.
         "other shapes": ("PlanMismatchError", "rank 2: --dynamic-batch-no-planned-shapes is True"),
         "other output layer": ("PlanMismatchError", "rank 2: --dynamic-batch-fuse-output-layer is"),

@@ -55,6 +55,11 @@ class _Calls:
     def planned_with(self, **options: Any) -> Any:
         return get_data_iterator(self.args, self.model, self.data, **options)
 
+    def train_of_two(self, step: int) -> Any:
+        places = range(len(self.data["tokens"]))
+        iterators, counts = self.planned_with(steps=[places[::2], places[1::2]])
+        return self.train(step=step, data_iterator=iterators, num_microbatches=counts)
+
     def train_with_mean(self) -> Any:
         config = get_model_config(self.model[0])
         config.calculate_per_token_loss = False
@@ -169,6 +174,7 @@ _WRONG: dict[str, Callable[[_Calls], Any]] = {
     "loss alone": lambda calls: calls.train(_loss_with(lambda loss, metrics, n: loss)),
     "loss function is None": lambda calls: calls.train(None),
     "step out of range": lambda calls: calls.train(step=7),
+    "step of another number": lambda calls: calls.train_of_two(1),
     "other shapes": lambda calls: calls.train(
         args=arguments(calls.dims, dynamic_batch_no_planned_shapes=True)
     ),
@@ -218,6 +224,8 @@ def _right(name: str, calls: _Calls) -> Any:
     """What the ranks that are not at fault call meanwhile."""
     if name == "exchange" or name.startswith("data "):
         return calls.plan()
+    if name == "step of another number":
+        return calls.train_of_two(0)
     if name == "no fields" or name.startswith("field "):
         return add_fields(calls.iterators, {})
     if name.startswith(("f ", "no iterators", "train_step against")):
