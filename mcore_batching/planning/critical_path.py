@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline import interleaved_program
+from mcore_batching.planning.rounds import Rounds
 
 
 def critical_path(
@@ -39,7 +40,8 @@ def critical_path(
         return _interleaved(forward_costs, dims, backward_ratio, forward_only)
     if forward_only:
         return _forward(forward_costs, dims.pipeline_parallel)
-    return _one_f_one_b(forward_costs, dims.pipeline_parallel, backward_ratio)
+    rounds = Rounds(forward_costs, dims.pipeline_parallel, backward_ratio)
+    return rounds.end, rounds.weights()
 
 
 def _forward(costs: Sequence[float], stages: int) -> tuple[float, list[float]]:
@@ -51,67 +53,6 @@ def _forward(costs: Sequence[float], stages: int) -> tuple[float, list[float]]:
     for cost, weight in zip(costs, weights, strict=True):
         end += weight * cost
     return end, weights
-
-
-def _one_f_one_b(
-    costs: Sequence[float], stages: int, backward_ratio: float
-) -> tuple[float, list[float]]:
-    """The rounds of `pipeline._one_f_one_b_time`, and the way back through them."""
-    count, last = len(costs), stages - 1
-    clock = [0.0] * stages
-    after_forward: list[list[float]] = []
-    after_backward: list[list[float]] = []
-    before = clock
-    for number in range(count + last):
-        if number < count:
-            cost, ready, clock = costs[number], 0.0, []
-            for free in before:
-                ready = (free if free > ready else ready) + cost
-                clock.append(ready)
-        after_forward.append(clock)
-        clock = clock[:]
-        due = number - last
-        first = 0
-        if due < 0:
-            first, due = -due, 0
-        for stage in range(first, min(stages, first + count - due)):
-            start = clock[stage]
-            if stage < last and before[stage + 1] > start:
-                start = before[stage + 1]
-            clock[stage] = start + backward_ratio * costs[due]
-            due += 1
-        after_backward.append(clock)
-        before = clock
-    weights = [0.0] * count
-    stage, number, backward = 0, count + last - 1, True
-    while True:
-        if backward:
-            weights[number - last + stage] += backward_ratio
-            if (
-                number > 0
-                and stage < last
-                and after_backward[number - 1][stage + 1] > after_forward[number][stage]
-            ):
-                stage, number = stage + 1, number - 1
-                continue
-            if number < count:
-                backward = False
-                continue
-            number -= 1
-            backward = number - last + stage >= 0
-        else:
-            weights[number] += 1.0
-            if stage > 0 and (
-                number == 0 or after_forward[number][stage - 1] >= after_backward[number - 1][stage]
-            ):
-                stage -= 1
-                continue
-            if number == 0:
-                return clock[0], weights
-            number -= 1
-            backward = number - last + stage >= 0
-        if not backward:
-            number = min(number, count - 1)
 
 
 def _interleaved(

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from mcore_batching.planning.errors import Argument, ParallelDimsError
 from mcore_batching.planning.parallel_dims import ParallelDims
+from mcore_batching.planning.rounds import rounds_end
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +288,7 @@ def pipeline_time(
         raise ParallelDimsError("a schedule runs one micro-batch or more, got none")
     if forward_only:
         return _forward_time(forward_costs, dims.pipeline_parallel)
-    return _one_f_one_b_time(forward_costs, dims.pipeline_parallel, backward_ratio)
+    return rounds_end(forward_costs, dims.pipeline_parallel, backward_ratio)
 
 
 def inflight_tokens(
@@ -372,35 +373,3 @@ def interleaved_program(
         made.append((newest[stage], taken, held, further, cost))
         newest[stage] = number
     return tuple(made)
-
-
-def _one_f_one_b_time(costs: Sequence[float], stages: int, backward_ratio: float) -> float:
-    """1F1B in rounds: in round j every stage runs forward j, then the backward that it has due.
-
-    Stage s is `stages - 1 - s` micro-batches behind with its backward passes, so what backward i
-    of stage s needs, backward i of stage s + 1, ran one round before.
-    """
-    count, last = len(costs), stages - 1
-    backward_costs = [backward_ratio * cost for cost in costs]
-    clock = [0.0] * stages
-    ended = [0.0] * (stages + 1)
-    for number in range(count + last):
-        if number < count:
-            cost, ready = costs[number], 0.0
-            for stage in range(stages):
-                free = clock[stage]
-                ready = (free if free > ready else ready) + cost
-                clock[stage] = ready
-        due = number - last
-        first = 0
-        if due < 0:
-            first, due = -due, 0
-        for stage in range(first, min(stages, first + count - due)):
-            start = clock[stage]
-            if stage < last and ended[stage + 1] > start:
-                start = ended[stage + 1]
-            start += backward_costs[due]
-            clock[stage] = start
-            ended[stage] = start
-            due += 1
-    return clock[0]

@@ -27,6 +27,8 @@ ON_CHAIN, SAME_RANK = 4, 3
 """Of coupled ranks all but one in so many micro-batches are on the longest chain; one in so many
 pairs is of the same rank."""
 SQUARINGS = 7
+NEAR = 4
+"""Half of the pairs of slots of a rank are no further apart: fewer rounds are simulated."""
 
 Below = Callable[[int], int]
 """The next random number from 0 to a bound."""
@@ -57,9 +59,14 @@ class Pipeline:
         self.costs = self._of_rows()
         self.chains: list[list[float]] = []
         """Weights of micro-batches of chains, and last how long the chain is."""
-        self.end = self._simulate(self.costs)
-        self.chains[0][-1] = self.end
-        self.weights = self._newest
+        self._rounds = objective.rounds(self.costs) if self.width == 1 else None
+        if self._rounds:
+            self.end, self.weights = self._rounds.end, self._rounds.weights()
+            self.chains.append([*self.weights, self.end])
+        else:
+            self.end = self._simulate(self.costs)
+            self.chains[0][-1] = self.end
+            self.weights = self._newest
         self.ends = [self.end]
         """Of ranks that are told apart; not kept up to date where that is one."""
 
@@ -80,16 +87,22 @@ class Pipeline:
         return end
 
     def place(self, below: Below) -> tuple[Rank, int]:
-        """Any rank and slot."""
-        return self.ranks[0], below(self._count)
+        """A rank and slot that the end hangs on little."""
+        slot, other = below(self._count), below(self._count)
+        return self.ranks[0], slot if self.weights[slot] <= self.weights[other] else other
 
     def late_place(self, below: Below) -> tuple[Rank, int]:
-        """A rank and slot that the end may hang on."""
-        return self.place(below)
+        """A rank and slot that the end hangs on more."""
+        slot, other = below(self._count), below(self._count)
+        return self.ranks[0], slot if self.weights[slot] >= self.weights[other] else other
 
     def two_places(self, below: Below) -> tuple[tuple[Rank, int], tuple[Rank, int]]:
         """Two ranks and slots; the end hangs no less on the first."""
-        slot, other = below(self._count), below(self._count)
+        _, slot = Pipeline.late_place(self, below)
+        if below(2):
+            other = min(max(slot + below(2 * NEAR + 1) - NEAR, 0), self._count - 1)
+        else:
+            _, other = Pipeline.place(self, below)
         if self.weights[slot] < self.weights[other]:
             slot, other = other, slot
         return (self.ranks[0], slot), (self.ranks[0], other)
@@ -109,16 +122,20 @@ class Pipeline:
         for number, chain in enumerate(self.chains):
             end = chain[-1] + more * chain[at] + other_more * chain[other]
             if end > latest:
-                latest = end
                 if end > limit:
+                    # Likely to refuse the next change as well.
                     if number:
                         self.chains.insert(0, self.chains.pop(number))
-                    return latest
+                    return end
+                latest = end
         return latest
 
     def simulated(self, change: Change) -> float:
-        """End of the pipeline after a change; the chain found is remembered."""
+        """End of the pipeline after a change."""
         _, at, more, other, other_more = change
+        if self._rounds:
+            self._objective.count_rounds(self._rounds.span(at, other))
+            return self._rounds.end_with(at, more, other, other_more)
         costs = self.costs[:]
         costs[at] += more
         costs[other] += other_more
@@ -136,6 +153,12 @@ class Pipeline:
             chain[-1] += more * chain[at] + other_more * chain[other]
         self.costs[at] += more
         self.costs[other] += other_more
+        if self._rounds:
+            self._rounds.become(at, more, other, other_more)
+            self._objective.count_rounds(self._count)
+            end, self._newest = self._rounds.end, self._rounds.weights()
+            self.chains.insert(0, [*self._newest, end])
+            del self.chains[MOST_CHAINS:]
         sooner = end < self.end
         self.end, self.weights = end, self._newest
         return sooner

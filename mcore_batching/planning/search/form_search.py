@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 from mcore_batching.planning.search.changed_ranks import ranks_of
-from mcore_batching.planning.search.local_moves import Counter
+from mcore_batching.planning.search.local_moves import counter
 from mcore_batching.planning.search.objective import Candidate
 from mcore_batching.planning.search.pipeline_search import by_cost
 from mcore_batching.planning.search.profiles import shapes_of
@@ -43,7 +43,7 @@ class FormSearch:
         self._forms = SharedForms(objective)
         self._tried: set[Form] = set()
         self._best: list[tuple[Candidate, Form, float]] = []
-        self._random = Counter()
+        self._random = counter()
         self._order = by_cost(range(problem.num_samples), problem.on_ranks[1].costs)
         self._limits = self.limits()
 
@@ -88,7 +88,7 @@ class FormSearch:
             if self._objective.cannot_be_beaten(self._best[0][0].end):
                 break
             self._objective.effort -= EFFORT_OF_A_FORM
-            _, form, judged = self._best[self._random.below(len(self._best))]
+            _, form, judged = self._best[self._random(len(self._best))]
             self.consider(self._changed(form), WORTH_MAKING * judged)
         return [step for step, _, _ in self._best]
 
@@ -111,7 +111,7 @@ class FormSearch:
 
     def _changed(self, form: Form) -> Form:
         """The form with one of its parts changed at random."""
-        below, problem = self._random.below, self._problem
+        below, problem = self._random, self._problem
         # A single stage has no use for a profile.
         part = below(7 if problem.dims.pipeline_parallel > 1 else 3)
         count = form.shape.num_slots

@@ -20,6 +20,7 @@ import random
 from collections.abc import Iterable
 
 from mcore_batching.planning.search.changed_pipelines import (
+    Below,
     Change,
     Pipeline,
     high_power,
@@ -31,22 +32,19 @@ from mcore_batching.planning.search.objective import Candidate, Objective
 
 GIVE_UP_AFTER = 12000
 """Moves in a row of which none made the step better."""
-EFFORT_OF_A_TRY = 30
+EFFORT_OF_A_TRY = 40
 """A move that is refused unsimulated takes about as long as so many simulated passes."""
 BEYOND = 1.0055
 """More than the 2 ** SQUARINGS-th root of 2: no move makes a pipeline end so many times later than
 the later of two, and lowers the sum of their powers."""
+ROUNDED = 1.0 + 1e-12
+"""Ends that differ by no more are the same: they are sums in another order."""
 
 
-class Counter:
+def counter() -> Below:
     """Python's Mersenne Twister from one seed: the same numbers on every platform and version."""
-
-    def __init__(self) -> None:
-        self._random = random.Random(1).random
-
-    def below(self, bound: int) -> int:
-        """The next number from 0 to `bound - 1`."""
-        return int(self._random() * bound)
+    number = random.Random(1).random
+    return lambda bound: int(number() * bound)
 
 
 def improve(step: Candidate, objective: Objective, *, keep: float = 0.0) -> Candidate:
@@ -62,9 +60,12 @@ def improve(step: Candidate, objective: Objective, *, keep: float = 0.0) -> Cand
     """
     moved = _Moved(step, objective)
     in_vain = 0
-    while objective.effort > keep and in_vain < GIVE_UP_AFTER and not moved.perfect:
+    perfect = moved.perfect
+    while objective.effort > keep and in_vain < GIVE_UP_AFTER and not perfect:
         objective.effort -= EFFORT_OF_A_TRY
-        in_vain = 0 if moved.try_one() else in_vain + 1
+        in_vain += 1
+        if moved.try_one():
+            in_vain, perfect = 0, moved.perfect
     best = moved.result()
     return best if best.end <= step.end else step
 
@@ -78,7 +79,7 @@ class _Moved:
 
     def __init__(self, step: Candidate, objective: Objective) -> None:
         self._objective = objective
-        self._below = Counter().below
+        self._below = counter()
         self._scale = 1.0 / step.end if step.end else 1.0
         self._shared = step.sizes is not None
         self.ranks = ranks_of(step, objective)
@@ -134,7 +135,12 @@ class _Moved:
                 other = taker.empty
                 theirs = taker.rows[other]
         elif theirs.samples:
-            taken = theirs.samples[below(len(theirs.samples))]
+            cheaper = [i for i in theirs.samples if theirs.costs[i] < theirs.costs[given]]
+            if not cheaper:
+                return False
+            taken = max(cheaper, key=lambda i: theirs.costs[i])
+            if not below(4):
+                taken = cheaper[below(len(cheaper))]
         else:
             return False
         differences = _differences(mine, theirs, given, taken)
@@ -143,10 +149,10 @@ class _Moved:
         less, more, tokens, further = differences
         if left and mine.tokens - tokens > mine.capacity:
             return False
-        beside = [sample for sample in theirs.samples if sample != taken]
+        beside = len(theirs.samples) - (taken >= 0)
         if beside and (
             theirs.tokens + further > theirs.capacity
-            or len(beside) >= self._objective.problem.max_samples
+            or beside >= self._objective.problem.max_samples
         ):
             return False
         changes = self._changes(giving, (early, taker, other), less, more)
@@ -154,7 +160,7 @@ class _Moved:
             return False
         before = samples, theirs.samples
         mine.samples = [i for i in samples if i != given] + ([taken] if taken >= 0 else [])
-        theirs.samples = [*beside, given]
+        theirs.samples = [*(i for i in theirs.samples if i != taken), given]
         mine.tokens -= tokens
         theirs.tokens += further
         if not self._fits_in_memory({*mine.ranks, *theirs.ranks}):
@@ -235,13 +241,15 @@ class _Moved:
                 return False
             end = pipeline.simulated(changes[0])
             self._ends = [end]
-            return end < pipeline.end or (end == pipeline.end and pipeline.evenness() <= 0.0)
+            return end < pipeline.end or (
+                end <= ROUNDED * pipeline.end and pipeline.evenness() <= 0.0
+            )
         other = changes[1][0]
-        limit = self._power(pipeline.end) + self._power(other.end)
         beyond = BEYOND * other.end
         grown = pipeline.soonest(changes[0], beyond)
         if grown > beyond:
             return False
+        limit = self._power(pipeline.end) + self._power(other.end)
         shrunk = other.soonest(changes[1], beyond)
         if self._power(grown) + self._power(shrunk) > limit:
             return False
@@ -251,7 +259,9 @@ class _Moved:
         shrunk = other.simulated(changes[1])
         self._ends = [grown, shrunk]
         total = self._power(grown) + self._power(shrunk)
-        return total < limit or (total == limit and pipeline.evenness() + other.evenness() <= 0.0)
+        return total < limit or (
+            total <= ROUNDED * limit and pipeline.evenness() + other.evenness() <= 0.0
+        )
 
     def _power(self, end: float) -> float:
         return high_power(end * self._scale)

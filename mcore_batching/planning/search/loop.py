@@ -31,7 +31,7 @@ MANY_SAMPLES = 32
 differ, and effort is better spent on them (0.2 % of azure_conv's 128 samples on 8 ranks)."""
 WORTH_MOVES = 1.03
 """End over that of the best step up to which single samples are moved in a step."""
-SHARE_OF_EACH = 0.15
+SHARE_OF_EACH = 0.1
 """Share of the effort for moves that each such step gets; the rest goes to the best."""
 MOST_STEPS_IMPROVED = 3
 """Steps, of different numbers of micro-batches, in which single samples are moved; a third would

@@ -15,11 +15,15 @@ from mcore_batching.planning.critical_path import critical_path
 from mcore_batching.planning.errors import InflightBoundError
 from mcore_batching.planning.pipeline import pipeline_time
 from mcore_batching.planning.problem import Problem
+from mcore_batching.planning.rounds import Rounds
 
 MOST_SAMPLES_COUNTED = 4096
 """Effort grows with the samples of a step up to here: a bound on the seconds that a plan takes."""
 FEWEST_COUNTED, FEW_COUNTED = 24, 1024
 """Effort of few samples or deep pipelines is that of more samples, within these limits."""
+SOME_COUNTED = 64, 4, 256
+"""Beyond so many samples each counts so many times, up to so many: steps of 128 samples end 0.5 %
+sooner."""
 EFFORT_IN_LOCKSTEP = 2
 """So many times the effort where ranks run in lockstep: a move rarely helps, since it takes the
 costliest of a slot. Steps end up to 0.8 % sooner than with 1, and up to 0.2 % later than with 3."""
@@ -64,6 +68,8 @@ class Objective:
         ranks_in_flight = dims.data_parallel * dims.pipeline_parallel // 2
         passes = stages * max(ranks_in_flight, problem.num_samples // 8)
         counted = max(problem.num_samples, min(max(passes, FEWEST_COUNTED), FEW_COUNTED))
+        few, times, some = SOME_COUNTED
+        counted = max(counted, min(few + times * (problem.num_samples - few), some))
         self.effort = problem.config.plan_effort * min(counted, MOST_SAMPLES_COUNTED)
         self.lockstep = dims.expert_parallel > 1
         if self.lockstep:
@@ -114,6 +120,18 @@ class Objective:
             backward_ratio=problem.cost_model.backward_ratio,
             forward_only=problem.forward_only,
         )
+
+    def rounds(self, slot_costs: Sequence[float]) -> Rounds | None:
+        """The rounds of such a pipeline; None under the interleaved schedule and forward only."""
+        problem = self.problem
+        if problem.forward_only or problem.dims.virtual_pipeline > 1:
+            return None
+        stages = problem.dims.pipeline_parallel
+        return Rounds(slot_costs, stages, problem.cost_model.backward_ratio)
+
+    def count_rounds(self, rounds: int) -> None:
+        """Take effort for rounds that ran anew."""
+        self.effort -= self._effort_per_slot * rounds
 
     def candidate(
         self, ranks: Sequence[Sequence[Sequence[int]]], sizes: Sizes | None = None

@@ -180,6 +180,7 @@ def fill_slots(
     objective.effort -= 4 * len(samples)
     problem = objective.problem
     costs, tokens, capacity = problem.costs, problem.tokens, problem.capacity
+    most, heapreplace = problem.max_samples, heapq.heapreplace
     fixed = problem.cost_model.per_micro_batch if overhead else 0.0
     total = ordered_sum(costs[sample] for sample in samples) + fixed * len(sizes)
     full = total / ordered_sum(sizes)
@@ -193,23 +194,23 @@ def fill_slots(
     slots: Slots = [[] for _ in sizes]
     for sample in samples:
         needed = tokens[sample]
-        wanted = min(needed, capacity)
+        wanted = needed if needed < capacity else capacity
         while waiting and -waiting[0][0] >= wanted:
             _, lack, slot = heapq.heappop(waiting)
             heapq.heappush(lacking, (lack, slot))
-        while lacking:
-            lack, slot = lacking[0]
-            if room[slot] >= wanted:
-                break
+        lack, slot = lacking[0]
+        while room[slot] < wanted:
             heapq.heappop(lacking)
             heapq.heappush(waiting, (-room[slot], lack, slot))
-        else:
-            return None
-        slots[slot].append(sample)
+            if not lacking:
+                return None
+            lack, slot = lacking[0]
+        own = slots[slot]
+        own.append(sample)
         room[slot] -= needed
-        if len(slots[slot]) >= problem.max_samples:
+        if len(own) >= most:
             room[slot] = -1
-        heapq.heapreplace(lacking, (lack + costs[sample], slot))
+        heapreplace(lacking, (lack + costs[sample], slot))
     return settle(slots, costs)
 
 

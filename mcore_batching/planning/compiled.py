@@ -1,0 +1,78 @@
+"""Loops over numbers that numba compiles where it is installed (extra `fast`), and Python runs
+where it is not, with the same results to the last bit.
+
+A kernel takes indexable numbers only, lists without numba and arrays with it, and calls no other
+kernel. numba is imported, and kernels compiled, at the first call; what was compiled is kept on
+disk. numba's own `NUMBA_DISABLE_JIT=1` turns all of it off.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, MutableSequence, Sequence
+from typing import Any, TypeVar, cast
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Numbers = MutableSequence[float]
+"""A list, or an array of float64."""
+Table = MutableSequence[Numbers]
+"""Rows of as many numbers each."""
+
+
+def kernel(function: Function) -> Function:
+    """A function over numbers and tables, compiled where that can be."""
+    chosen: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def run(*arguments: Any) -> Any:
+        nonlocal chosen
+        if chosen is None:
+            compile_ = _compiler()
+            chosen = compile_(function) if compile_ else function
+        return chosen(*arguments)
+
+    return cast("Function", run)
+
+
+def numbers(values: Sequence[float]) -> Numbers:
+    """A copy of numbers, as kernels take them."""
+    return _arrays().array(values, dtype=float) if _compiler() else list(values)
+
+
+def table(rows: int, columns: int, value: float = 0.0) -> Table:
+    """So many rows of the same number."""
+    if _compiler():
+        return cast("Table", _arrays().full((rows, columns), value))
+    return [[value] * columns for _ in range(rows)]
+
+
+def as_list(values: Numbers) -> list[float]:
+    """Numbers as Python's own."""
+    return values if isinstance(values, list) else cast("Any", values).tolist()
+
+
+@functools.cache
+def _arrays() -> Any:
+    import numpy
+
+    return numpy
+
+
+@functools.cache
+def _compiler() -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+    """Compiles a function for all processes of this user; None where that cannot be."""
+    try:
+        import numba
+
+        # Without fast math every operation is IEEE's, in the order written.
+        compile_ = functools.partial(numba.njit, cache=True)
+        compile_(_nothing)()  # raises where what is compiled cannot be kept
+    except Exception:
+        # Also of a numba that does not go with its numpy, which raises more than ImportError. A
+        # plan needs neither.
+        return None
+    return None if numba.config.DISABLE_JIT else compile_
+
+
+def _nothing() -> None:
+    """A function to try the compiler with."""
