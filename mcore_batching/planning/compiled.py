@@ -15,6 +15,8 @@ from typing import Any, TypeVar, cast
 Function = TypeVar("Function", bound=Callable[..., Any])
 Numbers = MutableSequence[float]
 """A list, or an array of float64."""
+Integers = MutableSequence[int]
+"""A list, or an array of int64."""
 Table = MutableSequence[Numbers]
 """Rows of as many numbers each."""
 
@@ -37,6 +39,11 @@ def kernel(function: Function) -> Function:
 def numbers(values: Sequence[float]) -> Numbers:
     """A copy of numbers, as kernels take them."""
     return _arrays().array(values, dtype=float) if _compiler() else list(values)
+
+
+def integers(values: Sequence[int]) -> Integers:
+    """A copy of integers, as kernels take them."""
+    return _arrays().array(values, dtype="int64") if _compiler() else list(values)
 
 
 def table(rows: int, columns: int, value: float = 0.0) -> Table:

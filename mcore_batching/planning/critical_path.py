@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mcore_batching.planning.compiled import as_list
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.pipeline import interleaved_program
+from mcore_batching.planning.pipeline import interleaved_ends, interleaved_program
 from mcore_batching.planning.rounds import Rounds
 
 
@@ -58,25 +59,18 @@ def _forward(costs: Sequence[float], stages: int) -> tuple[float, list[float]]:
 def _interleaved(
     costs: Sequence[float], dims: ParallelDims, backward_ratio: float, forward_only: bool
 ) -> tuple[float, list[float]]:
-    chunk_costs = [cost / dims.virtual_pipeline for cost in costs]
-    chunk_costs += [backward_ratio * cost for cost in chunk_costs]
     program = interleaved_program(dims, len(costs), forward_only)
-    ends = [0.0]
-    waited_for = [0]
-    for before, taken, held, further, cost in program:
-        start, latest = ends[before], before
-        for needed in (taken, held, further):
-            if ends[needed] > start:
-                start, latest = ends[needed], needed
-        ends.append(start + chunk_costs[cost])
-        waited_for.append(latest)
+    ends = as_list(interleaved_ends(costs, dims, backward_ratio, forward_only))
     weights = [0.0] * len(costs)
     number = len(program)
     while number:
-        cost = program[number - 1][-1]
+        before, taken, held, further, cost = program[number - 1]
         if cost < len(costs):
             weights[cost] += 1.0 / dims.virtual_pipeline
         else:
             weights[cost - len(costs)] += backward_ratio / dims.virtual_pipeline
-        number = waited_for[number]
+        number = before
+        for needed in (taken, held, further):
+            if ends[needed] > ends[number]:
+                number = needed
     return ends[-1], weights

@@ -20,6 +20,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mcore_batching.planning.compiled import Integers, Numbers, integers, kernel, numbers
 from mcore_batching.planning.errors import Argument, ParallelDimsError
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.rounds import rounds_end
@@ -283,7 +284,7 @@ def pipeline_time(
         LayoutError: the schedule cannot run this many micro-batches.
     """
     if dims.virtual_pipeline > 1:
-        return _interleaved_time(forward_costs, dims, backward_ratio, forward_only)
+        return float(interleaved_ends(forward_costs, dims, backward_ratio, forward_only)[-1])
     if not forward_costs:
         raise ParallelDimsError("a schedule runs one micro-batch or more, got none")
     if forward_only:
@@ -332,24 +333,50 @@ def _forward_time(costs: Sequence[float], stages: int) -> float:
     return ends[-1]
 
 
-def _interleaved_time(
+def interleaved_ends(
     costs: Sequence[float], dims: ParallelDims, backward_ratio: float, forward_only: bool
-) -> float:
+) -> Numbers:
+    """End of each pass of `interleaved_program`, which numbers them from 1; before them 0."""
     chunk_costs = [cost / dims.virtual_pipeline for cost in costs]
     # By index: the forward cost of each slot, then the backward cost of each.
     chunk_costs += [backward_ratio * cost for cost in chunk_costs]
-    ends = [0.0]
-    ended = ends.append
-    for before, taken, held, further, cost in interleaved_program(dims, len(costs), forward_only):
+    columns = _columns(dims, len(costs), forward_only)
+    ends = numbers([0.0] * (len(columns[0]) + 1))
+    _run(*columns, numbers(chunk_costs), ends)
+    return ends
+
+
+@kernel
+def _run(
+    earlier: Integers,
+    taken: Integers,
+    held: Integers,
+    further: Integers,
+    costs_of: Integers,
+    costs: Numbers,
+    ends: Numbers,
+) -> None:
+    """Run the passes of a program, given by its columns."""
+    passes = zip(earlier, taken, held, further, costs_of)  # noqa: B905
+    for number, (before, first, second, third, cost) in enumerate(passes):
         start = ends[before]
-        if ends[taken] > start:
-            start = ends[taken]
-        if ends[held] > start:
-            start = ends[held]
-        if ends[further] > start:
-            start = ends[further]
-        ended(start + chunk_costs[cost])
-    return ends[-1]
+        if ends[first] > start:
+            start = ends[first]
+        if ends[second] > start:
+            start = ends[second]
+        if ends[third] > start:
+            start = ends[third]
+        ends[number + 1] = start + costs[cost]
+
+
+@functools.lru_cache(maxsize=64)
+def _columns(
+    dims: ParallelDims, num_microbatches: int, forward_only: bool
+) -> tuple[Integers, Integers, Integers, Integers, Integers]:
+    """Those of `interleaved_program`."""
+    columns = zip(*interleaved_program(dims, num_microbatches, forward_only), strict=True)
+    earlier, taken, held, further, costs = map(integers, columns)
+    return earlier, taken, held, further, costs
 
 
 @functools.lru_cache(maxsize=64)

@@ -19,6 +19,9 @@ from mcore_batching.planning.rounds import Rounds
 
 MOST_SAMPLES_COUNTED = 4096
 """Effort grows with the samples of a step up to here: a bound on the seconds that a plan takes."""
+MANY_COUNTED, ONE_IN = 1024, 16
+"""Beyond so many samples one in so many counts. Steps of 4096 samples on DP64×PP8 end 0.5 % later
+than if each did, and are planned in a third of the time."""
 FEWEST_COUNTED, FEW_COUNTED = 24, 1024
 """Effort of few samples or deep pipelines is that of more samples, within these limits."""
 SOME_COUNTED = 64, 4, 256
@@ -63,14 +66,7 @@ class Objective:
         self.whole = problem
         """The problem with all context-parallel sizes."""
         dims = problem.dims
-        # What a candidate costs grows with the stages, also where samples are few.
-        stages = dims.pipeline_parallel * dims.virtual_pipeline
-        ranks_in_flight = dims.data_parallel * dims.pipeline_parallel // 2
-        passes = stages * max(ranks_in_flight, problem.num_samples // 8)
-        counted = max(problem.num_samples, min(max(passes, FEWEST_COUNTED), FEW_COUNTED))
-        few, times, some = SOME_COUNTED
-        counted = max(counted, min(few + times * (problem.num_samples - few), some))
-        self.effort = problem.config.plan_effort * min(counted, MOST_SAMPLES_COUNTED)
+        self.effort = problem.config.plan_effort * _counted(problem)
         self.lockstep = dims.expert_parallel > 1
         if self.lockstep:
             self.effort *= EFFORT_IN_LOCKSTEP
@@ -148,6 +144,21 @@ class Objective:
         """True if the first stage of a rank with these slots holds no more than it may."""
         bound = self.max_inflight_tokens
         return bound is None or self.problem.inflight_tokens(slots) <= bound
+
+
+def _counted(problem: Problem) -> int:
+    """Samples that effort is counted for."""
+    samples, dims = problem.num_samples, problem.dims
+    # What a candidate costs grows with the stages, also where samples are few.
+    stages = dims.pipeline_parallel * dims.virtual_pipeline
+    ranks_in_flight = dims.data_parallel * dims.pipeline_parallel // 2
+    passes = stages * max(ranks_in_flight, samples // 8)
+    few, times, some = SOME_COUNTED
+    counted = max(samples, min(max(passes, FEWEST_COUNTED), FEW_COUNTED))
+    counted = max(counted, min(few + times * (samples - few), some))
+    if counted > MANY_COUNTED:
+        counted = MANY_COUNTED + (counted - MANY_COUNTED) // ONE_IN
+    return min(counted, MOST_SAMPLES_COUNTED)
 
 
 class BestSteps:
