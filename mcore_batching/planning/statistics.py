@@ -106,7 +106,7 @@ def step_statistics(
         step: the plan.
         lengths: total length of each sample of the whole batch [samples], in tokens.
         cost_model: the plan's own if None.
-        tight_floor: a later `floor_time`, which takes up to a second the first time.
+        tight_floor: a later `floor_time`, which takes up to a third of a second the first time.
     """
     problem, ranks = step_problem(step, lengths, cost_model)
     costs = micro_batch_costs(step, problem, ranks)
