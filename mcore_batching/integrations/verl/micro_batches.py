@@ -15,6 +15,7 @@ Guarantees
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -24,17 +25,8 @@ import torch
 import torch.distributed as dist
 
 from mcore_batching.integrations.replacements import HookError
-from mcore_batching.planning import (
-    LengthError,
-    MicroBatches,
-    ParallelDims,
-    PlannerConfig,
-    Problem,
-    fill_shard,
-    shard_outlook,
-    shard_packings,
-)
-from mcore_batching.planning.integers import round_up
+from mcore_batching.integrations.shards import planned_shard
+from mcore_batching.planning import LengthError, MicroBatches, ParallelDims, PlannerConfig
 
 _MASKS = ("loss_mask", "response_mask")
 
@@ -91,8 +83,13 @@ def rearrange_micro_batches(
     multiple = num_batches_divided_by or 1
     _check_lengths(lengths, max_token_len, group)
     dims, config = _settings(max_token_len, multiple, dist.get_world_size(group) if agrees else 1)
-    chosen = _planned(
-        lengths, dims, config, group, fewest=min_num_micro_batch or 1, multiple=multiple
+    chosen = planned_shard(
+        lengths,
+        dims,
+        config,
+        functools.partial(_maxima, group),
+        fewest=min_num_micro_batch or 1,
+        multiple=multiple,
     )
     _check_repeated(batch, chosen, group)
     shortest = min(range(len(lengths)), key=lambda sample: (lengths[sample], sample))
@@ -104,50 +101,6 @@ def rearrange_micro_batches(
                 if micro_batch.get(name, None) is not None:
                     micro_batch[name] = torch.zeros_like(micro_batch[name])
     return made, indices
-
-
-def _planned(
-    lengths: list[int],
-    dims: ParallelDims,
-    config: PlannerConfig,
-    group: Any,
-    *,
-    fewest: int,
-    multiple: int,
-) -> MicroBatches:
-    """The rank's micro-batches, as many on every rank of the group; empty ones are placeholders.
-
-    A collective over the group.
-
-    Args:
-        lengths: of the rank's samples.
-        dims: parallel dims.
-        config: the planner's settings.
-        group: ranks that need equally many; None: this rank alone.
-        fewest: micro-batches.
-        multiple: their number is a multiple of this.
-    """
-    problem, packings = None, []
-
-    def pack() -> list[float]:
-        nonlocal problem, packings
-        problem = Problem.of(lengths, dims, config)
-        packings = shard_packings(problem)
-        return [float(len(packed)) for packed in packings]
-
-    counts = [round_up(max(int(count), fewest), multiple) for count in _worst(group, 2, pack)]
-    filled: list[MicroBatches] = []
-
-    def fill() -> list[float]:
-        assert problem is not None
-        filled.extend(
-            fill_shard(problem, packed, count)
-            for packed, count in zip(packings, counts, strict=False)
-        )
-        return [shard_outlook(problem, each).end for each in filled]
-
-    ends = _worst(group, 2, fill)
-    return filled[min(range(len(filled)), key=lambda index: (ends[index], index))]
 
 
 def restore_dynamic_batch(
@@ -238,32 +191,6 @@ def _check_repeated(batch: Any, chosen: MicroBatches, group: Any) -> None:
             "and calculate_per_token_loss counts the tokens of those that fill up: set "
             "ppo_mini_batch_size higher, or ppo_max_token_len_per_gpu"
         )
-
-
-def _worst(group: Any, width: int, attempt: Callable[[], list[float]]) -> list[float]:
-    """The largest of each of an attempt's values over the group.
-
-    Args:
-        group: of `torch.distributed`; None: this rank alone.
-        width: most values.
-        attempt: gives them; may raise.
-
-    Raises:
-        HookError: the attempt failed on another rank. On those where it did, its own error.
-    """
-    values, failure = [], None
-    try:
-        values = attempt()
-    except Exception as error:  # raised below, once the others know
-        failure = error
-    failed, *worst = _maxima(
-        group, [float(failure is not None), *values, *[0.0] * (width - len(values))]
-    )
-    if failure is not None:
-        raise failure
-    if failed:
-        raise HookError("planning failed on another data-parallel rank: its log says why")
-    return worst[: len(values)]
 
 
 def _maxima(group: Any, values: list[float]) -> list[float]:

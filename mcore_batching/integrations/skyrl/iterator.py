@@ -1,0 +1,107 @@
+"""`hook`: SkyRL's ``TokenBasedBatchIterator`` with micro-batches that this package plans.
+
+Guarantees
+- Every sample of the rank is in one micro-batch, and SkyRL's ``reorder_and_combine_batches`` brings
+  outputs back into their order.
+- No micro-batch of several samples holds more tokens than ``max_tokens_per_microbatch``; a longer
+  sample is alone, as in SkyRL.
+- All ranks have equally many: micro-batches are split before SkyRL's padding ones are added, which
+  come last.
+- In a pipeline, order and contents are those with which the slowest rank's step ends first.
+- What is wrong on one rank is an error on all of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_batching.integrations.replacements import (
+    Hook,
+    HookError,
+    Replacement,
+    check_signature,
+    in_place_of,
+)
+from mcore_batching.integrations.shards import planned_shard
+from mcore_batching.planning import ParallelDims, PlannerConfig
+
+_MODULE = "skyrl.backends.skyrl_train.workers.worker_utils"
+_CLASS = "TokenBasedBatchIterator"
+_NAMES = ("_token_counts", "_microbatches", "_sync_num_microbatches", "_num_padding_microbatches")
+"""What SkyRL's ``__init__`` uses, in this order."""
+
+
+def hook() -> Hook:
+    """Replace the iterator in every loaded module of SkyRL. On all ranks or none.
+
+    Returns:
+        the replaced names; its ``undo`` puts SkyRL's own back.
+
+    Raises:
+        HookError: it is hooked already, or is another one in this version of SkyRL.
+    """
+    module = importlib.import_module(_MODULE)
+    original = getattr(module, _CLASS, None)
+    where = f"{_MODULE}.{_CLASS}"
+    if not isinstance(original, type):
+        raise HookError(f"{where} cannot be replaced: there is none in this version of SkyRL")
+    count: Any = getattr(original, _NAMES[2], None)
+    check_signature(f"{where}.{_NAMES[2]}", count, _sync_num_microbatches, whole=True)
+    check_signature(f"{where}.__init__", original.__init__, _init, whole=True)  # type: ignore[misc]
+    used = [name for name in original.__init__.__code__.co_names if name in _NAMES]  # type: ignore[misc]
+    if used != list(_NAMES):
+        raise HookError(
+            f"{where} cannot be replaced: its __init__ uses {', '.join(used) or 'none'} of "
+            f"{', '.join(_NAMES)}, expected all, in this order; hook a version of SkyRL that does"
+        )
+    body = {_NAMES[2]: in_place_of(count, _sync_num_microbatches), "__module__": _MODULE}
+    ours = type(_CLASS, (original,), body)
+    return Hook([module], [Replacement(_CLASS, original, ours)])
+
+
+def _init(self: Any, data: Any, max_tokens_per_microbatch: int) -> None:
+    """The signature of SkyRL's."""
+
+
+def _sync_num_microbatches(self: Any) -> int:
+    """Plan the micro-batches, and say how many every rank has. A collective over all ranks.
+
+    SkyRL's ``__init__`` calls it after packing, with the rank's token counts and cap known, and
+    adds padding micro-batches up to the number.
+    """
+    planned = planned_shard(
+        self._token_counts,
+        _dims(),
+        PlannerConfig(max_tokens_per_gpu=self._max_tokens_per_microbatch),
+        _maxima,
+    )
+    self._microbatches = [list(samples) for samples in planned if samples]
+    return len(planned)
+
+
+def _dims() -> ParallelDims:
+    """Sizes of the pipeline, by Megatron's groups if it has any in this process.
+
+    SkyRL counts tokens without padding and for all context-parallel ranks together, so these sizes
+    are left out.
+    """
+    groups = sys.modules.get("megatron.core.parallel_state")
+    if groups is None or not groups.model_parallel_is_initialized():
+        return ParallelDims()
+    stages = groups.get_pipeline_model_parallel_world_size()
+    chunks = groups.get_virtual_pipeline_model_parallel_world_size() or 1
+    return ParallelDims(pipeline_parallel=stages, virtual_pipeline=chunks)
+
+
+def _maxima(values: list[float]) -> list[float]:
+    if not dist.is_initialized():
+        return values
+    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    reduced = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
+    return reduced.tolist()

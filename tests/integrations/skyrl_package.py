@@ -1,0 +1,97 @@
+"""A package named skyrl with the iterator that is replaced; and SkyRL's own, from a checkout.
+
+Of SkyRL's own, third-party packages that the iterator does not use are stand-ins, and so are its
+packages' start-up and its `distributed.strategy`, which import engines. torch is real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+SOURCE = os.environ.get("MCORE_BATCHING_SKYRL_SOURCE", "")
+WORKERS = "skyrl.backends.skyrl_train.workers"
+STAND_INS = (
+    "jaxtyping",
+    "loguru",
+    "transformers",
+    "skyrl.backends.skyrl_train.distributed.strategy",
+)
+PACKAGES = (
+    "skyrl",
+    "skyrl.backends",
+    "skyrl.backends.skyrl_train",
+    "skyrl.backends.skyrl_train.distributed",
+    "skyrl.backends.skyrl_train.distributed.megatron",
+    "skyrl.backends.skyrl_train.utils",
+    WORKERS,
+    "skyrl.train",
+    "skyrl.train.dataset",
+)
+WORKER_UTILS = """
+class TokenBasedBatchIterator:
+    def __init__(self, data, max_tokens_per_microbatch):
+        self._max_tokens_per_microbatch = max_tokens_per_microbatch
+        self._token_counts = data["attention_mask"].sum(dim=1).cpu().tolist()
+        self._microbatches = [[sample] for sample in range(len(self._token_counts))]
+        most = self._sync_num_microbatches()
+        self._num_padding_microbatches = most - len(self._microbatches)
+
+    def _sync_num_microbatches(self):
+        return len(self._microbatches)
+
+    def __len__(self):
+        return len(self._microbatches) + self._num_padding_microbatches
+
+def get_microbatch_iterator(data, micro_batch_size, max_tokens_per_microbatch):
+    return TokenBasedBatchIterator(data, max_tokens_per_microbatch=max_tokens_per_microbatch)
+"""
+
+
+@contextlib.contextmanager
+def small_skyrl(folder: Path) -> Iterator[None]:
+    """The small package, importable meanwhile."""
+    path = folder.joinpath(*WORKERS.split("."))
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "worker_utils.py").write_text(WORKER_UTILS)
+    (path / "megatron_worker.py").write_text(f"from {WORKERS}.worker_utils import *\n")
+    with importable(folder):
+        yield
+
+
+@contextlib.contextmanager
+def importable(folder: Path) -> Iterator[None]:
+    """The skyrl in a folder, importable meanwhile."""
+    before = dict(sys.modules)
+    for name in PACKAGES:
+        package = ModuleType(name)
+        package.__path__ = [str(folder.joinpath(*name.split(".")))]
+        sys.modules[name] = package
+    try:
+        yield
+    finally:
+        for name in [each for each in sys.modules if each.partition(".")[0] == "skyrl"]:
+            del sys.modules[name]
+        for name in STAND_INS:
+            if name in sys.modules and name not in before:
+                del sys.modules[name]
+
+
+@contextlib.contextmanager
+def own_skyrl() -> Iterator[None]:
+    """SkyRL's own, importable meanwhile."""
+    if not SOURCE:
+        pytest.skip("MCORE_BATCHING_SKYRL_SOURCE does not name a checkout of SkyRL (a9564572)")
+    with importable(Path(SOURCE)):
+        for name in STAND_INS:
+            stand_in: Any = MagicMock(name=name, __path__=[], __spec__=None, __name__=name)
+            sys.modules.setdefault(name, stand_in)
+        yield

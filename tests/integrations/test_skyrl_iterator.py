@@ -1,0 +1,158 @@
+"""SkyRL's token-based micro-batches, planned here: their contract, and replacing its iterator.
+
+SkyRL's own modules take part where ``MCORE_BATCHING_SKYRL_SOURCE`` names a checkout (a9564572).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from planning_cases import real_lengths
+from skyrl_package import SOURCE, WORKERS, own_skyrl, small_skyrl
+from skyrl_worker import batch_of, iterate_all
+from spawned import reports_of
+
+from mcore_batching.integrations.replacements import HookError
+from mcore_batching.integrations.skyrl import hook
+from mcore_batching.planning import ParallelDims, PlannerConfig, plan_step
+
+LENGTHS = [90, 13, 55, 8, 21, 34, 70, 5, 3, 44, 61, 29]
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[Any]:
+    """The small package's `worker_utils`."""
+    with small_skyrl(tmp_path):
+        yield importlib.import_module(f"{WORKERS}.worker_utils")
+
+
+@pytest.fixture
+def own_workers() -> Iterator[Any]:
+    """SkyRL's `worker_utils`."""
+    with own_skyrl():
+        yield importlib.import_module(f"{WORKERS}.worker_utils")
+
+
+def test_the_iterator_is_replaced_everywhere_and_put_back(workers: Any) -> None:
+    worker = importlib.import_module(f"{WORKERS}.megatron_worker")
+    own = dict(vars(workers)), dict(vars(worker))
+    with hook() as hooked:
+        assert sorted(hooked.hooked) == [
+            f"{WORKERS}.{name}.TokenBasedBatchIterator"
+            for name in ("megatron_worker", "worker_utils")
+        ]
+        made = worker.get_microbatch_iterator(batch_of(LENGTHS), 1, 120)
+        assert isinstance(made, worker.TokenBasedBatchIterator)
+        assert isinstance(made, own[0]["TokenBasedBatchIterator"])
+        assert sorted(itertools.chain(*made._microbatches)) == list(range(12))
+        assert all(sum(LENGTHS[i] for i in samples) <= 120 for samples in made._microbatches)
+        assert len(made) == len(made._microbatches) < 12
+        with pytest.raises(HookError, match="hooked already"):
+            hook()
+    assert (dict(vars(workers)), dict(vars(worker))) == own
+    assert len(worker.get_microbatch_iterator(batch_of(LENGTHS), 1, 120)) == 12
+
+
+def test_in_a_pipeline_it_is_the_plan_of_the_rank(
+    workers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = SimpleNamespace(
+        model_parallel_is_initialized=lambda: True,
+        get_pipeline_model_parallel_world_size=lambda: 4,
+        get_virtual_pipeline_model_parallel_world_size=lambda: None,
+    )
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
+    config = PlannerConfig(max_tokens_per_gpu=120)
+    step = plan_step(LENGTHS, ParallelDims(pipeline_parallel=4), config, owners=[0] * 12)
+    with hook():
+        made = workers.TokenBasedBatchIterator(batch_of(LENGTHS), max_tokens_per_microbatch=120)
+    assert made._microbatches == [list(samples) for samples in step.micro_batches[0]]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("TokenBased", "Other", "there is none in this version"),
+        ("data, max_tokens_per_microbatch):", "data, cap):", "parameter 3 is cap"),
+        ("def _sync_num_microbatches(self):", "def _sync_num_microbatches(self, group):", "group"),
+        ("self._token_counts", "self._lengths", "expected all, in this order"),
+    ],
+)
+def test_another_iterator_is_refused_by_name(
+    workers: Any, before: str, after: str, message: str
+) -> None:
+    path = Path(workers.__file__)
+    path.write_text(path.read_text().replace(before, after))
+    del sys.modules[workers.__name__]
+    importlib.invalidate_caches()
+    with pytest.raises(HookError, match=message):
+        hook()
+
+
+def test_ranks_have_equally_many_and_errors_of_one_are_raised_on_all(tmp_path: Path) -> None:
+    first, second = reports_of(iterate_all, 2, tmp_path)
+    assert [len(report["one rank needs more"][0]) for report in (first, second)] == [4, 4]
+    assert [report["one rank needs more"][1:] for report in (first, second)] == [(0, 4), (0, 4)]
+    # A sample cannot be split: SkyRL's own padding micro-batches follow.
+    assert second["fewer samples"] == ([[0]], 2, 3)
+    assert sorted(itertools.chain(*first["fewer samples"][0])) == [0, 1, 2]
+    assert first["planning fails"].startswith("HookError: planning failed on another")
+    assert second["planning fails"].startswith("ZeroDivisionError")
+
+
+def training_batch(workers: Any, lengths: list[int]) -> Any:
+    batch = workers.TrainingInputBatch(
+        batch_of(lengths)
+        | {"rewards": torch.rand(len(lengths), 4), "loss_mask": torch.ones(len(lengths), 4)}
+    )
+    batch.metadata = {"response_length": 4}
+    return batch
+
+
+@pytest.mark.parametrize("cap", [16384, 4096])
+def test_outputs_of_skyrls_own_come_back_in_order(own_workers: Any, cap: int) -> None:
+    """At the smaller cap some samples are over it."""
+    lengths = [length // 16 + 1 for length in real_lengths(96)]
+    batch, cap = training_batch(own_workers, lengths), cap // 16
+
+    def packed() -> Any:
+        return own_workers.get_microbatch_iterator(batch, 1, cap)
+
+    theirs = packed()._microbatches
+    with hook():
+        made = packed()
+        for samples, micro_batch in zip(made._microbatches, made, strict=True):
+            tokens = int(micro_batch["attention_mask"].sum())
+            assert tokens == sum(lengths[i] for i in samples)
+            assert tokens <= cap or len(samples) == 1
+        together = made.reorder_and_combine_batches(list(made))
+        for name, values in batch.items():
+            assert torch.equal(together[name], values)
+    assert packed()._microbatches == theirs
+
+
+def test_skyrls_own_tests_pass_with_ours_in_place(own_workers: Any) -> None:
+    del own_workers
+    path = Path(SOURCE, "tests/backends/skyrl_train/test_token_based_batching_utils.py")
+    if not path.exists():
+        pytest.skip(f"{path} is not in the checkout")
+    spec = importlib.util.spec_from_file_location("skyrls_own_tests", path)
+    assert spec is not None
+    assert spec.loader is not None
+    with hook():
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        for each in (module.TestTokenBasedBatchIterator(), module.TestBalancedBinpacking()):
+            names = [name for name in dir(each) if name.startswith("test_")]
+            assert len(names) >= 8
+            for name in names:
+                getattr(each, name)()
