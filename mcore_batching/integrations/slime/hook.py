@@ -1,4 +1,4 @@
-"""`hook`: the engine in slime, or in a framework that batches by the same three functions.
+"""`hook`: the engine in slime, miles, or a framework that batches by the same three functions.
 
     import slime.backends.megatron_utils.data as data
     import slime.backends.megatron_utils.model as model
@@ -11,8 +11,9 @@ The framework has to have ``get_data_iterator``, ``forward_only`` and ``get_batc
 signatures; all are checked before any is replaced. They are replaced together: a ``forward_only``
 that knows no placeholders would mistake their outputs for samples'.
 
-Where ``get_data_iterator`` takes the rollout data alone, the framework plans before it deals
-samples out: `mcore_batching.integrations.slime.schedule` is the other half there.
+Where ``get_data_iterator`` takes the rollout data alone (slime), or ``forward_only`` a
+``rollout_id`` (miles), the framework plans before it deals samples out:
+`mcore_batching.integrations.slime.schedule` is the other half there.
 """
 
 from __future__ import annotations
@@ -33,26 +34,30 @@ from mcore_batching.integrations.replacements import (
     in_place_of,
     is_replacement,
 )
+from mcore_batching.integrations.slime.schedule import framework
 
 if TYPE_CHECKING:
     from mcore_batching.batch import Schema
 
 NAMES = ("get_data_iterator", "forward_only", "get_batch")
 
-_MODULES = ("slime.backends.megatron_utils.data", "slime.backends.megatron_utils.model")
+_DATA = {"slime": "backends.megatron_utils.data", "miles": "backends.training_utils.data"}
+_MODEL = "backends.megatron_utils.model"
 
 
 def init(args: Any) -> None:
-    """`hook` slime's modules: for ``--custom-megatron-init-path``.
+    """`hook` the modules of slime or miles: for ``--custom-megatron-init-path``.
 
     Args:
-        args: slime's arguments; not read.
+        args: the framework's arguments; not read.
 
     Raises:
-        HookError: this slime has other functions.
+        HookError: it has other functions, or neither framework is installed.
     """
     del args
-    print(hook(*map(importlib.import_module, _MODULES)), flush=True)
+    name = framework(_MODEL)
+    modules = (f"{name}.{each}" for each in (_DATA[name], _MODEL))
+    print(hook(*map(importlib.import_module, modules)), flush=True)
 
 
 def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
@@ -64,8 +69,9 @@ def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
         forward_only(f, args, model, data_iterator, num_microbatches, store_prefix="")
         get_batch(data_iterator, keys, pad_multiplier=128, qkv_format="thd", allgather_cp=False)
 
-    or, in slime since its pull request 1926, ``get_data_iterator(rollout_data)``, any further
-    parameters of ``forward_only``, and any of ``get_batch``, which stays.
+    or, in slime since its pull request 1926, ``get_data_iterator(rollout_data)``, in miles since
+    1927 ``forward_only(..., rollout_id)``, each with any further parameters of ``forward_only``,
+    and any of ``get_batch``, which stays.
 
     The framework's own forward step, loss and log-prob functions stay. What they get is slime's
     layout; see `mcore_batching.integrations.slime.batching` and `.scheduled`.
@@ -85,7 +91,7 @@ def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
 
     schema = DEFAULT_SCHEMA if schema is None else schema
     holders = _holders(modules)
-    if _is_scheduled(holders["get_data_iterator"]):
+    if _is_scheduled(holders):
         return Hook(modules, _scheduled_replacements(holders, schema))
     return Hook(modules, _replacements(holders, schema))
 
@@ -128,11 +134,10 @@ def _replacements(holders: dict[str, list[ModuleType]], schema: Schema) -> list[
     return replacements
 
 
-def _is_scheduled(holders: list[ModuleType]) -> bool:
-    """True if ``get_data_iterator`` takes the rollout data alone, its micro-batches included."""
-    function = holders[0].get_data_iterator
-    takes = list(inspect.signature(function).parameters) if callable(function) else []
-    return takes == ["rollout_data"] and not is_replacement(function)
+def _is_scheduled(holders: dict[str, list[ModuleType]]) -> bool:
+    """True of a framework whose rollout data come with their micro-batches."""
+    takes = {name: _parameters(getattr(holders[name][0], name)) for name in NAMES}
+    return takes["get_data_iterator"] == ("rollout_data",) or "rollout_id" in takes["forward_only"]
 
 
 def _scheduled_replacements(
@@ -156,19 +161,24 @@ def _scheduled_replacements(
     return replacements
 
 
-def _check_leading(where: str, function: Any, leading: tuple[str, ...]) -> None:
-    """Refuse a function that does not begin with these parameters.
+def _check_leading(where: str, function: Any, known: tuple[tuple[str, ...], ...]) -> None:
+    """Refuse a function that begins with none of these parameters.
 
     Raises:
         HookError: saying what was expected and what was found.
     """
     if is_replacement(function):
         raise HookError(f"{where} is hooked already: undo that hook first")
-    found = str(inspect.signature(function)) if callable(function) else type(function).__name__
-    names = list(inspect.signature(function).parameters) if callable(function) else []
-    if tuple(names[: len(leading)]) != leading:
+    names = _parameters(function)
+    if not any(names[: len(each)] == each for each in known):
+        name = where.rpartition(".")[2]
+        expected = " or ".join(f"{name}({', '.join(each)}, ...)" for each in known)
+        found = str(inspect.signature(function)) if callable(function) else type(function).__name__
         raise HookError(
-            f"{where} is of no version of slime that is known: expected "
-            f"{where.rpartition('.')[2]}({', '.join(leading)}, ...), found {found}; use a version "
-            "that mcore_batching/integrations/slime/README.md names"
+            f"{where} is of no version of slime or miles that is known: expected {expected}, found "
+            f"{found}; use a version that mcore_batching/integrations/slime/README.md names"
         )
+
+
+def _parameters(function: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters) if callable(function) else ()

@@ -1,15 +1,28 @@
-"""slime's default rollout function, for ``--rollout-function-path``; importing it hooks the plan.
+"""The default rollout function of slime or miles; importing this module hooks the plan.
 
-The rollout manager imports the function's module in its own process, where it also plans.
+For ``--rollout-function-path``: the rollout manager imports the function's module in its own
+process, where it also plans.
 """
 
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
-from mcore_batching.integrations.slime.schedule import hook_schedule
+from mcore_batching.integrations.slime.schedule import framework, hook_schedule
 
 hook_schedule()
 
-generate_rollout = importlib.import_module("slime.rollout.sglang_rollout").generate_rollout
-"""``slime.rollout.sglang_rollout.generate_rollout``."""
+
+def _default() -> Any:
+    if framework("utils.misc") == "slime":
+        return importlib.import_module("slime.rollout.sglang_rollout").generate_rollout
+    if importlib.import_module("miles.utils.environ").use_legacy_rollout_v1():
+        return importlib.import_module("miles.rollout.sglang_rollout").generate_rollout
+    name = "miles.rollout.inference_rollout.inference_rollout_common"
+    return importlib.import_module(name).InferenceRolloutFn
+
+
+generate_rollout = _default()
+"""``slime.rollout.sglang_rollout.generate_rollout``; in miles its class ``InferenceRolloutFn``, or
+the function of slime's name where ``MILES_USE_LEGACY_ROLLOUT_V1`` is set."""

@@ -1,4 +1,4 @@
-"""``build_dp_schedule`` of slime's rollout manager, planned by this package.
+"""``build_dp_schedule`` of the rollout manager of slime or miles, planned by this package.
 
 Guarantees, beside those of the framework's own (samples of one rollout share a step, samples and
 micro-batches in the same nested lists, trailing rollouts left out):
@@ -13,11 +13,14 @@ Needs neither PyTorch nor Megatron: it runs in the rollout manager's process.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from mcore_batching.integrations.replacements import (
@@ -31,6 +34,7 @@ from mcore_batching.integrations.replacements import (
 from mcore_batching.planning import (
     ConfigError,
     CostModel,
+    LastStep,
     ParallelDims,
     Plan,
     PlannerConfig,
@@ -42,39 +46,51 @@ NAME = "build_dp_schedule"
 
 _INIT = "--custom-megatron-init-path mcore_batching.integrations.slime.init"
 
+_FRAMEWORKS = {
+    "slime": f"(its pull request 1926): leave hook_schedule out, {_INIT} is enough",
+    "miles": "(its pull request 1927): use a later miles",
+}
+"""Packages that have the function, and what to do where one does not have it yet."""
+
 Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
+
+
+def framework(module: str) -> str:
+    """``slime`` or ``miles``: the one that has this module loaded, or else the one installed.
+
+    Raises:
+        HookError: neither is.
+    """
+    loaded = [name for name in _FRAMEWORKS if f"{name}.{module}" in sys.modules]
+    for name in [*loaded, *_installed()]:
+        return name
+    raise HookError(
+        f"neither {' nor '.join(_FRAMEWORKS)} is installed: call mcore_batching.hook(data, model) "
+        "with the modules of your framework that have get_data_iterator, get_batch, forward_only"
+    )
 
 
 def hook_schedule() -> Hook | None:
     """Replace ``build_dp_schedule`` in this process, the rollout manager's.
 
     For Ray's ``worker_process_setup_hook``, or for the module of a rollout function of your own. A
-    process without slime, or one where it is replaced already, is left as it is.
+    process with neither slime nor miles, or one where it is replaced already, is left as it is.
 
     Raises:
-        HookError: this slime has another function.
+        HookError: this slime or miles has another function, or none.
     """
-    if importlib.util.find_spec("slime") is None:
+    modules, replacements = _planning_modules(), []
+    for module in modules:
+        original = getattr(module, NAME)
+        if is_replacement(original):
+            continue
+        check_signature(f"{module.__name__}.{NAME}", original, build_dp_schedule, whole=True)
+        ours = functools.partial(_in_place_of_own, original)
+        replacements.append(Replacement(NAME, original, in_place_of(original, ours)))
+    if not replacements:
         return None
-    try:
-        module = importlib.import_module("slime.utils.dp_schedule")
-    except ModuleNotFoundError:
-        raise HookError(
-            "this slime has no slime.utils.dp_schedule (its pull request 1926): leave "
-            f"hook_schedule out, {_INIT} is enough"
-        ) from None
-    original = getattr(module, NAME)
-    if is_replacement(original):
-        return None
-    check_signature(f"{module.__name__}.{NAME}", original, build_dp_schedule, whole=True)
-
-    def ours(args: Any, *arguments: Any, **keywords: Any) -> Any:
-        if not args.use_dynamic_batch_size or _lacks_a_step(**keywords):
-            return original(args, *arguments, **keywords)  # plans, or says what is wrong
-        return build_dp_schedule(args, *arguments, **keywords)
-
     # Ray sends the manager's class by value: its globals are copies by now.
-    hooked = Hook([module], [Replacement(NAME, original, in_place_of(original, ours))], copies=True)
+    hooked = Hook(modules, replacements, copies=True)
     print(hooked, flush=True)
     return hooked
 
@@ -90,8 +106,8 @@ def build_dp_schedule(
     """The samples of each rank, and of each of its micro-batches.
 
     Args:
-        args: slime's arguments, with ``dynamic_batch_*`` from ``--custom-config-path`` for the
-            planner's options.
+        args: the framework's arguments, with ``dynamic_batch_*`` from ``--custom-config-path`` for
+            the planner's options.
         train_parallel_config: ``dp_size``, ``cp_size``, ``vpp_size`` and
             ``microbatch_group_size_per_vp_stage``.
         total_lengths: of each sample, in tokens.
@@ -113,11 +129,19 @@ def build_dp_schedule(
             "the function that you set there"
         )
     dims, config = parallel_dims(args, train_parallel_config), planner_config(args)
-    steps = group_steps(rollout_indices, global_batch_size, last="drop")
-    plan = _plan(args, total_lengths, rollout_indices, global_batch_size, dims, config)
-    if _idle_ranks(plan):  # the search may leave a rank empty, slime may not
-        packed = dataclasses.replace(config, balance="cost")
-        plan = _plan(args, total_lengths, rollout_indices, global_batch_size, dims, packed)
+    last = _last_step(args, rollout_indices, global_batch_size, dims.data_parallel)
+    planned = functools.partial(
+        plan_batch,
+        total_lengths,
+        dims,
+        cost_model=_cost_model(args),
+        groups=rollout_indices,
+        groups_per_step=global_batch_size,
+        last=last,
+    )
+    plan = planned(config)
+    if _idle_ranks(plan):  # the search may leave a rank empty, the trainer may not
+        plan = planned(dataclasses.replace(config, balance="cost"))
     _check(args, plan, dims)
     partitions: list[list[int]] = [[] for _ in range(dims.data_parallel)]
     micro_batches: list[list[list[int]]] = [[] for _ in range(dims.data_parallel)]
@@ -128,12 +152,14 @@ def build_dp_schedule(
                 partitions[rank] += samples
                 micro_batches[rank].append(list(range(first, first + len(samples))))
     counts = [step.num_microbatches for step in plan.steps]
-    return partitions, micro_batches, counts, [global_batch_size] * len(steps)
+    steps = group_steps(rollout_indices, global_batch_size, last=last)
+    sizes = [len({rollout_indices[sample] for sample in step}) for step in steps]
+    return partitions, micro_batches, counts, sizes
 
 
 def parallel_dims(args: Any, train_parallel_config: dict[str, int]) -> ParallelDims:
     """The trainer's parallel dims: what the rollout manager was told, the rest from arguments."""
-    chunks = train_parallel_config["vpp_size"]
+    chunks = train_parallel_config["vpp_size"] or 1
     group = train_parallel_config["microbatch_group_size_per_vp_stage"]
     stages = getattr(args, "pipeline_model_parallel_size", None)
     return ParallelDims(
@@ -149,14 +175,14 @@ def parallel_dims(args: Any, train_parallel_config: dict[str, int]) -> ParallelD
 
 
 def planner_config(args: Any) -> PlannerConfig:
-    """The planner's options, with rows padded as slime's ``get_batch`` pads them.
+    """The planner's options, with rows padded as the framework's ``get_batch`` pads them.
 
     Raises:
         ConfigError: rows are to have context-parallel sizes of their own.
     """
     if getattr(args, "dynamic_batch_context_parallel", None) is not None:
         raise ConfigError(
-            "slime cuts every row over its own context-parallel ranks: unset "
+            "the framework cuts every row over its own context-parallel ranks: unset "
             "--dynamic-batch-context-parallel"
         )
     options = {
@@ -171,25 +197,17 @@ def planner_config(args: Any) -> PlannerConfig:
     return PlannerConfig(max_tokens_per_gpu=args.max_tokens_per_gpu, **options)
 
 
-def _plan(
-    args: Any,
-    lengths: Sequence[int],
-    rollouts: Sequence[int],
-    rollouts_per_step: int,
-    dims: ParallelDims,
-    config: PlannerConfig,
-) -> Plan:
+def _cost_model(args: Any) -> CostModel | None:
     path = getattr(args, "dynamic_batch_cost_model", None)
-    text = None if path is None else Path(path).read_text(encoding="utf-8")
-    return plan_batch(
-        lengths,
-        dims,
-        config,
-        None if text is None else CostModel.from_json(text),
-        groups=rollouts,
-        groups_per_step=rollouts_per_step,
-        last="drop",
-    )
+    return None if path is None else CostModel.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def _last_step(args: Any, rollouts: Sequence[int], rollouts_per_step: int, ranks: int) -> LastStep:
+    """ "keep" where miles makes a smaller step of the rollouts left over, by its own condition."""
+    if not getattr(args, "allow_partial_train_step", False):
+        return "drop"
+    *_, last = group_steps(rollouts, rollouts_per_step)
+    return "keep" if len(last) >= ranks else "drop"
 
 
 def _idle_ranks(plan: Plan) -> list[int]:
@@ -198,7 +216,7 @@ def _idle_ranks(plan: Plan) -> list[int]:
 
 
 def _check(args: Any, plan: Plan, dims: ParallelDims) -> None:
-    """Refuse what slime's trainer cannot run.
+    """Refuse what the trainer cannot run.
 
     Raises:
         HookError: naming the argument to set.
@@ -206,8 +224,8 @@ def _check(args: Any, plan: Plan, dims: ParallelDims) -> None:
     idle = _idle_ranks(plan)
     if idle:
         raise HookError(
-            f"data-parallel rank {idle[0]} has no sample in any step, of which slime would make "
-            f"its advantages: set --global-batch-size to {dims.data_parallel} rollouts or more"
+            f"data-parallel rank {idle[0]} has no sample in any step, of which the trainer would "
+            f"make its advantages: set --global-batch-size to {dims.data_parallel} rollouts or more"
         )
     empty = any(
         not samples for step in plan.steps for rank in step.micro_batches for samples in rank
@@ -217,6 +235,35 @@ def _check(args: Any, plan: Plan, dims: ParallelDims) -> None:
             "the loss of multi-token prediction divides by the tokens of a micro-batch, and a "
             "placeholder has none: unset --enable-mtp-training, or set --global-batch-size higher"
         )
+
+
+def _in_place_of_own(
+    original: Callable[..., Any], args: Any, *lengths: Any, **rollouts: Any
+) -> Any:
+    if not args.use_dynamic_batch_size or _lacks_a_step(**rollouts):
+        return original(args, *lengths, **rollouts)  # plans, or says what is wrong
+    return build_dp_schedule(args, *lengths, **rollouts)
+
+
+def _installed() -> list[str]:
+    return [name for name in _FRAMEWORKS if importlib.util.find_spec(name) is not None]
+
+
+def _planning_modules() -> list[ModuleType]:
+    """That have the function, of the frameworks installed.
+
+    Raises:
+        HookError: none of these has it yet.
+    """
+    modules, too_old = [], []
+    for name in _installed():
+        try:
+            modules.append(importlib.import_module(f"{name}.utils.dp_schedule"))
+        except ModuleNotFoundError:
+            too_old.append(f"this {name} has no {name}.utils.dp_schedule {_FRAMEWORKS[name]}")
+    if too_old and not modules:
+        raise HookError("; ".join(too_old))
+    return modules
 
 
 def _lacks_a_step(*, global_batch_size: int, rollout_indices: Sequence[int]) -> bool:

@@ -1,10 +1,10 @@
-"""Placeholders for slime's own ``get_batch``, ``forward_only`` and losses.
+"""Placeholders for slime's and miles' own ``get_batch``, ``forward_only`` and losses.
 
-Since its pull request 1926 slime plans in the rollout manager, and the rollout data of a rank come
-with the samples of each micro-batch. One without samples is a placeholder. Here it becomes a
-sample of one token with an empty response, which slime packs and runs like any other: its loss is
-0 and stays attached to the graph, its mask adds no token to a count, and ``forward_only`` leaves
-its outputs out. slime's functions all stay what they are.
+Since slime's pull request 1926 and miles' 1927 the rollout manager plans, and the rollout data of a
+rank come with the samples of each micro-batch. One without samples is a placeholder. Here it
+becomes a sample of one token with an empty response, which the framework packs and runs like any
+other: its loss is 0 and stays attached to the graph, its mask adds no token to a count, and
+``forward_only`` leaves its outputs out. The framework's functions all stay what they are.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mcore_batching.integrations.replacements import HookError
 from mcore_batching.integrations.slime.zero_count_mask import zero_count_mask
 
 LEADING = {
-    "get_data_iterator": ("rollout_data",),
-    "forward_only": ("f", "args", "model", "data_iterator", "num_microbatches"),
-    "get_batch": ("data_iterator", "keys"),
+    "get_data_iterator": (("rollout_data",), ("args", "model", "rollout_data")),
+    "forward_only": (("f", "args", "model", "data_iterator", "num_microbatches"),),
+    "get_batch": (("data_iterator", "keys"),),
 }
-"""Parameters that the framework's functions begin with."""
+"""Parameters that slime's and miles' functions begin with."""
 
 
 class _PlaceholderLengths(list[int]):
@@ -81,16 +81,25 @@ class PlaceholderIterator:
 
 
 def get_data_iterator(
-    original: Callable[..., Any], rollout_data: Any, *, schema: Schema
-) -> list[PlaceholderIterator]:
-    """One iterator per virtual pipeline stage.
+    original: Callable[..., Any], *arguments: Any, schema: Schema, **keywords: Any
+) -> Any:
+    """What the framework's function returns, its iterators with placeholders.
+
+    miles plans some data (of several modalities or adapters) in the trainer: those stay its own.
 
     Args:
         original: the framework's function.
-        rollout_data: of this rank, ``micro_batch_indices`` among them.
+        arguments: of `original`.
         schema: the kind of every field that will be asked for.
+        keywords: of `original`.
     """
-    return [PlaceholderIterator(each, schema) for each in original(rollout_data)]
+    made = original(*arguments, **keywords)
+    iterators, *counts = made if isinstance(made, tuple) else (made,)
+    with_placeholders = [
+        PlaceholderIterator(each, schema) if "micro_batch_indices" in each.rollout_data else each
+        for each in iterators
+    ]
+    return (with_placeholders, *counts) if counts else with_placeholders
 
 
 def forward_only(
@@ -115,11 +124,13 @@ def _of_samples(f: Callable[..., Any]) -> Callable[..., Any]:
         if "total_lengths" not in keywords:
             raise HookError(
                 "forward_only calls its function without the keyword total_lengths, by which "
-                "placeholders are told apart: this version of slime is not known"
+                "placeholders are told apart: this version of the framework is not known"
             )
-        output, values = f(*arguments, **keywords)
-        if isinstance(keywords["total_lengths"], _PlaceholderLengths):
-            values = {key: [] for key in values}
-        return output, values
+        made = f(*arguments, **keywords)
+        if not isinstance(keywords["total_lengths"], _PlaceholderLengths):
+            return made
+        *output, values = made if isinstance(made, tuple) else (made,)  # slime's has an output
+        empty: dict[str, list[Any]] = {key: [] for key in values}
+        return (*output, empty) if output else empty
 
     return of_samples

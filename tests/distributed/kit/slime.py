@@ -33,7 +33,10 @@ from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
 
 STAND_INS = StandIns(
-    ("ray", "wandb", "httpx", "psutil", "tqdm", "transformers", "megatron.training")
+    (
+        *("ray", "wandb", "httpx", "psutil", "tqdm", "transformers", "megatron.training"),
+        *("sglang", "safetensors", "pydantic", "huggingface_hub", "datasets"),  # miles' besides
+    )
 )
 
 CAP_TOKENS = 48
@@ -70,9 +73,9 @@ def compared_jobs(prefix: str, function: str, source: str) -> list[Job]:
 
 
 def use_checkout(source: str) -> None:
-    """Import slime from here from now on, even if another job has imported another."""
+    """Import slime or miles from here from now on, even if another job has imported another."""
     torch.compiler.set_stance("force_eager")
-    for name in [each for each in sys.modules if each.partition(".")[0] == "slime"]:
+    for name in [each for each in sys.modules if each.partition(".")[0] in ("slime", "miles")]:
         del sys.modules[name]
     if STAND_INS not in sys.meta_path:
         sys.meta_path.append(STAND_INS)
@@ -143,7 +146,7 @@ def _step(
 ) -> dict[str, Any]:
     chunks = model_of(shape, reference, args)
     rollout = {k: v for k, v in rollout.items() if k != "advantages"}
-    cut_to_rank(slime, rollout)
+    cut_to_rank(slime.loss, rollout)
     # slime has values of the whole batch among those of this rank's samples.
     rollout["raw_reward"] = [0.0] * (len(rollout["tokens"]) + 3)
 
@@ -174,10 +177,15 @@ def model_of(shape: ParallelDims, reference: str, args: Any) -> list[Any]:
     return chunks
 
 
-def cut_to_rank(slime: SimpleNamespace, data: dict[str, Any]) -> None:
-    """Leave this context-parallel rank's part of what slime keeps by tokens of the rank."""
+def cut_to_rank(module: Any, data: dict[str, Any]) -> None:
+    """Leave this context-parallel rank's part of what slime keeps by tokens of the rank.
+
+    Args:
+        module: that has slime's function for it.
+        data: rollout data, changed.
+    """
     lengths = list(zip(data["total_lengths"], data["response_lengths"], strict=True))
-    cut = slime.loss.slice_log_prob_with_cp
+    cut = module.slice_log_prob_with_cp
     for name in ("rollout_log_probs", "ref_log_probs"):
         data[name] = [cut(each, *own) for each, own in zip(data[name], lengths, strict=True)]
 
@@ -189,13 +197,13 @@ def trained(
     iterators: list[Any],
     rollout: dict[str, Any],
     counts: list[int],
-    *sizes: int,
+    *step_options: Any,
     **forward_options: Any,
 ) -> tuple[dict[str, Any], list[torch.Tensor], dict[str, Any]]:
     """Log-probs, gradients and reported losses of one of slime's training steps.
 
     Args:
-        sizes: further arguments of its training step.
+        step_options: further arguments of its training step.
         forward_options: of its forward-only pass.
     """
     made = slime.model.forward_only(
@@ -213,8 +221,9 @@ def trained(
 
     (count,) = counts
     with arguments_of(slime.model, args):
-        reported, _ = slime.model.train_one_step(
-            args, 0, 0, iterators, chunks, MagicMock(step=update), MagicMock(), count, *sizes
+        optimizer, scheduler = MagicMock(step=update), MagicMock()
+        reported, *_ = slime.model.train_one_step(
+            args, 0, 0, iterators, chunks, optimizer, scheduler, count, *step_options
         )
     return made, gradients, reported
 

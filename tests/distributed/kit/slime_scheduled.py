@@ -1,13 +1,15 @@
 """Jobs that run slime's own modules since its pull request 1926, with its plan and batching hooked.
 
 slime plans with `build_dp_schedule`, deals the rollout data out to the ranks by it, and trains with
-its own iterator, forward step, log-probs, advantages, losses and training step.
+its own iterator, forward step, log-probs, advantages, losses and training step. So does miles:
+`kit.miles`.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ from megatron.core import parallel_state
 
 import mcore_batching
 from kit.exactness import difference
+from kit.harness import Job
 from kit.samples import make_samples, take
 from kit.slime import SAMPLES, arguments, cut_to_rank, model_of, trained, use_checkout
 from mcore_batching.integrations.slime import hook_schedule
@@ -24,6 +27,26 @@ from mcore_batching.planning import ParallelDims
 
 ROLLOUTS = [0, 0, 1, 2, 3, 3, 4, 5]
 """Of each of the samples; two rollouts have two."""
+
+LOG_PROBS = 2e-6
+GRADIENTS = 2e-5
+REPORTED = 2e-6
+"""Tolerances, as in `test_exactness`: both sides compute in float32 over rows of other contents."""
+
+
+def check_equal(job: Job, ranks: list[dict[str, Any]]) -> None:
+    """Both steps of `compare` gave the same, and the hooked one had placeholders."""
+    assert max(rank["log_probs"] for rank in ranks) < LOG_PROBS
+    assert max(rank["gradients"] for rank in ranks) < GRADIENTS
+    for rank in ranks:
+        assert rank["placeholders"] >= (job.dims or {}).get("data_parallel", 1)
+        assert rank["counts"][0] < len(SAMPLES)
+        own, hooked = rank["reported"]
+        assert own.keys() == hooked.keys()
+        assert bool(own) == rank["last_stage"]
+        for name, value in own.items():
+            same = math.isclose(hooked[name], value, rel_tol=REPORTED, abs_tol=1e-7)
+            assert same, (name, hooked[name], value)
 
 
 def compare(
@@ -43,20 +66,34 @@ def compare(
     """
     shape = ParallelDims(**dims)
     use_checkout(source)
+    args = arguments(shape, per_token_loss, advantage_estimator)
+    vars(args).update(arguments_since_1926(shape))
+    return compare_modules(_modules(), args, shape, reference)
+
+
+def _modules() -> SimpleNamespace:
     names = ("data", "model", "loss")
     slime = SimpleNamespace(
         **{each: importlib.import_module(f"slime.backends.megatron_utils.{each}") for each in names}
     )
     slime.plan = importlib.import_module("slime.utils.dp_schedule")
+    slime.cut = slime.loss
+    slime.iterators = lambda args, chunks, rollout: slime.data.get_data_iterator(rollout)
+    slime.step_options = ()
+    slime.forward_options = {"use_rollout_top_p_replay": True}
     accelerator = importlib.import_module("slime.utils.accelerator")
     # It knows CUDA and MUSA alone, and no stand-in for either on the CPU.
     accelerator.device = accelerator.current_device = lambda *_: torch.device(
         torch.cuda.current_device()
     )
-    samples = take(make_samples(), SAMPLES)
-    args = arguments(shape, per_token_loss, advantage_estimator)
-    vars(args).update(_arguments_since_1926(shape))
+    return slime
 
+
+def compare_modules(
+    slime: SimpleNamespace, args: Any, shape: ParallelDims, reference: str
+) -> dict[str, Any]:
+    """`compare`, of slime's modules or another framework's."""
+    samples = take(make_samples(), SAMPLES)
     own_part, own = _step(slime, args, shape, reference, samples)
     args = copy.copy(args)
     vars(args).update(use_dynamic_batch_size=True, dynamic_batch_fill="placeholder")
@@ -109,9 +146,10 @@ def _step(
     rollout = _rollout_data(slime, samples, partitions[replica])
     rollout |= {"micro_batch_indices": micro_batches[replica], "num_microbatches": counts}
     chunks = model_of(shape, reference, args)
-    iterators = slime.data.get_data_iterator(rollout)
+    iterators = slime.iterators(args, chunks, rollout)
+    step_options = (*sizes, *slime.step_options)
     made, gradients, reported = trained(
-        slime, args, chunks, iterators, rollout, counts, *sizes, use_rollout_top_p_replay=True
+        *(slime, args, chunks, iterators, rollout, counts, *step_options), **slime.forward_options
     )
     return partitions[replica], {
         "log_probs": made.get("log_probs", []),
@@ -132,11 +170,11 @@ def _rollout_data(
     data = take({k: v for k, v in samples.items() if k != "advantages"}, partition)
     data["rollout_mask_sums"] = torch.tensor([sums[ROLLOUTS[i]] for i in partition])
     data |= {"partition": partition, "raw_reward": [0.0] * len(samples["tokens"])}
-    cut_to_rank(slime, data)
+    cut_to_rank(slime.cut, data)
     return data
 
 
-def _arguments_since_1926(shape: ParallelDims) -> dict[str, Any]:
+def arguments_since_1926(shape: ParallelDims) -> dict[str, Any]:
     """Arguments that its step has come to read; the defaults of its command line."""
     return {
         "balance_by_flops": False,
