@@ -1,4 +1,5 @@
-"""A package named slime with functions of the signatures that slime has had since its PR 1926."""
+"""Packages named slime and miles with functions of the signatures that they have had since their
+pull requests 1926 and 1927."""
 
 from __future__ import annotations
 
@@ -69,24 +70,64 @@ FILES = {
 }
 
 
+OWN_PLAN = """
+def get_data_iterator(args, model, rollout_data):
+    if "micro_batch_indices" in rollout_data:
+        indices, counts = rollout_data["micro_batch_indices"], rollout_data["num_microbatches"]
+    else:
+        indices, counts = [[i] for i in range(len(rollout_data["tokens"]))], [3]
+    return [DataIterator(rollout_data, indices)], counts
+
+def get_batch(data_iterator, keys, pad_multiplier=128, qkv_format="thd", get_position_ids=False,
+              allgather_cp=False):
+    return data_iterator.get_next(keys)
+"""
+MILES_FILES = {
+    "utils/dp_schedule": PLAN,
+    "utils/environ": """
+import os
+
+def use_legacy_rollout_v1():
+    return bool(int(os.environ.get("MILES_USE_LEGACY_ROLLOUT_V1", "0")))
+""",
+    "backends/training_utils/data": DATA.partition("def get_data_iterator")[0] + OWN_PLAN,
+    "backends/megatron_utils/model": MODEL.replace(".data", "miles.backends.training_utils.data")
+    .replace('store_prefix="",', 'rollout_id, store_prefix="",')
+    .replace("_, values = f", "values = f"),
+    "ray/rollout/train_data_conversion": MANAGER.replace("slime", "miles"),
+    "rollout/sglang_rollout": FILES["rollout/sglang_rollout"],
+    "rollout/inference_rollout/inference_rollout_common": "class InferenceRolloutFn: ...\n",
+}
+
+
 @pytest.fixture
 def slime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The package's folder, importable until the end of the test."""
-    folder = tmp_path / "slime"
-    for name, text in FILES.items():
+    yield from _importable(tmp_path / "slime", FILES, monkeypatch)
+
+
+@pytest.fixture
+def miles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The package's folder, importable until the end of the test."""
+    yield from _importable(tmp_path / "miles", MILES_FILES, monkeypatch)
+
+
+def _importable(
+    folder: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    for name, text in files.items():
         path = folder / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-        for parent in path.relative_to(tmp_path).parents:
-            (tmp_path / parent / "__init__.py").touch()
-    (tmp_path / "__init__.py").unlink()
-    monkeypatch.syspath_prepend(tmp_path)
+        for parent in path.relative_to(folder).parents:
+            (folder / parent / "__init__.py").touch()
+    monkeypatch.syspath_prepend(folder.parent)
     forget()
     yield folder
     forget()
 
 
 def forget() -> None:
-    """Let the package be imported anew."""
-    for name in [each for each in sys.modules if each.partition(".")[0] == "slime"]:
+    """Let the packages be imported anew."""
+    for name in [each for each in sys.modules if each.partition(".")[0] in ("slime", "miles")]:
         del sys.modules[name]

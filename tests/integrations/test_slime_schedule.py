@@ -72,13 +72,18 @@ def check(
     rollouts: list[int],
     size: int,
     cap: int,
+    partial: int = 0,
 ) -> None:
-    """What slime's trainer and its own tests expect of a schedule."""
+    """What slime's trainer and its own tests expect of a schedule.
+
+    Args:
+        partial: rollouts of a last, smaller step.
+    """
     partitions, micro_batches, counts, sizes = result
     ranks = config["dp_size"]
     names = list(dict.fromkeys(rollouts))
-    num_steps = len(names) // size
-    assert sizes == [size] * num_steps
+    assert sizes == [size] * (len(names) // size) + [partial] * bool(partial)
+    num_steps = len(sizes)
     assert len(counts) == num_steps
     assert len(partitions) == len(micro_batches) == ranks
     for count in counts:

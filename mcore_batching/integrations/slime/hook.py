@@ -34,7 +34,7 @@ from mcore_batching.integrations.replacements import (
     in_place_of,
     is_replacement,
 )
-from mcore_batching.integrations.slime.schedule import framework
+from mcore_batching.integrations.slime.schedule import framework, planning_modules
 
 if TYPE_CHECKING:
     from mcore_batching.batch import Schema
@@ -56,6 +56,8 @@ def init(args: Any) -> None:
     """
     del args
     name = framework(_MODEL)
+    if name == "miles":  # an older one would train by its own plan, and say nothing
+        planning_modules([name])
     modules = (f"{name}.{each}" for each in (_DATA[name], _MODEL))
     print(hook(*map(importlib.import_module, modules)), flush=True)
 

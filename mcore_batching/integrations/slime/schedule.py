@@ -70,6 +70,23 @@ def framework(module: str) -> str:
     )
 
 
+def planning_modules(names: Sequence[str]) -> list[ModuleType]:
+    """The modules with the function, of those of these frameworks that have it.
+
+    Raises:
+        HookError: none of them has it yet.
+    """
+    modules, too_old = [], []
+    for name in names:
+        try:
+            modules.append(importlib.import_module(f"{name}.utils.dp_schedule"))
+        except ModuleNotFoundError:
+            too_old.append(f"this {name} has no {name}.utils.dp_schedule {_FRAMEWORKS[name]}")
+    if too_old and not modules:
+        raise HookError("; ".join(too_old))
+    return modules
+
+
 def hook_schedule() -> Hook | None:
     """Replace ``build_dp_schedule`` in this process, the rollout manager's.
 
@@ -79,7 +96,7 @@ def hook_schedule() -> Hook | None:
     Raises:
         HookError: this slime or miles has another function, or none.
     """
-    modules, replacements = _planning_modules(), []
+    modules, replacements = planning_modules(_installed()), []
     for module in modules:
         original = getattr(module, NAME)
         if is_replacement(original):
@@ -247,23 +264,6 @@ def _in_place_of_own(
 
 def _installed() -> list[str]:
     return [name for name in _FRAMEWORKS if importlib.util.find_spec(name) is not None]
-
-
-def _planning_modules() -> list[ModuleType]:
-    """That have the function, of the frameworks installed.
-
-    Raises:
-        HookError: none of these has it yet.
-    """
-    modules, too_old = [], []
-    for name in _installed():
-        try:
-            modules.append(importlib.import_module(f"{name}.utils.dp_schedule"))
-        except ModuleNotFoundError:
-            too_old.append(f"this {name} has no {name}.utils.dp_schedule {_FRAMEWORKS[name]}")
-    if too_old and not modules:
-        raise HookError("; ".join(too_old))
-    return modules
 
 
 def _lacks_a_step(*, global_batch_size: int, rollout_indices: Sequence[int]) -> bool:
