@@ -301,12 +301,6 @@ def planner_config(args: Any, dims: ParallelDims | None = None) -> PlannerConfig
     if chosen["pad_total_to"] is None and dims is not None and _runs_on_cuda():
         chosen["pad_total_to"] = _default_row_multiple(args.max_tokens_per_gpu, dims)
     try:
-        if max_context_parallel(args) is not None and learns_cost_model(args):
-            raise DynamicBatchArgumentError(
-                f"{FLAGS['cost_model']} {LEARNT} does not learn what rows cost that several ranks "
-                "share: set it to a file that `mcore-batching calibrate --out` wrote, or leave it "
-                "out"
-            )
         config = PlannerConfig(max_tokens_per_gpu=args.max_tokens_per_gpu, **chosen)
         if dims is not None:
             config.check_max_context_parallel(dims)

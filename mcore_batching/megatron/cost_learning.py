@@ -8,7 +8,7 @@ within the planning protocol's first agreement and go on with the same model
 
 Passes are timed in `train_step` and in stock training, and the model is learnt when training's
 micro-batches are planned. The first step of a process, which compiles and allocates, does not
-count.
+count. Rows that several ranks share are `mcore_batching.megatron.shared_times`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,12 @@ from megatron.core import parallel_state
 from mcore_batching.megatron import compat, cpu_emulation
 from mcore_batching.megatron.arguments import learns_cost_model
 from mcore_batching.megatron.prepared_step import PreparedStep
+from mcore_batching.megatron.schedule import MicroBatchSchedule
+from mcore_batching.megatron.shared_times import NUM_LEAST, SharedTimes
 from mcore_batching.planning import CostModel
-from mcore_batching.planning.cost_fit import Timing
-from mcore_batching.planning.cost_learning import (
-    WINDOW_STEPS,
-    LearntCosts,
-    StepReview,
-    evidence,
-    is_usable,
-    relearnt,
-)
+from mcore_batching.planning.cost_fit import Timing, is_usable
+from mcore_batching.planning.cost_learning import WINDOW_STEPS, evidence, relearnt
+from mcore_batching.planning.learnt_costs import LearntCosts, StepReview
 from mcore_batching.planning.pipeline import Pass, stage_order
 
 _RANKS = 1 << 20
@@ -61,6 +57,9 @@ class CostLearner:
         self._is_warm = False
         self._unread: deque[_TimedStep] = deque(maxlen=WINDOW_STEPS)
         self._steps: deque[list[Timing]] = deque(maxlen=WINDOW_STEPS)
+        self._shares_rows = False
+        self._shared: SharedTimes | None = None
+        self._shared_steps: deque[list[Timing]] = deque(maxlen=WINDOW_STEPS)
         self._last: tuple[float, float, float, float] | None = None
         self._said: tuple[str, int] = ("", 0)
 
@@ -85,11 +84,16 @@ class CostLearner:
         if self.learnt is None:
             return {}
         model = self.learnt.cost_model
+        shared = {
+            "context-parallel overhead": model.context_parallel_overhead,
+            "context-parallel cost": model.context_parallel_fixed,
+        }
         return {
             "quadratic cost": model.quadratic,
             "micro-batch cost": model.per_micro_batch,
             "backward over forward": model.backward_ratio,
             "slowest stage over mean": max(self.learnt.stage_factors, default=1.0),
+            **(shared if self._shares_rows else {}),
         }
 
     def begin(self, first_guess: Callable[[], CostModel]) -> CostModel:
@@ -115,29 +119,36 @@ class CostLearner:
         if not self._is_warm:
             self._is_warm = True
             return
-        dims = prepared.schedule.dims
-        lengths = prepared.schedule.rollout_data["total_lengths"]
-        rows = [
-            tuple(int(lengths[i]) for i in indices)
-            for indices in prepared.schedule.steps[prepared.step]
-        ]
-        order = stage_order(dims, self._stage, len(rows))
+        schedule, step = prepared.schedule, prepared.step
+        rows, sizes = rows_of(schedule, step), schedule.row_sizes(step)
+        order = stage_order(schedule.dims, self._stage, len(rows))
         if len(marks) == 2 * len(order):  # else the schedule is none that is known here
-            predicted = self.learnt and self.learnt.predicted_seconds(rows, dims)
-            self._unread.append(_TimedStep(rows, order, marks, predicted or 0.0))
+            predicted = self.learnt and predicted_seconds(self.learnt, schedule, step)
+            shared = SharedTimes.of(schedule, step) if schedule.has_sizes_of_rows else None
+            alone = [shared is None or size == 1 for size in sizes]
+            timed = _TimedStep(rows, alone, order, marks, predicted or 0.0, shared)
+            self._unread.append(timed)
+            self._shared = shared
 
-    def evidence(self) -> tuple[list[float], list[float]]:
+    def evidence(self, shares_rows: bool = False) -> tuple[list[float], list[float]]:
         """This rank's measurements: numbers to be added up over ranks, and to be maximised.
 
         Reads the passes of the steps that have ended on the device.
+
+        Args:
+            shares_rows: rows may be on several ranks; the same on every rank.
         """
         assert self.learnt is not None
+        self._shares_rows = shares_rows
+        least = [0.0] * NUM_LEAST if shares_rows else []
         while self._unread and _is_over(self._unread[0].marks[-1]):
             step = self._unread.popleft()
-            timings = step.timings()
+            seconds = step.seconds()
+            timings = step.timings(seconds)
             self._steps.append(timings)
             usable = [each for each in timings if is_usable(each)]
-            speed = (self.learnt.seconds_per_unit or 0.0) * self.learnt.factor(self._stage)
+            factor = self.learnt.factor(self._stage)
+            speed = (self.learnt.seconds_per_unit or 0.0) * factor
             span = _seconds_between(step.marks[0], step.marks[-1])
             self._last = (
                 sum(each.forward_seconds + each.backward_seconds for each in usable),
@@ -145,6 +156,8 @@ class CostLearner:
                 span if math.isfinite(span) else 0.0,
                 step.predicted_seconds,
             )
+            if shares_rows and step.shared is not None and step.shared is self._shared:
+                least = step.shared.least(seconds, factor)
         sums = evidence(
             list(self._steps), self.learnt, stage=self._stage, num_stages=self._num_stages
         )
@@ -153,7 +166,7 @@ class CostLearner:
         # In thousandths, and the rank behind them: the largest tells both.
         slowest = int(min(1000 * took / expected, 1e6)) * _RANKS if expected else 0
         largest = [measured, predicted, slowest + dist.get_rank()]
-        return [*sums, took, expected], largest
+        return [*sums, took, expected], [*largest, *least]
 
     def learn(self, total: Sequence[float], largest: Sequence[float]) -> CostModel:
         """The model to plan the next step with, the same on every rank.
@@ -164,7 +177,15 @@ class CostLearner:
         """
         assert self.learnt is not None
         *sums, took, expected = total
-        measured, predicted, slowest = largest
+        measured, predicted, slowest, *least = largest
+        if self._shared is not None and least and self._knows_stages:
+            shared = self._shared.timings(least)
+            self._shared_steps.append(shared)
+            for each in shared:
+                units = self.learnt.units(each.lengths, each.context_parallel)
+                took += each.forward_seconds + each.backward_seconds
+                expected += (self.learnt.seconds_per_unit or 0.0) * units
+        self._shared = None
         if expected and predicted and measured:
             self.review = StepReview(
                 predicted_seconds=predicted,
@@ -174,8 +195,15 @@ class CostLearner:
                 slowest_over_predicted=int(slowest) // _RANKS / 1000,
             )
             self._say(self.review)
-        self.learnt = relearnt(self.learnt, sums)
+        self.learnt = relearnt(self.learnt, sums, list(self._shared_steps))
         return self.learnt.cost_model
+
+    @property
+    def _knows_stages(self) -> bool:
+        """True if the least time of several stages does not depend on which is the quickest."""
+        assert self.learnt is not None
+        learnt_twice = self.learnt.num_steps >= 2 and len(self.learnt.stage_factors) > 0
+        return self._num_stages == 1 or learnt_twice
 
     def _say(self, review: StepReview) -> None:
         """Print why a step did not take what was predicted, where stock code prints its log."""
@@ -193,22 +221,33 @@ class _TimedStep:
 
     Attributes:
         rows: lengths of the samples of each micro-batch.
+        alone: of each, False where other ranks share it.
         order: of the passes.
         marks: before and after each pass.
         predicted_seconds: of the whole step; 0 where nothing was known.
+        shared: the rows that several ranks share, under dynamic CP alone.
     """
 
     rows: list[tuple[int, ...]]
+    alone: list[bool]
     order: list[Pass]
     marks: list[Any]
     predicted_seconds: float
+    shared: SharedTimes | None
 
-    def timings(self) -> list[Timing]:
-        """The times of each row on this stage, its model chunks' together."""
+    def seconds(self) -> dict[Pass, float]:
+        """The time of each pass."""
+        starts_and_ends = zip(self.marks[::2], self.marks[1::2], strict=True)
+        return {
+            which: _seconds_between(*marks)
+            for which, marks in zip(self.order, starts_and_ends, strict=True)
+        }
+
+    def timings(self, passes: Mapping[Pass, float]) -> list[Timing]:
+        """The times on this stage of each row that is not shared, its model chunks' together."""
         seconds = {(slot, backward): 0.0 for slot in range(len(self.rows)) for backward in (0, 1)}
-        for number, (backward, _, slot) in enumerate(self.order):
-            start, end = self.marks[2 * number : 2 * number + 2]
-            seconds[slot, int(backward)] += _seconds_between(start, end)
+        for (backward, _, slot), took in passes.items():
+            seconds[slot, int(backward)] += took
         return [
             Timing(
                 lengths=lengths,
@@ -216,7 +255,24 @@ class _TimedStep:
                 backward_seconds=seconds[slot, 1],
             )
             for slot, lengths in enumerate(self.rows)
+            if self.alone[slot]
         ]
+
+
+def rows_of(schedule: MicroBatchSchedule, step: int) -> list[tuple[int, ...]]:
+    """Lengths of the samples of each of this rank's micro-batches."""
+    lengths = schedule.rollout_data["total_lengths"]
+    return [tuple(int(lengths[i]) for i in indices) for indices in schedule.steps[step]]
+
+
+def predicted_seconds(learnt: LearntCosts, schedule: MicroBatchSchedule, step: int) -> float | None:
+    """Of a step: on this rank, of which the slowest counts, or on all where their plan is known.
+
+    None before anything was learnt.
+    """
+    if schedule.plans:
+        return learnt.predicted_seconds_of_plan(*schedule.step_plan(step))
+    return learnt.predicted_seconds(rows_of(schedule, step), schedule.dims)
 
 
 def _mark() -> Any:

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mcore_batching.planning.cost import CostModel, ordered_sum
 from mcore_batching.planning.errors import ConfigError
@@ -31,6 +32,11 @@ class Timing:
     """The backward pass after it."""
     context_parallel: int = 1
     """Ranks that the row is cut over."""
+
+
+def is_usable(timing: Timing) -> bool:
+    """True if both times of a row are finite and positive."""
+    return 0 < timing.forward_seconds < math.inf and 0 < timing.backward_seconds < math.inf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,31 +121,74 @@ def _with_communication(
         (timing.lengths, timing.context_parallel): _forward_share(timing, model) / seconds_per_unit
         for timing in timings
     }
-    points = []
+    rows = []
     for (lengths, size), cost in costs.items():
         if (lengths, 1) not in costs:
             raise ConfigError(f"a row of {lengths} was timed on {size} ranks: time it on one, too")
         if size > 1:
             part = max(0.0, costs[lengths, 1] - model.per_micro_batch) / size
-            points.append(((size - 1).bit_length(), part, cost - model.per_micro_batch, cost))
+            rest = cost - model.per_micro_batch
+            rows.append(SharedRow((size - 1).bit_length(), part, rest, 1.0 / cost**2))
+    return communication_fitted(model, rows)
+
+
+class SharedRow(NamedTuple):
+    """The measured cost of a row on several ranks, on each of them."""
+
+    doublings: int
+    """From one rank to its own number."""
+    part: float
+    """Cost of its samples over its ranks, if communication were free."""
+    rest: float
+    """Its cost, but for that of a micro-batch."""
+    weight: float
+    """Of a squared error in its cost."""
+
+
+def communication_fitted(
+    model: CostModel, rows: Sequence[SharedRow], anchor: float = 0.0
+) -> CostModel:
+    """A model with the share and the fixed cost of a doubling that fit rows on several ranks best.
+
+    The same numbers on every platform, as all costs.
+
+    Args:
+        model: the rest of the model.
+        rows: one or more, with a weight.
+        anchor: weight of the model's own share and fixed cost over that of all rows.
+    """
+    slopes = [r.doublings * r.part for r in rows]
+    of_share = anchor * ordered_sum(r.weight * s * s for r, s in zip(rows, slopes, strict=True))
+    of_fixed = ordered_sum(r.weight * r.doublings * r.doublings for r in rows)
+    known_share, known_fixed = model.context_parallel_overhead, model.context_parallel_fixed
 
     def fitted(share: float) -> tuple[float, float]:
-        """Sum of squared relative errors, and the fixed cost of a doubling with which it is so."""
-        rests = [(d, rest - part * (1.0 + share) ** d, cost) for d, part, rest, cost in points]
-        above = ordered_sum(d * rest / cost**2 for d, rest, cost in rests)
-        fixed = max(0.0, above / ordered_sum((d / cost) ** 2 for d, _, cost in rests))
-        return ordered_sum(((rest - d * fixed) / cost) ** 2 for d, rest, cost in rests), fixed
+        """Sum of squared errors, and the fixed cost of a doubling with which it is so."""
+        left = [(r, r.rest - _grown(r.part, share, r.doublings)) for r in rows]
+        above = ordered_sum(r.weight * r.doublings * rest for r, rest in left)
+        fixed = max(0.0, (above + anchor * known_fixed * of_fixed) / (of_fixed * (1.0 + anchor)))
+        errors = [rest - r.doublings * fixed for r, rest in left]
+        total = ordered_sum(r.weight * e * e for (r, _), e in zip(left, errors, strict=True))
+        off_share, off_fixed = share - known_share, fixed - known_fixed
+        total += of_share * off_share * off_share + anchor * of_fixed * off_fixed * off_fixed
+        return total, fixed
 
-    # Of shares that leave something to communicate, ever finer ones about the best.
-    most = max(
-        [(max(0.0, rest) / part) ** (1.0 / d) for d, part, rest, _ in points if part > 0] + [1.0]
-    )
-    step, best = (most - 1.0) / _SHARES, 0.0
+    # Of shares that leave something to communicate, ever finer ones about the best: beyond the
+    # most, (1 + share) ** doublings >= 1 + doublings * share is more than a row's whole cost.
+    most = max([(r.rest / r.part - 1.0) / r.doublings for r in rows if r.part > 0] + [0.0])
+    best = known_share if anchor else 0.0
+    step = max(most, best) / _SHARES
     for _ in range(_REFINEMENTS if step > 0 else 0):
         shares = [max(0.0, best + step * number) for number in range(-_SHARES, _SHARES + 1)]
-        best = min(shares, key=lambda share: fitted(share)[0])
+        best = min([best, *shares], key=lambda share: fitted(share)[0])
         step /= _SHARES / 2
     return replace(model, context_parallel_overhead=best, context_parallel_fixed=fitted(best)[1])
+
+
+def _grown(part: float, share: float, doublings: int) -> float:
+    for _ in range(doublings):
+        part *= 1.0 + share
+    return part
 
 
 def _least_squares(

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, plan_step
 from mcore_batching.planning.cost_fit import Timing
-from mcore_batching.planning.cost_learning import LearntCosts, evidence, relearnt
+from mcore_batching.planning.cost_learning import evidence, relearnt
+from mcore_batching.planning.learnt_costs import LearntCosts
 from mcore_batching.planning.statistics import predicted_step_time
 from mcore_batching.tools.lengths_file import read_lengths
 from mcore_batching.tools.report import Table, print_table

@@ -6,6 +6,7 @@ the machine; one job, with --long, sleeps.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from kit.harness import Job
 from kit.learning import CAP, STALLED
 
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, plan_step
-from mcore_batching.planning.cost_learning import LearntCosts
+from mcore_batching.planning.learnt_costs import LearntCosts
 from mcore_batching.planning.pipeline import pipeline_time
 from mcore_batching.planning.records import read_records
 from mcore_batching.planning.statistics import predicted_step_time
@@ -66,12 +67,14 @@ def prediction_error(step: dict[str, Any], dims: dict[str, int] = DIMS) -> float
     return predicted / (SECONDS_PER_UNIT * truth) - 1
 
 
-def loss_of_time(step: dict[str, Any], dims: dict[str, int] = DIMS) -> float:
+def loss_of_time(
+    step: dict[str, Any], dims: dict[str, int] = DIMS, config: PlannerConfig = CONFIG
+) -> float:
     """Time of all samples' plan by what was learnt over that by the hidden model, under it."""
     shape, hidden = ParallelDims(**dims), CostModel(**step["hidden"])
 
     def time(model: CostModel) -> float:
-        plan: StepPlan = plan_step(step["lengths"], shape, CONFIG, model)
+        plan: StepPlan = plan_step(step["lengths"], shape, config, model)
         return predicted_step_time(plan, step["lengths"], hidden)
 
     return time(CostModel(**step["state"]["cost_model"])) / time(hidden) - 1
@@ -116,6 +119,50 @@ def test_ranks_that_measure_different_times_plan_alike(job: Job, ranks: Ranks) -
     assert second_stage / first_stage == pytest.approx(1.35 / 0.8, rel=0.1)
     assert loss_of_time(last) < 0.02
     assert last["review"]["slowest_rank"] == 3
+
+
+def row_errors(step: dict[str, Any], seconds_per_unit: float = SECONDS_PER_UNIT) -> list[float]:
+    """Of the time of each row by what was learnt, against the hidden model's."""
+    plan, hidden = StepPlan.from_json(step["whole"]), CostModel(**step["hidden"])
+    learnt = LearntCosts.from_data(step["state"])
+    assert learnt.seconds_per_unit is not None
+    errors = []
+    for row in plan.rows():
+        lengths = [step["lengths"][i] for i in row.samples]
+        truth = hidden.on_ranks(row.size).micro_batch(lengths) * (1 + hidden.backward_ratio)
+        predicted = learnt.seconds_per_unit * learnt.units(lengths, row.size)
+        errors.append(abs(predicted / (seconds_per_unit * truth) - 1))
+    return errors
+
+
+COMMUNICATION = {**BOTH, "context_parallel_overhead": 0.4, "context_parallel_fixed": 30.0}
+DP4 = {"data_parallel": 4}
+
+
+@on(
+    job("shared-rows", hidden=COMMUNICATION, dims=DP4, max_context_parallel=4),
+    job(
+        "shared-rows-and-stages",
+        hidden=COMMUNICATION,
+        slower=[0.8, 0.8, 1.2, 1.2],
+        max_context_parallel=2,
+    ),
+)
+def test_what_communication_costs_is_known_within_five_steps(job: Job, ranks: Ranks) -> None:
+    """Though all ranks of a row but one wait there, and measure that, too."""
+    assert_agreed(ranks)
+    most = job.parameters["max_context_parallel"]
+    plans = [StepPlan.from_json(step["whole"]) for step in ranks[0]]
+    assert {1, most} <= {row.size for plan in plans for row in plan.rows()}
+    config = dataclasses.replace(CONFIG, max_context_parallel=most)
+    for step, plan in zip(ranks[0][LEARNT_BY:], plans[LEARNT_BY:], strict=True):
+        assert max(row_errors(step)) < 0.05
+        assert loss_of_time(step, job.parameters["dims"], config) < 0.02
+        if "slower" not in job.parameters:
+            learnt, hidden = LearntCosts.from_data(step["state"]), CostModel(**step["hidden"])
+            predicted = learnt.predicted_seconds_of_plan(plan, step["lengths"])
+            truth = predicted_step_time(plan, step["lengths"], hidden)
+            assert predicted == pytest.approx(SECONDS_PER_UNIT * truth, rel=0.05)
 
 
 @on(job("faults", hidden=BOTH, faults=True))
@@ -181,4 +228,27 @@ def test_steps_that_really_sleep_take_what_was_predicted(job: Job, ranks: Ranks)
     reviews = [step["review"] for step in ranks[0] if step["review"] is not None]
     errors = sorted(abs(r["measured_seconds"] / r["predicted_seconds"] - 1) for r in reviews[1:])
     # 3 to 5 % on an idle machine; other work makes passes take longer than they sleep.
+    assert errors[len(errors) // 2] < 0.15
+
+
+@pytest.mark.long
+@on(
+    job(
+        "shared-rows-asleep",
+        hidden=COMMUNICATION,
+        dims=DP4,
+        max_context_parallel=4,
+        sleeps=True,
+        seconds_per_unit=2e-4,
+        num_steps=8,
+    )
+)
+def test_ranks_that_really_wait_in_shared_rows_do_not_take_it_for_work(
+    job: Job, ranks: Ranks
+) -> None:
+    assert_agreed(ranks)
+    errors = row_errors(ranks[0][-1], 2e-4)
+    assert sum(errors) / len(errors) < 0.15
+    reviews = [step["review"] for step in ranks[0] if step["review"] is not None]
+    errors = sorted(abs(r["measured_seconds"] / r["predicted_seconds"] - 1) for r in reviews[2:])
     assert errors[len(errors) // 2] < 0.15

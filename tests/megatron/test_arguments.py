@@ -549,11 +549,6 @@ def test_most_ranks_of_a_row_are_read_from_the_flag() -> None:
     args = parse("--dynamic-batch-context-parallel", "2")
     with pytest.raises(DynamicBatchArgumentError, match="set --use-dynamic-batch-size and"):
         planner_config(args)
-    args = parse(
-        *words, "--dynamic-batch-context-parallel", "2", "--dynamic-batch-cost-model", "auto"
-    )
-    with pytest.raises(DynamicBatchArgumentError, match="does not learn what rows cost"):
-        planner_config(args)
 
 
 def test_all_problems_are_listed_at_once() -> None:

@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from mcore_batching.planning import ConfigError, CostModel, ParallelDims
+from mcore_batching.planning import ConfigError, CostModel, ParallelDims, PlannerConfig, plan_step
 from mcore_batching.planning.cost_fit import Timing
-from mcore_batching.planning.cost_learning import (
-    WINDOW_STEPS,
-    LearntCosts,
-    StepReview,
-    evidence,
-    relearnt,
-)
+from mcore_batching.planning.cost_learning import WINDOW_STEPS, evidence, relearnt
+from mcore_batching.planning.learnt_costs import LearntCosts, StepReview
+from mcore_batching.planning.statistics import predicted_step_time
 
 LAUNCHES = CostModel(per_micro_batch=2048.0, backward_ratio=1.6)
 ATTENTION = CostModel(quadratic=1 / 2000, per_micro_batch=16.0, backward_ratio=3.0)
@@ -43,6 +39,18 @@ def rows_of(generator: random.Random, number: int = 5) -> list[tuple[int, ...]]:
     return [*rows[1:], ()] if generator.random() < 0.2 else rows
 
 
+def shared_rows_of(
+    generator: random.Random, sizes: Sequence[int] = (2, 4)
+) -> list[tuple[tuple[int, ...], int]]:
+    """Two rows on several ranks each, with their context-parallel sizes."""
+    drawn = [generator.choice(sizes) for _ in range(2)]
+    return [((round(8192 * size * generator.uniform(0.3, 1)),), size) for size in drawn]
+
+
+def no_rows(generator: random.Random) -> list[Any]:
+    return []
+
+
 def learn(
     truth: Callable[[int], CostModel],
     num_steps: int = 6,
@@ -50,9 +58,11 @@ def learn(
     slowness: Slowness = lambda *unused: 1.0,
     rows: Callable[[random.Random], list[tuple[int, ...]]] = rows_of,
     learnt: LearntCosts | None = None,
+    shared_rows: Callable[[random.Random], list[tuple[tuple[int, ...], int]]] = no_rows,
 ) -> Iterator[LearntCosts]:
     """What is known after each step of a job of two pipelines of two stages."""
     generator = random.Random(1)
+    shared: list[list[Timing]] = []
     learnt = learnt or LearntCosts(cost_model=CostModel())
     windows: dict[tuple[int, int], list[list[Timing]]] = {rank: [] for rank in RANKS}
     for step in range(num_steps):
@@ -73,7 +83,20 @@ def learn(
             evidence(window, learnt, stage=stage, num_stages=STAGES)
             for (_, stage), window in windows.items()
         ]
-        learnt = relearnt(learnt, [sum(numbers) for numbers in zip(*parts, strict=True)])
+        shared.append([])
+        for lengths, size in shared_rows(generator):
+            seconds = SECONDS_PER_UNIT * model.on_ranks(size).micro_batch(lengths)
+            seconds *= slowness(step, 0, 0, generator)
+            shared[-1].append(
+                Timing(
+                    lengths=lengths,
+                    forward_seconds=seconds * generator.gauss(1, noise),
+                    backward_seconds=model.backward_ratio * seconds * generator.gauss(1, noise),
+                    context_parallel=size,
+                )
+            )
+        sums = [sum(numbers) for numbers in zip(*parts, strict=True)]
+        learnt = relearnt(learnt, sums, shared[-WINDOW_STEPS:])
         yield learnt
 
 
@@ -85,6 +108,18 @@ def error(learnt: LearntCosts, truth: CostModel, seed: int = 7) -> float:
         seconds = SECONDS_PER_UNIT * truth.micro_batch(lengths) * (1 + truth.backward_ratio)
         assert learnt.seconds_per_unit is not None
         errors.append(abs(learnt.seconds_per_unit * learnt.units(lengths) / seconds - 1))
+    return max(errors)
+
+
+def error_on_ranks(learnt: LearntCosts, truth: CostModel, sizes: Sequence[int]) -> float:
+    """The largest relative error of predicted times of rows like `shared_rows_of`."""
+    generator = random.Random(7)
+    errors = []
+    for lengths, size in (row for _ in range(20) for row in shared_rows_of(generator, sizes)):
+        seconds = SECONDS_PER_UNIT * truth.on_ranks(size).micro_batch(lengths)
+        seconds *= 1 + truth.backward_ratio
+        assert learnt.seconds_per_unit is not None
+        errors.append(abs(learnt.seconds_per_unit * learnt.units(lengths, size) / seconds - 1))
     return max(errors)
 
 
@@ -214,6 +249,89 @@ def test_the_window_of_attention_is_kept() -> None:
     )
     assert learnt.cost_model.window == 512
     assert error(learnt, truth) < 0.01
+
+
+COMMUNICATION = replace(LAUNCHES, context_parallel_overhead=0.4, context_parallel_fixed=500.0)
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (2,)], ids=str)
+def test_what_communication_costs_is_known_after_few_steps(sizes: tuple[int, ...]) -> None:
+    *_, learnt = learn(
+        lambda step: COMMUNICATION,
+        num_steps=4,
+        shared_rows=lambda generator: shared_rows_of(generator, sizes),
+    )
+    assert error(learnt, COMMUNICATION) < 0.01
+    assert error_on_ranks(learnt, COMMUNICATION, (2, 4, 8)) < 0.01
+    assert learnt.cost_model.context_parallel_overhead == pytest.approx(0.4, abs=0.01)
+
+
+def test_noise_stalls_and_broken_times_do_not_spoil_communication() -> None:
+    def stalls(step: int, replica: int, stage: int, generator: random.Random) -> float:
+        if step == 1:
+            return math.nan
+        return 8.0 if step == 4 or generator.random() < 0.05 else 1.0
+
+    for number, learnt in enumerate(
+        learn(
+            lambda step: COMMUNICATION,
+            num_steps=10,
+            noise=0.03,
+            slowness=stalls,
+            shared_rows=shared_rows_of,
+        )
+    ):
+        if number >= 3:
+            assert error_on_ranks(learnt, COMMUNICATION, (2, 4)) < 0.15
+
+
+def test_costs_of_communication_that_no_row_tells_stay() -> None:
+    *_, learnt = learn(lambda step: COMMUNICATION)
+    assert learnt.cost_model.context_parallel_overhead == 0.1
+    assert learnt.cost_model.context_parallel_fixed == 64.0
+
+
+def test_equal_shared_rows_are_told_without_much_change() -> None:
+    """Of one size and length: the share and what is fixed are one number."""
+    *_, learnt = learn(
+        lambda step: COMMUNICATION,
+        shared_rows=lambda generator: [((9000,), 2)],
+        learnt=LearntCosts(cost_model=replace(LAUNCHES, context_parallel_fixed=300.0)),
+        num_steps=8,
+    )
+    seconds = SECONDS_PER_UNIT * COMMUNICATION.on_ranks(2).micro_batch((9000,)) * 2.6
+    assert learnt.seconds_per_unit is not None
+    assert learnt.seconds_per_unit * learnt.units((9000,), 2) == pytest.approx(seconds, rel=1e-3)
+    assert 0.1 < learnt.cost_model.context_parallel_overhead < 0.5
+    assert 300 < learnt.cost_model.context_parallel_fixed < 2000
+
+
+def test_where_all_rows_are_shared_speed_alone_is_learnt() -> None:
+    guess = replace(COMMUNICATION, context_parallel_overhead=0.2)
+    *_, learnt = learn(
+        lambda step: COMMUNICATION,
+        rows=no_rows,
+        shared_rows=shared_rows_of,
+        learnt=LearntCosts(cost_model=guess),
+    )
+    assert replace(learnt.cost_model, backward_ratio=1.6) == guess
+    assert error_on_ranks(learnt, COMMUNICATION, (2, 4)) < 0.2
+
+
+def test_a_plan_with_shared_rows_is_predicted_in_seconds() -> None:
+    config = PlannerConfig(max_tokens_per_gpu=4096, max_context_parallel=2)
+    dims = ParallelDims(data_parallel=2, pipeline_parallel=2)
+    lengths = [7000, 3000, 2000, 1000, 500]
+    plan = plan_step(lengths, dims, config, COMMUNICATION)
+    assert max(row.size for row in plan.rows()) == 2
+    learnt = LearntCosts(cost_model=COMMUNICATION, seconds_per_unit=2e-6)
+    seconds = learnt.predicted_seconds_of_plan(plan, lengths)
+    assert seconds == pytest.approx(2e-6 * predicted_step_time(plan, lengths))
+    slower = replace(learnt, stage_factors=(0.5, 1.5)).predicted_seconds_of_plan(plan, lengths)
+    assert seconds is not None
+    assert slower is not None
+    assert 1.1 * seconds < slower < 1.5 * seconds
+    assert replace(learnt, seconds_per_unit=None).predicted_seconds_of_plan(plan, lengths) is None
 
 
 def test_it_travels_as_json() -> None:

@@ -7,26 +7,25 @@ so what was learnt is one of them, and each checkpoint brings back what was know
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from mcore_batching.megatron.arguments import learns_cost_model
-from mcore_batching.megatron.cost_learning import cost_learner
-from mcore_batching.planning import ParallelDims
+from mcore_batching.megatron.cost_learning import cost_learner, predicted_seconds
+from mcore_batching.megatron.schedule import MicroBatchSchedule
 
 _NAME = "dynamic_batch_learnt_costs"
 
 
-def predicted_seconds(args: Any, rows: Sequence[Sequence[int]], dims: ParallelDims) -> float:
-    """Time of this rank's step by learnt costs; 0 where nothing is learnt, or not yet.
+def predicted_step_seconds(args: Any, schedule: MicroBatchSchedule) -> float:
+    """Time of the schedule's one step by learnt costs; 0 where nothing is learnt, or not yet.
 
     Args:
         args: Megatron's arguments.
-        rows: lengths of the samples of each of its micro-batches, slot after slot.
-        dims: the job's parallel dims.
+        schedule: of the step; the slowest rank's time counts.
     """
     learnt = cost_learner().learnt if learns_cost_model(args) else None
-    return (learnt.predicted_seconds(rows, dims) or 0.0) if learnt is not None else 0.0
+    return (predicted_seconds(learnt, schedule, 0) or 0.0) if learnt is not None else 0.0
 
 
 def keep_learnt_costs(args: Any, predicted: float) -> dict[str, float]:
@@ -34,7 +33,7 @@ def keep_learnt_costs(args: Any, predicted: float) -> dict[str, float]:
 
     Args:
         args: Megatron's arguments.
-        predicted: `predicted_seconds` of the slowest rank, in the step that has just run.
+        predicted: `predicted_step_seconds` of the slowest rank, in the step that has just run.
 
     Returns:
         what to log of it; nothing where costs are not learnt.

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_batching.batch.consensus import Agreement, Statement
-from mcore_batching.integrations.megatron_lm.learnt_costs import predicted_seconds
+from mcore_batching.integrations.megatron_lm.learnt_costs import predicted_step_seconds
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.planning import StepStatistics, step_statistics
 from mcore_batching.planning.problem import Problem
@@ -44,8 +44,7 @@ class StepFigures:
         schedule, micro_batches = self._schedule, self._schedule.steps[0]
         lengths = [int(length) for length in schedule.rollout_data["total_lengths"]]
         self.problem = Problem.of(lengths, schedule.dims, schedule.config, schedule.cost_model)
-        rows = [[lengths[i] for i in indices] for indices in micro_batches]
-        predicted = predicted_seconds(self._args, rows, schedule.dims)
+        predicted = predicted_step_seconds(self._args, schedule)
         if schedule.plans:  # every rank knows the plan of all
             return [], [predicted]
         sums, maxima = shard_statistics(self.problem, micro_batches)

@@ -8,7 +8,8 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,8 @@ from mcore_batching.megatron import (
     schedule_of,
     train_step,
 )
+from mcore_batching.megatron.cost_learning import rows_of
+from mcore_batching.megatron.row_groups import row_group
 from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
 from mcore_batching.planning import CostModel, ParallelDims
 
@@ -52,6 +55,7 @@ class _HiddenCosts:
         self._sleeps = sleeps
         self._now = 0.0
         self.rows: list[tuple[int, ...]] = []
+        self.sizes: Sequence[int] = ()
         self.model = CostModel()
         self.slower = 1.0
         self.chunks = 1
@@ -65,8 +69,16 @@ class _HiddenCosts:
         return time.perf_counter() if self._sleeps else self._now
 
     def takes(self, backward: bool, slot: int, start: float) -> None:
-        """Let a pass take its time, which its own computing is part of."""
-        cost = self.model.micro_batch(self.rows[slot]) / self.chunks
+        """Let a pass take its time, which its own computing is part of.
+
+        In a row that ranks share they wait for each other: the clock goes on from the latest's.
+        """
+        size = self.sizes[slot]
+        if size > 1 and not self._sleeps:
+            clock = torch.tensor([self._now], dtype=torch.float64)
+            dist.all_reduce(clock, dist.ReduceOp.MAX, group=row_group(size))
+            self._now = float(clock)
+        cost = self.model.on_ranks(size).micro_batch(self.rows[slot]) / self.chunks
         cost *= self.model.backward_ratio if backward else 1.0
         seconds = self.slower * self._seconds_per_unit * cost
         self._now += seconds
@@ -84,12 +96,13 @@ def _own_clock(hidden: _HiddenCosts) -> Iterator[None]:
         cost_learning.time = clock
 
 
-def samples(count: int, seed: int) -> dict[str, list[Any]]:
-    """Random samples of log-normal length, under the cap."""
+def samples(count: int, seed: int, longest: int = CAP) -> dict[str, list[Any]]:
+    """Random samples of log-normal length; where some may exceed the cap, some are long."""
     generator = random.Random(seed)
-    return samples_of(
-        [max(2, min(CAP, round(generator.lognormvariate(2.7, 0.8)))) for _ in range(count)]
-    )
+    lengths = [max(2, min(CAP, round(generator.lognormvariate(2.7, 0.8)))) for _ in range(count)]
+    if longest > CAP:
+        lengths[::8] = [generator.randint(CAP // 2, longest) for _ in lengths[::8]]
+    return samples_of(lengths)
 
 
 def samples_of(lengths: list[int]) -> dict[str, list[Any]]:
@@ -128,6 +141,7 @@ def learn(
     sleeps: bool = False,
     num_samples: int = 12,
     seconds_per_unit: float = 1e-5,
+    max_context_parallel: int | None = None,
 ) -> list[dict[str, Any]]:
     """Train while the costs are hidden; what each step was planned by, and how it went.
 
@@ -144,17 +158,20 @@ def learn(
         sleeps: the stages really sleep.
         num_samples: of each data-parallel rank and step.
         seconds_per_unit: of the hidden model.
+        max_context_parallel: ranks that may share a row; samples are up to so many times the cap.
 
     Returns:
         for every step its ``plan`` (digest), ``state`` (what was learnt by then), ``lengths`` and
-        ``ranks`` (of the whole plan), ``hidden`` (the cost model), ``updated`` and ``review``; for
-        the last, on the first rank, what was ``recorded``.
+        ``ranks`` (of the whole plan), ``whole`` (it in JSON), ``hidden`` (the cost model),
+        ``updated`` and ``review``; for the last, on the first rank, what was ``recorded``.
     """
     shape = ParallelDims(**dims)
-    model = quick_model(shape)
+    longest = CAP * (max_context_parallel or 1)
+    model = quick_model(shape, longest)
     args = arguments(
         shape,
         max_tokens_per_gpu=CAP,
+        dynamic_batch_context_parallel=max_context_parallel,
         dynamic_batch_cost_model="auto",
         dynamic_batch_on_nonfinite="skip",
         dynamic_batch_plan_effort=60,
@@ -167,10 +184,11 @@ def learn(
     seen = []
     with _own_clock(costs):
         for step in range(num_steps):
-            data = samples(num_samples, 1000 * step + parallel_state.get_data_parallel_rank())
+            seed = 1000 * step + parallel_state.get_data_parallel_rank()
+            data = samples(num_samples, seed, longest)
             iterators, counts = get_data_iterator(args, model, data)
             schedule = schedule_of(iterators)
-            costs.rows = [tuple(data["total_lengths"][i] for i in row) for row in schedule.steps[0]]
+            costs.rows, costs.sizes = rows_of(schedule, 0), schedule.row_sizes(0)
             costs.model = _grown(CostModel(**hidden), (1 + drift) ** step)
             at_fault = faults and last and step == STALLED
             costs.slower = 1.0 if slower is None else slower[dist.get_rank()]
@@ -182,6 +200,7 @@ def learn(
                     "state": cost_learner().state_dict(),
                     "lengths": lengths,
                     "ranks": plan.micro_batches,
+                    "whole": plan.to_json(),
                     "hidden": json.loads(costs.model.to_json()),
                 }
             )
@@ -197,11 +216,10 @@ def learn(
 
 
 def _grown(model: CostModel, factor: float) -> CostModel:
-    return CostModel(
-        linear=model.linear,
+    return replace(
+        model,
         quadratic=model.quadratic * factor,
         per_micro_batch=model.per_micro_batch * factor,
-        backward_ratio=model.backward_ratio,
     )
 
 
