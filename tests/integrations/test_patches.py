@@ -27,6 +27,7 @@ PATCHES = REPOSITORY / "patches"
 RELEASES = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0")
 FILES = {
     "megatron/training/arguments.py",
+    "megatron/training/checkpointing.py",
     "megatron/training/training.py",
     "pretrain_gpt.py",
 }
@@ -108,7 +109,7 @@ def test_insertions_only_with_one_line_of_context(release: str) -> None:
     lines = [line for line in lines_of(release) if not line.startswith(("--- ", "+++ "))]
     assert not [line for line in lines if line.startswith("-")]
     files = [file.split("\n@@ ")[1:] for file in "\n".join(lines).split("diff --git ")[1:]]
-    assert [len(hunks) for hunks in files] == [2, 4, 1]
+    assert [len(hunks) for hunks in files] == [2, 1, 4, 1]
     for hunks in files:
         inserted = 0
         for hunk in hunks:
@@ -124,7 +125,7 @@ def test_insertions_only_with_one_line_of_context(release: str) -> None:
 def test_calls_only_what_the_plugin_has(release: str) -> None:
     added = [line[1:].strip() for line in lines_of(release) if line[:1] == "+"]
     imports = [line.split() for line in added if line.startswith("from ")]
-    assert len(imports) == 7
+    assert len(imports) == 8
     for _, module, _, *names in imports:
         assert module == megatron_lm.__name__
         assert {name.rstrip(",") for name in names} <= set(megatron_lm.__all__)
@@ -152,7 +153,7 @@ def test_applies_to_its_release(release: str, tmp_path: Path) -> None:
 
 def test_applies_to_the_wheel(tmp_path: Path) -> None:
     patched = patched_training(tmp_path)
-    for name in ("arguments.py", "training.py"):
+    for name in ("arguments.py", "checkpointing.py", "training.py"):
         assert "mcore_batching" in (patched / name).read_text()
         assert "mcore_batching" not in (wheel_training() / name).read_text()
 
@@ -165,7 +166,7 @@ def patched_training(tree: Path) -> Path:
     return copy
 
 
-def train(tree: Path, script: Path, *flags: str, nproc: int = 2) -> list[str]:
+def train(tree: Path, script: Path, *flags: str, nproc: int = 2, iterations: int = 4) -> list[str]:
     """The log line of every iteration, without the times in it."""
     launcher = tree / "launch.py"
     launcher.write_text(LAUNCH)
@@ -188,9 +189,9 @@ def train(tree: Path, script: Path, *flags: str, nproc: int = 2) -> list[str]:
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     # Up to the last column: without a newline, what the other process prints may follow.
-    iterations = re.findall(r"\] +(iteration +\d+/.*\|)", done.stdout)
-    assert len(iterations) == 4, done.stdout[-6000:]
-    return [re.sub(r"elapsed time[^|]*\||batching/\w+ seconds[^|]*\|", "", i) for i in iterations]
+    lines = re.findall(r"\] +(iteration +\d+/.*\|)", done.stdout)
+    assert len(lines) == iterations, done.stdout[-6000:]
+    return [re.sub(r"elapsed time[^|]*\||batching/\w+ seconds[^|]*\|", "", i) for i in lines]
 
 
 def losses(iterations: list[str]) -> list[float]:
@@ -219,6 +220,25 @@ def test_the_patched_tree_trains(tmp_path: Path) -> None:
     assert len(set(losses(stock))) == 4
     assert all("batching/fill" in line for line in flagged)
     assert not any("batching/" in line for line in unflagged)
+
+
+@pytest.mark.long
+def test_the_patched_tree_resumes_with_what_was_learnt(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "vendored_script.py"
+    patched_training(tmp_path)
+    saved = str(tmp_path / "saved")
+    flags = [*FLAGS, "--dynamic-batch-cost-model", "auto", "--ckpt-format", "torch"]
+    flags += ["--save", saved, "--load", saved, "--save-interval", "4"]
+    first = train(tmp_path, script, *flags)
+    resumed = train(tmp_path, script, *flags, "--train-iters", "6", iterations=2)
+    unresumed = train(tmp_path, script, *flags[:-6], "--train-iters", "2", iterations=2)
+
+    def learnt(line: str) -> list[str]:
+        return re.findall(r"batching/(?:quadratic|micro-batch) cost: (\S+)", line)
+
+    # Neither the first step nor the second has been learnt from when it is planned.
+    assert learnt(resumed[0]) == learnt(resumed[1]) == learnt(first[-1])
+    assert learnt(unresumed[0]) == learnt(unresumed[1]) != learnt(first[-1])
 
 
 def test_the_patched_stock_script_trains(tmp_path: Path) -> None:

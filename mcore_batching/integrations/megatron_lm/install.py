@@ -23,7 +23,7 @@ from mcore_batching.integrations.megatron_lm.arguments import (
     is_on,
 )
 from mcore_batching.integrations.megatron_lm.forward_backward import wrap_forward_backward
-from mcore_batching.integrations.megatron_lm.learnt_costs import with_learnt_costs
+from mcore_batching.integrations.megatron_lm.learnt_costs import take_over_learnt_costs
 from mcore_batching.integrations.megatron_lm.script_batches import (
     declare_batch_fields,
     restore_batches,
@@ -131,7 +131,14 @@ def _hook_arguments(installation: Installation) -> None:
         name = f"{checkpointing.__name__}.check_checkpoint_args"
         if learns_cost_model(args) and is_on(args) and name not in installation.hooked:
             check = _original(checkpointing, "check_checkpoint_args")
-            installation.replace(checkpointing, "check_checkpoint_args", with_learnt_costs(check))
+
+            @functools.wraps(check)
+            def check_checkpoint_args(saved: Any, *rest: Any, **options: Any) -> Any:
+                checked = check(saved, *rest, **options)
+                take_over_learnt_costs(args, saved)
+                return checked
+
+            installation.replace(checkpointing, "check_checkpoint_args", check_checkpoint_args)
         return validated
 
     for module in compat.modules_with_validate_args(arguments, _module("initialize")):

@@ -6,10 +6,9 @@ so what was learnt is one of them, and each checkpoint brings back what was know
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
+from mcore_batching.integrations.megatron_lm.arguments import is_on
 from mcore_batching.megatron.arguments import learns_cost_model
 from mcore_batching.megatron.cost_learning import cost_learner, predicted_seconds
 from mcore_batching.megatron.schedule import MicroBatchSchedule
@@ -47,13 +46,12 @@ def keep_learnt_costs(args: Any, predicted: float) -> dict[str, float]:
     return learner.statistics() | ({"predicted step seconds": predicted} if predicted else {})
 
 
-def with_learnt_costs(check_checkpoint_args: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's check of a checkpoint's arguments, which also takes over what was learnt."""
+def take_over_learnt_costs(args: Any, checkpoint_args: Any) -> None:
+    """Go on from what a checkpoint's job had learnt, if this job learns; call it on every rank.
 
-    @functools.wraps(check_checkpoint_args)
-    def check_and_take_over(checkpoint_args: Any, *rest: Any, **options: Any) -> Any:
-        checked = check_checkpoint_args(checkpoint_args, *rest, **options)
+    Args:
+        args: Megatron's arguments.
+        checkpoint_args: those that the checkpoint holds.
+    """
+    if is_on(args) and learns_cost_model(args):
         cost_learner().load_state_dict(getattr(checkpoint_args, _NAME, {}))
-        return checked
-
-    return check_and_take_over
