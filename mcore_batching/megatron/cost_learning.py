@@ -8,33 +8,38 @@ within the planning protocol's first agreement and go on with the same model
 
 Passes are timed in `train_step` and in stock training, and the model is learnt when training's
 micro-batches are planned. The first step of a process, which compiles and allocates, does not
-count. Rows that several ranks share are `mcore_batching.megatron.shared_times`.
+count. What ranks wait for each other inside of passes is left out by
+`mcore_batching.megatron.shared_times`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mcore_batching.megatron import compat, cpu_emulation
+from mcore_batching.megatron import compat
 from mcore_batching.megatron.arguments import learns_cost_model
+from mcore_batching.megatron.pass_times import TimedStep, is_over, mark, rows_of, seconds_between
 from mcore_batching.megatron.prepared_step import PreparedStep
 from mcore_batching.megatron.schedule import MicroBatchSchedule
-from mcore_batching.megatron.shared_times import NUM_LEAST, SharedTimes
+from mcore_batching.megatron.shared_times import (
+    NUM_LEAST,
+    NUM_SLOTS,
+    SharedTimes,
+    costs_of_slots,
+    places_of_slots,
+)
 from mcore_batching.planning import CostModel
 from mcore_batching.planning.cost_fit import Timing, is_usable
 from mcore_batching.planning.cost_learning import WINDOW_STEPS, evidence, relearnt
 from mcore_batching.planning.learnt_costs import LearntCosts, StepReview
-from mcore_batching.planning.pipeline import Pass, stage_order
+from mcore_batching.planning.pipeline import stage_order
 
 _RANKS = 1 << 20
 """More than there are: a rank travels in the lower digits of a number, behind its value."""
@@ -55,9 +60,10 @@ class CostLearner:
         self._stage: int = parallel_state.get_pipeline_model_parallel_rank()
         self._num_stages: int = parallel_state.get_pipeline_model_parallel_world_size()
         self._is_warm = False
-        self._unread: deque[_TimedStep] = deque(maxlen=WINDOW_STEPS)
+        self._unread: deque[TimedStep] = deque(maxlen=WINDOW_STEPS)
         self._steps: deque[list[Timing]] = deque(maxlen=WINDOW_STEPS)
-        self._shares_rows = False
+        self._shares_rows = self._in_lockstep = False
+        self._waiting: tuple[TimedStep, dict[int, Timing]] | None = None
         self._shared: SharedTimes | None = None
         self._shared_steps: deque[list[Timing]] = deque(maxlen=WINDOW_STEPS)
         self._last: tuple[float, float, float, float] | None = None
@@ -114,7 +120,7 @@ class CostLearner:
             prepared: the step, the same rows on all stages.
         """
         marks: list[Any] = []
-        with compat.around_passes(lambda: marks.append(_mark())):
+        with compat.around_passes(lambda: marks.append(mark())):
             yield
         if not self._is_warm:
             self._is_warm = True
@@ -125,39 +131,37 @@ class CostLearner:
         if len(marks) == 2 * len(order):  # else the schedule is none that is known here
             predicted = self.learnt and predicted_seconds(self.learnt, schedule, step)
             shared = SharedTimes.of(schedule, step) if schedule.has_sizes_of_rows else None
-            alone = [shared is None or size == 1 for size in sizes]
-            timed = _TimedStep(rows, alone, order, marks, predicted or 0.0, shared)
-            self._unread.append(timed)
+            own_sizes = [1] * len(rows) if shared is None else list(sizes)
+            step_timed = TimedStep(rows, own_sizes, order, marks, predicted or 0.0, shared)
+            self._unread.append(step_timed)
             self._shared = shared
 
-    def evidence(self, shares_rows: bool = False) -> tuple[list[float], list[float]]:
+    def evidence(
+        self, *, shares_rows: bool = False, in_lockstep: bool = False
+    ) -> tuple[list[float], list[float]]:
         """This rank's measurements: numbers to be added up over ranks, and to be maximised.
 
-        Reads the passes of the steps that have ended on the device.
+        Reads the passes of the steps that have ended on the device. The same on every rank:
 
         Args:
-            shares_rows: rows may be on several ranks; the same on every rank.
+            shares_rows: rows may be on several ranks.
+            in_lockstep: ranks wait for each other in every slot, as with expert parallelism.
         """
         assert self.learnt is not None
-        self._shares_rows = shares_rows
-        least = [0.0] * NUM_LEAST if shares_rows else []
-        while self._unread and _is_over(self._unread[0].marks[-1]):
+        self._shares_rows, self._in_lockstep = shares_rows, in_lockstep
+        self._waiting = None
+        least, costs = [0.0] * NUM_LEAST, [math.inf] * NUM_SLOTS
+        while self._unread and is_over(self._unread[0].marks[-1]):
             step = self._unread.popleft()
             seconds = step.seconds()
             timings = step.timings(seconds)
-            self._steps.append(timings)
-            usable = [each for each in timings if is_usable(each)]
-            factor = self.learnt.factor(self._stage)
-            speed = (self.learnt.seconds_per_unit or 0.0) * factor
-            span = _seconds_between(step.marks[0], step.marks[-1])
-            self._last = (
-                sum(each.forward_seconds + each.backward_seconds for each in usable),
-                sum(speed * self.learnt.units(each.lengths) for each in usable),
-                span if math.isfinite(span) else 0.0,
-                step.predicted_seconds,
-            )
-            if shares_rows and step.shared is not None and step.shared is self._shared:
-                least = step.shared.least(seconds, factor)
+            if step.shared is not None and step.shared is self._shared:
+                least = step.shared.least(seconds, self.learnt.factor(self._stage))
+            if in_lockstep:
+                self._waiting = step, timings
+                costs = costs_of_slots([self._units(timings[slot]) for slot in sorted(timings)])
+            else:
+                self._count(step, list(timings.values()))
         sums = evidence(
             list(self._steps), self.learnt, stage=self._stage, num_stages=self._num_stages
         )
@@ -166,7 +170,27 @@ class CostLearner:
         # In thousandths, and the rank behind them: the largest tells both.
         slowest = int(min(1000 * took / expected, 1e6)) * _RANKS if expected else 0
         largest = [measured, predicted, slowest + dist.get_rank()]
-        return [*sums, took, expected], [*largest, *least]
+        largest += (least if shares_rows else []) + (costs if in_lockstep else [])
+        return [*sums, took, expected], largest
+
+    def _units(self, timing: Timing) -> float:
+        assert self.learnt is not None
+        return self.learnt.units(timing.lengths, timing.context_parallel)
+
+    def _count(self, step: TimedStep, timings: Sequence[Timing]) -> None:
+        """Learn from these rows of a step, those that other ranks share aside."""
+        assert self.learnt is not None
+        alone = [each for each in timings if each.context_parallel == 1]
+        self._steps.append(alone)
+        usable = [each for each in alone if is_usable(each)]
+        speed = (self.learnt.seconds_per_unit or 0.0) * self.learnt.factor(self._stage)
+        span = seconds_between(step.marks[0], step.marks[-1])
+        self._last = (
+            sum(each.forward_seconds + each.backward_seconds for each in usable),
+            sum(speed * self._units(each) for each in usable),
+            span if math.isfinite(span) else 0.0,
+            step.predicted_seconds,
+        )
 
     def learn(self, total: Sequence[float], largest: Sequence[float]) -> CostModel:
         """The model to plan the next step with, the same on every rank.
@@ -177,14 +201,22 @@ class CostLearner:
         """
         assert self.learnt is not None
         *sums, took, expected = total
-        measured, predicted, slowest, *least = largest
+        measured, predicted, slowest, *others = largest
+        least, costs = (
+            (others[:NUM_LEAST], others[NUM_LEAST:]) if self._shares_rows else ([], others)
+        )
+        if self._waiting is not None:
+            step, timings = self._waiting
+            self._count(step, self._costliest(timings.items(), len(timings), costs))
         if self._shared is not None and least and self._knows_stages:
-            shared = self._shared.timings(least)
+            told = self._shared.timings(least)
+            shared = [each for _, each in told]
+            if self._in_lockstep:
+                shared = self._costliest(told, self._shared.num_slots, costs)
             self._shared_steps.append(shared)
             for each in shared:
-                units = self.learnt.units(each.lengths, each.context_parallel)
                 took += each.forward_seconds + each.backward_seconds
-                expected += (self.learnt.seconds_per_unit or 0.0) * units
+                expected += (self.learnt.seconds_per_unit or 0.0) * self._units(each)
         self._shared = None
         if expected and predicted and measured:
             self.review = StepReview(
@@ -197,6 +229,15 @@ class CostLearner:
             self._say(self.review)
         self.learnt = relearnt(self.learnt, sums, list(self._shared_steps))
         return self.learnt.cost_model
+
+    def _costliest(
+        self, rows: Iterable[tuple[int, Timing]], num_slots: int, costs: Sequence[float]
+    ) -> list[Timing]:
+        """Of rows with their slots, those that no rank of the slot had to wait for longer."""
+        places = places_of_slots(num_slots)
+        return [
+            row for slot, row in rows if slot in places and self._units(row) == costs[places[slot]]
+        ]
 
     @property
     def _knows_stages(self) -> bool:
@@ -215,56 +256,6 @@ class CostLearner:
                 print(f"mcore_batching: {review}", flush=True)
 
 
-@dataclass(frozen=True)
-class _TimedStep:
-    """A step's passes as they were marked.
-
-    Attributes:
-        rows: lengths of the samples of each micro-batch.
-        alone: of each, False where other ranks share it.
-        order: of the passes.
-        marks: before and after each pass.
-        predicted_seconds: of the whole step; 0 where nothing was known.
-        shared: the rows that several ranks share, under dynamic CP alone.
-    """
-
-    rows: list[tuple[int, ...]]
-    alone: list[bool]
-    order: list[Pass]
-    marks: list[Any]
-    predicted_seconds: float
-    shared: SharedTimes | None
-
-    def seconds(self) -> dict[Pass, float]:
-        """The time of each pass."""
-        starts_and_ends = zip(self.marks[::2], self.marks[1::2], strict=True)
-        return {
-            which: _seconds_between(*marks)
-            for which, marks in zip(self.order, starts_and_ends, strict=True)
-        }
-
-    def timings(self, passes: Mapping[Pass, float]) -> list[Timing]:
-        """The times on this stage of each row that is not shared, its model chunks' together."""
-        seconds = {(slot, backward): 0.0 for slot in range(len(self.rows)) for backward in (0, 1)}
-        for (backward, _, slot), took in passes.items():
-            seconds[slot, int(backward)] += took
-        return [
-            Timing(
-                lengths=lengths,
-                forward_seconds=seconds[slot, 0],
-                backward_seconds=seconds[slot, 1],
-            )
-            for slot, lengths in enumerate(self.rows)
-            if self.alone[slot]
-        ]
-
-
-def rows_of(schedule: MicroBatchSchedule, step: int) -> list[tuple[int, ...]]:
-    """Lengths of the samples of each of this rank's micro-batches."""
-    lengths = schedule.rollout_data["total_lengths"]
-    return [tuple(int(lengths[i]) for i in indices) for indices in schedule.steps[step]]
-
-
 def predicted_seconds(learnt: LearntCosts, schedule: MicroBatchSchedule, step: int) -> float | None:
     """Of a step: on this rank, of which the slowest counts, or on all where their plan is known.
 
@@ -273,25 +264,6 @@ def predicted_seconds(learnt: LearntCosts, schedule: MicroBatchSchedule, step: i
     if schedule.plans:
         return learnt.predicted_seconds_of_plan(*schedule.step_plan(step))
     return learnt.predicted_seconds(rows_of(schedule, step), schedule.dims)
-
-
-def _mark() -> Any:
-    """Now: on a GPU, when its current stream gets here."""
-    if cpu_emulation.is_enabled():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def _is_over(mark: Any) -> bool:
-    return isinstance(mark, float) or bool(mark.query())
-
-
-def _seconds_between(start: Any, end: Any) -> float:
-    if isinstance(start, float):
-        return float(end - start)
-    return float(start.elapsed_time(end)) / 1e3
 
 
 _current: tuple[Any, CostLearner] | None = None

@@ -185,8 +185,10 @@ class PlanningProtocol:
             maxima: list[float] = []
             if self._learns:
                 equal["what was learnt of costs"] = cost_learner().state_dict()
-                shares_rows = settings.config.max_context_parallel is not None
-                sums, maxima = cost_learner().evidence(shares_rows)
+                sums, maxima = cost_learner().evidence(
+                    shares_rows=settings.config.max_context_parallel is not None,
+                    in_lockstep=settings.dims.expert_parallel > 1,
+                )
             largest = [*counted.largest, *maxima, int(batch is None)]
             return dataclasses.replace(counted, equal=equal, largest=largest, rank_total=sums)
 

@@ -1,10 +1,16 @@
-"""Times of rows that several ranks share, in whose attention they wait for each other.
+"""Times of passes in which ranks wait for each other.
+
+Under dynamic CP they wait in the attention of rows that they share:
 
     rank 0   [begins.....waits......computes]     took 9 s
     rank 1                     [computes]         took 4 s: what the row costs
 
 Whoever begins last waits for nobody, so a pass costs what the rank that took least time says, and
 the least time of all ranks travels as a maximum with an agreement that there is anyway.
+
+With expert parallelism they wait in every layer for the rank with most work, so a pass takes as
+long as the costliest row of its slot. The largest cost of each slot travels the same way, and only
+a row that has it counts, one step later.
 """
 
 from __future__ import annotations
@@ -21,6 +27,26 @@ from mcore_batching.planning.plan import Row
 
 NUM_LEAST = 32
 """Times that travel of a step: an agreement has a hundred numbers in its first message."""
+NUM_SLOTS = 24
+"""Slots whose largest cost travels."""
+
+
+def places_of_slots(num_slots: int) -> dict[int, int]:
+    """The slots whose largest cost travels, with the place of its number."""
+    count = min(num_slots, NUM_SLOTS)
+    return {number * num_slots // count: number for number in range(count)}
+
+
+def costs_of_slots(costs: Sequence[float]) -> list[float]:
+    """This rank's numbers, of which all ranks are to know the largest.
+
+    Args:
+        costs: of each of its rows [slots].
+    """
+    numbers = [0.0] * NUM_SLOTS
+    for slot, place in places_of_slots(len(costs)).items():
+        numbers[place] = costs[slot]
+    return numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +56,14 @@ class SharedTimes:
     Attributes:
         rows: of the plan.
         lengths: of the samples of each.
+        num_slots: of the step.
         chunks: model chunks of a stage.
         own: this rank, as the plan numbers them.
     """
 
     rows: list[Row]
     lengths: list[tuple[int, ...]]
+    num_slots: int
     chunks: int
     own: int
 
@@ -53,7 +81,8 @@ class SharedTimes:
         shared.sort(key=lambda row: (row.size, sum(lengths_of(row)), row))
         count = min(len(shared), NUM_LEAST // (2 * chunks))
         rows = [shared[number * len(shared) // count] for number in range(count)]
-        return cls(rows, [lengths_of(row) for row in rows], chunks, schedule.moves.own)
+        lengths_of_rows = [lengths_of(row) for row in rows]
+        return cls(rows, lengths_of_rows, plan.num_microbatches, chunks, schedule.moves.own)
 
     def least(self, seconds: Mapping[Pass, float], factor: float) -> list[float]:
         """This rank's numbers, of which all ranks are to know the largest.
@@ -76,24 +105,27 @@ class SharedTimes:
                     numbers[self._index(place, chunk, backward)] = -took if is_time else 0.0
         return numbers
 
-    def timings(self, largest: Sequence[float]) -> list[Timing]:
-        """The rows' times, where all could be told, given the largest of all ranks' numbers."""
+    def timings(self, largest: Sequence[float]) -> list[tuple[int, Timing]]:
+        """Slot and times of each row that could be told, given the largest of all ranks' numbers.
+
+        Args:
+            largest: of what `least` gives.
+        """
         timings = []
         for place, (row, lengths) in enumerate(zip(self.rows, self.lengths, strict=True)):
             forward, backward = (
                 [-largest[self._index(place, chunk, kind)] for chunk in range(self.chunks)]
                 for kind in (False, True)
             )
-            if min(forward + backward) > 0:
-                timings.append(
-                    Timing(
-                        lengths=lengths,
-                        forward_seconds=ordered_sum(forward),
-                        backward_seconds=ordered_sum(backward),
-                        context_parallel=row.size,
-                    )
-                )
-        return [timing for timing in timings if is_usable(timing)]
+            timing = Timing(
+                lengths=lengths,
+                forward_seconds=ordered_sum(forward),
+                backward_seconds=ordered_sum(backward),
+                context_parallel=row.size,
+            )
+            if min(forward + backward) > 0 and is_usable(timing):
+                timings.append((row.slot, timing))
+        return timings
 
     def _index(self, place: int, chunk: int, backward: bool) -> int:
         return (place * self.chunks + chunk) * 2 + backward

@@ -165,6 +165,24 @@ def test_what_communication_costs_is_known_within_five_steps(job: Job, ranks: Ra
             assert predicted == pytest.approx(SECONDS_PER_UNIT * truth, rel=0.05)
 
 
+@on(
+    job("experts", hidden=ATTENTION, dims={**DIMS, "expert_parallel": 2}, num_steps=7),
+    job(
+        "experts-and-shared-rows",
+        hidden=COMMUNICATION,
+        dims={"data_parallel": 4, "expert_parallel": 2},
+        max_context_parallel=2,
+        num_steps=8,
+    ),
+)
+def test_ranks_that_wait_in_every_slot_do_not_take_it_for_work(job: Job, ranks: Ranks) -> None:
+    """Every rank measures the time of the costliest row of its slot."""
+    assert_agreed(ranks)
+    # Which row is the costliest is known a step later.
+    for step in ranks[0][LEARNT_BY + 1 :]:
+        assert max(row_errors(step)) < 0.05
+
+
 @on(job("faults", hidden=BOTH, faults=True))
 def test_a_stalled_step_and_nans_spoil_nothing(job: Job, ranks: Ranks) -> None:
     assert_agreed(ranks)

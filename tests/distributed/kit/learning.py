@@ -29,10 +29,11 @@ from mcore_batching.megatron import (
     cost_learner,
     cost_learning,
     get_data_iterator,
+    pass_times,
     schedule_of,
     train_step,
 )
-from mcore_batching.megatron.cost_learning import rows_of
+from mcore_batching.megatron.pass_times import rows_of
 from mcore_batching.megatron.row_groups import row_group
 from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
 from mcore_batching.planning import CostModel, ParallelDims
@@ -71,16 +72,19 @@ class _HiddenCosts:
     def takes(self, backward: bool, slot: int, start: float) -> None:
         """Let a pass take its time, which its own computing is part of.
 
-        In a row that ranks share they wait for each other: the clock goes on from the latest's.
+        Where ranks share a row, or experts, they wait for each other: the clock goes on from the
+        latest's, with experts by the time of the slowest.
         """
         size = self.sizes[slot]
-        if size > 1 and not self._sleeps:
-            clock = torch.tensor([self._now], dtype=torch.float64)
-            dist.all_reduce(clock, dist.ReduceOp.MAX, group=row_group(size))
-            self._now = float(clock)
         cost = self.model.on_ranks(size).micro_batch(self.rows[slot]) / self.chunks
         cost *= self.model.backward_ratio if backward else 1.0
         seconds = self.slower * self._seconds_per_unit * cost
+        experts = parallel_state.get_expert_model_parallel_group()
+        waits_for = experts if experts.size() > 1 else row_group(size) if size > 1 else None
+        if waits_for is not None and not self._sleeps:
+            latest = torch.tensor([self._now, seconds], dtype=torch.float64)
+            dist.all_reduce(latest, dist.ReduceOp.MAX, group=waits_for)
+            self._now, seconds = latest.tolist()
         self._now += seconds
         if self._sleeps:
             time.sleep(max(0.0, seconds - (time.monotonic() - start)))
@@ -88,12 +92,12 @@ class _HiddenCosts:
 
 @contextlib.contextmanager
 def _own_clock(hidden: _HiddenCosts) -> Iterator[None]:
-    clock = cost_learning.time
-    cost_learning.time = SimpleNamespace(perf_counter=hidden.perf_counter)
+    clock = pass_times.time
+    pass_times.time = SimpleNamespace(perf_counter=hidden.perf_counter)
     try:
         yield
     finally:
-        cost_learning.time = clock
+        pass_times.time = clock
 
 
 def samples(count: int, seed: int, longest: int = CAP) -> dict[str, list[Any]]:
@@ -121,7 +125,7 @@ def samples_of(lengths: list[int]) -> dict[str, list[Any]]:
 def quick_model(shape: ParallelDims, longest: int = CAP) -> list[Any]:
     """A layer in each chunk, which computes in no time."""
     config = transformer_config(
-        "dense",
+        "moe" if shape.expert_parallel > 1 else "dense",
         num_layers=shape.pipeline_parallel * shape.virtual_pipeline,
         hidden_size=8,
         ffn_hidden_size=8,

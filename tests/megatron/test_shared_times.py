@@ -1,0 +1,75 @@
+"""Times of passes in which ranks wait for each other: the numbers that travel, and what is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from mcore_batching.megatron.shared_times import (
+    NUM_LEAST,
+    NUM_SLOTS,
+    SharedTimes,
+    costs_of_slots,
+    places_of_slots,
+)
+from mcore_batching.planning.pipeline import Pass
+from mcore_batching.planning.plan import Row
+
+CHUNKS = 2
+ROWS = [Row(rank=0, slot=1, size=2, samples=(0,)), Row(rank=0, slot=0, size=4, samples=(1, 2))]
+
+
+def of_rank(own: int) -> SharedTimes:
+    lengths = [(700,), (900, 800)]
+    return SharedTimes(rows=ROWS, lengths=lengths, num_slots=2, chunks=CHUNKS, own=own)
+
+
+def passes(own: int, broken: float | None = None) -> dict[Pass, float]:
+    """Backward passes take twice 4 s and forward ones 4 s, which all ranks but 1 wait to begin."""
+    seconds = {
+        (backward, chunk, slot): 4.0 * (1 + backward) + (own ^ 1)
+        for backward in (False, True)
+        for chunk in range(CHUNKS)
+        for slot in range(2)
+    }
+    return seconds if broken is None else seconds | {(True, 1, 0): broken}
+
+
+def largest(numbers: list[list[float]]) -> list[float]:
+    return [max(each) for each in zip(*numbers, strict=True)]
+
+
+def test_a_row_takes_what_the_rank_that_waited_least_took() -> None:
+    # Ranks are of two stages, the second of which is twice as slow.
+    numbers = [of_rank(own).least(passes(own), 1.0) for own in (0, 2, 3)]
+    numbers.append(of_rank(1).least({each: 2 * s for each, s in passes(1).items()}, 2.0))
+    assert {len(each) for each in numbers} == {NUM_LEAST}
+    (slot, two), (other_slot, four) = of_rank(0).timings(largest(numbers))
+    assert (slot, two.lengths, two.context_parallel) == (1, (700,), 2)
+    assert (other_slot, four.lengths, four.context_parallel) == (0, (900, 800), 4)
+    for timing in (two, four):  # of both chunks
+        assert (timing.forward_seconds, timing.backward_seconds) == (8.0, 16.0)
+
+
+@pytest.mark.parametrize("broken", [math.nan, 0.0, -1.0], ids=str)
+def test_a_time_that_is_none_drops_the_row_everywhere(broken: float) -> None:
+    numbers = [
+        of_rank(own).least(passes(own, broken if own == 3 else None), 1.0) for own in range(4)
+    ]
+    [(slot, _)] = of_rank(0).timings(largest(numbers))
+    assert slot == 1
+    # As a rank says that has not read the step yet.
+    assert of_rank(0).timings(largest([*numbers, [0.0] * NUM_LEAST])) == []
+
+
+def test_of_many_slots_some_are_told() -> None:
+    assert places_of_slots(3) == {0: 0, 1: 1, 2: 2}
+    places = places_of_slots(100)
+    assert len(places) == NUM_SLOTS
+    assert max(places) > 90
+    numbers = costs_of_slots([float(slot) for slot in range(100)])
+    assert all(numbers[place] == slot for slot, place in places.items())
+    assert len(costs_of_slots([])) == NUM_SLOTS
+    assert dataclasses.replace(of_rank(0), rows=[], lengths=[]).timings([0.0] * NUM_LEAST) == []
