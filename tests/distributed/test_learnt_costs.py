@@ -165,16 +165,7 @@ def test_what_communication_costs_is_known_within_five_steps(job: Job, ranks: Ra
             assert predicted == pytest.approx(SECONDS_PER_UNIT * truth, rel=0.05)
 
 
-@on(
-    job("experts", hidden=ATTENTION, dims={**DIMS, "expert_parallel": 2}, num_steps=7),
-    job(
-        "experts-and-shared-rows",
-        hidden=COMMUNICATION,
-        dims={"data_parallel": 4, "expert_parallel": 2},
-        max_context_parallel=2,
-        num_steps=8,
-    ),
-)
+@on(job("experts", hidden=ATTENTION, dims={**DIMS, "expert_parallel": 2}, num_steps=7))
 def test_ranks_that_wait_in_every_slot_do_not_take_it_for_work(job: Job, ranks: Ranks) -> None:
     """Every rank measures the time of the costliest row of its slot."""
     assert_agreed(ranks)
