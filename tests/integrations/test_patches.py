@@ -222,25 +222,6 @@ def test_the_patched_tree_trains(tmp_path: Path) -> None:
     assert not any("batching/" in line for line in unflagged)
 
 
-@pytest.mark.long
-def test_the_patched_tree_resumes_with_what_was_learnt(tmp_path: Path) -> None:
-    script = Path(__file__).parent / "vendored_script.py"
-    patched_training(tmp_path)
-    saved = str(tmp_path / "saved")
-    flags = [*FLAGS, "--dynamic-batch-cost-model", "auto", "--ckpt-format", "torch"]
-    flags += ["--save", saved, "--load", saved, "--save-interval", "4"]
-    first = train(tmp_path, script, *flags)
-    resumed = train(tmp_path, script, *flags, "--train-iters", "6", iterations=2)
-    unresumed = train(tmp_path, script, *flags[:-6], "--train-iters", "2", iterations=2)
-
-    def learnt(line: str) -> list[str]:
-        return re.findall(r"batching/(?:quadratic|micro-batch) cost: (\S+)", line)
-
-    # Neither the first step nor the second has been learnt from when it is planned.
-    assert learnt(resumed[0]) == learnt(resumed[1]) == learnt(first[-1])
-    assert learnt(unresumed[0]) == learnt(unresumed[1]) != learnt(first[-1])
-
-
 def test_the_patched_stock_script_trains(tmp_path: Path) -> None:
     checkout = checkout_of("core_v0.19.0")
     patched_training(tmp_path)
