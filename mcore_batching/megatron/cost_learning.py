@@ -39,7 +39,7 @@ from mcore_batching.planning import CostModel
 from mcore_batching.planning.cost_fit import Timing, is_usable
 from mcore_batching.planning.cost_learning import WINDOW_STEPS, evidence, relearnt
 from mcore_batching.planning.learnt_costs import LearntCosts, StepReview
-from mcore_batching.planning.pipeline import stage_order
+from mcore_batching.planning.pass_order import stage_order
 
 _RANKS = 1 << 20
 """More than there are: a rank travels in the lower digits of a number, behind its value."""

@@ -13,7 +13,7 @@ from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.shared_times import SharedTimes
 from mcore_batching.planning.cost_fit import Timing
-from mcore_batching.planning.pipeline import Pass
+from mcore_batching.planning.pass_order import Pass
 
 
 @dataclass(frozen=True)

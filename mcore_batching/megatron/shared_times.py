@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.planning.cost import ordered_sum
 from mcore_batching.planning.cost_fit import Timing, is_usable
-from mcore_batching.planning.pipeline import Pass
+from mcore_batching.planning.pass_order import Pass
 from mcore_batching.planning.plan import Row
 
 NUM_LEAST = 32

@@ -20,7 +20,7 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.prepared_step import PreparedStep
 from mcore_batching.planning import ParallelDims
-from mcore_batching.planning.pipeline import stage_order
+from mcore_batching.planning.pass_order import stage_order
 
 Shape = list[int]
 

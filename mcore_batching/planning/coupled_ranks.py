@@ -14,7 +14,8 @@ import functools
 from collections.abc import Sequence
 
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.pipeline import Operation, interleaved_program, passes_in_turn
+from mcore_batching.planning.pass_order import passes_in_turn
+from mcore_batching.planning.pipeline import Operation, interleaved_program
 
 Blocks = Sequence[tuple[int, int]]
 """First rank, and the one after the last, of each micro-batch of a slot that ranks share."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from mcore_batching.planning import ParallelDims
-from mcore_batching.planning.pipeline import Pass, stage_order
+from mcore_batching.planning.pass_order import Pass, stage_order
 
 SHARE_OF_INPUTS = 0.5
 """Share of a backward pass that makes the gradient of the inputs: as many multiplications as that

@@ -10,7 +10,8 @@ import pytest
 from kit.harness import Job
 
 from mcore_batching.planning import ParallelDims
-from mcore_batching.planning.pipeline import pipeline_operations, stage_order
+from mcore_batching.planning.pass_order import stage_order
+from mcore_batching.planning.pipeline import pipeline_operations
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "pp2": {"pipeline_parallel": 2},

@@ -14,7 +14,7 @@ from mcore_batching.megatron.shared_times import (
     costs_of_slots,
     places_of_slots,
 )
-from mcore_batching.planning.pipeline import Pass
+from mcore_batching.planning.pass_order import Pass
 from mcore_batching.planning.plan import Row
 
 CHUNKS = 2

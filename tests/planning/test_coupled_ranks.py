@@ -12,7 +12,8 @@ from planning_cases import dims_list, examples
 
 from mcore_batching.planning.coupled_ranks import coupled_chain, coupled_passes
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.pipeline import pipeline_time, stage_order
+from mcore_batching.planning.pass_order import stage_order
+from mcore_batching.planning.pipeline import pipeline_time
 
 Blocks = list[list[tuple[int, int]]]
 

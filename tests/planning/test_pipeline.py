@@ -21,12 +21,12 @@ from megatron_transfers import Node, waited_for
 from planning_cases import examples, megatron_runs
 
 from mcore_batching.planning import ParallelDims, ParallelDimsError
+from mcore_batching.planning.pass_order import stage_order
 from mcore_batching.planning.pipeline import (
     Operation,
     inflight_tokens,
     pipeline_operations,
     pipeline_time,
-    stage_order,
 )
 
 

@@ -22,7 +22,7 @@ from mcore_batching.planning import (
     plan_step,
     step_statistics,
 )
-from mcore_batching.planning.pipeline import stage_order
+from mcore_batching.planning.pass_order import stage_order
 from mcore_batching.planning.search import Objective, best_slots, search
 from mcore_batching.planning.search.local_moves import improve
 from mcore_batching.planning.search.objective import BestSteps, Candidate
