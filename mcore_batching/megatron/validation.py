@@ -92,10 +92,30 @@ def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -
                     "Engine's layer spec"
                 )
     if model_config.num_moe_experts:
+        _check_gradients_of_experts(model, model_config)
         compat.fix_router_masks()
     if config.max_context_parallel is not None:
         let_rows_have_groups(model)
     model_config.variable_seq_lengths = True
+
+
+def _check_gradients_of_experts(model: list[Any], config: Any) -> None:
+    """Refuse experts that tensor-parallel ranks all hold, and whose gradients they do not add up.
+
+    Raises:
+        DynamicBatchArgumentError: naming what to change.
+    """
+    size = config.tensor_model_parallel_size
+    if config.expert_tensor_parallel_size == size:
+        return
+    for name, parameter in ((n, p) for chunk in model for n, p in chunk.named_parameters()):
+        # True: Megatron adds it up over the data-parallel ranks that parameters of all layers have.
+        if ".mlp.experts." in name and getattr(parameter, "allreduce", True):
+            raise DynamicBatchArgumentError(
+                f"before 0.19 megatron-core does not add up the gradient of {name} over "
+                "tensor-parallel ranks, which see different tokens: set "
+                f"--expert-tensor-parallel-size {size}, or --expert-model-parallel-size above 1"
+            )
 
 
 def _modules(chunks: list[Any]) -> Iterator[Any]:

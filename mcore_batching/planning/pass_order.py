@@ -34,7 +34,7 @@ def stage_order(
         forward_only: no backward passes.
 
     Raises:
-        LayoutError: the layout's schedule cannot run this many micro-batches.
+        ParallelDimsError: the layout's schedule cannot run this many micro-batches.
     """
     if not dims.is_legal_num_microbatches(num_microbatches):
         raise ParallelDimsError(

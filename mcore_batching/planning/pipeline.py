@@ -59,7 +59,7 @@ def pipeline_operations(
         operations of all stages, each stage's in its order, stage after stage.
 
     Raises:
-        LayoutError: the schedule cannot run this many micro-batches.
+        ParallelDimsError: the schedule cannot run this many micro-batches.
     """
     made: list[list[Operation]] = [[] for _ in range(dims.pipeline_parallel)]
     clock = [0.0] * dims.pipeline_parallel
@@ -93,7 +93,7 @@ def pipeline_time(
         forward_only: no backward passes.
 
     Raises:
-        LayoutError: the schedule cannot run this many micro-batches.
+        ParallelDimsError: the schedule cannot run this many micro-batches.
     """
     if dims.virtual_pipeline > 1:
         return float(interleaved_ends(forward_costs, dims, backward_ratio, forward_only)[-1])

@@ -33,6 +33,11 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "cp2": (2, "dense", {"context_parallel": 2}),
     "dp2-ep2": (2, "moe", {"data_parallel": 2, "expert_parallel": 2}),
     "cp2-ep2": (2, "moe", {"context_parallel": 2, "expert_parallel": 2}),
+    "tp2-sp-ep2": (
+        2,
+        "moe",
+        {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2},
+    ),
     "dp4": (4, "dense", {"data_parallel": 4}),
     "pp4": (4, "dense", {"pipeline_parallel": 4}),
     "cp2-pp2": (4, "dense", {"context_parallel": 2, "pipeline_parallel": 2}),
@@ -115,7 +120,7 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
     # Experts that no router would choose: one token routed otherwise shows in its log-probs.
     "dp2-ep2-replayed-routing": ("dp2-ep2", {"kind": "replay", "spread": "empty"}),
     "cp2-ep2-replayed-routing": ("cp2-ep2", {"kind": "replay"}),
-    "tp2-sp-pp2-replayed-routing": ("tp2-sp-pp2", {"kind": "replay"}),
+    "tp2-sp-ep2-replayed-routing": ("tp2-sp-ep2", {"kind": "replay"}),
     "dp2-pp2-vpp2-replayed-routing-recomputed": (
         "dp2-pp2-vpp2",
         {"kind": "replay", "spread": "empty", "settings": RECOMPUTED},
@@ -140,7 +145,7 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
 LONG_SPECIAL = {
     "cp2-tp2-sp-padded",
     "cp2-ep2-replayed-routing",
-    "tp2-sp-pp2-replayed-routing",
+    "tp2-sp-ep2-replayed-routing",
     # The other one of a kind, or of a pair that has this layout or this objective, runs always.
     *(f"cp2-padding-samples-{objective}" for objective in OBJECTIVES if "trained" not in objective),
     "dp2-pp2-padding-samples-token-mean",

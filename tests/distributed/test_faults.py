@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -543,6 +544,29 @@ def test_logits_of_the_whole_vocabulary_are_no_ranks_part(job: Job, ranks: list[
     text = "BatchError: expected logits of this tensor-parallel rank's 32 entries of the vocabulary"
     for rank in ranks:
         assert [each.startswith(text) for each in rank] == [True, True]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        job(
+            "experts-tp2",
+            "experts_on_tensor_parallel_ranks",
+            {"tensor_parallel": 2, "sequence_parallel": True},
+            2,
+            module="misuse",
+            reference="moe",
+        )
+    ],
+    ids=str,
+)
+def test_experts_whose_gradients_are_not_added_up_are_refused(job: Job, ranks: list[str]) -> None:
+    """Before 0.19 Megatron takes them for parameters that data-parallel ranks alone share."""
+    before_0_19 = tuple(map(int, version("megatron-core").split(".")[:2])) < (0, 19)
+    refusal = "set --expert-tensor-parallel-size 2, or --expert-model-parallel-size above 1"
+    for said in ranks:
+        assert (refusal in said) == before_0_19
+        assert bool(said) == before_0_19
 
 
 @pytest.mark.parametrize(

@@ -287,6 +287,16 @@ def returns_less(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     }
 
 
+def experts_on_tensor_parallel_ranks(dims: dict[str, Any], reference: str) -> str:
+    """What planning says to a model whose experts all tensor-parallel ranks hold."""
+    model = small_model(dims, reference, kind="moe")
+    try:
+        get_data_iterator(arguments(ParallelDims(**dims)), model, my_samples(dims))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def gathered_logits(dims: dict[str, Any], reference: str) -> list[str]:
     """Errors where a script gathers the vocabulary before it asks for log-probabilities."""
     calls = _Calls(dims, reference, "uneven")
