@@ -696,7 +696,12 @@ def test_router_counts_real_tokens_alone(job: Job, ranks: list[dict[str, Any]]) 
         job(
             "expert-bias-later-stage",
             "expert_bias_counts",
-            {"pipeline_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True},
+            {
+                "pipeline_parallel": 2,
+                "tensor_parallel": 2,
+                "sequence_parallel": True,
+                "expert_parallel": 2,
+            },
             4,
             reference="moe",
         )
