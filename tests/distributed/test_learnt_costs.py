@@ -140,7 +140,10 @@ DP4 = {"data_parallel": 4}
 
 
 @on(
-    job("shared-rows", hidden=COMMUNICATION, dims=DP4, max_context_parallel=4),
+    pytest.param(
+        job("shared-rows", hidden=COMMUNICATION, dims=DP4, max_context_parallel=4),
+        marks=pytest.mark.long,
+    ),
     job(
         "shared-rows-and-stages",
         hidden=COMMUNICATION,

@@ -105,7 +105,7 @@ def clock_of(name: str) -> Job:
 @pytest.mark.parametrize(
     "job",
     [
-        clock_of("pp2-vpp2"),
+        pytest.param(clock_of("pp2-vpp2"), marks=pytest.mark.long),
         clock_of("pp2-vpp2-group3"),
         pytest.param(clock_of("pp4-vpp2"), marks=pytest.mark.long),
     ],
