@@ -548,6 +548,17 @@ def test_logits_of_the_whole_vocabulary_are_no_ranks_part(job: Job, ranks: list[
 
 @pytest.mark.parametrize(
     "job",
+    [job("stages-read", "stages_read_other_samples", {"pipeline_parallel": 2}, 2, module="misuse")],
+    ids=str,
+)
+def test_stages_that_read_other_samples_are_an_error_on_all(job: Job, ranks: list[str]) -> None:
+    for said in ranks:
+        assert said.startswith("PlanMismatchError")
+        assert "samples and plan (sha256)" in said
+
+
+@pytest.mark.parametrize(
+    "job",
     [
         job(
             "experts-tp2",

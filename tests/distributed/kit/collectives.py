@@ -83,7 +83,7 @@ def _forward_step(data_iterator: Any, model: Any) -> Any:
     return output, loss
 
 
-def _stock_step(
+def stock_step(
     args: Any,
     model: list[Any],
     samples: dict[str, Any],
@@ -145,16 +145,16 @@ def collectives_of_phases(dims: dict[str, Any], reference: str) -> dict[str, dic
         bounds = {"dynamic_batch_max_inflight_tokens": 10**6}
         bounded = arguments(shape, padded_vocab_size=VOCABULARY, **bounds)
         with counted() as phases["stock step"]:
-            _stock_step(stock, model, samples)
+            stock_step(stock, model, samples)
         with counted() as phases["stock evaluation"]:
-            _stock_step(stock, model, samples, forward_only=True)
+            stock_step(stock, model, samples, forward_only=True)
         with counted() as phases["stock step, bounded in flight"]:
-            _stock_step(bounded, model, samples)
+            stock_step(bounded, model, samples)
         with free_micro_batches() as cost_model:
             costs = {"dynamic_batch_cost_model": cost_model, "max_tokens_per_gpu": 4096}
             shaping = arguments(shape, padded_vocab_size=VOCABULARY, **costs)
             with counted() as phases["stock step, two ways to pack"]:
-                _stock_step(shaping, model, samples)
+                stock_step(shaping, model, samples)
         with counted() as phases["stock step, data on some ranks"]:
-            _stock_step(stock, model, samples, has_data=on_one is not None)
+            stock_step(stock, model, samples, has_data=on_one is not None)
     return phases

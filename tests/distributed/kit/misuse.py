@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.utils import get_model_config
 
+from kit.collectives import stock_step
 from kit.exactness import arguments, log_probs_of
 from kit.faults import my_samples, small_model
 from kit.model import adam, named_parameters
@@ -285,6 +286,19 @@ def returns_less(dims: dict[str, Any], reference: str) -> dict[str, Any]:
         "samples": len(calls.data["tokens"]),
         "metrics": metrics,
     }
+
+
+def stages_read_other_samples(dims: dict[str, Any], reference: str) -> str:
+    """What a stock script's step raises where the last stage has a token more than the first."""
+    model, samples = small_model(dims, reference), my_samples(dims)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        samples["tokens"][0] = torch.nn.functional.pad(samples["tokens"][0], (0, 1))
+    try:
+        args = arguments(ParallelDims(**dims), padded_vocab_size=VOCABULARY)
+        stock_step(args, model, samples)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def experts_on_tensor_parallel_ranks(dims: dict[str, Any], reference: str) -> str:
