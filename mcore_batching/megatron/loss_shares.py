@@ -97,7 +97,7 @@ def _depends(value: Tensor, on: Tensor) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class CollectedShares:
-    """What a loss function returned and did in a step on this rank, empty on other stages.
+    """Results and doings of a loss function in a step on this rank, empty on other stages.
 
     Attributes:
         shares: of each micro-batch by name, ``loss`` among them.

@@ -119,7 +119,7 @@ def _compared(
 
 
 def _summed(rows: _Weighted, model: CostModel) -> list[float]:
-    """What rows tell of all but stages and communication, which is held at the model's."""
+    """Sums over rows that tell of all but stages, communication being held at the model's."""
     sums = [0.0] * _NUM_SHARED
     for weight, timing, of_mean, ratio in rows:
         # Of a mean stage: the target, measured / factor, over the prediction of it is the ratio.
@@ -168,7 +168,7 @@ def relearnt(
 
 
 def _points(learnt: LearntCosts, rows: _Weighted) -> list[SharedRow]:
-    """What rows on several ranks tell of communication, all else being known."""
+    """Rows on several ranks, for fitting what communication costs, all else being known."""
     model = learnt.cost_model
     assert learnt.seconds_per_unit is not None
     per_unit = learnt.seconds_per_unit * (1.0 + model.backward_ratio)

@@ -3,8 +3,9 @@ pull requests 1926 and 1927."""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,13 @@ def forget() -> None:
     """Let the packages be imported anew."""
     for name in [each for each in sys.modules if each.partition(".")[0] in ("slime", "miles")]:
         del sys.modules[name]
+
+
+def own_tests_of(path: Path) -> list[Callable[[], None]]:
+    """The tests of a file, which is run under a name of its own."""
+    spec = importlib.util.spec_from_file_location("framework_tests", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return [test for name, test in vars(module).items() if name.startswith("test_")]

@@ -23,7 +23,7 @@ import torch
 from hypothesis import given
 from kit.stand_ins import StandIns
 from planning_cases import examples
-from slime_package import forget, miles, slime
+from slime_package import forget, miles, own_tests_of, slime
 from test_slime_schedule import arguments, check, lengths_of, parallel, plan, problems
 from test_slime_scheduled import KEYS, rollout_data
 
@@ -224,13 +224,8 @@ def test_miles_own_tests_of_its_function_pass_with_ours(checkout: Any) -> None:
         pytest.skip(f"{path} is not in the checkout")
     hooked = hook_schedule()
     assert hooked is not None
-    spec = importlib.util.spec_from_file_location("miles_own_tests", path)
-    assert spec is not None
-    assert spec.loader is not None
     with hooked:
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        tests = [test for name, test in vars(module).items() if name.startswith("test_")]
+        tests = own_tests_of(path)
         assert len(tests) == 15
         for test in tests:
             test()

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import examples, real_lengths
-from slime_package import forget, slime
+from slime_package import forget, own_tests_of, slime
 
 from mcore_batching.integrations.slime import HookError, hook_schedule
 from mcore_batching.integrations.slime.schedule import build_dp_schedule
@@ -271,13 +271,8 @@ def test_slimes_own_tests_of_its_function_pass_with_ours(
         pytest.skip(f"{path} is not in the checkout")
     hooked = hook_schedule()
     assert hooked is not None
-    spec = importlib.util.spec_from_file_location("slimes_own_tests", path)
-    assert spec is not None
-    assert spec.loader is not None
     with hooked:
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        tests = [test for name, test in vars(module).items() if name.startswith("test_")]
+        tests = own_tests_of(path)
         assert len(tests) > 5
         for test in tests:
             test()

@@ -83,7 +83,7 @@ class PlaceholderIterator:
 def get_data_iterator(
     original: Callable[..., Any], *arguments: Any, schema: Schema, **keywords: Any
 ) -> Any:
-    """What the framework's function returns, its iterators with placeholders.
+    """The result of the framework's function, its iterators with placeholders.
 
     miles plans some data (of several modalities or adapters) in the trainer: those stay its own.
 

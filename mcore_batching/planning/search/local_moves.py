@@ -279,8 +279,8 @@ class _Moved:
 def _differences(
     mine: Row, theirs: Row, given: int, taken: int
 ) -> tuple[float, float, int, int] | None:
-    """What a micro-batch costs less and another more if a sample of the first goes there, and
-    perhaps one (-1: none) comes back; how many tokens it holds less, and the other more.
+    """Cost that a micro-batch loses and another gains if a sample of the first goes there, and
+    perhaps one (-1: none) comes back; tokens that it loses, and the other gains.
 
     None if the first would not cost less, or a sample is too long for where it goes.
     """
