@@ -11,8 +11,9 @@ from mcore_batching.planning import (
     PlannerConfig,
     Problem,
     fill_shard,
-    shard_outlook,
-    shard_packings,
+    pack_shard,
+    shard_ends,
+    soonest_counts,
 )
 from mcore_batching.planning.integers import round_up
 
@@ -36,7 +37,7 @@ def planned_shard(
     Args:
         lengths: of the rank's samples.
         dims: parallel dims.
-        config: the planner's settings.
+        config: the planner's settings, without a bound on tokens in flight.
         maxima: over the ranks that need equally many.
         fewest: micro-batches.
         multiple: their number is a multiple of this.
@@ -44,27 +45,26 @@ def planned_shard(
     Raises:
         HookError: planning failed on another rank. On those where it did, its own error.
     """
-    problem, packings = None, []
+    problem, bins = None, []
 
     def pack() -> list[float]:
-        nonlocal problem, packings
+        nonlocal problem, bins
         problem = Problem.of(lengths, dims, config)
-        packings = shard_packings(problem)
-        return [float(len(packed)) for packed in packings]
+        bins = pack_shard(problem)
+        return shard_ends(problem, bins)
 
-    counts = [round_up(max(int(count), fewest), multiple) for count in _worst(maxima, 2, pack)]
+    width = len(shard_ends(Problem.of((), dims, config), []))
+    [soonest] = soonest_counts(_worst(maxima, width, pack), dims, config)
+    count = round_up(max(soonest, fewest), multiple)
     filled: list[MicroBatches] = []
 
     def fill() -> list[float]:
         assert problem is not None
-        filled.extend(
-            fill_shard(problem, packed, count)
-            for packed, count in zip(packings, counts, strict=False)
-        )
-        return [shard_outlook(problem, each).end for each in filled]
+        filled.append(fill_shard(problem, bins, count))
+        return []
 
-    ends = _worst(maxima, 2, fill)
-    return filled[min(range(len(filled)), key=lambda index: (ends[index], index))]
+    _worst(maxima, 0, fill)
+    return filled[0]
 
 
 def _worst(maxima: Maxima, width: int, attempt: Callable[[], list[float]]) -> list[float]:
@@ -72,7 +72,7 @@ def _worst(maxima: Maxima, width: int, attempt: Callable[[], list[float]]) -> li
 
     Args:
         maxima: over them.
-        width: most values.
+        width: number of values.
         attempt: gives them; may raise.
 
     Raises:
@@ -88,4 +88,4 @@ def _worst(maxima: Maxima, width: int, attempt: Callable[[], list[float]]) -> li
         raise failure
     if failed:
         raise HookError("planning failed on another data-parallel rank: its log says why")
-    return worst[: len(values)]
+    return worst

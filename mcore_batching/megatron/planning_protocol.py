@@ -6,17 +6,18 @@ what others know:
 1. take stock: settings and rollout data are read; settings must be the same everywhere;
 2. share data: ranks without data get their replica's, replicas without samples learn the fields;
    nothing where every rank has samples;
-3. pack: each replica packs its own samples of every optimizer step, in one way or several;
-4. fill: each way is brought to the largest count of all ranks, rounded up; the ranks of a replica
-   must have made the same;
-5. choose: the way in which the step ends first, by the outlooks of all ranks; no agreement, since
-   all that it follows from has been compared.
+3. pack: each replica packs its own samples of every optimizer step, and says how soon it would end
+   with how many micro-batches;
+4. fill: samples are brought to the count with which the latest rank ends soonest; the ranks of a
+   replica must have made the same;
+5. choose: of two counts, under a bound on tokens in flight alone, by the outlooks of all ranks; no
+   agreement, since all that it follows from has been compared.
 
 So planning takes three collectives of one small message a round, and an optimizer step
 (`prepared_step`, `agree_after_pipeline`) two: the count waits for what every rank packs, the choice
 for the outlook on that count, the pipeline for every rank's rows, the update for every rank's loss.
 Where all samples are one step, as in a stock script, 1 and 3 are one agreement unless a rank lacks
-data or samples, and where nobody has two ways to pack, 4 goes into the step's first.
+data or samples, and where tokens in flight are not bounded, 4 goes into the step's first.
 `mcore_batching.megatron.exchange` replaces 3 to 5 by one plan of all samples: three agreements, a
 gather of all lengths, and two exchanges (sizes, samples), the last three of which grow with the
 ranks.
@@ -114,9 +115,8 @@ class PlanningProtocol:
         self.one_step = one_step
         self.consensus = get_consensus(args)
         self._shards: list[StepShard] = []
-        self._ways: list[list[list[int]]] = []
         self._packed_lengths: list[int] = []
-        self._counts_at_once: list[int] = []
+        self._latest_at_once: list[float] = []
         self._is_settled = False
         self._outlooks: list[list[ShardOutlook]] = []
 
@@ -229,11 +229,11 @@ class PlanningProtocol:
         somebody_is_empty, minus_populated, *at_once = stock.largest
         self.num_samples = stock.total[0]
         if self._packs_at_once and not somebody_is_empty:
-            fields, minus_fields, several_ways, *counts = at_once[: 3 + len(self._ways)]
+            fields, minus_fields, *latest = at_once[: 2 + len(self._shards[0].ends)]
             if fields == -minus_fields:  # else packing says which differ
-                self._counts_at_once = counts
-                unbounded = self.settings.config.max_inflight_tokens is None
-                self._is_settled = unbounded and not several_ways
+                self._latest_at_once = latest
+                # Tokens in flight are known when micro-batches are filled.
+                self._is_settled = self.settings.config.max_inflight_tokens is None
         if somebody_is_empty and -minus_populated < len(self.consensus.ranks):
             batch = batch.with_fields_of(self.consensus.share(batch.fields(), -minus_populated))
         self.batch = batch
@@ -242,7 +242,7 @@ class PlanningProtocol:
         """This rank's samples: is there any rank without, which is the first that has some.
 
         Where packing needs no more than that also what it makes of them: a number for the fields,
-        which is to be the same on all ranks; are there two ways to pack; the count of each way.
+        which is to be the same on all ranks; how soon the step would end by its count.
         """
         lengths = [] if batch is None else batch.total_lengths
         populated = self.consensus.rank if lengths else len(self.consensus.ranks)
@@ -251,10 +251,9 @@ class PlanningProtocol:
             if not self._shards or lengths != self._packed_lengths:  # they may be shared meanwhile
                 places, forward = range(len(lengths)), self.forward_only
                 self._shards = [StepShard(self.args, self.settings, places, lengths, forward)]
-            self._packed_lengths, self._ways = lengths, self._shards[0].packings
+            self._packed_lengths = lengths
             fields = 0 if batch is None else int(digest_of(batch.comparable())[:12], 16)
-            counts = [len(bins) for bins in self._ways]
-            largest += [fields, -fields, int(self._ways[0] != self._ways[-1]), *counts]
+            largest += [fields, -fields, *self._shards[0].ends]
         return Statement(largest=largest, total=[len(lengths)])
 
     @property
@@ -263,17 +262,17 @@ class PlanningProtocol:
         return self.one_step and self.scope == "local" and not self._learns
 
     def _filled_alone(self) -> MicroBatchSchedule:
-        """The schedule, of the only way to pack, filled to the count that is agreed on."""
+        """The schedule, filled to the count that follows from what is agreed on."""
         [shard] = self._shards
-        shard.fill(self._counts_at_once)
-        self.plan_digest = digest_of([self.num_samples, self._counts_at_once])
+        shard.fill(self._latest_at_once)
+        self.plan_digest = digest_of([self.num_samples, self._latest_at_once])
         return self._schedule(
             (shard.filled[0],), digest_of([self.batch.total_lengths, shard.filled])
         )
 
     def lay_out(self) -> None:
         """Prepare what `choose` needs of the other ranks: here, pack and fill."""
-        self._fill(self._counts_at_once or self._pack())
+        self._fill(self._latest_at_once or self._pack())
 
     def choose(self) -> tuple[MicroBatches, ...]:
         """Every step's micro-batches of this rank, as local sample indices. Not a collective."""
@@ -308,8 +307,8 @@ class PlanningProtocol:
             cost_model=self.settings.cost_model,
         )
 
-    def _pack(self) -> list[int]:
-        """Pack this rank's samples of every step; the largest count of each way on any rank."""
+    def _pack(self) -> list[float]:
+        """Pack this rank's samples of every step; of each step's ends the largest of all ranks."""
 
         def work() -> tuple[RolloutBatch, list[StepShard]]:
             batch = self.batch.resolved()
@@ -332,22 +331,22 @@ class PlanningProtocol:
                 equal["global_batch_size"] = batch.global_batch_size
             return Statement(
                 equal=equal,
-                largest=[len(bins) for shard in shards for bins in shard.packings],
+                largest=[end for shard in shards for end in shard.ends],
             )
 
         agreed = self.consensus.agree("packing", work, says, failure=PlanningFailedError)
         self.batch, self._shards = agreed.result
         return agreed.largest
 
-    def _fill(self, largest: list[int]) -> None:
-        """Bring every way of packing to the common count; the worst outlook of all ranks on it."""
+    def _fill(self, latest: list[float]) -> None:
+        """Bring every step to the common counts; the worst outlook of all ranks on each."""
 
         def work() -> list[list[ShardOutlook]]:
-            counts = iter(largest)
-            return [shard.fill([next(counts) for _ in shard.packings]) for shard in self._shards]
+            ends = iter(latest)
+            return [shard.fill([next(ends) for _ in shard.ends]) for shard in self._shards]
 
         def says(outlooks: list[list[ShardOutlook]]) -> Statement:
-            each = [outlook for ways in outlooks for outlook in ways]
+            each = [outlook for by_count in outlooks for outlook in by_count]
             ends = [outlook.end for outlook in each]
             filled = [shard.filled for shard in self._shards]
             digest = digest_of([self.batch.total_lengths, filled])
@@ -362,7 +361,7 @@ class PlanningProtocol:
         self.plan_digest = digest_of([agreed.total, agreed.largest])
         half = len(agreed.largest) // 2
         worst = map(ShardOutlook, agreed.largest[:half], agreed.largest[half:])
-        self._outlooks = [[next(worst) for _ in shard.packings] for shard in self._shards]
+        self._outlooks = [[next(worst) for _ in shard.filled] for shard in self._shards]
 
 
 def _pad_token_id(args: Any) -> Any:

@@ -17,9 +17,11 @@ from mcore_batching.planning import (
     ShardOutlook,
     at_least,
     fill_shard,
+    pack_shard,
+    shard_ends,
     shard_outlook,
-    shard_packings,
-    soonest_packing,
+    soonest_counts,
+    soonest_filling,
 )
 
 
@@ -44,9 +46,9 @@ class StepShard:
         forward_only: plan for forward passes alone.
 
     Attributes:
-        packings: ways to pack the samples, as places in ``indices`` [ways][micro-batches]; the
-            same number of ways on every rank.
-        filled: the same ways, as local sample indices, from `fill` on.
+        ends: of `shard_ends`; of which all ranks need the largest.
+        filled: the micro-batches with each number that is left to choose from, as local sample
+            indices, from `fill` on.
     """
 
     def __init__(
@@ -68,36 +70,38 @@ class StepShard:
         self._indices = indices
         self.filled: list[MicroBatches] = []
         if uses_dynamic_batch_size(args):
-            self.packings = shard_packings(self._problem)
+            self._bins = pack_shard(self._problem)
+            self.ends = shard_ends(self._problem, self._bins)
         else:
             given, everything = getattr(args, "micro_batch_size", None), list(range(len(lengths)))
             size = at_least("micro_batch_size", given, 1, ConfigError)
-            self.packings = [[everything[i : i + size] for i in range(0, len(lengths), size)]]
+            self._bins = [everything[i : i + size] for i in range(0, len(lengths), size)]
+            self.ends = [float(len(self._bins)), float(len(lengths))]
 
-    def fill(self, largest: Sequence[int]) -> list[ShardOutlook]:
-        """Bring each packing to a count that is legal for the pipeline schedule.
+    def fill(self, latest: Sequence[float]) -> list[ShardOutlook]:
+        """Bring the micro-batches to the numbers of `soonest_counts`.
 
         Args:
-            largest: of each packing, the most micro-batches that any rank has.
+            latest: the largest of each of `ends` over all ranks.
 
         Returns:
-            the outlook of each.
+            the outlook with each number.
         """
-        round_up = self._problem.dims.round_up_num_microbatches
+        problem = self._problem
         made = [
-            fill_shard(self._problem, bins, round_up(max(1, count)))
-            for bins, count in zip(self.packings, largest, strict=True)
+            fill_shard(problem, self._bins, count)
+            for count in soonest_counts(latest, problem.dims, problem.config)
         ]
         self.filled = [
             tuple(tuple(self._indices[i] for i in places) for places in micro_batches)
             for micro_batches in made
         ]
-        return [shard_outlook(self._problem, micro_batches) for micro_batches in made]
+        return [shard_outlook(problem, micro_batches) for micro_batches in made]
 
     def chosen(self, outlooks: Sequence[ShardOutlook]) -> MicroBatches:
-        """Local sample indices of the packing with which the step ends first.
+        """Local sample indices of the micro-batches with which the step ends first.
 
         Args:
-            outlooks: of each packing, the worst of all ranks.
+            outlooks: with each number, the worst of all ranks.
         """
-        return self.filled[soonest_packing(outlooks, self._problem.config)]
+        return self.filled[soonest_filling(outlooks, self._problem.config)]

@@ -30,9 +30,10 @@ from mcore_batching.planning.search import (
 from mcore_batching.planning.shard import (
     fill_shard,
     pack_shard,
+    shard_ends,
     shard_outlook,
-    shard_packings,
-    soonest_packing,
+    soonest_counts,
+    soonest_filling,
     worst_outlook,
 )
 
@@ -265,7 +266,7 @@ def _plan_global(problem: Problem) -> tuple[MicroBatches, ...]:
         if problem.config.max_inflight_tokens is not None:
             # Refuses a plan that holds more.
             worst = worst_outlook(shard_outlook(problem, rank) for rank in plain)
-            soonest_packing([worst], problem.config)
+            soonest_filling([worst], problem.config)
         return plain
     found = tuple(
         tuple(tuple(sorted(samples)) for samples in slots) for slots in _searched(problem, plain)
@@ -309,22 +310,20 @@ def _packed_and_placed(problem: Problem) -> tuple[MicroBatches, ...]:
 
 
 def _plan_local(shards: Sequence[Problem]) -> tuple[MicroBatches, ...]:
-    """Every rank's micro-batches, made of its own samples, under the packing that ends first."""
-    round_up = shards[0].dims.round_up_num_microbatches
-    filled = []
-    for bins_of_ranks in zip(*map(shard_packings, shards), strict=True):
-        count = round_up(max(map(len, bins_of_ranks)))
-        filled.append(
-            tuple(
-                fill_shard(shard, bins, count)
-                for shard, bins in zip(shards, bins_of_ranks, strict=True)
-            )
-        )
+    """Every rank's micro-batches, made of its own samples, as many as the latest rank ends soonest
+    with."""
+    packed = [pack_shard(shard) for shard in shards]
+    ends = [shard_ends(shard, bins) for shard, bins in zip(shards, packed, strict=True)]
+    latest = [max(each) for each in zip(*ends, strict=True)]
+    filled = [
+        tuple(fill_shard(shard, bins, count) for shard, bins in zip(shards, packed, strict=True))
+        for count in soonest_counts(latest, shards[0].dims, shards[0].config)
+    ]
     outlooks = [
         worst_outlook(shard_outlook(shard, rank) for shard, rank in zip(shards, ranks, strict=True))
         for ranks in filled
     ]
-    return filled[soonest_packing(outlooks, shards[0].config)]
+    return filled[soonest_filling(outlooks, shards[0].config)]
 
 
 def _renamed(rank: MicroBatches, samples: Sequence[int]) -> MicroBatches:

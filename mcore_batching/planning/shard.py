@@ -1,14 +1,16 @@
 """Planning for samples that stay where they are: the part of one data-parallel rank.
 
     problem = Problem.of(lengths, dims, config, cost_model)    # this rank's samples alone
-    for bins in shard_packings(problem):
-        count = dims.round_up_num_microbatches(all_reduce_max(len(bins)))
+    bins = pack_shard(problem)
+    latest = all_reduce_max(shard_ends(problem, bins))
+    for count in soonest_counts(latest, dims, config):
         micro_batches = fill_shard(problem, bins, count)
         worst = all_reduce_max(shard_outlook(problem, micro_batches))
 
-and then the micro-batches that `soonest_packing` picks by the worst outlooks. `plan_step` with
-`owners` is these calls for each rank and nothing else, so a rank that sees only its own lengths
-reaches the plan that one who sees all of them makes.
+and then the micro-batches that `soonest_filling` picks by the worst outlooks; only a bound on
+tokens in flight leaves two of them to pick from. `plan_step` with `owners` is these calls for each
+rank and nothing else, so a rank that sees only its own lengths reaches the plan that one who sees
+all of them makes.
 """
 
 from __future__ import annotations
@@ -22,11 +24,23 @@ from mcore_batching.planning.bounds import bin_lower_bound
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.errors import Argument, InflightBoundError, LengthError
 from mcore_batching.planning.packing import first_fit, first_fit_decreasing
+from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline import pipeline_time
 from mcore_batching.planning.placement import largest_first, order_slots, split_until
 from mcore_batching.planning.plan import MicroBatches
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.search import best_slots
+from mcore_batching.planning.search import (
+    MOST_SLOTS_PER_STAGE,
+    Objective,
+    best_slots,
+    ends_by_count,
+    improve,
+    steps_of_counts,
+)
+
+MOST_COUNTED = 1 << 16
+"""Micro-batches up to which ranks choose their number under a bound on tokens in flight, which more
+of them keep to more easily."""
 
 
 def pack_shard(problem: Problem) -> list[list[int]]:
@@ -58,25 +72,60 @@ def _pack(sizes: Sequence[int], problem: Problem) -> list[list[int]]:
     return in_order if len(in_order) < len(decreasing) else decreasing
 
 
-def shard_packings(problem: Problem) -> list[list[list[int]]]:
-    """The packings among which all ranks choose together.
+def shard_ends(problem: Problem, bins: Sequence[Sequence[int]]) -> list[float]:
+    """How soon one rank's step would end, by the number of micro-batches of all ranks.
 
-    Two where the planner shapes slots for the pipeline: as few micro-batches as hold the samples,
-    and as many as this rank's own pipeline would end first with, which need not be best for ranks
-    that hold other samples. Else the former alone.
+    A number that is best for one rank need not be for ranks that hold other samples: the one at
+    which the latest of them ends soonest is best for the step.
 
     Args:
         problem: this rank's samples.
+        bins: of `pack_shard`.
 
     Returns:
-        one or two lists of micro-batches, equally many on every rank of a job.
+        the number of `bins`, and of samples; then, where micro-batches are shaped for a pipeline,
+        the predicted end, in units of cost, with as many as there are `bins`, and with each of the
+        numbers that ranks choose among, infinite where this rank's samples do not fit. As many on
+        every rank of a job.
     """
-    packed = pack_shard(problem)
-    if not _shapes_slots(problem):
-        return [packed]
-    slots = best_slots(problem, None) or []
-    shaped = [sorted(samples) for samples in slots if samples]
-    return [packed, shaped if len(shaped) > len(packed) else packed]
+    held = [float(len(bins)), float(problem.num_samples)]
+    if not _shapes_slots(problem.dims, problem.config):
+        return held
+    fewest = problem.dims.round_up_num_microbatches(max(1, len(bins)))
+    packed = shard_outlook(problem, _split_and_order(problem, bins, fewest)).end
+    held.append(min(packed, *ends_by_count(problem, [fewest])))
+    counts = _counts(problem.dims, problem.config)
+    first = next((at for at, count in enumerate(counts) if count >= len(bins)), len(counts))
+    return [*held, *[math.inf] * first, *ends_by_count(problem, counts[first:])]
+
+
+def soonest_counts(latest: Sequence[float], dims: ParallelDims, config: PlannerConfig) -> list[int]:
+    """The number of micro-batches with which the latest rank's step ends soonest.
+
+    Args:
+        latest: the largest of each number of `shard_ends` over all ranks.
+        dims: parallel dims, as in every rank's problem.
+        config: the planner's settings, likewise.
+
+    Returns:
+        a single number; under a bound on tokens in flight the fewest that hold the samples as well,
+        since what ranks hold is known only once micro-batches are made.
+    """
+    held, samples, *ends = latest
+    fewest, most = (dims.round_up_num_microbatches(max(1, int(n))) for n in (held, samples))
+    if not ends:
+        return [fewest]
+    packed, *known = ends
+    counts = _counts(dims, config)
+    end, soonest = min(zip(known, counts, strict=True))
+    # The next number above the fewest may be a seventh more, for nothing.
+    is_next = soonest == min((count for count in counts if count >= fewest), default=fewest)
+    if end == math.inf or (is_next and packed <= end):
+        soonest = fewest
+    soonest = min(soonest, most)  # beyond it, every rank has placeholders
+    if config.max_inflight_tokens is None:
+        return [soonest]
+    return list(dict.fromkeys([fewest, soonest]))
 
 
 def fill_shard(
@@ -87,7 +136,7 @@ def fill_shard(
     Args:
         problem: this rank's samples; `config.fill` says whether to split before adding
             placeholders, `config.balance` by what to order.
-        bins: one of the rank's `shard_packings`; may be empty.
+        bins: of `pack_shard`; may be empty.
         num_microbatches: the common count, `len(bins)` or more.
 
     Returns:
@@ -122,8 +171,17 @@ def fill_shard(
         if slots is not None:
             outlook = shard_outlook(problem, slots)
             found.append((max(outlook.inflight_tokens, bound), outlook.end, number))
-    best = candidates[min(found)[2]] or ()
+    best = _improved(problem, candidates[min(found)[2]] or ())
     return largest_first(problem, (tuple(tuple(sorted(samples)) for samples in best),))[0]
+
+
+def _improved(problem: Problem, slots: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    """The slots after single samples were moved and swapped among them."""
+    alone = dataclasses.replace(problem.dims, data_parallel=1)
+    objective = Objective(dataclasses.replace(problem, dims=alone))
+    if not objective.fits_in_memory(slots):
+        return slots
+    return improve(objective.candidate([slots]), objective).ranks[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +218,11 @@ def worst_outlook(outlooks: Iterable[ShardOutlook]) -> ShardOutlook:
     return ShardOutlook(end=max(ends), inflight_tokens=max(inflight))
 
 
-def soonest_packing(outlooks: Sequence[ShardOutlook], config: PlannerConfig) -> int:
-    """The packing under which the step ends first.
+def soonest_filling(outlooks: Sequence[ShardOutlook], config: PlannerConfig) -> int:
+    """The number of micro-batches with which the step ends first.
 
     Args:
-        outlooks: of each packing, the worst of all ranks.
+        outlooks: with each of `soonest_counts`, the worst of all ranks.
         config: gives `max_inflight_tokens`.
 
     Returns:
@@ -184,9 +242,14 @@ def soonest_packing(outlooks: Sequence[ShardOutlook], config: PlannerConfig) -> 
     return min(range(len(outlooks)), key=rank)
 
 
-def _shapes_slots(problem: Problem) -> bool:
-    dims = problem.dims
-    return problem.config.searches and dims.pipeline_parallel > 1 and dims.expert_parallel == 1
+def _shapes_slots(dims: ParallelDims, config: PlannerConfig) -> bool:
+    return config.searches and dims.pipeline_parallel > 1 and dims.expert_parallel == 1
+
+
+def _counts(dims: ParallelDims, config: PlannerConfig) -> list[int]:
+    """Numbers of micro-batches that ranks choose among, without knowing what others hold."""
+    most = MOST_SLOTS_PER_STAGE * dims.pipeline_parallel
+    return steps_of_counts(1, most if config.max_inflight_tokens is None else MOST_COUNTED, dims)
 
 
 def _inflight_bound(config: PlannerConfig) -> float:

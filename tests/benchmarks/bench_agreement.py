@@ -48,11 +48,11 @@ Measured = dict[str, float]
 
 
 def planned(rank: int) -> list[tuple[str, Statement]]:
-    """The agreements of planning (local, two ways of packing) and of a training step."""
+    """The agreements of planning (local, in a pipeline) and of a training step."""
     totals = [16, 9000, 8000, 8000.0, 16, 16]
     return [
         ("taking stock", Statement(equal=SETTINGS, largest=[0, -rank, 0], total=[16])),
-        ("packing", Statement(equal=FIELDS, largest=[4, 6])),
+        ("packing", Statement(equal=FIELDS, largest=[4.0, *[1.5e6] * 25])),
         (
             "filling",
             Statement(
@@ -76,7 +76,7 @@ def planned(rank: int) -> list[tuple[str, Statement]]:
 def stock(rank: int) -> list[tuple[str, Statement]]:
     """The agreements of a stock script's step, planning included; the last with its log line."""
     *_, collating, after = planned(rank)
-    counts = [12345, -12345, 0, 4, 4, 0]
+    counts = [12345, -12345, 4.0, *[1.5e6] * 25, 0]
     largest, total = [0.0, *[4096.0] * 12], [1.0] * 12
     return [
         ("taking stock", Statement(equal=SETTINGS, largest=[0, -rank, *counts], total=[16])),

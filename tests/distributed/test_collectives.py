@@ -33,8 +33,7 @@ EXPECTED = {
         "stock evaluation": {"reduce": 3},
         # Tokens in flight are known when micro-batches are filled.
         "stock step, bounded in flight": {"reduce": 4},
-        # Without a pipeline nothing is shaped.
-        "stock step, two ways to pack": {"reduce": 3},
+        "stock step, more micro-batches than hold the samples": {"reduce": 3},
         "stock step, data on some ranks": {"reduce": 3},
     },
     "dp2-pp2": OF_ALL
@@ -43,8 +42,7 @@ EXPECTED = {
         "stock step": {"reduce": 3},
         "stock evaluation": {"reduce": 3},
         "stock step, bounded in flight": {"reduce": 4},
-        # Which way ends first waits for the common count.
-        "stock step, two ways to pack": {"reduce": 4},
+        "stock step, more micro-batches than hold the samples": {"reduce": 3},
         # Data is shared, then what is packed of it agreed on.
         "stock step, data on some ranks": {"reduce": 4, **IN_REPLICA},
     },

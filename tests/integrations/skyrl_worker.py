@@ -39,17 +39,17 @@ def iterate_all(rank: int, size: int, store: str, results: str) -> None:
         timeout=datetime.timedelta(seconds=60),
     )
     report: dict[str, Any] = {}
-    packings = shards.shard_packings
+    packings = shards.pack_shard
     with own_skyrl() if SOURCE else small_skyrl(Path(f"{results}.{rank}.skyrl")), hook():
         workers = importlib.import_module(f"{WORKERS}.worker_utils")
         for case, lengths in CASES.items():
             if case == "planning fails" and rank:
-                shards.shard_packings = lambda problem: 1 // 0  # type: ignore[assignment]
+                shards.pack_shard = lambda problem: 1 // 0  # type: ignore[assignment]
             try:
                 made = workers.get_microbatch_iterator(batch_of(lengths[rank]), 1, CAP)
                 report[case] = made._microbatches, made._num_padding_microbatches, len(made)
             except Exception as error:
                 report[case] = f"{type(error).__name__}: {error}"
-            shards.shard_packings = packings
+            shards.pack_shard = packings
     torch.save(report, f"{results}.{rank}")
     dist.destroy_process_group()

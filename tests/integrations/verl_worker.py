@@ -40,17 +40,17 @@ def rearrange_all(rank: int, size: int, store: str, results: str) -> None:
     )
     micro_batches._select = lambda batch, samples: {k: v[samples] for k, v in batch.items()}
     micro_batches._device_name = lambda: "cpu"
-    packings = shards.shard_packings
+    packings = shards.pack_shard
     report: dict[str, Any] = {}
     for case, (lengths, options) in CASES.items():
         if case == "planning fails" and rank:
-            shards.shard_packings = lambda problem: 1 // 0
+            shards.pack_shard = lambda problem: 1 // 0
         try:
             _, report[case] = micro_batches.rearrange_micro_batches(
                 None, batch_of(lengths[rank]), CAP, dist.group.WORLD, **options
             )
         except Exception as error:
             report[case] = f"{type(error).__name__}: {error}"
-        shards.shard_packings = packings
+        shards.pack_shard = packings
     torch.save(report, f"{results}.{rank}")
     dist.destroy_process_group()

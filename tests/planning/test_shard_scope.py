@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -20,10 +21,12 @@ from mcore_batching.planning import (
     fill_shard,
     pack_shard,
     plan_step,
+    shard_ends,
     shard_outlook,
-    shard_packings,
-    soonest_packing,
+    soonest_counts,
+    soonest_filling,
 )
+from mcore_batching.planning.search import best_slots
 from mcore_batching.planning.shard import worst_outlook
 
 
@@ -38,19 +41,94 @@ def test_ranks_on_their_own_reach_the_plan_of_all(case: Case) -> None:
     problems = [
         Problem.of([case.lengths[i] for i in shard], case.dims, case.config) for shard in shards
     ]
-    choices = []
-    for bins in zip(*map(shard_packings, problems), strict=True):
-        count = case.dims.round_up_num_microbatches(max(map(len, bins)))
-        choices.append([fill_shard(problems[rank], bins[rank], count) for rank in ranks])
+    bins = list(map(pack_shard, problems))
+    ends = [shard_ends(problem, packed) for problem, packed in zip(problems, bins, strict=True)]
+    latest = [max(each) for each in zip(*ends, strict=True)]
+    choices = [
+        [fill_shard(problems[rank], bins[rank], count) for rank in ranks]
+        for count in soonest_counts(latest, case.dims, case.config)
+    ]
     outlooks = [
         worst_outlook(shard_outlook(problems[r], filled[r]) for r in ranks) for filled in choices
     ]
-    filled = choices[soonest_packing(outlooks, case.config)]
+    filled = choices[soonest_filling(outlooks, case.config)]
     step = plan_step(case.lengths, case.dims, case.config, owners=owners)
     assert step.scope == "local"
     for rank in ranks:
         renamed = tuple(tuple(shards[rank][i] for i in samples) for samples in filled[rank])
         assert step.micro_batches[rank] == renamed
+
+
+def _uneven_ranks(seed: int, ranks: int, stages: int, samples: int) -> list[Problem]:
+    """Ranks of log-normal lengths, the first with one very long sample, which wants fewer
+    micro-batches than the others."""
+    random = Random(seed)
+    dims = ParallelDims(data_parallel=ranks, pipeline_parallel=stages)
+    config = PlannerConfig(max_tokens_per_gpu=16384)
+    problems = []
+    for rank in range(ranks):
+        lengths = [min(16384, int(random.lognormvariate(7.6, 0.8))) for _ in range(samples)]
+        lengths[0] = 16000 if rank == 0 else lengths[0]
+        problems.append(Problem.of(lengths, dims, config))
+    return problems
+
+
+def _latest_end(problems: list[Problem], bins: list[list[list[int]]], count: int) -> float:
+    filled = [fill_shard(*each, count) for each in zip(problems, bins, strict=True)]
+    return worst_outlook(map(shard_outlook, problems, filled)).end
+
+
+@pytest.mark.parametrize(("seed", "ranks", "stages", "samples"), [(0, 4, 4, 16), (1, 8, 4, 12)])
+def test_the_count_is_the_one_at_which_the_latest_rank_ends_soonest(
+    seed: int, ranks: int, stages: int, samples: int
+) -> None:
+    """Not the most that any rank would choose for itself, nor the fewest that hold the samples."""
+    problems = _uneven_ranks(seed, ranks, stages, samples)
+    bins = list(map(pack_shard, problems))
+    ends = list(map(shard_ends, problems, bins))
+
+    def agreed(of: list[list[float]]) -> int:
+        [count] = soonest_counts(
+            [max(each) for each in zip(*of, strict=True)], problems[0].dims, problems[0].config
+        )
+        return count
+
+    fewest = max(map(len, bins))
+    most_wanted = max(agreed([own]) for own in ends)
+    chosen = agreed(ends)
+    assert fewest < chosen < most_wanted
+    by_count = {
+        count: _latest_end(problems, bins, count) for count in range(fewest, most_wanted + 1)
+    }
+    best = min(by_count.values())
+    assert by_count[chosen] <= 1.005 * best
+    assert min(by_count[fewest], by_count[most_wanted]) > 1.015 * best
+
+
+@examples(100)
+@given(cases())
+def test_ranks_tell_as_many_ends_whatever_they_hold(case: Case) -> None:
+    problem = Problem.of(case.lengths, case.dims, case.config)
+    bins = pack_shard(problem)
+    ends = shard_ends(problem, bins)
+    empty = shard_ends(Problem.of([], case.dims, case.config), [])
+    assert len(ends) == len(empty)
+    assert ends[0] == len(bins)
+    counts = soonest_counts(ends, case.dims, case.config)
+    assert all(count >= len(bins) for count in counts)
+    # Whoever holds nothing is no reason for another count.
+    assert counts == soonest_counts(
+        [max(each) for each in zip(ends, empty, strict=True)], case.dims, case.config
+    )
+
+
+def test_single_samples_are_moved_in_a_rank() -> None:
+    [problem, *_] = _uneven_ranks(0, 4, 4, 16)
+    count = 8
+    profiled = best_slots(problem, count)
+    assert profiled is not None
+    filled = fill_shard(problem, pack_shard(problem), count)
+    assert shard_outlook(problem, filled).end < 0.998 * shard_outlook(problem, profiled).end
 
 
 CONFIG = PlannerConfig(max_tokens_per_gpu=10)
@@ -208,9 +286,9 @@ def test_the_packing_that_ends_first_is_among_those_within_the_bound() -> None:
     configs = {
         bound: PlannerConfig(max_tokens_per_gpu=10, max_inflight_tokens=bound) for bound in bounds
     }
-    assert {b: soonest_packing(outlooks, config) for b, config in configs.items()} == bounds
+    assert {b: soonest_filling(outlooks, config) for b, config in configs.items()} == bounds
     with pytest.raises(InflightBoundError, match="max_inflight_tokens"):
-        soonest_packing(outlooks, PlannerConfig(max_tokens_per_gpu=10, max_inflight_tokens=9))
+        soonest_filling(outlooks, PlannerConfig(max_tokens_per_gpu=10, max_inflight_tokens=9))
 
 
 @pytest.mark.parametrize("packing", ["auto", "first-fit", "first-fit-decreasing"])

@@ -1,16 +1,29 @@
 """The search for the step that ends first.
 
 `search` decides the number of micro-batches, their samples, their order and their ranks,
-`search_dynamic` their context-parallel sizes as well, `best_slots` those of one rank alone. Reading
-order: `objective` (what is minimised), `profiles` (slots filled to a shape), `pipeline_search` and
-`lockstep_search` (the shapes that are tried), `loop` (in which order), `local_moves` on
-`changed_ranks` and `changed_pipelines` (single samples moved afterwards). Under dynamic CP:
-`shared_rows` (what is simulated), `shared_forms`, `form_search` and `dynamic_search`.
+`search_dynamic` their context-parallel sizes as well, `best_slots` and `improve` those of one rank
+alone. Reading order: `objective` (what is minimised), `profiles` (slots filled to a shape),
+`pipeline_search` and `lockstep_search` (the shapes that are tried), `loop` (in which order),
+`local_moves` on `changed_ranks` and `changed_pipelines` (single samples moved afterwards). Under
+dynamic CP: `shared_rows` (what is simulated), `shared_forms`, `form_search` and `dynamic_search`.
 """
 
 from mcore_batching.planning.search.dynamic_search import check_inflight_tokens, search_dynamic
+from mcore_batching.planning.search.local_moves import improve
 from mcore_batching.planning.search.loop import search
 from mcore_batching.planning.search.objective import Objective, Slots
-from mcore_batching.planning.search.pipeline_search import best_slots
+from mcore_batching.planning.search.pipeline_search import best_slots, ends_by_count
+from mcore_batching.planning.search.profiles import MOST_SLOTS_PER_STAGE, steps_of_counts
 
-__all__ = ["Objective", "Slots", "best_slots", "check_inflight_tokens", "search", "search_dynamic"]
+__all__ = [
+    "MOST_SLOTS_PER_STAGE",
+    "Objective",
+    "Slots",
+    "best_slots",
+    "check_inflight_tokens",
+    "ends_by_count",
+    "improve",
+    "search",
+    "search_dynamic",
+    "steps_of_counts",
+]

@@ -153,7 +153,7 @@ def collectives_of_phases(dims: dict[str, Any], reference: str) -> dict[str, dic
         with free_micro_batches() as cost_model:
             costs = {"dynamic_batch_cost_model": cost_model, "max_tokens_per_gpu": 4096}
             shaping = arguments(shape, padded_vocab_size=VOCABULARY, **costs)
-            with counted() as phases["stock step, two ways to pack"]:
+            with counted() as phases["stock step, more micro-batches than hold the samples"]:
                 stock_step(shaping, model, samples)
         with counted() as phases["stock step, data on some ranks"]:
             stock_step(stock, model, samples, has_data=on_one is not None)
