@@ -179,8 +179,6 @@ def _improved(problem: Problem, slots: Sequence[Sequence[int]]) -> Sequence[Sequ
     """The slots after single samples were moved and swapped among them."""
     alone = dataclasses.replace(problem.dims, data_parallel=1)
     objective = Objective(dataclasses.replace(problem, dims=alone))
-    if not objective.fits_in_memory(slots):
-        return slots
     return improve(objective.candidate([slots]), objective).ranks[0]
 
 

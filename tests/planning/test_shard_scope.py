@@ -105,6 +105,14 @@ def test_the_count_is_the_one_at_which_the_latest_rank_ends_soonest(
     assert min(by_count[fewest], by_count[most_wanted]) > 1.015 * best
 
 
+def test_the_fewest_are_taken_where_more_only_cost_more() -> None:
+    """15 is none of the counts that ends are told for, and 16 the next."""
+    config = PlannerConfig(max_tokens_per_gpu=200)
+    problem = Problem.of([100] * 30, ParallelDims(pipeline_parallel=2), config)
+    ends = shard_ends(problem, pack_shard(problem))
+    assert soonest_counts(ends, problem.dims, config) == [15]
+
+
 @examples(100)
 @given(cases())
 def test_ranks_tell_as_many_ends_whatever_they_hold(case: Case) -> None:
