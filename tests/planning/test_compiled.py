@@ -45,7 +45,7 @@ def plans(folder: Path | None = None, **environment: str) -> list[str]:
     path = os.pathsep.join(folders)
     run = subprocess.run(
         [sys.executable, "-c", PLANS],
-        env={**os.environ, "PYTHONPATH": path, **environment},
+        env={**os.environ, "NUMBA_DISABLE_JIT": "0", "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
         timeout=patience(120),
