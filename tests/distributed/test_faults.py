@@ -461,6 +461,7 @@ ON_ONE_TENSOR_PARALLEL_RANK = {
     ),
     "data with a negative token": ("PlanningFailedError", "found -1 at place 2"),
     "field with a token of no rank": ("PlanningFailedError", "sample 1: expected token ids of the"),
+    "mask of another sum": ("PlanMismatchError", "rank 1: num_tokens is "),
     "mean over micro-batches": ("PlanMismatchError", "calculate_per_token_loss is False, on rank"),
     "loss at another temperature": (
         "ForwardFailedError",

@@ -61,6 +61,14 @@ class _Calls:
         iterators, counts = self.planned_with(steps=[places[::2], places[1::2]])
         return self.train(step=step, data_iterator=iterators, num_microbatches=counts)
 
+    def train_masked(self, first: float) -> Any:
+        """With this weight of every sample's first response token."""
+        masks = [torch.ones(n) for n in self.data["response_lengths"]]
+        for mask in masks:
+            mask[:1] = first
+        iterators, counts = self.plan(loss_masks=masks)
+        return self.train(data_iterator=iterators, num_microbatches=counts)
+
     def train_with_mean(self) -> Any:
         config = get_model_config(self.model[0])
         config.calculate_per_token_loss = False
@@ -204,6 +212,7 @@ _WRONG: dict[str, Callable[[_Calls], Any]] = {
     ),
     "data with a cost model's path": lambda calls: calls.planned_with(cost_model="cost.json"),
     "data with a dict of kinds": lambda calls: calls.planned_with(schema={"tokens": "tokens"}),
+    "mask of another sum": lambda calls: calls.train_masked(0.0),
     "mean over micro-batches": lambda calls: calls.train_with_mean(),
     "loss at another temperature": lambda calls: calls.train(_loss_at(0.5)),
     "f at another temperature": lambda calls: calls.forward(
@@ -227,6 +236,8 @@ def _right(name: str, calls: _Calls) -> Any:
         return calls.plan()
     if name == "step of another number":
         return calls.train_of_two(0)
+    if name == "mask of another sum":
+        return calls.train_masked(1.0)
     if name == "no fields" or name.startswith("field "):
         return add_fields(calls.iterators, {})
     if name.startswith(("f ", "no iterators", "train_step against")):
