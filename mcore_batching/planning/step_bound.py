@@ -1,28 +1,16 @@
 """A time before which no plan's step ends, closer to the best one than `step_time_floor`.
 
-Proof, in four parts; one more of the floor's, the longest sample's own way, is taken from there.
+Proof, in three parts, by means of chains of passes whose weights `chain_weights` gives; one more of
+the floor's, the longest sample's own way, is taken from there.
 
-Chains. A rank's end is the length of the longest of many chains of passes (`critical_path`), each a
-sum of weights times costs of slots, and no shorter than any mean of them. P stages have P - 1
-levels between them: level d lies between stages P - 1 - d and P - d. A chain that stays on a stage
-has weights of 1 + b, b being the backward ratio. Where it goes down level d with the forward pass
-of slot n, n gains 1 and n - d loses b: that backward pass comes later on the one stage and earlier
-on the other. Where it comes up with the backward pass of slot m, m gains b and m + d loses 1. Slots
-that do not exist lose nothing. The chains used here start on the first stage, go down all levels
-with slot n, and come up with slots no earlier than n, a higher level with none earlier than a lower
-one. Such chains exist for any shares of the slots in ways down and up that keep to this order.
-
-Part A, the mean rank. All slots gain as much if the first of them have shares in ways down, each
-what it needs for its gain and for what later ones cost it, and all further ones in ways up, of the
-lowest level first, each what it needs for its gain and for what earlier ones cost it. What is left
-goes to the first and to the last slot and costs none. Let m be the mean over ranks of the costs of
-each of K slots. The latest rank ends no sooner than the mean of ranks, so with equal weights w
+Part A, the mean rank. Let m be the mean over ranks of the costs of each of K slots. The latest rank
+ends no sooner than the mean of ranks, so with equal weights w of all slots
 
     end >= w * sum(m) = w * (K * overhead + a rank's mean work)
 
 Part B, the longest samples. On a rank whose longest sample costs c, some slot's samples cost c or
-more. Shares in ways down and in ways up that are both at that slot give it more weight, W, and may
-leave others less, w. With the least W over all places of that slot and the mean v of all weights
+more. Some means of chains give that slot more weight, W, and may leave others less, w. With the
+least W over all places of that slot and the mean v of all weights
 
     end >= w * (work - c) + W * c + v * K * overhead
 
@@ -43,46 +31,34 @@ on the mean, for any K; what that gives is least where its derivative by K is ze
 Forward passes alone end after all costs and P - 1 times the largest one. With ranks in lockstep a
 slot costs the most of any rank, which is no less than the rank's or the mean. Ranks that share
 micro-batches wait for each other, and end no sooner than by themselves; their work is then the
-least that samples can have, and part B is left out, as a shared sample is short on each rank.
+least that samples can have. Part B then knows of the longest sample alone: s ranks, for one of the
+sizes s that it may have, each have a slot that costs as much as it does on each of s or more, and
+all work is larger by what it costs at that size beyond the least.
 """
 
 from __future__ import annotations
 
-import functools
 import heapq
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 from mcore_batching.planning.bounds import step_time_floor
+from mcore_batching.planning.chain_weights import Weights, even_weight, slot_weights
 from mcore_batching.planning.cost import ordered_sum
 from mcore_batching.planning.problem import Problem
 
-MOST_SLOTS = 128
-"""Beyond so many, all numbers of slots have one bound."""
+MOST_SLOTS, MOST_WEIGHED = 128, 1024
+"""Beyond so many, all numbers of slots have one bound; that is part C's where some are beyond so
+many."""
 GROUPING = 32
 """Up to so many slots each number of them has a bound; beyond, so many groups each time as many."""
-GAINS = (-1.0, -0.75, -0.5, -0.375, -0.25, -0.125, -0.0625, 0.0, 0.03125, 0.0625, 0.125, 0.25)
-"""What slots gain beside a long sample's, over the most that a way costs one of them."""
-HALVINGS = 12
-"""Of the interval in which a share or a gain is looked for."""
 NEAR = 1e-4
 """Share of the bound within which it is looked for."""
 ROUNDING = 1e-12
 """Share of sums of costs."""
-
-
-class Weights(NamedTuple):
-    """Of slots in a mean of chains, at least."""
-
-    others: float
-    """Of each slot but one."""
-    one: float
-    """Of that one, wherever it is."""
-    mean: float
-    """Of all slots in the mean."""
 
 
 def step_time_bound(problem: Problem) -> float:
@@ -98,7 +74,7 @@ def step_time_bound(problem: Problem) -> float:
     stages = problem.dims.pipeline_parallel
     ratio = None if problem.forward_only else model.backward_ratio
     shared = problem.config.max_context_parallel is not None
-    long = None if shared else LongSamples(sorted(problem.costs, reverse=True), ranks)
+    long: LongSamples = SharedSample(problem) if shared else UnsharedSamples(problem)
     first = -(-problem.fewest_rows // ranks)
     # Placeholders in all ranks can be left out, so no step needs more than one sample a slot.
     most = max(problem.num_samples, first)
@@ -107,7 +83,7 @@ def step_time_bound(problem: Problem) -> float:
     while first <= most:
         last = min(most, first + first // (GROUPING + 1)) if first <= MOST_SLOTS else most
         bound = max(floor, _of_any(first, last, stages, ratio, work, fixed))
-        bounds.append((bound, first <= MOST_SLOTS, -first, last, False))
+        bounds.append((bound, last <= MOST_WEIGHED, -first, last, False))
         first = last + 1
     # The earliest is looked at again, until that makes it no later.
     heapq.heapify(bounds)
@@ -116,7 +92,7 @@ def step_time_bound(problem: Problem) -> float:
         overheads = -first * fixed
         if not balanced:
             bound = max(bound, even_weight(last, stages, ratio) * (work + overheads))
-        elif long:
+        else:
             bound = long.bound(bound, overheads, slot_weights(last, stages, ratio))
         heapq.heapreplace(bounds, (bound, not balanced, first, last, True))
     return bounds[0][0]
@@ -134,13 +110,8 @@ def _of_any(
     return max(at_best, (passes + gain / count) * (work + count * fixed))
 
 
-class LongSamples:
-    """Costs of a step's samples, which bound its end by part B."""
-
-    def __init__(self, longest_first: list[float], ranks: int) -> None:
-        self._costs = longest_first
-        self._sums = [0.0, *accumulate(longest_first)]
-        self._ranks = ranks
+class LongSamples(ABC):
+    """Samples that bound the end of a step by part B."""
 
     def bound(self, soonest: float, overheads: float, ways: Sequence[Weights]) -> float:
         """A time by which no step can end; `soonest` where there is no later one."""
@@ -157,15 +128,24 @@ class LongSamples:
                 soonest = middle
         return soonest
 
+    @abstractmethod
     def _can_end(self, time: float, overheads: float, ways: Sequence[Weights]) -> bool:
         """False where all ranks together cannot do all work by then."""
+
+
+class UnsharedSamples(LongSamples):
+    """All samples of a step in which nobody shares any."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._costs = sorted(problem.costs, reverse=True)
+        self._sums = [0.0, *accumulate(self._costs)]
+        self._ranks = problem.num_ranks
+
+    def _can_end(self, time: float, overheads: float, ways: Sequence[Weights]) -> bool:
         done, number = 0.0, 0
         for _ in range(self._ranks):
             longest = self._costs[number]
-            most = min(
-                longest + (time - mean * overheads - one * longest) / others
-                for others, one, mean in ways
-            )
+            most = _most_work(longest, time, overheads, ways)
             if most < longest * (1.0 - ROUNDING):
                 return False
             done += most
@@ -177,152 +157,34 @@ class LongSamples:
         return False
 
 
-@functools.lru_cache(maxsize=1024)
-def slot_weights(count: int, stages: int, ratio: float | None) -> tuple[Weights, ...]:
-    """Weights of means of chains, whatever slot holds a long sample; the even ones first.
+class SharedSample(LongSamples):
+    """The longest sample of a step under dynamic CP."""
 
-    They are those of fewer slots as well.
+    def __init__(self, problem: Problem) -> None:
+        longest = max(range(problem.num_samples), key=problem.lengths.__getitem__)
+        least = 1 if longest in problem.oversize else problem.least_sizes[longest]
+        others = ordered_sum(problem.least_costs) - problem.least_costs[longest]
+        fixed = problem.cost_model.per_micro_batch
+        self._ranks = problem.num_ranks
+        self._choices = []
+        """Its size, its cost on each of so many ranks, and then the work of all ranks."""
+        for size, rows in problem.on_ranks.items():
+            if size >= least:
+                cost = rows.cost([longest]) - fixed
+                self._choices.append((size, cost, others + size * rows.costs[longest]))
 
-    Args:
-        count: slots.
-        stages: pipeline stages.
-        ratio: cost of a backward pass over its forward pass; None: forward passes alone.
-    """
-    even = even_weight(count, stages, ratio)
-    found = [Weights(even, even, even)]
-    if ratio is None:
-        found.append(Weights(1.0, float(stages), 1.0 + (stages - 1) / count))
-    elif stages > 1 and ratio:
-        for part in GAINS:
-            gain = part * max(1.0, ratio)
-            # Which is 1 + ratio + gain, above nothing however large the ratio is.
-            others = min(1.0, ratio) + (1.0 + part) * max(1.0, ratio)
-            downs = [_share_down(gain, slot, stages, ratio) for slot in range(count)]
-            ups = [_share_up(gain, slot, stages, ratio) for slot in range(count)]
-            extra = (stages - 1) * min(
-                down + ratio * up for down, up in zip(downs, reversed(ups), strict=True)
-            )
-            if extra < gain:
-                # Nor would that of a larger gain be more.
-                break
-            found.append(Weights(others, 1.0 + ratio + extra, max(others, 1.0 + ratio)))
-    return tuple(found)
+    def _can_end(self, time: float, overheads: float, ways: Sequence[Weights]) -> bool:
+        beside = max(0.0, _most_work(0.0, time, overheads, ways))
+        for size, cost, work in self._choices:
+            most = _most_work(cost, time, overheads, ways)
+            done = size * most + (self._ranks - size) * beside
+            if most >= cost * (1.0 - ROUNDING) and done >= work * (1.0 - ROUNDING):
+                return True
+        return False
 
 
-@functools.lru_cache(maxsize=1024)
-def even_weight(count: int, stages: int, ratio: float | None) -> float:
-    """Weight of each slot in the mean of chains of part A.
-
-    Args:
-        count: slots.
-        stages: pipeline stages.
-        ratio: cost of a backward pass over its forward pass; None: forward passes alone.
-    """
-    if ratio is None:
-        return 1.0 + (stages - 1) / count
-    if stages == 1 or not ratio:
-        return 1.0 + ratio
-    # Shares of ways down for a gain of one, from the last slot that they are for to the first.
-    sums = [0.0]
-    shares: list[float] = []
-    for _ in range(count):
-        shares.append((1.0 + ratio * ordered_sum(shares[1 - stages :])) / (stages - 1))
-        sums.append(sums[-1] + shares[-1])
-    least, most = 0.0, (1.0 + ratio) * (stages - 1) / count
-    for _ in range(HALVINGS):
-        gain = (least + most) / 2.0
-        slots = bisect_right(sums, 1.0 / gain) - 1
-        if slots < count:
-            # The slot after those is one of ways down in part.
-            part = (1.0 / gain - sums[slots]) / (sums[slots + 1] - sums[slots])
-            first = (1.0 - part) * gain
-            if not _ups_suffice(gain, count - slots - 1, stages, ratio, 0.0, first):
-                most = gain
-                continue
-        least = gain
-    return 1.0 + ratio + least
-
-
-def _share_down(gain: float, slots: int, stages: int, ratio: float) -> float:
-    """Most of the ways down that a slot can have with so many before it, of a gain each; less than
-    none where there are not enough for the others."""
-    return _most_share(_downs_suffice, gain, _rounded(slots), stages, ratio)
-
-
-def _share_up(gain: float, slots: int, stages: int, ratio: float) -> float:
-    """Likewise of the ways up, with so many slots after it."""
-    return _most_share(_ups_suffice, gain, _rounded(slots), stages, ratio)
-
-
-def _rounded(slots: int) -> int:
-    """No fewer slots, of which there are few different numbers."""
-    grain = 1 << max(0, slots.bit_length() - 3)
-    return -(-slots // grain) * grain
-
-
-@functools.lru_cache(maxsize=4096)
-def _most_share(
-    suffice: Callable[[float, int, int, float, float], bool],
-    gain: float,
-    slots: int,
-    stages: int,
-    ratio: float,
-) -> float:
-    """Largest share for which the rest suffices; less than none if there is none."""
-    if suffice(gain, slots, stages, ratio, 1.0):
-        return 1.0
-    if not suffice(gain, slots, stages, ratio, 0.0):
-        return -math.inf
-    least, most = 0.0, 1.0
-    for _ in range(HALVINGS):
-        share = (least + most) / 2.0
-        if suffice(gain, slots, stages, ratio, share):
-            least = share
-        else:
-            most = share
-    return least
-
-
-def _downs_suffice(gain: float, slots: int, stages: int, ratio: float, share: float) -> bool:
-    """True if each of the slots before one with this share of the ways down can have the gain."""
-    shares, whole = [share], share
-    for _ in range(slots):
-        needed = gain + ratio * ordered_sum(shares[1 - stages :])
-        if needed <= 0.0 and gain <= 0.0:
-            # Nor do those before it need any.
-            break
-        shares.append(max(0.0, needed) / (stages - 1))
-        whole += shares[-1]
-        if whole > 1.0:
-            return False
-    return True
-
-
-def _ups_suffice(
-    gain: float, slots: int, stages: int, ratio: float, share: float, first: float = 0.0
-) -> bool:
-    """True if each of the slots after one with this share of all levels' ways up can have the gain.
-
-    Args:
-        gain: of each slot.
-        slots: after the one.
-        stages: pipeline stages.
-        ratio: cost of a backward pass over its forward pass.
-        share: of the one.
-        first: gain of the one beyond that.
-    """
-    left = [1.0 - share] * (stages - 1)
-    lost = [0.0] + [share] * (stages - 1) + [0.0] * (slots + 1)
-    level, needed = 0, first / ratio
-    for slot in range(slots + 1):
-        while needed > 0.0:
-            if level == stages - 1:
-                return False
-            used = min(needed, left[level])
-            lost[slot + level + 1] += used
-            left[level] -= used
-            needed -= used
-            if needed > 0.0:
-                level += 1
-        needed = (gain + lost[slot + 1]) / ratio
-    return True
+def _most_work(longest: float, time: float, overheads: float, ways: Sequence[Weights]) -> float:
+    """Most cost of samples on a rank that ends by then, one slot of which costs so much or more."""
+    return min(
+        longest + (time - mean * overheads - one * longest) / others for others, one, mean in ways
+    )

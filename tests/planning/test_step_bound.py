@@ -19,9 +19,10 @@ from mcore_batching.planning import (
     step_bound,
 )
 from mcore_batching.planning.bounds import step_time_floor
+from mcore_batching.planning.chain_weights import even_weight, slot_weights
 from mcore_batching.planning.pipeline import pipeline_time
 from mcore_batching.planning.statistics import predicted_step_time
-from mcore_batching.planning.step_bound import even_weight, slot_weights, step_time_bound
+from mcore_batching.planning.step_bound import step_time_bound
 
 
 def best_of_all_plans(problem: Problem) -> float:
@@ -112,9 +113,89 @@ def test_the_longest_samples_may_share_a_rank() -> None:
     assert step_time_bound(problem) <= 10800.0
 
 
-def test_no_plan_of_very_many_slots_ends_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+def best_of_all_shared_plans(problem: Problem) -> float:
+    """Likewise under dynamic CP, one sample in each row, were no rank to wait for another."""
+    ranks, best = problem.num_ranks, float("inf")
+    blocks = [
+        (size, first) for size in problem.row_sizes for first in range(0, ranks - size + 1, size)
+    ]
+    for count in range(1, problem.num_samples + 1):
+        rows = list(itertools.product(range(count), blocks))
+        for places in itertools.product(rows, repeat=problem.num_samples):
+            costs = [[problem.cost_model.per_micro_batch] * count for _ in range(ranks)]
+            taken = set()
+            for sample, (slot, (size, first)) in enumerate(places):
+                for rank in range(first, first + size):
+                    taken.add((rank, slot))
+                    costs[rank][slot] = problem.on_ranks[size].cost([sample])
+            if len(taken) < sum(size for _, (size, _) in places) or any(
+                size < least
+                for (_, (size, _)), least in zip(places, problem.least_sizes, strict=True)
+            ):
+                continue
+            ratio = problem.cost_model.backward_ratio
+            ends = [
+                pipeline_time(
+                    of_rank,
+                    problem.dims,
+                    backward_ratio=ratio,
+                    forward_only=problem.forward_only,
+                )
+                for of_rank in costs
+            ]
+            best = min(best, max(ends))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_plan_under_dynamic_cp_of_a_tiny_problem_ends_sooner(seed: int) -> None:
+    generator = random.Random(seed)
+    ranks, count = generator.choice([(2, 3), (4, 2), (2, 2)])
+    lengths = [generator.randint(1, 1000) for _ in range(count)]
+    problem = Problem.of(
+        lengths,
+        ParallelDims(data_parallel=ranks, pipeline_parallel=generator.choice([1, 2, 3, 4])),
+        PlannerConfig(
+            max_tokens_per_gpu=generator.choice([300, 600, 1000]),
+            max_context_parallel=generator.choice([2, ranks]),
+            max_samples_per_row=1,
+        ),
+        CostModel(
+            per_micro_batch=generator.choice([0.0, 10.0, 300.0]),
+            backward_ratio=generator.choice([1.0, 2.0, 3.0]),
+            context_parallel_overhead=generator.choice([0.0, 0.1, 0.5]),
+            context_parallel_fixed=generator.choice([0.0, 64.0]),
+        ),
+        forward_only=generator.random() < 0.2,
+    )
+    bound = step_time_bound(problem)
+    assert step_time_floor(problem) <= bound <= best_of_all_shared_plans(problem) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("stages", "share"), [(2, 0.5), (4, 0.2), (4, 0.3), (8, 0.2)])
+def test_the_longest_sample_bounds_steps_under_dynamic_cp(stages: int, share: float) -> None:
+    """With that share of the work of all ranks, where communication costs nothing: plans end
+    within 3 % of the bound, which is far from the mean rank's end and the sample's own way."""
+    long = int(8000 * share)
+    lengths = [long, *[10] * ((8000 - long) // 10)]
+    model = CostModel(
+        quadratic=0, per_micro_batch=0, context_parallel_overhead=0, context_parallel_fixed=0
+    )
+    dims = ParallelDims(data_parallel=4, pipeline_parallel=stages)
+    config = PlannerConfig(max_tokens_per_gpu=8000, max_context_parallel=4, plan_effort=600)
+    problem = Problem.of(lengths, dims, config, model)
+    end = predicted_step_time(plan_step(lengths, dims, config, model), lengths)
+    assert end / 1.03 < step_time_bound(problem) <= end * (1 + 1e-9)
+    assert step_time_bound(problem) > 1.1 * step_time_floor(problem)
+
+
+@pytest.mark.parametrize("weighed", [0, 1024])
+def test_no_plan_of_very_many_slots_ends_sooner(
+    weighed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Here those are all numbers of slots. About 20 are best."""
     monkeypatch.setattr(step_bound, "MOST_SLOTS", 0)
+    monkeypatch.setattr(step_bound, "MOST_WEIGHED", weighed)
     dims = ParallelDims(pipeline_parallel=4)
     lengths, config = [10] * 400, PlannerConfig(max_tokens_per_gpu=4000)
     model = CostModel(quadratic=0, per_micro_batch=10.0)
