@@ -1,13 +1,13 @@
 """The search for the step that ends first under dynamic CP.
 
 Steps of several forms are made (`form_search`), and single samples moved in the best of them
-(`local_moves`). Steps in which every micro-batch has one size, of each size under which all
-samples fit and that could end sooner, are looked for by the search without dynamic CP.
+(`local_moves`). Then steps in which every micro-batch has one size are looked for by the search
+without dynamic CP, for each size under which all samples fit and that a bound does not show to end
+later, each with all the effort that a plan for that size alone gets.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
@@ -20,15 +20,13 @@ from mcore_batching.planning.search.form_search import FormSearch
 from mcore_batching.planning.search.local_moves import improve
 from mcore_batching.planning.search.objective import Candidate, Sizes, Slots
 from mcore_batching.planning.search.shared_rows import SharedObjective
+from mcore_batching.planning.step_bound import step_time_bound
 
 SHARE_OF_FORMS, SHARE_OF_EACH, STEPS_IMPROVED = 0.35, 0.2, 2
 """Share of the effort for forms, and for moves in each of so many of the best steps before the best
 of all gets the rest."""
 ABOUT = 1.02
 """Steps of one size come first where their floor is less than so many times that of all plans."""
-SHORT, FAR, FEW = 8, 1.06, 48
-"""The search for steps of one size is run with a SHORT-th of the effort first where there are more
-than FEW samples; with all of it only if that ends less than FAR times as late as the best."""
 
 
 def search_dynamic(
@@ -45,8 +43,7 @@ def search_dynamic(
 
     Returns:
         a step that ends no later than `start`, if that keeps to the bound on tokens in flight, and
-        than any that `of_one_size` finds for a context-parallel size that all samples fit under,
-        with a SHORT-th of the effort where that stays far behind.
+        than any that `of_one_size` finds for a context-parallel size that all samples fit under.
 
     Raises:
         InflightBoundError: nothing was found that keeps to that bound.
@@ -59,19 +56,12 @@ def search_dynamic(
         if held and (not best or step.end < best[0].end):
             best[:] = [step]
 
-    def try_size(size: int, *, short: bool = False) -> float:
-        rows = problem.on_ranks[size]
-        if short:
-            effort = max(1, rows.config.plan_effort // SHORT)
-            config = dataclasses.replace(rows.config, plan_effort=effort)
-            rows = dataclasses.replace(rows, config=config)
+    def try_size(size: int) -> None:
         try:
-            found = of_one_size(rows)
+            found = of_one_size(problem.on_ranks[size])
         except InflightBoundError:
-            return math.inf
-        step = objective.candidate(*_shared(found, size))
-        consider(step)
-        return step.end
+            return
+        consider(objective.candidate(*_shared(found, size)))
 
     consider(_given(objective, start))
     promising = _size_that_may_do(problem)
@@ -90,8 +80,7 @@ def search_dynamic(
         if (
             size != promising
             and max(problem.least_sizes) <= size
-            and step_time_floor(problem.on_ranks[size]) < soonest
-            and (problem.num_samples <= FEW or try_size(size, short=True) <= FAR * soonest)
+            and step_time_bound(problem.on_ranks[size]) < soonest
         ):
             try_size(size)
     if not best:
