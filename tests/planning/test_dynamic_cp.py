@@ -311,11 +311,17 @@ def test_a_long_sample_gets_more_ranks_than_it_needs() -> None:
     assert sooner > 2.0
 
 
-def test_plans_are_the_same_on_every_platform() -> None:
+@pytest.mark.parametrize(
+    ("count", "ranks", "stages", "digest"),
+    [(60, 4, 2, "17a281f756428e56"), (90, 8, 4, "d5eae637263003ef")],
+)
+def test_plans_are_the_same_on_every_platform(
+    count: int, ranks: int, stages: int, digest: str
+) -> None:
     """Pinned: ranks on other platforms and Python versions must get the same."""
     config = PlannerConfig(max_tokens_per_gpu=2000, max_context_parallel=4, plan_effort=30)
-    dims = ParallelDims(data_parallel=4, pipeline_parallel=2)
-    assert plan_step(long_tailed(60), dims, config).digest()[:16] == "17a281f756428e56"
+    dims = ParallelDims(data_parallel=ranks, pipeline_parallel=stages)
+    assert plan_step(long_tailed(count), dims, config).digest()[:16] == digest
 
 
 def test_costs_of_a_row_grow_with_each_doubling_of_its_size() -> None:

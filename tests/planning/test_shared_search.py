@@ -28,8 +28,10 @@ from mcore_batching.planning import (
 from mcore_batching.planning.dynamic_cp import packed_on_least_ranks
 from mcore_batching.planning.search.changed_pipelines import pipelines_of
 from mcore_batching.planning.search.changed_ranks import ranks_of
+from mcore_batching.planning.search.form_search import STEPS_KEPT, FormSearch
 from mcore_batching.planning.search.local_moves import improve
 from mcore_batching.planning.search.objective import Candidate
+from mcore_batching.planning.search.shared_forms import Form, SharedForms
 from mcore_batching.planning.search.shared_rows import SharedObjective
 
 PP2 = ParallelDims(data_parallel=4, pipeline_parallel=2)
@@ -151,6 +153,27 @@ def test_a_bound_on_tokens_in_flight_costs_time() -> None:
         plan_step(LENGTHS, PP2, replace(config, max_inflight_tokens=9))
     with pytest.raises(InflightBoundError, match="at most max_inflight_tokens=9 tokens at a time"):
         plan_step(LENGTHS, PP2, replace(config, max_inflight_tokens=9, balance="cost"))
+
+
+def test_forms_are_searched_with_several_numbers_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that moves begin from steps that they would not make of each other: the earliest of all
+    that were made of each number."""
+    earliest: dict[int, float] = {}
+    make = SharedForms.make
+
+    def noted(forms: SharedForms, form: Form) -> Candidate | None:
+        step = make(forms, form)
+        if step is not None:
+            count = form.shape.num_slots
+            earliest[count] = min(step.end, earliest.get(count, step.end))
+        return step
+
+    monkeypatch.setattr(SharedForms, "make", noted)
+    objective = SharedObjective(Problem.of(LENGTHS, LAYOUTS[1], CONFIG))
+    steps = FormSearch(objective).search(0.5 * objective.effort)
+    best = sorted((end, count) for count, end in earliest.items())[:STEPS_KEPT]
+    assert [(step.end, len(step.ranks[0])) for step in steps] == best
+    assert len(steps) == STEPS_KEPT
 
 
 @pytest.mark.parametrize("seed", range(36))

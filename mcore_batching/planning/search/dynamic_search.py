@@ -22,7 +22,7 @@ from mcore_batching.planning.search.objective import Candidate, Sizes, Slots
 from mcore_batching.planning.search.shared_rows import SharedObjective
 from mcore_batching.planning.step_bound import step_time_bound
 
-SHARE_OF_FORMS, SHARE_OF_EACH, STEPS_IMPROVED = 0.35, 0.2, 2
+SHARE_OF_FORMS, SHARE_OF_EACH, STEPS_IMPROVED = 0.35, 0.1, 2
 """Share of the effort for forms, and for moves in each of so many of the best steps before the best
 of all gets the rest."""
 ABOUT = 1.02

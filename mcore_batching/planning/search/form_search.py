@@ -23,7 +23,8 @@ LIMITS_PER_HALVING, MOST_LIMITS = 2, 12
 SAMPLES_RESIZED = 8
 """Samples, costliest first, whose sizes are changed one by one."""
 FORMS_TO_BEGIN_WITH, STEPS_KEPT = 12, 4
-"""Forms, judged best, that steps are made of at first, and the best steps that are changed on."""
+"""Forms, judged best, that steps are made of at first, and the best steps, of different numbers of
+slots, that are changed on."""
 WORTH_MAKING = 1.02
 """Share of what the form before was judged to take, below which a step is made of a form."""
 EFFORT_OF_A_FORM = 100
@@ -42,7 +43,9 @@ class FormSearch:
         self._problem = problem = objective.whole
         self._forms = SharedForms(objective)
         self._tried: set[Form] = set()
-        self._best: list[tuple[Candidate, Form, float]] = []
+        self._best: dict[int, tuple[Candidate, Form, float]] = {}
+        """By number of slots, the earliest first: a step, its form, and when that was judged to
+        end."""
         self._random = counter()
         self._order = by_cost(range(problem.num_samples), problem.on_ranks[1].costs)
         self._limits = self.limits()
@@ -85,16 +88,18 @@ class FormSearch:
         for form in sorted(forms, key=self._forms.judge)[:FORMS_TO_BEGIN_WITH]:
             self.consider(form, math.inf)
         while self._best and self._objective.effort > keep:
-            if self._objective.cannot_be_beaten(self._best[0][0].end):
+            best = list(self._best.values())
+            if self._objective.cannot_be_beaten(best[0][0].end):
                 break
             self._objective.effort -= EFFORT_OF_A_FORM
-            _, form, judged = self._best[self._random(len(self._best))]
+            _, form, judged = best[self._random(len(best))]
             self.consider(self._changed(form), WORTH_MAKING * judged)
-        return [step for step, _, _ in self._best]
+        return [step for step, _, _ in self._best.values()]
 
     def consider(self, form: Form, limit: float) -> None:
         """Make the step of a form that is judged to end before a limit, and keep it if it is among
-        the best."""
+        the best of different numbers of slots: moves do not change that number, and lead steps of
+        one to much the same end."""
         if form in self._tried:
             return
         self._tried.add(form)
@@ -104,10 +109,11 @@ class FormSearch:
             rank.fits_in_memory(self._objective) for rank in ranks_of(step, self._objective)
         ):
             return
-        if all(step.end != other.end for other, _, _ in self._best):
-            self._best.append((step, form, judged))
-            self._best.sort(key=lambda made: made[0].end)
-            del self._best[STEPS_KEPT:]
+        count = form.shape.num_slots
+        if count not in self._best or step.end < self._best[count][0].end:
+            made = {**self._best, count: (step, form, judged)}
+            best = sorted(made.items(), key=lambda each: (each[1][0].end, each[0]))
+            self._best = dict(best[:STEPS_KEPT])
 
     def _changed(self, form: Form) -> Form:
         """The form with one of its parts changed at random."""

@@ -23,6 +23,10 @@ EFFORT_OF_A_PASS, EFFORT_OF_A_RANK = 2.0, 1.3
 each rank."""
 LIKE_SAMPLES = 16
 """Effort of few samples is that of so many for each rank and stage."""
+EFFORT_OF_SHARING = 4
+"""So many times the effort, beside that for steps of one size: those that wait for each other are
+simulated together, at several times the cost. Steps of 512 samples with very long ones end 3 %
+sooner than with 1, and 0.5 to 1 % later than with 16."""
 
 
 class SharedObjective(Objective):
@@ -39,7 +43,7 @@ class SharedObjective(Objective):
         self.whole = problem
         steps = problem.num_ranks * problem.dims.pipeline_parallel
         few = problem.config.plan_effort * min(LIKE_SAMPLES * steps, FEW_COUNTED)
-        self.effort = max(self.effort, few)
+        self.effort = EFFORT_OF_SHARING * max(self.effort, few)
         self.max_inflight_tokens = problem.config.max_inflight_tokens
         self._floor = step_time_floor(problem) * (1.0 + 1e-9)
 
