@@ -81,6 +81,24 @@ def fixed_plans(
             yield size, of_one_size(step, dims, config, MODEL)
 
 
+def drawn(
+    pool: Sequence[int], samples: int, cap: int | None, dims: ParallelDims, seed: int
+) -> tuple[list[int], PlannerConfig]:
+    """Lengths of a step, and how it is planned."""
+    # Not cut at the cap: longer samples take several ranks.
+    lengths = random.Random(seed).sample(pool, samples)
+    return lengths, PlannerConfig(
+        max_tokens_per_gpu=cap or max(lengths) + 64,
+        max_context_parallel=dims.data_context_parallel,
+    )
+
+
+def pure_work(lengths: Sequence[int], dims: ParallelDims) -> float:
+    """Forward and backward passes of a mean rank's samples, with nothing beside."""
+    ranks = dims.data_context_parallel
+    return 3 * ordered_sum(MODEL.sample(length) for length in lengths) / ranks
+
+
 def measure(source: Lengths, samples: int, dims: ParallelDims, draws: int) -> Result:
     """Plan `draws` steps in every way."""
     rows: list[tuple[float, ...]] = []
@@ -88,12 +106,8 @@ def measure(source: Lengths, samples: int, dims: ParallelDims, draws: int) -> Re
     megatron: list[float] = []
     best: set[int] = set()
     for seed in range(draws):
-        # Not cut at the cap: longer samples take several ranks.
-        lengths = random.Random(seed).sample(source.pool, samples)
-        cap = source.cap or max(lengths) + 64
-        ranks = dims.data_context_parallel
-        config = PlannerConfig(max_tokens_per_gpu=cap, max_context_parallel=ranks)
-        pure = 3 * ordered_sum(MODEL.sample(length) for length in lengths) / ranks
+        lengths, config = drawn(source.pool, samples, source.cap, dims, seed)
+        pure = pure_work(lengths, dims)
         started = time.process_time()
         step = plan_step(lengths, dims, config, MODEL)
         seconds = time.process_time() - started
