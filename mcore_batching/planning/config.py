@@ -57,8 +57,9 @@ class PlannerConfig:
     pad_total_to: int | None = None
     """Each micro-batch's padded length is also a multiple of this, in tokens."""
     plan_effort: int = 1500
-    """Length of the search, in simulated passes of a micro-batch per sample of the step. The same
-    effort gives the same plan everywhere."""
+    """Length of the search, in simulated passes of a micro-batch per sample of the step; under
+    dynamic CP so long for each context-parallel size that may be best, and four times as long for
+    steps of several. The same effort gives the same plan everywhere."""
     max_samples_per_row: int | None = None
     """Most samples that share a micro-batch; None: no bound but the cap."""
     max_inflight_tokens: int | None = None
