@@ -289,16 +289,42 @@ def scale_moe_metrics(factor: float) -> None:
     Args:
         factor: that number over the number of micro-batches that ran.
     """
+    for recorded in _moe_metrics().values():
+        _values_of(recorded).mul_(factor)
+
+
+@contextlib.contextmanager
+def kept_moe_metrics() -> Iterator[None]:
+    """Forget what routers record inside of a ``with`` block."""
+    before = {name: _values_of(recorded).clone() for name, recorded in _moe_metrics().items()}
+    try:
+        yield
+    finally:
+        metrics = _moe_metrics()
+        for name in list(metrics):
+            if name in before:
+                _values_of(metrics[name]).copy_(before[name])
+            else:
+                del metrics[name]
+
+
+def _moe_metrics() -> dict[str, Any]:
+    """What routers have recorded since the last report, by name: Megatron's own dict."""
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:  # until 0.17
         from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
-        for recorded in get_moe_layer_wise_logging_tracker().values():
-            recorded["values"] *= factor
-        return
-    for recorded in get_moe_metrics_tracker().metrics.values():
-        recorded.values *= factor
+        until_017: dict[str, Any] = get_moe_layer_wise_logging_tracker()
+        return until_017
+    metrics: dict[str, Any] = get_moe_metrics_tracker().metrics
+    return metrics
+
+
+def _values_of(recorded: Any) -> Tensor:
+    """Of one name, the sums ``[layers]``."""
+    values: Tensor = recorded["values"] if isinstance(recorded, dict) else recorded.values
+    return values
 
 
 def local_core_attention_name() -> tuple[Any, str]:

@@ -6,7 +6,7 @@ Whatever is wrong with the data shows while every rank can still be told.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from mcore_batching.megatron.topology import is_last_stage, model_chunks
 MODEL_INPUTS = ("tokens", "position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded")
 _LOSS_INPUTS = ("labels", "loss_mask", "responses")
 _FIELDS_OF_THE_MODEL = (Kind.MULTIMODAL, Kind.ROUTED_EXPERTS)
-_ALIKE = ("no_planned_shapes", "fuse_output_layer")
+_ALIKE = ("no_planned_shapes", "fuse_output_layer", "warm_up_at_cap")
 """Arguments of the pipeline, which planning does not read."""
 
 
@@ -110,6 +110,33 @@ class PreparedStep:
     portable_rows: list[PortableRow]
     totals: StepTotals
 
+    @classmethod
+    def of_rows(
+        cls,
+        schedule: MicroBatchSchedule,
+        step: int,
+        rows: Sequence[PackedMicroBatch],
+        chunks: list[Any],
+        change: Callable[[PackedMicroBatch], PackedMicroBatch],
+    ) -> PreparedStep:
+        """Of packed rows on the host; the totals are this rank's alone.
+
+        Args:
+            schedule: where they come from.
+            step: which optimizer step.
+            rows: in slot order.
+            chunks: this rank's model chunks.
+            change: from a row to the one that the model and the loss get.
+
+        Raises:
+            SchemaError: a row's routed experts cannot be replayed.
+        """
+        prepared = [
+            PreparedRow(change(replayable(chunks, row)), owned_num_tokens(row)) for row in rows
+        ]
+        portable = [PortableRow.of_stage(each.row) for each in prepared]
+        return cls(schedule, step, prepared, portable, step_totals(schedule.counts_once(rows)))
+
     def iterators(self, count: int) -> list[Iterator[PreparedRow]]:
         """One iterator per virtual pipeline stage over the rows, moved to the device as drawn.
 
@@ -159,13 +186,7 @@ def prepare(
 
     def collate() -> PreparedStep:
         found = schedule()
-        rows, chunks = found.rows(step), model_chunks(model)
-        prepared = [
-            PreparedRow(change(replayable(chunks, row)), owned_num_tokens(row)) for row in rows
-        ]
-        portable = [PortableRow.of_stage(each.row) for each in prepared]
-        totals = step_totals(found.counts_once(rows))
-        return PreparedStep(found, step, prepared, portable, totals)
+        return PreparedStep.of_rows(found, step, found.rows(step), model_chunks(model), change)
 
     def says(prepared: PreparedStep) -> Statement:
         sums = dataclasses.asdict(prepared.totals)

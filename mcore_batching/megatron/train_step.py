@@ -29,7 +29,11 @@ from mcore_batching.megatron.cost_learning import timed
 from mcore_batching.megatron.data_iterator import DataIterator, schedule_of
 from mcore_batching.megatron.failure_watch import defer, reporting
 from mcore_batching.megatron.fused_output import tensors_of
-from mcore_batching.megatron.log_probs import chunks_of_tokens, logits_of_shape
+from mcore_batching.megatron.log_probs import (
+    chunks_of_tokens,
+    logits_of_shape,
+    response_log_probs,
+)
 from mcore_batching.megatron.loss_shares import (
     CollectedShares,
     agreed_shares,
@@ -51,6 +55,7 @@ from mcore_batching.megatron.shared_rows import let_rows_have_groups
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
 from mcore_batching.megatron.transfer_shapes import planned_transfers
 from mcore_batching.megatron.validation import check_logits
+from mcore_batching.megatron.warm_up import warm_up_at_cap
 
 _OPERATION = "train_step"
 
@@ -134,6 +139,11 @@ def train_step(
 
     prepared = prepare(args, model, _OPERATION, step, schedule)
     model = model_chunks(model)
+
+    def run_largest(rows: PreparedStep) -> Sequence[Exception]:
+        return _forward_backward(_log_probs_alone, args, model, rows).failed
+
+    warm_up_at_cap(args, model, prepared.schedule, step, run_largest)
     with reporting(args, _OPERATION):
         _make_ready(model, optimizer)
         checked = is_checked(args, optimizer)
@@ -226,6 +236,14 @@ def _forward_backward(
             forward_only=False,
         )
     return CollectedShares(collected, failed, temperatures)
+
+
+def _log_probs_alone(
+    logits: Any, micro_batch: PackedMicroBatch, totals: StepTotals
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss that needs log-probs, as any of training, and is 0."""
+    del totals
+    return torch.cat(response_log_probs(logits, micro_batch)).sum() * 0.0, {}
 
 
 def _updated(model: list[Any], optimizer: Any, *, skip: bool) -> tuple[bool, float | None]:

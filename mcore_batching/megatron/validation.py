@@ -31,6 +31,7 @@ from mcore_batching.megatron.transformer_engine import (
     attention_problems,
     installed_versions,
 )
+from mcore_batching.megatron.warm_up import check_warm_up
 from mcore_batching.planning import ParallelDims, PlannerConfig, row_multiple_tokens
 
 _REFUSED_ROUTING = {
@@ -54,6 +55,7 @@ def check_settings(args: Any, model: Any) -> None:
     """
     chunks = model_chunks(model)
     check_logits(args, chunks)
+    check_warm_up(args, get_model_config(chunks[0]))
     dims = current_dims(chunks)
     prepare_model(chunks, dims, planner_config(args, dims))
 

@@ -45,12 +45,13 @@ from mcore_batching.megatron.data_iterator import protocol_of
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.failure_watch import defer, reporting
 from mcore_batching.megatron.model_inputs import changed_inputs
-from mcore_batching.megatron.prepared_step import prepare
+from mcore_batching.megatron.prepared_step import PreparedStep, prepare
 from mcore_batching.megatron.recording import recorded
 from mcore_batching.megatron.row_groups import row_group
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks, model_shape, vocabulary_size
 from mcore_batching.megatron.transfer_shapes import planned_transfers
+from mcore_batching.megatron.warm_up import warm_up_at_cap
 from mcore_batching.planning import CostModel
 from mcore_batching.planning.memory import predicted_memory
 
@@ -126,28 +127,41 @@ class PackedForwardBackward:
         prepared = prepare(self._args, chunks, operation, 0, planned, change=stock_row)
         schedule = prepared.schedule
         count = len(prepared.rows)
-        rows = [
+
+        def run(
+            step: PreparedStep, function: Callable[..., Any], *, counts_flops: bool
+        ) -> tuple[Any, list[Exception]]:
             # Every model chunk of a rank runs every row: one of them counts for all.
-            PackedRows(stage, counts_flops=number == 0 and not forward_only)
-            for number, stage in enumerate(prepared.iterators(len(chunks)))
-        ]
+            rows = [
+                PackedRows(stage, counts_flops=counts_flops and number == 0)
+                for number, stage in enumerate(step.iterators(len(chunks)))
+            ]
+            failed: list[Exception] = []
+            made = self._run(
+                forward_step_func=_with_deferred_errors(function, failed, self._args),
+                data_iterator=rows if isinstance(model, list) and len(rows) > 1 else rows[0],
+                model=model,
+                num_microbatches=len(step.rows),
+                micro_batch_size=1,
+                forward_only=forward_only,
+                **others,
+            )
+            return made, failed
+
+        def run_largest(step: PreparedStep) -> list[Exception]:
+            return run(step, _without_loss(forward_step_func), counts_flops=False)[1]
+
+        plan_seconds = time.monotonic() - started
+        if not forward_only:
+            warm_up_at_cap(self._args, chunks, schedule, 0, run_largest, change=stock_row)
         ready = time.monotonic()
-        failed: list[Exception] = []
         with (
             reporting(self._args, operation),
             planned_transfers(self._args, chunks, prepared, forward_only=forward_only),
             contextlib.nullcontext() if forward_only else recorded(self._args, schedule, 0),
             contextlib.nullcontext() if forward_only else timed(self._args, prepared),
         ):
-            losses = self._run(
-                forward_step_func=_with_deferred_errors(forward_step_func, failed, self._args),
-                data_iterator=rows if isinstance(model, list) and len(rows) > 1 else rows[0],
-                model=model,
-                num_microbatches=count,
-                micro_batch_size=1,
-                forward_only=forward_only,
-                **others,
-            )
+            losses, failed = run(prepared, forward_step_func, counts_flops=not forward_only)
         if forward_only:
             agree_after_pipeline(self._args, operation, failed)
             return losses
@@ -155,7 +169,7 @@ class PackedForwardBackward:
         agreed = agree_after_pipeline(self._args, operation, failed, figures.own, figures.says)
         compat.scale_moe_metrics(num_microbatches / count)
         torch.cuda.synchronize()
-        self._log(figures, agreed, chunks, ready - started, time.monotonic() - ready)
+        self._log(figures, agreed, chunks, plan_seconds, time.monotonic() - ready)
         return losses
 
     def _log(
@@ -271,6 +285,22 @@ def _with_deferred_errors(
                 zero = output_tensor.float().sum() * 0.0
                 return zero, torch.zeros((), dtype=torch.int, device=zero.device), {}
             return result
+
+        return output, loss
+
+    return forward_step
+
+
+def _without_loss(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward step with a loss that is 0, and reports nothing."""
+
+    def forward_step(*arguments: Any, **options: Any) -> tuple[Any, Callable[..., Any]]:
+        output, _ = forward_step_func(*arguments, **options)
+
+        def loss(output_tensor: Tensor, *unused: Any, **options: Any) -> tuple[Any, ...]:
+            del unused, options
+            nothing = torch.zeros((), dtype=torch.int, device=output_tensor.device)
+            return output_tensor.float().sum() * 0.0, nothing, {}
 
         return output, loss
 
