@@ -184,7 +184,7 @@ def _tensors(header: Sequence[int], body: Tensor) -> list[Tensor]:
 
 def _exchanged(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """The parts that each data-parallel rank had for this one. A collective over them."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    group = parallel_state.get_data_parallel_group()
     sizes = torch.tensor([part.numel() for part in parts], device=device)
     arriving = torch.empty_like(sizes)
     dist.all_to_all_single(arriving, sizes, group=group)

@@ -330,13 +330,14 @@ def test_rows_of_several_sizes_equal_reference(
             ),
             marks=() if (layout, name) == ("dp2-pp2", "shared") else pytest.mark.long,
         )
-        for layout, nproc in (("dp2-pp2", 4), ("dp4", 4))
+        for layout, nproc in (("dp2-pp2", 4), ("dp4", 4), ("dp2-cp2", 4))
         for name, planner in (
             ("exchange", {"dynamic_batch_exchange": True}),
             # A cap under which no two samples share a micro-batch.
             ("exchange-forward-cap", {"dynamic_batch_exchange": True, FORWARD_CAP: 1}),
             ("shared", {"dynamic_batch_context_parallel": 2}),
         )
+        if layout != "dp2-cp2" or name == "exchange"
     ],
     ids=str,
 )
