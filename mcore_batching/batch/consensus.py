@@ -166,15 +166,24 @@ class Consensus:
         self.ranks: list[int] = (
             [self.rank] if group is None else dist.get_process_group_ranks(group)
         )
-        self.replicas = [[rank] for rank in self.ranks] if replicas is None else replicas
         self._mismatch = mismatch
         self._spell = spell
-        self.stages = self.replicas if stages is None else stages
-        self._in_replica = self._position_in(self.replicas)
-        self._in_stage = self._position_in(self.stages)
+        replicas = [[rank] for rank in self.ranks] if replicas is None else replicas
+        self.regroup(replicas, replicas if stages is None else stages)
         self._messages: RankMessages | None = None
         if group is not None and carries_host_messages(group):
             self._messages = RankMessages(group)
+
+    def regroup(self, replicas: Sequence[Sequence[int]], stages: Sequence[Sequence[int]]) -> None:
+        """Take other ranks to hold the same samples, and to run the same layers.
+
+        Args:
+            replicas: as in the constructor.
+            stages: as in the constructor.
+        """
+        self.replicas, self.stages = replicas, stages
+        self._in_replica = self._position_in(self.replicas)
+        self._in_stage = self._position_in(self.stages)
 
     def agree(
         self,

@@ -107,7 +107,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "type": int,
         "metavar": "MAX",
         "help": "dynamic context parallelism: let each micro-batch be shared by 1, 2, 4, ... up to "
-        "MAX data-parallel ranks, as the plan finds best; a shared one may hold "
+        "MAX data- and context-parallel ranks, as the plan finds best; a shared one may hold "
         "--max-tokens-per-gpu on each of them. Implies --dynamic-batch-exchange",
     },
     "exchange": {
@@ -311,7 +311,8 @@ def planner_config(args: Any, dims: ParallelDims | None = None) -> PlannerConfig
         for name, default in _PLANNER_DEFAULTS.items()
     }
     if chosen["pad_total_to"] is None and dims is not None and _runs_on_cuda():
-        chosen["pad_total_to"] = _default_row_multiple(args.max_tokens_per_gpu, dims)
+        smallest = dims if max_context_parallel(args) is None else dims.for_rows_on(1)
+        chosen["pad_total_to"] = _default_row_multiple(args.max_tokens_per_gpu, smallest)
     try:
         config = PlannerConfig(max_tokens_per_gpu=args.max_tokens_per_gpu, **chosen)
         if dims is not None:

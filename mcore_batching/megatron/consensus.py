@@ -7,8 +7,10 @@ module's own, so neither the GPU nor Megatron's communicators are involved.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import datetime
+import functools
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -26,7 +28,7 @@ from mcore_batching.batch.consensus import (
 )
 from mcore_batching.batch.rank_messages import RankMessages
 from mcore_batching.megatron import failure_watch
-from mcore_batching.megatron.arguments import flag_of
+from mcore_batching.megatron.arguments import flag_of, max_context_parallel
 from mcore_batching.megatron.errors import (
     ForwardFailedError,
     PlanMismatchError,
@@ -55,18 +57,34 @@ class JobConsensus(Consensus):
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self.data_parallel_rank: int = parallel_state.get_data_parallel_rank()
         self._world = world = dist.new_group(backend="gloo", timeout=self._timeout)
-        own = self.data_parallel_rank, parallel_state.get_pipeline_model_parallel_rank()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        with_rows = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         places: list[Any] = [None] * dist.get_world_size(world)
-        dist.all_gather_object(places, own, group=world)
+        dist.all_gather_object(places, (self.data_parallel_rank, stage, with_rows), group=world)
+        self._places = places
         super().__init__(
             world,
-            replicas=_ranks_by([replica for replica, _ in places]),
-            stages=_ranks_by(places),
+            replicas=_ranks_by([replica for replica, _, _ in places]),
+            stages=_ranks_by([place[:2] for place in places]),
             mismatch=PlanMismatchError,
             spell=flag_of,
         )
         self._replica_group: dist.ProcessGroup | None = None
         self._counterpart_group: dist.ProcessGroup | None = None
+
+    @functools.cached_property
+    def of_rows(self) -> JobConsensus:
+        """Itself, where under dynamic CP every context-parallel rank has rows of its own.
+
+        A replica is then what runs the same rows: all stages and tensor-parallel ranks of one data-
+        and context-parallel rank. Not for what replicas share or exchange, which is samples.
+        """
+        made = copy.copy(self)
+        made.regroup(
+            _ranks_by([rank for _, _, rank in self._places]),
+            _ranks_by([(rank, stage) for _, stage, rank in self._places]),
+        )
+        return made
 
     def agree(
         self,
@@ -239,6 +257,12 @@ def get_consensus(args: Any = None) -> JobConsensus:
     return _current[1]
 
 
+def consensus_of_rows(args: Any) -> JobConsensus:
+    """`get_consensus`, whose replicas run the same rows."""
+    consensus = get_consensus(args)
+    return consensus if max_context_parallel(args) is None else consensus.of_rows
+
+
 def agree_after_pipeline(
     args: Any,
     operation: str,
@@ -266,7 +290,7 @@ def agree_after_pipeline(
             raise failed[0]
         return work()
 
-    return get_consensus(args).agree(
+    return consensus_of_rows(args).agree(
         f"{operation}, after the pipeline",
         check,
         says,

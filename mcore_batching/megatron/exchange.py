@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
+from megatron.core import parallel_state
+
 from mcore_batching.batch.consensus import Statement
 from mcore_batching.megatron.arguments import naming_the_cap
 from mcore_batching.megatron.errors import PlanningFailedError
@@ -83,7 +85,10 @@ class ExchangingProtocol(PlanningProtocol):
         """Plan, hand over what the plan wants elsewhere, and hold what it wants here."""
         lengths = [length for shard in shards for length in shard.lengths]
         first = list(accumulate((len(shard.lengths) for shard in shards), initial=0))
-        own = self.consensus.data_parallel_rank
+        dims = self.settings.dims
+        num_ranks = self.settings.config.num_ranks(dims)
+        sharing = num_ranks // dims.data_parallel
+        own = parallel_state.get_data_parallel_rank(with_context_parallel=sharing > 1)
 
         def plan(step: int) -> GlobalPlan:
             numbers = [
@@ -99,9 +104,9 @@ class ExchangingProtocol(PlanningProtocol):
                 plans = tuple(map(plan, range(len(shards[0].steps))))
             runs_on = [
                 sorted(number for made in plans for row in made.rows_on(rank) for number in row)
-                for rank in range(len(shards))
+                for rank in range(num_ranks)
             ]
-            moves = SampleMoves(own, first, runs_on)
+            moves = SampleMoves(own, first, runs_on, sharing)
             digest = digest_of([made.plan.digest() for made in plans])
             return (plans, moves, digest), moves.outgoing(self.batch.data)
 

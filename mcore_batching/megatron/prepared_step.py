@@ -23,7 +23,7 @@ from mcore_batching.batch import (
 from mcore_batching.batch.consensus import Statement
 from mcore_batching.batch.side_by_side import SideBySide
 from mcore_batching.megatron.arguments import FLAGS
-from mcore_batching.megatron.consensus import get_consensus
+from mcore_batching.megatron.consensus import consensus_of_rows
 from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.routing_replay import replayable
 from mcore_batching.megatron.schedule import MicroBatchSchedule
@@ -209,7 +209,7 @@ def prepare(
             total=list(sums.values()),
         )
 
-    agreed = get_consensus(args).agree(
+    agreed = consensus_of_rows(args).agree(
         f"{operation}, collating", collate, says, failure=CollationFailedError
     )
     names = [field.name for field in dataclasses.fields(StepTotals)]

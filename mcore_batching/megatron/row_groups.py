@@ -1,12 +1,12 @@
 """Groups of ranks that share a row whose context-parallel size was planned for it.
 
-    4 data-parallel ranks, rows on up to 4 of them
+    4 data- and context-parallel ranks, rows on up to 4 of them
     rank 2 is in    [2]    [2 3]    [0 1 2 3]
 
 Blocks of one size are disjoint, and a larger one is made of smaller ones, so each rank is in one
-group of every size. Of one rank and of all ranks it is Megatron's own; the others are made by all
-ranks of the job in one order, and kept for the life of the process. NCCL connects a group where its
-first row is run.
+group of every size. Of the model's context-parallel size and of all ranks it is Megatron's own; the
+others are made by all ranks of the job in one order, and kept for the life of the process. NCCL
+connects a group where its first row is run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def make_row_groups(args: Any, sizes: Sequence[int]) -> None:
     Args:
         args: Megatron's arguments, for ``--distributed-timeout-minutes``.
         sizes: context-parallel sizes that rows may have, ascending; each divides the number of
-            data-parallel ranks. The same on every rank.
+            data- and context-parallel ranks. The same on every rank.
     """
     global _current
     among = parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -6,6 +6,10 @@ Samples of all data-parallel ranks are numbered through. One whose row is shared
     1 is cut over both ranks, 4 runs on rank 0          runs_on  [[1, 2, 4], [0, 1, 3]]
     fields    4 and 1 to rank 0 (its own), 0 and 1 to rank 1
     outputs   of 1 from rank 0 alone, the first that runs it; of 4 back to rank 1
+
+Under dynamic CP beside ``--context-parallel-size``, the context-parallel ranks of a data-parallel
+rank all bring its samples, and each runs rows of its own: fields come from the ranks at the same
+place, outputs go back to all.
 """
 
 from __future__ import annotations
@@ -45,14 +49,17 @@ class SampleMoves:
     """The samples of a batch over all data-parallel ranks. The same on every rank but for `own`.
 
     Attributes:
-        own: this data-parallel rank.
-        first: number of each rank's first sample, and the number of all samples.
-        runs_on: the samples that each rank runs, ascending.
+        own: this rank of those that have rows of their own: the data-parallel ones; under dynamic
+            CP the data- and context-parallel ones.
+        first: number of each data-parallel rank's first sample, and the number of all samples.
+        runs_on: the samples that each rank with rows of its own runs, ascending.
+        sharing: ranks with rows of their own that brought the same samples.
     """
 
     own: int
     first: Sequence[int]
     runs_on: Sequence[Sequence[int]]
+    sharing: int = 1
 
     @property
     def held(self) -> Sequence[int]:
@@ -62,10 +69,16 @@ class SampleMoves:
     @property
     def brought(self) -> range:
         """The samples that came from this rank."""
-        return range(self.first[self.own], self.first[self.own + 1])
+        return self._brought_by(self.own)
+
+    def _brought_by(self, rank: int) -> range:
+        replica = rank // self.sharing
+        return range(self.first[replica], self.first[replica + 1])
 
     def outgoing(self, columns: Mapping[str, Sequence[Any]]) -> list[tuple[list[int], Columns]]:
-        """The samples of this rank to hand to each rank: their numbers and values.
+        """The samples of this rank to hand to each data-parallel rank: their numbers and values.
+
+        To that of its ranks which has this one's place among those that brought the same.
 
         Raises:
             SchemaError: a field has not one value for each sample that came from this rank.
@@ -79,7 +92,7 @@ class SampleMoves:
                     found=f"{len(values)} values",
                 )
         parts, brought = [], self.brought
-        for runs in self.runs_on:
+        for runs in self.runs_on[self.own % self.sharing :: self.sharing]:
             numbers = [number for number in runs if number in brought]
             places = [number - brought.start for number in numbers]
             parts.append((numbers, {n: [v[i] for i in places] for n, v in columns.items()}))
@@ -109,7 +122,8 @@ class SampleMoves:
     def returned(self, columns: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
         """Outputs of the samples that came from this rank, in the order in which they came.
 
-        A collective over data-parallel ranks. Tensors stay on the device, and travel as bytes.
+        A collective over the ranks with rows of their own. Tensors stay on the device, and travel
+        as bytes.
 
         Args:
             columns: for the same names on every rank one tensor per sample that this rank runs.
@@ -125,11 +139,11 @@ class SampleMoves:
         device = torch.device(torch.cuda.current_device())
         arrived = [
             part.tolist()
-            for part in _exchanged([torch.tensor(h, dtype=torch.int64) for h in headers], device)
+            for part in self._exchanged([torch.tensor(h, dtype=torch.int64) for h in headers])
         ]
         empty = torch.empty(0, dtype=torch.uint8, device=device)
         flat = [torch.cat([empty, *(value.to(device) for value in body)]) for body in bodies]
-        data = _exchanged(flat, device)
+        data = self._exchanged(flat)
         found: dict[tuple[int, str], Tensor] = {}
         for rank, (header, body) in enumerate(zip(arrived, data, strict=True)):
             keys = [(number, name) for number in self._sent(rank, self.own) for name in names]
@@ -146,8 +160,22 @@ class SampleMoves:
 
     def _sent(self, source: int, target: int) -> list[int]:
         """The samples of `target` whose outputs come from `source`."""
-        brought, runner = range(self.first[target], self.first[target + 1]), self._first_runner
+        brought, runner = self._brought_by(target), self._first_runner
         return [n for n in self.runs_on[source] if n in brought and runner[n] == source]
+
+    def _exchanged(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The parts that each rank had for this one. A collective over them."""
+        device = torch.device(torch.cuda.current_device())
+        group = parallel_state.get_data_parallel_group(with_context_parallel=self.sharing > 1)
+        sizes = torch.tensor([part.numel() for part in parts], device=device)
+        arriving = torch.empty_like(sizes)
+        dist.all_to_all_single(arriving, sizes, group=group)
+        counts = arriving.tolist()
+        sent = torch.cat(list(parts)).to(device)
+        received = torch.empty(sum(counts), dtype=sent.dtype, device=device)
+        own_counts = [part.numel() for part in parts]
+        dist.all_to_all_single(received, sent, counts, own_counts, group=group)
+        return list(torch.split(received, counts))
 
 
 def check_output(name: str, value: Any) -> None:
@@ -180,16 +208,3 @@ def _tensors(header: Sequence[int], body: Tensor) -> list[Tensor]:
         made.append(value.cpu() if was_on_host else value)
         start += size
     return made
-
-
-def _exchanged(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The parts that each data-parallel rank had for this one. A collective over them."""
-    group = parallel_state.get_data_parallel_group()
-    sizes = torch.tensor([part.numel() for part in parts], device=device)
-    arriving = torch.empty_like(sizes)
-    dist.all_to_all_single(arriving, sizes, group=group)
-    counts = arriving.tolist()
-    sent = torch.cat(list(parts)).to(device)
-    received = torch.empty(sum(counts), dtype=sent.dtype, device=device)
-    dist.all_to_all_single(received, sent, counts, [part.numel() for part in parts], group=group)
-    return list(torch.split(received, counts))

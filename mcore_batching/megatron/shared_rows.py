@@ -71,11 +71,6 @@ def shared_row_problems(
     """
     if planner.max_context_parallel is None:
         return
-    if dims.context_parallel > 1:
-        yield (
-            f"{_SHARED_ROWS} chooses every row's size itself: set --context-parallel-size 1, and "
-            "the ranks are data-parallel ones"
-        )
     if not config.calculate_per_token_loss:
         yield (
             f"under {_SHARED_ROWS} as many ranks work on a token as its row has, and Megatron "

@@ -255,6 +255,17 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "dp2-pp2-vpp2-shared": ("dp2-pp2-vpp2", {}),
     "dp2-pp2-vpp2-shared-recomputed-activations": ("dp2-pp2-vpp2", {"settings": RECOMPUTED}),
+    # Beside a context-parallel size: both ranks of a replica bring its samples, each runs its own.
+    "dp2-cp2-shared": ("dp2-cp2", {"spread": "empty"}),
+    "dp2-cp2-shared-own-plan": ("dp2-cp2", {"plan": "own", "spread": "fewer"}),
+    "dp2-cp2-shared-recomputed-activations": ("dp2-cp2", {"settings": RECOMPUTED}),
+    "dp2-cp2-shared-distributed-optimizer": ("dp2-cp2", {"distributed_optimizer": True}),
+    "dp2-cp2-shared-learned-positions": ("dp2-cp2", {"kind": "learned"}),
+    "cp4-shared": ("cp4", {}),
+    "cp2-pp2-shared": ("cp2-pp2", {}),
+    "cp2-pp2-vpp2-shared": ("cp2-pp2-vpp2", {"settings": RECOMPUTED}),
+    "cp2-tp2-sp-shared": ("cp2-tp2-sp", {}),
+    "cp2-ep2-shared": ("cp2-ep2", {}),
     "dp2-tp2-sp-shared": ("dp2-tp2-sp", {"spread": "empty"}),
     "dp2-tp2-sp-shared-padded": (
         "dp2-tp2-sp",
@@ -268,8 +279,18 @@ SHARED_LAYOUTS = LAYOUTS | {
         "dense",
         {"data_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True},
     ),
+    "cp2-pp2-vpp2": (
+        4,
+        "dense",
+        {"context_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2},
+    ),
 }
 SHARED_WITHOUT_LONG = {"dp2-shared", "dp4-shared", "dp2-pp2-shared"}
+
+
+def _num_ranks(dims: dict[str, Any]) -> int:
+    """Ranks that may share a row."""
+    return int(dims.get("data_parallel", 1) * dims.get("context_parallel", 1))
 
 
 def shared_jobs() -> list[Any]:
@@ -279,7 +300,7 @@ def shared_jobs() -> list[Any]:
         nproc, kind, dims = SHARED_LAYOUTS[layout_name]
         parameters = {"dims": dims, "kind": kind, "plan": "mixed", **changes}
         parameters["reference"] = parameters["kind"]
-        flag = {"dynamic_batch_context_parallel": dims["data_parallel"]}
+        flag = {"dynamic_batch_context_parallel": _num_ranks(dims)}
         parameters["planner"] = flag | parameters.get("planner", {})
         job = Job(name, "kit.shared_rows:compare", nproc, dims, parameters)
         made.append(
@@ -294,7 +315,7 @@ def test_rows_of_several_sizes_equal_reference(
 ) -> None:
     """Rows on 1, 2 and 4 ranks in one step, log-probs back where their samples came from."""
     expected = torch.load(references[job.parameters["kind"]], weights_only=True)
-    width = job.dims["data_parallel"]
+    width = _num_ranks(job.dims)
     sizes = {size for rank in ranks for size in rank["sizes"]}
     assert sizes == {1, 2, width} if job.parameters["plan"] == "mixed" else width in sizes
     assert len({tuple(rank["counts"]) for rank in ranks}) == 1
@@ -337,7 +358,7 @@ def test_rows_of_several_sizes_equal_reference(
             ("exchange-forward-cap", {"dynamic_batch_exchange": True, FORWARD_CAP: 1}),
             ("shared", {"dynamic_batch_context_parallel": 2}),
         )
-        if layout != "dp2-cp2" or name == "exchange"
+        if layout != "dp2-cp2" or FORWARD_CAP not in planner  # two ranks take 4 tokens at least
     ],
     ids=str,
 )
@@ -389,6 +410,26 @@ def test_rows_with_little_to_share_are_what_they_are_on_one_rank(
             assert ours == pytest.approx(expected, rel=LOG_PROBS)
     sizes = {size for rank in ranks for size in rank["mixed sizes"]["sizes"]}
     assert max(sizes) == 4
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(
+            "cp2-shared-silent-placeholders",
+            "kit.shared_rows:silent_placeholders",
+            2,
+            {"context_parallel": 2},
+            {"dims": {"context_parallel": 2}, "reference": "dense"},
+        )
+    ],
+    ids=str,
+)
+def test_ranks_of_a_replica_need_not_ask_for_the_same_log_probs(job: Job, ranks: list[Any]) -> None:
+    """Under dynamic CP they run rows of their own; without, they have to."""
+    (first, rows), (second, no_rows) = ranks
+    assert sorted([rows, no_rows]) == [[0], [1]]
+    assert first == second
 
 
 @pytest.mark.parametrize("job", [*jobs(), *special_jobs(), *blocking_jobs()], ids=str)

@@ -12,6 +12,7 @@ import torch
 from kit.harness import Job
 
 DP2_PP2 = {"data_parallel": 2, "pipeline_parallel": 2}
+DP2_CP2 = {"data_parallel": 2, "context_parallel": 2}
 SHARED = {"dynamic_batch_context_parallel": 2}
 SECONDS = 45.0  # an error that came by a collective's timeout would take 60
 
@@ -112,7 +113,7 @@ def test_error_on_one_rank_is_raised_on_all(
             job(
                 f"moves-{name}-{what.split()[0]}",
                 "moves_fail",
-                DP2_PP2,
+                dims,
                 4,
                 module="shared_rows",
                 what=what,
@@ -122,7 +123,11 @@ def test_error_on_one_rank_is_raised_on_all(
             text,
             marks=() if name == "shared" else pytest.mark.long,
         )
-        for name, planner in (("shared", SHARED), ("exchange", {"dynamic_batch_exchange": True}))
+        for name, dims, planner in (
+            ("shared", DP2_PP2, SHARED),
+            ("shared-cp2", DP2_CP2, SHARED),
+            ("exchange", DP2_PP2, {"dynamic_batch_exchange": True}),
+        )
         for what, error, text in (
             ("global batch size", "PlanMismatchError", "global_batch_size is 8, on rank 0 it is 7"),
             ("one token more", "PlanMismatchError", "lengths of all samples (sha256)"),

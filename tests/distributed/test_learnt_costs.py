@@ -137,11 +137,16 @@ def row_errors(step: dict[str, Any], seconds_per_unit: float = SECONDS_PER_UNIT)
 
 COMMUNICATION = {**BOTH, "context_parallel_overhead": 0.4, "context_parallel_fixed": 30.0}
 DP4 = {"data_parallel": 4}
+DP2_CP2 = {"data_parallel": 2, "context_parallel": 2}
 
 
 @on(
     pytest.param(
         job("shared-rows", hidden=COMMUNICATION, dims=DP4, max_context_parallel=4),
+        marks=pytest.mark.long,
+    ),
+    pytest.param(
+        job("shared-rows-of-pairs", hidden=COMMUNICATION, dims=DP2_CP2, max_context_parallel=4),
         marks=pytest.mark.long,
     ),
     job(

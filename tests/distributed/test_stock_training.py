@@ -207,14 +207,15 @@ def test_tp2_cp2(records: list[Ranks]) -> None:
 
 
 @pytest.mark.long
-@runs("pp2-padded", "pp2-shared", "dp4-padded", "dp4-shared", "pp2")
+@runs("pp2-padded", "pp2-shared", "cp2-shared", "dp4-padded", "dp4-shared", "pp2")
 def test_rows_of_several_sizes(records: list[Ranks]) -> None:
     """Dynamic CP in a stock script; a token counts once, however many ranks share its row."""
-    pipeline_padded, pipeline, data_padded, data, usual = records
+    pipeline_padded, pipeline, context, data_padded, data, usual = records
     # Under a cap of half the longest sample.
     assert_same_training(pipeline, pipeline_padded, 5, has_fewer_rows=False)
+    assert_same_training(context, pipeline_padded, 5, has_fewer_rows=False)
     assert_same_training(data, data_padded, 5, has_fewer_rows=False)
-    for ranks in (pipeline, data):
+    for ranks in (pipeline, context, data):
         assert values(ranks, "tokens") == values(usual, "tokens")[:5]
 
 

@@ -22,6 +22,7 @@ EXPERTS = {
 OVERLAPPED = {"overlap_grad_reduce": True}
 GATHERED = {**OVERLAPPED, "use_distributed_optimizer": True, "overlap_param_gather": True}
 DP2_PP2 = {"data_parallel": 2, "pipeline_parallel": 2}
+DP2_CP2 = {"data_parallel": 2, "context_parallel": 2}
 TP2_SP = {"tensor_parallel": 2, "sequence_parallel": True}
 PP2_VPP2 = {"pipeline_parallel": 2, "virtual_pipeline": 2}
 
@@ -47,6 +48,7 @@ def jobs() -> list[Any]:
         ),
         (job("gathered", 4, DP2_PP2, ddp=GATHERED), [at_cap]),
         (job("shared", 4, DP2_PP2, planner={f"{planner}context_parallel": 2}), [at_cap]),
+        (job("shared-cp2", 4, DP2_CP2, planner={f"{planner}context_parallel": 4}), [[24]]),
         (
             job("cp2-padded", 2, {"context_parallel": 2}, planner={f"{planner}pad_total_to": 20}),
             [[40 // 2]],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,18 +71,36 @@ def test_statistics_of_lengths_count_real_samples_of_training_alone(
     assert offsets[0].diff().tolist() == lengths
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_shared_row_counts_on_its_first_rank_and_is_heard_of_on_all(
-    monkeypatch: pytest.MonkeyPatch, rank: int
+@pytest.mark.parametrize(
+    ("model_size", "times"),
+    [
+        (1, [1]),
+        (1, [1, 0]),
+        (1, [1, 0, 0, 0]),
+        (2, [2]),
+        (2, [1, 1]),
+        (2, [1, 0, 1, 0]),
+        (3, [2, 1]),
+    ],
+)
+def test_a_row_counts_as_often_as_the_model_has_context_parallel_ranks(
+    monkeypatch: pytest.MonkeyPatch, model_size: int, times: list[int]
 ) -> None:
-    """Stock code adds up over all ranks in a step in which it was given any lengths: with fewer
-    than two offsets a rank would stay away from that sum, and the others wait for it."""
+    """Stock code divides by their number, also what rows on more or fewer ranks add up to. It adds
+    up over all ranks in a step in which it was given any lengths: with fewer than two offsets a
+    rank would stay away from that sum, and the others wait for it."""
     monkeypatch.setattr(packed_batches, "row_group", lambda size: object())
+    groups = SimpleNamespace(get_context_parallel_world_size=lambda: model_size)
+    monkeypatch.setattr(packed_batches, "parallel_state", groups)
     usual = prepared(SAMPLES)
-    row = dataclasses.replace(usual.row, context_parallel_rank=rank)
-    shared = PackedRows(iter([dataclasses.replace(usual, row=row)]), counts_flops=True)
-    (offsets,) = shared.next_fields(["cu_seqlens"])
-    assert offsets[0].diff().tolist() == ([3, 2] if rank == 0 else [0, 0])
+    for rank, count in enumerate(times):
+        shared = {"context_parallel_size": len(times), "context_parallel_rank": rank}
+        row = dataclasses.replace(usual.row, **shared)
+        (offsets,) = PackedRows(
+            iter([dataclasses.replace(usual, row=row)]), counts_flops=True
+        ).next_fields(["cu_seqlens"])
+        assert offsets.dtype == torch.int32
+        assert offsets[0].diff().tolist() == ([3, 2] * count or [0, 0])
 
 
 def test_placeholders_train_nothing() -> None:

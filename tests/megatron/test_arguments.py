@@ -191,6 +191,19 @@ def test_rows_have_a_multiple_on_cuda_that_leaves_the_cap_what_it_is(
         assert planner_config(args, dims) == on_cpu
 
 
+def test_rows_of_one_rank_keep_their_cap_under_dynamic_cp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their multiple is theirs, not that of as many ranks as the model's size."""
+    words = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "8320"]
+    args = parse(*words, "--dynamic-batch-context-parallel", "4")
+    dims = ParallelDims(data_parallel=2, context_parallel=2)
+    monkeypatch.setattr(cpu_emulation, "is_enabled", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert planner_config(args, dims).pad_total_to == 128
+    for size in (1, 2, 4):
+        rows = dims.for_rows_on(size)
+        assert row_capacity_tokens(rows, planner_config(args, dims)) == 8320 * size
+
+
 FORWARD_CAP = "--dynamic-batch-forward-only-max-tokens-per-gpu"
 
 
@@ -482,7 +495,6 @@ SHARED_ROWS = PlannerConfig(max_tokens_per_gpu=128, max_context_parallel=4)
 @pytest.mark.parametrize(
     ("dims", "changes", "expected"),
     [
-        (ParallelDims(data_parallel=2, context_parallel=2), {}, "set --context-parallel-size 1"),
         (
             ParallelDims(data_parallel=4),
             {"calculate_per_token_loss": False},

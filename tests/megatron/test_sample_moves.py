@@ -58,6 +58,37 @@ def test_each_output_comes_from_the_first_rank_that_runs_its_sample() -> None:
     assert moves(1).brought == range(3, 5)
 
 
+# Ranks 0 and 1 brought 0 1 2, ranks 2 and 3 brought 3; 1 is shared by ranks 0 and 1, 3 by 2 and 3.
+PAIRS = [[1, 2], [0, 1], [3], [3]]
+
+
+def pair(rank: int) -> SampleMoves:
+    return SampleMoves(rank, [0, 3, 4], PAIRS, sharing=2)
+
+
+def test_ranks_that_brought_the_same_samples_each_hand_on_to_their_counterparts() -> None:
+    brought = [BROUGHT[0], BROUGHT[0], ["d"], ["d"]]
+    outgoing = [pair(rank).outgoing({"name": names}) for rank, names in enumerate(brought)]
+    for place in (0, 1):
+        parts = outgoing[place::2]
+        for replica, rank in enumerate((place, place + 2)):
+            found = pair(rank).arranged([each[replica] for each in parts])
+            assert found == {"name": [["a", "b", "c", "d"][number] for number in PAIRS[rank]]}
+
+
+def test_outputs_go_to_all_ranks_that_brought_their_samples() -> None:
+    sent = {(s, t): pair(0)._sent(s, t) for s in range(4) for t in range(4)}
+    assert {ways: numbers for ways, numbers in sent.items() if numbers} == {
+        (0, 0): [1, 2],
+        (0, 1): [1, 2],
+        (1, 0): [0],
+        (1, 1): [0],
+        (2, 2): [3],
+        (2, 3): [3],
+    }
+    assert [pair(rank).brought for rank in range(4)] == [range(3)] * 2 + [range(3, 4)] * 2
+
+
 @pytest.mark.parametrize("value", [0.5, None, torch.ones(2, dtype=torch.complex64)])
 def test_outputs_that_cannot_travel_are_refused(value: Any) -> None:
     check_output("log_probs", torch.ones(3))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 
 from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.megatron import compat
@@ -93,20 +94,29 @@ class PackedRows(Iterator[PreparedRow]):
     def _counted_cu_seqlens(self, row: PackedMicroBatch) -> torch.Tensor:
         """int32 ``[1, samples + 1]``, from which stock code counts operations.
 
-        ``[1, 1]`` where it is to count nothing at all; of length 0 for a placeholder, and on all
-        but the first of the ranks that share a row: each rank has to count something, since what
-        they count is added up over all that did.
+        ``[1, 1]`` where it is to count nothing at all; of length 0 where the row is a placeholder,
+        or counted by others that share it: each rank has to count something, since what they count
+        is added up over all that did.
         """
         if not self._counts_flops:
             return row.cu_seqlens.new_zeros(1, 1)
-        counts = not row.is_placeholder and not self._is_counted_elsewhere(row)
-        return (row.cu_seqlens if counts else torch.zeros_like(row.cu_seqlens))[None]
+        times = 0 if row.is_placeholder else _times_counted(row)
+        if times == 0:
+            return torch.zeros_like(row.cu_seqlens)[None]
+        last = row.cu_seqlens[-1]
+        again = [row.cu_seqlens[1:] + last * number for number in range(1, times)]
+        return torch.cat([row.cu_seqlens, *again])[None]
 
-    @staticmethod
-    def _is_counted_elsewhere(row: PackedMicroBatch) -> bool:
-        # Stock code divides what it has added up over all ranks by the model's own sizes.
-        planned = row_group(row.context_parallel_size) is not None
-        return planned and row.context_parallel_rank > 0
+
+def _times_counted(row: PackedMicroBatch) -> int:
+    """How often this rank counts a row's samples, whose ranks count them all together as often as
+    the model's own context-parallel size: by that stock code divides the sum over all ranks."""
+    if row_group(row.context_parallel_size) is None:
+        return 1
+    size, rank = row.context_parallel_size, row.context_parallel_rank
+    model: int = parallel_state.get_context_parallel_world_size()
+    before, after = (-(-model * ranks // size) for ranks in (rank, rank + 1))
+    return after - before
 
 
 def next_batch(data_iterator: Any, fields: int | Sequence[str]) -> list[Any] | None:

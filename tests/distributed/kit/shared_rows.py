@@ -18,7 +18,13 @@ from kit import exactness
 from kit.faults import my_samples, small_model
 from kit.model import adam
 from kit.objective import packed_objective
-from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch
+from mcore_batching.batch import (
+    DEFAULT_SCHEMA,
+    Kind,
+    PackedMicroBatch,
+    StepTotals,
+    token_mean,
+)
 from mcore_batching.megatron import (
     DynamicBatchArgumentError,
     add_fields,
@@ -26,6 +32,7 @@ from mcore_batching.megatron import (
     exchange,
     forward_only,
     get_data_iterator,
+    response_log_probs,
     schedule_of,
     train_step,
 )
@@ -193,6 +200,24 @@ def scarce(dims: dict[str, Any], reference: str, what: str) -> dict[str, Any]:
     return found
 
 
+def silent_placeholders(dims: dict[str, Any], reference: str) -> list[Any]:
+    """The metrics of a step of one short sample, whose loss asks for nothing in placeholders, and
+    the samples of each of this rank's rows."""
+    model = small_model(dims, reference)
+    args = exactness.arguments(ParallelDims(**dims), dynamic_batch_context_parallel=2)
+    data = {name: values[:1] for name, values in my_samples(dims).items()}
+    iterators, counts = get_data_iterator(args, model, data)
+
+    def loss(logits: torch.Tensor, row: PackedMicroBatch, totals: StepTotals) -> Any:
+        if row.is_placeholder:
+            return logits.new_zeros(()), {"policy": logits.new_zeros(())}
+        share = token_mean(response_log_probs(logits, row), row, totals)
+        return share, {"policy": share}
+
+    done = train_step(loss, args, model, iterators, counts, adam(model, distributed=False))
+    return [done.metrics, [len(row) for row in schedule_of(iterators).steps[0]]]
+
+
 def refused_models(dims: dict[str, Any], reference: str) -> dict[str, str]:
     """What is said of models whose layers do not follow a row's own group."""
 
@@ -232,7 +257,7 @@ def _mixed_plan(
     lengths: Sequence[int], dims: ParallelDims, config: PlannerConfig, *unused: Any, **named: Any
 ) -> StepPlan:
     del unused, named
-    slots = SIZES[dims.data_parallel]
+    slots = SIZES[dims.data_context_parallel]
     rows = [
         (size, slot, rank)
         for slot, sizes in enumerate(slots)
@@ -249,7 +274,7 @@ def _mixed_plan(
             micro_batches[rank][slot] = tuple(sorted(longest[number :: len(rows)]))
     sizes_by_rank = tuple(
         tuple(sizes[rank] if micro_batches[rank][slot] else 1 for slot, sizes in enumerate(slots))
-        for rank in range(dims.data_parallel)
+        for rank in range(dims.data_context_parallel)
     )
     plan = StepPlan(
         micro_batches=tuple(map(tuple, micro_batches)),

@@ -69,7 +69,8 @@ PP2 = ["--pipeline-model-parallel-size", "2"]
 VPP2 = [*PP2, "--num-virtual-stages-per-pipeline-rank", "2"]
 # Megatron pads the vocabulary to a multiple of this times the tensor-parallel size.
 TP2 = ["--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "4"]
-TP2_CP2 = [*TP2, "--context-parallel-size", "2"]
+CP2 = ["--context-parallel-size", "2"]
+TP2_CP2 = [*TP2, *CP2]
 ONE_ROW = [
     *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "1024"),
     *("--dynamic-batch-balance", "none", "--dynamic-batch-fill", "placeholder"),
@@ -144,6 +145,7 @@ JOBS = {
         ),
         job("tp2-exchange", *steps(5), *TP2, *EXCHANGE),
         job("pp2-shared", *steps(5), *PP2, *SHARED, "2"),
+        job("cp2-shared", *steps(5), *PP2, *CP2, *SHARED, "2"),
         job("dp4-shared", *steps(5), *SHARED, "4"),
         job("ep2-padded", *steps(5), *PP2, *EXPERTS, *NO_AUXILIARY_LOSS),
         job("ep2", *steps(5), *PP2, *EXPERTS, *NO_AUXILIARY_LOSS, *FLAG),
