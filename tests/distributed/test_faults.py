@@ -566,6 +566,17 @@ def test_stages_that_read_other_samples_are_an_error_on_all(job: Job, ranks: lis
 
 @pytest.mark.parametrize(
     "job",
+    [job("one-step-fields", "fields_differ_in_one_step", {"data_parallel": 2}, 2, module="misuse")],
+    ids=str,
+)
+def test_fields_that_differ_in_one_step_are_an_error_on_all(job: Job, ranks: list[str]) -> None:
+    for said in ranks:
+        assert said.startswith("PlanMismatchError")
+        assert "field names is ['" in said
+
+
+@pytest.mark.parametrize(
+    "job",
     [
         job(
             "experts-tp2",

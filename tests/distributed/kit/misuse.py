@@ -17,6 +17,7 @@ from kit.faults import my_samples, small_model
 from kit.model import adam, named_parameters
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY
+from mcore_batching.batch import DEFAULT_SCHEMA
 from mcore_batching.megatron import (
     add_fields,
     forward_only,
@@ -24,6 +25,7 @@ from mcore_batching.megatron import (
     response_log_probs,
     train_step,
 )
+from mcore_batching.megatron.planning_protocol import PlanningProtocol
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
 
@@ -310,6 +312,23 @@ def stages_read_other_samples(dims: dict[str, Any], reference: str) -> str:
     try:
         args = arguments(ParallelDims(**dims), padded_vocab_size=VOCABULARY)
         stock_step(args, model, samples)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def fields_differ_in_one_step(dims: dict[str, Any], reference: str) -> str:
+    """What planning says where samples are packed with the first agreement, as in a stock script,
+    and the last rank has a field more."""
+    model, samples = small_model(dims, reference), my_samples(dims)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        samples["mine"] = [0.5 for _ in samples["tokens"]]
+    args = arguments(ParallelDims(**dims))
+    options: dict[str, Any] = {"steps": None, "cost_model": None, "forward_only": False}
+    try:
+        PlanningProtocol(
+            args, model, lambda: samples, schema=DEFAULT_SCHEMA, one_step=True, **options
+        ).run()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
