@@ -92,3 +92,25 @@ def floor_of_totals(
     fixed = model.per_micro_batch
     way = (stages - 1) * fixed / dims.virtual_pipeline
     return passes * max(work / ranks + fewest * fixed + way, stages * costliest_sample)
+
+
+def way_of_longest(problem: Problem) -> float:
+    """The longest sample's way through all stages and back, and the passes of the other
+    micro-batches that the first stage runs before and after it, without their samples.
+
+    Of K micro-batches on P stages, where p run before it, the first stage runs p forward and
+    p - P + 1 backward passes before its forward pass, and K - P - p forward and K - 1 - p backward
+    passes after its backward pass, or none where that is less. No rank has fewer micro-batches than
+    `fewest_rows` makes, and more take no less. Without a pipeline of plain stages it is 0.
+    """
+    dims, model = problem.dims, problem.cost_model
+    if dims.virtual_pipeline > 1 or problem.forward_only or not problem.num_samples:
+        return 0.0
+    stages, ratio = dims.pipeline_parallel, model.backward_ratio
+    count = -(-problem.fewest_rows // problem.num_ranks)
+    beside = min(
+        max(before, count - stages) + ratio * max(count - 1 - before, count - stages)
+        for before in range(count)
+    )
+    way = (1.0 + ratio) * stages * (model.per_micro_batch + max(problem.costs))
+    return way + beside * model.per_micro_batch

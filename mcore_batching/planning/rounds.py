@@ -88,9 +88,25 @@ class Rounds:
 
     def weights(self) -> list[float]:
         """Weight of each micro-batch on a chain that is as long as the step."""
+        return self._weights(self._heads, 0)
+
+    def weights_with(self, slot: int, more: float, other: int, other_more: float) -> list[float]:
+        """Likewise with further cost, for which `end_with` was asked last."""
+        first, stop = min(slot, other), max(slot, other) + self._stages
+        forward, backward = self._forward, self._backward
+        before = forward[slot], backward[slot], forward[other], backward[other]
+        self._add(slot, more, other, other_more)
+        _run(self._tried[stop], self._tried, stop, self._rounds, forward, backward)
+        weights = self._weights(self._tried, first)
+        forward[slot], backward[slot], forward[other], backward[other] = before
+        return weights
+
+    def _weights(self, clocks: Table, first: int) -> list[float]:
         weights = numbers([0.0] * len(self._forward))
         ready = numbers([0.0] * self._stages)
-        _weigh(self._heads, self._forward, self._backward, self._ratio, ready, weights)
+        _weigh(
+            self._heads, clocks, first, self._forward, self._backward, self._ratio, ready, weights
+        )
         return as_list(weights)
 
 
@@ -107,27 +123,29 @@ def _run(
         due = number - last
         stage = 0
         if due < 0:
-            ready = 0.0
-            cost = forward[number] if number < count else 0.0
-            for free in before:
-                if number < count:
+            if number < count:
+                cost, ready = forward[number], 0.0
+                for free in before:
                     ready = (free if free > ready else ready) + cost
                     clock[stage] = ready
-                else:
+                    stage += 1
+            else:
+                for free in before:
                     clock[stage] = free
-                stage += 1
+                    stage += 1
             for stage in range(-due, min(stages, count - due)):
                 start = clock[stage]
                 if stage < last and before[stage + 1] > start:
                     start = before[stage + 1]
                 clock[stage] = start + backward[due + stage]
         elif number < count:
-            cost, ready = forward[number], 0.0
-            for free, after, back in zip(before, before[1:], backward[due:number]):  # noqa: B905
+            cost, ready, free = forward[number], 0.0, before[0]
+            for after in before[1:]:
                 ready = (free if free > ready else ready) + cost
-                clock[stage] = (after if after > ready else ready) + back
+                clock[stage] = (after if after > ready else ready) + backward[due]
+                free = after
                 stage += 1
-            free = before[last]
+                due += 1
             clock[last] = (free if free > ready else ready) + cost + backward[number]
         else:
             for free, after, back in zip(before, before[1:], backward[due:]):  # noqa: B905
@@ -171,6 +189,8 @@ def _joined(head: Numbers, tail: Numbers) -> float:
 @kernel
 def _weigh(
     heads: Table,
+    later: Table,
+    first: int,
     forward: Numbers,
     backward: Numbers,
     backward_ratio: float,
@@ -178,19 +198,20 @@ def _weigh(
     weights: Numbers,
 ) -> None:
     """The way back from the end: how often each micro-batch is on it, forward passes counting 1.
-    `ready` is written over."""
+    After round `first` stages are free as `later` says. `ready` is written over."""
     count, last = len(forward), len(ready) - 1
     stage, number = 0, count + last - 1
     while number >= 0:
         slot = number - last + stage
+        before = later[number] if number > first else heads[number]
         if slot >= 0:
             weights[slot] += backward_ratio
-            ended = heads[number + 1][stage]
-            if stage < last and heads[number][stage + 1] + backward[slot] == ended:
+            ended = later[number + 1][stage] if number >= first else heads[number + 1][stage]
+            if stage < last and before[stage + 1] + backward[slot] == ended:
                 stage, number = stage + 1, number - 1
                 continue
         if number < count:
-            before, cost, end = heads[number], forward[number], 0.0
+            cost, end = forward[number], 0.0
             for each in range(stage + 1):
                 end = (before[each] if before[each] > end else end) + cost
                 ready[each] = end

@@ -35,4 +35,7 @@ def test_ends_and_weights_are_those_of_the_whole_simulation(seed: int) -> None:
             costs[other] += change[3]
             ended = pipeline_time(costs, dims, backward_ratio=ratio)
             assert rounds.end_with(*change) == pytest.approx(ended, rel=1e-12)
+            weights = rounds.weights_with(*change)
+            length = sum(weight * cost for weight, cost in zip(weights, costs, strict=True))
+            assert length == pytest.approx(ended, rel=1e-12)
             rounds.become(*change)

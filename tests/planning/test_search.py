@@ -22,10 +22,11 @@ from mcore_batching.planning import (
     plan_step,
     step_statistics,
 )
+from mcore_batching.planning.bounds import way_of_longest
 from mcore_batching.planning.pass_order import stage_order
-from mcore_batching.planning.search import Objective, best_slots, search
+from mcore_batching.planning.search import Objective, best_slots, local_moves, search
 from mcore_batching.planning.search.local_moves import improve
-from mcore_batching.planning.search.objective import BestSteps, Candidate
+from mcore_batching.planning.search.objective import EFFORT_IN_ROUNDS, BestSteps, Candidate
 from mcore_batching.planning.statistics import predicted_step_time
 from mcore_batching.tools.rules import RULES, rule_plan
 
@@ -465,6 +466,45 @@ def test_improving_never_ends_a_step_later(problem: Step) -> None:
     assert broken_invariants(improved, problem.lengths) == set()
 
 
+@pytest.mark.parametrize("hottest", [0.0, 0.02])
+def test_the_step_that_ended_first_is_the_result(
+    hottest: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where moves may make it end later."""
+    monkeypatch.setattr(local_moves, "HOTTEST", hottest)
+    monkeypatch.setattr(local_moves, "HOT_EFFORT", 1)
+    ends = []
+    try_one = local_moves._Moved.try_one
+
+    def watched(moved: local_moves._Moved) -> bool:
+        better = try_one(moved)
+        ends.append(moved._slowest.end)
+        return better
+
+    monkeypatch.setattr(local_moves._Moved, "try_one", watched)
+    lengths = log_normal(128, 1, median=2048, sigma=1, cap=16384)
+    objective = Objective(Problem.of(lengths, PP4, replace(CONFIG, plan_effort=300)))
+    start = plan_step(lengths, PP4, replace(CONFIG, plan_effort=100)).micro_batches
+    found = improve(objective.candidate(start), objective)
+    assert min(ends) < ends[0] or hottest
+    assert max(ends) > (1.0 + 0.5 * hottest) * ends[0] or not hottest
+    assert found.end == pytest.approx(min(ends), rel=1e-12)
+
+
+@pytest.mark.parametrize(("ranks", "cap", "share"), [(8, 100_000, 0.1), (2, 91_000, 0.3)])
+def test_little_is_looked_at_where_a_step_can_hardly_end_sooner(
+    ranks: int, cap: int, share: float
+) -> None:
+    """A sample nearly as long as all others keeps its rank until the end."""
+    lengths = [90_000, *log_normal(400, 2, median=500, sigma=0.7, cap=4000)]
+    dims = ParallelDims(data_parallel=ranks, pipeline_parallel=4)
+    objective = Objective(Problem.of(lengths, dims, replace(CONFIG, max_tokens_per_gpu=cap)))
+    effort = objective.effort
+    found = objective.candidate(search(objective, []))
+    assert found.end <= (1 + 1e-4) * way_of_longest(objective.problem)
+    assert effort - objective.effort < share * effort
+
+
 @examples(200)
 @given(problems())
 def test_the_result_is_legal_and_no_later_than_any_start(problem: Step) -> None:
@@ -510,7 +550,7 @@ def test_effort_bounds_the_work(effort: int) -> None:
     lengths = log_normal(256, 0, median=2048, sigma=1, cap=16384)
     work = Objective(Problem.of(lengths, PP4, replace(CONFIG, plan_effort=effort)))
     start = plan_step(lengths, PP4, replace(CONFIG, balance="tokens")).micro_batches
-    assert work.effort == 256 * effort
+    assert work.effort == 256 * effort * EFFORT_IN_ROUNDS
     search(work, [start])
     most_slots, passes = 16 * 4, 2 * 4
     one_candidate = 4 * len(lengths) + 4 * passes * (most_slots + 4)

@@ -18,7 +18,7 @@ from mcore_batching.planning import (
     plan_step,
     step_bound,
 )
-from mcore_batching.planning.bounds import step_time_floor
+from mcore_batching.planning.bounds import step_time_floor, way_of_longest
 from mcore_batching.planning.chain_weights import even_weight, slot_weights
 from mcore_batching.planning.pipeline import pipeline_time
 from mcore_batching.planning.statistics import predicted_step_time
@@ -65,6 +65,7 @@ def test_no_plan_of_a_tiny_problem_ends_sooner(seed: int, monkeypatch: pytest.Mo
         forward_only=generator.random() < 0.2,
     )
     best = best_of_all_plans(problem)
+    assert way_of_longest(problem) <= best * (1 + 1e-9)
     bound = step_time_bound(problem)
     assert step_time_floor(problem) <= bound <= best * (1 + 1e-9)
     monkeypatch.setattr(step_bound, "MOST_SLOTS", 0)
@@ -111,6 +112,24 @@ def test_the_longest_samples_may_share_a_rank() -> None:
     ends = [pipeline_time([0.0] * 81 + [400.0] * 2, dims), pipeline_time([40.0] * 83, dims)]
     assert max(ends) == 10800.0
     assert step_time_bound(problem) <= 10800.0
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize(("count", "stages"), [(1, 4), (2, 4), (3, 2), (4, 4), (9, 4), (7, 1)])
+def test_the_way_of_the_longest_sample_knows_of_what_is_beside_it(
+    count: int, stages: int, ratio: float
+) -> None:
+    """Micro-batches of next to nothing, the fewest that there can be."""
+    dims, config = ParallelDims(pipeline_parallel=stages), PlannerConfig(max_tokens_per_gpu=1000)
+    model = CostModel(linear=1e-9, quadratic=1.0, per_micro_batch=10.0, backward_ratio=ratio)
+    lengths = [1000] + [1] * 1000 * (count - 1)
+    problem = Problem.of(lengths, dims, config, model)
+    costs = [[10.0] * count for _ in range(count)]
+    for place, slots in enumerate(costs):
+        slots[place] += problem.costs[0]
+    best = min(pipeline_time(slots, dims, backward_ratio=ratio) for slots in costs)
+    alone = (1 + ratio) * stages * problem.costs[0]
+    assert alone + 0.8 * (best - alone) < way_of_longest(problem) <= best * (1 + 1e-9)
 
 
 def best_of_all_shared_plans(problem: Problem) -> float:

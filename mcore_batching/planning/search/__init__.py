@@ -4,15 +4,16 @@
 `search_dynamic` their context-parallel sizes as well, `best_slots` and `improve` those of one rank
 alone. Reading order: `objective` (what is minimised), `profiles` (slots filled to a shape),
 `pipeline_search` and `lockstep_search` (the shapes that are tried), `loop` (in which order),
-`local_moves` on `changed_ranks` and `changed_pipelines` (single samples moved afterwards). Under
-dynamic CP: `shared_rows` (what is simulated), `shared_forms`, `form_search` and `dynamic_search`.
+`local_moves` on `changed_ranks`, `changed_pipelines` and `chains` (single samples moved afterwards),
+`one_rank` (a rank that keeps its samples). Under dynamic CP: `shared_rows` (what is simulated),
+`shared_forms`, `form_search` and `dynamic_search`.
 """
 
 from mcore_batching.planning.search.dynamic_search import check_inflight_tokens, search_dynamic
 from mcore_batching.planning.search.local_moves import improve
 from mcore_batching.planning.search.loop import search
 from mcore_batching.planning.search.objective import Objective, Slots
-from mcore_batching.planning.search.pipeline_search import best_slots, ends_by_count
+from mcore_batching.planning.search.one_rank import best_slots, ends_by_count
 from mcore_batching.planning.search.profiles import MOST_SLOTS_PER_STAGE, steps_of_counts
 
 __all__ = [

@@ -5,8 +5,9 @@
     lockstep           all ranks wait for each other in every slot: one pipeline, in which a slot
                        costs as much as its costliest micro-batch
 
-A pipeline remembers the longest chains of passes that its simulations found, by which most changes
-are refused unsimulated: it ends no sooner than any chain takes (`critical_path`).
+A pipeline remembers the longest chains of passes that its simulations found. It ends no sooner than
+any chain takes (`critical_path`): so most changes need not be tried, and the others are of the cost
+that does most good.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from collections.abc import Callable, Sequence
 
 from mcore_batching.planning.cost import ordered_sum
 from mcore_batching.planning.coupled_ranks import Blocks, Ends
+from mcore_batching.planning.search.chains import Chains, Room
 from mcore_batching.planning.search.changed_ranks import Rank, Row
 from mcore_batching.planning.search.objective import Objective
 from mcore_batching.planning.search.shared_rows import simulated_together
 
-MOST_CHAINS = 16
-"""Chains of passes that are remembered of each pipeline."""
+WORTH_A_CHAIN = 1.0005
+"""Where a change would make a rank end so many times later, the chain by which is remembered."""
 EFFORT_OF_A_RANK = 2
 """Moves in lockstep take so much for each rank, for the costliest micro-batch of a slot."""
 ON_CHAIN, SAME_RANK = 4, 3
 """Of coupled ranks all but one in so many micro-batches are on the longest chain; one in so many
 pairs is of the same rank."""
-SQUARINGS = 7
 NEAR = 4
 """Half of the pairs of slots of a rank are no further apart: fewer rounds are simulated."""
 
@@ -36,9 +37,13 @@ Below = Callable[[int], int]
 
 def high_power(end: float) -> float:
     """The power, of which moves are to lower the sum over pipelines; `end` in steps before."""
-    for _ in range(SQUARINGS):
-        end *= end
-    return end
+    end *= end
+    end *= end
+    end *= end
+    end *= end
+    end *= end
+    end *= end
+    return end * end
 
 
 def powers(ends: Sequence[float], unit: float) -> float:
@@ -57,15 +62,14 @@ class Pipeline:
         self.ranks = ranks
         self._count = len(ranks[0].rows)
         self.costs = self._of_rows()
-        self.chains: list[list[float]] = []
-        """Weights of micro-batches of chains, and last how long the chain is."""
+        self.chains = Chains()
         self._rounds = objective.rounds(self.costs) if self.width == 1 else None
         if self._rounds:
             self.end, self.weights = self._rounds.end, self._rounds.weights()
-            self.chains.append([*self.weights, self.end])
+            self.chains.add(self.weights, self.end)
         else:
             self.end = self._simulate(self.costs)
-            self.chains[0][-1] = self.end
+            next(iter(self.chains))[-1] = self.end
             self.weights = self._newest
         self.ends = [self.end]
         """Of ranks that are told apart; not kept up to date where that is one."""
@@ -79,11 +83,7 @@ class Pipeline:
     def _simulate(self, costs: list[float]) -> float:
         """End with these costs; the chain found is remembered."""
         end, self._newest = self._objective.longest_chain(costs)
-        length = 0.0
-        for weight, cost in zip(self._newest, self.costs, strict=True):
-            length += weight * cost
-        self.chains.insert(0, [*self._newest, length])
-        del self.chains[MOST_CHAINS:]
+        self.chains.remember(self._newest, self.costs)
         return end
 
     def place(self, below: Below) -> tuple[Rank, int]:
@@ -98,13 +98,16 @@ class Pipeline:
 
     def two_places(self, below: Below) -> tuple[tuple[Rank, int], tuple[Rank, int]]:
         """Two ranks and slots; the end hangs no less on the first."""
-        _, slot = Pipeline.late_place(self, below)
-        if below(2):
-            other = min(max(slot + below(2 * NEAR + 1) - NEAR, 0), self._count - 1)
-        else:
-            _, other = Pipeline.place(self, below)
-        if self.weights[slot] < self.weights[other]:
+        count, weights = self._count, self.weights
+        slot, other, third = below(count), below(count), below(count)
+        if weights[other] > weights[slot]:
             slot, other = other, slot
+        if below(2):
+            other = min(max(slot + below(2 * NEAR + 1) - NEAR, 0), count - 1)
+            if weights[slot] < weights[other]:
+                slot, other = other, slot
+        elif weights[third] < weights[other]:
+            other = third
         return (self.ranks[0], slot), (self.ranks[0], other)
 
     def within(
@@ -114,28 +117,39 @@ class Pipeline:
         width = self.width
         return self, other * width + theirs.offset, more, slot * width + mine.offset, -less
 
+    def room(
+        self, slot: int, mine: Row, other: int, theirs: Row, least: float, end: float
+    ) -> Room | None:
+        """What a micro-batch may cost more by the chains known, if one of another slot costs as
+        much less.
+
+        Args:
+            slot: the slot that costs less.
+            mine: its micro-batch.
+            other: the other slot.
+            theirs: its micro-batch.
+            least: None is returned if it may not cost so much more.
+            end: by which the pipeline is to end.
+        """
+        at, place = slot * self.width + mine.offset, other * self.width + theirs.offset
+        slope = self.weights[at] - self.weights[place]
+        return self.chains.room_within(at, place, slope, least, end)
+
     def soonest(self, change: Change, limit: float) -> float:
         """A time before which the pipeline does not end after a change; the first found beyond
         `limit`."""
-        _, at, more, other, other_more = change
-        latest = 0.0
-        for number, chain in enumerate(self.chains):
-            end = chain[-1] + more * chain[at] + other_more * chain[other]
-            if end > latest:
-                if end > limit:
-                    # Likely to refuse the next change as well.
-                    if number:
-                        self.chains.insert(0, self.chains.pop(number))
-                    return end
-                latest = end
-        return latest
+        return self.chains.soonest(*change[1:], limit)
 
     def simulated(self, change: Change) -> float:
         """End of the pipeline after a change."""
         _, at, more, other, other_more = change
         if self._rounds:
             self._objective.count_rounds(self._rounds.span(at, other))
-            return self._rounds.end_with(at, more, other, other_more)
+            end = self._rounds.end_with(at, more, other, other_more)
+            if end > WORTH_A_CHAIN * self.end:
+                self._objective.count_rounds(self._count)
+                self.chains.remember(self._rounds.weights_with(*change[1:]), self.costs)
+            return end
         costs = self.costs[:]
         costs[at] += more
         costs[other] += other_more
@@ -149,16 +163,14 @@ class Pipeline:
     def become(self, change: Change, end: float) -> bool:
         """Make the change that was simulated last, with its end; True if it is for the better."""
         _, at, more, other, other_more = change
-        for chain in self.chains:
-            chain[-1] += more * chain[at] + other_more * chain[other]
+        self.chains.change(at, more, other, other_more)
         self.costs[at] += more
         self.costs[other] += other_more
         if self._rounds:
             self._rounds.become(at, more, other, other_more)
             self._objective.count_rounds(self._count)
             end, self._newest = self._rounds.end, self._rounds.weights()
-            self.chains.insert(0, [*self._newest, end])
-            del self.chains[MOST_CHAINS:]
+            self.chains.add(self._newest, end)
         sooner = end < self.end
         self.end, self.weights = end, self._newest
         return sooner
@@ -188,6 +200,16 @@ class LockstepRanks(Pipeline):
             shrunk = max(shrunk, theirs.cost + more)
             return self, slot, shrunk - self.costs[slot], slot, 0.0
         return self, other, grown - self.costs[other], slot, shrunk - self.costs[slot]
+
+    def room(
+        self, slot: int, mine: Row, other: int, theirs: Row, least: float, end: float
+    ) -> Room | None:
+        """As for a rank; a slot costs no more until a micro-batch is its costliest."""
+        free = self.costs[other] - theirs.cost
+        if slot == other:
+            return (free / 2.0, free) if free >= least else None
+        room = super().room(slot, mine, other, theirs, least - free, end)
+        return room and (room[0] + free, room[1] + free)
 
 
 class CoupledRanks(Pipeline):
@@ -227,8 +249,7 @@ class CoupledRanks(Pipeline):
         for place, weight in zip(self._chain_tried, chain.values(), strict=True):
             self._newest[place] = weight
             length += weight * self.costs[place]
-        self.chains.insert(0, [*self._newest, length])
-        del self.chains[MOST_CHAINS:]
+        self.chains.add(self._newest, length)
         return max(self._ends_tried)
 
     def place(self, below: Below) -> tuple[Rank, int]:

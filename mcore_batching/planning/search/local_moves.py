@@ -7,11 +7,12 @@
 
 Ranks that wait for each other are one pipeline (`changed_pipelines`). A move is kept if it does not
 raise the sum of a high power of the pipelines' ends, which the latest decide; of a single pipeline,
-if that does not end later, nor the ranks in it that end before its last. Most moves are refused
-unsimulated, by chains of passes that were found before (`critical_path`). The cap and the bounds on
-samples and on tokens in flight hold throughout, no micro-batch is emptied, none changes its
-context-parallel size, and a rank with a placeholder takes a further sample there. A counter decides
-which moves are tried, so they are the same everywhere.
+if that does not end later, nor the ranks in it that end before its last. What is moved is what the
+chains of passes known (`chains`) make best: mostly they refuse all there is, unsimulated. The cap
+and the bounds on samples and on tokens in flight hold throughout, no micro-batch is emptied, none
+changes its context-parallel size, and a rank with a placeholder takes a further sample there. A
+counter decides which moves are tried, so they are the same everywhere. Where there is effort for
+it, moves may make the step end a little later at first; the step that ended first is the result.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
+from mcore_batching.planning.cost import ordered_sum
 from mcore_batching.planning.search.changed_pipelines import (
     Below,
     Change,
@@ -32,11 +34,11 @@ from mcore_batching.planning.search.objective import Candidate, Objective
 
 GIVE_UP_AFTER = 12000
 """Moves in a row of which none made the step better."""
+HOTTEST, HOT_EFFORT = 0.0005, 5000
+"""Share by which a move may make a pipeline end later at first, ever less until the effort is
+spent. It is in proportion to the effort for each sample where that is less than so much."""
 EFFORT_OF_A_TRY = 40
 """A move that is refused unsimulated takes about as long as so many simulated passes."""
-BEYOND = 1.0055
-"""More than the 2 ** SQUARINGS-th root of 2: no move makes a pipeline end so many times later than
-the later of two, and lowers the sum of their powers."""
 ROUNDED = 1.0 + 1e-12
 """Ends that differ by no more are the same: they are sums in another order."""
 
@@ -59,9 +61,13 @@ def improve(step: Candidate, objective: Objective, *, keep: float = 0.0) -> Cand
         a step that ends no later.
     """
     moved = _Moved(step, objective)
+    effort = max(1.0, objective.effort - keep)
+    hottest = HOTTEST * min(1.0, effort / (HOT_EFFORT * max(1, objective.problem.num_samples)))
     in_vain = 0
     perfect = moved.perfect
     while objective.effort > keep and in_vain < GIVE_UP_AFTER and not perfect:
+        left = (objective.effort - keep) / effort
+        moved.heat = 1.0 + hottest * left * left
         objective.effort -= EFFORT_OF_A_TRY
         in_vain += 1
         if moved.try_one():
@@ -87,6 +93,9 @@ class _Moved:
         self._slowest = max(self._pipelines, key=lambda pipeline: pipeline.end)
         self._ends: list[float] = []
         """Of pipelines after the changes that were simulated last."""
+        self.heat = 1.0
+        """So many times later a pipeline may end after a move."""
+        self._best = self._slowest.end, step
 
     @property
     def perfect(self) -> bool:
@@ -94,10 +103,18 @@ class _Moved:
         return self._objective.cannot_be_beaten(self._slowest.end)
 
     def result(self) -> Candidate:
-        """The step as it is now, simulated."""
-        slots = [[row.samples for row in rank.rows] for rank in self.ranks]
-        sizes = [[len(row.ranks) for row in rank.rows] for rank in self.ranks]
-        return self._objective.candidate(slots, sizes if self._shared else None)
+        """The step that ended first, simulated."""
+        self._leave()
+        _, best = self._best
+        return self._objective.candidate(best.ranks, best.sizes)
+
+    def _leave(self) -> None:
+        """Remember the step as it is now if none ended sooner."""
+        end = self._slowest.end
+        if end < self._best[0]:
+            slots = [[row.samples for row in rank.rows] for rank in self.ranks]
+            sizes = [[len(row.ranks) for row in rank.rows] for rank in self.ranks]
+            self._best = end, Candidate(slots, [end], sizes if self._shared else None)
 
     def try_one(self) -> bool:
         """Try a move; True if it made the step better."""
@@ -128,21 +145,15 @@ class _Moved:
         samples = mine.samples
         if not samples or mine is theirs:
             return False
-        given, taken = samples[below(len(samples))], -1
         left = len(samples) - 1
-        if below(3) == 0 and left:
-            if taker.empty is not None:
-                other = taker.empty
-                theirs = taker.rows[other]
-        elif theirs.samples:
-            cheaper = [i for i in theirs.samples if theirs.costs[i] < theirs.costs[given]]
-            if not cheaper:
-                return False
-            taken = max(cheaper, key=lambda i: theirs.costs[i])
-            if not below(4):
-                taken = cheaper[below(len(cheaper))]
-        else:
+        may_move = left > 0 and (taker.empty is None or not below(3))
+        if may_move and taker.empty is not None:
+            other = taker.empty
+            theirs = taker.rows[other]
+        chosen = self._choose(giving, (early, taker, other), may_move)
+        if chosen is None:
             return False
+        given, taken = chosen
         differences = _differences(mine, theirs, given, taken)
         if differences is None:
             return False
@@ -174,6 +185,33 @@ class _Moved:
         theirs.cost += more
         return self._keep(changes)
 
+    def _choose(self, giving: _Place, taking: _Place, may_move: bool) -> tuple[int, int] | None:
+        """Any sample of a micro-batch, and what comes back for it, so that by the chains known the
+        step ends soonest: a cheaper sample, or -1 for none, if that is allowed. None if nothing
+        lets the step end sooner."""
+        late, giver, slot = giving
+        early, taker, other = taking
+        mine, theirs = giver.rows[slot], taker.rows[other]
+        costs, samples = theirs.costs, mine.samples
+        given = samples[self._below(len(samples))]
+        cost = costs[given]
+        choices = [(cost - costs[i], i) for i in theirs.samples if costs[i] < cost]
+        if may_move:
+            choices.append((cost, -1))
+        if not choices:
+            return None
+        least = min(choices)[0]
+        if late is early:
+            room = late.room(slot, mine, other, theirs, least, late.end * self.heat)
+        else:
+            slope = late.weights[slot * late.width + mine.offset]
+            place, end = other * early.width + theirs.offset, late.end * self.heat
+            room = early.chains.room(place, slope, least, end)
+        if room is None:
+            return None
+        even, most = room
+        return given, min((abs(more - even), i) for more, i in choices if more <= most)[1]
+
     def _swap_slots(self, pipeline: Pipeline, rank: Rank, slot: int, other: int) -> bool:
         """Exchange all of two micro-batches of a rank, neither of them a placeholder."""
         mine, theirs = rank.rows[slot], rank.rows[other]
@@ -183,7 +221,8 @@ class _Moved:
         if less <= 0.0 or not (mine.samples and theirs.samples):
             return False
         changes = self._changes((pipeline, rank, slot), (pipeline, rank, other), less, less)
-        if not self._sooner(changes):
+        end = self.heat * pipeline.end
+        if pipeline.soonest(changes[0], end) > end or not self._sooner(changes):
             return False
         rank.rows[slot], rank.rows[other] = theirs, mine
         if not self._fits_in_memory(mine.ranks):
@@ -234,34 +273,29 @@ class _Moved:
         return [(early, there, more, there, 0.0), (late, here, -less, here, 0.0)]
 
     def _sooner(self, changes: list[Change]) -> bool:
-        """Simulate changes, unless chains refuse them; True if they make the step no worse."""
+        """Simulate changes; True if they make the step no worse."""
         pipeline = changes[0][0]
         if len(changes) == 1:
-            if pipeline.soonest(changes[0], pipeline.end) > pipeline.end:
+            self._ends = [pipeline.simulated(changes[0])]
+            total, limit = self._ends[0], self.heat * pipeline.end
+        else:
+            other, at, less, _, _ = changes[1]
+            limit = self._power(pipeline.end) + self._power(other.end)
+            limit *= high_power(self.heat)
+            grown = pipeline.simulated(changes[0])
+            soonest = other.end + less * other.weights[at]
+            if self._power(grown) + self._power(soonest) > limit:
                 return False
-            end = pipeline.simulated(changes[0])
-            self._ends = [end]
-            return end < pipeline.end or (
-                end <= ROUNDED * pipeline.end and pipeline.evenness() <= 0.0
-            )
-        other = changes[1][0]
-        beyond = BEYOND * other.end
-        grown = pipeline.soonest(changes[0], beyond)
-        if grown > beyond:
+            shrunk = other.simulated(changes[1])
+            self._ends = [grown, shrunk]
+            total = self._power(grown) + self._power(shrunk)
+        if total > ROUNDED * limit or (
+            total >= limit and ordered_sum(change[0].evenness() for change in changes) > 0.0
+        ):
             return False
-        limit = self._power(pipeline.end) + self._power(other.end)
-        shrunk = other.soonest(changes[1], beyond)
-        if self._power(grown) + self._power(shrunk) > limit:
-            return False
-        grown = pipeline.simulated(changes[0])
-        if self._power(grown) + self._power(shrunk) > limit:
-            return False
-        shrunk = other.simulated(changes[1])
-        self._ends = [grown, shrunk]
-        total = self._power(grown) + self._power(shrunk)
-        return total < limit or (
-            total <= ROUNDED * limit and pipeline.evenness() + other.evenness() <= 0.0
-        )
+        if max(self._ends) > self._slowest.end:
+            self._leave()
+        return True
 
     def _power(self, end: float) -> float:
         return high_power(end * self._scale)

@@ -3,7 +3,7 @@
 1. Steps to begin with are simulated; the result ends no later than any of them.
 2. Every number of micro-batches is judged in one shape or two, numbers far apart first, so that
    little effort sees the whole range, then those beside the best. Of the numbers that did best all
-   shapes are judged.
+   shapes are judged. A verdict that cannot be beaten ends this.
 3. Steps are made of the best shapes of the best numbers. Judges know little of ranks with very
    long samples: where ranks have many samples, numbers beside the one whose steps end first follow
    for as long as that helps.
@@ -31,7 +31,7 @@ MANY_SAMPLES = 32
 differ, and effort is better spent on them (0.2 % of azure_conv's 128 samples on 8 ranks)."""
 WORTH_MOVES = 1.03
 """End over that of the best step up to which single samples are moved in a step."""
-SHARE_OF_EACH = 0.1
+SHARE_OF_EACH = 0.05
 """Share of the effort for moves that each such step gets; the rest goes to the best."""
 MOST_STEPS_IMPROVED = 3
 """Steps, of different numbers of micro-batches, in which single samples are moved; a third would
@@ -123,7 +123,7 @@ def _judged(
 
     def judge(shapes: Iterable[Shape], *, quick: bool = False) -> None:
         for shape in shapes:
-            if ranked and objective.effort <= kept:
+            if ranked and (objective.effort <= kept or objective.cannot_be_beaten(ranked[-1][0])):
                 return
             end = family.judge(shape, quick=quick)
             if end is not None:

@@ -35,8 +35,14 @@ EVEN_ENOUGH = 1.0001
 DAMPING = 0.7
 """Share of a rank's lateness that the next round takes off its work. Nothing hangs on the value:
 from 0.4 to 1.0 ends of steps differ by less than 0.03 %."""
+SWAPS = 3
+"""Times that samples are swapped to bring a step closer to its shape. Judges do without: they would
+see fewer shapes."""
 SHAPES_OF_FOLDED_RANKS = 2
 """Shapes, best first, that are also tried with as many samples on each rank."""
+
+Rises = dict[int, tuple[Profile, float]]
+"""By rise the sizes of a shape, and their sum."""
 
 
 class PipelineShapes:
@@ -49,7 +55,7 @@ class PipelineShapes:
     # Judging is cheap, since three ranks stand for all: a fifth of the effort goes a long way. More
     # than half is kept for moving single samples.
     kept_after_judging = 0.8
-    kept_for_moves = 0.6
+    kept_for_moves = 0.55
     shapes_that_judge = 2
     """Shapes of every number of slots that are judged, before all are of the best numbers."""
 
@@ -63,7 +69,7 @@ class PipelineShapes:
         shape."""
         self._even = _deal(self._order, problem.costs, self._head_start)
         self._folded = folded_ranks(problem)
-        self._profiles: dict[Shape, tuple[Profile, float]] = {}
+        self._profiles: dict[Shape, Rises] = {}
         self._halves: dict[tuple[int, int], Sequence[int]] = {}
         """Those that did best, of a judge and a number of slots."""
         # Ranks have their costliest samples in descending order.
@@ -73,7 +79,7 @@ class PipelineShapes:
 
     def counts(self) -> list[int]:
         """Numbers of slots to try."""
-        return _counts(max(self._even, key=len), self._objective)
+        return counts_to_try(max(self._even, key=len), self._objective)
 
     def shapes(self, count: int) -> list[Shape]:
         """Shapes of so many slots, the one that judges the number first."""
@@ -114,7 +120,7 @@ class PipelineShapes:
         return self._objective.end_of(costs)
 
     def _fill(
-        self, samples: Sequence[int], shape: Shape, halves: Sequence[int]
+        self, samples: Sequence[int], shape: Shape, halves: Sequence[int], *, swaps: int = 0
     ) -> tuple[bool, float, Slots, int] | None:
         """A rank that holds these samples, costliest first, in the best of three shapes: the given
         one, one that rises until a full slot is as large as the costliest sample, and one halfway.
@@ -123,6 +129,7 @@ class PipelineShapes:
             samples: the rank's.
             shape: the given one.
             halves: of the way to the steep one, those that are tried.
+            swaps: as in `fill_slots`.
 
         Returns:
             True if too many tokens are in flight, the end, the slots, and halves of the way; None
@@ -130,11 +137,12 @@ class PipelineShapes:
         """
         objective = self._objective
         best: tuple[bool, float, Slots, int] | None = None
-        steep = self._steep_rise(samples, shape)
+        profiles = self._profiles.setdefault(shape, {})
+        steep = self._steep_rise(samples, shape, profiles)
         rises = {shape.rise + (steep - shape.rise) * each // 2: each for each in reversed(halves)}
         for rise, half in sorted(rises.items()):
-            sizes, _ = self._profile(shape, rise)
-            slots = fill_slots(samples, sizes, objective, overhead=not shape.fall)
+            sizes, _ = self._profile(shape, rise, profiles)
+            slots = fill_slots(samples, sizes, objective, overhead=not shape.fall, swaps=swaps)
             if slots is None:
                 continue
             if not (fits := objective.fits_in_memory(slots)):
@@ -145,27 +153,34 @@ class PipelineShapes:
                 best = not fits, end, slots, half
         return best
 
-    def _profile(self, shape: Shape, rise: int) -> tuple[Profile, float]:
+    def _profile(self, shape: Shape, rise: int, profiles: Rises) -> tuple[Profile, float]:
         """Sizes of a shape with another rise, and their sum."""
-        shape = shape._replace(rise=rise)
-        found = self._profiles.get(shape)
+        found = profiles.get(rise)
         if found is None:
-            sizes = profile_of(shape, self._objective.problem.dims)
-            found = self._profiles[shape] = sizes, ordered_sum(sizes)
+            sizes = profile_of(shape._replace(rise=rise), self._objective.problem.dims)
+            found = profiles[rise] = sizes, ordered_sum(sizes)
         return found
 
-    def _steep_rise(self, samples: Sequence[int], shape: Shape) -> int:
+    def _steep_rise(self, samples: Sequence[int], shape: Shape, profiles: Rises) -> int:
+        """The least rise with which a full slot is as large as the costliest sample."""
         problem = self._objective.problem
         dims = problem.dims
-        rise = shape.rise
         if dims.virtual_pipeline > 1 or dims.pipeline_parallel == 1 or not samples:
-            return rise
-        fixed = problem.cost_model.per_micro_batch
-        total = ordered_sum(problem.costs[i] for i in samples) + fixed * shape.num_slots
+            return shape.rise
+        fixed, total = problem.cost_model.per_micro_batch, 0.0
+        for sample in samples:
+            total += problem.costs[sample]
+        total += fixed * shape.num_slots
         peak = problem.costs[samples[0]] + fixed
-        while rise < shape.num_slots - 1 and peak * self._profile(shape, rise)[1] > total:
-            rise += 1
-        return rise
+        # Sizes add up to less the longer they rise.
+        least, most = shape.rise, max(shape.rise, shape.num_slots - 1)
+        while least < most:
+            rise = (least + most) // 2
+            if peak * self._profile(shape, rise, profiles)[1] > total:
+                least = rise + 1
+            else:
+                most = rise
+        return least
 
     def steps(self, shape: Shape, number: int) -> Iterator[Candidate]:
         """Steps of one shape: of rounds that each deal less to the ranks that ended late in the
@@ -213,90 +228,13 @@ class PipelineShapes:
         fit. What was best replaces the halves that each rank tries."""
         filled, ends = [], []
         for rank, samples in enumerate(ranks):
-            made = self._fill(samples, shape, halves[rank])
+            made = self._fill(samples, shape, halves[rank], swaps=SWAPS)
             if made is None:
                 return
             halves[rank] = (made[3],)
             ends.append(made[1])
             filled.append(made[2])
         yield Candidate(filled, ends)
-
-
-def best_slots(problem: Problem, count: int) -> Slots | None:
-    """The slots in which one rank's step ends first, looked for among profiles alone.
-
-    Args:
-        problem: the rank's samples.
-        count: number of slots.
-
-    Returns:
-        the slots; None if no profile holds the samples within the bound on tokens in flight.
-    """
-    objective = Objective(problem)
-    found = _profiled(objective, by_cost(range(problem.num_samples), problem.costs), count)
-    return found[1] if found else None
-
-
-def ends_by_count(problem: Problem, counts: Sequence[int]) -> list[float]:
-    """End of one rank's step with each number of slots, in the best of a few profiles.
-
-    Beyond the numbers that are of any use, and once effort is spent, the end is taken to grow by a
-    micro-batch's overhead.
-
-    Args:
-        problem: the rank's samples.
-        counts: numbers of slots, ascending.
-
-    Returns:
-        the ends [counts], infinite where the samples do not fit.
-    """
-    objective = Objective(problem)
-    order = by_cost(range(problem.num_samples), problem.costs)
-    tried = _counts(order, objective)
-    model = problem.cost_model
-    overhead = model.per_micro_batch * (1.0 if problem.forward_only else 1.0 + model.backward_ratio)
-    # Of the interleaved schedule's numbers, few and far apart, each is looked at closely.
-    most = PipelineShapes.shapes_that_judge if problem.dims.virtual_pipeline == 1 else None
-    ends: list[float] = []
-    last = math.inf, 0
-    for count in counts:
-        if (count > tried[-1] or objective.spent) and last[0] < math.inf:
-            ends.append(last[0] + (count - last[1]) * overhead)
-            continue
-        found = None
-        if count >= tried[0]:
-            found = _profiled(objective, order, count, most=most)
-        if found:
-            last = found[0], count
-        ends.append(found[0] if found else math.inf)
-    return ends
-
-
-def _profiled(
-    objective: Objective, order: Sequence[int], count: int, most: int | None = None
-) -> tuple[float, Slots] | None:
-    """The end of a rank's step and its slots, in the best of the first profiles.
-
-    Args:
-        objective: of the rank.
-        order: its samples, costliest first.
-        count: number of slots.
-        most: profiles that are tried; None: all, as far as effort goes.
-    """
-    problem = objective.problem
-    found: tuple[float, Slots] | None = None
-    for shape in shapes_of(count, problem.dims)[:most]:
-        if found and objective.spent and most is None:
-            break
-        slots = fill_slots(order, profile_of(shape, problem.dims), objective)
-        if slots is not None and not objective.fits_in_memory(slots):
-            slots = spread(slots, objective)
-        if slots is None or not objective.fits_in_memory(slots):
-            continue
-        end = objective.end_of(objective.slot_costs(slots))
-        if found is None or end < found[0]:
-            found = (end, slots)
-    return found
 
 
 def by_cost(samples: Sequence[int], costs: Sequence[float]) -> list[int]:
@@ -320,18 +258,18 @@ def _deal(
     dealt = [[sample] for sample in order[: len(head_start)]]
     dealt += [[] for _ in range(len(head_start) - len(dealt))]
     lightest = [
-        (load + ordered_sum(costs[sample] for sample in samples), rank)
+        (load + ordered_sum(costs[sample] for sample in samples), rank, samples.append)
         for rank, (load, samples) in enumerate(zip(head_start, dealt, strict=True))
     ]
     heapq.heapify(lightest)
     for sample in order[len(head_start) :]:
-        load, rank = lightest[0]
-        dealt[rank].append(sample)
-        heapq.heapreplace(lightest, (load + costs[sample], rank))
+        load, rank, take = lightest[0]
+        take(sample)
+        heapq.heapreplace(lightest, (load + costs[sample], rank, take))
     return dealt
 
 
-def _counts(samples: Sequence[int], objective: Objective) -> list[int]:
+def counts_to_try(samples: Sequence[int], objective: Objective) -> list[int]:
     """Numbers of slots to try for one rank, from the fewest that can hold its samples."""
     problem = objective.problem
     dims = problem.dims

@@ -1,0 +1,96 @@
+"""Slots of one rank alone, whose samples stay on it: laid out to profiles, without moves.
+
+All ranks take one number of slots, without knowing each other's samples: `ends_by_count` is what
+they tell, `best_slots` what they make of the number that is best for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from mcore_batching.planning.problem import Problem
+from mcore_batching.planning.search.objective import Objective, Slots
+from mcore_batching.planning.search.pipeline_search import (
+    PipelineShapes,
+    by_cost,
+    counts_to_try,
+)
+from mcore_batching.planning.search.profiles import fill_slots, profile_of, shapes_of, spread
+
+
+def best_slots(problem: Problem, count: int) -> Slots | None:
+    """The slots in which one rank's step ends first, looked for among profiles alone.
+
+    Args:
+        problem: the rank's samples.
+        count: number of slots.
+
+    Returns:
+        the slots; None if no profile holds the samples within the bound on tokens in flight.
+    """
+    objective = Objective(problem)
+    found = _profiled(objective, by_cost(range(problem.num_samples), problem.costs), count)
+    return found[1] if found else None
+
+
+def ends_by_count(problem: Problem, counts: Sequence[int]) -> list[float]:
+    """End of one rank's step with each number of slots, in the best of a few profiles.
+
+    Beyond the numbers that are of any use, and once effort is spent, the end is taken to grow by a
+    micro-batch's overhead.
+
+    Args:
+        problem: the rank's samples.
+        counts: numbers of slots, ascending.
+
+    Returns:
+        the ends [counts], infinite where the samples do not fit.
+    """
+    objective = Objective(problem)
+    order = by_cost(range(problem.num_samples), problem.costs)
+    tried = counts_to_try(order, objective)
+    model = problem.cost_model
+    overhead = model.per_micro_batch * (1.0 if problem.forward_only else 1.0 + model.backward_ratio)
+    # Of the interleaved schedule's numbers, few and far apart, each is looked at closely.
+    most = PipelineShapes.shapes_that_judge if problem.dims.virtual_pipeline == 1 else None
+    ends: list[float] = []
+    last = math.inf, 0
+    for count in counts:
+        if (count > tried[-1] or objective.spent) and last[0] < math.inf:
+            ends.append(last[0] + (count - last[1]) * overhead)
+            continue
+        found = None
+        if count >= tried[0]:
+            found = _profiled(objective, order, count, most=most)
+        if found:
+            last = found[0], count
+        ends.append(found[0] if found else math.inf)
+    return ends
+
+
+def _profiled(
+    objective: Objective, order: Sequence[int], count: int, most: int | None = None
+) -> tuple[float, Slots] | None:
+    """The end of a rank's step and its slots, in the best of the first profiles.
+
+    Args:
+        objective: of the rank.
+        order: its samples, costliest first.
+        count: number of slots.
+        most: profiles that are tried; None: all, as far as effort goes.
+    """
+    problem = objective.problem
+    found: tuple[float, Slots] | None = None
+    for shape in shapes_of(count, problem.dims)[:most]:
+        if found and objective.spent and most is None:
+            break
+        slots = fill_slots(order, profile_of(shape, problem.dims), objective)
+        if slots is not None and not objective.fits_in_memory(slots):
+            slots = spread(slots, objective)
+        if slots is None or not objective.fits_in_memory(slots):
+            continue
+        end = objective.end_of(objective.slot_costs(slots))
+        if found is None or end < found[0]:
+            found = (end, slots)
+    return found
