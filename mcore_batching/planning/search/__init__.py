@@ -4,7 +4,7 @@
 `search_dynamic` their context-parallel sizes as well, `best_slots` and `improve` those of one rank
 alone. Reading order: `objective` (what is minimised), `profiles` (slots filled to a shape),
 `pipeline_search` and `lockstep_search` (the shapes that are tried), `loop` (in which order),
-`local_moves` on `changed_ranks`, `changed_pipelines` and `chains` (single samples moved afterwards),
+`local_moves` on `changed_ranks`, `changed_pipelines` and `chains` (single samples are moved),
 `one_rank` (a rank that keeps its samples). Under dynamic CP: `shared_rows` (what is simulated),
 `shared_forms`, `form_search` and `dynamic_search`.
 """
