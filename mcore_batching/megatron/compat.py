@@ -309,7 +309,7 @@ def kept_moe_metrics() -> Iterator[None]:
 
 
 def _moe_metrics() -> dict[str, Any]:
-    """What routers have recorded since the last report, by name: Megatron's own dict."""
+    """Megatron's own dict of what routers have recorded since the last report, by name."""
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:  # until 0.17

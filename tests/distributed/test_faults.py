@@ -554,25 +554,33 @@ def test_logits_of_the_whole_vocabulary_are_no_ranks_part(job: Job, ranks: list[
 
 
 @pytest.mark.parametrize(
-    "job",
-    [job("stages-read", "stages_read_other_samples", {"pipeline_parallel": 2}, 2, module="misuse")],
-    ids=str,
+    ("job", "text"),
+    [
+        (job(name, function, dims, 2, module="misuse"), text)
+        for name, function, dims, text in (
+            (
+                "stages-read",
+                "stages_read_other_samples",
+                {"pipeline_parallel": 2},
+                "samples and plan (sha256)",
+            ),
+            (
+                "one-step-fields",
+                "fields_differ_in_one_step",
+                {"data_parallel": 2},
+                "field names is ['",
+            ),
+        )
+    ],
+    ids=["stages-read", "one-step-fields"],
 )
-def test_stages_that_read_other_samples_are_an_error_on_all(job: Job, ranks: list[str]) -> None:
+def test_samples_that_differ_in_one_step_are_an_error_on_all(
+    job: Job, ranks: list[str], text: str
+) -> None:
+    """Of stages, which have to read the same; of data-parallel ranks, in their fields."""
     for said in ranks:
         assert said.startswith("PlanMismatchError")
-        assert "samples and plan (sha256)" in said
-
-
-@pytest.mark.parametrize(
-    "job",
-    [job("one-step-fields", "fields_differ_in_one_step", {"data_parallel": 2}, 2, module="misuse")],
-    ids=str,
-)
-def test_fields_that_differ_in_one_step_are_an_error_on_all(job: Job, ranks: list[str]) -> None:
-    for said in ranks:
-        assert said.startswith("PlanMismatchError")
-        assert "field names is ['" in said
+        assert text in said
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class Chains:
         return latest
 
     def room(self, place: int, slope: float, least: float, end: float) -> Room | None:
-        """What a micro-batch may cost more, if another pipeline ends sooner by so many times that.
+        """How much a micro-batch may cost more if another pipeline ends `slope` times that sooner.
 
         Args:
             place: of the micro-batch.
@@ -84,7 +84,7 @@ class Chains:
     def room_within(
         self, at: int, place: int, slope: float, least: float, end: float
     ) -> Room | None:
-        """What a micro-batch may cost more, if another of the pipeline costs as much less.
+        """How much a micro-batch may cost more, if another of the pipeline costs as much less.
 
         Args:
             at: place of the one that costs less.

@@ -120,7 +120,7 @@ class Pipeline:
     def room(
         self, slot: int, mine: Row, other: int, theirs: Row, least: float, end: float
     ) -> Room | None:
-        """What a micro-batch may cost more by the chains known, if one of another slot costs as
+        """How much a micro-batch may cost more by the chains known, if one of another slot costs as
         much less.
 
         Args:
