@@ -35,7 +35,7 @@ from mcore_batching.planning.integers import as_integer
 
 PREFIX = "--dynamic-batch-"
 
-LEARNT = "auto"
+LEARNT, FIXED = "auto", "fixed"
 """In place of a cost model's file."""
 
 CUDA_ROW_MULTIPLE = 128
@@ -69,9 +69,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "cost_model": {
         "default": None,
-        "metavar": "FILE|auto",
-        "help": "JSON of what samples and micro-batches cost on these devices, as `mcore-batching "
-        "calibrate --out FILE` writes it; auto: learnt from the times of training's own passes",
+        "metavar": "auto|fixed|FILE",
+        "help": "what samples and micro-batches cost on these devices. auto, the default: learnt "
+        "from the times of training's own passes; fixed, the default under --deterministic-mode: "
+        "by the model's shape, so that plans, and with them rounding, are the same in every run; "
+        "or the JSON that `mcore-batching calibrate --out FILE` writes",
     },
     "max_samples_per_row": {
         "type": int,
@@ -388,18 +390,24 @@ def naming_the_cap(args: Any, *, forward_only: bool) -> Iterator[None]:
 
 
 def learns_cost_model(args: Any) -> bool:
-    """True if costs are learnt from training's own passes: ``--dynamic-batch-cost-model auto``."""
-    return bool(getattr(args, "dynamic_batch_cost_model", None) == LEARNT)
+    """True if costs are learnt from training's own passes: unless asked for others.
+
+    Rows that are never packed, without ``--use-dynamic-batch-size``, have no use for them.
+    """
+    chosen = getattr(args, _attribute("cost_model"), None)
+    if chosen is None:
+        chosen = FIXED if getattr(args, "deterministic_mode", False) else LEARNT
+    return bool(chosen == LEARNT) and uses_dynamic_batch_size(args)
 
 
-def planner_cost_model(args: Any) -> CostModel:
-    """The cost model in ``--dynamic-batch-cost-model``; the default one without, and with "auto".
+def given_cost_model(args: Any) -> CostModel | None:
+    """The cost model in the file of ``--dynamic-batch-cost-model``; None if it names none.
 
     Raises:
         DynamicBatchArgumentError: the file cannot be read, or holds no cost model.
     """
-    path = getattr(args, "dynamic_batch_cost_model", None)
-    return CostModel() if path in (None, LEARNT) else _read_cost_model(path)
+    chosen = getattr(args, _attribute("cost_model"), None)
+    return None if chosen in (None, LEARNT, FIXED) else _read_cost_model(chosen)
 
 
 @functools.cache
@@ -409,5 +417,5 @@ def _read_cost_model(path: str) -> CostModel:
     except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise DynamicBatchArgumentError(
             f"{PREFIX}cost-model {path}: {error}; set it to a file that `mcore-batching calibrate "
-            "--out` wrote, or to auto"
+            "--out` wrote, to auto or to fixed"
         ) from None

@@ -1,4 +1,4 @@
-"""Learning what passes cost while training runs: ``--dynamic-batch-cost-model auto``.
+"""Learning what passes cost while training runs, unless ``--dynamic-batch-cost-model`` tells it.
 
 Every forward and backward pass of every model chunk is timed where it runs, around Megatron's own
 forward and backward step: what a stage waits for its neighbours is outside. On a GPU the times are
@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -67,7 +67,8 @@ class CostLearner:
         self._shared: SharedTimes | None = None
         self._shared_steps: deque[list[Timing]] = deque(maxlen=WINDOW_STEPS)
         self._last: tuple[float, float, float, float] | None = None
-        self._said: tuple[str, int] = ("", 0)
+        self._num_reviews = 0
+        self._said: dict[str, int] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Learnt costs as numbers in dicts and lists; save it with the model's checkpoint."""
@@ -102,14 +103,14 @@ class CostLearner:
             **(shared if self._shares_rows else {}),
         }
 
-    def begin(self, first_guess: Callable[[], CostModel]) -> CostModel:
+    def begin(self, first_guess: CostModel) -> CostModel:
         """The model to plan with, as far as is known by now.
 
         Args:
-            first_guess: gives it before anything was learnt.
+            first_guess: the model before anything was learnt.
         """
         if self.learnt is None:
-            self.learnt = LearntCosts(cost_model=first_guess())
+            self.learnt = LearntCosts(cost_model=first_guess)
         return self.learnt.cost_model
 
     @contextlib.contextmanager
@@ -129,10 +130,10 @@ class CostLearner:
         rows, sizes = rows_of(schedule, step), schedule.row_sizes(step)
         order = stage_order(schedule.dims, self._stage, len(rows))
         if len(marks) == 2 * len(order):  # else the schedule is none that is known here
-            predicted = self.learnt and predicted_seconds(self.learnt, schedule, step)
+            predicted = predicted_seconds(schedule, step)
             shared = SharedTimes.of(schedule, step) if schedule.has_sizes_of_rows else None
             own_sizes = [1] * len(rows) if shared is None else list(sizes)
-            step_timed = TimedStep(rows, own_sizes, order, marks, predicted or 0.0, shared)
+            step_timed = TimedStep(rows, own_sizes, order, marks, predicted, shared)
             self._unread.append(step_timed)
             self._shared = shared
 
@@ -151,8 +152,9 @@ class CostLearner:
         self._shares_rows, self._in_lockstep = shares_rows, in_lockstep
         self._waiting = None
         least, costs = [0.0] * NUM_LEAST, [math.inf] * NUM_SLOTS
+        has_news = 0
         while self._unread and is_over(self._unread[0].marks[-1]):
-            step = self._unread.popleft()
+            has_news, step = 1, self._unread.popleft()
             seconds = step.seconds()
             timings = step.timings(seconds)
             if step.shared is not None and step.shared is self._shared:
@@ -169,7 +171,7 @@ class CostLearner:
         self._last = None
         # In thousandths, and the rank behind them: the largest tells both.
         slowest = int(min(1000 * took / expected, 1e6)) * _RANKS if expected else 0
-        largest = [measured, predicted, slowest + dist.get_rank()]
+        largest = [has_news, measured, predicted, slowest + dist.get_rank()]
         largest += (least if shares_rows else []) + (costs if in_lockstep else [])
         return [*sums, took, expected], largest
 
@@ -192,8 +194,9 @@ class CostLearner:
             step.predicted_seconds,
         )
 
-    def learn(self, total: Sequence[float], largest: Sequence[float]) -> CostModel:
-        """The model to plan the next step with, the same on every rank.
+    def learn(self, total: Sequence[float], largest: Sequence[float]) -> None:
+        """Know what all ranks have measured, the same on every rank; nothing new, nothing changes,
+        so that samples that are planned twice have one plan.
 
         Args:
             total: of the numbers of `evidence`, the sums over all ranks.
@@ -201,7 +204,9 @@ class CostLearner:
         """
         assert self.learnt is not None
         *sums, took, expected = total
-        measured, predicted, slowest, *others = largest
+        has_news, measured, predicted, slowest, *others = largest
+        if not has_news:
+            return
         least, costs = (
             (others[:NUM_LEAST], others[NUM_LEAST:]) if self._shares_rows else ([], others)
         )
@@ -228,7 +233,6 @@ class CostLearner:
             )
             self._say(self.review)
         self.learnt = relearnt(self.learnt, sums, list(self._shared_steps))
-        return self.learnt.cost_model
 
     def _costliest(
         self, rows: Iterable[tuple[int, Timing]], num_slots: int, costs: Sequence[float]
@@ -248,22 +252,25 @@ class CostLearner:
 
     def _say(self, review: StepReview) -> None:
         """Print why a step did not take what was predicted, where stock code prints its log."""
-        reason, since = review.reason, self._said[1] + 1
-        self._said = (self._said[0], since)
-        if reason and (reason != self._said[0] or since >= _STEPS_BETWEEN_MESSAGES):
-            self._said = (reason, 0)
+        self._num_reviews += 1
+        reason, last = review.reason, self._said.get(review.reason, -_STEPS_BETWEEN_MESSAGES)
+        if reason and self._num_reviews - last >= _STEPS_BETWEEN_MESSAGES:
+            self._said[reason] = self._num_reviews
             if dist.get_rank() == dist.get_world_size() - 1:
                 print(f"mcore_batching: {review}", flush=True)
 
 
-def predicted_seconds(learnt: LearntCosts, schedule: MicroBatchSchedule, step: int) -> float | None:
+def predicted_seconds(schedule: MicroBatchSchedule, step: int) -> float:
     """Of a step: on this rank, of which the slowest counts, or on all where their plan is known.
 
-    None before anything was learnt.
+    0 where costs are not learnt, or nothing was by then.
     """
+    learnt = schedule.learnt
+    if learnt is None:
+        return 0.0
     if schedule.plans:
-        return learnt.predicted_seconds_of_plan(*schedule.step_plan(step))
-    return learnt.predicted_seconds(rows_of(schedule, step), schedule.dims)
+        return learnt.predicted_seconds_of_plan(*schedule.step_plan(step)) or 0.0
+    return learnt.predicted_seconds(rows_of(schedule, step), schedule.dims) or 0.0
 
 
 _current: tuple[Any, CostLearner] | None = None
@@ -272,7 +279,7 @@ _current: tuple[Any, CostLearner] | None = None
 def cost_learner() -> CostLearner:
     """The learner of the job on Megatron's present process groups.
 
-    It learns under ``--dynamic-batch-cost-model auto`` alone. Not a collective.
+    It learns where `learns_cost_model` is true. Not a collective.
     """
     global _current
     groups = parallel_state.get_data_parallel_group()
@@ -283,7 +290,7 @@ def cost_learner() -> CostLearner:
 
 @contextlib.contextmanager
 def timed(args: Any, prepared: PreparedStep) -> Iterator[None]:
-    """Time the passes of a training step under ``--dynamic-batch-cost-model auto``.
+    """Time the passes of a training step, where costs are learnt.
 
     Args:
         args: Megatron's arguments.

@@ -17,7 +17,8 @@ So planning takes three collectives of one small message a round, and an optimiz
 (`prepared_step`, `agree_after_pipeline`) two: the count waits for what every rank packs, the choice
 for the outlook on that count, the pipeline for every rank's rows, the update for every rank's loss.
 Where all samples are one step, as in a stock script, 1 and 3 are one agreement unless a rank lacks
-data or samples, and where tokens in flight are not bounded, 4 goes into the step's first.
+data or samples, and where tokens in flight are not bounded, 4 goes into the step's first. What the
+last step's passes took travels with 1, and tells the costs by which the next 3 packs.
 `mcore_batching.megatron.exchange` replaces 3 to 5 by one plan of all samples: three agreements, a
 gather of all lengths, and two exchanges (sizes, samples), the last three of which grow with the
 ranks.
@@ -38,9 +39,9 @@ from mcore_batching.batch import Schema
 from mcore_batching.batch.consensus import Statement
 from mcore_batching.megatron.arguments import (
     forward_only_config,
+    given_cost_model,
     learns_cost_model,
     planner_config,
-    planner_cost_model,
 )
 from mcore_batching.megatron.consensus import get_consensus
 from mcore_batching.megatron.cost_learning import cost_learner
@@ -59,6 +60,7 @@ from mcore_batching.megatron.topology import (
 from mcore_batching.megatron.validation import prepare_model
 from mcore_batching.planning import CostModel, PlannerConfig, ShardOutlook
 from mcore_batching.planning.integers import as_integer
+from mcore_batching.planning.learnt_costs import LearntCosts
 
 
 class PlanningProtocol:
@@ -82,6 +84,8 @@ class PlanningProtocol:
         batch: this replica's samples, from `share_data` on.
         num_samples: of all data-parallel ranks together, from `share_data` on.
         plan_digest: of the plans of all data-parallel ranks together, from `lay_out` on.
+        learnt: what is known of costs when the plan is made, from `take_stock` on; None where the
+            costs are not learnt.
     """
 
     scope: Literal["local", "global"] = "local"
@@ -119,6 +123,8 @@ class PlanningProtocol:
         self._latest_at_once: list[float] = []
         self._is_settled = False
         self._outlooks: list[list[ShardOutlook]] = []
+        self.learnt: LearntCosts | None = None
+        self._num_measured = 0
 
     def run(self) -> MicroBatchSchedule:
         """All steps of the protocol. A collective over all ranks.
@@ -189,6 +195,7 @@ class PlanningProtocol:
                     shares_rows=settings.config.max_context_parallel is not None,
                     in_lockstep=settings.dims.expert_parallel > 1,
                 )
+                self._num_measured = len(maxima)
             largest = [*counted.largest, *maxima, int(batch is None)]
             return dataclasses.replace(counted, equal=equal, largest=largest, rank_total=sums)
 
@@ -196,8 +203,12 @@ class PlanningProtocol:
         self.settings, self._given = agreed.result
         self._stock = agreed
         if self._learns:
-            model = cost_learner().learn(agreed.rank_total, agreed.largest[2:-1])
-            self.settings = dataclasses.replace(self.settings, cost_model=model)
+            learner = cost_learner()
+            packed_by = learner.learnt
+            learner.learn(agreed.rank_total, agreed.largest[-1 - self._num_measured : -1])
+            self.learnt = packed_by if self._packs_at_once else learner.learnt
+            assert self.learnt is not None
+            self.settings = dataclasses.replace(self.settings, cost_model=self.learnt.cost_model)
 
     @property
     def _learns(self) -> bool:
@@ -214,10 +225,12 @@ class PlanningProtocol:
             )
 
     def _known_cost_model(self, chunks: list[Any]) -> CostModel:
-        """The arguments' cost model, or what was learnt of it by now."""
-        if not learns_cost_model(self.args):
-            return planner_cost_model(self.args)
-        return cost_learner().begin(lambda: first_guess(self.args, get_model_config(chunks[0])))
+        """The arguments' cost model, what was learnt by now, or that of the model's shape."""
+        given = given_cost_model(self.args)
+        if given is not None:
+            return given
+        guess = first_guess(self.args, get_model_config(chunks[0]))
+        return cost_learner().begin(guess) if learns_cost_model(self.args) else guess
 
     def share_data(self) -> None:
         """Hand the data to ranks that lack it, and the fields to ranks without samples."""
@@ -259,7 +272,7 @@ class PlanningProtocol:
     @property
     def _packs_at_once(self) -> bool:
         """True if packing follows from this rank's settings and samples alone."""
-        return self.one_step and self.scope == "local" and not self._learns
+        return self.one_step and self.scope == "local"
 
     def _filled_alone(self) -> MicroBatchSchedule:
         """The schedule, filled to the count that follows from what is agreed on."""
@@ -305,6 +318,7 @@ class PlanningProtocol:
             gather_shards=GatheredShards(self.consensus, Shard(self.batch.total_lengths, chosen)),
             scope=self.scope,
             cost_model=self.settings.cost_model,
+            learnt=self.learnt,
         )
 
     def _pack(self) -> list[float]:

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_batching.megatron.arguments import learns_cost_model
-from mcore_batching.megatron.cost_learning import cost_learner
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.planning.records import StepRecorder
 
@@ -54,7 +52,7 @@ def recorded(args: Any, schedule: MicroBatchSchedule, step: int) -> Iterator[Non
     yield
     torch.cuda.synchronize()
     seconds = time.monotonic() - started  # without the wait for the other ranks' plans
-    learnt = cost_learner().learnt if learns_cost_model(args) else None
+    learnt = schedule.learnt
     recorder.append(
         *schedule.step_plan(step),
         seconds,

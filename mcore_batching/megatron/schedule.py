@@ -30,6 +30,7 @@ from mcore_batching.planning import (
     sample_multiple_tokens,
 )
 from mcore_batching.planning.integers import as_integer
+from mcore_batching.planning.learnt_costs import LearntCosts
 from mcore_batching.planning.tokens import padded_sample_tokens
 
 _LAID_OUT = (Kind.TOKENS, Kind.POSITION_IDS)
@@ -76,6 +77,7 @@ class MicroBatchSchedule:
         gather_shards: gives those of every data-parallel rank, the first time as a collective.
         scope: "local" if every sample stayed on its rank, "global" if they were exchanged.
         cost_model: what the plan was made by.
+        learnt: of which it is a part, where costs are learnt; else None.
         moves: where samples came from and where they run, in the scope "global" alone.
         plans: of every step, likewise.
     """
@@ -93,6 +95,7 @@ class MicroBatchSchedule:
     gather_shards: Callable[[], tuple[Shard, ...]]
     scope: Literal["global", "local"]
     cost_model: CostModel
+    learnt: LearntCosts | None = None
     own_digest: str = ""
     moves: SampleMoves | None = None
     plans: tuple[GlobalPlan, ...] = ()

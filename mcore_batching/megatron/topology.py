@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 
 from mcore_batching.planning import CostModel, ParallelDims
@@ -66,8 +67,10 @@ def first_guess(args: Any, config: Any) -> CostModel:
 
     Args:
         args: Megatron's arguments; the output layer is left out where they do not give its size.
-        config: the model's `TransformerConfig`.
+        config: the model's. One that is no `TransformerConfig` gives the default costs.
     """
+    if not isinstance(config, TransformerConfig):
+        return CostModel()
     vocab = getattr(args, "padded_vocab_size", None) or 1
     shape = model_shape(SimpleNamespace(padded_vocab_size=vocab), config)
     return CostModel.from_model(

@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_robustness.py [--data ../shared/data] [--draws 2] [--samples 256]
 
 Each step is planned by the defaults with several costs of a micro-batch (256 is the present one),
-and by what is learnt in three steps of the same job (`--dynamic-batch-cost-model auto`) from passes
+and by what is learnt in three steps of the same job from passes
 timed with 3 % of noise. Its end is simulated with the true model and set against that of the plan
 made with the true model. All on DP8 PP4. A negative regret is chance: the search ends in another
 place.

@@ -30,6 +30,7 @@ EXPECTED = {
         "plan, data on one rank of a replica": {"reduce": 3},
         # Taking stock and packing; filling and collating; after the pipeline, the log's figures.
         "stock step": {"reduce": 3},
+        "stock step, learnt costs": {"reduce": 3},
         "stock evaluation": {"reduce": 3},
         # Tokens in flight are known when micro-batches are filled.
         "stock step, bounded in flight": {"reduce": 4},
@@ -40,6 +41,7 @@ EXPECTED = {
     | {
         "plan, data on one rank of a replica": {"reduce": 4, **IN_REPLICA},
         "stock step": {"reduce": 3},
+        "stock step, learnt costs": {"reduce": 3},
         "stock evaluation": {"reduce": 3},
         "stock step, bounded in flight": {"reduce": 4},
         "stock step, more micro-batches than hold the samples": {"reduce": 3},

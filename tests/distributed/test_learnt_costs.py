@@ -1,4 +1,4 @@
-"""``--dynamic-batch-cost-model auto``: stages cost what a hidden model says, and it is found out.
+"""Costs that training learns: stages cost what a hidden model says, and it is found out.
 
 Passes move a clock of their own process, so that times are what they are meant to be, however busy
 the machine; one job, with --long, sleeps.
@@ -89,6 +89,7 @@ def test_a_hidden_model_is_known_within_five_steps(job: Job, ranks: Ranks) -> No
     assert_agreed(ranks)
     # The first step, which compiles, counts for nothing; the second is read for the third.
     known = [step["state"]["seconds_per_unit"] is not None for step in ranks[0]]
+    assert all(step["plan again"] == step["plan"] for step in ranks[0])
     assert known == [False, False] + [True] * (len(known) - 2)
     for step in ranks[0][LEARNT_BY:]:
         assert abs(prediction_error(step)) < 0.05

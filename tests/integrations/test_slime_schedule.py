@@ -169,6 +169,9 @@ def test_a_cost_model_is_read_from_its_file(tmp_path: Path) -> None:
     args = arguments(20, dynamic_batch_cost_model=str(path))
     with pytest.raises(ValueError, match="expected a JSON object"):
         plan(args, parallel(1), [5], [0], 1)
+    plan(arguments(20, dynamic_batch_cost_model="fixed"), parallel(1), [5], [0], 1)
+    with pytest.raises(HookError, match=r"dynamic_batch_cost_model auto .* to a file"):
+        plan(arguments(20, dynamic_batch_cost_model="auto"), parallel(1), [5], [0], 1)
 
 
 def test_what_the_trainer_could_not_run_is_refused_by_name() -> None:

@@ -19,11 +19,11 @@ from mcore_batching.megatron.arguments import (
     exchanges_samples,
     flag_of,
     forward_only_config,
+    given_cost_model,
     has_own_forward_plan,
     learns_cost_model,
     log_prob_chunk_tokens,
     planner_config,
-    planner_cost_model,
 )
 from mcore_batching.megatron.consensus import DEFAULT_TIMEOUT_SECONDS
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
@@ -133,19 +133,28 @@ def test_cost_model_from_a_file(tmp_path: Path) -> None:
     model = CostModel(quadratic=1e-3, per_micro_batch=9.0)
     path = tmp_path / "cost.json"
     path.write_text(model.to_json())
-    assert planner_cost_model(parse("--dynamic-batch-cost-model", str(path))) == model
-    assert planner_cost_model(parse()) == planner_cost_model(SimpleNamespace()) == CostModel()
-    learnt = parse("--dynamic-batch-cost-model", "auto")
-    assert learns_cost_model(learnt)
-    assert planner_cost_model(learnt) == CostModel()  # before anything was learnt
-    assert not learns_cost_model(parse("--dynamic-batch-cost-model", str(path)))
-    assert not learns_cost_model(parse())
-    assert not learns_cost_model(SimpleNamespace())
+    from_file = parse("--dynamic-batch-cost-model", str(path))
+    assert given_cost_model(from_file) == model
+    assert not learns_cost_model(from_file)
+    for of_no_file in (parse(), parse("--dynamic-batch-cost-model", "fixed"), SimpleNamespace()):
+        assert given_cost_model(of_no_file) is None
     other = tmp_path / "other.json"
     other.write_text("[]")
     for wrong in (other, tmp_path / "missing.json"):
         with pytest.raises(DynamicBatchArgumentError, match=f"--dynamic-batch-cost-model {wrong}"):
-            planner_cost_model(parse("--dynamic-batch-cost-model", str(wrong)))
+            given_cost_model(parse("--dynamic-batch-cost-model", str(wrong)))
+
+
+def test_costs_are_learnt_unless_others_are_asked_for() -> None:
+    packs = "--use-dynamic-batch-size"
+    assert learns_cost_model(SimpleNamespace())
+    assert learns_cost_model(parse(packs))
+    assert not learns_cost_model(parse())
+    assert not learns_cost_model(parse(packs, "--dynamic-batch-cost-model", "fixed"))
+    deterministic = {"use_dynamic_batch_size": True, "deterministic_mode": True}
+    assert not learns_cost_model(SimpleNamespace(**deterministic))
+    asked = deterministic | {"dynamic_batch_cost_model": "auto"}
+    assert learns_cost_model(SimpleNamespace(**asked))
 
 
 def test_planner_config_from_flags() -> None:

@@ -17,8 +17,8 @@ from mcore_batching.megatron.arguments import (
     PREFIX,
     add_dynamic_batch_arguments,
     exchanges_samples,
+    given_cost_model,
     planner_config,
-    planner_cost_model,
 )
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.transformer_engine import installed_versions
@@ -96,7 +96,7 @@ def check_arguments(args: Any) -> None:
     try:
         dims = _parallel_dims(args)
         planner = planner_config(args, dims)
-        planner_cost_model(args)
+        given_cost_model(args)
     except (DynamicBatchArgumentError, ConfigError, ParallelDimsError) as error:
         problems.append(str(error))
     if problems:

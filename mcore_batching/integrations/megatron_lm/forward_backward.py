@@ -165,7 +165,7 @@ class PackedForwardBackward:
         if forward_only:
             agree_after_pipeline(self._args, operation, failed)
             return losses
-        figures = StepFigures(self._args, schedule)
+        figures = StepFigures(schedule)
         agreed = agree_after_pipeline(self._args, operation, failed, figures.own, figures.says)
         compat.scale_moe_metrics(num_microbatches / count)
         torch.cuda.synchronize()

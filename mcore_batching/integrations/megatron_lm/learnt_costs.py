@@ -10,21 +10,9 @@ from typing import Any
 
 from mcore_batching.integrations.megatron_lm.arguments import is_on
 from mcore_batching.megatron.arguments import learns_cost_model
-from mcore_batching.megatron.cost_learning import cost_learner, predicted_seconds
-from mcore_batching.megatron.schedule import MicroBatchSchedule
+from mcore_batching.megatron.cost_learning import cost_learner
 
 _NAME = "dynamic_batch_learnt_costs"
-
-
-def predicted_step_seconds(args: Any, schedule: MicroBatchSchedule) -> float:
-    """Time of the schedule's one step by learnt costs; 0 where nothing is learnt, or not yet.
-
-    Args:
-        args: Megatron's arguments.
-        schedule: of the step; the slowest rank's time counts.
-    """
-    learnt = cost_learner().learnt if learns_cost_model(args) else None
-    return (predicted_seconds(learnt, schedule, 0) or 0.0) if learnt is not None else 0.0
 
 
 def keep_learnt_costs(args: Any, predicted: float) -> dict[str, float]:
@@ -32,7 +20,7 @@ def keep_learnt_costs(args: Any, predicted: float) -> dict[str, float]:
 
     Args:
         args: Megatron's arguments.
-        predicted: `predicted_step_seconds` of the slowest rank, in the step that has just run.
+        predicted: seconds of the slowest rank's step that has just run; 0 if not known.
 
     Returns:
         what to log of it; nothing where costs are not learnt.

@@ -1,6 +1,6 @@
 """Statistics of a training step's plan over all ranks, none of which knows the others' plans.
 
-    figures = StepFigures(args, schedule)
+    figures = StepFigures(schedule)
     agreed = agree_after_pipeline(args, "training", failed, figures.own, figures.says)
     figures.statistics(agreed)     # as `step_statistics` of the plan of all ranks
 
@@ -10,10 +10,8 @@ agreement that there is anyway.
 
 from __future__ import annotations
 
-from typing import Any
-
 from mcore_batching.batch.consensus import Agreement, Statement
-from mcore_batching.integrations.megatron_lm.learnt_costs import predicted_step_seconds
+from mcore_batching.megatron.cost_learning import predicted_seconds
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.planning import StepStatistics, step_statistics
 from mcore_batching.planning.problem import Problem
@@ -26,7 +24,6 @@ class StepFigures:
     """The figures of the one step of a schedule.
 
     Args:
-        args: Megatron's arguments.
         schedule: of the step.
 
     Attributes:
@@ -35,8 +32,7 @@ class StepFigures:
 
     problem: Problem
 
-    def __init__(self, args: Any, schedule: MicroBatchSchedule) -> None:
-        self._args = args
+    def __init__(self, schedule: MicroBatchSchedule) -> None:
         self._schedule = schedule
 
     def own(self) -> _Numbers:
@@ -44,7 +40,7 @@ class StepFigures:
         schedule, micro_batches = self._schedule, self._schedule.steps[0]
         lengths = [int(length) for length in schedule.rollout_data["total_lengths"]]
         self.problem = Problem.of(lengths, schedule.dims, schedule.config, schedule.cost_model)
-        predicted = predicted_step_seconds(self._args, schedule)
+        predicted = predicted_seconds(schedule, 0)
         if schedule.plans:  # every rank knows the plan of all
             return [], [predicted]
         sums, maxima = shard_statistics(self.problem, micro_batches)

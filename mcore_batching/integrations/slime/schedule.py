@@ -215,8 +215,15 @@ def planner_config(args: Any) -> PlannerConfig:
 
 
 def _cost_model(args: Any) -> CostModel | None:
-    path = getattr(args, "dynamic_batch_cost_model", None)
-    return None if path is None else CostModel.from_json(Path(path).read_text(encoding="utf-8"))
+    chosen = getattr(args, "dynamic_batch_cost_model", None)
+    if chosen == "auto":
+        raise HookError(
+            "dynamic_batch_cost_model auto learns from passes that this package runs, and the "
+            "framework trains by itself: set it to a file that `mcore-batching calibrate` wrote"
+        )
+    if chosen in (None, "fixed"):
+        return None
+    return CostModel.from_json(Path(chosen).read_text(encoding="utf-8"))
 
 
 def _last_step(args: Any, rollouts: Sequence[int], rollouts_per_step: int, ranks: int) -> LastStep:

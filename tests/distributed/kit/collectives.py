@@ -118,7 +118,7 @@ def collectives_of_phases(dims: dict[str, Any], reference: str) -> dict[str, dic
     optimizer = adam(model, distributed=False)
     shape = ParallelDims(**dims)
     args, exchanging = arguments(shape), arguments(shape, dynamic_batch_exchange=True)
-    learning = arguments(shape, dynamic_batch_cost_model="auto")
+    learning = arguments(shape, padded_vocab_size=VOCABULARY, dynamic_batch_cost_model=None)
     samples = my_samples(dims)
     on_one = samples if dist.get_rank() < shape.data_parallel else None
     phases: dict[str, dict[str, int]] = {}
@@ -146,6 +146,8 @@ def collectives_of_phases(dims: dict[str, Any], reference: str) -> dict[str, dic
         bounded = arguments(shape, padded_vocab_size=VOCABULARY, **bounds)
         with counted() as phases["stock step"]:
             stock_step(stock, model, samples)
+        with counted() as phases["stock step, learnt costs"]:
+            stock_step(learning, model, samples)
         with counted() as phases["stock evaluation"]:
             stock_step(stock, model, samples, forward_only=True)
         with counted() as phases["stock step, bounded in flight"]:

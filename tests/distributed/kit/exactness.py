@@ -31,11 +31,14 @@ from mcore_batching.rl import pad_batch
 
 
 def arguments(dims: ParallelDims, **changes: Any) -> SimpleNamespace:
-    """Megatron's arguments, as far as the engine reads them."""
-    cap = CAP_TOKENS // dims.context_parallel
-    return SimpleNamespace(
-        **{"max_tokens_per_gpu": cap, "global_batch_size": None, "seq_length": 1} | changes
-    )
+    """Megatron's arguments, as far as the engine reads them; plans do not depend on times."""
+    defaults = {
+        "max_tokens_per_gpu": CAP_TOKENS // dims.context_parallel,
+        "global_batch_size": None,
+        "seq_length": 1,
+        "dynamic_batch_cost_model": "fixed",
+    }
+    return SimpleNamespace(**defaults | changes)
 
 
 def log_probs_of(

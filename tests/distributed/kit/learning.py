@@ -165,9 +165,10 @@ def learn(
         max_context_parallel: ranks that may share a row; samples are up to so many times the cap.
 
     Returns:
-        for every step its ``plan`` (digest), ``state`` (what was learnt by then), ``lengths`` and
-        ``ranks`` (of the whole plan), ``whole`` (it in JSON), ``hidden`` (the cost model),
-        ``updated`` and ``review``; for the last, on the first rank, what was ``recorded``.
+        for every step its ``plan`` (digest) and ``plan again`` (of the same samples), ``state``
+        (what was learnt by then), ``lengths`` and ``ranks`` (of the whole plan), ``whole`` (it in
+        JSON), ``hidden`` (the cost model), ``updated`` and ``review``; for the last, on the first
+        rank, what was ``recorded``.
     """
     shape = ParallelDims(**dims)
     longest = CAP * (max_context_parallel or 1)
@@ -176,7 +177,7 @@ def learn(
         shape,
         max_tokens_per_gpu=CAP,
         dynamic_batch_context_parallel=max_context_parallel,
-        dynamic_batch_cost_model="auto",
+        dynamic_batch_cost_model=None,  # learnt where nothing else is asked for
         dynamic_batch_on_nonfinite="skip",
         dynamic_batch_plan_effort=60,
         dynamic_batch_record=tempfile.mkdtemp(),  # the first rank's alone is written to
@@ -192,6 +193,7 @@ def learn(
             data = samples(num_samples, seed, longest)
             iterators, counts = get_data_iterator(args, model, data)
             schedule = schedule_of(iterators)
+            again, _ = get_data_iterator(args, model, data)
             costs.rows, costs.sizes = rows_of(schedule, 0), schedule.row_sizes(0)
             costs.model = _grown(CostModel(**hidden), (1 + drift) ** step)
             at_fault = faults and last and step == STALLED
@@ -201,6 +203,7 @@ def learn(
             seen.append(
                 {
                     "plan": schedule.plan_digest,
+                    "plan again": schedule_of(again).plan_digest,
                     "state": cost_learner().state_dict(),
                     "lengths": lengths,
                     "ranks": plan.micro_batches,
@@ -252,7 +255,7 @@ def resume(**parameters: Any) -> dict[str, Any]:
         cost_learning._current = None
         if name != "alone" or first:
             cost_learner().load_state_dict(state)
-        flag = None if name == "flag" and first else "auto"
+        flag = "fixed" if name == "flag" and first else "auto"
         args = arguments(shape, max_tokens_per_gpu=CAP, dynamic_batch_cost_model=flag)
         try:
             iterators, _ = get_data_iterator(args, quick_model(shape), samples(8, 0))
