@@ -10,11 +10,8 @@ import torch
 from packed_row_cases import rows
 
 from mcore_batching.batch import SchemaError
-from mcore_batching.integrations.megatron_lm.forward_backward import (
-    PackedForwardBackward,
-    _check_loss,
-    _row_given,
-)
+from mcore_batching.integrations.megatron_lm.forward_backward import PackedForwardBackward
+from mcore_batching.integrations.megatron_lm.script_forward_step import check_loss, row_given
 from mcore_batching.megatron import DynamicBatchArgumentError
 from mcore_batching.planning import CostModel
 
@@ -83,11 +80,11 @@ def test_labels_that_are_trained_are_of_the_vocabulary() -> None:
 )
 def test_refused_losses(result: Any, message: str) -> None:
     with pytest.raises(DynamicBatchArgumentError, match=message):
-        _check_loss(result)
+        check_loss(result)
 
 
 def test_a_loss_as_a_sum_with_its_count_passes() -> None:
-    _check_loss((torch.ones(()), torch.ones(()), {"lm loss": torch.ones(2)}))
+    check_loss((torch.ones(()), torch.ones(()), {"lm loss": torch.ones(2)}))
 
 
 class Chunk(torch.nn.Module):
@@ -105,7 +102,7 @@ class Chunk(torch.nn.Module):
 
 def test_routers_are_told_which_tokens_are_padding() -> None:
     experts, iterator = Chunk(4), rows()
-    with _row_given(iterator, experts):
+    with row_given(iterator, experts):
         next(iterator)
         mask = experts()["padding_mask"]
         assert mask.tolist() == [[False] * 3 + [True] + [False] * 2 + [True] * 2]
@@ -117,14 +114,14 @@ def test_routers_are_told_which_tokens_are_padding() -> None:
 
 def test_placeholders_are_padding_throughout_for_routers() -> None:
     experts, iterator = Chunk(4), rows(is_placeholder=True)
-    with _row_given(iterator, experts):
+    with row_given(iterator, experts):
         next(iterator)
         assert experts()["padding_mask"].all()
 
 
 def test_dense_models_get_no_padding_mask() -> None:
     dense, iterator = Chunk(None), rows()
-    with _row_given(iterator, dense):
+    with row_given(iterator, dense):
         next(iterator)
         assert dense() == {}
 
@@ -134,7 +131,7 @@ def test_attention_is_told_the_offsets_on_the_host(num_moe_experts: int | None) 
     """Scripts that make the parameters themselves know them on the device alone."""
     chunk, iterator = Chunk(num_moe_experts), rows()
     params = SimpleNamespace()
-    with _row_given(iterator, chunk):
+    with row_given(iterator, chunk):
         next(iterator)
         assert chunk(packed_seq_params=params)["packed_seq_params"] is params
     assert params.host_cu_seqlens == (0, 4, 8)

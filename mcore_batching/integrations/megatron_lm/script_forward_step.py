@@ -1,0 +1,133 @@
+"""A script's forward step on packed rows: its errors are held back, and its loss must be a sum."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from megatron.core.utils import get_model_config, unwrap_model
+from torch import Tensor
+
+from mcore_batching.batch.value_shapes import describe
+from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows
+from mcore_batching.megatron import compat
+from mcore_batching.megatron.chunk_forward import padding_mask
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.failure_watch import defer
+from mcore_batching.megatron.model_inputs import changed_inputs
+from mcore_batching.megatron.row_groups import row_group
+
+
+def with_deferred_errors(
+    forward_step_func: Callable[..., Any], failed: list[Exception], args: Any
+) -> Callable[..., tuple[Tensor, Callable[..., Any]]]:
+    """The forward step, with errors of its loss function collected instead of raised.
+
+    An exception in the middle of the pipeline would leave the other ranks waiting. The micro-batch
+    counts as 0, and all ranks raise together at the end.
+
+    Args:
+        forward_step_func: the script's.
+        failed: gets the exceptions.
+        args: Megatron's arguments.
+    """
+
+    def forward_step(data_iterator: PackedRows, chunk: Any, *rest: Any, **options: Any) -> Any:
+        with row_given(data_iterator, chunk):
+            output, loss_function = forward_step_func(data_iterator, chunk, *rest, **options)
+
+        def loss(output_tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
+            try:
+                result = loss_function(output_tensor, *arguments, **keywords)
+                check_loss(result)
+            except Exception as exception:
+                defer(args, failed, exception, data_iterator.current)
+                zero = output_tensor.float().sum() * 0.0
+                return zero, torch.zeros((), dtype=torch.int, device=zero.device), {}
+            return result
+
+        return output, loss
+
+    return forward_step
+
+
+def without_loss(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward step with a loss that is 0, and reports nothing."""
+
+    def forward_step(*arguments: Any, **options: Any) -> tuple[Any, Callable[..., Any]]:
+        output, _ = forward_step_func(*arguments, **options)
+
+        def loss(output_tensor: Tensor, *unused: Any, **options: Any) -> tuple[Any, ...]:
+            del unused, options
+            nothing = torch.zeros((), dtype=torch.int, device=output_tensor.device)
+            return output_tensor.float().sum() * 0.0, nothing, {}
+
+        return output, loss
+
+    return forward_step
+
+
+def check_loss(result: Any) -> None:
+    """Refuse a loss that is a mean over its micro-batch.
+
+    Raises:
+        DynamicBatchArgumentError: it is no ``(sum, number of tokens, report)``, the sum has no
+            gradient, or a report's entry is no ``[sum, number]``.
+    """
+    if not isinstance(result, tuple) or len(result) != 3:
+        raise DynamicBatchArgumentError(
+            "the loss function must return (sum over tokens, number of tokens, report), so that "
+            f"packing does not change its mean; it returned {_described(result)}"
+        )
+    loss, _, report = result
+    if not torch.is_tensor(loss) or loss.numel() != 1 or not loss.is_floating_point():
+        # An integer has no backward pass: the stages before would wait for its gradient.
+        raise DynamicBatchArgumentError(
+            "the loss function must return the sum over tokens as a floating-point tensor of one "
+            f"value, got {describe(loss)}"
+        )
+    if not isinstance(report, Mapping):
+        raise DynamicBatchArgumentError(
+            "the loss function must return its report as a dict of [sum, number of tokens], got "
+            f"{type(report).__name__}"
+        )
+    single = [key for key, value in report.items() if torch.is_tensor(value) and value.numel() != 2]
+    if single:
+        raise DynamicBatchArgumentError(
+            f"the loss function's report must give {', '.join(single)} as [sum, number of tokens]: "
+            "a lone value is averaged over micro-batches, however full"
+        )
+
+
+def _described(result: Any) -> str:
+    return f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+
+
+@contextlib.contextmanager
+def row_given(data_iterator: PackedRows, chunk: Any) -> Iterator[None]:
+    """Give the model what stock scripts do not: offsets on the host, the row's own ranks, and a
+    mask of the padding.
+
+    Attention without Transformer Engine would wait for the device to tell it the offsets. Without
+    the mask, which mixture-of-experts models take, padding would be routed, and counted in the
+    routers' losses.
+    """
+    is_routed = bool(get_model_config(chunk).num_moe_experts)
+
+    def with_row(inputs: dict[str, Any]) -> dict[str, Any]:
+        row, params = data_iterator.current, inputs.get("packed_seq_params")
+        if row is not None and params is not None:
+            params.host_cu_seqlens = row.host_cu_seqlens_padded
+            compat.set_row_group(params, row_group(row.context_parallel_size))
+        if not is_routed:
+            return inputs
+        compat.forget_padded_length(params)
+        # Newer scripts pass the mask of their own padding, None where they made no batch.
+        if row is None or inputs.get("padding_mask") is not None:
+            return inputs
+        return inputs | {"padding_mask": padding_mask(chunk, row)}
+
+    with changed_inputs([unwrap_model(chunk)], with_row):
+        yield
