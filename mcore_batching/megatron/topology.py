@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from megatron.core import parallel_state
@@ -71,18 +70,22 @@ def first_guess(args: Any, config: Any) -> CostModel:
     """
     if not isinstance(config, TransformerConfig):
         return CostModel()
-    vocab = getattr(args, "padded_vocab_size", None) or 1
-    shape = model_shape(SimpleNamespace(padded_vocab_size=vocab), config)
+    ffn, experts = config.ffn_hidden_size, config.num_moe_experts
+    if experts:
+        ffn = config.moe_ffn_hidden_size or ffn
     return CostModel.from_model(
-        hidden=shape.hidden,
-        ffn=shape.ffn,
-        layers=shape.layers,
-        heads=shape.heads,
-        groups=shape.groups,
-        head_dim=shape.head_dim,
-        vocab=shape.vocab,
-        gated=shape.gated,
-        recompute=shape.recompute,
+        hidden=config.hidden_size,
+        ffn=ffn,
+        layers=config.num_layers,
+        heads=config.num_attention_heads,
+        groups=config.num_query_groups,
+        head_dim=config.kv_channels,
+        vocab=getattr(args, "padded_vocab_size", None) or 0,
+        gated=config.gated_linear_unit,
+        experts_per_token=config.moe_router_topk if experts else 1,
+        experts_held=experts // config.expert_model_parallel_size if experts else 1,
+        shared_ffn=(config.moe_shared_expert_intermediate_size or 0) if experts else 0,
+        recompute=config.recompute_granularity == "full",
     )
 
 

@@ -1,0 +1,60 @@
+"""The cost model of a model's shape, read from Megatron's config."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron.core import ModelParallelConfig
+from megatron.core.transformer import TransformerConfig
+
+from mcore_batching.megatron.topology import first_guess
+from mcore_batching.planning import CostModel
+
+ARGS = SimpleNamespace(padded_vocab_size=10)
+SHAPE = {"hidden_size": 8, "ffn_hidden_size": 12, "num_layers": 2, "num_attention_heads": 2}
+SAME = {"hidden": 8, "layers": 2, "heads": 2, "gated": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        ({}, {"ffn": 12, "vocab": 10}),
+        (
+            {"gated_linear_unit": True, "num_query_groups": 1, "kv_channels": 3},
+            {"ffn": 12, "vocab": 10, "gated": True, "groups": 1, "head_dim": 3},
+        ),
+        (
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            },
+            {"ffn": 12, "vocab": 10, "recompute": True},
+        ),
+        (
+            {
+                "num_moe_experts": 8,
+                "moe_router_topk": 2,
+                "moe_ffn_hidden_size": 6,
+                "moe_shared_expert_intermediate_size": 4,
+                "expert_model_parallel_size": 2,
+            },
+            {"ffn": 6, "vocab": 10, "experts_per_token": 2, "experts_held": 4, "shared_ffn": 4},
+        ),
+    ],
+    ids=("dense", "grouped", "recomputed", "experts"),
+)
+def test_costs_of_a_transformer(config: dict[str, Any], shape: dict[str, Any]) -> None:
+    guess = first_guess(ARGS, TransformerConfig(**SHAPE, **config))
+    assert guess == CostModel.from_model(**SAME | shape)
+
+
+def test_the_output_layer_is_left_out_where_its_size_is_not_known() -> None:
+    guess = first_guess(SimpleNamespace(), TransformerConfig(**SHAPE))
+    assert guess == CostModel.from_model(**SAME, ffn=12)
+
+
+def test_a_model_without_a_shape_has_the_default_costs() -> None:
+    assert first_guess(ARGS, ModelParallelConfig()) == CostModel()
