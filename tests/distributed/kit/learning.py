@@ -146,6 +146,7 @@ def learn(
     num_samples: int = 12,
     seconds_per_unit: float = 1e-5,
     max_context_parallel: int | None = None,
+    cost_model: str | None = None,
 ) -> list[dict[str, Any]]:
     """Train while the costs are hidden; what each step was planned by, and how it went.
 
@@ -163,12 +164,13 @@ def learn(
         num_samples: of each data-parallel rank and step.
         seconds_per_unit: of the hidden model.
         max_context_parallel: ranks that may share a row; samples are up to so many times the cap.
+        cost_model: None: costs are learnt, as where nothing else is asked for.
 
     Returns:
         for every step its ``plan`` (digest) and ``plan again`` (of the same samples), ``state``
         (what was learnt by then), ``lengths`` and ``ranks`` (of the whole plan), ``whole`` (it in
-        JSON), ``hidden`` (the cost model), ``updated`` and ``review``; for the last, on the first
-        rank, what was ``recorded``.
+        JSON), ``hidden`` (the cost model), ``updated``, the whole step's ``seconds`` and
+        ``review``; for the last, on the first rank, what was ``recorded``.
     """
     shape = ParallelDims(**dims)
     longest = CAP * (max_context_parallel or 1)
@@ -177,7 +179,7 @@ def learn(
         shape,
         max_tokens_per_gpu=CAP,
         dynamic_batch_context_parallel=max_context_parallel,
-        dynamic_batch_cost_model=None,  # learnt where nothing else is asked for
+        dynamic_batch_cost_model=cost_model,
         dynamic_batch_on_nonfinite="skip",
         dynamic_batch_plan_effort=60,
         dynamic_batch_record=tempfile.mkdtemp(),  # the first rank's alone is written to
@@ -212,8 +214,11 @@ def learn(
                 }
             )
             costs.breaks_clock = faults and step == STALLED and (last or dist.get_rank() == 0)
+            dist.barrier()
+            started = time.monotonic()
             with passes_of(model, costs.takes):
                 result = train_step(_objective(at_fault), args, model, iterators, counts, optimizer)
+            seen[-1]["seconds"] = time.monotonic() - started
             seen[-1]["updated"] = result.update_successful
             review = cost_learner().review
             seen[-1]["review"] = review and {**vars(review), "text": str(review)}
