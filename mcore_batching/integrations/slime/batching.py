@@ -30,7 +30,7 @@ from mcore_batching.integrations.slime.rows import (
 )
 from mcore_batching.integrations.slime.zero_count_mask import zero_count_mask
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.arguments import FIXED, LEARNT, exchanges_samples
+from mcore_batching.megatron.arguments import LEARNT, exchanges_samples
 from mcore_batching.megatron.data_iterator import (
     DataIterator,
     PlannedRollout,
@@ -86,8 +86,6 @@ def get_data_iterator(
     _check_arguments(args)
     planning_args = copy.copy(args)
     planning_args.dynamic_batch_pad_total_to = row_multiple_of(args)
-    if getattr(args, "dynamic_batch_cost_model", None) is None:
-        planning_args.dynamic_batch_cost_model = FIXED
     iterators, counts = plan_micro_batches(planning_args, model, lambda: _planned(rollout_data))
     planned = schedule_of(iterators)
     # The row's multiple covers what sequence parallelism needs, so samples are not padded for it.
