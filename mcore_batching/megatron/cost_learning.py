@@ -9,7 +9,8 @@ within the planning protocol's first agreement and go on with the same model
 Passes are timed in `train_step` and in stock training, and the model is learnt when training's
 micro-batches are planned. The first step of a process, which compiles and allocates, does not
 count. What ranks wait for each other inside of passes is left out by
-`mcore_batching.megatron.shared_times`.
+`mcore_batching.megatron.shared_times`; transfers between passes are told by
+`mcore_batching.megatron.round_trips`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.arguments import learns_cost_model
 from mcore_batching.megatron.pass_times import TimedStep, is_over, mark, rows_of, seconds_between
 from mcore_batching.megatron.prepared_step import PreparedStep
+from mcore_batching.megatron.round_trips import RoundTrips
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.shared_times import (
     NUM_LEAST,
@@ -35,9 +37,10 @@ from mcore_batching.megatron.shared_times import (
     costs_of_slots,
     places_of_slots,
 )
-from mcore_batching.planning import CostModel
+from mcore_batching.planning import CostModel, ParallelDims
 from mcore_batching.planning.cost_fit import Timing, is_usable
-from mcore_batching.planning.cost_learning import WINDOW_STEPS, evidence, relearnt
+from mcore_batching.planning.cost_learning import evidence, relearnt
+from mcore_batching.planning.damping import WINDOW_STEPS
 from mcore_batching.planning.learnt_costs import LearntCosts, StepReview
 from mcore_batching.planning.pass_order import stage_order
 
@@ -59,8 +62,12 @@ class CostLearner:
         self.review: StepReview | None = None
         self._stage: int = parallel_state.get_pipeline_model_parallel_rank()
         self._num_stages: int = parallel_state.get_pipeline_model_parallel_world_size()
+        chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+        self._dims = ParallelDims(pipeline_parallel=self._num_stages, virtual_pipeline=chunks)
+        self._trips = RoundTrips(self._stage, self._dims)
         self._is_warm = False
         self._unread: deque[TimedStep] = deque(maxlen=WINDOW_STEPS)
+        self._newest: TimedStep | None = None
         self._steps: deque[list[Timing]] = deque(maxlen=WINDOW_STEPS)
         self._shares_rows = self._in_lockstep = False
         self._waiting: tuple[TimedStep, dict[int, Timing]] | None = None
@@ -91,6 +98,11 @@ class CostLearner:
         if self.learnt is None:
             return {}
         model = self.learnt.cost_model
+        planned = self.learnt.planning_model(self._dims)
+        transfers = {
+            "transfers' cost": planned.per_micro_batch - model.per_micro_batch,
+            "transfers' cost of a token": planned.linear - model.linear,
+        }
         shared = {
             "context-parallel overhead": model.context_parallel_overhead,
             "context-parallel cost": model.context_parallel_fixed,
@@ -100,6 +112,7 @@ class CostLearner:
             "micro-batch cost": model.per_micro_batch,
             "backward over forward": model.backward_ratio,
             "slowest stage over mean": max(self.learnt.stage_factors, default=1.0),
+            **(transfers if self._num_stages > 1 else {}),
             **(shared if self._shares_rows else {}),
         }
 
@@ -111,7 +124,7 @@ class CostLearner:
         """
         if self.learnt is None:
             self.learnt = LearntCosts(cost_model=first_guess)
-        return self.learnt.cost_model
+        return self.learnt.planning_model(self._dims)
 
     @contextlib.contextmanager
     def timing(self, prepared: PreparedStep) -> Iterator[None]:
@@ -120,12 +133,13 @@ class CostLearner:
         Args:
             prepared: the step, the same rows on all stages.
         """
-        marks: list[Any] = []
+        began, marks = mark(), []
         with compat.around_passes(lambda: marks.append(mark())):
             yield
         if not self._is_warm:
             self._is_warm = True
             return
+        self._newest = None
         schedule, step = prepared.schedule, prepared.step
         rows, sizes = rows_of(schedule, step), schedule.row_sizes(step)
         order = stage_order(schedule.dims, self._stage, len(rows))
@@ -133,8 +147,8 @@ class CostLearner:
             predicted = predicted_seconds(schedule, step)
             shared = SharedTimes.of(schedule, step) if schedule.has_sizes_of_rows else None
             own_sizes = [1] * len(rows) if shared is None else list(sizes)
-            step_timed = TimedStep(rows, own_sizes, order, marks, predicted, shared)
-            self._unread.append(step_timed)
+            self._newest = TimedStep(rows, own_sizes, order, began, marks, predicted, shared)
+            self._unread.append(self._newest)
             self._shared = shared
 
     def evidence(
@@ -151,10 +165,12 @@ class CostLearner:
         assert self.learnt is not None
         self._shares_rows, self._in_lockstep = shares_rows, in_lockstep
         self._waiting = None
+        newest = None
         least, costs = [0.0] * NUM_LEAST, [math.inf] * NUM_SLOTS
         has_news = 0
         while self._unread and is_over(self._unread[0].marks[-1]):
             has_news, step = 1, self._unread.popleft()
+            newest = step if step is self._newest else None
             seconds = step.seconds()
             timings = step.timings(seconds)
             if step.shared is not None and step.shared is self._shared:
@@ -173,7 +189,8 @@ class CostLearner:
         slowest = int(min(1000 * took / expected, 1e6)) * _RANKS if expected else 0
         largest = [has_news, measured, predicted, slowest + dist.get_rank()]
         largest += (least if shares_rows else []) + (costs if in_lockstep else [])
-        return [*sums, took, expected], largest
+        trips, idle = self._trips.told(newest)
+        return [*sums, took, expected, *trips], largest + idle
 
     def _units(self, timing: Timing) -> float:
         assert self.learnt is not None
@@ -203,8 +220,9 @@ class CostLearner:
             largest: likewise.
         """
         assert self.learnt is not None
-        *sums, took, expected = total
-        has_news, measured, predicted, slowest, *others = largest
+        num_trips = self._trips.count
+        *sums, took, expected = total[: len(total) - 2 * num_trips]
+        has_news, measured, predicted, slowest, *others = largest[: len(largest) - num_trips]
         if not has_news:
             return
         least, costs = (
@@ -232,7 +250,8 @@ class CostLearner:
                 slowest_over_predicted=int(slowest) // _RANKS / 1000,
             )
             self._say(self.review)
-        self.learnt = relearnt(self.learnt, sums, list(self._shared_steps))
+        transfers = self._trips.learn(total[len(total) - 2 * num_trips :], largest[-num_trips:])
+        self.learnt = relearnt(self.learnt, sums, list(self._shared_steps), transfers)
 
     def _costliest(
         self, rows: Iterable[tuple[int, Timing]], num_slots: int, costs: Sequence[float]

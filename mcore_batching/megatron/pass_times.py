@@ -24,6 +24,7 @@ class TimedStep:
         rows: lengths of the samples of each micro-batch.
         sizes: of each, the ranks that share it, under dynamic CP; else 1.
         order: of the passes.
+        began: before all of them.
         marks: before and after each pass.
         predicted_seconds: of the whole step; 0 where nothing was known.
         shared: the rows that several ranks share, under dynamic CP alone.
@@ -32,6 +33,7 @@ class TimedStep:
     rows: list[tuple[int, ...]]
     sizes: list[int]
     order: list[Pass]
+    began: Any
     marks: list[Any]
     predicted_seconds: float
     shared: SharedTimes | None

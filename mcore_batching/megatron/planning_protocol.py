@@ -208,7 +208,8 @@ class PlanningProtocol:
             learner.learn(agreed.rank_total, agreed.largest[-1 - self._num_measured : -1])
             self.learnt = packed_by if self._packs_at_once else learner.learnt
             assert self.learnt is not None
-            self.settings = dataclasses.replace(self.settings, cost_model=self.learnt.cost_model)
+            model = self.learnt.planning_model(self.settings.dims)
+            self.settings = dataclasses.replace(self.settings, cost_model=model)
 
     @property
     def _learns(self) -> bool:

@@ -11,9 +11,7 @@ stage is slower than the mean is learnt beside it. Rows that several ranks share
 each other there, tell what communication costs: of those all ranks know the same times, each that
 of the rank that waited least, so no sums of them travel.
 
-- Robust: a pass counts the less the further it is off, beyond `TOLERANCE`; but where the last two
-  steps are off both, costs have changed, and their passes count.
-- Follows drift: a step counts `DECAY` times as much as the one after it.
+- Robust, and follows drift: `mcore_batching.planning.damping`.
 - What the rows of the window cannot tell apart, such as a row's fixed cost from its tokens' where
   all rows are full, stays what it was before.
 """
@@ -21,7 +19,6 @@ of the rank that waited least, so no sums of them travel.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -33,19 +30,15 @@ from mcore_batching.planning.cost_fit import (
     is_usable,
     nonnegative_solution,
 )
+from mcore_batching.planning.damping import damped, has_changed, last_two
 from mcore_batching.planning.learnt_costs import LearntCosts
+from mcore_batching.planning.transfers import TimedTransfer, learnt_transfers
 
-WINDOW_STEPS = 8
-"""Steps whose passes count."""
-DECAY = 0.6
-"""Weight of a step over that of the next one: the last two steps have 64 % of all."""
 ANCHOR = 0.002
 """Weight of the model before over that of the window's passes."""
 ANCHOR_OF_SHARED = 0.02
 """Weight of communication's cost before over that of the window's rows on several ranks: these are
 fewer."""
-TOLERANCE = 0.2
-"""Relative error up to which a pass counts in full."""
 _LEAST_SHARE = 1e-3
 """Of a row's time, the least that its tokens are taken to need: the unit must not vanish."""
 _ROUNDS = 3
@@ -79,24 +72,12 @@ measured time to its prediction."""
 
 def _weighted(steps: Sequence[Sequence[Timing]], learnt: LearntCosts, factor: float) -> _Weighted:
     """The usable rows of some steps, measured on a stage of this factor."""
-    newest_first = []
-    decay = 1.0
-    for rows in reversed(steps):
-        if compared := _compared(rows, learnt, factor):
-            newest_first.append((decay, compared))
-        decay *= DECAY
-    tolerance = TOLERANCE
-    usual = [statistics.median_low(abs(r - 1) for *_, r in each) for _, each in newest_first[:2]]
-    if usual and min(usual) > TOLERANCE:
-        # One step that is off has stalled. Two in a row are a change: those before tell of others.
-        newest_first, tolerance = newest_first[:2], math.inf
-    weighted = []
-    for decay, compared in newest_first:
-        for timing, of_mean, ratio in compared:
-            off = abs(ratio - 1)
-            share = 1.0 if off <= tolerance else (tolerance / off) * (tolerance / off)
-            weighted.append((decay * share, timing, of_mean, ratio))
-    return weighted
+    compared = [_compared(rows, learnt, factor) for rows in steps]
+    return (
+        damped(last_two(compared), tolerance=math.inf)
+        if has_changed(compared)
+        else damped(compared)
+    )
 
 
 def _compared(
@@ -137,7 +118,10 @@ def _summed(rows: _Weighted, model: CostModel) -> list[float]:
 
 
 def relearnt(
-    learnt: LearntCosts, sums: Sequence[float], shared: Sequence[Sequence[Timing]] = ()
+    learnt: LearntCosts,
+    sums: Sequence[float],
+    shared: Sequence[Sequence[Timing]] = (),
+    transfers: Sequence[Sequence[TimedTransfer]] = (),
 ) -> LearntCosts:
     """The model after another step.
 
@@ -146,10 +130,25 @@ def relearnt(
         sums: `evidence` of all ranks, added up.
         shared: rows of the last steps that several ranks share, the newest step last, as timed on
             a mean stage without waiting; the same on every rank.
+        transfers: of the last steps between stages, likewise.
 
     Returns:
-        a new one; the same if nothing was timed.
+        a new one; the same if no pass was timed.
     """
+    found = _passes_relearnt(learnt, sums, shared)
+    if found is learnt or found.seconds_per_unit is None:
+        return learnt
+    links = (len(sums) - _NUM_SHARED) // 2 - 1
+    known = learnt_transfers(
+        found.transfers, transfers, links, found.cost_model, found.seconds_per_unit
+    )
+    return replace(found, transfers=known)
+
+
+def _passes_relearnt(
+    learnt: LearntCosts, sums: Sequence[float], shared: Sequence[Sequence[Timing]]
+) -> LearntCosts:
+    """With all but transfers learnt anew; the same if nothing was timed."""
     alone, stages = list(sums[:_NUM_SHARED]), sums[_NUM_SHARED:]
     rows = _weighted(shared, learnt, 1.0)
     if not any(alone):  # of rows that are shared nobody knows what they cost one rank

@@ -16,6 +16,7 @@ from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline import pipeline_time
 from mcore_batching.planning.plan import StepPlan
 from mcore_batching.planning.statistics import predicted_step_time
+from mcore_batching.planning.transfers import Transfer, with_transfers
 
 TOLD_FROM = 0.1
 """Share by which a step's measured time differs from its prediction where a log is to say so."""
@@ -35,6 +36,8 @@ class LearntCosts:
     """Of a mean stage; None before anything was learnt."""
     stage_factors: tuple[float, ...] = ()
     """Time of each pipeline stage over that of the mean one [stages]; empty: all equal."""
+    transfers: tuple[Transfer, ...] = ()
+    """From each pipeline stage to the next, or back [stages - 1]; empty: none was timed."""
     num_steps: int = field(default=0)
     """Times that the model was learnt anew."""
 
@@ -60,6 +63,8 @@ class LearntCosts:
                 cost_model=CostModel(**data["cost_model"]),
                 seconds_per_unit=data["seconds_per_unit"],
                 stage_factors=tuple(data["stage_factors"]),
+                # What was saved before transfers were learnt has none.
+                transfers=tuple(Transfer(**each) for each in data.get("transfers", ())),
                 num_steps=int(data["num_steps"]),
             )
         except (TypeError, KeyError, ValueError) as error:
@@ -69,7 +74,10 @@ class LearntCosts:
 
     def to_data(self) -> dict[str, Any]:
         """Itself as a dict of numbers, for JSON or a checkpoint."""
-        return asdict(self) | {"stage_factors": list(self.stage_factors)}
+        return asdict(self) | {
+            "stage_factors": list(self.stage_factors),
+            "transfers": [asdict(each) for each in self.transfers],
+        }
 
     def factor(self, stage: int) -> float:
         """Time of a stage over that of the mean one."""
@@ -83,6 +91,12 @@ class LearntCosts:
         )
         return model.micro_batch(lengths) * (1.0 + model.backward_ratio)
 
+    def planning_model(self, dims: ParallelDims) -> CostModel:
+        """The cost model to plan with: its passes take longer by transfers that nothing hides."""
+        if self.seconds_per_unit is None:
+            return self.cost_model
+        return with_transfers(self.cost_model, self.transfers, self.seconds_per_unit, dims)
+
     def predicted_seconds(self, rows: Sequence[Sequence[int]], dims: ParallelDims) -> float | None:
         """Predicted time of one data-parallel rank's step; None before anything was learnt.
 
@@ -94,7 +108,7 @@ class LearntCosts:
         """
         if self.seconds_per_unit is None:
             return None
-        model = self.cost_model
+        model = self.planning_model(dims)
         costs = [model.micro_batch(lengths) for lengths in rows]
         units = pipeline_time(costs, dims, backward_ratio=model.backward_ratio)
         return self.seconds_per_unit * (units + self._held_up([self.units(row) for row in rows]))
@@ -117,7 +131,7 @@ class LearntCosts:
             )
             for rank, of_rank in enumerate(plan.micro_batches)
         )
-        units = predicted_step_time(plan, lengths, self.cost_model)
+        units = predicted_step_time(plan, lengths, self.planning_model(plan.dims))
         return self.seconds_per_unit * (units + held_up)
 
     def _held_up(self, units: Sequence[float]) -> float:
@@ -127,8 +141,9 @@ class LearntCosts:
 
     def on_stages(self, num_stages: int) -> LearntCosts:
         """Itself for a pipeline of so many stages, equal ones if it was learnt on another."""
-        same = len(self.stage_factors) == num_stages
-        return self if same else replace(self, stage_factors=())
+        factors = self.stage_factors if len(self.stage_factors) == num_stages else ()
+        transfers = self.transfers if len(self.transfers) == num_stages - 1 else ()
+        return replace(self, stage_factors=factors, transfers=transfers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +175,7 @@ class StepReview:
             return "a rank is slower than the others"
         if abs(self.passes_over_predicted - 1) > TOLD_FROM / 2:
             return "costs have changed, or are not learnt yet"
-        return "time between passes: transfers between stages, or the host"
+        return "time between passes: the host, or transfers that have changed"
 
     def __str__(self) -> str:
         """One line for a log."""

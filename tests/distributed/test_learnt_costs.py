@@ -7,6 +7,7 @@ the machine; one job, with --long, sleeps.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,64 @@ def test_calibration_on_several_ranks_times_rows_that_they_share(job: Job, ranks
     assert math.isfinite(ranks[0]["fixed"])
     assert min(ranks[0]["overhead"], ranks[0]["fixed"]) >= 0
     assert (ranks[0]["overhead"], ranks[0]["fixed"]) != (0.1, 64.0)  # the defaults
+
+
+def predicted_without_transfers(step: dict[str, Any], dims: dict[str, int]) -> float:
+    learnt = dataclasses.replace(LearntCosts.from_data(step["state"]), transfers=())
+    rows = [[[step["lengths"][i] for i in samples] for samples in rank] for rank in step["ranks"]]
+    return max(learnt.predicted_seconds(rank, ParallelDims(**dims)) or 0.0 for rank in rows)
+
+
+def assert_transfers_are_known(job: Job, ranks: Ranks, error: float, of_step: float) -> None:
+    """In seconds and within an error; and the steps that were predicted with them, within theirs.
+
+    No two ranks' clocks agree, by many times as long as a step.
+    """
+    assert_agreed(ranks)
+    dims = job.parameters["dims"]
+    fixed, per_token = job.parameters["transfer"]
+    for step, after in itertools.pairwise(ranks[0][LEARNT_BY:]):
+        known = LearntCosts.from_data(step["state"]).transfers
+        assert len(known) == dims["pipeline_parallel"] - 1
+        for each in known:
+            assert abs(each.time(CAP) / (fixed + CAP * per_token) - 1) < error
+        if after["review"]["passes_over_predicted"] < 1.05:  # else ranks stalled
+            measured = after["review"]["measured_seconds"]
+            assert abs(after["review"]["predicted_seconds"] / measured - 1) < of_step
+            assert predicted_without_transfers(step, dims) < 0.9 * measured
+
+
+PP4 = {"pipeline_parallel": 4}
+PP4_INTERLEAVED = {**PP4, "virtual_pipeline": 2}
+# A quarter of a row's passes.
+TRANSFERS: dict[str, Any] = {"hidden": BOTH, "transfer": [2e-4, 8e-6], "num_steps": 9}
+
+
+@on(
+    job("transfers", **TRANSFERS),
+    pytest.param(job("transfers-pp4", dims=PP4, **TRANSFERS), marks=pytest.mark.long),
+    pytest.param(
+        job("transfers-faults", dims=PP4, faults=True, **TRANSFERS), marks=pytest.mark.long
+    ),
+)
+def test_transfers_are_known_within_five_steps(job: Job, ranks: Ranks) -> None:
+    assert_transfers_are_known(job, ranks, error=0.1, of_step=0.06)
+
+
+@on(
+    pytest.param(
+        job("transfers-interleaved", dims={**DIMS, "virtual_pipeline": 2}, **TRANSFERS),
+        marks=pytest.mark.long,
+    ),
+    pytest.param(
+        job("transfers-pp4-interleaved", dims=PP4_INTERLEAVED, **TRANSFERS),
+        marks=pytest.mark.long,
+    ),
+)
+def test_transfers_beside_other_passes_are_known(job: Job, ranks: Ranks) -> None:
+    """The last two of four stages wait for each other's transfers, too, which take up to twice."""
+    error = 0.25 if job.parameters["dims"] != PP4_INTERLEAVED else 1.0
+    assert_transfers_are_known(job, ranks, error=error, of_step=0.15)
 
 
 @pytest.mark.long  # on a busy machine sleepers wake late

@@ -11,6 +11,8 @@ of calls that gloo lets pass may be a deadlock on GPUs. Under `blocking_p2p`, as
 
 On a GPU `wait` holds up the stream and not the host, but also whatever is posted after it: for the
 order of transfers that is the same as holding up the host, which is done here.
+
+Transfers take no time but gloo's, or that of a `Link`.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ import concurrent.futures
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,17 +40,43 @@ from mcore_batching.planning import ParallelDims
 
 _isend, _irecv = dist.isend, dist.irecv
 # Signals of single transfers, of batches and of start-up must not be taken for one another.
-_SINGLE, _BATCH, _START, _BEGUN = 0, 1, 2, 8
+_SINGLE, _BATCH, _START, _BEGUN, _BEGINS = 0, 1, 2, 8, 16
 
 Transfer = tuple[bool, torch.Tensor, int]
 """Whether it sends, the tensor, the other rank's global number."""
 
 
+class Clock(Protocol):
+    """Time that this process's passes and transfers move, from one start on all ranks."""
+
+    def now(self) -> float:
+        """Seconds since the start."""
+
+    def wait_until(self, seconds: float) -> None:
+        """Move it there, unless it is later."""
+
+
+@dataclass
+class Link:
+    """What transfers between neighbours take.
+
+    Attributes:
+        seconds: of a tensor.
+        clock: on which it takes them; None: it sleeps.
+    """
+
+    seconds: Callable[[torch.Tensor], float] = lambda tensor: 0.0
+    clock: Clock | None = None
+
+
 class _Stream:
     """Operations on one communicator, each begun when the one before it has ended."""
 
-    def __init__(self, group: Any, peers: Sequence[int], tag: int, seconds: float) -> None:
-        self._group, self._tag = group, tag
+    def __init__(
+        self, group: Any, peers: Sequence[int], tag: int, seconds: float, link: Link
+    ) -> None:
+        self._group, self._tag, self._link = group, tag, link
+        self._free = 0.0
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # Has none of the stand-in's modes, which look functions up by name, and in a deadlock does
         # not keep the process from ending.
@@ -54,56 +84,72 @@ class _Stream:
         signals = [(sends, _signal(), peer) for peer in peers for sends in (True, False)]
         self._submit(signals, _START).result(seconds)
 
-    def post(self, transfers: Sequence[Transfer]) -> concurrent.futures.Future[None]:
-        """Queue an operation of transfers that run together."""
+    def post(self, transfers: Sequence[Transfer]) -> concurrent.futures.Future[float]:
+        """Queue an operation of transfers that run together; its end, if there is a clock."""
         return self._submit(transfers, self._tag)
 
     def close(self) -> None:
         """End the thread, once it has nothing to do."""
         self._queue.put(None)
 
-    def _submit(self, transfers: Sequence[Transfer], tag: int) -> concurrent.futures.Future[None]:
-        posted: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._queue.put((transfers, tag, posted))
+    def _submit(self, transfers: Sequence[Transfer], tag: int) -> concurrent.futures.Future[float]:
+        posted: concurrent.futures.Future[float] = concurrent.futures.Future()
+        now = 0.0 if self._link.clock is None else self._link.clock.now()
+        self._queue.put((transfers, tag, now, posted))
         return posted
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            transfers, tag, posted = item
+            transfers, tag, now, posted = item
             try:
-                posted.set_result(self._run(transfers, tag))
+                posted.set_result(self._run(transfers, tag, now))
             except Exception as exception:
                 posted.set_exception(exception)
 
-    def _run(self, transfers: Sequence[Transfer], tag: int) -> None:
-        works = []
+    def _run(self, transfers: Sequence[Transfer], tag: int, now: float) -> float:
+        works, others = [], []
+        begins = torch.tensor([max(now, self._free)], dtype=torch.float64, device="cpu")
         for sends, tensor, peer in transfers:
-            give, take = (tensor, _signal()) if sends else (_signal(), tensor)
-            given, taken = (tag, tag + _BEGUN) if sends else (tag + _BEGUN, tag)
-            works.append(_isend(give, peer, group=self._group, tag=given))
-            works.append(_irecv(take, peer, group=self._group, tag=taken))
+            # The receiver's time tells the sender that it has begun, and the other way round.
+            other = torch.zeros_like(begins)
+            others.append(other)
+            given, taken = (_BEGUN, _BEGINS) if sends else (_BEGINS, _BEGUN)
+            works.append(_isend(begins, peer, group=self._group, tag=tag + given))
+            works.append(_irecv(other, peer, group=self._group, tag=tag + taken))
+            move = _isend if sends else _irecv
+            works.append(move(tensor, peer, group=self._group, tag=tag))
         for work in works:
             work.wait()
+        lasts = [0.0 if tag == _START else self._link.seconds(tensor) for _, tensor, _ in transfers]
+        if self._link.clock is None:
+            time.sleep(max(lasts))
+        ends = [max(begins, other) + last for other, last in zip(others, lasts, strict=True)]
+        self._free = float(max(ends))
+        return self._free
 
 
 class _Request:
     """What Megatron waits on."""
 
-    def __init__(self, posted: concurrent.futures.Future[None], seconds: float) -> None:
-        self._posted, self._seconds = posted, seconds
+    def __init__(
+        self, posted: concurrent.futures.Future[float], seconds: float, link: Link
+    ) -> None:
+        self._posted, self._seconds, self._link = posted, seconds, link
 
     def wait(self) -> bool:
-        self._posted.result(self._seconds)
+        end = self._posted.result(self._seconds)
+        if self._link.clock is not None:
+            self._link.clock.wait_until(end)
         return True
 
 
 class _Device:
     """The streams of this rank, and what was posted on them."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float, link: Link) -> None:
+        self._seconds, self._link = seconds, link
         self._streams: dict[tuple[Any, int | None], _Stream] = {}
-        self._posted: list[concurrent.futures.Future[None]] = []
+        self._posted: list[_Request] = []
 
     # NCCL has no tags: what has one travels between hosts, over gloo on a GPU too. Under one of the
     # stand-in's modes torch comes back here, with further arguments, before it sends.
@@ -124,7 +170,7 @@ class _Device:
     def synchronize(self, device: Any = None) -> None:
         del device
         while self._posted:
-            self._posted.pop(0).result(self._seconds)
+            self._posted.pop(0).wait()
 
     def close(self) -> None:
         for stream in self._streams.values():
@@ -140,23 +186,25 @@ class _Device:
                 [peer] if of_pair else sorted(others),
                 _SINGLE if of_pair else _BATCH,
                 self._seconds,
+                self._link,
             )
         posted = self._streams[group, peer].post(transfers)
-        self._posted.append(posted)
-        return _Request(posted, self._seconds)
+        self._posted.append(_Request(posted, self._seconds, self._link))
+        return self._posted[-1]
 
 
 @contextlib.contextmanager
-def blocking_p2p(seconds: float = 20.0) -> Iterator[None]:
+def blocking_p2p(seconds: float = 20.0, link: Link | None = None) -> Iterator[None]:
     """Let this process's point-to-point transfers block as NCCL's do. On the CPU stand-in alone.
 
     Megatron's `P2PCommunicator` and the stand-in's copies of what is sent go through it.
 
     Args:
         seconds: a rank that is held up for longer raises a `TimeoutError`.
+        link: what transfers take; None: nothing.
     """
     assert cpu_emulation.is_enabled()
-    device = _Device(seconds)
+    device = _Device(seconds, link or Link())
     replaced: list[tuple[Any, str, Any]] = [
         (dist, "isend", device.isend),
         (dist, "irecv", device.irecv),

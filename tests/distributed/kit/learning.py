@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 
+from kit.blocking_p2p import Link, blocking_p2p
 from kit.exactness import arguments
 from kit.model import adam, transformer_config
 from kit.objective import packed_objective
@@ -48,17 +49,19 @@ class _HiddenCosts:
 
     Args:
         seconds_per_unit: of the hidden model.
-        sleeps: False advances a clock that this process's passes alone move.
+        sleeps: False advances a clock that this process's passes alone move, and transfers.
     """
 
     def __init__(self, seconds_per_unit: float, sleeps: bool) -> None:
+        self._ahead = 1000.0 * dist.get_rank()  # no two clocks agree
         self._seconds_per_unit = seconds_per_unit
-        self._sleeps = sleeps
+        self.sleeps = sleeps
         self._now = 0.0
         self.rows: list[tuple[int, ...]] = []
         self.sizes: Sequence[int] = ()
         self.model = CostModel()
         self.slower = 1.0
+        self.transfers_slower = 1.0
         self.chunks = 1
         self.breaks_clock = False
 
@@ -67,7 +70,15 @@ class _HiddenCosts:
         if self.breaks_clock:
             self.breaks_clock = False
             return math.nan
-        return time.perf_counter() if self._sleeps else self._now
+        return self._ahead + (time.perf_counter() if self.sleeps else self._now)
+
+    def now(self) -> float:
+        """The same time on all ranks, for transfers."""
+        return self._now
+
+    def wait_until(self, seconds: float) -> None:
+        """End of a transfer."""
+        self._now = max(self._now, seconds)
 
     def takes(self, backward: bool, slot: int, start: float) -> None:
         """Let a pass take its time, which its own computing is part of.
@@ -81,12 +92,12 @@ class _HiddenCosts:
         seconds = self.slower * self._seconds_per_unit * cost
         experts = parallel_state.get_expert_model_parallel_group()
         waits_for = experts if experts.size() > 1 else row_group(size) if size > 1 else None
-        if waits_for is not None and not self._sleeps:
+        if waits_for is not None and not self.sleeps:
             latest = torch.tensor([self._now, seconds], dtype=torch.float64)
             dist.all_reduce(latest, dist.ReduceOp.MAX, group=waits_for)
             self._now, seconds = latest.tolist()
         self._now += seconds
-        if self._sleeps:
+        if self.sleeps:
             time.sleep(max(0.0, seconds - (time.monotonic() - start)))
 
 
@@ -98,6 +109,21 @@ def _own_clock(hidden: _HiddenCosts) -> Iterator[None]:
         yield
     finally:
         pass_times.time = clock
+
+
+@contextlib.contextmanager
+def _links(hidden: _HiddenCosts, transfer: Sequence[float] | None) -> Iterator[None]:
+    """Let transfers take so many seconds, and per token; as long as gloo's for None."""
+    if transfer is None:
+        yield
+        return
+    fixed, per_token = transfer
+
+    def seconds(tensor: torch.Tensor) -> float:
+        return hidden.transfers_slower * (fixed + per_token * tensor.shape[0])
+
+    with blocking_p2p(60.0, Link(seconds, None if hidden.sleeps else hidden)):
+        yield
 
 
 def samples(count: int, seed: int, longest: int = CAP) -> dict[str, list[Any]]:
@@ -147,6 +173,7 @@ def learn(
     seconds_per_unit: float = 1e-5,
     max_context_parallel: int | None = None,
     cost_model: str | None = None,
+    transfer: list[float] | None = None,
 ) -> list[dict[str, Any]]:
     """Train while the costs are hidden; what each step was planned by, and how it went.
 
@@ -165,6 +192,8 @@ def learn(
         seconds_per_unit: of the hidden model.
         max_context_parallel: ranks that may share a row; samples are up to so many times the cap.
         cost_model: None: costs are learnt, as where nothing else is asked for.
+        transfer: seconds of one between stages, and per token; in step `STALLED` of a job with
+            faults 20 times as long. None: they are gloo's own.
 
     Returns:
         for every step its ``plan`` (digest) and ``plan again`` (of the same samples), ``state``
@@ -189,7 +218,7 @@ def learn(
     costs.chunks = shape.virtual_pipeline
     last = dist.get_rank() == dist.get_world_size() - 1
     seen = []
-    with _own_clock(costs):
+    with _own_clock(costs), _links(costs, transfer):
         for step in range(num_steps):
             seed = 1000 * step + parallel_state.get_data_parallel_rank()
             data = samples(num_samples, seed, longest)
@@ -200,6 +229,7 @@ def learn(
             costs.model = _grown(CostModel(**hidden), (1 + drift) ** step)
             at_fault = faults and last and step == STALLED
             costs.slower = 1.0 if slower is None else slower[dist.get_rank()]
+            costs.transfers_slower = 20 if faults and step == STALLED else 1
             costs.slower *= (3 if sleeps else 50) if step == 0 else 20 if at_fault else 1
             plan, lengths = schedule.step_plan(0)
             seen.append(
