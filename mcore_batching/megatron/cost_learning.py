@@ -62,9 +62,18 @@ class CostLearner:
         self.review: StepReview | None = None
         self._stage: int = parallel_state.get_pipeline_model_parallel_rank()
         self._num_stages: int = parallel_state.get_pipeline_model_parallel_world_size()
-        chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-        self._dims = ParallelDims(pipeline_parallel=self._num_stages, virtual_pipeline=chunks)
-        self._trips = RoundTrips(self._stage, self._dims)
+        self._dims = ParallelDims(
+            data_parallel=parallel_state.get_data_parallel_world_size(),
+            pipeline_parallel=self._num_stages,
+            virtual_pipeline=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        )
+        self._trips = RoundTrips(
+            self._dims,
+            stage=self._stage,
+            replica=parallel_state.get_data_parallel_rank(),
+            speaks=parallel_state.get_context_parallel_rank() == 0
+            and parallel_state.get_tensor_model_parallel_rank() == 0,
+        )
         self._is_warm = False
         self._unread: deque[TimedStep] = deque(maxlen=WINDOW_STEPS)
         self._newest: TimedStep | None = None

@@ -16,8 +16,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from megatron.core import parallel_state
-
 from mcore_batching.megatron.pass_times import TimedStep, seconds_between
 from mcore_batching.planning import ParallelDims
 from mcore_batching.planning.damping import WINDOW_STEPS
@@ -31,16 +29,18 @@ class RoundTrips:
     """Transfers timed in the last steps; the same on every rank.
 
     Args:
+        dims: gives replicas, stages and chunks.
         stage: pipeline rank.
-        dims: gives stages and chunks.
+        replica: data-parallel rank.
+        speaks: True on one rank of each stage of a replica, of the same pipeline on all stages.
 
     Attributes:
         count: of the round trips of a step; 0 without pipeline stages.
     """
 
-    def __init__(self, stage: int, dims: ParallelDims) -> None:
+    def __init__(self, dims: ParallelDims, *, stage: int, replica: int, speaks: bool) -> None:
         self.count = NUM_TRIPS if dims.pipeline_parallel > 1 else 0
-        self._stage, self._dims = stage, dims
+        self._dims, self._stage, self._replica, self._speaks = dims, stage, replica, speaks
         self._turn = 0
         self._steps: deque[list[TimedTransfer]] = deque(maxlen=WINDOW_STEPS)
 
@@ -56,12 +56,7 @@ class RoundTrips:
             in it, inf where the time is not known.
         """
         sums, idle = [0.0] * (2 * self.count), [-math.inf] * self.count
-        replica = self._turn % parallel_state.get_data_parallel_world_size()
-        first = (
-            parallel_state.get_context_parallel_rank(),
-            parallel_state.get_tensor_model_parallel_rank(),
-        ) == (0, 0)
-        if not first or replica != parallel_state.get_data_parallel_rank():
+        if not self._speaks or self._replica != self._turn % self._dims.data_parallel:
             return sums, idle
         for number in range(self.count):
             link = self._link(number)

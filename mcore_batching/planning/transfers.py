@@ -33,8 +33,6 @@ ANCHOR = 0.005
 """Weight of the cost before over that of the window's transfers."""
 _NO_OUTLIER = 0.1
 """Share of a row's passes: transfers are not off by what is a small part of even this."""
-_ROUNDS = 3
-"""Fits in each step, each of which tells better which transfers are off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,10 +188,7 @@ def _refitted(
         # Nobody knows what is slow among them: the median does not mind.
         steps = last_two(steps)
         before = _scaled(before or Transfer(), [each for step in steps for each in step])
-    found = before
-    for _ in range(_ROUNDS):
-        found = _fitted(before, damped(compared(found)))
-    return found
+    return _fitted(before, damped(compared(before)))
 
 
 def _compared(
