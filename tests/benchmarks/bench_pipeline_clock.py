@@ -15,9 +15,10 @@ others together, are planned with every row on one rank and with dynamic CP: the
 how much sooner the second ends, as predicted and as recorded. Recorded is the fastest of the
 repeats, from the first pass to the last of all ranks.
 
-With ``--transfers`` transfers sleep, too, and block as NCCL's do, and a job learns what both cost
-while it trains. Of the steps from the sixth on the table has the median of predicted over recorded
-time, with transfers and as if they took none, and of learnt over true time of a transfer.
+With ``--transfers`` transfers take time, too, and block as NCCL's do, and a job learns what both
+cost while it trains: on a clock that passes and transfers alone move, then asleep. Of the steps
+from the sixth on the table has the median of predicted over recorded time, with transfers and as if
+they took none, and of learnt over true time of a transfer.
 """
 
 from __future__ import annotations
@@ -135,8 +136,10 @@ def transfers(seconds_per_unit: float) -> None:
     """A table of steps by learnt costs; a transfer takes half of what a row's forward pass does."""
     hidden = {"linear": 1.0, "quadratic": 0.02, "per_micro_batch": 40.0, "backward_ratio": 2.0}
     fixed, per_token = 20 * seconds_per_unit, 0.8 * seconds_per_unit
-    print(f"{'layout':<12}{'recorded s':>12}{'predicted':>12}{'without':>12}{'transfer':>12}")
-    for name, dims in LAYOUTS.items():
+    print(
+        f"{'layout':<12}{'':<8}{'recorded s':>12}{'predicted':>12}{'without':>12}{'transfer':>12}"
+    )
+    for (name, dims), sleeps in itertools.product(LAYOUTS.items(), (False, True)):
         job = Job(
             name.replace(" ", "-"),
             "kit.learning:learn",
@@ -146,7 +149,7 @@ def transfers(seconds_per_unit: float) -> None:
                 "dims": dims,
                 "hidden": hidden,
                 "transfer": [fixed, per_token],
-                "sleeps": True,
+                "sleeps": sleeps,
                 "seconds_per_unit": seconds_per_unit,
                 "num_steps": 14,
             },
@@ -170,7 +173,8 @@ def transfers(seconds_per_unit: float) -> None:
                 )
             )
         medians = [statistics.median(each) for each in zip(*of_steps, strict=True)]
-        print(f"{name:<12}" + "".join(f"{each:>12.3f}" for each in medians), flush=True)
+        figures = "".join(f"{each:>12.3f}" for each in medians)
+        print(f"{name:<12}{'asleep' if sleeps else 'clock':<8}{figures}", flush=True)
 
 
 def report_steps(name: str, rows: str, clocks: list[Any]) -> tuple[float, float]:
