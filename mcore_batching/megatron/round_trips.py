@@ -112,4 +112,7 @@ class RoundTrips:
         out_backward, _, out = step.order[received - 1]
         exchanged = self._dims.virtual_pipeline == 1 and out_backward != (received == backward)
         longer = max(tokens[slot], tokens[out] if received and exchanged else 0.0)
-        return part, seconds_between(free, begins[received]), longer
+        stood = seconds_between(free, begins[received])
+        if self._dims.virtual_pipeline > 1 and received:
+            stood /= 2  # it may have waited for what it sent before, as long as for this one
+        return part, stood, longer

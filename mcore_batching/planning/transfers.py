@@ -82,13 +82,13 @@ def time_of_transfer(round_trip: float, idle: float, *, overlapped: bool) -> flo
 
     Args:
         round_trip: the difference of the two stages' differences, in seconds.
-        idle: the shorter time that a receiver stood idle before its pass.
+        idle: the shorter time that a receiver stood idle before its pass, and waited for nothing it
+            had sent.
         overlapped: stages receive while they run other passes.
     """
     if not math.isfinite(round_trip) or not math.isfinite(idle):
         return None
-    # Before its pass an interleaved stage may wait for what it sent, too: a transfer's time more.
-    if overlapped and idle < round_trip:
+    if overlapped and idle < round_trip / 2:
         return None
     return max(0.0, min(round_trip / 2, idle))
 

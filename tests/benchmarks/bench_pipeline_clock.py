@@ -168,7 +168,7 @@ def transfers(seconds_per_unit: float) -> None:
                     (learnt.predicted_seconds(rows, shape) or 0.0) / measured,
                     (passes_alone.predicted_seconds(rows, shape) or 0.0) / measured,
                     sum(each.time(tokens) for each in learnt.transfers)
-                    / len(learnt.transfers)
+                    / max(len(learnt.transfers), 1)
                     / (fixed + tokens * per_token),
                 )
             )

@@ -114,7 +114,9 @@ def test_a_stage_speaks_of_its_own_links(stage: int, links: list[int]) -> None:
     sums, idle = RoundTrips(dims, stage=stage, replica=0, speaks=True).told(step)
     for number, stood in enumerate(idle):
         slot, link = divmod(number, 3)
-        assert stood == (-1.0 if link in links else -math.inf)
+        # Half of it may have been for what went out; before the first pass nothing did.
+        known = -1.0 if slot == 0 and link < stage else -0.5
+        assert stood == (known if link in links else -math.inf)
         tokens = [10, 100, 400, 250][slot] / 2
         assert sums[2 * number + 1] == (tokens if link in links else 0.0)
 

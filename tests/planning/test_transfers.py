@@ -135,9 +135,9 @@ def test_no_transfer_takes_less_than_nothing() -> None:
     ("round_trip", "idle", "under_1f1b", "interleaved"),
     [
         (4.0, 9.0, 2.0, 2.0),  # neither receiver was busy
-        (4.0, 4.0, 2.0, 2.0),
+        (4.0, 2.0, 2.0, 2.0),
         (9.0, 2.0, 2.0, None),  # one was, and the transfer began when it was not any more
-        (4.0, 3.9, 2.0, None),
+        (4.0, 1.9, 1.9, None),
         (-1.0, 2.0, 0.0, 0.0),
         (math.nan, 2.0, None, None),
         (4.0, math.nan, None, None),
