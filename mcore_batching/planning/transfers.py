@@ -99,7 +99,7 @@ def exposed(dims: ParallelDims) -> float:
     Under 1F1B a stage waits for both of a row with each neighbour, for one that goes out and one
     that comes in at a time: for 2, the first and the last stage for 1. The interleaved schedule
     waits in each chunk for what it sends forward. Where rows or schedules leave stages idle, idle
-    time hides some; equal rows on many stages pay up to a fifth more.
+    time hides some; equal rows on many stages pay up to a third more.
     """
     stages, chunks = dims.pipeline_parallel, dims.virtual_pipeline
     return float(chunks) if chunks > 1 else 2.0 * (stages - 1) / stages
