@@ -428,6 +428,16 @@ def test_few_samples_a_rank_are_no_worse_than_dealt_out_by_differencing(seed: in
     assert predicted_step_time(ours, lengths) <= predicted_step_time(theirs, lengths)
 
 
+def test_long_samples_pass_through_an_interleaved_pipeline_where_they_delay_least() -> None:
+    """Full slots of a few long samples, where all others are even, belong into the middle."""
+    lengths = [*range(400, 1400, 20), 2000, 2500, 3000, 4000, 5500, 7500]
+    dims = ParallelDims(pipeline_parallel=16, virtual_pipeline=2)
+    (verl,) = [rule for rule in RULES if rule.name == "verl 0.9"]
+    theirs = rule_plan(verl, lengths, dims, CONFIG, CostModel())
+    ours = plan_step(lengths, dims, PlannerConfig(max_tokens_per_gpu=16384))
+    assert predicted_step_time(ours, lengths) < 0.99 * predicted_step_time(theirs, lengths)
+
+
 def test_the_rank_with_a_very_long_sample_gets_less_other_work() -> None:
     """Its way through all stages and back is as long as the step; equal sums would end late."""
     lengths = [16000, *[400] * 300]

@@ -28,8 +28,10 @@ from mcore_batching.planning.search.profiles import (
 ROUNDS_IN_VAIN = 3
 """Times in a row that samples are dealt to ranks anew, by the ends of the time before, without the
 step ending clearly sooner."""
-ALL_HALVES = (0, 1, 2)
-"""Halves of the way from a shape's rise to a rise up to the costliest sample."""
+ALL_WAYS = (0, 1, 2)
+"""Ways to fill a shape: halves of the way from its rise to a rise up to the costliest sample; under
+the interleaved schedule orders of its slots. A few very long samples make steps end up to 4 %
+sooner in the best of these orders than in the first."""
 CLEARLY_SOONER = 0.995
 EVEN_ENOUGH = 1.0001
 DAMPING = 0.7
@@ -70,7 +72,7 @@ class PipelineShapes:
         self._even = _deal(self._order, problem.costs, self._head_start)
         self._folded = folded_ranks(problem)
         self._profiles: dict[Shape, Rises] = {}
-        self._halves: dict[tuple[int, int], Sequence[int]] = {}
+        self._ways: dict[tuple[int, int], Sequence[int]] = {}
         """Those that did best, of a judge and a number of slots."""
         # Ranks have their costliest samples in descending order.
         self._judges = [
@@ -105,10 +107,10 @@ class PipelineShapes:
         middle = len(self._judges) // 2
         for rank in [middle] if quick else range(len(self._judges)):
             tried = rank, shape.num_slots
-            filled = self._fill(self._judges[rank], shape, self._halves.get(tried, ALL_HALVES))
+            filled = self._fill(self._judges[rank], shape, self._ways.get(tried, ALL_WAYS))
             if filled is None:
                 return None
-            self._halves[tried] = (filled[3],)
+            self._ways[tried] = (filled[3],)
             ends.append(math.inf if filled[0] else filled[1])
         return max(ordered_sum(ends) / len(ends), self._least(shape.num_slots))
 
@@ -120,38 +122,53 @@ class PipelineShapes:
         return self._objective.end_of(costs)
 
     def _fill(
-        self, samples: Sequence[int], shape: Shape, halves: Sequence[int], *, swaps: int = 0
+        self, samples: Sequence[int], shape: Shape, ways: Sequence[int], *, swaps: int = 0
     ) -> tuple[bool, float, Slots, int] | None:
-        """A rank that holds these samples, costliest first, in the best of three shapes: the given
-        one, one that rises until a full slot is as large as the costliest sample, and one halfway.
+        """A rank that holds these samples, costliest first, filled in the best of some ways.
 
         Args:
             samples: the rank's.
-            shape: the given one.
-            halves: of the way to the steep one, those that are tried.
+            shape: of the slots.
+            ways: those that are tried.
             swaps: as in `fill_slots`.
 
         Returns:
-            True if too many tokens are in flight, the end, the slots, and halves of the way; None
-            if the samples do not fit.
+            True if too many tokens are in flight, the end, the slots, and the way; None if the
+            samples do not fit.
         """
         objective = self._objective
         best: tuple[bool, float, Slots, int] | None = None
-        profiles = self._profiles.setdefault(shape, {})
-        steep = self._steep_rise(samples, shape, profiles)
-        rises = {shape.rise + (steep - shape.rise) * each // 2: each for each in reversed(halves)}
-        for rise, half in sorted(rises.items()):
-            sizes, _ = self._profile(shape, rise, profiles)
-            slots = fill_slots(samples, sizes, objective, overhead=not shape.fall, swaps=swaps)
-            if slots is None:
-                continue
+        for slots, way in self._in_ways(samples, shape, ways, swaps):
             if not (fits := objective.fits_in_memory(slots)):
                 slots = spread(slots, objective)
                 fits = objective.fits_in_memory(slots)
             end = objective.end_of(objective.slot_costs(slots))
             if best is None or (not fits, end) < best[:2]:
-                best = not fits, end, slots, half
+                best = not fits, end, slots, way
         return best
+
+    def _in_ways(
+        self, samples: Sequence[int], shape: Shape, ways: Sequence[int], swaps: int
+    ) -> Iterator[tuple[Slots, int]]:
+        """Slots of these samples, and the way in which they were filled, where they fit."""
+        objective = self._objective
+        profiles = self._profiles.setdefault(shape, {})
+        interleaved = objective.problem.dims.virtual_pipeline > 1
+        steep = shape.rise if interleaved else self._steep_rise(samples, shape, profiles)
+        rises = {shape.rise + (steep - shape.rise) * way // 2: way for way in reversed(ways)}
+        for rise, way in sorted(rises.items()):
+            sizes, _ = self._profile(shape, rise, profiles)
+            slots = fill_slots(samples, sizes, objective, overhead=not shape.fall, swaps=swaps)
+            if slots is None:
+                continue
+            if not interleaved:
+                yield slots, way
+                continue
+            costs = objective.slot_costs(slots)
+            for each in ways:
+                # A placeholder, cheapest of all, may come first but not last.
+                order = slot_order(costs, sizes, each if each != 1 or all(slots) else 2)
+                yield [slots[slot] for slot in order], each
 
     def _profile(self, shape: Shape, rise: int, profiles: Rises) -> tuple[Profile, float]:
         """Sizes of a shape with another rise, and their sum."""
@@ -164,8 +181,7 @@ class PipelineShapes:
     def _steep_rise(self, samples: Sequence[int], shape: Shape, profiles: Rises) -> int:
         """The least rise with which a full slot is as large as the costliest sample."""
         problem = self._objective.problem
-        dims = problem.dims
-        if dims.virtual_pipeline > 1 or dims.pipeline_parallel == 1 or not samples:
+        if problem.dims.pipeline_parallel == 1 or not samples:
             return shape.rise
         fixed, total = problem.cost_model.per_micro_batch, 0.0
         for sample in samples:
@@ -192,7 +208,7 @@ class PipelineShapes:
         """
         objective = self._objective
         problem = objective.problem
-        halves: list[Sequence[int]] = [ALL_HALVES] * problem.dims.data_parallel
+        ways: list[Sequence[int]] = [ALL_WAYS] * problem.dims.data_parallel
         passes = 1.0 if problem.forward_only else 1.0 + problem.cost_model.backward_ratio
         # What evened out one shape is not far off for another.
         head_start = self._head_start
@@ -200,7 +216,7 @@ class PipelineShapes:
         while in_vain < ROUNDS_IN_VAIN:
             last: Candidate | None = None
             ranks = _deal(self._order, problem.costs, head_start)
-            for last in self._filled(ranks, shape, halves):
+            for last in self._filled(ranks, shape, ways):
                 yield last
             if last is None:
                 if head_start is not self._head_start or not any(head_start):
@@ -218,23 +234,45 @@ class PipelineShapes:
             least = min(head_start)
             head_start = [each - least for each in head_start]
         if number < SHAPES_OF_FOLDED_RANKS:
-            halves = [ALL_HALVES] * problem.dims.data_parallel
-            yield from self._filled(self._folded, shape, halves)
+            ways = [ALL_WAYS] * problem.dims.data_parallel
+            yield from self._filled(self._folded, shape, ways)
 
     def _filled(
-        self, ranks: Sequence[Sequence[int]], shape: Shape, halves: list[Sequence[int]]
+        self, ranks: Sequence[Sequence[int]], shape: Shape, ways: list[Sequence[int]]
     ) -> Iterator[Candidate]:
         """The step of ranks that hold these samples, costliest first; nothing if some do not
-        fit. What was best replaces the halves that each rank tries."""
+        fit. The best way replaces those that each rank tries."""
         filled, ends = [], []
         for rank, samples in enumerate(ranks):
-            made = self._fill(samples, shape, halves[rank], swaps=SWAPS)
+            made = self._fill(samples, shape, ways[rank], swaps=SWAPS)
             if made is None:
                 return
-            halves[rank] = (made[3],)
+            ways[rank] = (made[3],)
             ends.append(made[1])
             filled.append(made[2])
         yield Candidate(filled, ends)
+
+
+def slot_order(costs: Sequence[float], sizes: Profile, way: int) -> list[int]:
+    """Slots in one of three orders: as they are; those that are to be equally large by what they
+    cost, the costliest in the middle; all by what they cost, cheapest first.
+
+    Args:
+        costs: of each slot [slots].
+        sizes: how large each is to be, relative to others [slots].
+        way: which order, as numbered in `ALL_WAYS`.
+    """
+    order = list(range(len(costs)))
+    if way:
+        order.sort(key=costs.__getitem__)
+    if way == 1:
+        alike: dict[float, list[int]] = {}
+        for slot in order:
+            alike.setdefault(sizes[slot], []).append(slot)
+        for slots in alike.values():
+            for place, slot in zip(sorted(slots), slots[::2] + slots[1::2][::-1], strict=True):
+                order[place] = slot
+    return order
 
 
 def by_cost(samples: Sequence[int], costs: Sequence[float]) -> list[int]:
