@@ -428,6 +428,23 @@ def test_few_samples_a_rank_are_no_worse_than_dealt_out_by_differencing(seed: in
     assert predicted_step_time(ours, lengths) <= predicted_step_time(theirs, lengths)
 
 
+@pytest.mark.parametrize(
+    ("count", "ranks", "effort", "seed", "times"), [(96, 16, 50, 2, 1.01), (512, 4, 250, 0, 1.03)]
+)
+def test_little_effort_sees_all_numbers_of_micro_batches(
+    count: int, ranks: int, effort: int, seed: int, times: float
+) -> None:
+    """One in four of them is judged whatever that takes, before steps of any are made."""
+    lengths = log_normal(count, seed, median=800, sigma=0.9, cap=16384)
+    dims = ParallelDims(data_parallel=ranks, pipeline_parallel=8)
+    little, much = (
+        plan_step(lengths, dims, PlannerConfig(max_tokens_per_gpu=16384, plan_effort=each))
+        for each in (effort, 1500)
+    )
+    end = predicted_step_time(much, lengths)
+    assert predicted_step_time(little, lengths) < times * end
+
+
 def test_long_samples_pass_through_an_interleaved_pipeline_where_they_delay_least() -> None:
     """Full slots of a few long samples, where all others are even, belong into the middle."""
     lengths = [*range(400, 1400, 20), 2000, 2500, 3000, 4000, 5500, 7500]

@@ -60,6 +60,8 @@ def improve(step: Candidate, objective: Objective, *, keep: float = 0.0) -> Cand
     Returns:
         a step that ends no later.
     """
+    if objective.effort <= keep:
+        return step
     moved = _Moved(step, objective)
     effort = max(1.0, objective.effort - keep)
     hottest = HOTTEST * min(1.0, effort / (HOT_EFFORT * max(1, objective.problem.num_samples)))

@@ -1,8 +1,8 @@
 """The search loop, the same for ranks that run by themselves and for ranks in lockstep.
 
 1. Steps to begin with are simulated; the result ends no later than any of them.
-2. Every number of micro-batches is judged in one shape or two, numbers far apart first, so that
-   little effort sees the whole range, then those beside the best. Of the numbers that did best all
+2. Every number of micro-batches is judged in one shape or two, numbers far apart first, these
+   also with little effort left, then those beside the best. Of the numbers that did best all
    shapes are judged. A verdict that cannot be beaten ends this.
 3. Steps are made of the best shapes of the best numbers. Judges know little of ranks with very
    long samples: where ranks have many samples, numbers beside the one whose steps end first follow
@@ -123,7 +123,8 @@ def _judged(
 
     def judge(shapes: Iterable[Shape], *, quick: bool = False) -> None:
         for shape in shapes:
-            if ranked and (objective.effort <= kept or objective.cannot_be_beaten(ranked[-1][0])):
+            spent = objective.effort <= (0 if quick else kept)
+            if ranked and (spent or objective.cannot_be_beaten(ranked[-1][0])):
                 return
             end = family.judge(shape, quick=quick)
             if end is not None:
