@@ -106,9 +106,9 @@ def test_chains_refuse_only_what_ends_no_sooner(dims: ParallelDims) -> None:
         assert pipeline.simulated(change) >= soonest * (1 - 1e-12)
         if below(3) == 0:
             end = pipeline.simulated(change)
-            pipeline.become(change, end)
             mine.cost -= less
             theirs.cost += more
+            pipeline.become(change, end)
             anew = type(pipeline)(pipeline.ranks, objective)
             assert anew.end == pytest.approx(end, rel=1e-12)
             assert anew.costs == pytest.approx(pipeline.costs, rel=1e-12)

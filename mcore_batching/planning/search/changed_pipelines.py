@@ -23,8 +23,8 @@ from mcore_batching.planning.search.shared_rows import simulated_together
 
 WORTH_A_CHAIN = 1.0005
 """Where a change would make a rank end so many times later, the chain by which is remembered."""
-EFFORT_OF_A_RANK = 2
-"""Moves in lockstep take so much for each rank, for the costliest micro-batch of a slot."""
+SAME_SLOT = 4
+"""One in so many moves in lockstep is within a slot."""
 ON_CHAIN, SAME_RANK = 4, 3
 """Of coupled ranks all but one in so many micro-batches are on the longest chain; one in so many
 pairs is of the same rank."""
@@ -179,27 +179,48 @@ class Pipeline:
 class LockstepRanks(Pipeline):
     """All ranks, which run each slot together."""
 
-    def two_places(self, below: Below) -> tuple[tuple[Rank, int], tuple[Rank, int]]:
-        """The costliest of a slot, and any of one that the end hangs no more on."""
-        (_, slot), (_, other) = super().two_places(below)
+    def __init__(self, ranks: Sequence[Rank], objective: Objective) -> None:
+        super().__init__(ranks, objective)
+        self._costliest = [self._two_costliest(slot) for slot in range(self._count)]
+
+    def _two_costliest(self, slot: int) -> tuple[Rank, float]:
+        """A rank with a slot's costliest micro-batch, and what the next costliest one costs."""
         costliest = max(self.ranks, key=lambda rank: rank.rows[slot].cost)
-        return (costliest, slot), (self.ranks[below(len(self.ranks))], other)
+        others = (rank.rows[slot] for rank in self.ranks)
+        mine = costliest.rows[slot]
+        return costliest, max((row.cost for row in others if row is not mine), default=0.0)
+
+    def two_places(self, below: Below) -> tuple[tuple[Rank, int], tuple[Rank, int]]:
+        """The costliest of a slot, and the cheaper of any two of it or of one that the end hangs no
+        more on."""
+        slot, other = below(self._count), below(self._count)
+        if self.weights[other] > self.weights[slot]:
+            slot, other = other, slot
+        if not below(SAME_SLOT):
+            other = slot
+        ranks = self.ranks
+        early, another = ranks[below(len(ranks))], ranks[below(len(ranks))]
+        if another.rows[other].cost < early.rows[other].cost:
+            early = another
+        return (self._costliest[slot][0], slot), (early, other)
 
     def within(
         self, slot: int, mine: Row, less: float, other: int, theirs: Row, more: float
     ) -> Change:
-        """The change of what the slots cost."""
-        self._objective.effort -= EFFORT_OF_A_RANK * len(self.ranks)
-        shrunk = mine.cost - less
-        for rank in self.ranks:
-            row = rank.rows[slot]
-            if row.cost > shrunk and row is not mine:
-                shrunk = row.cost
-        grown = max(self.costs[other], theirs.cost + more)
+        """The change of what the slots cost, if the costliest of one costs less."""
+        shrunk = max(mine.cost - less, self._costliest[slot][1])
         if slot == other:
             shrunk = max(shrunk, theirs.cost + more)
             return self, slot, shrunk - self.costs[slot], slot, 0.0
+        grown = max(self.costs[other], theirs.cost + more)
         return self, other, grown - self.costs[other], slot, shrunk - self.costs[slot]
+
+    def become(self, change: Change, end: float) -> bool:
+        """As for a rank, whose micro-batches already cost what the change makes them."""
+        sooner = super().become(change, end)
+        for slot in {change[1], change[3]}:
+            self._costliest[slot] = self._two_costliest(slot)
+        return sooner
 
     def room(
         self, slot: int, mine: Row, other: int, theirs: Row, least: float, end: float

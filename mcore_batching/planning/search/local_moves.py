@@ -121,8 +121,10 @@ class _Moved:
     def try_one(self) -> bool:
         """Try a move; True if it made the step better."""
         below, pipelines = self._below, self._pipelines
-        late = pipelines[below(len(pipelines))] if below(2) else self._slowest
-        early = late if below(2) else pipelines[below(len(pipelines))]
+        late = early = self._slowest
+        if not self._objective.lockstep:
+            late = pipelines[below(len(pipelines))] if below(2) else late
+            early = late if below(2) else pipelines[below(len(pipelines))]
         if late is early:
             (giver, slot), (taker, other) = late.two_places(below)
         else:
