@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 
-from mcore_batching.planning import CostModel, ParallelDims
+from mcore_batching.planning import ConfigError, CostModel, ParallelDims
 from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.memory import ModelShape
 
@@ -66,27 +66,31 @@ def first_guess(args: Any, config: Any) -> CostModel:
 
     Args:
         args: Megatron's arguments; the output layer is left out where they do not give its size.
-        config: the model's. One that is no `TransformerConfig` gives the default costs.
+        config: the model's. One that is no `TransformerConfig`, or of no transformer's shape, as
+            without attention, gives the default costs.
     """
     if not isinstance(config, TransformerConfig):
         return CostModel()
     ffn, experts = config.ffn_hidden_size, config.num_moe_experts
     if experts:
         ffn = config.moe_ffn_hidden_size or ffn
-    return CostModel.from_model(
-        hidden=config.hidden_size,
-        ffn=ffn,
-        layers=config.num_layers,
-        heads=config.num_attention_heads,
-        groups=config.num_query_groups,
-        head_dim=config.kv_channels,
-        vocab=getattr(args, "padded_vocab_size", None) or 0,
-        gated=config.gated_linear_unit,
-        experts_per_token=config.moe_router_topk if experts else 1,
-        experts_held=experts // config.expert_model_parallel_size if experts else 1,
-        shared_ffn=(config.moe_shared_expert_intermediate_size or 0) if experts else 0,
-        recompute=config.recompute_granularity == "full",
-    )
+    try:
+        return CostModel.from_model(
+            hidden=config.hidden_size,
+            ffn=ffn,
+            layers=config.num_layers,
+            heads=config.num_attention_heads,
+            groups=config.num_query_groups,
+            head_dim=config.kv_channels,
+            vocab=getattr(args, "padded_vocab_size", None) or 0,
+            gated=config.gated_linear_unit,
+            experts_per_token=config.moe_router_topk if experts else 1,
+            experts_held=experts // config.expert_model_parallel_size if experts else 1,
+            shared_ffn=(config.moe_shared_expert_intermediate_size or 0) if experts else 0,
+            recompute=config.recompute_granularity == "full",
+        )
+    except (ConfigError, TypeError):
+        return CostModel()
 
 
 def model_chunks(model: Any) -> list[Any]:
