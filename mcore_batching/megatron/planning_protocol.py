@@ -190,8 +190,8 @@ class PlanningProtocol:
             sums: list[float] = []
             maxima: list[float] = []
             if self._learns:
-                equal["what was learnt of costs"] = cost_learner().state_dict()
-                sums, maxima = cost_learner().evidence(
+                equal["what was learnt of costs"] = cost_learner(self.model).state_dict()
+                sums, maxima = cost_learner(self.model).evidence(
                     shares_rows=settings.config.max_context_parallel is not None,
                     in_lockstep=settings.dims.expert_parallel > 1,
                 )
@@ -203,7 +203,7 @@ class PlanningProtocol:
         self.settings, self._given = agreed.result
         self._stock = agreed
         if self._learns:
-            learner = cost_learner()
+            learner = cost_learner(self.model)
             packed_by = learner.learnt
             learner.learn(agreed.rank_total, agreed.largest[-1 - self._num_measured : -1])
             self.learnt = packed_by if self._packs_at_once else learner.learnt
@@ -231,7 +231,7 @@ class PlanningProtocol:
         if given is not None:
             return given
         guess = first_guess(self.args, get_model_config(chunks[0]))
-        return cost_learner().begin(guess) if learns_cost_model(self.args) else guess
+        return cost_learner(chunks).begin(guess) if learns_cost_model(self.args) else guess
 
     def share_data(self) -> None:
         """Hand the data to ranks that lack it, and the fields to ranks without samples."""

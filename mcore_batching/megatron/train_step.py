@@ -149,7 +149,7 @@ def train_step(
         checked = is_checked(args, optimizer)
         with (
             recorded(args, prepared.schedule, step),
-            timed(args, prepared),
+            timed(args, model, prepared),
             planned_transfers(args, model, prepared, forward_only=False),
             gradients_measured(model, checked) as largest,
             replayed_step(model),

@@ -175,6 +175,18 @@ def test_what_communication_costs_is_known_within_five_steps(job: Job, ranks: Ra
             assert predicted == pytest.approx(SECONDS_PER_UNIT * truth, rel=0.05)
 
 
+@on(job("two-models", function="alternate", hidden=[LAUNCHES, ATTENTION], num_steps=5))
+def test_an_actor_and_a_critic_have_costs_of_their_own(job: Job, ranks: Ranks) -> None:
+    for states in ranks:
+        assert states == ranks[0]
+        for state, hidden in zip(states, job.parameters["hidden"], strict=True):
+            learnt, row = LearntCosts.from_data(state), (40, 24, 8)
+            truth = CostModel(**hidden).micro_batch(row) * (1 + hidden["backward_ratio"])
+            assert learnt.seconds_per_unit is not None
+            predicted = learnt.seconds_per_unit * learnt.units(row)
+            assert predicted == pytest.approx(SECONDS_PER_UNIT * truth, rel=0.05)
+
+
 @on(job("experts", hidden=ATTENTION, dims={**DIMS, "expert_parallel": 2}, num_steps=7))
 def test_ranks_that_wait_in_every_slot_do_not_take_it_for_work(job: Job, ranks: Ranks) -> None:
     """Every rank measures the time of the costliest row of its slot."""

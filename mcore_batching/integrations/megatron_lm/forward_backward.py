@@ -158,7 +158,7 @@ class PackedForwardBackward:
             reporting(self._args, operation),
             planned_transfers(self._args, chunks, prepared, forward_only=forward_only),
             contextlib.nullcontext() if forward_only else recorded(self._args, schedule, 0),
-            contextlib.nullcontext() if forward_only else timed(self._args, prepared),
+            contextlib.nullcontext() if forward_only else timed(self._args, chunks, prepared),
         ):
             losses, failed = run(prepared, forward_step_func, counts_flops=not forward_only)
         if forward_only:

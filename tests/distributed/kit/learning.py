@@ -44,7 +44,7 @@ STALLED = 3
 """The step that stalls, and that has a NaN for a time and for a loss."""
 
 
-class _HiddenCosts:
+class HiddenCosts:
     """Makes passes take what a hidden model says, on a clock of its own or by sleeping.
 
     Args:
@@ -102,7 +102,8 @@ class _HiddenCosts:
 
 
 @contextlib.contextmanager
-def _own_clock(hidden: _HiddenCosts) -> Iterator[None]:
+def own_clock(hidden: HiddenCosts) -> Iterator[None]:
+    """Let passes be timed by the clock of these costs."""
     clock = pass_times.time
     pass_times.time = SimpleNamespace(perf_counter=hidden.perf_counter)
     try:
@@ -214,11 +215,11 @@ def learn(
         dynamic_batch_record=tempfile.mkdtemp(),  # the first rank's alone is written to
     )
     optimizer = adam(model, distributed=False)
-    costs = _HiddenCosts(seconds_per_unit, sleeps)
+    costs = HiddenCosts(seconds_per_unit, sleeps)
     costs.chunks = shape.virtual_pipeline
     last = dist.get_rank() == dist.get_world_size() - 1
     seen = []
-    with _own_clock(costs), _links(costs, transfer):
+    with own_clock(costs), _links(costs, transfer):
         for step in range(num_steps):
             seed = 1000 * step + parallel_state.get_data_parallel_rank()
             data = samples(num_samples, seed, longest)
@@ -255,6 +256,33 @@ def learn(
     for file in Path(args.dynamic_batch_record).iterdir():
         seen[-1]["recorded"] = file.read_text()
     return seen
+
+
+def alternate(dims: dict[str, Any], hidden: list[dict[str, Any]], num_steps: int) -> list[Any]:
+    """Train several models in turn, each with hidden costs of its own.
+
+    Returns:
+        what was learnt of each.
+    """
+    shape = ParallelDims(**dims)
+    models = [quick_model(shape) for _ in hidden]
+    optimizers = [adam(model, distributed=False) for model in models]
+    args = arguments(
+        shape, max_tokens_per_gpu=CAP, dynamic_batch_cost_model=None, dynamic_batch_plan_effort=60
+    )
+    costs = HiddenCosts(1e-5, sleeps=False)
+    with own_clock(costs):
+        for step in range(num_steps):
+            data = samples(12, 1000 * step + parallel_state.get_data_parallel_rank())
+            for model, optimizer, coefficients in zip(models, optimizers, hidden, strict=True):
+                iterators, counts = get_data_iterator(args, model, data)
+                schedule = schedule_of(iterators)
+                costs.rows, costs.sizes = rows_of(schedule, 0), schedule.row_sizes(0)
+                costs.model = CostModel(**coefficients)
+                with passes_of(model, costs.takes):
+                    train_step(_objective(False), args, model, iterators, counts, optimizer)
+    assert cost_learner() is cost_learner(models[0])
+    return [cost_learner(model).state_dict() for model in models]
 
 
 def _grown(model: CostModel, factor: float) -> CostModel:
