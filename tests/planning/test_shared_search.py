@@ -205,3 +205,12 @@ def test_no_plan_of_one_size_ends_sooner(seed: int) -> None:
         if not rows.oversize:
             fixed = plan_step(lengths, rows.dims, rows.config, rows.cost_model)
             assert end <= predicted_step_time(fixed, lengths) * (1 + 1e-9)
+
+
+def test_a_sample_may_cost_more_on_one_rank_than_the_whole_step() -> None:
+    """Where attention is most of the cost, a row of several ranks ends before one rank could."""
+    dims = ParallelDims(data_parallel=2, context_parallel=2)
+    config = PlannerConfig(max_tokens_per_gpu=96, plan_effort=200, max_context_parallel=4)
+    costs = CostModel(quadratic=1.5, per_micro_batch=256.0, backward_ratio=0.3)
+    plan = plan_step([51, 5, 13], dims, config, costs)
+    assert max(plan.row_size(*place) for place in ((0, 0), (3, 0))) > 1

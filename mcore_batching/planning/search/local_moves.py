@@ -214,7 +214,9 @@ class _Moved:
         if room is None:
             return None
         even, most = room
-        return given, min((abs(more - even), i) for more, i in choices if more <= most)[1]
+        # On fewer ranks a sample may cost more than the step takes, which no chain need tell.
+        fitting = [(abs(more - even), i) for more, i in choices if more <= most]
+        return (given, min(fitting)[1]) if fitting else None
 
     def _swap_slots(self, pipeline: Pipeline, rank: Rank, slot: int, other: int) -> bool:
         """Exchange all of two micro-batches of a rank, neither of them a placeholder."""
