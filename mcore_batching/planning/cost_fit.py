@@ -161,14 +161,27 @@ def communication_fitted(
     of_share = anchor * ordered_sum(r.weight * s * s for r, s in zip(rows, slopes, strict=True))
     of_fixed = ordered_sum(r.weight * r.doublings * r.doublings for r in rows)
     known_share, known_fixed = model.context_parallel_overhead, model.context_parallel_fixed
+    # Every share is tried on sums: rows are a hundred or more, their sizes a handful.
+    sums = {
+        size: [
+            ordered_sum(each)
+            for each in zip(*(_moments(r) for r in rows if r.doublings == size), strict=True)
+        ]
+        for size in sorted({r.doublings for r in rows})
+    }
 
     def fitted(share: float) -> tuple[float, float]:
         """Sum of squared errors, and the fixed cost of a doubling with which it is so."""
-        left = [(r, r.rest - _grown(r.part, share, r.doublings)) for r in rows]
-        above = ordered_sum(r.weight * r.doublings * rest for r, rest in left)
+        left = [(n, _grown(1.0, share, n), *of_size) for n, of_size in sums.items()]
+        above = ordered_sum(n * (rest - grown * part) for n, grown, _, rest, part, *_ in left)
         fixed = max(0.0, (above + anchor * known_fixed * of_fixed) / (of_fixed * (1.0 + anchor)))
-        errors = [rest - r.doublings * fixed for r, rest in left]
-        total = ordered_sum(r.weight * e * e for (r, _), e in zip(left, errors, strict=True))
+        total = ordered_sum(
+            rests
+            - grown * (2.0 * mixed - grown * parts)
+            # Of each error its fixed part, n * fixed, is still to be taken off.
+            - n * fixed * (2.0 * (rest - grown * part) - n * fixed * weight)
+            for n, grown, weight, rest, part, rests, mixed, parts in left
+        )
         off_share, off_fixed = share - known_share, fixed - known_fixed
         total += of_share * off_share * off_share + anchor * of_fixed * off_fixed * off_fixed
         return total, fixed
@@ -183,6 +196,13 @@ def communication_fitted(
         best = min([best, *shares], key=lambda share: fitted(share)[0])
         step /= _SHARES / 2
     return replace(model, context_parallel_overhead=best, context_parallel_fixed=fitted(best)[1])
+
+
+def _moments(row: SharedRow) -> tuple[float, ...]:
+    """What a row adds to the sums from which the squared errors of its size follow."""
+    weight, rest, part = row.weight, row.rest, row.part
+    squares = (rest * rest, rest * part, part * part)
+    return weight, weight * rest, weight * part, *(weight * each for each in squares)
 
 
 def _grown(part: float, share: float, doublings: int) -> float:
