@@ -67,7 +67,7 @@ class LearntCosts:
                 transfers=tuple(Transfer(**each) for each in data.get("transfers", ())),
                 num_steps=int(data["num_steps"]),
             )
-        except (TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, ValueError, OverflowError) as error:
             raise ConfigError(
                 f"expected learnt costs as state_dict gave them, got {data!r:.80} ({error})"
             ) from None
@@ -159,7 +159,7 @@ class StepReview:
     slowest_rank: int
     """The rank whose passes took the longest, against their prediction."""
     slowest_over_predicted: float
-    """Time of its passes over their prediction."""
+    """Time of its passes over their prediction; 0 where ranks shared all rows."""
 
     @property
     def measured_over_predicted(self) -> float:
@@ -182,7 +182,9 @@ class StepReview:
         text = (
             f"a step took {self.measured_seconds:.3g} s, {self.measured_over_predicted:.2f} times "
             f"the predicted {self.predicted_seconds:.3g} s; its passes took "
-            f"{self.passes_over_predicted:.2f} times what was predicted, on rank "
-            f"{self.slowest_rank}, the slowest, {self.slowest_over_predicted:.2f} times"
+            f"{self.passes_over_predicted:.2f} times what was predicted"
         )
+        if self.slowest_over_predicted:
+            text += f", on rank {self.slowest_rank}, the slowest, "
+            text += f"{self.slowest_over_predicted:.2f} times"
         return f"{text}: {self.reason}" if self.reason else text

@@ -221,6 +221,7 @@ def test_a_resumed_job_plans_by_what_was_learnt(job: Job, ranks: Ranks) -> None:
         assert "what was learnt of costs is" in rank["alone"]
         assert rank["flag"].startswith("PlanMismatchError")
         assert "costs are learnt is " in rank["flag"]
+        assert rank["unreadable"]["per_micro_batch"] == 256.0  # the first guess
 
 
 @on(

@@ -11,6 +11,7 @@ from typing import Any
 from mcore_batching.integrations.megatron_lm.arguments import is_on
 from mcore_batching.megatron.arguments import learns_cost_model
 from mcore_batching.megatron.cost_learning import cost_learner
+from mcore_batching.planning import ConfigError
 
 _NAME = "dynamic_batch_learnt_costs"
 
@@ -37,9 +38,16 @@ def keep_learnt_costs(args: Any, predicted: float) -> dict[str, float]:
 def take_over_learnt_costs(args: Any, checkpoint_args: Any) -> None:
     """Go on from what a checkpoint's job had learnt, if this job learns; call it on every rank.
 
+    What cannot be read, as of another version, is learnt anew: it is worth a few steps, not a job.
+
     Args:
         args: Megatron's arguments.
         checkpoint_args: those that the checkpoint holds.
     """
-    if is_on(args) and learns_cost_model(args):
+    if not (is_on(args) and learns_cost_model(args)):
+        return
+    try:
         cost_learner().load_state_dict(getattr(checkpoint_args, _NAME, {}))
+    except ConfigError as error:
+        print(f"mcore_batching: costs are learnt anew: {error}", flush=True)
+        cost_learner().load_state_dict({})

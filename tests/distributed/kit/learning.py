@@ -25,6 +25,7 @@ from kit.model import adam, transformer_config
 from kit.objective import packed_objective
 from kit.operations import passes_of
 from kit.samples import VOCABULARY
+from mcore_batching.integrations.megatron_lm.learnt_costs import take_over_learnt_costs
 from mcore_batching.megatron import (
     CollectiveError,
     cost_learner,
@@ -307,19 +308,27 @@ def resume(**parameters: Any) -> dict[str, Any]:
     Returns:
         what was saved (``state``), and the model that was planned by, or the error: where every
         rank goes on from the state (``resumed``), the first alone does (``alone``), the first alone
-        learns no costs (``flag``).
+        learns no costs (``flag``), a checkpoint holds something else (``unreadable``).
     """
     learn(**parameters)
     state = json.loads(json.dumps(cost_learner().state_dict()))
     found: dict[str, Any] = {"state": state}
     shape = ParallelDims(**parameters["dims"])
     first = dist.get_rank() == 0
-    for name in ("resumed", "alone", "flag"):
+    for name in ("resumed", "alone", "flag", "unreadable"):
         cost_learning._current = None
         if name != "alone" or first:
             cost_learner().load_state_dict(state)
         flag = "fixed" if name == "flag" and first else "auto"
-        args = arguments(shape, max_tokens_per_gpu=CAP, dynamic_batch_cost_model=flag)
+        args = arguments(
+            shape,
+            max_tokens_per_gpu=CAP,
+            dynamic_batch_cost_model=flag,
+            use_dynamic_batch_size=True,
+        )
+        if name == "unreadable":
+            saved = SimpleNamespace(dynamic_batch_learnt_costs={"of": "another version"})
+            take_over_learnt_costs(args, saved)
         try:
             iterators, _ = get_data_iterator(args, quick_model(shape), samples(8, 0))
             found[name] = json.loads(schedule_of(iterators).cost_model.to_json())
