@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from megatron.core import ModelParallelConfig
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from mcore_batching.megatron.topology import first_guess
 from mcore_batching.planning import CostModel
@@ -56,5 +56,23 @@ def test_the_output_layer_is_left_out_where_its_size_is_not_known() -> None:
     assert guess == CostModel.from_model(**SAME, ffn=12)
 
 
-def test_a_model_without_a_shape_has_the_default_costs() -> None:
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"num_attention_heads": 0},
+        {"ffn_hidden_size": 0},
+        {"ffn_hidden_size": None, "num_moe_experts": 4, "moe_ffn_hidden_size": None},
+        {"num_layers": 0},
+    ],
+    ids=str,
+)
+def test_a_model_of_another_shape_has_the_default_costs(odd: dict[str, Any]) -> None:
+    config = TransformerConfig(**SHAPE)
+    for name, value in odd.items():
+        setattr(config, name, value)
+    assert first_guess(ARGS, config) == CostModel()
     assert first_guess(ARGS, ModelParallelConfig()) == CostModel()
+
+
+def test_latent_attention_is_guessed_by_its_heads() -> None:
+    assert first_guess(ARGS, MLATransformerConfig(**SHAPE)).quadratic > 0

@@ -114,7 +114,7 @@ def own_clock(hidden: HiddenCosts) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _links(hidden: _HiddenCosts, transfer: Sequence[float] | None) -> Iterator[None]:
+def _links(hidden: HiddenCosts, transfer: Sequence[float] | None) -> Iterator[None]:
     """Let transfers take so many seconds, and per token; as long as gloo's for None."""
     if transfer is None:
         yield
