@@ -11,16 +11,22 @@ from kit.harness import REPOSITORY, Job, environment, results, run_jobs
 from kit.patience import patience
 
 KINDS = ("dense", "moe", "replay", "learned", "qk")
+TRAINED_KINDS = ("dense-trained", "moe-trained")
+"""Beside `KINDS`, where some test asks for them: several steps in a row."""
 
 
 @pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def references(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
     """Model kind to the file with its reference results."""
+    wanted = {job.parameters.get("reference") for job in _selected(request)}
+    kinds = [*KINDS, *(kind for kind in TRAINED_KINDS if kind in wanted)]
     folder = tmp_path_factory.mktemp("reference")
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     variables = environment(1) | alone | {"MASTER_PORT": "0"}
     done = subprocess.run(
-        [sys.executable, "-m", "kit.reference", str(folder), *KINDS],
+        [sys.executable, "-m", "kit.reference", str(folder), *kinds],
         env=variables,
         cwd=REPOSITORY,
         capture_output=True,
@@ -29,7 +35,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return {kind: str(folder / f"{kind}.pt") for kind in KINDS}
+    return {kind: str(folder / f"{kind}.pt") for kind in kinds}
 
 
 @pytest.fixture(scope="session")
@@ -52,11 +58,7 @@ def ranks(
     number.
     """
     if job.name not in outcomes:
-        selected = {
-            item.callspec.params["job"].name: item.callspec.params["job"]
-            for item in request.session.items
-            if "job" in getattr(getattr(item, "callspec", None), "params", {})
-        }
+        selected = {each.name: each for each in _selected(request)}
         together = [
             with_reference(each, references)
             for each in selected.values()
@@ -64,6 +66,15 @@ def ranks(
         ]
         outcomes |= run_jobs(together, tmp_path_factory.mktemp(f"nproc{job.nproc}"))
     return results(outcomes[job.name])
+
+
+def _selected(request: pytest.FixtureRequest) -> list[Job]:
+    """The jobs of all selected tests."""
+    return [
+        item.callspec.params["job"]
+        for item in request.session.items
+        if "job" in getattr(getattr(item, "callspec", None), "params", {})
+    ]
 
 
 def with_reference(job: Job, references: dict[str, str]) -> Job:

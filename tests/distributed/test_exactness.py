@@ -333,6 +333,46 @@ def test_rows_of_several_sizes_equal_reference(
         assert bool(rank["messages"]["shapes"]) == exchanged
 
 
+EP2_PP2 = {"data_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 2}
+CHANGING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dp2-pp2": ("dense", LAYOUTS["dp2-pp2"][2], {}),
+    "dp2-pp2-vpp2": ("dense", LAYOUTS["dp2-pp2-vpp2"][2], {}),
+    "tp2-sp-pp2": ("dense", LAYOUTS["tp2-sp-pp2"][2], {}),
+    "cp2-pp2": ("dense", LAYOUTS["cp2-pp2"][2], {}),
+    "dp2-pp2-exchange": ("dense", LAYOUTS["dp2-pp2"][2], {"dynamic_batch_exchange": True}),
+    "dp4-shared": ("dense", LAYOUTS["dp4"][2], {"dynamic_batch_context_parallel": 4}),
+    "ep2-pp2": ("moe", EP2_PP2, {"dynamic_batch_exchange": True}),
+}
+"""Layouts, kinds of models and settings in which plans follow costs that change."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(
+            f"{name}-changing-plans",
+            "kit.changing_plans:compare",
+            4,
+            dims,
+            {"dims": dims, "kind": kind, "reference": f"{kind}-trained", "planner": planner},
+        )
+        for name, (kind, dims, planner) in CHANGING.items()
+    ],
+    ids=str,
+)
+def test_training_whose_plans_follow_learnt_costs_equals_reference(
+    job: Job, ranks: list[list[dict[str, Any]]]
+) -> None:
+    """Six steps in a row: no plan of them changes what the ones after it start from."""
+    assert ranks[0][-1]["learnt"] >= 3
+    assert any(step["plan"] != rank[0]["plan"] for rank in ranks for step in rank)
+    for step in (step for rank in ranks for step in rank):
+        assert step["loss"] < METRICS
+        assert step["grad_norm"] < GRADIENTS
+        assert step["weights"] < WEIGHTS
+
+
 @pytest.mark.parametrize(
     "job",
     [

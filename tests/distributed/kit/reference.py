@@ -3,7 +3,7 @@
 Megatron's own model with its own local attention, on plain ``[1, length]`` batches; log-probs by
 `torch.log_softmax`, the loss in one piece, `torch.optim.AdamW`. Run as ``python -m kit.reference
 FOLDER KIND...``; writes to FOLDER/KIND.pt weights and log-probs, and for every objective its value,
-gradients and the weights after one step.
+gradients and the weights after one step; of a kind that ends in `TRAINED` several steps, too.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ from mcore_batching.megatron.standalone.bootstrap import (
     pipeline_config,
 )
 from mcore_batching.planning import ParallelDims
+
+TRAINED = "-trained"
+_NUM_STEPS = 6  # rounding grows with every one, tenfold from the seventh on
 
 
 def plain_model(kind: str, **settings: Any) -> Any:
@@ -85,23 +88,18 @@ def main(folder: str, *kinds: str) -> None:
     initialize_process_group()
     initialize_model_parallel(ParallelDims())
     for kind in kinds:
-        torch.save(_results(kind), Path(folder) / f"{kind}.pt")
+        results = _results(kind.removesuffix(TRAINED), is_trained=kind.endswith(TRAINED))
+        torch.save(results, Path(folder) / f"{kind}.pt")
 
 
-def _results(kind: str) -> dict[str, Any]:
+def _results(kind: str, *, is_trained: bool) -> dict[str, Any]:
     model = plain_model(kind)
     device = next(model.parameters()).device
     samples = {
         key: [v.to(device) if torch.is_tensor(v) else v for v in values]
         for key, values in make_samples().items()
     }
-    log_probs = []
-    for i, (tokens, response) in enumerate(
-        zip(samples["tokens"], samples["response_lengths"], strict=True)
-    ):
-        if kind == "replay":
-            _tell_routers(routed_experts(**ROUTING)[i])
-        log_probs.append(plain_log_probs(model, tokens[None])[0, len(tokens) - response :])
+    log_probs = _log_probs(model, samples, kind)
     parameters = dict(named_parameters([model]))
     weights = {name: p.detach().cpu().clone() for name, p in parameters.items()}
     values = {name: plain_objective(log_probs, samples, name) for name in OBJECTIVES}
@@ -120,8 +118,40 @@ def _results(kind: str) -> dict[str, Any]:
         "weights": weights,
         "log_probs": [each.detach().cpu() for each in log_probs],
         "objectives": objectives,
+        "trajectory": _trajectory(model, samples, kind, weights) if is_trained else [],
         **objectives[DEFAULT_OBJECTIVE],
     }
+
+
+def _log_probs(model: Any, samples: Mapping[str, list[Any]], kind: str) -> list[Tensor]:
+    log_probs = []
+    for i, (tokens, response) in enumerate(
+        zip(samples["tokens"], samples["response_lengths"], strict=True)
+    ):
+        if kind == "replay":
+            _tell_routers(routed_experts(**ROUTING)[i])
+        log_probs.append(plain_log_probs(model, tokens[None])[0, len(tokens) - response :])
+    return log_probs
+
+
+def _trajectory(
+    model: Any, samples: dict[str, list[Any]], kind: str, weights: Mapping[str, Tensor]
+) -> list[dict[str, Any]]:
+    """Of steps in a row on the same samples: loss, norm of gradients, and weights after each."""
+    parameters = dict(named_parameters([model]))
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+    optimizer, steps = plain_adam(model), []
+    for _ in range(_NUM_STEPS):
+        optimizer.zero_grad()
+        loss = plain_objective(_log_probs(model, samples, kind), samples)["loss"]
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
+        optimizer.step()
+        after = {name: p.detach().cpu().clone() for name, p in parameters.items()}
+        steps.append({"loss": float(loss), "grad_norm": float(norm), "weights": after})
+    return steps
 
 
 def _tell_routers(experts: Tensor) -> None:
