@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from kit.stock_jobs import (
     EXCHANGE,
     EXPERTS,
     FLAG,
+    LEARNT,
     NO_AUXILIARY_LOSS,
     OWN_DATA,
     PP2,
@@ -52,10 +54,12 @@ LAYOUTS = {
 
 WITHOUT_LAUNCHER = """
 import os, runpy, sys
-from mcore_batching.megatron import cpu_emulation
+from mcore_batching.megatron import PackedAttention, compat, cpu_emulation
 if cpu_emulation.is_requested():
     cpu_emulation.enable()
 sys.argv = sys.argv[1:]
+if "--use-dynamic-batch-size" in sys.argv:  # what a model without Transformer Engine needs
+    setattr(*compat.local_core_attention_name(), PackedAttention)
 sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -115,8 +119,8 @@ def test_without_the_flag_a_script_trains_bit_for_bit_as_by_itself(
         assert state["args"].consumed_train_samples == 24
 
 
-def log_lines(checkout: Path, words: list[str]) -> list[dict[str, float]]:
-    """Steps of ``pretrain_gpt.py`` on two processes, as its log gives them (7 digits)."""
+def printed(checkout: Path, words: list[str], launch: list[str] = LAUNCHER) -> list[str]:
+    """A line for each step of ``pretrain_gpt.py`` on two processes."""
     variables = environment(2)
     paths = [str(REPOSITORY), str(checkout), variables["PYTHONPATH"]]
     # The attention mask is made in the data loader by default, for which not all releases have a
@@ -125,8 +129,7 @@ def log_lines(checkout: Path, words: list[str]) -> list[dict[str, float]]:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-            *("-m", "mcore_batching.run", str(checkout / "pretrain_gpt.py")),
-            *(*common, *SFT_DATA, *words),
+            *(*launch, str(checkout / "pretrain_gpt.py"), *common, *SFT_DATA, *words),
         ],
         env=variables | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
@@ -135,13 +138,32 @@ def log_lines(checkout: Path, words: list[str]) -> list[dict[str, float]]:
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-4000:]
+    return [line for line in output.splitlines() if re.search(r" iteration +\d+/", line)]
+
+
+def log_lines(checkout: Path, words: list[str]) -> list[dict[str, float]]:
+    """Steps as the log gives them (7 digits)."""
     wanted = ("consumed samples", "learning rate", "lm loss", "grad norm")
     return [
         {name: float(re.findall(rf"{name}: +(\S+)", line)[0]) for name in wanted}
         | {"packed": float("batching/fill" in line)}
-        for line in output.splitlines()
-        if re.search(r" iteration +\d+/", line)
+        for line in printed(checkout, words)
     ]
+
+
+needs_checkouts = pytest.mark.skipif(
+    CHECKOUTS is None,
+    reason="MCORE_BATCHING_MEGATRON_LM is not set: a folder with checkouts of Megatron-LM's "
+    f"releases, {RELEASES[0]} to {RELEASES[-1]}, and branches, {', '.join(BRANCHES)}, their "
+    "dataset helpers compiled",
+)
+
+
+def checkout_of(release: str) -> Path:
+    checkout = Path(CHECKOUTS or "") / release
+    if not checkout.is_dir():
+        pytest.skip(f"no {checkout}")
+    return checkout
 
 
 @pytest.mark.parametrize(
@@ -153,16 +175,9 @@ def log_lines(checkout: Path, words: list[str]) -> list[dict[str, float]]:
         *itertools.product(("core_v0.19.0", *BRANCHES), ("ep2",)),
     ],
 )
-@pytest.mark.skipif(
-    CHECKOUTS is None,
-    reason="MCORE_BATCHING_MEGATRON_LM is not set: a folder with checkouts of Megatron-LM's "
-    f"releases, {RELEASES[0]} to {RELEASES[-1]}, and branches, {', '.join(BRANCHES)}, their "
-    "dataset helpers compiled",
-)
+@needs_checkouts
 def test_megatrons_own_script_unmodified(release: str, dims: str) -> None:
-    checkout = Path(CHECKOUTS or "") / release
-    if not checkout.is_dir():
-        pytest.skip(f"no {checkout}")
+    checkout = checkout_of(release)
     words, flags, consumed = LAYOUTS[dims]
     padded = log_lines(checkout, words)
     flagged = log_lines(checkout, [*words, *flags])
@@ -171,3 +186,59 @@ def test_megatrons_own_script_unmodified(release: str, dims: str) -> None:
     assert [line.pop("packed") for line in flagged] == [1.0] * len(consumed)
     for line, expected in zip(flagged, padded, strict=True):
         assert line == pytest.approx(expected, rel=2e-6)
+
+
+def patched(checkout: Path, release: str, tree: Path) -> Path:
+    """A copy of a checkout with a release's patch in it."""
+    for name in ("megatron", "tools"):
+        shutil.copytree(checkout / name, tree / name)
+    for script in checkout.glob("*.py"):
+        shutil.copy(script, tree)
+    done = subprocess.run(
+        ["git", "apply", str(REPOSITORY / "patches" / f"{release}.patch")],
+        cwd=tree,
+        # Outside any repository, or git would leave out what lies beside it.
+        env={**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return tree
+
+
+def logged(line: str, name: str) -> str | None:
+    """A figure of the plugin's in a line of the log, as it was printed."""
+    found = re.findall(rf"batching/{name}: +(\S+)", line)
+    return found[0] if found else None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("release", "patch"),
+    [
+        *((release, own) for release in RELEASES for own in (None, release)),
+        ("main", "core_v0.19.0"),
+    ],
+)
+@needs_checkouts
+def test_a_resumed_script_plans_by_what_was_learnt(
+    release: str, patch: str | None, tmp_path: Path
+) -> None:
+    """Through the launcher, and in a tree that carries the calls itself."""
+    checkout, launch = checkout_of(release), LAUNCHER
+    if patch is not None:
+        (tmp_path / "tree").mkdir()
+        checkout = patched(checkout, patch, tmp_path / "tree")
+        (tmp_path / "launch.py").write_text(WITHOUT_LAUNCHER)
+        launch = [str(tmp_path / "launch.py")]
+    words = [*steps(6, evaluations=0), *PP2, *FLAG, *LEARNT]
+    folder = str(tmp_path / "saved")
+    whole = printed(checkout, [*words, "--save", folder, "--save-interval", "4"], launch)
+    resumed = printed(checkout, [*words, "--load", folder, "--ckpt-step", "4"], launch)
+    assert (len(whole), len(resumed)) == (6, 2)
+    for name in ("micro-batch cost", "quadratic cost", "backward over forward"):
+        guess, saved, first = (logged(line, name) for line in (whole[0], whole[3], resumed[0]))
+        assert None is not guess != saved == first
+    # The first step of a job that knows nothing has no prediction.
+    assert logged(whole[0], "predicted step seconds") is None
+    assert float(logged(resumed[0], "predicted step seconds") or 0.0) > 0

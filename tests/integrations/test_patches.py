@@ -7,6 +7,7 @@ each name (``core_v0.16.1``, ...). Without it, megatron-core's wheel has to do, 
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -14,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -149,6 +151,37 @@ def test_applies_to_its_release(release: str, tmp_path: Path) -> None:
     for name in FILES:
         compile((tmp_path / name).read_text(), name, "exec")
         assert "mcore_batching" in (tmp_path / name).read_text()
+
+
+def test_applies_to_main_where_it_belongs(tmp_path: Path) -> None:
+    """With offsets: of several places that look alike git takes the nearest."""
+    checkout = checkout_of("main")
+    for name in FILES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(checkout / name, tmp_path / name)
+    apply(tmp_path, "core_v0.19.0")
+    found = {calling: function for name in FILES for calling, function in calls(tmp_path / name)}
+    expected = {
+        "next_batch": "get_batch",
+        "add_arguments": "add_megatron_arguments",
+        "check_arguments": "validate_args",
+        "take_over_learnt_costs": "check_checkpoint_args",
+        "with_batching_statistics": "training_log",
+        "datasets_provider_for": "build_train_valid_test_data_iterators",
+        "wrap_forward_backward train": "train",
+        "wrap_forward_backward evaluate": "evaluate",
+    }
+    assert found == expected
+
+
+def calls(path: Path) -> Iterator[tuple[str, str]]:
+    """What a patched file imports of the plugin, and the function that does."""
+    for function in ast.walk(ast.parse(path.read_text())):
+        for inner in function.body if isinstance(function, ast.FunctionDef) else ():
+            if isinstance(inner, ast.ImportFrom) and inner.module == megatron_lm.__name__:
+                name = inner.names[-1].name
+                is_twice = name == "wrap_forward_backward"
+                yield f"{name} {function.name}" if is_twice else name, function.name
 
 
 def test_applies_to_the_wheel(tmp_path: Path) -> None:
