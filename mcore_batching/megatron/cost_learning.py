@@ -35,6 +35,7 @@ from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.shared_times import (
     NUM_LEAST,
     NUM_SLOTS,
+    Rivals,
     SharedTimes,
     costs_of_slots,
     places_of_slots,
@@ -50,6 +51,11 @@ from mcore_batching.planning.pass_order import stage_order
 _RANKS = 1 << 20
 """More than there are: a rank travels in the lower digits of a number, behind its value."""
 _STEPS_BETWEEN_MESSAGES = 100
+
+_Rows = list[tuple[int, Timing]]
+"""Timed rows with their slots."""
+_TimedRows = tuple[_Rows, Rivals | None]
+"""Those of a step, and what may have been waited for in each slot."""
 
 
 class CostLearner:
@@ -80,11 +86,12 @@ class CostLearner:
         self._is_warm = False
         self._unread: deque[TimedStep] = deque(maxlen=WINDOW_STEPS)
         self._newest: TimedStep | None = None
-        self._steps: deque[list[Timing]] = deque(maxlen=WINDOW_STEPS)
+        self._steps: deque[_TimedRows] = deque(maxlen=WINDOW_STEPS)
         self._shares_rows = self._in_lockstep = False
         self._waiting: tuple[TimedStep, dict[int, Timing]] | None = None
         self._shared: SharedTimes | None = None
-        self._shared_steps: deque[list[Timing]] = deque(maxlen=WINDOW_STEPS)
+        self._rivals: Rivals | None = None
+        self._shared_steps: deque[_TimedRows] = deque(maxlen=WINDOW_STEPS)
         self._last: tuple[float, float, float, float] | None = None
         self._num_reviews = 0
         self._said: dict[str, int] = {}
@@ -159,9 +166,14 @@ class CostLearner:
             predicted = predicted_seconds(schedule, step)
             shared = SharedTimes.of(schedule, step) if schedule.has_sizes_of_rows else None
             own_sizes = [1] * len(rows) if shared is None else list(sizes)
-            self._newest = TimedStep(rows, own_sizes, order, began, marks, predicted, shared)
+            rivals = None
+            if schedule.plans and schedule.dims.expert_parallel > 1:
+                rivals = Rivals.of(*schedule.step_plan(step), schedule.cost_model.window)
+            self._newest = TimedStep(
+                rows, own_sizes, order, began, marks, predicted, shared, rivals
+            )
             self._unread.append(self._newest)
-            self._shared = shared
+            self._shared, self._rivals = shared, rivals
 
     def evidence(
         self, *, shares_rows: bool = False, in_lockstep: bool = False
@@ -180,21 +192,20 @@ class CostLearner:
         newest = None
         least, costs = [0.0] * NUM_LEAST, [math.inf] * NUM_SLOTS
         has_news = 0
-        while self._unread and is_over(self._unread[0].marks[-1]):
+        while self._unread and all(map(is_over, self._unread[0].marks)):
             has_news, step = 1, self._unread.popleft()
             newest = step if step is self._newest else None
             seconds = step.seconds()
             timings = step.timings(seconds)
             if step.shared is not None and step.shared is self._shared:
                 least = step.shared.least(seconds, self.learnt.factor(self._stage))
-            if in_lockstep:
+            if in_lockstep and step.rivals is None:
                 self._waiting = step, timings
                 costs = costs_of_slots([self._units(timings[slot]) for slot in sorted(timings)])
             else:
-                self._count(step, list(timings.values()))
-        sums = evidence(
-            list(self._steps), self.learnt, stage=self._stage, num_stages=self._num_stages
-        )
+                self._count(step, timings.items())
+        steps = [self._counting(*each) for each in self._steps]
+        sums = evidence(steps, self.learnt, stage=self._stage, num_stages=self._num_stages)
         took, expected, measured, predicted = self._last or (0.0, 0.0, 0.0, 0.0)
         self._last = None
         # In thousandths, and the rank behind them: the largest tells both.
@@ -208,12 +219,17 @@ class CostLearner:
         assert self.learnt is not None
         return self.learnt.units(timing.lengths, timing.context_parallel)
 
-    def _count(self, step: TimedStep, timings: Sequence[Timing]) -> None:
+    def _counting(self, rows: _Rows, rivals: Rivals | None) -> list[Timing]:
+        """Of timed rows, those that tell what they cost, by what is known now."""
+        assert self.learnt is not None
+        return [row for _, row in rows] if rivals is None else rivals.costliest(rows, self.learnt)
+
+    def _count(self, step: TimedStep, timings: Iterable[tuple[int, Timing]]) -> None:
         """Learn from these rows of a step, those that other ranks share aside."""
         assert self.learnt is not None
-        alone = [each for each in timings if each.context_parallel == 1]
-        self._steps.append(alone)
-        usable = [each for each in alone if is_usable(each)]
+        alone = [(slot, each) for slot, each in timings if each.context_parallel == 1]
+        self._steps.append((alone, step.rivals))
+        usable = [each for each in self._counting(alone, step.rivals) if is_usable(each)]
         speed = (self.learnt.seconds_per_unit or 0.0) * self.learnt.factor(self._stage)
         span = seconds_between(step.marks[0], step.marks[-1])
         self._last = (
@@ -244,12 +260,8 @@ class CostLearner:
             step, timings = self._waiting
             self._count(step, self._costliest(timings.items(), len(timings), costs))
         if self._shared is not None and least and self._knows_stages:
-            told = self._shared.timings(least)
-            shared = [each for _, each in told]
-            if self._in_lockstep:
-                shared = self._costliest(told, self._shared.num_slots, costs)
-            self._shared_steps.append(shared)
-            for each in shared:
+            self._shared_steps.append((self._shared.timings(least), self._rivals))
+            for each in self._counting(*self._shared_steps[-1]):
                 took += each.forward_seconds + each.backward_seconds
                 expected += (self.learnt.seconds_per_unit or 0.0) * self._units(each)
         self._shared = None
@@ -263,15 +275,18 @@ class CostLearner:
             )
             self._say(self.review)
         transfers = self._trips.learn(total[len(total) - 2 * num_trips :], largest[-num_trips:])
-        self.learnt = relearnt(self.learnt, sums, list(self._shared_steps), transfers)
+        shared = [self._counting(*each) for each in self._shared_steps]
+        self.learnt = relearnt(self.learnt, sums, shared, transfers)
 
     def _costliest(
         self, rows: Iterable[tuple[int, Timing]], num_slots: int, costs: Sequence[float]
-    ) -> list[Timing]:
+    ) -> _Rows:
         """Of rows with their slots, those that no rank of the slot had to wait for longer."""
         places = places_of_slots(num_slots)
         return [
-            row for slot, row in rows if slot in places and self._units(row) == costs[places[slot]]
+            (slot, row)
+            for slot, row in rows
+            if slot in places and self._units(row) == costs[places[slot]]
         ]
 
     @property

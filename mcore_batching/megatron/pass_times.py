@@ -11,7 +11,7 @@ import torch
 
 from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron.schedule import MicroBatchSchedule
-from mcore_batching.megatron.shared_times import SharedTimes
+from mcore_batching.megatron.shared_times import Rivals, SharedTimes
 from mcore_batching.planning.cost_fit import Timing
 from mcore_batching.planning.pass_order import Pass
 
@@ -28,6 +28,7 @@ class TimedStep:
         marks: before and after each pass.
         predicted_seconds: of the whole step; 0 where nothing was known.
         shared: the rows that several ranks share, under dynamic CP alone.
+        rivals: for what ranks wait in every slot, where they do and all rows are known.
     """
 
     rows: list[tuple[int, ...]]
@@ -37,6 +38,7 @@ class TimedStep:
     marks: list[Any]
     predicted_seconds: float
     shared: SharedTimes | None
+    rivals: Rivals | None
 
     def seconds(self) -> dict[Pass, float]:
         """The time of each pass."""

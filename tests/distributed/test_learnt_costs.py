@@ -196,6 +196,35 @@ def test_ranks_that_wait_in_every_slot_do_not_take_it_for_work(job: Job, ranks: 
         assert max(row_errors(step)) < 0.05
 
 
+COSTLY = {**ATTENTION, "context_parallel_overhead": 0.6, "context_parallel_fixed": 10.0}
+
+
+def experts_and_shared_rows(name: str, most: int, hidden: dict[str, float], **dims: int) -> Job:
+    dims = {**DP4, "expert_parallel": 2, **dims}
+    return job(name, hidden=hidden, dims=dims, max_context_parallel=most, num_steps=7)
+
+
+@on(
+    experts_and_shared_rows("experts-and-pairs", 2, COSTLY),
+    pytest.param(
+        experts_and_shared_rows("experts-and-shared-rows", 4, COMMUNICATION),
+        marks=pytest.mark.long,
+    ),
+    pytest.param(
+        experts_and_shared_rows("all-experts", 4, COSTLY, expert_parallel=4),
+        marks=pytest.mark.long,
+    ),
+)
+def test_both_kinds_of_waiting_together_spoil_nothing(job: Job, ranks: Ranks) -> None:
+    """Which row is waited for depends on what communication costs, and the other way round."""
+    assert_agreed(ranks)
+    most = job.parameters["max_context_parallel"]
+    sizes = {row.size for step in ranks[0] for row in StepPlan.from_json(step["whole"]).rows()}
+    assert {1, most} <= sizes
+    for step in ranks[0][LEARNT_BY:]:
+        assert max(row_errors(step)) < 0.05
+
+
 @on(job("faults", hidden=BOTH, faults=True))
 def test_a_stalled_step_and_nans_spoil_nothing(job: Job, ranks: Ranks) -> None:
     assert_agreed(ranks)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import replace
 
 import pytest
 
 from mcore_batching.megatron.shared_times import (
     NUM_LEAST,
     NUM_SLOTS,
+    Rivals,
     SharedTimes,
     costs_of_slots,
     places_of_slots,
 )
+from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig
+from mcore_batching.planning.cost_fit import Timing
+from mcore_batching.planning.learnt_costs import LearntCosts
 from mcore_batching.planning.pass_order import Pass
-from mcore_batching.planning.plan import Row
+from mcore_batching.planning.plan import Row, StepPlan
 
 CHUNKS = 2
 ROWS = [Row(rank=0, slot=1, size=2, samples=(0,)), Row(rank=0, slot=0, size=4, samples=(1, 2))]
@@ -23,7 +28,7 @@ ROWS = [Row(rank=0, slot=1, size=2, samples=(0,)), Row(rank=0, slot=0, size=4, s
 
 def of_rank(own: int) -> SharedTimes:
     lengths = [(700,), (900, 800)]
-    return SharedTimes(rows=ROWS, lengths=lengths, num_slots=2, chunks=CHUNKS, own=own)
+    return SharedTimes(rows=ROWS, lengths=lengths, chunks=CHUNKS, own=own)
 
 
 def passes(own: int, broken: float | None = None) -> dict[Pass, float]:
@@ -73,3 +78,78 @@ def test_of_many_slots_some_are_told() -> None:
     assert all(numbers[place] == slot for slot, place in places.items())
     assert len(costs_of_slots([])) == NUM_SLOTS
     assert dataclasses.replace(of_rank(0), rows=[], lengths=[]).timings([0.0] * NUM_LEAST) == []
+
+
+LENGTHS = [900, 300, 300, 300, 100, 850, 2000, 400]
+RANKS = (((0,), (6,), ()), ((1, 2, 3, 4), (6,), ()), ((5,), (7,), ()), ((), (4, 1), ()))
+"""One long sample or several short ones; a row of two ranks beside rows of one; placeholders."""
+KNOWN = [
+    CostModel(per_micro_batch=fixed, quadratic=quadratic, context_parallel_fixed=latency)
+    for fixed in (0.0, 500.0)
+    for quadratic in (0.0, 1e-4, 1e-2)
+    for latency in (0.0, 1000.0)
+]
+
+
+def plan_of(context_parallel: int | None = None) -> StepPlan:
+    sizes = ((1, 2, 1), (1, 2, 1), (1, 1, 1), (1, 1, 1))
+    return StepPlan(
+        micro_batches=RANKS,
+        num_microbatches=3,
+        sample_indices=tuple(range(len(LENGTHS))),
+        dims=ParallelDims(data_parallel=4, context_parallel=context_parallel or 1),
+        config=PlannerConfig(max_tokens_per_gpu=1000),
+        context_parallel=sizes if context_parallel is None else None,
+    )
+
+
+def timed_rows(plan: StepPlan, size: int | None = None) -> list[tuple[int, Timing]]:
+    return [
+        (
+            row.slot,
+            Timing(
+                lengths=tuple(LENGTHS[i] for i in reversed(row.samples)),
+                forward_seconds=1.0,
+                backward_seconds=2.0,
+                context_parallel=size or row.size,
+            ),
+        )
+        for row in plan.rows()
+    ]
+
+
+@pytest.mark.parametrize("model", KNOWN, ids=str)
+@pytest.mark.parametrize("window", [None, 256])
+def test_the_costliest_row_of_a_slot_is_told_by_any_costs(
+    model: CostModel, window: int | None
+) -> None:
+    plan = plan_of()
+    learnt, timed = LearntCosts(cost_model=replace(model, window=window)), timed_rows(plan)
+    found = Rivals.of(plan, LENGTHS, window).costliest(timed, learnt)
+    for slot in range(plan.num_microbatches):
+        in_slot = [row for of, row in timed if of == slot]
+        costs = [learnt.units(row.lengths, row.context_parallel) for row in in_slot]
+        for row, cost in zip(in_slot, costs, strict=True):
+            is_most = cost == pytest.approx(max(costs), rel=1e-12)
+            assert any(each is row for each in found) == is_most
+
+
+def test_which_row_was_the_costliest_changes_with_the_costs() -> None:
+    plan = plan_of()
+    rivals, timed = Rivals.of(plan, LENGTHS, None), timed_rows(plan)
+    found = [
+        [row.lengths for row in rivals.costliest(timed, LearntCosts(cost_model=each))]
+        for each in KNOWN
+    ]
+    for slot in range(2):
+        assert len({lengths[slot] for lengths in found}) == 2
+    # Of the first slot the longest sample and the most tokens; no other can be the costliest.
+    assert [len(rows) for rows in rivals.rows] == [2, 2, 1]
+
+
+def test_rows_that_all_have_one_size_are_compared_as_they_are_timed() -> None:
+    """Under fixed CP a row is timed as if it were on one rank: all share what that adds."""
+    plan = plan_of(context_parallel=2)
+    learnt = LearntCosts(cost_model=CostModel(context_parallel_fixed=9000.0))
+    found = Rivals.of(plan, LENGTHS, None).costliest(timed_rows(plan, size=1), learnt)
+    assert {sum(row.lengths) for row in found} == {1000, 2000, 0}

@@ -85,15 +85,15 @@ class HiddenCosts:
         """Let a pass take its time, which its own computing is part of.
 
         Where ranks share a row, or experts, they wait for each other: the clock goes on from the
-        latest's, with experts by the time of the slowest.
+        latest's, by the time of the slowest. Blocks of ranks hold each other: the larger waits.
         """
         size = self.sizes[slot]
         cost = self.model.on_ranks(size).micro_batch(self.rows[slot]) / self.chunks
         cost *= self.model.backward_ratio if backward else 1.0
         seconds = self.slower * self._seconds_per_unit * cost
         experts = parallel_state.get_expert_model_parallel_group()
-        waits_for = experts if experts.size() > 1 else row_group(size) if size > 1 else None
-        if waits_for is not None and not self.sleeps:
+        waits_for = experts if experts.size() >= size else row_group(size)
+        if waits_for.size() > 1 and not self.sleeps:
             latest = torch.tensor([self._now, seconds], dtype=torch.float64)
             dist.all_reduce(latest, dist.ReduceOp.MAX, group=waits_for)
             self._now, seconds = latest.tolist()
