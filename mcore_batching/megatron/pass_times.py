@@ -38,7 +38,7 @@ class TimedStep:
     marks: list[Any]
     predicted_seconds: float
     shared: SharedTimes | None
-    rivals: Rivals | None
+    rivals: Rivals | None = None
 
     def seconds(self) -> dict[Pass, float]:
         """The time of each pass."""

@@ -170,10 +170,10 @@ def test_explain_says_where_the_count_comes_from() -> None:
         "first stage holds 14 tokens at most\n"
         "  held back by: the cap of 10 tokens: micro-batches are full, and starting each of them "
         "costs as much as 256 tokens\n"
-        "  would help: max_tokens_per_gpu=20 (1.92 x as fast)"
+        "  would help: max_tokens_per_gpu=20 (1.93 x as fast)"
     )
     spelled = explain(STEP, LENGTHS, lambda argument: f"--cap {argument.value}")
-    assert spelled.endswith("would help: --cap 20 (1.92 x as fast)")
+    assert spelled.endswith("would help: --cap 20 (1.93 x as fast)")
 
 
 def test_explain_of_rounding_scopes_and_foreign_plans() -> None:
