@@ -8,7 +8,8 @@ from mcore_batching.megatron import cpu_request as cpu_request  # before megatro
 from mcore_batching.megatron.arguments import add_dynamic_batch_arguments
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
 from mcore_batching.megatron.attention.specs import packed_layer_spec, use_packed_attention
-from mcore_batching.megatron.cost_learning import CostLearner, cost_learner
+from mcore_batching.megatron.cost_learners import cost_learner
+from mcore_batching.megatron.cost_learning import CostLearner
 from mcore_batching.megatron.data_iterator import (
     DataIterator,
     add_fields,

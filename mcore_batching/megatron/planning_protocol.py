@@ -44,7 +44,7 @@ from mcore_batching.megatron.arguments import (
     planner_config,
 )
 from mcore_batching.megatron.consensus import get_consensus
-from mcore_batching.megatron.cost_learning import cost_learner
+from mcore_batching.megatron.cost_learners import cost_learner
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.recording import open_record
 from mcore_batching.megatron.rollout_batch import RolloutBatch

@@ -25,7 +25,7 @@ from torch import Tensor
 from mcore_batching.batch import PackedMicroBatch, StepTotals
 from mcore_batching.megatron.arguments import log_prob_chunk_tokens
 from mcore_batching.megatron.chunk_forward import run_for_losses
-from mcore_batching.megatron.cost_learning import timed
+from mcore_batching.megatron.cost_learners import timed
 from mcore_batching.megatron.data_iterator import DataIterator, schedule_of
 from mcore_batching.megatron.failure_watch import defer, reporting
 from mcore_batching.megatron.fused_output import tensors_of

@@ -13,7 +13,7 @@ of the rank that waited least, so no sums of them travel.
 
 - Robust, and follows drift: `mcore_batching.planning.damping`.
 - What the rows of the window cannot tell apart, such as a row's fixed cost from its tokens' where
-  all rows are full, stays what it was before.
+  all rows are full, stays what it was before; all the more, the noisier and the fewer they are.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ from mcore_batching.planning.learnt_costs import LearntCosts
 from mcore_batching.planning.transfers import TimedTransfer, learnt_transfers
 
 ANCHOR = 0.002
-"""Weight of the model before over that of the window's passes."""
+"""Least weight of the model before over that of the window's passes."""
+OFF_BEFORE = 0.2
+"""Share of a row's time by which a cost of the model before is taken to be off, once it was learnt
+anew some times; at first all of it. It weighs as a guess with this error does against the window's
+passes with theirs."""
 ANCHOR_OF_SHARED = 0.02
 """Weight of communication's cost before over that of the window's rows on several ranks: these are
 fewer."""
@@ -43,7 +47,7 @@ _LEAST_SHARE = 1e-3
 """Of a row's time, the least that its tokens are taken to need: the unit must not vanish."""
 _ROUNDS = 3
 """Fits of communication in turn with all else, in each step."""
-_NUM_SHARED = 11
+_NUM_SHARED = 13
 
 
 def evidence(
@@ -102,15 +106,18 @@ def _compared(
 def _summed(rows: _Weighted, model: CostModel) -> list[float]:
     """Sums over rows that tell of all but stages, communication being held at the model's."""
     sums = [0.0] * _NUM_SHARED
+    features = _Features(model)
     for weight, timing, of_mean, ratio in rows:
         # Of a mean stage: the target, measured / factor, over the prediction of it is the ratio.
-        x = [value / of_mean for value in _features(timing, model)]
+        x = [value / of_mean for value in features.of(timing)]
         both = timing.forward_seconds + timing.backward_seconds
         entries = (
             *(x[i] * x[j] for i in range(3) for j in range(i, 3)),
             *(value * ratio for value in x),
             timing.forward_seconds / both * ratio,
             timing.backward_seconds / both * ratio,
+            1.0,
+            ratio * ratio,
         )
         for number, entry in enumerate(entries):
             sums[number] += weight * entry
@@ -193,11 +200,16 @@ def _fitted(learnt: LearntCosts, sums: Sequence[float]) -> LearntCosts:
     model = learnt.cost_model
     # Only the proportions of the model before are held on to: speed is known well at once.
     scale, before = _scale(model, matrix, right)
-    for i in range(3):
-        anchor = ANCHOR * matrix[i][i] or 1.0  # a feature that no row has stays what it was
-        matrix[i][i] += anchor
-        right[i] += anchor * scale * before[i]
-    fixed, per_token, per_pair = nonnegative_solution(matrix, right)
+    guess = [scale * cost for cost in before]
+    costs = _anchored(matrix, right, guess, ANCHOR)
+    count, squares = sums[-2:]
+    products = _times(matrix, costs)
+    squared_error = (squares - 2.0 * _dot(right, costs) + _dot(products, costs)) / count
+    off_before = max(OFF_BEFORE, 1.0 / (1 + learnt.num_steps))
+    anchor = squared_error / (count * off_before * off_before)
+    if anchor > ANCHOR:
+        costs = _anchored(matrix, right, guess, min(anchor, 1.0))
+    fixed, per_token, per_pair = costs
     mean_seconds, mean_tokens = right[0] / matrix[0][0], matrix[0][1] / matrix[0][0]
     if mean_tokens > 0:
         per_token = max(per_token, _LEAST_SHARE * mean_seconds / mean_tokens)
@@ -232,7 +244,7 @@ def _faster(learnt: LearntCosts, sums: Sequence[float]) -> LearntCosts:
 
 def _equations(sums: Sequence[float]) -> tuple[list[list[float]], list[float], float | None]:
     """Of the costs of a micro-batch, a token and a pair; and backward over forward, if any."""
-    a, b, c, d, e, f, *right, forward, backward = sums
+    a, b, c, d, e, f, *right, forward, backward, _, _ = sums
     usable = forward > 0 and backward > 0
     return [[a, b, c], [b, d, e], [c, e, f]], right, backward / forward if usable else None
 
@@ -242,11 +254,30 @@ def _scale(
 ) -> tuple[float, list[float]]:
     """Seconds of a unit of a model that suit the equations best, and the model's costs."""
     before = [model.per_micro_batch, model.linear, model.quadratic]
-    products = [ordered_sum(m * x for m, x in zip(row, before, strict=True)) for row in matrix]
-    scale = ordered_sum(r * x for r, x in zip(right, before, strict=True)) / ordered_sum(
-        p * x for p, x in zip(products, before, strict=True)
-    )
-    return scale, before
+    return _dot(right, before) / _dot(_times(matrix, before), before), before
+
+
+def _anchored(
+    matrix: Sequence[Sequence[float]],
+    right: Sequence[float],
+    guess: Sequence[float],
+    anchor: float,
+) -> list[float]:
+    """Costs that suit the equations, and a guess of them with this weight over theirs."""
+    both, targets = [list(row) for row in matrix], list(right)
+    for i, cost in enumerate(guess):
+        weight = anchor * matrix[i][i] or 1.0  # a feature that no row has stays what it was
+        both[i][i] += weight
+        targets[i] += weight * cost
+    return nonnegative_solution(both, targets)
+
+
+def _times(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -> list[float]:
+    return [_dot(row, vector) for row in matrix]
+
+
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    return ordered_sum(a * b for a, b in zip(left, right, strict=True))
 
 
 def _stage_factors(learnt: LearntCosts, sums: Sequence[float]) -> tuple[float, ...]:
@@ -260,15 +291,20 @@ def _stage_factors(learnt: LearntCosts, sums: Sequence[float]) -> tuple[float, .
     return tuple(factor / mean for factor in factors)
 
 
-def _features(timing: Timing, model: CostModel) -> tuple[float, float, float]:
-    """A row's 1, tokens and pairs of tokens, by which its cost grows, on each of its ranks.
+class _Features:
+    """What the cost of a row grows by, communication being held at a model's."""
 
-    What is fixed of communication is a number of tokens.
-    """
-    on_ranks = replace(model, linear=1.0, quadratic=0.0, per_micro_batch=0.0)
-    pairs = replace(model, linear=0.0, quadratic=1.0)
-    if timing.context_parallel > 1:
-        on_ranks = on_ranks.on_ranks(timing.context_parallel)
-        pairs = pairs.on_ranks(timing.context_parallel)
-    tokens = on_ranks.micro_batch(timing.lengths)
-    return 1.0, tokens, ordered_sum(pairs.sample(length) for length in timing.lengths)
+    def __init__(self, model: CostModel) -> None:
+        self._tokens = replace(model, linear=1.0, quadratic=0.0, per_micro_batch=0.0)
+        self._pairs = replace(model, linear=0.0, quadratic=1.0)
+
+    def of(self, timing: Timing) -> tuple[float, float, float]:
+        """A row's 1, tokens and pairs of tokens, on each of its ranks.
+
+        What is fixed of communication is a number of tokens.
+        """
+        tokens, pairs = self._tokens, self._pairs
+        if timing.context_parallel > 1:
+            tokens, pairs = (each.on_ranks(timing.context_parallel) for each in (tokens, pairs))
+        of_pairs = ordered_sum(pairs.sample(length) for length in timing.lengths)
+        return 1.0, tokens.micro_batch(timing.lengths), of_pairs

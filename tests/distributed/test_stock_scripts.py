@@ -21,7 +21,6 @@ from kit.stock_jobs import (
     EXCHANGE,
     EXPERTS,
     FLAG,
-    LEARNT,
     NO_AUXILIARY_LOSS,
     OWN_DATA,
     PP2,
@@ -231,7 +230,7 @@ def test_a_resumed_script_plans_by_what_was_learnt(
         checkout = patched(checkout, patch, tmp_path / "tree")
         (tmp_path / "launch.py").write_text(WITHOUT_LAUNCHER)
         launch = [str(tmp_path / "launch.py")]
-    words = [*steps(6, evaluations=0), *PP2, *FLAG, *LEARNT]
+    words = [*steps(6, evaluations=0), *PP2, *FLAG]
     folder = str(tmp_path / "saved")
     whole = printed(checkout, [*words, "--save", folder, "--save-interval", "4"], launch)
     resumed = printed(checkout, [*words, "--load", folder, "--ckpt-step", "4"], launch)

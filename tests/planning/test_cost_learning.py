@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -148,6 +149,22 @@ def test_noise_and_stalls_do_not_spoil_it(truth: CostModel) -> None:
         if number >= 2:
             assert error(learnt, truth) < 0.12
             assert error(learnt, truth, seed=8) < 0.12
+
+
+def test_noise_alone_tells_nothing_of_rows_of_one_size() -> None:
+    """Their fixed cost and that of their tokens look alike: plans would swing with every step."""
+    truth = CostModel(per_micro_batch=256.0)
+
+    def alike(generator: random.Random) -> list[tuple[int, ...]]:
+        return [(round(2000 * generator.gauss(1, 0.1)),) for _ in range(4)]
+
+    known = [
+        learnt.cost_model.per_micro_batch
+        for learnt in learn(lambda step: truth, num_steps=30, noise=0.3, rows=alike)
+    ]
+    assert max(known) < 4096
+    changes = [after / before for before, after in itertools.pairwise(known[10:]) if before > 0]
+    assert all(0.5 < change < 2.0 for change in changes)
 
 
 @models

@@ -41,7 +41,7 @@ from mcore_batching.integrations.megatron_lm.unpadding import (
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.arguments import has_own_forward_plan
 from mcore_batching.megatron.consensus import agree_after_pipeline
-from mcore_batching.megatron.cost_learning import timed
+from mcore_batching.megatron.cost_learners import timed
 from mcore_batching.megatron.data_iterator import protocol_of
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.failure_watch import reporting

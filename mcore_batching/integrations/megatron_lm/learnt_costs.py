@@ -10,7 +10,7 @@ from typing import Any
 
 from mcore_batching.integrations.megatron_lm.arguments import is_on
 from mcore_batching.megatron.arguments import learns_cost_model
-from mcore_batching.megatron.cost_learning import cost_learner
+from mcore_batching.megatron.cost_learners import cost_learner
 from mcore_batching.planning import ConfigError
 
 _NAME = "dynamic_batch_learnt_costs"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcore_batching.megatron import consensus, cost_learning, row_groups
+from mcore_batching.megatron import consensus, cost_learners, row_groups
 
 _new_group, _destroy_process_group = dist.new_group, dist.destroy_process_group
 _signature = inspect.signature(_new_group)
@@ -57,4 +57,4 @@ def release_groups() -> None:
     """Take back the groups of a finished job."""
     _taken.clear()
     # Else taken for the next job's, whose groups are the same objects.
-    consensus._current = cost_learning._current = row_groups._current = None
+    consensus._current = cost_learners._current = row_groups._current = None

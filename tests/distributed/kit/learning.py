@@ -29,7 +29,7 @@ from mcore_batching.integrations.megatron_lm.learnt_costs import take_over_learn
 from mcore_batching.megatron import (
     CollectiveError,
     cost_learner,
-    cost_learning,
+    cost_learners,
     get_data_iterator,
     pass_times,
     schedule_of,
@@ -316,7 +316,7 @@ def resume(**parameters: Any) -> dict[str, Any]:
     shape = ParallelDims(**parameters["dims"])
     first = dist.get_rank() == 0
     for name in ("resumed", "alone", "flag", "unreadable"):
-        cost_learning._current = None
+        cost_learners._current = None
         if name != "alone" or first:
             cost_learner().load_state_dict(state)
         flag = "fixed" if name == "flag" and first else "auto"
