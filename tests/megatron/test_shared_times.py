@@ -147,6 +147,18 @@ def test_which_row_was_the_costliest_changes_with_the_costs() -> None:
     assert [len(rows) for rows in rivals.rows] == [2, 2, 1]
 
 
+def test_rows_that_are_costlier_within_a_window_are_not_forgotten() -> None:
+    lengths = [1000, *[100] * 10, 720, 720]  # more tokens and pairs than the two last ones
+    plan = StepPlan(
+        micro_batches=((tuple(range(11)),), ((11, 12),)),
+        num_microbatches=1,
+        sample_indices=tuple(range(13)),
+        dims=ParallelDims(data_parallel=2),
+        config=PlannerConfig(max_tokens_per_gpu=2000),
+    )
+    assert [len(Rivals.of(plan, lengths, window).rows[0]) for window in (None, 256)] == [1, 2]
+
+
 def test_rows_that_all_have_one_size_are_compared_as_they_are_timed() -> None:
     """Under fixed CP a row is timed as if it were on one rank: all share what that adds."""
     plan = plan_of(context_parallel=2)
