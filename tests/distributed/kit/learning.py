@@ -93,7 +93,7 @@ class HiddenCosts:
         seconds = self.slower * self._seconds_per_unit * cost
         experts = parallel_state.get_expert_model_parallel_group()
         waits_for = experts if experts.size() >= size else row_group(size)
-        if waits_for.size() > 1 and not self.sleeps:
+        if waits_for is not None and waits_for.size() > 1 and not self.sleeps:
             latest = torch.tensor([self._now, seconds], dtype=torch.float64)
             dist.all_reduce(latest, dist.ReduceOp.MAX, group=waits_for)
             self._now, seconds = latest.tolist()
