@@ -36,6 +36,9 @@ class _Learners:
             self._is_taken = True
         return self._of_models[chunk]
 
+    def has(self, model: Any) -> bool:
+        return unwrap_model(model_chunks(model)[0]) in self._of_models
+
 
 _current: _Learners | None = None
 
@@ -46,13 +49,27 @@ def cost_learner(model: Any = None) -> CostLearner:
     It learns where `learns_cost_model` is true. Not a collective.
 
     Args:
-        model: this rank's model chunks; None: the first model of the job, also before there is one.
+        model: this rank's model chunks; None: the first model of the job whose training is planned,
+            also before there is one.
     """
+    return _learners().of(model)
+
+
+def has_cost_learner(model: Any) -> bool:
+    """True if the training of a model was planned; one that only runs forward learns nothing.
+
+    Args:
+        model: this rank's model chunks.
+    """
+    return _learners().has(model)
+
+
+def _learners() -> _Learners:
     global _current
     groups = parallel_state.get_data_parallel_group()
     if _current is None or _current.groups is not groups:
         _current = _Learners(groups)
-    return _current.of(model)
+    return _current
 
 
 @contextlib.contextmanager

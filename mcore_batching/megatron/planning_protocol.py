@@ -44,7 +44,7 @@ from mcore_batching.megatron.arguments import (
     planner_config,
 )
 from mcore_batching.megatron.consensus import get_consensus
-from mcore_batching.megatron.cost_learners import cost_learner
+from mcore_batching.megatron.cost_learners import cost_learner, has_cost_learner
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.recording import open_record
 from mcore_batching.megatron.rollout_batch import RolloutBatch
@@ -231,7 +231,10 @@ class PlanningProtocol:
         if given is not None:
             return given
         guess = first_guess(self.args, get_model_config(chunks[0]))
-        return cost_learner(chunks).begin(guess) if learns_cost_model(self.args) else guess
+        is_learnt = has_cost_learner(chunks) if self.forward_only else True
+        if is_learnt and learns_cost_model(self.args):
+            return cost_learner(chunks).begin(guess)
+        return guess
 
     def share_data(self) -> None:
         """Hand the data to ranks that lack it, and the fields to ranks without samples."""

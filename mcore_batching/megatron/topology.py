@@ -88,9 +88,16 @@ def first_guess(args: Any, config: Any) -> CostModel:
             experts_held=experts // config.expert_model_parallel_size if experts else 1,
             shared_ffn=(config.moe_shared_expert_intermediate_size or 0) if experts else 0,
             recompute=config.recompute_granularity == "full",
+            window=_window(config),
         )
     except (ConfigError, TypeError):
         return CostModel()
+
+
+def _window(config: Any) -> int | None:
+    """Tokens that each token sees, itself included; None where not all layers have a window."""
+    size, is_mixed = config.window_size, getattr(config, "window_attn_skip_freq", None)
+    return None if size is None or is_mixed or size[0] < 0 else size[0] + 1
 
 
 def model_chunks(model: Any) -> list[Any]:

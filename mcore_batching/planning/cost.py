@@ -32,7 +32,7 @@ def ordered_sum(values: Iterable[float]) -> float:
 
 
 RIDGE_TOKENS = 256
-"""Tokens that a GPU multiplies by a half-precision weight while it reads one: 156 on an A100, 206
+"""Tokens that a GPU multiplies by a half-precision weight while it reads one: 153 on an A100, 206
 on an H200, 281 on a B200, 295 on an H100, dense bfloat16 rate over bandwidth of their data sheets.
 A micro-batch of fewer tokens takes no less time (Williams et al., "Roofline", 2009)."""
 _ALSO_WRITTEN = {"seconds_per_unit", "mean_relative_error", "max_relative_error", "measured_on"}

@@ -50,6 +50,11 @@ class LearntCosts:
                     f"learnt times and factors must be finite and positive, got {value!r}; start "
                     "without what was learnt"
                 )
+        if self.num_steps < 0:
+            raise ConfigError(
+                f"num_steps of learnt costs must be 0 or more, got {self.num_steps}; start without "
+                "what was learnt"
+            )
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> LearntCosts:

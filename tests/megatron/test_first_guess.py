@@ -33,6 +33,9 @@ SAME = {"hidden": 8, "layers": 2, "heads": 2, "gated": False}
             },
             {"ffn": 12, "vocab": 10, "recompute": True},
         ),
+        ({"window_size": (7, 0)}, {"ffn": 12, "vocab": 10, "window": 8}),
+        ({"window_size": (7, 0), "window_attn_skip_freq": 2}, {"ffn": 12, "vocab": 10}),
+        ({"window_size": (-1, -1)}, {"ffn": 12, "vocab": 10}),
         (
             {
                 "num_moe_experts": 8,
@@ -44,7 +47,7 @@ SAME = {"hidden": 8, "layers": 2, "heads": 2, "gated": False}
             {"ffn": 6, "vocab": 10, "experts_per_token": 2, "experts_held": 4, "shared_ffn": 4},
         ),
     ],
-    ids=("dense", "grouped", "recomputed", "experts"),
+    ids=("dense", "grouped", "recomputed", "window", "windows", "no-window", "experts"),
 )
 def test_costs_of_a_transformer(config: dict[str, Any], shape: dict[str, Any]) -> None:
     guess = first_guess(ARGS, TransformerConfig(**SHAPE, **config))

@@ -368,6 +368,7 @@ def test_it_travels_as_json() -> None:
         {"stage_factors": None},
         {"num_steps": None},
         {"num_steps": math.inf},
+        {"num_steps": -1},
     ],
     ids=str,
 )

@@ -35,6 +35,7 @@ from mcore_batching.megatron import (
     schedule_of,
     train_step,
 )
+from mcore_batching.megatron.data_iterator import plan_micro_batches
 from mcore_batching.megatron.pass_times import rows_of
 from mcore_batching.megatron.row_groups import row_group
 from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
@@ -314,7 +315,7 @@ def resume(**parameters: Any) -> dict[str, Any]:
     state = json.loads(json.dumps(cost_learner().state_dict()))
     found: dict[str, Any] = {"state": state}
     shape = ParallelDims(**parameters["dims"])
-    first = dist.get_rank() == 0
+    first, data = dist.get_rank() == 0, samples(8, 0)
     for name in ("resumed", "alone", "flag", "unreadable"):
         cost_learners._current = None
         if name != "alone" or first:
@@ -329,8 +330,11 @@ def resume(**parameters: Any) -> dict[str, Any]:
         if name == "unreadable":
             saved = SimpleNamespace(dynamic_batch_learnt_costs={"of": "another version"})
             take_over_learnt_costs(args, saved)
+        reference = quick_model(shape)
         try:
-            iterators, _ = get_data_iterator(args, quick_model(shape), samples(8, 0))
+            # A model that only runs forward takes nothing of what was saved.
+            plan_micro_batches(args, reference, lambda: data, forward_only=True)
+            iterators, _ = get_data_iterator(args, quick_model(shape), data)
             found[name] = json.loads(schedule_of(iterators).cost_model.to_json())
         except CollectiveError as error:
             found[name] = f"{type(error).__name__}: {error}"
