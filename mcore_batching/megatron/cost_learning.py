@@ -270,7 +270,9 @@ class CostLearner:
                 slowest_over_predicted=int(slowest) // _RANKS / 1000,
             )
             self._say(self.review)
-        transfers = self._trips.learn(total[len(total) - 2 * num_trips :], largest[-num_trips:])
+        transfers = self._trips.learn(
+            total[len(total) - 2 * num_trips :], largest[len(largest) - num_trips :]
+        )
         shared = [self._counting(*each) for each in self._shared_steps]
         self.learnt = relearnt(self.learnt, sums, shared, transfers)
 

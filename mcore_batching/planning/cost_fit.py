@@ -199,7 +199,7 @@ def communication_fitted(
 
 
 def _moments(row: SharedRow) -> tuple[float, ...]:
-    """What a row adds to the sums from which the squared errors of its size follow."""
+    """Terms that a row adds to the sums from which the squared errors of its size follow."""
     weight, rest, part = row.weight, row.rest, row.part
     squares = (rest * rest, rest * part, part * part)
     return weight, weight * rest, weight * part, *(weight * each for each in squares)
@@ -249,6 +249,40 @@ def nonnegative_solution(matrix: Sequence[Sequence[float]], right: Sequence[floa
                 for i, each in zip(chosen, solution, strict=True):
                     found[i] = each / scales[i]
     return found
+
+
+def anchored_solution(
+    matrix: Sequence[Sequence[float]],
+    right: Sequence[float],
+    guess: Sequence[float],
+    anchor: float,
+) -> list[float]:
+    """`nonnegative_solution`, held to a guess of it.
+
+    Args:
+        matrix: likewise.
+        right: likewise.
+        guess: [unknowns]; an unknown of which the equations tell nothing becomes it.
+        anchor: weight of the guess over that of the equations.
+    """
+    both, targets = [list(row) for row in matrix], list(right)
+    for i, value in enumerate(guess):
+        weight = anchor * matrix[i][i] or 1.0
+        both[i][i] += weight
+        targets[i] += weight * value
+    return nonnegative_solution(both, targets)
+
+
+def best_scale(
+    matrix: Sequence[Sequence[float]], right: Sequence[float], guess: Sequence[float]
+) -> float:
+    """The factor times which a guess suits normal equations best."""
+    return dot(right, guess) / dot([dot(row, guess) for row in matrix], guess)
+
+
+def dot(left: Sequence[float], right: Sequence[float]) -> float:
+    """The sum of products, the same on every platform."""
+    return ordered_sum(a * b for a, b in zip(left, right, strict=True))
 
 
 def _solve(

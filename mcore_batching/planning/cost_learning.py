@@ -26,9 +26,11 @@ from mcore_batching.planning.cost import CostModel, ordered_sum
 from mcore_batching.planning.cost_fit import (
     SharedRow,
     Timing,
+    anchored_solution,
+    best_scale,
     communication_fitted,
+    dot,
     is_usable,
-    nonnegative_solution,
 )
 from mcore_batching.planning.damping import damped, has_changed, last_two
 from mcore_batching.planning.learnt_costs import LearntCosts
@@ -199,16 +201,16 @@ def _fitted(learnt: LearntCosts, sums: Sequence[float]) -> LearntCosts:
         return learnt
     model = learnt.cost_model
     # Only the proportions of the model before are held on to: speed is known well at once.
-    scale, before = _scale(model, matrix, right)
-    guess = [scale * cost for cost in before]
-    costs = _anchored(matrix, right, guess, ANCHOR)
+    scale = best_scale(matrix, right, _costs(model))
+    guess = [scale * cost for cost in _costs(model)]
+    costs = anchored_solution(matrix, right, guess, ANCHOR)
     count, squares = sums[-2:]
-    products = _times(matrix, costs)
-    squared_error = (squares - 2.0 * _dot(right, costs) + _dot(products, costs)) / count
+    products = [dot(row, costs) for row in matrix]
+    squared_error = (squares - 2.0 * dot(right, costs) + dot(products, costs)) / count
     off_before = max(OFF_BEFORE, 1.0 / (1 + learnt.num_steps))
     anchor = squared_error / (count * off_before * off_before)
     if anchor > ANCHOR:
-        costs = _anchored(matrix, right, guess, min(anchor, 1.0))
+        costs = anchored_solution(matrix, right, guess, min(anchor, 1.0))
     fixed, per_token, per_pair = costs
     mean_seconds, mean_tokens = right[0] / matrix[0][0], matrix[0][1] / matrix[0][0]
     if mean_tokens > 0:
@@ -233,7 +235,7 @@ def _faster(learnt: LearntCosts, sums: Sequence[float]) -> LearntCosts:
     matrix, right, ratio = _equations(sums)
     if ratio is None:
         return learnt
-    scale, _ = _scale(learnt.cost_model, matrix, right)
+    scale = best_scale(matrix, right, _costs(learnt.cost_model))
     return replace(
         learnt,
         cost_model=replace(learnt.cost_model, backward_ratio=ratio),
@@ -249,35 +251,9 @@ def _equations(sums: Sequence[float]) -> tuple[list[list[float]], list[float], f
     return [[a, b, c], [b, d, e], [c, e, f]], right, backward / forward if usable else None
 
 
-def _scale(
-    model: CostModel, matrix: Sequence[Sequence[float]], right: Sequence[float]
-) -> tuple[float, list[float]]:
-    """Seconds of a unit of a model that suit the equations best, and the model's costs."""
-    before = [model.per_micro_batch, model.linear, model.quadratic]
-    return _dot(right, before) / _dot(_times(matrix, before), before), before
-
-
-def _anchored(
-    matrix: Sequence[Sequence[float]],
-    right: Sequence[float],
-    guess: Sequence[float],
-    anchor: float,
-) -> list[float]:
-    """Costs that suit the equations, and a guess of them with this weight over theirs."""
-    both, targets = [list(row) for row in matrix], list(right)
-    for i, cost in enumerate(guess):
-        weight = anchor * matrix[i][i] or 1.0  # a feature that no row has stays what it was
-        both[i][i] += weight
-        targets[i] += weight * cost
-    return nonnegative_solution(both, targets)
-
-
-def _times(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -> list[float]:
-    return [_dot(row, vector) for row in matrix]
-
-
-def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    return ordered_sum(a * b for a, b in zip(left, right, strict=True))
+def _costs(model: CostModel) -> list[float]:
+    """Of a micro-batch, a token and a pair, the unknowns of the equations."""
+    return [model.per_micro_batch, model.linear, model.quadratic]
 
 
 def _stage_factors(learnt: LearntCosts, sums: Sequence[float]) -> tuple[float, ...]:
@@ -292,7 +268,7 @@ def _stage_factors(learnt: LearntCosts, sums: Sequence[float]) -> tuple[float, .
 
 
 class _Features:
-    """What the cost of a row grows by, communication being held at a model's."""
+    """Numbers by which the cost of a row grows, communication being held at a model's."""
 
     def __init__(self, model: CostModel) -> None:
         self._tokens = replace(model, linear=1.0, quadratic=0.0, per_micro_batch=0.0)

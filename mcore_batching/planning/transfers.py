@@ -23,8 +23,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from mcore_batching.planning.cost import CostModel, ordered_sum
-from mcore_batching.planning.cost_fit import nonnegative_solution
+from mcore_batching.planning.cost import CostModel
+from mcore_batching.planning.cost_fit import anchored_solution, best_scale
 from mcore_batching.planning.damping import damped, has_changed, last_two
 from mcore_batching.planning.errors import ConfigError
 from mcore_batching.planning.parallel_dims import ParallelDims
@@ -227,13 +227,7 @@ def _fitted(
                 matrix[i][j] += weight * x[i] * x[j]
     # Only the proportion is held on to.
     shape = [_shape(before).seconds, _shape(before).seconds_per_token]
-    products = [ordered_sum(m * s for m, s in zip(row, shape, strict=True)) for row in matrix]
-    scale = ordered_sum(r * s for r, s in zip(right, shape, strict=True)) / ordered_sum(
-        p * s for p, s in zip(products, shape, strict=True)
-    )
-    for i in range(2):
-        anchor = ANCHOR * matrix[i][i]
-        matrix[i][i] += anchor
-        right[i] += anchor * scale * shape[i]
-    seconds, per_token = nonnegative_solution(matrix, right)
+    scale = best_scale(matrix, right, shape)
+    guess = [scale * each for each in shape]
+    seconds, per_token = anchored_solution(matrix, right, guess, ANCHOR)
     return Transfer(seconds=seconds, seconds_per_token=per_token)
