@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Field, Schema
@@ -115,6 +115,7 @@ class DataIterator:
         Raises:
             IndexError: all micro-batches have been drawn; `reset` starts again.
         """
+        keys = list(keys)
         schedule = self._rollout.schedule
         micro_batches = schedule.micro_batches
         if self.offset >= len(micro_batches):
@@ -162,7 +163,7 @@ def get_data_iterator(
     rollout_data: dict[str, list[Any]] | None,
     *,
     schema: Schema = DEFAULT_SCHEMA,
-    steps: Sequence[Sequence[int]] | None = None,
+    steps: Iterable[Iterable[int]] | None = None,
     cost_model: CostModel | None = None,
 ) -> tuple[list[DataIterator], list[int]]:
     """Plan this rank's micro-batches together with all other ranks.
@@ -187,11 +188,11 @@ def get_data_iterator(
             a replica (pipeline, tensor, context) may all hold it, or only some: it is then sent
             to those that pass None. A data-parallel rank may have no samples (empty lists).
         schema: the kind of every field; extend it with `Schema.declare` for fields of your own.
-        steps: local sample indices of every optimizer step. None: steps of ``global_batch_size``
-            samples over all ranks, the last one short, each rank giving the share of its samples
-            that falls into it (with equal shards: ``global_batch_size / data_parallel``
-            consecutive ones). ``rollout_data["dynamic_global_batch_size"]`` overrides the
-            argument.
+        steps: local sample indices of every optimizer step, in lists, arrays, tensors or whatever
+            gives them once. None: steps of ``global_batch_size`` samples over all ranks, the last
+            one short, to which each rank gives consecutive samples in proportion to how many it
+            has (``global_batch_size / data_parallel`` where all have as many, and it divides).
+            ``rollout_data["dynamic_global_batch_size"]`` overrides the argument.
         cost_model: what samples and micro-batches cost; None: the one in
             ``--dynamic-batch-cost-model``, or the default one.
 
@@ -242,7 +243,7 @@ def plan_micro_batches(
     read: Callable[[], dict[str, list[Any]] | None],
     *,
     schema: Schema = DEFAULT_SCHEMA,
-    steps: Sequence[Sequence[int]] | None = None,
+    steps: Iterable[Iterable[int]] | None = None,
     cost_model: CostModel | None = None,
     forward_only: bool = False,
 ) -> tuple[list[DataIterator], list[int]]:

@@ -66,7 +66,7 @@ class ExchangingProtocol(PlanningProtocol):
 
         def work() -> tuple[RolloutBatch, Shard]:
             batch = self.batch.resolved()
-            steps = tuple((tuple(step),) for step in batch.steps_of(self.num_samples))
+            steps = tuple((tuple(step),) for step in self._own_steps())
             return batch, Shard(batch.total_lengths, steps)
 
         def says(made: tuple[RolloutBatch, Shard]) -> Statement:

@@ -5,7 +5,8 @@ what others know:
 
 1. take stock: settings and rollout data are read; settings must be the same everywhere;
 2. share data: ranks without data get their replica's, replicas without samples learn the fields;
-   nothing where every rank has samples;
+   nothing where every rank has samples. All know every replica's number of samples by then, of
+   which the steps are cut;
 3. pack: each replica packs its own samples of every optimizer step, and says how soon it would end
    with how many micro-batches;
 4. fill: samples are brought to the count with which the latest rank ends soonest; the ranks of a
@@ -29,7 +30,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from megatron.core import parallel_state
@@ -82,7 +83,8 @@ class PlanningProtocol:
         settings: from `take_stock` on.
         vocabulary_size: of the model, likewise; None where it does not say.
         batch: this replica's samples, from `share_data` on.
-        num_samples: of all data-parallel ranks together, from `share_data` on.
+        shares: samples of every data-parallel rank, from `share_data` on; under `one_step` one
+            entry, of all together.
         plan_digest: of the plans of all data-parallel ranks together, from `lay_out` on.
         learnt: what is known of costs when the plan is made, from `take_stock` on; None where the
             costs are not learnt.
@@ -92,7 +94,7 @@ class PlanningProtocol:
     settings: Settings
     vocabulary_size: int | None
     batch: RolloutBatch
-    num_samples: int
+    shares: list[int]
     plan_digest: str
 
     def __init__(
@@ -102,7 +104,7 @@ class PlanningProtocol:
         read: Callable[[], dict[str, list[Any]] | None],
         *,
         schema: Schema,
-        steps: Sequence[Sequence[int]] | None,
+        steps: Iterable[Iterable[int]] | None,
         cost_model: CostModel | None,
         config: PlannerConfig | None = None,
         forward_only: bool,
@@ -244,7 +246,7 @@ class PlanningProtocol:
             batch, stock = self.consensus.share_within_replica(batch, self._counted)
         assert batch is not None
         somebody_is_empty, minus_populated, *at_once = stock.largest
-        self.num_samples = stock.total[0]
+        self.shares = stock.total
         if self._packs_at_once and not somebody_is_empty:
             fields, minus_fields, *latest = at_once[: 2 + len(self._shards[0].ends)]
             if fields == -minus_fields:  # else packing says which differ
@@ -271,7 +273,20 @@ class PlanningProtocol:
             self._packed_lengths = lengths
             fields = 0 if batch is None else int(digest_of(batch.comparable())[:12], 16)
             largest += [fields, -fields, *self._shards[0].ends]
-        return Statement(largest=largest, total=[len(lengths)])
+        shares = [len(lengths)]
+        if not self.one_step:  # each knows its own, and the sum over ranks has them all
+            place = self.consensus.data_parallel_rank
+            shares = [0] * place + shares + [0] * (len(self.consensus.replicas) - 1 - place)
+        return Statement(largest=largest, total=shares)
+
+    def _own_steps(self) -> list[list[int]]:
+        """Local sample indices of every step."""
+        if self.one_step:
+            return [list(range(len(self.batch.total_lengths)))]
+        shares, place = list(self.shares), self.consensus.data_parallel_rank
+        # Ranks of a replica that read other samples are told so once all have packed.
+        shares[place] = len(self.batch.total_lengths)
+        return self.batch.steps_of(shares, place)
 
     @property
     def _packs_at_once(self) -> bool:
@@ -282,7 +297,7 @@ class PlanningProtocol:
         """The schedule, filled to the count that follows from what is agreed on."""
         [shard] = self._shards
         shard.fill(self._latest_at_once)
-        self.plan_digest = digest_of([self.num_samples, self._latest_at_once])
+        self.plan_digest = digest_of([self.shares, self._latest_at_once])
         return self._schedule(
             (shard.filled[0],), digest_of([self.batch.total_lengths, shard.filled])
         )
@@ -318,6 +333,7 @@ class PlanningProtocol:
             pad_token_id=_pad_token_id(self.args),
             vocabulary_size=self.vocabulary_size,
             plan_digest=self.plan_digest,
+            samples_per_step=self.batch.samples_per_step,
             own_digest=own_digest,
             gather_shards=GatheredShards(self.consensus, Shard(self.batch.total_lengths, chosen)),
             scope=self.scope,
@@ -330,7 +346,6 @@ class PlanningProtocol:
 
         def work() -> tuple[RolloutBatch, list[StepShard]]:
             batch = self.batch.resolved()
-            steps = batch.steps_of(self.num_samples)
             return batch, [
                 StepShard(
                     self.args,
@@ -339,7 +354,7 @@ class PlanningProtocol:
                     [batch.total_lengths[i] for i in indices],
                     self.forward_only,
                 )
-                for indices in steps
+                for indices in self._own_steps()
             ]
 
         def says(packed: tuple[RolloutBatch, list[StepShard]]) -> Statement:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mcore_batching.batch import Schema, make_placeholder
@@ -35,7 +35,7 @@ class RolloutBatch:
     template: dict[str, list[Any]]
     total_lengths: list[int]
     global_batch_size: int | None
-    steps: Sequence[Sequence[int]] | None
+    steps: list[list[int]] | None
     vocabulary_size: int | None
 
     @classmethod
@@ -44,7 +44,7 @@ class RolloutBatch:
         rollout_data: dict[str, list[Any]] | None,
         args: Any,
         schema: Schema,
-        steps: Sequence[Sequence[int]] | None,
+        steps: Iterable[Iterable[int]] | None,
         vocabulary_size: int | None,
     ) -> RolloutBatch | None:
         """Read what the caller gave; None if this rank was given nothing.
@@ -52,7 +52,8 @@ class RolloutBatch:
         Raises:
             TypeError: it is no dict, or ``schema`` is no `Schema`.
             KeyError: a required field is missing.
-            ConfigError: the global batch size is no integer, or negative.
+            ConfigError: the global batch size is no integer, or negative, or ``steps`` are no lists
+                of sample indices.
             ValueError: ``steps`` do not hold every sample once.
             SchemaError: a field's kind is unknown, or a value does not fit it.
         """
@@ -84,9 +85,8 @@ class RolloutBatch:
                 "one value per sample (empty lists on a rank without samples)"
             )
         lengths, _ = read_lengths(data)
-        if steps is not None:
-            _require_cover(steps, len(lengths))
-        batch = cls(data, schema, {}, lengths, size or None, steps, vocabulary_size)
+        listed = None if steps is None else _read_steps(steps, len(lengths))
+        batch = cls(data, schema, {}, lengths, size or None, listed, vocabulary_size)
         return batch.resolved() if lengths else batch
 
     def resolved(self) -> RolloutBatch:
@@ -108,41 +108,78 @@ class RolloutBatch:
             "field kinds": [self.schema[name].kind.name for name in names],
         }
 
-    def fields(self) -> tuple[Schema, dict[str, list[Any]]]:
-        """Schema and template, which a rank without samples takes from one with samples."""
-        return self.schema, self.template
+    def fields(self) -> tuple[Schema, dict[str, list[Any]], int | None]:
+        """What a rank without samples takes from one with samples."""
+        return self.schema, self.template, self.global_batch_size
 
-    def with_fields_of(self, fields: tuple[Schema, dict[str, list[Any]]]) -> RolloutBatch:
-        """Itself if it has samples, else with the fields of a rank that has."""
+    def with_fields_of(
+        self, fields: tuple[Schema, dict[str, list[Any]], int | None]
+    ) -> RolloutBatch:
+        """Itself if it has samples, else with the fields and batch size of a rank that has."""
         if self.total_lengths:
             return self
-        schema, template = fields
+        schema, template, size = fields
         return dataclasses.replace(
-            self, schema=schema, template=template, data={key: [] for key in template}
+            self,
+            schema=schema,
+            template=template,
+            data={key: [] for key in template},
+            global_batch_size=size,
         )
 
-    def steps_of(self, num_samples: int) -> list[list[int]]:
+    @property
+    def samples_per_step(self) -> int | None:
+        """The global batch size if it cuts the steps; None: it does not."""
+        return self.global_batch_size if self.steps is None else None
+
+    def steps_of(self, shares: Sequence[int], rank: int) -> list[list[int]]:
         """Local sample indices of every step.
 
         Args:
-            num_samples: of all data-parallel ranks together.
+            shares: samples of every data-parallel rank.
+            rank: which of them this one is.
         """
         if self.steps is not None:
-            return [list(step) for step in self.steps]
-        mine, total = len(self.total_lengths), num_samples
-        size = self.global_batch_size or max(total, 1)
-        # The first k samples of the whole batch are the first k/total of every rank's.
-        ends = [mine * min(end, total) // total for end in range(size, total + size, size) if total]
-        ends = ends or [0]  # a step of placeholders alone
-        starts = [0, *ends[:-1]]
-        return [list(range(start, end)) for start, end in zip(starts, ends, strict=True)]
+            return self.steps
+        size = self.global_batch_size or max(sum(shares), 1)
+        # A batch without samples is a step of placeholders alone.
+        steps: list[list[int]] = [[] for _ in range(max(-(-sum(shares) // size), 1))]
+        for index, place in enumerate(places_in_order(shares, rank)):
+            steps[place // size].append(index)
+        return steps
 
 
-def _require_cover(steps: Any, num_samples: int) -> None:
-    given: list[int | None] = [None]
+def places_in_order(shares: Sequence[int], rank: int) -> list[int]:
+    """Where a rank's samples stand among those of all ranks, ascending.
+
+        shares 4 2    rank 0: 0 2 3 5    rank 1: 1 4
+
+    The middle of sample i is (2i + 1) / 2n of the way through a share of n. All samples are in
+    order of their middles, equal ones by rank, so that any number of the first are spread over the
+    ranks like the whole. Counted in integers, as ranks must agree to the last sample.
+
+    Args:
+        shares: samples of every rank.
+        rank: whose.
+    """
+    own = shares[rank]
+    return [
+        sum(
+            # How many of a rank's middles come before this one; equal ones count on lower ranks.
+            ((2 * index + 1) * share + own - (other >= rank)) // (2 * own)
+            for other, share in enumerate(shares)
+        )
+        for index in range(own)
+    ]
+
+
+def _read_steps(steps: Any, num_samples: int) -> list[list[int]]:
+    """The caller's steps as lists, which every sample is in once."""
+    read: list[list[int | None]] = [[None]]
     with contextlib.suppress(TypeError):
-        given = [as_integer(index) for step in steps for index in step]
-    if None in given:
+        read = [[as_integer(index) for index in step] for step in steps]
+    given = [index for step in read for index in step if index is not None]
+    if len(given) < sum(map(len, read)):
         raise ConfigError(
             Argument("steps"),
             f" must be one list of sample indices for each optimizer step, got {steps!r:.60}; set ",
@@ -151,8 +188,9 @@ def _require_cover(steps: Any, num_samples: int) -> None:
             Argument("global_batch_size"),
             " samples",
         )
-    if sorted(index for index in given if index is not None) != list(range(num_samples)):
+    if sorted(given) != list(range(num_samples)):
         raise ValueError(
             f"steps must hold each of this rank's {num_samples} samples exactly once, got indices "
             f"{given}"
         )
+    return [[index for index in step if index is not None] for step in read]

@@ -25,6 +25,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from mcore_batching.batch import OrderError, SchemaError
+from mcore_batching.batch.value_shapes import count_of, describe
 
 _DTYPES = (
     torch.float32,
@@ -84,12 +85,13 @@ class SampleMoves:
             SchemaError: a field has not one value for each sample that came from this rank.
         """
         for name, values in columns.items():
-            if len(values) != len(self.brought):
+            count = count_of(values)
+            if count != len(self.brought):
                 raise SchemaError(
                     name,
                     expected=f"one value for each of the {len(self.brought)} samples that this "
                     "rank was given",
-                    found=f"{len(values)} values",
+                    found=describe(values) if count is None else f"{count} values",
                 )
         parts, brought = [], self.brought
         for runs in self.runs_on[self.own % self.sharing :: self.sharing]:

@@ -78,6 +78,7 @@ class MicroBatchSchedule:
         scope: "local" if every sample stayed on its rank, "global" if they were exchanged.
         cost_model: what the plan was made by.
         learnt: of which it is a part, where costs are learnt; else None.
+        samples_per_step: the global batch size that cut the steps; None: none did.
         moves: where samples came from and where they run, in the scope "global" alone.
         plans: of every step, likewise.
     """
@@ -96,6 +97,7 @@ class MicroBatchSchedule:
     scope: Literal["global", "local"]
     cost_model: CostModel
     learnt: LearntCosts | None = None
+    samples_per_step: int | None = None
     own_digest: str = ""
     moves: SampleMoves | None = None
     plans: tuple[GlobalPlan, ...] = ()

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from mcore_batching.planning.bounds import floor_of_totals, step_time_floor
 from mcore_batching.planning.cost import CostModel, ordered_sum
 from mcore_batching.planning.coupled_ranks import blocks_of, coupled_passes
+from mcore_batching.planning.errors import LengthError
+from mcore_batching.planning.integers import entries
 from mcore_batching.planning.pipeline import inflight_tokens, pipeline_time
 from mcore_batching.planning.plan import StepPlan
 from mcore_batching.planning.problem import Problem
@@ -268,6 +270,7 @@ def step_problem(
     Returns:
         the problem of the step's samples; samples of each micro-batch [ranks][slots].
     """
+    lengths = entries("lengths", lengths, LengthError)
     number = {sample: position for position, sample in enumerate(step.sample_indices)}
     problem = Problem.of(
         [lengths[sample] for sample in step.sample_indices],

@@ -63,6 +63,7 @@ def explain(
     Raises:
         InvariantError: the plan is broken.
     """
+    lengths = list(lengths)
     validate_plan(plan, lengths)
     if isinstance(plan, StepPlan):
         return _explain_step(plan, lengths, spell, advice_seconds)

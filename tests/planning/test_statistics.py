@@ -11,11 +11,13 @@ from mcore_batching.planning import (
     ParallelDims,
     PlannerConfig,
     StepPlan,
+    plan_batch,
     plan_step,
     step_statistics,
 )
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.statistics import joined_statistics, shard_statistics
+from mcore_batching.tools.explain import explain
 
 PROPORTIONAL = CostModel(quadratic=0, per_micro_batch=0)
 
@@ -103,3 +105,14 @@ def test_ranks_that_know_their_own_samples_alone_join_to_the_same(
     maxima = [max(each) for each in zip(*(part[1] for part in parts), strict=True)]
     joined, whole = joined_statistics(problem, sums, maxima), step_statistics(step, lengths)
     assert vars(joined) == pytest.approx(vars(whole))
+
+
+def test_lengths_may_be_whatever_gives_them_once() -> None:
+    lengths, groups = [5, 9, 3, 7], ["a", "a", "b", "b"]
+    dims, config = ParallelDims(data_parallel=2), PlannerConfig(max_tokens_per_gpu=16)
+    step = plan_step(lengths, dims, config)
+    assert plan_step(iter(lengths), dims, config) == step
+    assert step_statistics(step, iter(lengths)) == step_statistics(step, lengths)
+    assert explain(step, map(int, lengths)) == explain(step, lengths)
+    by_group = plan_batch(iter(lengths), dims, config, groups=iter(groups), groups_per_step=1)
+    assert [plan.sample_indices for plan in by_group.steps] == [(0, 1), (2, 3)]

@@ -61,6 +61,7 @@ class LiveDataIterator(DataIterator):
 
     def draw(self, keys: Sequence[str]) -> tuple[tuple[int, ...], dict[str, list[Any] | None]]:
         """`get_next` behind the samples' indices, ``()`` for a placeholder."""
+        keys = list(keys)
         micro_batches = self.schedule.micro_batches
         if self.offset >= len(micro_batches):
             raise IndexError(

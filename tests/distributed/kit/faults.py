@@ -202,14 +202,22 @@ def nobody_has_data(dims: dict[str, Any], reference: str) -> dict[str, Any]:
 
 
 def several_steps(
-    dims: dict[str, Any], reference: str, sizes: list[int], batch: int
+    dims: dict[str, Any],
+    reference: str,
+    sizes: list[int],
+    batch: int,
+    planner: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """How samples fall into optimizer steps when rank ``r`` holds ``sizes[r]`` of them."""
+    """How samples fall into optimizer steps when rank ``r`` holds ``sizes[r]`` of them.
+
+    A rank without samples knows no batch size.
+    """
     model = small_model(dims, reference)
     replica = parallel_state.get_data_parallel_rank()
     count = len(make_samples()["tokens"])
     data = take(make_samples(), [i % count for i in range(sizes[replica])])
-    args = arguments(ParallelDims(**dims), global_batch_size=batch)
+    args = arguments(ParallelDims(**dims), **(planner or {}))
+    args.global_batch_size = batch if sizes[replica] else None
     iterators, counts = get_data_iterator(args, model, data)
     optimizer = adam(model, distributed=False)
     trained = [
@@ -353,7 +361,8 @@ def slime_style(dims: dict[str, Any], reference: str) -> dict[str, Any]:
         return torch.empty(0), {"lengths": sums}
 
     outputs = forward_only(f, args, model, iterators, counts)
-    drawn = [iterators[0].get_next(["tokens", "rewards", "values"]) for _ in range(sum(counts))]
+    keys = "tokens", "rewards", "values"
+    drawn = [iterators[0].get_next(key for key in keys) for _ in range(sum(counts))]
     return {
         "seen": seen,
         "outputs": [[float(x) for x in v.unique()] for v in outputs.get("lengths", [])],

@@ -1,0 +1,117 @@
+"""Steps of a rank's samples: as the caller gives them, or cut by a global batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_batching.batch import DEFAULT_SCHEMA
+from mcore_batching.megatron.rollout_batch import RolloutBatch, places_in_order
+from mcore_batching.planning import ConfigError
+
+STEPS = [[3, 1], [0, 2]]
+SHARES = st.lists(st.integers(0, 12), min_size=1, max_size=8)
+
+
+def batch(samples: int, steps: Any = None, size: int | None = None) -> RolloutBatch:
+    data = {
+        "tokens": [[1, 2, 3] for _ in range(samples)],
+        "total_lengths": [3] * samples,
+        "response_lengths": [2] * samples,
+    }
+    read = RolloutBatch.read(
+        data, SimpleNamespace(global_batch_size=size), DEFAULT_SCHEMA, steps, 9
+    )
+    assert read is not None
+    return read
+
+
+@pytest.mark.parametrize(
+    "given_as",
+    [
+        list,
+        tuple,
+        iter,
+        lambda steps: (iter(step) for step in steps),
+        lambda steps: map(tuple, steps),
+        lambda steps: zip(*zip(*steps, strict=True), strict=True),
+        np.array,
+        lambda steps: [np.array(step) for step in steps],
+        torch.tensor,
+        lambda steps: [torch.tensor(step) for step in steps],
+    ],
+    ids=[
+        "list",
+        "tuple",
+        "iter",
+        "generator",
+        "map",
+        "zip",
+        "array",
+        "arrays",
+        "tensor",
+        "tensors",
+    ],
+)
+def test_steps_may_be_whatever_gives_indices(given_as: Callable[[Any], Any]) -> None:
+    """A generator was read by a check, and the whole batch was lost."""
+    read = batch(4, given_as(STEPS)).steps
+    assert read == STEPS
+    assert all(type(index) is int for step in read for index in step)
+
+
+def test_steps_that_were_read_before_are_refused() -> None:
+    steps = iter(STEPS)
+    batch(4, steps)
+    with pytest.raises(ValueError, match="steps must hold each of this rank's 4 samples exactly"):
+        batch(4, steps)
+
+
+@pytest.mark.parametrize("steps", [5, [0, 1, 2, 3], [[0, 1], [2, 3.0]], [[0, 1], None], "0123"])
+def test_steps_without_indices_are_refused(steps: Any) -> None:
+    with pytest.raises(ConfigError, match="steps must be one list of sample indices for each"):
+        batch(4, steps)
+
+
+@given(SHARES)
+def test_samples_stand_in_the_order_of_their_middles(shares: list[int]) -> None:
+    order = sorted(
+        (Fraction(2 * index + 1, 2 * share), rank, index)
+        for rank, share in enumerate(shares)
+        for index in range(share)
+    )
+    place = {(rank, index): number for number, (_, rank, index) in enumerate(order)}
+    for rank, share in enumerate(shares):
+        expected = [place[rank, index] for index in range(share)]
+        assert places_in_order(shares, rank) == expected
+
+
+@given(SHARES, st.integers(1, 20))
+def test_steps_hold_as_many_samples_as_are_asked_for(shares: list[int], size: int) -> None:
+    ranks = [batch(share, size=size).steps_of(shares, rank) for rank, share in enumerate(shares)]
+    whole, left = divmod(sum(shares), size)
+    sizes = [sum(map(len, parts)) for parts in zip(*ranks, strict=True)]
+    assert sizes == ([size] * whole + [left] * bool(left) or [0])
+    for steps, share in zip(ranks, shares, strict=True):
+        assert [index for step in steps for index in step] == list(range(share))
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 3))
+def test_equal_shares_are_cut_alike(each: int, ranks: int, steps: int) -> None:
+    shares = [each * steps] * ranks
+    for rank in range(ranks):
+        cut = batch(each * steps, size=each * ranks).steps_of(shares, rank)
+        assert cut == [list(range(i * each, (i + 1) * each)) for i in range(steps)]
+
+
+def test_without_a_batch_size_all_samples_are_one_step() -> None:
+    assert batch(3).steps_of([3, 5], 0) == [[0, 1, 2]]
+    assert batch(0).steps_of([0, 0], 1) == [[]]
