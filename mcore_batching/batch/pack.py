@@ -20,7 +20,7 @@ from mcore_batching.batch.packed import PackedMicroBatch
 from mcore_batching.batch.response_tokens import loss_masks, predicted_positions, response_tokens
 from mcore_batching.batch.row_layout import Row, padded_offsets, require_alignment
 from mcore_batching.batch.schema import Schema
-from mcore_batching.batch.value_checks import require_index, require_token_id, tensor_of
+from mcore_batching.batch.value_checks import is_tagged, require_index, require_token_id, tensor_of
 from mcore_batching.planning.errors import Argument
 from mcore_batching.planning.integers import entries
 
@@ -91,6 +91,9 @@ def pack(
     weights = loss_masks(
         fields, responses, predicted_at, is_placeholder=is_placeholder, device=device
     )
+    # A padding sample is padding throughout, so that routers do not count its tokens.
+    tags = fields.get("is_padding") or [False] * len(tokens)
+    tagged = [(each, is_tagged("is_padding", i, tags[i])) for i, each in enumerate(tokens)]
 
     def local(full: Tensor, dim: int = 0) -> Tensor:
         return row.local(full, context_parallel_size, context_parallel_rank, dim)
@@ -101,7 +104,7 @@ def pack(
         position_ids=local(_position_ids(row, fields, schema, device), -1).unsqueeze(-2),
         loss_mask=local(_at_positions(predicted_at, weights, row.num_tokens))[None],
         padding_mask=local(
-            row.lay_out([torch.zeros_like(each, dtype=torch.bool) for each in tokens], True)
+            row.lay_out([torch.full_like(*each, dtype=torch.bool) for each in tagged], True)
         )[None],
         cu_seqlens_padded=torch.tensor(row.offsets, dtype=torch.int32, device=device),
         host_cu_seqlens_padded=tuple(row.offsets),

@@ -42,7 +42,7 @@ class PackedMicroBatch:
             batch's position ids field says; ``[axes, 1, T_local]`` if that has several axes.
         loss_mask: float32 ``[1, T_local]``: the mask of the response token that is predicted at
             this position, 0 elsewhere, in placeholders and in samples that are padding.
-        padding_mask: bool ``[1, T_local]``, True for padding.
+        padding_mask: bool ``[1, T_local]``, True for padding, padding samples included.
         cu_seqlens_padded: int32 ``[segments + 1]``, offsets of the padded samples in the full row;
             the row's own padding, where there is any, is one more segment.
         host_cu_seqlens_padded: the same offsets as Python ints.

@@ -6,7 +6,7 @@ Whatever is wrong with the data shows while every rank can still be told.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -166,6 +166,7 @@ def prepare(
     schedule: Callable[[], MicroBatchSchedule],
     *,
     change: Callable[[PackedMicroBatch], PackedMicroBatch] = lambda row: row,
+    alike: Callable[[MicroBatchSchedule], Mapping[str, Any]] = lambda schedule: {},
 ) -> PreparedStep:
     """Collate all micro-batches of a step, and go on only if every rank could.
 
@@ -178,6 +179,7 @@ def prepare(
         step: which optimizer step.
         schedule: gives the schedule; what it raises is raised on every rank.
         change: from a row to the one that the model and the loss get.
+        alike: gives further values by name, the same on every rank.
 
     Raises:
         CollationFailedError: on every rank, if finding or collating the step failed on any.
@@ -200,6 +202,7 @@ def prepare(
                 # their gradients differently.
                 "calculate_per_token_loss": per_token,
                 **{FLAGS[name]: getattr(args, f"dynamic_batch_{name}", False) for name in _ALIKE},
+                **alike(prepared.schedule),
             },
             # The weight is a sum of floats, which another device adds up in another order.
             equal_in_replica={

@@ -7,6 +7,10 @@ wrapper divide losses in ways of their own; `train_step` multiplies by exactly w
 - with ``calculate_per_token_loss`` gradients are summed and then divided by the tokens of the
   step, counted as the micro-batches report them;
 - without it each micro-batch is divided by their number, and ranks are averaged.
+
+Megatron's scheduler counts an optimizer step as a global batch of samples, however many it held.
+So does `train_step`: turns of a trajectory, samples of a short last step and padding samples change
+neither the learning rate nor the consumed samples.
 """
 
 from __future__ import annotations
@@ -56,6 +60,7 @@ from mcore_batching.megatron.topology import is_last_stage, model_chunks
 from mcore_batching.megatron.transfer_shapes import planned_transfers
 from mcore_batching.megatron.validation import check_logits
 from mcore_batching.megatron.warm_up import warm_up_at_cap
+from mcore_batching.planning import Argument, ConfigError, at_least
 
 _OPERATION = "train_step"
 
@@ -72,10 +77,15 @@ class TrainStepResult:
         metrics: name to the mean over the step, ``loss`` among them; on ranks of the last
             pipeline stage, empty elsewhere.
         grad_norm: norm of all gradients before clipping; None where the optimizer gives none.
-        update_successful: False if the step was skipped: by the optimizer (overflow in mixed
-            precision), or for a loss or gradient that is not finite, on request.
+        update_successful: False if the step was skipped, which leaves weights, optimizer and
+            scheduler alone: by the optimizer (overflow in mixed precision), for a loss or gradient
+            that is not finite, on request, or because the step has no sample on any rank, padding
+            samples aside.
         totals: what the samples of the step add up to, over all ranks.
         num_microbatches: forward passes of this rank, placeholders included.
+        consumed_samples: samples that the step counts as, to be added to Megatron's
+            ``args.consumed_train_samples``, skipped or not: 0 without any sample, else the
+            increment; None where it is not known.
     """
 
     metrics: dict[str, float]
@@ -83,6 +93,7 @@ class TrainStepResult:
     update_successful: bool
     totals: StepTotals
     num_microbatches: int
+    consumed_samples: int | None
 
 
 def train_step(
@@ -95,10 +106,13 @@ def train_step(
     opt_param_scheduler: Any = None,
     *,
     step: int = 0,
+    increment: int | None = None,
 ) -> TrainStepResult:
     """Forward, backward and one update over the micro-batches of one optimizer step.
 
-    A collective over all ranks.
+    A collective over all ranks. A step without samples, or of padding samples alone, updates
+    nothing: an optimizer with momentum would move the weights without a gradient. A step of samples
+    without trainable tokens is an update, as it is unpacked.
 
     Args:
         loss_function: called on the last stage with the logits
@@ -111,10 +125,18 @@ def train_step(
         data_iterator: from `get_data_iterator`.
         num_microbatches: from `get_data_iterator`.
         optimizer: Megatron's optimizer.
-        opt_param_scheduler: Megatron's scheduler, advanced by the samples of the step; None: none.
+        opt_param_scheduler: Megatron's scheduler, advanced by `increment` if the weights were
+            updated; None: none.
         step: which of the schedule's steps.
+        increment: samples that the step counts as in the scheduler's ``lr_decay_steps``, over all
+            ranks: what Megatron multiplies ``train_iters`` by. Where a trajectory has several
+            samples, prompts per step times trajectories per prompt. None: the global batch size
+            that cut the steps; with ``steps`` of your own there is none, so a scheduler needs
+            `increment`.
 
     Raises:
+        ConfigError: `increment` is not an integer of 1 or more, or is needed and not there; a
+            `CollationFailedError` where not on all ranks.
         NonFiniteError: on every rank, if a loss or gradient is NaN or infinite on any; nothing is
             updated.
         PipelineFailedError: on every rank that can still be reached, if the model, the schedule or
@@ -137,7 +159,11 @@ def train_step(
             let_rows_have_groups(model_chunks(model))
         return found
 
-    prepared = prepare(args, model, _OPERATION, step, schedule)
+    def alike(found: MicroBatchSchedule) -> dict[str, Any]:
+        counted = _increment(increment, found, is_needed=opt_param_scheduler is not None)
+        return {"increment": counted}
+
+    prepared = prepare(args, model, _OPERATION, step, schedule, alike=alike)
     model = model_chunks(model)
 
     def run_largest(rows: PreparedStep) -> Sequence[Exception]:
@@ -164,16 +190,38 @@ def train_step(
         raise_on_all(args, _OPERATION, agreed.faults)
     with reporting(args, f"{_OPERATION}, after the pipeline"):
         metrics = summed_metrics(made.shares, agreed.names) if is_last_stage() else {}
-        update_successful, grad_norm = _updated(model, optimizer, skip=not agreed.are_finite)
+        has_samples = prepared.totals.num_samples > 0
+        is_skipped = not (has_samples and agreed.are_finite)
+        update_successful, grad_norm = _updated(model, optimizer, skip=is_skipped)
+        counted = _increment(increment, prepared.schedule) if has_samples else 0
         if update_successful and opt_param_scheduler is not None:
-            opt_param_scheduler.step(increment=prepared.totals.num_samples)
+            opt_param_scheduler.step(increment=counted)
     return TrainStepResult(
         metrics=metrics,
         grad_norm=grad_norm,
         update_successful=update_successful,
         totals=prepared.totals,
         num_microbatches=len(prepared.rows),
+        consumed_samples=counted,
     )
+
+
+def _increment(
+    given: int | None, schedule: MicroBatchSchedule, *, is_needed: bool = False
+) -> int | None:
+    """Samples that a step counts as; None where neither the caller nor the schedule says."""
+    if given is not None:
+        return at_least("increment", given, 1, ConfigError)
+    if schedule.samples_per_step is None and is_needed:
+        raise ConfigError(
+            "the steps were not cut by ",
+            Argument("global_batch_size"),
+            ", so nothing says how many samples one counts as in opt_param_scheduler; set ",
+            Argument("increment"),
+            " to what lr_decay_steps counts a step as: prompts per step times trajectories per "
+            "prompt, however many samples they have (1 where it counts steps)",
+        )
+    return schedule.samples_per_step
 
 
 def _forward_backward(

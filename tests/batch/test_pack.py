@@ -139,6 +139,8 @@ def test_whatever_a_placeholder_or_padding_sample_holds_its_mask_is_zero() -> No
     samples["loss_masks"] = [torch.ones(3), torch.ones(2)]
     (row,) = pack_on_all_ranks(samples | {"is_padding": [True, False]})
     assert row.loss_mask.tolist() == [[0, 0, 0, 0, 0, 0, 0, 1, 1, 0]]
+    # Nor does a router count its tokens.
+    assert row.padding_mask.tolist() == [[True] * 4 + [False] * 6]
     (row,) = pack_on_all_ranks(samples, sample_indices=(), is_placeholder=True)
     assert row.loss_mask.sum() == 0
 

@@ -283,21 +283,41 @@ def test_replica_without_data_is_named(job: Job, ranks: list[dict[str, Any]]) ->
         job("steps-short", "several_steps", {"data_parallel": 2}, 2, sizes=[5, 5], batch=4),
         job("steps-uneven", "several_steps", {"data_parallel": 2}, 2, sizes=[9, 1], batch=5),
         job("steps-none", "several_steps", {"data_parallel": 2}, 2, sizes=[9, 0], batch=4),
+        job("steps-one", "several_steps", {"data_parallel": 2}, 2, sizes=[5, 4], batch=1),
+        job("steps-few", "several_steps", {"data_parallel": 4}, 4, sizes=[1, 1, 1, 1], batch=2),
+        job("steps-all", "several_steps", {"data_parallel": 2}, 2, sizes=[3, 2], batch=64),
+        *(
+            job(
+                f"steps-{name}",
+                "several_steps",
+                {"data_parallel": 2},
+                2,
+                sizes=[5, 2],
+                batch=3,
+                planner=planner,
+            )
+            for name, planner in (
+                ("exchanged", {"dynamic_batch_exchange": True}),
+                ("shared", {"dynamic_batch_context_parallel": 2}),
+            )
+        ),
     ],
     ids=str,
 )
 def test_steps_depend_on_the_batch_alone(job: Job, ranks: list[dict[str, Any]]) -> None:
-    """⌈samples / global_batch_size⌉ optimizer steps, every sample in exactly one of them."""
+    """Whole steps of ``global_batch_size`` samples and a short one, every sample in one of them.
+
+    Each rank's share was rounded down: 1, 1, 1, 1 in steps of 2 gave steps of 0 and 4.
+    """
     sizes, batch = job.parameters["sizes"], job.parameters["batch"]
-    number = -(-sum(sizes) // batch)
+    whole, left = divmod(sum(sizes), batch)
     for rank, size in zip(ranks, sizes, strict=True):
-        assert len(rank["steps"]) == number
-        assert [i for step in rank["steps"] for i in step] == list(range(size))
-        assert sum(rank["trained"]) == sum(sizes)
+        assert rank["trained"] == [batch] * whole + [left] * bool(left)
+        if "planner" not in job.parameters:  # else they run elsewhere
+            assert [i for step in rank["steps"] for i in step] == list(range(size))
         assert rank["outputs"] == size
-    if sizes[0] == sizes[1]:
-        assert ranks[0]["trained"][:-1] == [batch] * (number - 1)
-        assert ranks[0]["steps"] == ranks[1]["steps"]
+    if sizes[0] == sizes[1] and batch % len(sizes) == 0:
+        assert ranks[0]["steps"][:whole] == ranks[1]["steps"][:whole]
 
 
 @pytest.mark.parametrize(
@@ -415,6 +435,8 @@ ON_ONE_RANK = {
         "other shapes": ("PlanMismatchError", "rank 2: --dynamic-batch-no-planned-shapes is True"),
         "other output layer": ("PlanMismatchError", "rank 2: --dynamic-batch-fuse-output-layer is"),
         "other warm-up": ("PlanMismatchError", "rank 2: --dynamic-batch-warm-up-at-cap is True"),
+        # Learning rates would part.
+        "other increment": ("PlanMismatchError", "rank 2: increment is 7, on rank 0 it is None"),
         "data is a list": ("PlanningFailedError", "rank 2: TypeError: rollout_data must be a dict"),
         "data is nowhere": (
             "PlanningFailedError",

@@ -195,6 +195,7 @@ _WRONG: dict[str, Callable[[_Calls], Any]] = {
     "other warm-up": lambda calls: calls.train(
         args=arguments(calls.dims, dynamic_batch_warm_up_at_cap=True)
     ),
+    "other increment": lambda calls: calls.train(increment=7),
     "data is a list": lambda calls: get_data_iterator(calls.args, calls.model, [1]),
     "data is nowhere": lambda calls: calls.plan(
         advantages=[values.to("meta") for values in calls.data["advantages"]]
