@@ -15,8 +15,9 @@ sampled: it shows the engine at work, and does not make a good player.
 
 The second makes one. After a short supervised start the policy plays a game of several turns,
 token by token over the pipeline, and learns from what it won. A step takes the samples of
-``--groups-per-step`` prompts, so the number of steps does not depend on how many turns were
-played, nor on whether a sample is a whole game or, with ``--step-wise``, one turn.
+``--groups-per-step`` prompts, so neither the number of steps nor the learning rate
+(``--lr-decay-style``) depends on how many turns were played, nor on whether a sample is a whole
+game or, with ``--step-wise``, one turn.
 
 Writes, under ``--out``: ``dynamic/`` and ``baseline/`` with ``metrics.jsonl`` (a line an
 iteration), ``settings.json`` and ``micro_batches.png``; ``comparison.png`` once both are there;

@@ -22,6 +22,7 @@ class StepMetrics:
         kl: estimate of the KL divergence to the reference policy, nats per token.
         clipped: share of trainable tokens whose ratio was clipped.
         grad_norm: of all gradients, before clipping.
+        learning_rate: of the update.
         num_microbatches: of each rank.
         seconds: forward, backward and update.
     """
@@ -31,6 +32,7 @@ class StepMetrics:
     kl: float
     clipped: float
     grad_norm: float
+    learning_rate: float
     num_microbatches: int
     seconds: float
 

@@ -14,7 +14,7 @@ from batches import share_of_rank
 from megatron.core import parallel_state
 from metrics import OnlineMetrics
 from objective import GRPOObjective
-from policy import build_adam, build_policy_and_reference, copy_weights
+from policy import build_adam, build_policy_and_reference, build_scheduler, copy_weights
 from sampling import play
 from trajectories import MAX_TOKENS, Trajectory, samples_of
 from update import Learner, update
@@ -55,10 +55,15 @@ def train_online(
     )
     warm_start(options, policy, on_warm_start)
     copy_weights(policy, reference)
+    # A step counts as the games of its prompts, not as the samples, which grow with the turns.
+    games_per_step = options.groups_per_step * options.trajectories_per_prompt
+    num_steps = options.iterations * -(-options.prompts_per_iteration // options.groups_per_step)
+    optimizer = build_adam(policy, options.lr)
     learner = Learner(
         policy,
         reference,
-        build_adam(policy, options.lr),
+        optimizer,
+        build_scheduler(optimizer, options.lr_decay_style, num_steps * games_per_step),
         GRPOObjective(clip=options.clip, kl_coefficient=options.kl_coefficient),
     )
     spans: list[timeline.Span] = []
@@ -85,6 +90,7 @@ def train_online(
             options,
             data,
             steps=steps_of_rank(data["uids"], uids, options.groups_per_step),
+            increment=games_per_step,
             record=iteration == options.iterations - 1,
         )
         spans = done.spans

@@ -40,6 +40,7 @@ AT_LEAST_ONE = (
     "trajectories_per_prompt",
     "groups_per_step",
 )
+LR_DECAY_STYLES = ("constant", "linear", "cosine")
 NOT_SETTINGS = ("out", "baseline", "compare")
 """Options in which two runs may differ and still be compared."""
 
@@ -75,6 +76,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     job.add_argument("--num-layers", type=int, default=4)
     job.add_argument("--hidden-size", type=int, default=128)
     job.add_argument("--lr", type=float, default=3e-4)
+    job.add_argument("--lr-decay-style", choices=LR_DECAY_STYLES, default="constant")
     job.add_argument("--clip", type=float, default=0.2)
     job.add_argument("--kl-coefficient", type=float, default=0.05)
     job.add_argument("--seed", type=int, default=1234)

@@ -1,4 +1,4 @@
-"""A small Megatron `GPTModel` as policy, its frozen copy as reference, and the optimizer."""
+"""A small Megatron `GPTModel` as policy, its frozen copy, the optimizer and its scheduler."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from byte_tokens import VOCABULARY
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_batching.megatron.attention import uses_transformer_engine
@@ -71,6 +72,7 @@ def build_adam(policy: list[Any], learning_rate: float) -> Any:
     config = OptimizerConfig(
         optimizer="adam",
         lr=learning_rate,
+        min_lr=0.0,
         weight_decay=0.0,
         adam_beta1=0.9,
         adam_beta2=0.95,
@@ -80,6 +82,29 @@ def build_adam(policy: list[Any], learning_rate: float) -> Any:
         clip_grad=1.0,
     )
     return build_optimizer(policy, config)
+
+
+def build_scheduler(optimizer: Any, decay_style: str, num_samples: int) -> OptimizerParamScheduler:
+    """Megatron's scheduler: from the optimizer's learning rate to 0, unless it is constant.
+
+    Args:
+        optimizer: from `build_adam`.
+        decay_style: as in Megatron's ``--lr-decay-style``.
+        num_samples: of the whole job, as its steps count them.
+    """
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=optimizer.param_groups[0]["max_lr"],
+        min_lr=0.0,
+        lr_warmup_steps=0,
+        lr_decay_steps=num_samples,
+        lr_decay_style=decay_style,
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=num_samples,
+        wd_incr_style="constant",
+    )
 
 
 def _transformer_config(dims: ParallelDims, num_layers: int, hidden_size: int) -> TransformerConfig:

@@ -11,7 +11,7 @@ from batches import groups_of_iteration, rollout_data, share_of_rank
 from megatron.core import parallel_state
 from metrics import IterationMetrics
 from objective import GRPOObjective
-from policy import build_adam, build_policy_and_reference
+from policy import build_adam, build_policy_and_reference, build_scheduler
 from rollouts import Rollout
 from update import Learner, update
 
@@ -48,16 +48,24 @@ def train(
         max_sequence_length=longest,
         seed=options.seed,
     )
+    chosen_groups = [
+        groups_of_iteration(groups, iteration, options.prompts_per_iteration)
+        for iteration in range(options.iterations)
+    ]
+    # Steps of samples count as the global batch size, the last of an iteration, too.
+    samples_per_step = options.global_batch_size
+    num_steps = sum(-(-sum(map(len, chosen)) // samples_per_step) for chosen in chosen_groups)
+    optimizer = build_adam(policy, options.lr)
     learner = Learner(
         policy,
         reference,
-        build_adam(policy, options.lr),
+        optimizer,
+        build_scheduler(optimizer, options.lr_decay_style, num_steps * samples_per_step),
         GRPOObjective(clip=options.clip, kl_coefficient=options.kl_coefficient),
     )
     args = baseline_arguments(options) if one_sample_a_micro_batch else options
     spans: list[timeline.Span] = []
-    for iteration in range(options.iterations):
-        chosen = groups_of_iteration(groups, iteration, options.prompts_per_iteration)
+    for iteration, chosen in enumerate(chosen_groups):
         mine = share_of_rank(chosen, parallel_state.get_data_parallel_rank(), dims.data_parallel)
         done = update(learner, args, rollout_data(mine), record=iteration == options.iterations - 1)
         spans = done.spans

@@ -33,12 +33,14 @@ class Learner:
         policy: this rank's model chunks in Megatron's data-parallel wrapper.
         reference: this rank's chunks of the frozen policy that the KL term holds on to.
         optimizer: of the policy.
+        scheduler: of its learning rate.
         objective: the loss.
     """
 
     policy: list[Any]
     reference: list[Any]
     optimizer: Any
+    scheduler: Any
     objective: GRPOObjective
 
 
@@ -70,6 +72,7 @@ def update(
     data: dict[str, list[Any]],
     *,
     steps: Sequence[Sequence[int]] | None = None,
+    increment: int | None = None,
     record: bool = False,
 ) -> Update:
     """Score this rank's samples, then take the optimizer steps.
@@ -81,6 +84,7 @@ def update(
         args: the flags of the engine.
         data: of this data-parallel rank, ``advantages`` included.
         steps: as `get_data_iterator` takes them.
+        increment: as `train_step` takes it, with `steps`.
         record: time every micro-batch of the first step.
     """
     started = time.monotonic()
@@ -98,6 +102,7 @@ def update(
     taken = []
     for step in range(len(counts)):
         recorded = record and step == 0
+        learning_rate = float(learner.optimizer.param_groups[0]["lr"])
         before = time.monotonic()
         with timeline.record(learner.policy) if recorded else contextlib.nullcontext() as recorder:
             result = train_step(
@@ -107,7 +112,9 @@ def update(
                 iterators,
                 counts,
                 learner.optimizer,
+                learner.scheduler,
                 step=step,
+                increment=increment,
             )
         seconds = time.monotonic() - before
         if recorder is not None:
@@ -116,6 +123,7 @@ def update(
             StepMetrics(
                 **from_last_stage(result.metrics),
                 grad_norm=result.grad_norm or 0.0,
+                learning_rate=learning_rate,
                 num_microbatches=result.num_microbatches,
                 seconds=seconds,
             )

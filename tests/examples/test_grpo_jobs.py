@@ -18,7 +18,7 @@ SECONDS = 300
 RECORDED = ["--pp=2", "--vpp=2", "--num-layers=4", "--hidden-size=32", "--iterations=2"]
 RECORDED += ["--prompts-per-iteration=4", "--global-batch-size=8", "--max-tokens-per-gpu=512"]
 ONLINE = ["--online", "--iterations=2", "--prompts-per-iteration=6", "--groups-per-step=4"]
-ONLINE += ["--warm-start-steps=50", "--max-tokens-per-gpu=256"]
+ONLINE += ["--warm-start-steps=50", "--max-tokens-per-gpu=256", "--lr-decay-style=linear"]
 
 
 def run_grpo(nproc, *flags):
@@ -132,8 +132,11 @@ def test_a_turn_is_a_sample_only_step_by_step(online):
     assert [each.samples for each in turns] == [each.turns for each in turns]
     # The warm start has taught it enough for games of several turns.
     assert turns[0].turns > 48 + 4
-    # Optimizer steps depend on prompts alone.
-    assert {len(each.steps) for run in (whole, turns) for each in run} == {2}
+    # Optimizer steps and the learning rate depend on prompts alone.
+    for run in (whole, turns):
+        assert {len(each.steps) for each in run} == {2}
+        rates = [step.learning_rate for each in run for step in each.steps]
+        assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
 
 
 @pytest.mark.long
