@@ -274,7 +274,9 @@ class PlanningProtocol:
             fields = 0 if batch is None else int(digest_of(batch.comparable())[:12], 16)
             largest += [fields, -fields, *self._shards[0].ends]
         shares = [len(lengths)]
-        if not self.one_step:  # each knows its own, and the sum over ranks has them all
+        if not self.one_step:
+            # Each rank knows its own, and the sum over ranks has them all. Beside them there is
+            # room for some 90 ranks in a message; those of more take another one.
             place = self.consensus.data_parallel_rank
             shares = [0] * place + shares + [0] * (len(self.consensus.replicas) - 1 - place)
         return Statement(largest=largest, total=shares)

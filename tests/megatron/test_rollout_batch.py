@@ -21,11 +21,12 @@ STEPS = [[3, 1], [0, 2]]
 SHARES = st.lists(st.integers(0, 12), min_size=1, max_size=8)
 
 
-def batch(samples: int, steps: Any = None, size: int | None = None) -> RolloutBatch:
+def batch(samples: int, steps: Any = None, size: int | None = None, **fields: Any) -> RolloutBatch:
     data = {
         "tokens": [[1, 2, 3] for _ in range(samples)],
         "total_lengths": [3] * samples,
         "response_lengths": [2] * samples,
+        **fields,
     }
     read = RolloutBatch.read(
         data, SimpleNamespace(global_batch_size=size), DEFAULT_SCHEMA, steps, 9
@@ -110,6 +111,13 @@ def test_equal_shares_are_cut_alike(each: int, ranks: int, steps: int) -> None:
     for rank in range(ranks):
         cut = batch(each * steps, size=each * ranks).steps_of(shares, rank)
         assert cut == [list(range(i * each, (i + 1) * each)) for i in range(steps)]
+
+
+def test_a_step_counts_as_what_cut_it() -> None:
+    assert batch(4, size=2).samples_per_step == 2
+    assert batch(4, size=2, dynamic_global_batch_size=3).samples_per_step == 3
+    assert batch(4, STEPS, size=2).samples_per_step is None
+    assert batch(4).samples_per_step is None
 
 
 def test_without_a_batch_size_all_samples_are_one_step() -> None:
