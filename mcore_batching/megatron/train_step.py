@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
@@ -60,7 +59,12 @@ from mcore_batching.megatron.topology import is_last_stage, model_chunks
 from mcore_batching.megatron.transfer_shapes import planned_transfers
 from mcore_batching.megatron.validation import check_logits
 from mcore_batching.megatron.warm_up import warm_up_at_cap
-from mcore_batching.planning import Argument, ConfigError, at_least
+from mcore_batching.megatron.weight_update import (
+    check_updates,
+    make_ready,
+    samples_counted,
+    updated,
+)
 
 _OPERATION = "train_step"
 
@@ -152,7 +156,7 @@ def train_step(
         check_logits(args, model_chunks(model))
         if not callable(loss_function):
             raise TypeError(f"loss_function must be a function, got {type(loss_function).__name__}")
-        _check_updates(model_chunks(model), optimizer)
+        check_updates(model_chunks(model), optimizer)
         found = schedule_of(data_iterator)
         found.check_step(step, num_microbatches)
         if found.has_sizes_of_rows:
@@ -160,8 +164,8 @@ def train_step(
         return found
 
     def alike(found: MicroBatchSchedule) -> dict[str, Any]:
-        counted = _increment(increment, found, is_needed=opt_param_scheduler is not None)
-        return {"increment": counted}
+        is_needed = opt_param_scheduler is not None
+        return {"increment": samples_counted(increment, found, is_needed=is_needed)}
 
     prepared = prepare(args, model, _OPERATION, step, schedule, alike=alike)
     model = model_chunks(model)
@@ -171,7 +175,7 @@ def train_step(
 
     warm_up_at_cap(args, model, prepared.schedule, step, run_largest)
     with reporting(args, _OPERATION):
-        _make_ready(model, optimizer)
+        make_ready(model, optimizer)
         checked = is_checked(args, optimizer)
         with (
             recorded(args, prepared.schedule, step),
@@ -192,8 +196,8 @@ def train_step(
         metrics = summed_metrics(made.shares, agreed.names) if is_last_stage() else {}
         has_samples = prepared.totals.num_samples > 0
         is_skipped = not (has_samples and agreed.are_finite)
-        update_successful, grad_norm = _updated(model, optimizer, skip=is_skipped)
-        counted = _increment(increment, prepared.schedule) if has_samples else 0
+        update_successful, grad_norm = updated(model, optimizer, skip=is_skipped)
+        counted = samples_counted(increment, prepared.schedule) if has_samples else 0
         if update_successful and opt_param_scheduler is not None:
             opt_param_scheduler.step(increment=counted)
     return TrainStepResult(
@@ -204,24 +208,6 @@ def train_step(
         num_microbatches=len(prepared.rows),
         consumed_samples=counted,
     )
-
-
-def _increment(
-    given: int | None, schedule: MicroBatchSchedule, *, is_needed: bool = False
-) -> int | None:
-    """Samples that a step counts as; None where neither the caller nor the schedule says."""
-    if given is not None:
-        return at_least("increment", given, 1, ConfigError)
-    if schedule.samples_per_step is None and is_needed:
-        raise ConfigError(
-            "the steps were not cut by ",
-            Argument("global_batch_size"),
-            ", so nothing says how many samples one counts as in opt_param_scheduler; set ",
-            Argument("increment"),
-            " to what lr_decay_steps counts a step as: prompts per step times trajectories per "
-            "prompt, however many samples they have (1 where it counts steps)",
-        )
-    return schedule.samples_per_step
 
 
 def _forward_backward(
@@ -292,48 +278,6 @@ def _log_probs_alone(
     """A loss that needs log-probs, as any of training, and is 0."""
     del totals
     return torch.cat(response_log_probs(logits, micro_batch)).sum() * 0.0, {}
-
-
-def _updated(model: list[Any], optimizer: Any, *, skip: bool) -> tuple[bool, float | None]:
-    """Step the optimizer, or drop the gradients; update successful, and the gradients' norm."""
-    if skip:
-        _zero_gradients(model, optimizer)
-        return False, None
-    update_successful, grad_norm, _ = optimizer.step()
-    return bool(update_successful), None if grad_norm is None else float(grad_norm)
-
-
-def _check_updates(model: list[Any], optimizer: Any) -> None:
-    if not all(hasattr(chunk, "zero_grad_buffer") for chunk in model):
-        raise TypeError(
-            "model must be wrapped in Megatron's DistributedDataParallel, got "
-            f"{', '.join(type(chunk).__name__ for chunk in model)}"
-        )
-    if not all(hasattr(optimizer, name) for name in ("zero_grad", "scale_loss", "step")):
-        raise TypeError(
-            "optimizer must be Megatron's, from get_megatron_optimizer, got "
-            f"{type(optimizer).__name__}"
-        )
-
-
-def _zero_gradients(model: list[Any], optimizer: Any) -> None:
-    for chunk in model:
-        chunk.zero_grad_buffer()
-    optimizer.zero_grad()
-
-
-def _make_ready(model: list[Any], optimizer: Any) -> None:
-    """Zero the gradients, and set the hooks that ``megatron.training`` sets, where nobody has."""
-    _zero_gradients(model, optimizer)
-    config = get_model_config(model[0])
-    if config.grad_scale_func is None:
-        config.grad_scale_func = optimizer.scale_loss
-    if config.finalize_model_grads_func is None:
-        config.finalize_model_grads_func = finalize_model_grads
-    ddp_config = getattr(model[0], "ddp_config", None)
-    if config.no_sync_func is None and getattr(ddp_config, "overlap_grad_reduce", False):
-        no_sync = [chunk.no_sync for chunk in model]
-        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
 
 def _num_averaged_replicas() -> int:
