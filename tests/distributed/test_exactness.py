@@ -126,6 +126,9 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
         {"kind": "replay", "spread": "empty", "settings": RECOMPUTED},
     ),
     "tp2-sp-query-key-norms": ("tp2-sp", {"kind": "qk"}),
+    # State that flowed from one sample of a row to the next would be off by most of a gradient.
+    "dp2-mamba": ("dp2", {"kind": "mamba", "spread": "fewer"}),
+    "cp2-mamba": ("cp2", {"kind": "mamba"}),
     "dp2-cp2-learned-positions": ("dp2-cp2", {"kind": "learned"}),
     # Without the flag: two samples a micro-batch, however long.
     "dp2-pp2-fixed-size": (
