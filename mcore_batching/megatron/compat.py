@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -119,13 +120,15 @@ def give_offsets(params: Any, host_cu_seqlens: Sequence[int]) -> None:
 def end_states_with_samples() -> None:
     """Let Mamba layers begin anew with every sample, whoever makes a row's parameters.
 
-    For frameworks that make them without ``total_tokens``. Patches Megatron once, if need be.
+    For frameworks that make them without ``total_tokens``, once the model is built. Patches
+    Megatron once, if any model may have such layers.
     """
-    from megatron.core.ssm.mamba_mixer import MambaMixer
-
-    if not hasattr(PackedSeqParams, "seq_idx") or hasattr(MambaMixer, "states_end_with_samples"):
+    mixer = sys.modules.get("megatron.core.ssm.mamba_mixer")
+    if mixer is None or not hasattr(PackedSeqParams, "seq_idx"):
         return
-    ssm_training = MambaMixer._ssm_training
+    if hasattr(mixer.MambaMixer, "states_end_with_samples"):
+        return
+    ssm_training = mixer.MambaMixer._ssm_training
 
     def with_sequences(self: Any, inputs: Tensor, packed_seq_params: Any = None) -> Tensor:
         if packed_seq_params is not None and packed_seq_params.seq_idx is None:
@@ -133,8 +136,8 @@ def end_states_with_samples() -> None:
         output: Tensor = ssm_training(self, inputs, packed_seq_params)
         return output
 
-    MambaMixer._ssm_training = with_sequences
-    MambaMixer.states_end_with_samples = True
+    mixer.MambaMixer._ssm_training = with_sequences
+    mixer.MambaMixer.states_end_with_samples = True
 
 
 def _sequence_of_tokens(params: Any, total_tokens: int) -> Tensor:

@@ -60,8 +60,8 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
             )
         if config.dsa_indexer_loss_coeff and pads_rows:
             return (
-                "has an indexer loss, in which padding would count: set --dsa-indexer-loss-coeff "
-                "0, or pad neither samples nor rows"
+                "has an indexer loss, in which padding would count: set "
+                "dsa_indexer_loss_coeff=0, or pad neither samples nor rows"
             )
     if runs == "MultimodalRotaryEmbedding" and context_parallel > 1:
         return (

@@ -45,7 +45,8 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
 
     ``"dense"``; ``"moe"``: 4 experts, top 2; ``"replay"``: these, told which experts to take;
     ``"learned"``: dense with learned positions; ``"qk"``: dense with norms on queries and keys;
-    ``"mamba"``: dense, three of four layers with Mamba for attention.
+    ``"mrope"``: dense with multimodal rotary embeddings; ``"mamba"``: dense, three of four layers
+    with Mamba for attention.
     """
     options: dict[str, Any] = {
         "num_layers": 4,
@@ -87,7 +88,8 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
 
 def gpt_options(kind: str) -> dict[str, Any]:
     """Arguments of `GPTModel` for a model kind."""
-    return {"position_embedding_type": "learned_absolute" if kind == "learned" else "rope"}
+    kinds = {"learned": "learned_absolute", "mrope": "mrope"}
+    return {"position_embedding_type": kinds.get(kind, "rope")}
 
 
 def layer_spec(kind: str, attention_layer: ModuleSpec, config: TransformerConfig) -> Any:
