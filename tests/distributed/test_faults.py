@@ -637,6 +637,17 @@ def test_a_model_that_a_framework_shows_on_one_stage_is_refused_on_all(
 
 
 @pytest.mark.parametrize(
+    "job",
+    [job("averaged-loss", "averaged_loss", {"data_parallel": 2}, 2, module="misuse")],
+    ids=str,
+)
+def test_a_loss_averaged_over_its_micro_batch_is_told(job: Job, ranks: list[list[int]]) -> None:
+    """On the rank with several samples in a micro-batch; the weights were some times too large."""
+    assert ranks[0] == [1, 0]
+    assert ranks[1][1] == 0
+
+
+@pytest.mark.parametrize(
     ("job", "text"),
     [
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -373,6 +374,24 @@ def framework_shows_model(dims: dict[str, Any], reference: str) -> list[str]:
             except Exception as error:
                 said.append(f"{type(error).__name__}: {error}")
     return said
+
+
+def averaged_loss(dims: dict[str, Any], reference: str) -> list[int]:
+    """Warnings of a step whose loss is the mean over each micro-batch, and of one of shares."""
+    calls = _Calls(dims, reference, "fewer")
+
+    def mean(logits: torch.Tensor, row: Any, totals: Any) -> Any:
+        log_probs = torch.cat(response_log_probs(logits, row))
+        weights = torch.cat(row["loss_masks"]).to(log_probs)
+        return -(log_probs * weights).sum() / weights.sum().clamp(min=1), {}
+
+    counts = []
+    for loss in (mean, packed_objective):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            calls.train(loss)
+        counts.append(sum("never reads the step's totals" in str(w.message) for w in caught))
+    return counts
 
 
 def gathered_logits(dims: dict[str, Any], reference: str) -> list[str]:
