@@ -36,7 +36,7 @@ from mcore_batching.megatron.log_probs import (
 )
 from mcore_batching.megatron.row_groups import context_parallel_group
 from mcore_batching.megatron.train_step import TrainStepResult, train_step
-from mcore_batching.megatron.validation import check_settings
+from mcore_batching.megatron.validation import check_settings, prepare_packed_model
 
 if cpu_request.is_requested():
     _let_the_cpu_stand_in(force=cpu_request.is_forced())
@@ -63,6 +63,7 @@ __all__ = [
     "forward_only",
     "get_data_iterator",
     "packed_layer_spec",
+    "prepare_packed_model",
     "response_entropy",
     "response_log_probs",
     "response_log_probs_and_entropy",

@@ -99,10 +99,10 @@ def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -
     model_config.variable_seq_lengths = True
 
 
-def check_packed_model(model: Any) -> None:
-    """Refuse a model that cannot run packed rows, whoever makes them and takes the loss.
+def prepare_packed_model(model: Any) -> None:
+    """Check that a model can run packed rows, whoever makes them, and end Mamba's state in them.
 
-    For frameworks that do both themselves: nothing is asked of the loss.
+    For frameworks that make rows and take the loss themselves: nothing is asked of the loss.
 
     Args:
         model: this rank's model chunks.
@@ -113,6 +113,7 @@ def check_packed_model(model: Any) -> None:
     chunks = model_chunks(model)
     config, dims = get_model_config(chunks[0]), current_dims(chunks)
     _refuse([*_row_problems(config, dims), *layer_problems(chunks, dims, pads_rows=False)])
+    compat.end_states_with_samples()
 
 
 def _engine_of(chunks: list[Any]) -> Versions | None:

@@ -157,6 +157,9 @@ LONG_SPECIAL = {
 }
 
 
+CP2 = {"context_parallel": 2}
+
+
 def special_jobs() -> list[Any]:
     """The settings beside the matrix."""
     made = []
@@ -166,7 +169,9 @@ def special_jobs() -> list[Any]:
         parameters["reference"] = parameters["kind"]
         job = Job(name, "kit.exactness:compare", nproc, dims, parameters)
         made.append(pytest.param(job, marks=pytest.mark.long if name in LONG_SPECIAL else ()))
-    return made
+    parameters = {"dims": CP2, "kind": "mamba", "reference": "mamba"}
+    name, function = "cp2-mamba-frameworks-rows", "kit.exactness:compare_rows_of_frameworks"
+    return [*made, Job(name, function, 2, CP2, parameters)]
 
 
 OWN_FORWARD_PLAN = {"dynamic_batch_forward_only_plan": "own"}

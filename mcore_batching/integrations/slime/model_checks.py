@@ -17,7 +17,7 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.consensus import get_consensus
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.topology import model_chunks
-from mcore_batching.megatron.validation import check_packed_model
+from mcore_batching.megatron.validation import prepare_packed_model
 
 _checked: weakref.WeakSet[Any] = weakref.WeakSet()
 """First chunks of models."""
@@ -62,6 +62,6 @@ def _check(args: Any, chunks: list[Any]) -> None:
     if chunks[0] in _checked:
         return
     get_consensus(args).agree(
-        "checking the model", lambda: check_packed_model(chunks), failure=PlanningFailedError
+        "checking the model", lambda: prepare_packed_model(chunks), failure=PlanningFailedError
     )
     _checked.add(chunks[0])
