@@ -40,9 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # As Python does for a script: its own folder first.
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     if os.environ.get("MCORE_BATCHING_CPU", "") not in ("", "0"):
-        from mcore_batching.megatron import cpu_emulation
-
-        cpu_emulation.enable()
+        import mcore_batching.megatron  # noqa: F401 - turns it on
     if any(word.startswith(_FLAGS) for word in words[1:]):
         from mcore_batching.integrations.megatron_lm import install
 

@@ -1,6 +1,7 @@
 """The engine on megatron.core: planning with all ranks, forward passes, train steps.
 
-Importing this package imports torch and megatron.core.
+Importing this package imports torch and megatron.core. With ``MCORE_BATCHING_CPU=1`` in the
+environment it lets the CPU stand in for CUDA, in this process, whatever launched it.
 """
 
 from mcore_batching.batch.consensus import CollectiveError
@@ -10,6 +11,7 @@ from mcore_batching.megatron.attention.packed_attention import PackedAttention
 from mcore_batching.megatron.attention.specs import packed_layer_spec, use_packed_attention
 from mcore_batching.megatron.cost_learners import cost_learner
 from mcore_batching.megatron.cost_learning import CostLearner
+from mcore_batching.megatron.cpu_emulation import enable as _let_the_cpu_stand_in
 from mcore_batching.megatron.data_iterator import (
     DataIterator,
     add_fields,
@@ -34,7 +36,10 @@ from mcore_batching.megatron.log_probs import (
 )
 from mcore_batching.megatron.row_groups import context_parallel_group
 from mcore_batching.megatron.train_step import TrainStepResult, train_step
-from mcore_batching.megatron.validation import check_settings
+from mcore_batching.megatron.validation import check_settings, prepare_packed_model
+
+if cpu_request.is_requested():
+    _let_the_cpu_stand_in(force=cpu_request.is_forced())
 
 __all__ = [
     "CollationFailedError",
@@ -58,6 +63,7 @@ __all__ = [
     "forward_only",
     "get_data_iterator",
     "packed_layer_spec",
+    "prepare_packed_model",
     "response_entropy",
     "response_log_probs",
     "response_log_probs_and_entropy",

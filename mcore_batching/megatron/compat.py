@@ -10,7 +10,9 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -97,9 +99,94 @@ def packed_seq_params(
         max_seqlen_q=max_seqlen,
         max_seqlen_kv=max_seqlen,
     )
-    params.host_cu_seqlens = tuple(host_cu_seqlens)
+    give_offsets(params, host_cu_seqlens)
     set_row_group(params, group)
     return params
+
+
+def give_offsets(params: Any, host_cu_seqlens: Sequence[int]) -> None:
+    """Let a row's packed-sequence parameters know its offsets on the host, and whose each token is.
+
+    From 0.17 on Mamba layers begin anew with every sample by ``seq_idx`` alone: without it, state
+    flows from sample to sample. Megatron makes it where ``total_tokens`` is given from the start,
+    but then the host waits for the device.
+    """
+    params.host_cu_seqlens = tuple(host_cu_seqlens)
+    if hasattr(params, "seq_idx"):
+        params.total_tokens = host_cu_seqlens[-1]
+        params.seq_idx = _sequence_of_tokens(params, host_cu_seqlens[-1])
+
+
+def end_states_with_samples() -> None:
+    """Let Mamba layers begin anew with every sample, whoever makes a row's parameters.
+
+    For frameworks that make them without ``total_tokens``, once the model is built. Patches
+    Megatron once, if any model may have such layers.
+    """
+    mixer = sys.modules.get("megatron.core.ssm.mamba_mixer")
+    if mixer is None or not hasattr(PackedSeqParams, "seq_idx"):
+        return
+    if hasattr(mixer.MambaMixer, "states_end_with_samples"):
+        return
+    ssm_training = mixer.MambaMixer._ssm_training
+
+    def with_sequences(self: Any, inputs: Tensor, packed_seq_params: Any = None) -> Tensor:
+        if packed_seq_params is not None and packed_seq_params.seq_idx is None:
+            packed_seq_params.seq_idx = _sequence_of_tokens(packed_seq_params, len(inputs))
+        output: Tensor = ssm_training(self, inputs, packed_seq_params)
+        return output
+
+    mixer.MambaMixer._ssm_training = with_sequences
+    mixer.MambaMixer.states_end_with_samples = True
+
+
+def _sequence_of_tokens(params: Any, total_tokens: int) -> Tensor:
+    """int32 ``[1, total_tokens]``: the number of each token's sequence in the whole row."""
+    offsets = (
+        params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+    )
+    numbers = torch.arange(len(offsets) - 1, dtype=torch.int32, device=offsets.device)
+    return numbers.repeat_interleave(offsets.diff(), output_size=total_tokens)[None]
+
+
+def class_of_forward(layer: Any) -> str:
+    """Name of the Megatron class whose forward pass a layer runs; empty where it is none of its."""
+    forward = type(layer).forward
+    if not str(getattr(forward, "__module__", "")).startswith("megatron.core."):
+        return ""
+    return str(forward.__qualname__.partition(".")[0])
+
+
+def packs_gated_delta_net(layer: Any) -> bool:
+    """True if this Megatron's GatedDeltaNet runs packed rows (from 0.18 on)."""
+    return hasattr(layer, "_resolve_cu_seqlens")
+
+
+def packs_sparse_attention() -> bool:
+    """True if this Megatron's DeepSeek sparse attention runs packed rows (from 0.19 on)."""
+    from megatron.core.transformer import experimental_attention_variant
+
+    return (
+        importlib.util.find_spec(f"{experimental_attention_variant.__name__}.dsa_layout")
+        is not None
+    )
+
+
+def what_mamba_lacks(context_parallel: int) -> str:
+    """What has to be installed before Mamba layers run packed rows; empty if nothing has."""
+    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+
+    is_there, lacks = mamba_mixer._check_mamba_sequence_packing_support(
+        for_inference_not_training=False
+    )
+    if not is_there:
+        return f"more than is installed: {lacks}"
+    if context_parallel > 1 and mamba_context_parallel.tex is None:
+        return (
+            "Transformer Engine under context parallelism: install it, or set "
+            "--context-parallel-size 1"
+        )
+    return ""
 
 
 def set_row_group(params: Any, group: dist.ProcessGroup | None) -> None:

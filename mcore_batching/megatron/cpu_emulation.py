@@ -5,7 +5,8 @@ seeds CUDA generators and synchronises streams. `enable` answers each of these o
 the real schedules, models, data-parallel wrapper and optimizers run in ordinary processes. It is
 for tests and laptops; it makes nothing faster.
 
-Importing this module patches nothing. `enable` patches functions of `torch.cuda`, enters one
+Importing this module patches nothing; `mcore_batching.megatron` calls `enable` where
+``MCORE_BATCHING_CPU`` asks for it. `enable` patches functions of `torch.cuda`, enters one
 `TorchFunctionMode` that turns CUDA devices into the CPU, and replaces the few megatron-core
 functions that test for CUDA tensors (`compat.patch_for_cpu`).
 """
@@ -65,8 +66,8 @@ def enable(*, force: bool = False) -> None:
     if torch.cuda.is_available() and not force:
         raise DeviceError(
             "the CPU stand-in was asked for, but this machine has CUDA: unset "
-            f"{ENVIRONMENT_VARIABLE} to use the GPU, or call "
-            "mcore_batching.megatron.cpu_emulation.enable(force=True) for the CPU"
+            f"{ENVIRONMENT_VARIABLE} to use the GPU, or set it to force for the CPU (in code: "
+            "mcore_batching.megatron.cpu_emulation.enable(force=True))"
         )
     if has_transformer_engine():
         raise DeviceError(

@@ -1,8 +1,9 @@
 """The wish for the CPU stand-in, known before megatron.core is imported.
 
-megatron-core decides as it is imported whether to use Transformer Engine, which runs on GPUs alone.
-Where the stand-in is asked for, importing this module makes ``import transformer_engine`` fail, as
-if it were not installed. The package imports it first.
+``MCORE_BATCHING_CPU=1`` in the environment asks for it, wherever `mcore_batching.megatron` is
+imported: the package then turns it on. megatron-core decides as it is imported whether to use
+Transformer Engine, which runs on GPUs alone, so importing this module makes ``import
+transformer_engine`` fail, as if it were not installed. The package imports it first.
 """
 
 from __future__ import annotations
@@ -15,8 +16,13 @@ ENVIRONMENT_VARIABLE = "MCORE_BATCHING_CPU"
 
 
 def is_requested() -> bool:
-    """True if ``MCORE_BATCHING_CPU=1`` asks the launchers for the stand-in."""
+    """True if ``MCORE_BATCHING_CPU`` asks for the stand-in."""
     return os.environ.get(ENVIRONMENT_VARIABLE, "") not in ("", "0")
+
+
+def is_forced() -> bool:
+    """True if ``MCORE_BATCHING_CPU=force`` asks for it even where there is CUDA."""
+    return os.environ.get(ENVIRONMENT_VARIABLE) == "force"
 
 
 def has_transformer_engine() -> bool:

@@ -32,6 +32,7 @@ from mcore_batching.megatron.cost_learners import timed
 from mcore_batching.megatron.data_iterator import DataIterator, schedule_of
 from mcore_batching.megatron.failure_watch import defer, reporting
 from mcore_batching.megatron.fused_output import tensors_of
+from mcore_batching.megatron.local_means import LocalMeans
 from mcore_batching.megatron.log_probs import (
     chunks_of_tokens,
     logits_of_shape,
@@ -224,8 +225,8 @@ def _forward_backward(
     failed: list[Exception] = []
     config = get_model_config(model[0])
     num_microbatches = len(prepared.rows)
-    totals = prepared.totals
-    tokens = max(totals.num_tokens, 1)
+    means = LocalMeans(prepared.totals)
+    tokens = max(prepared.totals.num_tokens, 1)
     per_token = bool(config.calculate_per_token_loss)
     undo = tokens if per_token else num_microbatches * _num_averaged_replicas()
 
@@ -241,8 +242,9 @@ def _forward_backward(
             logits = logits_of(output)
             try:
                 with logits_of_shape(logits):
-                    made = loss_function(logits, prepared_row.row, totals)
+                    made = loss_function(logits, prepared_row.row, means.totals)
                 share, metrics = checked_shares(made, output.device)
+                means.saw(share, prepared_row.row)
                 reported = {"loss": share, **metrics}
                 reported = {name: value.detach().clone() for name, value in reported.items()}
                 scaled = attached(share, *tensors_of(logits)) * undo
@@ -269,6 +271,7 @@ def _forward_backward(
             micro_batch_size=1,
             forward_only=False,
         )
+    means.warn()
     return CollectedShares(collected, failed, temperatures)
 
 

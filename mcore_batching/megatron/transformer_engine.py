@@ -1,4 +1,4 @@
-"""Limits of Transformer Engine's attention on packed rows, by its version.
+"""Limits of Transformer Engine on packed rows: of its attention by version, of FP8 and FP4.
 
 Read in its sources from 2.9 to 2.18. It asserts these in its forward pass, on the ranks of one
 stage, while the other stages wait: so they are refused at the start.
@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from mcore_batching.planning import ParallelDims
+from mcore_batching.megatron.arguments import PREFIX
+from mcore_batching.planning import ParallelDims, PlannerConfig, row_multiple_tokens
 
 # Ways to exchange keys and values of packed rows between context-parallel ranks, to the first
 # version that has them.
@@ -107,3 +108,30 @@ def _softmax_problems(config: Any, dims: ParallelDims, versions: Versions) -> It
             f"{name} under context parallelism needs cuDNN 9.18 or later for packed rows, found "
             f"{found}: install it, or set --context-parallel-size 1"
         )
+
+
+def low_precision_problems(
+    config: Any, dims: ParallelDims, planner: PlannerConfig
+) -> Iterator[str]:
+    """Rows that FP8 or FP4 kernels cannot take, by the padding of rows."""
+    if config.fp4:
+        name, tokens = "FP4", 32
+    elif config.fp8:
+        name, tokens = "FP8", _fp8_tokens(config, dims)
+    else:
+        return
+    shards = dims.context_parallel * (dims.tensor_parallel if dims.sequence_parallel else 1)
+    wanted, row = tokens * shards, row_multiple_tokens(dims, planner)
+    if row % wanted:
+        yield (
+            f"{name} needs rows whose tokens divide by {tokens} on each rank, so by {wanted} in "
+            f"all, and rows are padded to a multiple of {row}: set {PREFIX}pad-total-to {wanted} "
+            "(or a multiple)"
+        )
+
+
+def _fp8_tokens(config: Any, dims: ParallelDims) -> int:
+    """Tokens on a rank that its FP8 kernels take multiples of."""
+    if config.fp8_recipe == "blockwise" and dims.sequence_parallel:
+        return 128  # activations are quantized in such blocks before they are gathered
+    return 32 if config.fp8_recipe == "mxfp8" else 16

@@ -5,21 +5,20 @@ All problems are listed at once, each with the setting that solves it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.utils import get_model_config
 
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.arguments import (
-    PREFIX,
     fuses_output_layer,
     log_prob_chunk_tokens,
     planner_config,
 )
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.fused_output import check_can_be_fused
+from mcore_batching.megatron.layer_checks import layer_problems
 from mcore_batching.megatron.shared_rows import (
     dims_of_rows,
     let_rows_have_groups,
@@ -30,9 +29,15 @@ from mcore_batching.megatron.transformer_engine import (
     Versions,
     attention_problems,
     installed_versions,
+    low_precision_problems,
 )
 from mcore_batching.megatron.warm_up import check_warm_up
-from mcore_batching.planning import ParallelDims, PlannerConfig, row_multiple_tokens
+from mcore_batching.planning import (
+    ParallelDims,
+    PlannerConfig,
+    row_multiple_tokens,
+    sample_multiple_tokens,
+)
 
 _REFUSED_ROUTING = {
     "global_aux_loss": "averages over micro-batches, placeholders included",
@@ -81,48 +86,45 @@ def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -
         DynamicBatchArgumentError: naming what to change.
     """
     model_config = get_model_config(model[0])
-    by_engine = any(map(compat.is_engines_attention, _modules(model)))
-    check_model_config(model_config, dims, config, installed_versions() if by_engine else None)
-    for chunk in model:
-        for name, module in chunk.named_modules():
-            # Not isinstance: subclasses may well keep packed samples apart.
-            if type(module) is DotProductAttention:
-                raise DynamicBatchArgumentError(
-                    f"{name} is Megatron's local DotProductAttention, which cannot keep packed "
-                    "samples apart: build the model with "
-                    "mcore_batching.megatron.packed_layer_spec(config), or with Transformer "
-                    "Engine's layer spec"
-                )
+    _refuse(
+        [
+            *_config_problems(model_config, dims, config, _engine_of(model)),
+            *layer_problems(model, dims, pads_rows=_pads_rows(dims, config)),
+        ]
+    )
     if model_config.num_moe_experts:
-        _check_gradients_of_experts(model, model_config)
         compat.fix_router_masks()
     if config.max_context_parallel is not None:
         let_rows_have_groups(model)
     model_config.variable_seq_lengths = True
 
 
-def _check_gradients_of_experts(model: list[Any], config: Any) -> None:
-    """Refuse experts that tensor-parallel ranks all hold, and whose gradients they do not add up.
+def prepare_packed_model(model: Any) -> None:
+    """Check that a model can run packed rows, whoever makes them, and end Mamba's state in them.
+
+    For frameworks that make rows and take the loss themselves: nothing is asked of the loss.
+
+    Args:
+        model: this rank's model chunks.
 
     Raises:
-        DynamicBatchArgumentError: naming what to change.
+        DynamicBatchArgumentError: listing every problem with what to set instead.
     """
-    size = config.tensor_model_parallel_size
-    if config.expert_tensor_parallel_size == size:
-        return
-    for name, parameter in ((n, p) for chunk in model for n, p in chunk.named_parameters()):
-        # True: Megatron adds it up over the data-parallel ranks that parameters of all layers have.
-        if ".mlp.experts." in name and getattr(parameter, "allreduce", True):
-            raise DynamicBatchArgumentError(
-                f"before 0.19 megatron-core does not add up the gradient of {name} over "
-                "tensor-parallel ranks, which see different tokens: set "
-                f"--expert-tensor-parallel-size {size}, or --expert-model-parallel-size above 1"
-            )
+    chunks = model_chunks(model)
+    config, dims = get_model_config(chunks[0]), current_dims(chunks)
+    _refuse([*_row_problems(config, dims), *layer_problems(chunks, dims, pads_rows=False)])
+    compat.end_states_with_samples()
 
 
-def _modules(chunks: list[Any]) -> Iterator[Any]:
-    for chunk in chunks:
-        yield from chunk.modules()
+def _engine_of(chunks: list[Any]) -> Versions | None:
+    by_engine = any(
+        compat.is_engines_attention(each) for chunk in chunks for each in chunk.modules()
+    )
+    return installed_versions() if by_engine else None
+
+
+def _pads_rows(dims: ParallelDims, planner: PlannerConfig) -> bool:
+    return max(sample_multiple_tokens(dims, planner), row_multiple_tokens(dims, planner)) > 1
 
 
 def check_model_config(
@@ -142,17 +144,30 @@ def check_model_config(
     Raises:
         DynamicBatchArgumentError: listing every problem with what to set instead.
     """
-    problems = [
-        *_pipeline_problems(config, dims),
-        *_fixed_size_problems(config),
-        *_loss_problems(config),
-        *_expert_problems(config),
-        *shared_row_problems(config, dims, planner, has_auxiliary_loss=has_auxiliary_loss(config)),
-    ]
+    _refuse(_config_problems(config, dims, planner, versions))
+
+
+def _config_problems(
+    config: Any, dims: ParallelDims, planner: PlannerConfig, versions: Versions | None
+) -> Iterator[str]:
+    yield from _row_problems(config, dims)
+    yield from _loss_problems(config)
+    has_loss = has_auxiliary_loss(config)
+    yield from shared_row_problems(config, dims, planner, has_auxiliary_loss=has_loss)
     for rows in dims_of_rows(dims, planner):
-        problems += _low_precision_problems(config, rows, planner)
+        yield from low_precision_problems(config, rows, planner)
         if versions is not None:
-            problems += attention_problems(config, rows, versions)
+            yield from attention_problems(config, rows, versions)
+
+
+def _row_problems(config: Any, dims: ParallelDims) -> Iterator[str]:
+    """Of rows of varying length, and of samples that share them."""
+    yield from _pipeline_problems(config, dims)
+    yield from _fixed_size_problems(config)
+    yield from _expert_problems(config)
+
+
+def _refuse(problems: Iterable[str]) -> None:
     problems = list(dict.fromkeys(problems))
     if problems:
         raise DynamicBatchArgumentError(
@@ -262,32 +277,6 @@ def _flex_dispatcher_problems(config: Any) -> Iterator[str]:
             "the NCCL expert-parallel dispatcher sizes its buffers by the first row that it sees: "
             "set --moe-flex-dispatcher-backend deepep"
         )
-
-
-def _low_precision_problems(
-    config: Any, dims: ParallelDims, planner: PlannerConfig
-) -> Iterator[str]:
-    if config.fp4:
-        name, tokens = "FP4", 32
-    elif config.fp8:
-        name, tokens = "FP8", _fp8_tokens(config, dims)
-    else:
-        return
-    shards = dims.context_parallel * (dims.tensor_parallel if dims.sequence_parallel else 1)
-    wanted, row = tokens * shards, row_multiple_tokens(dims, planner)
-    if row % wanted:
-        yield (
-            f"{name} needs rows whose tokens divide by {tokens} on each rank, so by {wanted} in "
-            f"all, and rows are padded to a multiple of {row}: set {PREFIX}pad-total-to {wanted} "
-            "(or a multiple)"
-        )
-
-
-def _fp8_tokens(config: Any, dims: ParallelDims) -> int:
-    """Tokens on a rank that its FP8 kernels take multiples of."""
-    if config.fp8_recipe == "blockwise" and dims.sequence_parallel:
-        return 128  # activations are quantized in such blocks before they are gathered
-    return 32 if config.fp8_recipe == "mxfp8" else 16
 
 
 def _load_balancing_types(config: Any) -> list[str]:

@@ -11,8 +11,8 @@ from kit.harness import REPOSITORY, Job, environment, results, run_jobs
 from kit.patience import patience
 
 KINDS = ("dense", "moe", "replay", "learned", "qk")
-TRAINED_KINDS = ("dense-trained", "moe-trained")
-"""Beside `KINDS`, where some test asks for them: several steps in a row."""
+KINDS_ASKED_FOR = ("mamba", "dense-trained", "moe-trained")
+"""Beside `KINDS`, where some test asks for them; trained: several steps in a row."""
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +21,7 @@ def references(
 ) -> dict[str, str]:
     """Model kind to the file with its reference results."""
     wanted = {job.parameters.get("reference") for job in _selected(request)}
-    kinds = [*KINDS, *(kind for kind in TRAINED_KINDS if kind in wanted)]
+    kinds = [*KINDS, *(kind for kind in KINDS_ASKED_FOR if kind in wanted)]
     folder = tmp_path_factory.mktemp("reference")
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     variables = environment(1) | alone | {"MASTER_PORT": "0"}

@@ -126,6 +126,9 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
         {"kind": "replay", "spread": "empty", "settings": RECOMPUTED},
     ),
     "tp2-sp-query-key-norms": ("tp2-sp", {"kind": "qk"}),
+    # State that flowed from one sample of a row to the next would be off by most of a gradient.
+    "dp2-mamba": ("dp2", {"kind": "mamba", "spread": "fewer"}),
+    "cp2-mamba": ("cp2", {"kind": "mamba"}),
     "dp2-cp2-learned-positions": ("dp2-cp2", {"kind": "learned"}),
     # Without the flag: two samples a micro-batch, however long.
     "dp2-pp2-fixed-size": (
@@ -154,6 +157,9 @@ LONG_SPECIAL = {
 }
 
 
+CP2 = {"context_parallel": 2}
+
+
 def special_jobs() -> list[Any]:
     """The settings beside the matrix."""
     made = []
@@ -163,7 +169,9 @@ def special_jobs() -> list[Any]:
         parameters["reference"] = parameters["kind"]
         job = Job(name, "kit.exactness:compare", nproc, dims, parameters)
         made.append(pytest.param(job, marks=pytest.mark.long if name in LONG_SPECIAL else ()))
-    return made
+    parameters = {"dims": CP2, "kind": "mamba", "reference": "mamba"}
+    name, function = "cp2-mamba-frameworks-rows", "kit.exactness:compare_rows_of_frameworks"
+    return [*made, Job(name, function, 2, CP2, parameters)]
 
 
 OWN_FORWARD_PLAN = {"dynamic_batch_forward_only_plan": "own"}

@@ -629,6 +629,47 @@ def test_experts_whose_gradients_are_not_added_up_are_refused(job: Job, ranks: l
 
 
 @pytest.mark.parametrize(
+    ("job", "refused"),
+    [
+        (job(f"mrope-{name}", "multimodal_positions", {name: 2}, 2, module="misuse"), refused)
+        for name, refused in (("context_parallel", True), ("data_parallel", False))
+    ],
+    ids=["cp2", "dp2"],
+)
+def test_multimodal_positions_are_not_cut_twice(job: Job, ranks: list[str], refused: bool) -> None:
+    """Under context parallelism Megatron raised in mid-forward: rows are cut before."""
+    for said in ranks:
+        assert ("cuts positions that are cut for context-parallel ranks already" in said) == refused
+        assert bool(said) == refused
+
+
+@pytest.mark.parametrize(
+    "job",
+    [job("framework-model", "framework_shows_model", {"pipeline_parallel": 2}, 2, module="misuse")],
+    ids=str,
+)
+def test_a_model_that_a_framework_shows_on_one_stage_is_refused_on_all(
+    job: Job, ranks: list[list[str]]
+) -> None:
+    for right, planned, own, wrong in ranks:
+        assert right == planned == own == "its own"
+        assert wrong.startswith("PlanningFailedError")
+        assert "rank 1" in wrong
+        assert "unset --tp-comm-overlap" in wrong
+
+
+@pytest.mark.parametrize(
+    "job",
+    [job("averaged-loss", "averaged_loss", {"data_parallel": 2}, 2, module="misuse")],
+    ids=str,
+)
+def test_a_loss_averaged_over_its_micro_batch_is_told(job: Job, ranks: list[list[int]]) -> None:
+    """On the rank with several samples in a micro-batch; the weights were some times too large."""
+    assert ranks[0] == [1, 0]
+    assert ranks[1][1] == 0
+
+
+@pytest.mark.parametrize(
     ("job", "text"),
     [
         (

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from packed_row_cases import rows
 
 from mcore_batching.batch import SchemaError
@@ -135,3 +136,15 @@ def test_attention_is_told_the_offsets_on_the_host(num_moe_experts: int | None) 
         next(iterator)
         assert chunk(packed_seq_params=params)["packed_seq_params"] is params
     assert params.host_cu_seqlens == (0, 4, 8)
+
+
+def test_scripts_that_make_the_parameters_themselves_get_states_that_end_with_samples() -> None:
+    """Without it, from 0.17 on, Mamba layers took a row for one sample."""
+    chunk, iterator = Chunk(None), rows()
+    with row_given(iterator, chunk):
+        offsets = next(iterator).row.cu_seqlens_padded
+        params = PackedSeqParams(cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
+        chunk(packed_seq_params=params)
+    if hasattr(params, "seq_idx"):
+        assert params.total_tokens == 8
+        assert params.seq_idx.tolist() == [[0] * 4 + [1] * 4]

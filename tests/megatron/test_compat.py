@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from mcore_batching.megatron import compat
@@ -26,6 +27,17 @@ def test_packed_sequence_parameters_are_what_transformer_engine_expects() -> Non
     # Transformer Engine's wrapper passes on every declared field but those it knows to drop: what
     # this package adds must not be one.
     assert "host_cu_seqlens" not in {field.name for field in dataclasses.fields(params)}
+
+
+@pytest.mark.skipif(not hasattr(PackedSeqParams, "seq_idx"), reason="made by Mamba layers itself")
+def test_each_token_of_a_row_has_the_number_that_megatron_gives_it() -> None:
+    """Of a row on its own, and of one whose maker left out how long it is."""
+    offsets = torch.tensor([0, 4, 12, 13], dtype=torch.int32)
+    expected = PackedSeqParams(cu_seqlens_q=offsets, total_tokens=13)
+    made = compat.packed_seq_params(offsets, 8, [0, 4, 12, 13])
+    assert made.total_tokens == 13
+    assert made.seq_idx.dtype == expected.seq_idx.dtype
+    assert torch.equal(made.seq_idx, expected.seq_idx)
 
 
 def test_validate_args_is_replaced_where_it_was_imported_by_name() -> None:

@@ -1,6 +1,7 @@
 """The CPU stand-in patches when asked to, and never where a GPU would be forgotten.
 
-All in one process of its own, in which it is turned on last.
+All in two processes of their own: one in which it is turned on last, and one in which the variable
+turns it on.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from kit.patience import patience
 
 PROGRAM = """
 import json, os, sys, types, torch
-os.environ['MCORE_BATCHING_CPU'] = '1'
 found = {}
 
 before = torch.cuda.current_device, torch.cuda.Stream
@@ -23,11 +23,6 @@ from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron.standalone.bootstrap import initialize_process_group
 after = torch.cuda.current_device, torch.cuda.Stream
 found['import'] = [after == before, cpu_emulation.is_enabled()]
-try:
-    import transformer_engine
-except ImportError as error:
-    found['engine hidden'] = type(error).__name__
-os.environ.pop('MCORE_BATCHING_CPU')
 
 torch.cuda.is_available = lambda: False
 try:
@@ -67,18 +62,49 @@ found['enabled'] = {
 }
 print(json.dumps(found))
 """
+ASKED_FOR = """
+import json, os, torch
+torch.cuda.is_available = lambda: has_cuda
+found = {}
+for asked, has_cuda in [('1', True), ('1', False)]:
+    os.environ['MCORE_BATCHING_CPU'] = asked
+    try:
+        import mcore_batching.megatron
+    except Exception as error:
+        found['with CUDA'] = type(error).__name__ + ': ' + str(error)
+from mcore_batching.megatron import cpu_emulation
+found['is enabled'] = cpu_emulation.is_enabled()
+try:
+    import transformer_engine
+except ImportError as error:
+    found['engine hidden'] = type(error).__name__
+scope = {'__name__': 'megatron.training.initialize', 'torch': torch}
+exec('found = torch.cuda.is_available()', scope)
+found['for megatron.training'], found['for torch'] = scope['found'], torch.cuda.is_available()
+print(json.dumps(found))
+"""
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """What `PROGRAM` found, with a Transformer Engine on the path that no CPU can import."""
+def found() -> dict[str, object]:
+    """What `PROGRAM` found."""
+    return _run(PROGRAM)
+
+
+@pytest.fixture(scope="module")
+def asked_for(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """What `ASKED_FOR` found, with a Transformer Engine on the path that no CPU can import."""
     folder = tmp_path_factory.mktemp("engine")
     (folder / "transformer_engine").mkdir()
     (folder / "transformer_engine" / "__init__.py").write_text("raise RuntimeError('no GPU')\n")
-    paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return _run(ASKED_FOR, str(folder))
+
+
+def _run(program: str, *folders: str) -> dict[str, object]:
+    paths = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM],
-        env=os.environ | {"PYTHONPATH": paths},
+        [sys.executable, "-W", "ignore", "-c", program],
+        env=os.environ | {"PYTHONPATH": paths, "MCORE_BATCHING_CPU": ""},
         capture_output=True,
         text=True,
         timeout=patience(240),
@@ -89,7 +115,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     return outcome
 
 
-def test_import_touches_nothing(found: dict[str, object]) -> None:
+def test_import_touches_nothing_unless_asked_to(found: dict[str, object]) -> None:
     assert found["import"] == [True, False]
 
 
@@ -111,10 +137,21 @@ def test_cuda_tensors_are_cpu_tensors(found: dict[str, object]) -> None:
     assert [name for name, right in enabled.items() if not right] == []
 
 
-def test_transformer_engine_is_hidden_where_the_stand_in_is_asked_for(
-    found: dict[str, object],
+def test_the_variable_alone_turns_it_on_in_a_loop_of_ones_own(
+    asked_for: dict[str, object],
 ) -> None:
-    assert found["engine hidden"] == "ModuleNotFoundError"
+    """Under plain torchrun it did nothing, and Megatron said that it requires CUDA."""
+    assert asked_for["is enabled"]
+    assert asked_for["for megatron.training"]
+    assert not asked_for["for torch"]
+    assert "DeviceError: the CPU stand-in was asked for, but" in str(asked_for["with CUDA"])
+    assert "set it to force" in str(asked_for["with CUDA"])
+
+
+def test_transformer_engine_is_hidden_where_the_stand_in_is_asked_for(
+    asked_for: dict[str, object],
+) -> None:
+    assert asked_for["engine hidden"] == "ModuleNotFoundError"
 
 
 def test_transformer_engine_imported_all_the_same_is_refused(found: dict[str, object]) -> None:

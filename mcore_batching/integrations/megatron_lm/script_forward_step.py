@@ -110,16 +110,16 @@ def row_given(data_iterator: PackedRows, chunk: Any) -> Iterator[None]:
     """Give the model what stock scripts do not: offsets on the host, the row's own ranks, and a
     mask of the padding.
 
-    Attention without Transformer Engine would wait for the device to tell it the offsets. Without
-    the mask, which mixture-of-experts models take, padding would be routed, and counted in the
-    routers' losses.
+    Attention without Transformer Engine would wait for the device to tell it the offsets, and Mamba
+    layers would carry their state from sample to sample. Without the mask, which
+    mixture-of-experts models take, padding would be routed, and counted in the routers' losses.
     """
     is_routed = bool(get_model_config(chunk).num_moe_experts)
 
     def with_row(inputs: dict[str, Any]) -> dict[str, Any]:
         row, params = data_iterator.current, inputs.get("packed_seq_params")
         if row is not None and params is not None:
-            params.host_cu_seqlens = row.host_cu_seqlens_padded
+            compat.give_offsets(params, row.host_cu_seqlens_padded)
             compat.set_row_group(params, row_group(row.context_parallel_size))
         if not is_routed:
             return inputs

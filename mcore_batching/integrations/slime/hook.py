@@ -147,6 +147,7 @@ def _scheduled_replacements(
 ) -> list[Replacement]:
     """Of a framework whose rollout data come with their micro-batches."""
     from mcore_batching.integrations.slime import scheduled
+    from mcore_batching.integrations.slime.model_checks import checking_model
 
     made: dict[str, Function] = {
         "get_data_iterator": functools.partial(scheduled.get_data_iterator, schema=schema),
@@ -158,7 +159,7 @@ def _scheduled_replacements(
             original = getattr(module, name)
             _check_leading(f"{module.__name__}.{name}", original, scheduled.LEADING[name])
             if name in made:
-                ours = functools.partial(made[name], original)
+                ours = checking_model(original, functools.partial(made[name], original))
                 replacements.append(Replacement(name, original, in_place_of(original, ours)))
     return replacements
 

@@ -99,21 +99,19 @@ def _measure(
         import torch
 
         if options.cpu or not torch.cuda.is_available():
-            os.environ["MCORE_BATCHING_CPU"] = "1"  # hides Transformer Engine from megatron-core
+            # Importing the engine turns the stand-in on.
+            os.environ["MCORE_BATCHING_CPU"] = "force" if options.cpu else "1"
         from mcore_batching.megatron import cpu_emulation
     except ImportError as error:
         raise UsageError(
             f"calibrate needs PyTorch and megatron-core ({error}): pip install "
             "'mcore_batching[megatron]'"
         ) from None
-    if options.cpu or not torch.cuda.is_available():
-        cpu_emulation.enable(force=options.cpu)
-    elif "LOCAL_RANK" not in os.environ:
-        torch.cuda.set_device(0)
-    # Imports megatron-core, so after the CPU has been made to stand in for a GPU.
     from mcore_batching.megatron.standalone.calibration import LayerStack, calibrate
 
     on_cpu = cpu_emulation.is_enabled()
+    if not on_cpu and "LOCAL_RANK" not in os.environ:
+        torch.cuda.set_device(0)
     dtype = options.dtype or ("float32" if on_cpu else "bfloat16")
     stack = LayerStack(
         num_layers=options.num_layers,

@@ -18,6 +18,7 @@ from kit.samples import CAP_TOKENS, make_samples, routed_experts, share, take
 from kit.transfers import counted_transfers
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch
 from mcore_batching.megatron import (
+    compat,
     forward_only,
     get_data_iterator,
     response_log_probs,
@@ -60,6 +61,27 @@ def compare_blocking(**parameters: Any) -> dict[str, Any]:
     """`compare`, where transfers between stages block as NCCL's do."""
     with blocking_p2p():
         return compare(**parameters)
+
+
+def compare_rows_of_frameworks(**parameters: Any) -> dict[str, Any]:
+    """`compare`, where a row's parameters leave out what Mamba layers need, as frameworks' do."""
+    from kit.state_space import Mixer
+
+    give, base = compat.give_offsets, Mixer.__base__
+    before = dict(vars(base))
+
+    def without_total(params: Any, offsets: Any) -> None:
+        params.host_cu_seqlens = tuple(offsets)
+
+    compat.give_offsets = without_total
+    compat.end_states_with_samples()
+    try:
+        return compare(**parameters)
+    finally:
+        compat.give_offsets = give
+        base._ssm_training = before["_ssm_training"]
+        if "states_end_with_samples" in vars(base):
+            del base.states_end_with_samples
 
 
 def compare(**parameters: Any) -> dict[str, Any]:

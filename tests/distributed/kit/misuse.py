@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from kit.model import adam, named_parameters
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY
 from mcore_batching.batch import DEFAULT_SCHEMA
+from mcore_batching.integrations.slime.model_checks import checking_model
 from mcore_batching.megatron import (
     add_fields,
     forward_only,
@@ -343,6 +345,54 @@ def experts_on_tensor_parallel_ranks(dims: dict[str, Any], reference: str) -> st
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def multimodal_positions(dims: dict[str, Any], reference: str) -> str:
+    """What planning says to a model with multimodal rotary embeddings."""
+    model = small_model(dims, reference, kind="mrope", mrope_section=[2, 1, 1])
+    try:
+        get_data_iterator(arguments(ParallelDims(**dims)), model, my_samples(dims))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def framework_shows_model(dims: dict[str, Any], reference: str) -> list[str]:
+    """What a hooked call says of a right model, then of one that is wrong on the last rank."""
+
+    def get_data_iterator(args: Any, model: Any, rollout_data: Any) -> str:
+        return "its own"
+
+    hooked = checking_model(get_data_iterator, get_data_iterator)
+    args = arguments(ParallelDims(**dims), use_dynamic_batch_size=True)
+    said = []
+    for overlaps in (False, dist.get_rank() == dist.get_world_size() - 1):
+        model = small_model(dims, reference)
+        get_model_config(model[0]).tp_comm_overlap = overlaps
+        for data in ({}, {"micro_batch_indices": []}):  # its own plan, the manager's
+            try:
+                said.append(hooked(args, model, rollout_data=data))
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def averaged_loss(dims: dict[str, Any], reference: str) -> list[int]:
+    """Warnings of a step whose loss is the mean over each micro-batch, and of one of shares."""
+    calls = _Calls(dims, reference, "fewer")
+
+    def mean(logits: torch.Tensor, row: Any, totals: Any) -> Any:
+        log_probs = torch.cat(response_log_probs(logits, row))
+        weights = torch.cat(row["loss_masks"]).to(log_probs)
+        return -(log_probs * weights).sum() / weights.sum().clamp(min=1), {}
+
+    counts = []
+    for loss in (mean, packed_objective):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            calls.train(loss)
+        counts.append(sum("never reads the step's totals" in str(w.message) for w in caught))
+    return counts
 
 
 def gathered_logits(dims: dict[str, Any], reference: str) -> list[str]:

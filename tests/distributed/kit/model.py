@@ -10,11 +10,13 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from kit.samples import VOCABULARY
+from mcore_batching.megatron import packed_layer_spec
 from mcore_batching.megatron.standalone.bootstrap import (
     build_model,
     build_optimizer,
@@ -29,13 +31,22 @@ ADAM = {"lr": 1e-2, "adam_eps": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.95}
 CLIP_GRAD = 1.0
 ROUTING = {"layers": 4, "experts": 4, "top_k": 2}
 """Of a model with experts."""
+MAMBA = {
+    "mamba_num_groups": 2,
+    "mamba_head_dim": 8,
+    "mamba_num_heads": 8,
+    "mamba_state_dim": 16,
+}
+"""Of Mamba layers."""
 
 
 def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
     """A small float32 model with grouped-query attention.
 
     ``"dense"``; ``"moe"``: 4 experts, top 2; ``"replay"``: these, told which experts to take;
-    ``"learned"``: dense with learned positions; ``"qk"``: dense with norms on queries and keys.
+    ``"learned"``: dense with learned positions; ``"qk"``: dense with norms on queries and keys;
+    ``"mrope"``: dense with multimodal rotary embeddings; ``"mamba"``: dense, three of four layers
+    with Mamba for attention.
     """
     options: dict[str, Any] = {
         "num_layers": 4,
@@ -69,13 +80,25 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
             "moe_router_load_balancing_type": "none",
             "moe_grouped_gemm": False,
         }
+    if kind == "mamba":
+        options |= MAMBA
     options["qk_layernorm"] = kind == "qk"
     return TransformerConfig(**options | settings)
 
 
 def gpt_options(kind: str) -> dict[str, Any]:
     """Arguments of `GPTModel` for a model kind."""
-    return {"position_embedding_type": "learned_absolute" if kind == "learned" else "rope"}
+    kinds = {"learned": "learned_absolute", "mrope": "mrope"}
+    return {"position_embedding_type": kinds.get(kind, "rope")}
+
+
+def layer_spec(kind: str, attention_layer: ModuleSpec, config: TransformerConfig) -> Any:
+    """The layers of a model kind, of which this is one with attention."""
+    if kind != "mamba":
+        return attention_layer
+    from kit.state_space import with_mamba
+
+    return with_mamba(attention_layer, config)
 
 
 def sharded_model(
@@ -91,6 +114,7 @@ def sharded_model(
         config,
         vocab_size=VOCABULARY,
         max_sequence_length=MAX_SEQUENCE_LENGTH,
+        spec=lambda config: layer_spec(kind, packed_layer_spec(config), config),
         ddp=ddp,
         **gpt_options(kind),
     )

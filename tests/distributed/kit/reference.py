@@ -25,6 +25,7 @@ from kit.model import (
     MAX_SEQUENCE_LENGTH,
     ROUTING,
     gpt_options,
+    layer_spec,
     named_parameters,
     transformer_config,
 )
@@ -44,14 +45,15 @@ _NUM_STEPS = 6  # rounding grows with every one, tenfold from the seventh on
 def plain_model(kind: str, **settings: Any) -> Any:
     """The whole model on this rank, whatever stage of a pipeline it is, on Megatron's own spec."""
     config = transformer_config(kind, **pipeline_config(ParallelDims()), **settings)
+    local_layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts,
-            moe_grouped_gemm=False,
-            qk_layernorm=config.qk_layernorm,
-            normalization=config.normalization,
-        ),
+        transformer_layer_spec=layer_spec(kind, local_layer, config),
         vocab_size=VOCABULARY,
         max_sequence_length=MAX_SEQUENCE_LENGTH,
         pre_process=True,

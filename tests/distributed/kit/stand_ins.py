@@ -1,11 +1,14 @@
-"""Empty modules for what frameworks import and the tests do not need."""
+"""Empty modules for what frameworks and Megatron import and the tests do not need."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.abc
 import importlib.machinery
-from collections.abc import Sequence
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
@@ -31,3 +34,17 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         del module
+
+
+@contextlib.contextmanager
+def stood_in(*names: str) -> Iterator[None]:
+    """Stand-ins for those of these modules that are not installed, while others are imported."""
+    missing = StandIns(tuple(name for name in names if importlib.util.find_spec(name) is None))
+    sys.meta_path.append(missing)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(missing)
+        for name in list(sys.modules):
+            if name.partition(".")[0] in missing.names:
+                del sys.modules[name]

@@ -1,0 +1,92 @@
+"""Layers that would mix the samples of packed rows, or raise in mid-forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.utils import get_model_config
+
+from mcore_batching.megatron import compat
+from mcore_batching.planning import ParallelDims
+
+
+def layer_problems(chunks: list[Any], dims: ParallelDims, *, pads_rows: bool) -> list[str]:
+    """What keeps a model's layers from running packed rows, one of each kind, with what to set.
+
+    Args:
+        chunks: this rank's model chunks.
+        dims: the job's parallel dims.
+        pads_rows: samples, or rows, are padded.
+    """
+    problems: dict[str, str] = {}
+    for chunk in chunks:
+        config = get_model_config(chunk)
+        for name, layer in chunk.named_modules():
+            problem = _problem(layer, config, dims.context_parallel, pads_rows)
+            if problem:
+                problems.setdefault(problem, name)
+    gradients = _gradients_of_experts(chunks)
+    return [f"{name} {problem}" for problem, name in problems.items()] + list(gradients)
+
+
+def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) -> str:
+    # Of the class that runs: a subclass with a forward pass of its own may well know packed rows.
+    runs = compat.class_of_forward(layer)
+    # Not isinstance, likewise.
+    if type(layer) is DotProductAttention:
+        return (
+            "is Megatron's local DotProductAttention, which cannot keep packed samples apart: "
+            "build the model with mcore_batching.megatron.packed_layer_spec(config), or with "
+            "Transformer Engine's layer spec"
+        )
+    if runs.startswith("GatedDeltaNet"):
+        if not compat.packs_gated_delta_net(layer):
+            return (
+                "is a GatedDeltaNet, which runs packed rows from Megatron-LM 0.18 on: install a "
+                "later one, or a model without (--experimental-attention-variant)"
+            )
+        if config.deterministic_mode:
+            return (
+                "is a GatedDeltaNet, which runs no packed rows in deterministic mode: unset "
+                "--deterministic-mode (deterministic_mode=False)"
+            )
+    if runs == "DSAttention":
+        if not compat.packs_sparse_attention():
+            return (
+                "is DeepSeek sparse attention, which runs packed rows from Megatron-LM 0.19 on: "
+                "install a later one, or a model without (--experimental-attention-variant)"
+            )
+        if config.dsa_indexer_loss_coeff and pads_rows:
+            return (
+                "has an indexer loss, in which padding would count: set "
+                "dsa_indexer_loss_coeff=0, or pad neither samples nor rows"
+            )
+    if runs == "MultimodalRotaryEmbedding" and context_parallel > 1:
+        return (
+            "cuts positions that are cut for context-parallel ranks already: set "
+            "--context-parallel-size 1 with --position-embedding-type mrope"
+        )
+    if runs == "MambaMixer":
+        lacks = compat.what_mamba_lacks(context_parallel)
+        if lacks:
+            return f"is a Mamba layer, and packed rows need {lacks}"
+    return ""
+
+
+def _gradients_of_experts(chunks: list[Any]) -> Iterator[str]:
+    """Experts that tensor-parallel ranks all hold, and whose gradients they do not add up."""
+    config = get_model_config(chunks[0])
+    size = config.tensor_model_parallel_size
+    if not config.num_moe_experts or config.expert_tensor_parallel_size == size:
+        return
+    for name, parameter in ((n, p) for chunk in chunks for n, p in chunk.named_parameters()):
+        # True: Megatron adds it up over the data-parallel ranks that parameters of all layers have.
+        if ".mlp.experts." in name and getattr(parameter, "allreduce", True):
+            yield (
+                f"before 0.19 megatron-core does not add up the gradient of {name} over "
+                "tensor-parallel ranks, which see different tokens: set "
+                f"--expert-tensor-parallel-size {size}, or --expert-model-parallel-size above 1"
+            )
+            return

@@ -1,0 +1,87 @@
+"""Layers that cannot run packed rows: found in a model by name, with what to set instead."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kit.stand_ins import stood_in
+
+from mcore_batching.megatron.layer_checks import layer_problems
+from mcore_batching.planning import ParallelDims
+
+MEGATRON = tuple(map(int, version("megatron-core").split(".")[:2]))
+CP2 = ParallelDims(context_parallel=2)
+
+
+def layer(path: str) -> Any:
+    """A layer of this class, of which nothing was made."""
+    module, name = path.rsplit(".", 1)
+    with stood_in("triton"):
+        made = object.__new__(getattr(importlib.import_module(f"megatron.core.{module}"), name))
+    torch.nn.Module.__init__(made)
+    return made
+
+
+def problems(made: Any, dims: ParallelDims = CP2, *, pads_rows: bool = True, **changes: Any) -> str:
+    """What is said of a model with two of this layer."""
+    chunk = torch.nn.ModuleDict({"first": made, "second": made.__class__.__new__(made.__class__)})
+    torch.nn.Module.__init__(chunk["second"])
+    settings = {"num_moe_experts": None, "tensor_model_parallel_size": 1} | changes
+    chunk.config = SimpleNamespace(**{"deterministic_mode": False} | settings)
+    return "\n".join(layer_problems([chunk], dims, pads_rows=pads_rows))
+
+
+def test_gated_delta_nets_that_take_no_packed_rows() -> None:
+    """Until 0.17, and everywhere in deterministic mode, they raise in mid-forward."""
+    made = layer("ssm.gated_delta_net.GatedDeltaNet")
+    if MEGATRON < (0, 18):
+        said = problems(made)
+        assert said.startswith("first is a GatedDeltaNet, which runs packed rows from Megatron-LM")
+        assert "second" not in said
+    else:
+        assert problems(made) == ""
+        assert "unset --deterministic-mode" in problems(made, deterministic_mode=True)
+
+
+def test_sparse_attention_that_takes_no_packed_rows() -> None:
+    """Until 0.18 it asserts in mid-forward; later its indexer's loss counts padding."""
+    made = layer("transformer.experimental_attention_variant.dsa.DSAttention")
+    if MEGATRON < (0, 19):
+        assert "from Megatron-LM 0.19 on" in problems(made, dsa_indexer_loss_coeff=0.0)
+    else:
+        assert problems(made, dsa_indexer_loss_coeff=0.0) == ""
+        assert problems(made, dsa_indexer_loss_coeff=0.1, pads_rows=False) == ""
+        assert "dsa_indexer_loss_coeff=0" in problems(made, dsa_indexer_loss_coeff=0.1)
+
+
+def test_multimodal_positions_are_cut_by_context_parallel_ranks_once() -> None:
+    made = layer("models.common.embeddings.rotary_pos_embedding.MultimodalRotaryEmbedding")
+    assert "set --context-parallel-size 1" in problems(made)
+    assert problems(made, ParallelDims()) == ""
+
+
+def test_mamba_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of packed rows, and Transformer Engine's where they are cut."""
+    made = layer("ssm.mamba_mixer.MambaMixer")
+    mixer = importlib.import_module("megatron.core.ssm.mamba_mixer")
+    found: list[Any] = [False, "causal_conv1d >= 1.4.0 is required"]
+    monkeypatch.setattr(mixer, "_check_mamba_sequence_packing_support", lambda **_: found)
+    assert "causal_conv1d >= 1.4.0 is required" in problems(made, ParallelDims())
+    found[:] = [True, None]
+    assert problems(made, ParallelDims()) == ""
+    context = importlib.import_module("megatron.core.ssm.mamba_context_parallel")
+    monkeypatch.setattr(context, "tex", None)
+    assert "need Transformer Engine under context parallelism" in problems(made)
+
+
+def test_a_layer_with_a_forward_pass_of_its_own_may_know_packed_rows() -> None:
+    made = layer("ssm.gated_delta_net.GatedDeltaNet")
+    own = type("GatedDeltaNet", (type(made),), {"forward": lambda self: None})
+    made.__class__ = own
+    assert problems(made, deterministic_mode=True) == ""
+    assert problems(torch.nn.Linear(1, 1)) == ""
