@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import datetime
 import functools
+import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -18,6 +19,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+
+# Not by `dist.new_group`: slime puts another in its place, whose groups gloo's queries do not know.
+from torch.distributed.distributed_c10d import new_group
 
 from mcore_batching.batch.consensus import (
     Agreement,
@@ -56,7 +60,7 @@ class JobConsensus(Consensus):
     def __init__(self, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> None:
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self.data_parallel_rank: int = parallel_state.get_data_parallel_rank()
-        self._world = world = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._world = world = new_group(backend="gloo", timeout=self._timeout)
         stage = parallel_state.get_pipeline_model_parallel_rank()
         with_rows = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         places: list[Any] = [None] * dist.get_world_size(world)
@@ -231,13 +235,14 @@ class JobConsensus(Consensus):
         own = None
         for ranks in partition:
             # Every rank takes part in making every group, as torch.distributed requires.
-            group = dist.new_group(list(ranks), backend="gloo", timeout=self._timeout)
+            group = new_group(list(ranks), backend="gloo", timeout=self._timeout)
             if self.rank in ranks:
                 own = group
         return own
 
 
-_current: tuple[Any, JobConsensus] | None = None
+_current: tuple[Any, weakref.ref[Any], JobConsensus] | None = None
+"""The data-parallel group, the default process group, and their consensus."""
 
 
 def get_consensus(args: Any = None) -> JobConsensus:
@@ -250,11 +255,12 @@ def get_consensus(args: Any = None) -> JobConsensus:
             is made.
     """
     global _current
-    groups = parallel_state.get_data_parallel_group()
-    if _current is None or _current[0] is not groups:
+    groups, world = parallel_state.get_data_parallel_group(), dist.group.WORLD
+    # slime destroys all groups where it offloads a model, and wraps Megatron's, which it remakes.
+    if _current is None or _current[0] is not groups or _current[1]() is not world:
         seconds = getattr(args, "dynamic_batch_consensus_timeout_seconds", DEFAULT_TIMEOUT_SECONDS)
-        _current = (groups, JobConsensus(seconds))
-    return _current[1]
+        _current = (groups, weakref.ref(world), JobConsensus(seconds))
+    return _current[2]
 
 
 def consensus_of_rows(args: Any) -> JobConsensus:

@@ -77,7 +77,7 @@ class FailureWatch:
         self._thread = threading.Thread(target=self._watch, name="failure watch", daemon=True)
         self._thread.start()
         # A thread that comes back from C++ into an interpreter that is going down aborts it.
-        atexit.register(self._stop)
+        atexit.register(self.stop)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -192,7 +192,9 @@ class FailureWatch:
         sys.stderr.flush()
         os._exit(EXIT_CODE)
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """End the thread, and with it the connection to the store."""
+        atexit.unregister(self.stop)
         self._ending.set()
         self._inside.set()
         self._thread.join(timeout=1.0)
@@ -274,6 +276,8 @@ def _watch_of(args: Any) -> FailureWatch | None:
     own = dist.distributed_c10d.PrefixStore(
         f"mcore_batching/failure_watch/{next(_watches)}", store.clone()
     )
+    if _current is not None:
+        _current[1].stop()
     _current = (weakref.ref(world), FailureWatch(own, dist.get_rank(), dist.get_world_size()))
     return _current[1]
 

@@ -77,13 +77,22 @@ def real_outputs(made: Any, row: PackedMicroBatch) -> dict[str, list[Tensor]]:
     Raises:
         OrderError: no dict of lists, or not one output per sample.
     """
+    outputs = checked_outputs(made, len(row.total_lengths))
+    return {key: values[: row.num_samples] for key, values in outputs.items()}
+
+
+def checked_outputs(made: Any, num_samples: int) -> dict[str, list[Tensor]]:
+    """The outputs of ``f`` for the samples of a micro-batch, a placeholder's included.
+
+    Raises:
+        OrderError: no dict of lists, or not one output per sample.
+    """
     outputs = made[1] if isinstance(made, tuple) and len(made) == 2 else made
     if not isinstance(outputs, Mapping):
         raise OrderError(
             "the function given to forward_only must return a dict of lists, or a pair whose "
             f"second element is one, got {type(outputs).__name__}"
         )
-    expected = len(row.total_lengths)
     for key, values in outputs.items():
         if not isinstance(key, str):
             raise OrderError(
@@ -91,10 +100,12 @@ def real_outputs(made: Any, row: PackedMicroBatch) -> dict[str, list[Tensor]]:
                 "texts"
             )
         count = count_of(values)
-        if count != expected or any(value is None for value in values):
+        if count != num_samples or any(value is None for value in values):
             found = describe(values) if count is None else f"{count} values"
+            if count == num_samples:
+                found += ", some of them None,"
             raise OrderError(
                 f"the function given to forward_only returned {found} for {key!r} in a micro-batch "
-                f"of {expected} samples; return one tensor for each, a placeholder's included"
+                f"of {num_samples} samples; return one tensor for each, a placeholder's included"
             )
-    return {key: list(values)[: row.num_samples] for key, values in outputs.items()}
+    return {key: list(values) for key, values in outputs.items()}

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from kit import output_faults
 from kit.harness import Job
 
 LOG_PROBS = 2e-6
@@ -144,3 +145,17 @@ def test_models_that_see_images_find_positions_themselves(
     for rank in ranks:
         assert set(rank["text"]) == set(rank["text again"]) == {True}
         assert set(rank["images"]) == {False}
+
+
+OUTPUTS = [
+    *output_faults.jobs_of("unplanned", "", "dp2"),
+    *output_faults.jobs_of("planned slime"),
+    *output_faults.jobs_of("planned miles", "", "dp2"),
+]
+
+
+@pytest.mark.parametrize("job", OUTPUTS, ids=str)
+def test_outputs_that_no_sample_has_are_an_error_on_all(
+    job: Job, ranks: list[dict[str, str]]
+) -> None:
+    output_faults.check(ranks)

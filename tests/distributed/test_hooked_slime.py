@@ -26,6 +26,7 @@ if not SOURCE:  # not a mark: its jobs would still be launched beside those of o
     )
 
 
+from kit import output_faults  # noqa: E402
 from kit.slime import compared_jobs  # noqa: E402 - needs Megatron, there where a checkout is
 
 JOBS = compared_jobs("slime", "kit.slime:compare", SOURCE)
@@ -49,3 +50,10 @@ def test_slime_equals_itself(job: Job, ranks: list[dict[str, Any]]) -> None:
             counted = 1 + rank["placeholders"] / rank["samples"]
         for name, value in own.items():
             assert hooked[name] * counted == pytest.approx(value, rel=REPORTED, abs=1e-7), name
+
+
+@pytest.mark.parametrize("job", output_faults.jobs_of("slime unplanned", SOURCE), ids=str)
+def test_outputs_that_no_sample_has_are_an_error_on_all(
+    job: Job, ranks: list[dict[str, str]]
+) -> None:
+    output_faults.check(ranks)

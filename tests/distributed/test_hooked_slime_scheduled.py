@@ -21,6 +21,7 @@ if not SOURCE:  # not a mark: its jobs would still be launched beside those of o
     )
 
 
+from kit import output_faults  # noqa: E402
 from kit.slime import compared_jobs  # noqa: E402 - needs Megatron, there where a checkout is
 from kit.slime_scheduled import check_equal  # noqa: E402
 
@@ -30,3 +31,10 @@ JOBS = compared_jobs("slime-scheduled", "kit.slime_scheduled:compare", SOURCE)
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_slime_equals_itself(job: Job, ranks: list[dict[str, Any]]) -> None:
     check_equal(job, ranks)
+
+
+@pytest.mark.parametrize("job", output_faults.jobs_of("slime", SOURCE), ids=str)
+def test_outputs_that_no_sample_has_are_an_error_on_all(
+    job: Job, ranks: list[dict[str, str]]
+) -> None:
+    output_faults.check(ranks)

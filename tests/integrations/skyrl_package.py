@@ -51,6 +51,14 @@ class TokenBasedBatchIterator:
     def __len__(self):
         return len(self._microbatches) + self._num_padding_microbatches
 
+    def reorder_and_combine_batches(self, batches):
+        found = {}
+        for samples, batch in zip(self._microbatches, batches):
+            for name, values in batch.items():
+                places = zip(samples, values)
+                found.setdefault(name, {}).update(places)
+        return {name: [values[i] for i in sorted(values)] for name, values in found.items()}
+
 def get_microbatch_iterator(data, micro_batch_size, max_tokens_per_microbatch):
     return TokenBasedBatchIterator(data, max_tokens_per_microbatch=max_tokens_per_microbatch)
 """

@@ -94,7 +94,7 @@ def use_legacy_rollout_v1():
     "backends/training_utils/data": DATA.partition("def get_data_iterator")[0] + OWN_PLAN,
     "backends/megatron_utils/model": MODEL.replace(".data", "miles.backends.training_utils.data")
     .replace('store_prefix="",', 'rollout_id, store_prefix="",')
-    .replace("_, values = f", "values = f"),
+    .replace('_, values = f("logits", ', 'values = f("logits", non_loss_data=True, '),
     "ray/rollout/train_data_conversion": MANAGER.replace("slime", "miles"),
     "rollout/sglang_rollout": FILES["rollout/sglang_rollout"],
     "rollout/inference_rollout/inference_rollout_common": "class InferenceRolloutFn: ...\n",

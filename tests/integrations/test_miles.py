@@ -134,7 +134,9 @@ def test_the_rollout_function_is_miles_default(
     assert inspect.isclass(wrapper.generate_rollout) is not bool(int(legacy))
 
 
-def sums(logits: str, *, total_lengths: list[int], tokens: list[torch.Tensor]) -> Any:
+def sums(
+    logits: str, *, total_lengths: list[int], tokens: list[torch.Tensor], non_loss_data: bool
+) -> Any:
     return {"sums": [int(each.sum()) for each in tokens]}
 
 

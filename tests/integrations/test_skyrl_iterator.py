@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from skyrl_package import SOURCE, WORKERS, own_skyrl, small_skyrl
 from skyrl_worker import batch_of, iterate_all
 from spawned import reports_of
 
+from mcore_batching.batch import OrderError
 from mcore_batching.integrations.replacements import HookError
 from mcore_batching.integrations.skyrl import hook
 from mcore_batching.planning import ParallelDims, PlannerConfig, plan_step
@@ -78,6 +79,53 @@ def test_in_a_pipeline_it_is_the_plan_of_the_rank(
     assert made._microbatches == [list(samples) for samples in step.micro_batches[0]]
 
 
+FAULTS: dict[str, Callable[[list[dict[str, torch.Tensor]]], Any]] = {
+    "one too few": lambda made: [{name: rows[:-1] for name, rows in made[0].items()}, *made[1:]],
+    "one too many": lambda made: [
+        {name: torch.cat((rows, rows[-1:])) for name, rows in made[0].items()},
+        *made[1:],
+    ],
+    "a micro-batch less": lambda made: made[:-1],
+    "a micro-batch more": lambda made: [*made, made[-1]],
+}
+
+
+def check_faults(made: Any, outputs: list[Any], batch_of_rows: Callable[..., Any]) -> None:
+    """Every fault is an error, and outputs without one come back in order."""
+    for name, change in FAULTS.items():
+        with pytest.raises(OrderError, match="micro-batches, got" if "a " in name else "rows of"):
+            made.reorder_and_combine_batches([batch_of_rows(each) for each in change(outputs)])
+    together = made.reorder_and_combine_batches([batch_of_rows(each) for each in outputs])
+    assert [int(row) for row in together["places"]] == list(range(len(LENGTHS)))
+
+
+def test_another_number_of_rows_is_an_error(workers: Any) -> None:
+    with hook():
+        made = workers.get_microbatch_iterator(batch_of(LENGTHS), 1, 120)
+        outputs = [{"places": torch.tensor(samples)} for samples in made._microbatches]
+        check_faults(made, outputs, dict)
+
+
+def test_another_number_of_rows_of_skyrls_own_is_an_error(own_workers: Any) -> None:
+    """Its own takes rows too many for those of other samples, and leaves the last out."""
+    with hook():
+        made = own_workers.get_microbatch_iterator(training_batch(own_workers, LENGTHS), 1, 120)
+        outputs = [{"places": torch.tensor(samples)} for samples in made._microbatches]
+        check_faults(made, outputs, _batch_of_rows(own_workers))
+        surplus = [_batch_of_rows(own_workers)(each) for each in FAULTS["one too many"](outputs)]
+        base = type(made).__mro__[1]
+        assert len(base.reorder_and_combine_batches(made, surplus)["places"]) == len(LENGTHS)
+
+
+def _batch_of_rows(own_workers: Any) -> Callable[..., Any]:
+    def made(rows: dict[str, torch.Tensor]) -> Any:
+        batch = own_workers.TensorBatch(rows)
+        batch.metadata = {}
+        return batch
+
+    return made
+
+
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
@@ -85,6 +133,7 @@ def test_in_a_pipeline_it_is_the_plan_of_the_rank(
         ("data, max_tokens_per_microbatch):", "data, cap):", "parameter 3 is cap"),
         ("def _sync_num_microbatches(self):", "def _sync_num_microbatches(self, group):", "group"),
         ("self._token_counts", "self._lengths", "expected all, in this order"),
+        ("batches(self, batches):", "batches(self, outputs):", "parameter 2 is outputs"),
     ],
 )
 def test_another_iterator_is_refused_by_name(

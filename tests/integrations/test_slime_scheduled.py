@@ -12,7 +12,7 @@ import torch
 from slime_package import forget, slime
 
 import mcore_batching
-from mcore_batching.batch import DEFAULT_SCHEMA, Kind, SchemaError
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind, OrderError, SchemaError
 from mcore_batching.integrations.slime import HookError, init
 
 __all__ = ["slime"]
@@ -89,6 +89,20 @@ def test_forward_only_leaves_out_what_placeholders_put_out(slime: Path) -> None:
             sums, None, None, iterators, [4], "old_", use_rollout_top_p_replay=True
         )
     assert made == {"old_sums": [3, 10, 1], "replay": True}
+
+
+def test_another_number_of_outputs_is_refused_where_each_rank_runs_by_itself(slime: Path) -> None:
+    """As in slime's server of log-probs: its forward pass is no collective over all ranks."""
+
+    def other_sums(logits: str, **batch: Any) -> Any:
+        _, made = sums(logits, **batch)
+        return logits, {"sums": made["sums"][1:]}
+
+    found = modules()
+    with mcore_batching.hook(found.data, found.model):
+        iterators = found.data.get_data_iterator(rollout_data([1, 0], [2]))
+        with pytest.raises(OrderError, match=r"1 values for 'sums' in a micro-batch of 2 samples"):
+            found.model.forward_only(other_sums, None, None, iterators, [2])
 
 
 def test_a_field_without_a_kind_is_refused_at_the_first_micro_batch(slime: Path) -> None:

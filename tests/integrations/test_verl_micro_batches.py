@@ -27,6 +27,7 @@ from spawned import reports_of
 from verl_package import SOURCE, forget, own_verl, small_verl
 from verl_worker import CAP, CASES, batch_of, rearrange_all
 
+from mcore_batching.batch import OrderError
 from mcore_batching.integrations.replacements import HookError
 from mcore_batching.integrations.verl import hook, micro_batches
 from mcore_batching.planning import ParallelDims, PlannerConfig, plan_step
@@ -75,6 +76,26 @@ def test_the_contract_holds(lengths: list[int], multiple: int | None, least: int
 
     restored = micro_batches.restore_dynamic_batch(own, rows, indices)
     assert torch.equal(restored, batch_of(lengths)["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("rows", "indices", "message"),
+    [
+        (2, [[2, 0], [1]], "the 3 samples .* got 2; samples without a row: []"),
+        (4, [[2, 0], [1]], "got 4"),
+        (4, [[2, 0], [1], [2, 2]], "the 5 samples .* got 4"),  # one sample fills up
+        (3, [[2, 0], [2]], "got 3; samples without a row: [1]"),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_another_number_of_rows_is_an_error(
+    rows: int, indices: list[list[int]], message: str, nested: bool
+) -> None:
+    data = torch.arange(rows)[:, None]
+    if nested:
+        data = torch.nested.as_nested_tensor(list(data), layout=torch.jagged)
+    with pytest.raises(OrderError, match=message.replace("[", r"\[").replace("]", r"\]")):
+        micro_batches.restore_dynamic_batch(lambda *_: pytest.fail("was called"), data, indices)
 
 
 def test_a_sample_that_fills_up_has_no_loss() -> None:

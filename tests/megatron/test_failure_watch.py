@@ -187,7 +187,7 @@ def test_the_interpreter_waits_for_groups_that_are_being_aborted(
 
     with pytest.raises(PipelineFailedError):
         waits()
-    ours._stop()
+    ours.stop()
     assert ended.is_set()
 
 

@@ -2,7 +2,8 @@
 
 Guarantees
 - Every sample of the rank is in one micro-batch, and SkyRL's ``reorder_and_combine_batches`` brings
-  outputs back into their order.
+  outputs back into their order; another number of rows than a micro-batch holds is an error on that
+  rank.
 - No micro-batch of several samples holds more tokens than ``max_tokens_per_microbatch``; a longer
   sample is alone, as in SkyRL.
 - All ranks have equally many: micro-batches are split before SkyRL's padding ones are added, which
@@ -13,13 +14,16 @@ Guarantees
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mcore_batching.batch import OrderError
 from mcore_batching.integrations.replacements import (
     Hook,
     HookError,
@@ -34,6 +38,7 @@ _MODULE = "skyrl.backends.skyrl_train.workers.worker_utils"
 _CLASS = "TokenBasedBatchIterator"
 _NAMES = ("_token_counts", "_microbatches", "_sync_num_microbatches", "_num_padding_microbatches")
 """What SkyRL's ``__init__`` uses, in this order."""
+_REORDER = "reorder_and_combine_batches"
 
 
 def hook() -> Hook:
@@ -59,7 +64,14 @@ def hook() -> Hook:
             f"{where} cannot be replaced: its __init__ uses {', '.join(used) or 'none'} of "
             f"{', '.join(_NAMES)}, expected all, in this order; hook a version of SkyRL that does"
         )
-    body = {_NAMES[2]: in_place_of(count, _sync_num_microbatches), "__module__": _MODULE}
+    reorder: Any = getattr(original, _REORDER, None)
+    reordered = functools.partial(_reorder_and_combine_batches, reorder)
+    check_signature(f"{where}.{_REORDER}", reorder, reordered, whole=True)
+    body = {
+        _NAMES[2]: in_place_of(count, _sync_num_microbatches),
+        _REORDER: in_place_of(reorder, reordered),
+        "__module__": _MODULE,
+    }
     ours = type(_CLASS, (original,), body)
     return Hook([module], [Replacement(_CLASS, original, ours)])
 
@@ -82,6 +94,28 @@ def _sync_num_microbatches(self: Any) -> int:
     )
     self._microbatches = [list(samples) for samples in planned if samples]
     return len(planned)
+
+
+def _reorder_and_combine_batches(original: Callable[..., Any], self: Any, batches: Any) -> Any:
+    """SkyRL's own, of outputs that have as many rows as their micro-batches.
+
+    Raises:
+        OrderError: on this rank, where they have not.
+    """
+    if len(batches) != len(self):
+        raise OrderError(
+            f"expected the outputs of {len(self)} micro-batches, got {len(batches)}: return one "
+            "batch for each, those of padding included"
+        )
+    outputs = zip(self._microbatches, batches, strict=False)  # those of padding come last
+    for number, (samples, batch) in enumerate(outputs):
+        for name, values in batch.items():
+            if values is not None and len(values) != len(samples):
+                raise OrderError(
+                    f"micro-batch {number} has {len(samples)} samples and {len(values)} rows of "
+                    f"{name!r}: return one row for each sample"
+                )
+    return original(self, batches)
 
 
 def _dims() -> ParallelDims:

@@ -5,17 +5,30 @@ rank come with the samples of each micro-batch. One without samples is a placeho
 becomes a sample of one token with an empty response, which the framework packs and runs like any
 other: its loss is 0 and stays attached to the graph, its mask adds no token to a count, and
 ``forward_only`` leaves its outputs out. The framework's functions all stay what they are.
+
+The framework's ``forward_only`` puts outputs into the order of the samples by what it finds, be it
+too few or too many. So what it finds is checked: before the pass, that the micro-batches hold each
+sample once; after it, that the function of the logits gave one output for each. That an output is
+of the right sample of its micro-batch, nobody can see.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mcore_batching.batch import Kind, Schema, make_placeholder
+from mcore_batching.batch import Kind, OrderError, Schema, apply_order, make_placeholder
+from mcore_batching.batch.consensus import Statement
 from mcore_batching.integrations.replacements import HookError
 from mcore_batching.integrations.slime.zero_count_mask import zero_count_mask
+from mcore_batching.megatron.consensus import agree_after_pipeline, get_consensus
+from mcore_batching.megatron.errors import CollationFailedError
+from mcore_batching.megatron.failure_watch import defer, reporting
+from mcore_batching.megatron.logits_function import checked_outputs
+
+_OPERATION = "forward_only"
 
 LEADING = {
     "get_data_iterator": (("rollout_data",), ("args", "model", "rollout_data")),
@@ -103,34 +116,144 @@ def get_data_iterator(
 
 
 def forward_only(
-    original: Callable[..., Any], f: Callable[..., Any], *arguments: Any, **keywords: Any
+    original: Callable[..., Any],
+    f: Callable[..., Any],
+    args: Any,
+    model: Any,
+    data_iterator: Sequence[Any],
+    num_microbatches: Sequence[int],
+    *arguments: Any,
+    **keywords: Any,
 ) -> Any:
     """The framework's forward pass, without what placeholders put out.
+
+    A collective over all ranks where the rollout manager has planned. Where not (fixed
+    micro-batches, miles' own plans), what is wrong is raised where it is found: slime's server runs
+    each data-parallel rank by itself.
 
     Args:
         original: the framework's function.
         f: the function of the logits; gets ``total_lengths`` by keyword.
-        arguments: of `original`.
+        args: the framework's arguments.
+        model: this rank's model chunks.
+        data_iterator: from `get_data_iterator`.
+        num_microbatches: of each step.
+        arguments: further ones of `original`.
         keywords: of `original`.
+
+    Raises:
+        CollationFailedError: on every rank, if on any the micro-batches do not hold each sample
+            once (an `OrderError`), or ranks differ in ``num_microbatches``.
+        ForwardFailedError: on every rank, if ``f`` raised on any, did not return one output per
+            sample (an `OrderError`), or returned other names than elsewhere.
+        PipelineFailedError: on every rank that can still be reached, if anything else raised.
     """
-    return original(_of_samples(f), *arguments, **keywords)
+
+    def run(guarded: _Guarded) -> Any:
+        return original(
+            guarded, args, model, data_iterator, num_microbatches, *arguments, **keywords
+        )
+
+    planned = isinstance(data_iterator[0], PlaceholderIterator)
+    if not (planned and getattr(args, "use_dynamic_batch_size", False)):
+        return run(_Guarded(f, _raise))
+    get_consensus(args).agree(
+        _OPERATION,
+        lambda: _check_plan(data_iterator[0], num_microbatches),
+        lambda checked: Statement(equal={"num_microbatches": list(num_microbatches)}),
+        failure=CollationFailedError,
+        mismatch=CollationFailedError,
+    )
+    failed: list[Exception] = []
+    # The pipeline has to run dry before all ranks can be told.
+    guarded = _Guarded(f, functools.partial(defer, args, failed))
+    with reporting(args, _OPERATION):
+        made = run(guarded)
+
+    def says(nothing: None) -> Statement:
+        names = guarded.names  # none on other stages than the last
+        return Statement(equal={} if names is None else {"names that f returned": sorted(names)})
+
+    agree_after_pipeline(args, _OPERATION, failed, says=says)
+    return made
 
 
-def _of_samples(f: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with empty lists for a placeholder."""
+def _check_plan(iterator: PlaceholderIterator, num_microbatches: Sequence[int]) -> None:
+    """Refuse micro-batches by which outputs would be lost or doubled.
 
-    @functools.wraps(f)
-    def of_samples(*arguments: Any, **keywords: Any) -> Any:
-        if "total_lengths" not in keywords:
-            raise HookError(
-                "forward_only calls its function without the keyword total_lengths, by which "
-                "placeholders are told apart: this version of the framework is not known"
+    Raises:
+        OrderError: they do not hold each sample once, or another number of them is to be run.
+    """
+    micro_batches = iterator.micro_batch_indices
+    samples = range(len(iterator.rollout_data["tokens"]))
+    try:
+        apply_order(samples, [sample for each in micro_batches for sample in each])
+    except OrderError as error:
+        raise OrderError(
+            f"the rollout data's micro_batch_indices do not hold its {len(samples)} samples once "
+            f"each: missing {list(error.missing)}, doubled {list(error.doubled)}, not there "
+            f"{list(error.extra)}; the rollout manager must plan by build_dp_schedule"
+        ) from error
+    if sum(num_microbatches) != len(micro_batches):
+        raise OrderError(
+            f"num_microbatches is {list(num_microbatches)}, {sum(num_microbatches)} in all, and "
+            f"micro_batch_indices has {len(micro_batches)}: pass on those of the rollout data"
+        )
+
+
+def _raise(exception: Exception) -> None:
+    raise exception
+
+
+class _Guarded:
+    """The function of the logits, with empty lists for a placeholder and checked ones for others.
+
+    Args:
+        f: the function.
+        failed: called with what it raised, or with what is wrong with its outputs.
+
+    Attributes:
+        names: of its outputs; None before its first call.
+    """
+
+    def __init__(self, f: Callable[..., Any], failed: Callable[[Exception], None]) -> None:
+        functools.update_wrapper(self, f)
+        self._f = f
+        self._failed = failed
+        self.names: set[str] | None = None
+
+    def __call__(self, logits: Any, **keywords: Any) -> Any:
+        """Outputs as Megatron's schedule takes them: alone, or behind a tensor."""
+        lengths = keywords.get("total_lengths", ())
+        is_placeholder = isinstance(lengths, _PlaceholderLengths)
+        output, values = None, {}
+        try:
+            if "total_lengths" not in keywords:
+                raise HookError(
+                    "forward_only calls its function without the keyword total_lengths, by which "
+                    "placeholders are told apart: this version of the framework is not known"
+                )
+            made = self._f(logits, **keywords)
+            values = self._checked(made, len(lengths))
+            output = made[0] if isinstance(made, tuple) else None
+        except Exception as exception:
+            self._failed(exception)
+            # As many as the framework will look for, of whatever name.
+            values = collections.defaultdict(lambda: [None] * (not is_placeholder) * len(lengths))
+        if is_placeholder:
+            for name in values:
+                values[name] = []
+        if "non_loss_data" in keywords:  # miles collects outputs, slime takes them for a loss
+            return values
+        return logits.new_zeros(0) if output is None else output, values
+
+    def _checked(self, made: Any, num_samples: int) -> dict[str, list[Any]]:
+        values = checked_outputs(made, num_samples)
+        if self.names is None:
+            self.names = set(values)
+        if self.names != set(values):
+            raise OrderError(
+                f"the function given to forward_only returned {sorted(values)} for one "
+                f"micro-batch and {sorted(self.names)} for another: return the same names for all"
             )
-        made = f(*arguments, **keywords)
-        if not isinstance(keywords["total_lengths"], _PlaceholderLengths):
-            return made
-        *output, values = made if isinstance(made, tuple) else (made,)  # slime's has an output
-        empty: dict[str, list[Any]] = {key: [] for key in values}
-        return (*output, empty) if output else empty
-
-    return of_samples
+        return values

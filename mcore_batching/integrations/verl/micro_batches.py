@@ -2,7 +2,7 @@
 
 Guarantees
 - Every sample of the rank is in one micro-batch, and `restore_dynamic_batch` brings outputs back
-  into their order.
+  into their order; another number of rows than the micro-batches hold is an error on that rank.
 - No micro-batch of several samples holds more than ``max_token_len`` tokens, padding for tensor and
   context parallelism included.
 - All ranks of ``dp_group`` have equally many, at least ``min_num_micro_batch``, a multiple of
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mcore_batching.batch import OrderError
 from mcore_batching.integrations.replacements import HookError
 from mcore_batching.integrations.shards import planned_shard
 from mcore_batching.planning import LengthError, MicroBatches, ParallelDims, PlannerConfig
@@ -113,12 +114,23 @@ def restore_dynamic_batch(
         data: rows of all micro-batches, dense or nested.
         batch_idx_list: of `rearrange_micro_batches`; of a sample that is there twice, as its own
             and masked, both rows are the same, and one is kept.
+
+    Raises:
+        OrderError: on this rank, where there is not one row for each index, or a sample has none.
     """
     indices = [sample for samples in batch_idx_list for sample in samples]
     first: dict[int, int] = {}
     for row, sample in enumerate(indices):
         first.setdefault(sample, row)
-    if len(first) < len(indices) == data.shape[0]:
+    missing = sorted(set(range(max(first, default=-1) + 1)) - set(first))
+    if missing or len(indices) != data.shape[0]:
+        raise OrderError(
+            f"expected one row for each of the {len(indices)} samples that the micro-batches "
+            f"hold, got {data.shape[0]}; samples without a row: {missing}: the forward step must "
+            "return one for each sample of its micro-batch",
+            missing=tuple(missing),
+        )
+    if len(first) < len(indices):
         if data.is_nested:
             rows = data.unbind()
             data = torch.nested.as_nested_tensor(

@@ -238,22 +238,6 @@ def several_steps(
     }
 
 
-def wrong_number_of_outputs(dims: dict[str, Any], reference: str) -> str:
-    """A function for `forward_only` that forgets one sample."""
-    model = small_model(dims, reference)
-    args = arguments(ParallelDims(**dims))
-    iterators, counts = get_data_iterator(args, model, my_samples(dims))
-
-    def forgets(logits: torch.Tensor, *, micro_batch: Any) -> dict[str, list[torch.Tensor]]:
-        return {"log_probs": log_probs_of(logits, micro_batch=micro_batch)["log_probs"][1:]}
-
-    try:
-        forward_only(forgets, args, model, iterators, counts)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 def function_fails(
     dims: dict[str, Any], reference: str, where: str, planner: dict[str, Any] | None = None
 ) -> dict[str, Any]:

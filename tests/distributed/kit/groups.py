@@ -46,6 +46,7 @@ def destroy_process_group(group: Any = None) -> None:
 def keep_groups() -> None:
     """From now on `torch.distributed.new_group` hands out groups of finished jobs first."""
     dist.new_group, dist.destroy_process_group = new_group, destroy_process_group
+    consensus.new_group = new_group
 
 
 def abandon_groups() -> None:

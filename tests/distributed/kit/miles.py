@@ -25,13 +25,14 @@ def compare(
 ) -> dict[str, Any]:
     """As `kit.slime_scheduled.compare`, of miles."""
     shape = ParallelDims(**dims)
-    use_checkout(source)
     args = arguments(shape, per_token_loss, advantage_estimator)
+    return compare_modules(modules_of(source, shape, args), args, shape, reference)
+
+
+def modules_of(source: str, shape: ParallelDims, args: Any) -> SimpleNamespace:
+    """miles' modules from this checkout; slime's arguments are completed for them."""
+    use_checkout(source)
     vars(args).update(arguments_since_1926(shape) | _arguments())
-    return compare_modules(_modules(), args, shape, reference)
-
-
-def _modules() -> SimpleNamespace:
     backends = "miles.backends"
     miles = SimpleNamespace(
         data=importlib.import_module(f"{backends}.training_utils.data"),

@@ -100,11 +100,7 @@ def compare(
         and the hooked ``counts``, ``samples`` and ``placeholders``, the last two over all ranks.
     """
     shape = ParallelDims(**dims)
-    use_checkout(source)
-    data = importlib.import_module("slime.backends.megatron_utils.data")
-    model = importlib.import_module("slime.backends.megatron_utils.model")
-    loss = importlib.import_module("slime.backends.megatron_utils.loss")
-    slime = SimpleNamespace(data=data, model=model, loss=loss)
+    slime = modules_of(source)
     samples = take(make_samples(), SAMPLES)
     replica, replicas = parallel_state.get_data_parallel_rank(), shape.data_parallel
     count = len(SAMPLES)
@@ -114,10 +110,10 @@ def compare(
 
     own = _step(slime, args, shape, reference, take(samples, equal))
     args.use_dynamic_batch_size = True
-    with mcore_batching.hook(data, model) as hooked:
+    with mcore_batching.hook(slime.data, slime.model) as hooked:
         assert len(hooked.hooked) == 4, hooked
         ours = _step(slime, args, shape, reference, take(samples, uneven))
-    assert not hasattr(model.get_batch, "_mcore_batching_original")
+    assert not hasattr(slime.model.get_batch, "_mcore_batching_original")
 
     found: dict[int, torch.Tensor] = dict(zip(uneven, ours["log_probs"], strict=is_last_stage()))
     differences = [0.0]
@@ -139,6 +135,15 @@ def compare(
         "placeholders": ours["placeholders"],
         "last_stage": is_last_stage(),
     }
+
+
+def modules_of(source: str) -> SimpleNamespace:
+    """slime's modules from this checkout."""
+    use_checkout(source)
+    names = ("data", "model", "loss")
+    return SimpleNamespace(
+        **{each: importlib.import_module(f"slime.backends.megatron_utils.{each}") for each in names}
+    )
 
 
 def _step(

@@ -20,7 +20,8 @@ import mcore_batching
 from kit.exactness import difference
 from kit.harness import Job
 from kit.samples import make_samples, take
-from kit.slime import SAMPLES, arguments, cut_to_rank, model_of, trained, use_checkout
+from kit.slime import SAMPLES, arguments, cut_to_rank, model_of, trained
+from kit.slime import modules_of as of_checkout
 from mcore_batching.integrations.slime import hook_schedule
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
@@ -65,17 +66,14 @@ def compare(
         the hooked ``counts`` and ``placeholders`` over all ranks.
     """
     shape = ParallelDims(**dims)
-    use_checkout(source)
     args = arguments(shape, per_token_loss, advantage_estimator)
+    return compare_modules(modules_of(source, shape, args), args, shape, reference)
+
+
+def modules_of(source: str, shape: ParallelDims, args: Any) -> SimpleNamespace:
+    """slime's modules from this checkout; its arguments are completed for them."""
     vars(args).update(arguments_since_1926(shape))
-    return compare_modules(_modules(), args, shape, reference)
-
-
-def _modules() -> SimpleNamespace:
-    names = ("data", "model", "loss")
-    slime = SimpleNamespace(
-        **{each: importlib.import_module(f"slime.backends.megatron_utils.{each}") for each in names}
-    )
+    slime = of_checkout(source)
     slime.plan = importlib.import_module("slime.utils.dp_schedule")
     slime.cut = slime.loss
     slime.iterators = lambda args, chunks, rollout: slime.data.get_data_iterator(rollout)
