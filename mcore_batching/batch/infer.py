@@ -38,7 +38,15 @@ def infer_field(
     Raises:
         SchemaError: the values fit no kind, several, or one that must be declared.
     """
-    fitting = _kinds_of(name, batch)
+    return _inferred(name, batch, _kinds_of(name, batch), told)
+
+
+def _inferred(
+    name: str,
+    batch: Mapping[str, Any],
+    fitting: Sequence[Kind],
+    told: Mapping[str, Field] | None,
+) -> Field:
     told_here = (told or {}).get(name)
     if len(fitting) == 1 and fitting[0] in _INFERRED:
         return Field(name, fitting[0])
@@ -51,7 +59,7 @@ def infer_field(
     found = _found(values, fitting)
     if told_here is not None:
         found += f"; other samples say {told_here.kind.value}"
-    elif told is not None and is_open(fitting):
+    elif told is not None and _is_open(fitting):
         found += "; nor do other ranks' samples or earlier batches tell"
     raise SchemaError(
         name,
@@ -79,14 +87,15 @@ def infer_fields(
     for name, values in batch.items():
         if values is None or name in declared:
             continue
-        if name not in told and is_open(_kinds_of(name, batch)):
+        fitting = _kinds_of(name, batch)
+        if name not in told and _is_open(fitting):
             some_open = True
         else:
-            inferred[name] = infer_field(name, batch, told)
+            inferred[name] = _inferred(name, batch, fitting, told)
     return inferred, some_open
 
 
-def is_open(fitting: Sequence[Kind]) -> bool:
+def _is_open(fitting: Sequence[Kind]) -> bool:
     """True if other samples may tell which of several kinds it is."""
     return len(fitting) > 1 and any(kind in _INFERRED for kind in fitting)
 

@@ -269,20 +269,12 @@ def test_skyrl_counts_a_trajectory_for_every_padding_sample() -> None:
 @pytest.mark.parametrize(
     ("name", "values", "kind", "fill"),
     [
-        (
-            "teacher_mask",
-            [[1, 1], [1]],
-            ["PER_RESPONSE_TOKEN, fill=Fill.ONES", "PER_RESPONSE_TOKEN"],
-        ),
-        (
-            "draft_ids",
-            [[6, 7], [6]],
-            ["PER_RESPONSE_TOKEN, fill=Fill.TOKEN_IDS", "PER_RESPONSE_TOKEN"],
-        ),
-        ("group_id", [4, 4], ["PER_SAMPLE, fill=Fill.IDENTIFIER", "PER_SAMPLE"]),
-        ("job_id", ["a", "b"], ["METADATA, fill=Fill.IDENTIFIER", "METADATA"]),
-        ("is_first_step", [True, False], ["PER_SAMPLE, fill=Fill.ONES", "PER_SAMPLE"]),
-        ("prompt_length", [2, 2], ["PER_SAMPLE, fill=Fill.ONES", "PER_SAMPLE"]),
+        ("teacher_mask", [[1, 1], [1]], "PER_RESPONSE_TOKEN", "ONES"),
+        ("draft_ids", [[6, 7], [6]], "PER_RESPONSE_TOKEN", "TOKEN_IDS"),
+        ("group_id", [4, 4], "PER_SAMPLE", "IDENTIFIER"),
+        ("job_id", ["a", "b"], "METADATA", "IDENTIFIER"),
+        ("is_first_step", [True, False], "PER_SAMPLE", "ONES"),
+        ("prompt_length", [2, 2], "PER_SAMPLE", "ONES"),
     ],
 )
 def test_a_name_that_may_mean_more_than_zeros_is_to_be_declared(

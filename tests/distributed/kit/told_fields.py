@@ -76,6 +76,7 @@ def told_fields(
         del calls["none"]  # the last stage is the only one
     if not planner:
         calls["at once"] = ("h", lambda: planned_at_once(data(own, h=mine)))
+        calls["at once open"] = ("i", lambda: planned_at_once(data(whole, i=rows(whole, 1))))
     return {name: _seen(*each) for name, each in calls.items()}
 
 
