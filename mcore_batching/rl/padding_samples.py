@@ -155,8 +155,9 @@ def pad_batch(
     declared = {*schema, *identifiers}
     schema = schema.resolve(batch)
     schema.validate(batch)
-    for name in schema.keys() - declared:
-        _require_zeros(schema[name])
+    for field in schema.values():
+        if field.name not in declared:
+            _require_zeros(field)
     given = {key: list(values) for key, values in batch.items() if values is not None}
     tags = given.get("is_padding", [False] * len(total_lengths))
     given["is_padding"] = [is_tagged("is_padding", index, tag) for index, tag in enumerate(tags)]
