@@ -6,7 +6,7 @@ Needs torch and the standard library; never imports megatron.
 from mcore_batching.batch.consensus import DisagreementError, RankFailedError
 from mcore_batching.batch.context_parallel import gather_response, owned_response_mask
 from mcore_batching.batch.errors import BatchError, OrderError, SchemaError
-from mcore_batching.batch.fields import Field, Kind
+from mcore_batching.batch.fields import Field, Fill, Kind
 from mcore_batching.batch.loss import (
     StepTotals,
     owned_num_tokens,
@@ -34,6 +34,7 @@ __all__ = [
     "BatchError",
     "DisagreementError",
     "Field",
+    "Fill",
     "Kind",
     "OrderError",
     "PackedMicroBatch",

@@ -293,7 +293,8 @@ class Consensus:
         return summary.numbers.followed_by(behind) if behind.fit else None
 
     def _compare(self, notes: Mapping[int, _Note], mismatch: type[CollectiveError]) -> None:
-        _require_equal({rank: note.equal | _counts(note) for rank, note in notes.items()}, mismatch)
+        _require_equal({rank: note.equal for rank, note in notes.items()}, mismatch)
+        _require_equal({rank: _counts(note) for rank, note in notes.items()}, mismatch)
         failures: dict[int, str] = {}
         for replica in self.replicas:
             failures |= _differences({rank: notes[rank].equal_in_replica for rank in replica})
@@ -344,9 +345,9 @@ def _noted(stage: str, statement: Statement) -> _Note:
 
 def _counts(note: _Note) -> dict[str, str]:
     return {
-        "number of maxima": repr(len(note.largest)),
-        "number of sums": repr(len(note.total)),
-        "number of sums over ranks": repr(len(note.rank_total)),
+        "how many numbers it told, for the largest of all ranks,": repr(len(note.largest)),
+        "how many numbers it told, for the sum over replicas,": repr(len(note.total)),
+        "how many numbers it told, for the sum over ranks,": repr(len(note.rank_total)),
     }
 
 

@@ -158,7 +158,7 @@ def check_values(
     """
     require_one_per_sample(field.name, values, len(total_lengths))
     for index, value in enumerate(values):
-        expected = _unmet(field, value, total_lengths[index], response_lengths[index])
+        expected = unmet(field, value, total_lengths[index], response_lengths[index])
         if expected is not None:
             raise SchemaError(
                 field.name,
@@ -168,11 +168,33 @@ def check_values(
                 declaration=field.declaration,
                 advice="correct the values, or declare the field otherwise than by",
             )
+    if field.kind is Kind.PER_SAMPLE:
+        _require_one_shape(field.name, values, response_lengths)
     if field.name == "loss_masks" and field.kind is Kind.PER_RESPONSE_TOKEN:
         require_loss_masks(values)
 
 
-def _unmet(field: Field, value: Any, total_length: int, response_length: int) -> str | None:
+def _require_one_shape(name: str, values: Any, response_lengths: Sequence[int]) -> None:
+    """Refuse values per sample that differ in shape, and rewards as long as the responses."""
+    shapes = [shape_of(value) for value in values]
+    odd = next((index for index, shape in enumerate(shapes) if shape != shapes[0]), None)
+    expected = "one number, or tensors of one shape, in all samples"
+    # Where all responses have one length; of one token each, either is the same.
+    as_responses = {(length,) for length in response_lengths} - {(1,)}
+    if odd is None and name == "rewards" and shapes and set(shapes) == as_responses:
+        odd, expected = 0, "one number per sample (give vectors another name)"
+    if odd is not None:
+        raise SchemaError(
+            name,
+            sample_index=odd,
+            expected=expected,
+            found=describe(values[odd]) + (f" beside {describe(values[0])}" if odd else ""),
+            declaration=declaration_line(name, Kind.PER_RESPONSE_TOKEN),
+            advice="if it has a value per response token, declare it so",
+        )
+
+
+def unmet(field: Field, value: Any, total_length: int, response_length: int) -> str | None:
     """The expectation, in words, that a value does not meet; None if it meets them all."""
     kind = field.kind
     if kind is Kind.METADATA:

@@ -1,4 +1,4 @@
-"""Declaration of one field: the kind and length of a sample's value."""
+"""Declaration of one field: the kind and length of a sample's value, and a fabricated one's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,33 @@ class Kind(enum.Enum):
     """Anything, carried along as it is. None in a fabricated sample, so it suits identifiers."""
 
 
+class Fill(enum.Enum):
+    """What fabricated samples hold where their kind alone does not say.
+
+    Rows per token are filled alike in placeholders, which have one token and no response, and in
+    padding samples, which have one of each. All else is of padding samples: a placeholder stands
+    for nobody.
+    """
+
+    ZEROS = "zeros"
+    """Zeros where the kind has numbers, else what the kind says."""
+    ONES = "ones"
+    """For masks of the tokens that are there, and for what marks the last turn of a trajectory."""
+    TOKEN_IDS = "token ids"
+    """The pad token; the response token in the last row per token or response token."""
+    IDENTIFIER = "identifier"
+    """A value unlike all others."""
+
+
 _WITH_ROWS = (Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.ROUTED_EXPERTS)
+FILLED_KINDS = {
+    Fill.ZEROS: tuple(Kind),
+    Fill.ONES: (Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.PER_SAMPLE),
+    # Prompts have neither a row per token nor one per response token.
+    Fill.TOKEN_IDS: (Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.METADATA),
+    Fill.IDENTIFIER: (Kind.PER_SAMPLE, Kind.METADATA),
+}
+"""Kinds whose values may be filled so."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +71,11 @@ class Field:
         length_offset: rows beyond the kind's own length, negative for fewer; for the kinds per
             token, per response token and routed experts.
         required: every batch has the field.
+        fill: of fabricated samples.
 
     Raises:
         SchemaError: no batch could meet it: an offset on a kind without rows, kind TOKENS on
-            another field than ``tokens``.
+            another field than ``tokens``, a fill that values of the kind cannot have.
     """
 
     name: str
@@ -56,6 +83,7 @@ class Field:
     _: dataclasses.KW_ONLY
     length_offset: int = 0
     required: bool = False
+    fill: Fill = Fill.ZEROS
 
     def __post_init__(self) -> None:
         """Refuse a declaration that no batch could meet."""
@@ -71,6 +99,14 @@ class Field:
                 expected="length_offset 0, since values of this kind have no rows to count",
                 found=f"length_offset={self.length_offset} with Kind.{self.kind.name}",
                 declaration=declaration_line(self.name, Kind.PER_TOKEN, self.length_offset),
+            )
+        if not isinstance(self.fill, Fill) or self.kind not in FILLED_KINDS[self.fill]:
+            offered = [fill for fill, kinds in FILLED_KINDS.items() if self.kind in kinds]
+            raise SchemaError(
+                self.name,
+                expected=f"a fill of Kind.{self.kind.name}, one of "
+                f"{', '.join(f'Fill.{fill.name}' for fill in offered)}",
+                found=str(self.fill),
             )
         fixed = _STRUCTURAL.get(self.name)
         if (self.kind is Kind.TOKENS or fixed is not None) and self.kind is not fixed:
@@ -94,7 +130,7 @@ class Field:
     @property
     def declaration(self) -> str:
         """The line of code that declares this field."""
-        return declaration_line(self.name, self.kind, self.length_offset)
+        return declaration_line(self.name, self.kind, self.length_offset, self.fill)
 
 
 _STRUCTURAL = {
@@ -104,7 +140,8 @@ _STRUCTURAL = {
 }
 
 
-def declaration_line(name: str, kind: Kind, length_offset: int = 0) -> str:
+def declaration_line(name: str, kind: Kind, length_offset: int = 0, fill: Fill = Fill.ZEROS) -> str:
     """The line of code that declares a field."""
     offset = f", length_offset={length_offset}" if length_offset else ""
-    return f'schema = schema.declare("{name}", Kind.{kind.name}{offset})'
+    filled = f", fill=Fill.{fill.name}" if fill is not Fill.ZEROS else ""
+    return f'schema = schema.declare("{name}", Kind.{kind.name}{offset}{filled})'

@@ -8,45 +8,136 @@
 
 No guess is ever made. If every response is its whole sample, if there are no samples, if integers
 might be position ids or routed experts, a `SchemaError` lists the kinds that fit and the line that
-declares each.
+declares each, unless other samples tell: those of other ranks, or of earlier batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from mcore_batching.batch.errors import SchemaError
-from mcore_batching.batch.field_checks import read_lengths, require_one_per_sample
+from mcore_batching.batch.field_checks import read_lengths, require_one_per_sample, unmet
 from mcore_batching.batch.fields import Field, Kind, declaration_line
 from mcore_batching.batch.value_shapes import describe, is_integral, shape_of
 
 _INFERRED = (Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.PER_SAMPLE, Kind.METADATA)
 
 
-def infer_field(name: str, batch: Mapping[str, Any]) -> Field:
+def infer_field(
+    name: str, batch: Mapping[str, Any], told: Mapping[str, Field] | None = None
+) -> Field:
     """The declaration of an undeclared field, from its values in a batch.
 
     Args:
         name: key of the field.
         batch: field name to one value per sample, with ``total_lengths`` and ``response_lengths``.
+        told: what other samples tell, taken where the values here fit several kinds; None where
+            there are no others.
 
     Raises:
         SchemaError: the values fit no kind, several, or one that must be declared.
     """
-    total_lengths, response_lengths = read_lengths(batch)
-    values = batch[name]
-    require_one_per_sample(name, values, len(total_lengths))
-    fitting = _fitting_kinds(list(values), total_lengths, response_lengths)
+    return _inferred(name, batch, _kinds_of(name, batch), told)
+
+
+def _inferred(
+    name: str,
+    batch: Mapping[str, Any],
+    fitting: Sequence[Kind],
+    told: Mapping[str, Field] | None,
+) -> Field:
+    told_here = (told or {}).get(name)
     if len(fitting) == 1 and fitting[0] in _INFERRED:
         return Field(name, fitting[0])
+    if told_here is not None and told_here.kind in fitting:
+        return told_here
+    values = batch[name]
+    total_lengths, response_lengths = read_lengths(batch)
+    if not fitting:
+        _require_no_outlier(name, values, total_lengths, response_lengths)
+    found = _found(values, fitting)
+    if told_here is not None:
+        found += f"; other samples say {told_here.kind.value}"
+    elif told is not None and _is_open(fitting):
+        found += "; nor do other ranks' samples or earlier batches tell"
     raise SchemaError(
         name,
         expected="a declared field, or values that fit exactly one kind",
-        found=_found(values, fitting),
+        found=found,
         declaration=" or ".join(
             _declaration(name, kind, values, total_lengths) for kind in fitting or [Kind.METADATA]
         ),
+    )
+
+
+def infer_fields(
+    declared: Collection[str], batch: Mapping[str, Any], told: Mapping[str, Field]
+) -> tuple[dict[str, Field], bool]:
+    """Declarations of a batch's undeclared fields, as far as its samples and `told` say.
+
+    Returns:
+        by name; True if a field is left open, which other samples may tell.
+
+    Raises:
+        SchemaError: the values fit no kind, or one that must be declared.
+    """
+    inferred: dict[str, Field] = {}
+    some_open = False
+    for name, values in batch.items():
+        if values is None or name in declared:
+            continue
+        fitting = _kinds_of(name, batch)
+        if name not in told and _is_open(fitting):
+            some_open = True
+        else:
+            inferred[name] = _inferred(name, batch, fitting, told)
+    return inferred, some_open
+
+
+def _is_open(fitting: Sequence[Kind]) -> bool:
+    """True if other samples may tell which of several kinds it is."""
+    return len(fitting) > 1 and any(kind in _INFERRED for kind in fitting)
+
+
+def _kinds_of(name: str, batch: Mapping[str, Any]) -> list[Kind]:
+    total_lengths, response_lengths = read_lengths(batch)
+    require_one_per_sample(name, batch[name], len(total_lengths))
+    return _fitting_kinds(list(batch[name]), total_lengths, response_lengths)
+
+
+def _require_no_outlier(
+    name: str, values: Any, total_lengths: Sequence[int], response_lengths: Sequence[int]
+) -> None:
+    """Refuse values that fit no kind by the few that keep them from one.
+
+    Raises:
+        SchemaError: more than half fit some kind.
+    """
+    shapes = [shape_of(value) for value in values]
+    rows = [shape[0] if shape else None for shape in shapes]
+    fits = {
+        Kind.PER_TOKEN: [r == length for r, length in zip(rows, total_lengths, strict=True)],
+        Kind.PER_RESPONSE_TOKEN: [
+            r == length for r, length in zip(rows, response_lengths, strict=True)
+        ],
+        Kind.PER_SAMPLE: [shape == () for shape in shapes],
+    }
+    most = max(map(sum, fits.values()))
+    if 2 * most <= len(shapes):
+        return
+    kinds = [kind for kind, each in fits.items() if sum(each) == most]
+    names = " or ".join(kind.value for kind in kinds)
+    index = fits[kinds[0]].index(False)
+    field = Field(name, kinds[0])
+    expected = unmet(field, values[index], total_lengths[index], response_lengths[index])
+    raise SchemaError(
+        name,
+        sample_index=index,
+        expected=f"{expected or 'a number'}, since {most} of {len(shapes)} samples fit {names}",
+        found=describe(values[index]),
+        declaration=" or ".join(declaration_line(name, kind) for kind in kinds),
+        advice="correct the values; to have such a field checked, declare it",
     )
 
 

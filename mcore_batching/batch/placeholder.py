@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.field_checks import check_values
-from mcore_batching.batch.fields import Field, Kind, declaration_line
+from mcore_batching.batch.fields import Field, Fill, Kind, declaration_line
 from mcore_batching.batch.value_checks import require_token_id
 from mcore_batching.batch.value_shapes import is_array, shape_of
 
@@ -49,8 +49,8 @@ def make_placeholder(
 
     Returns:
         for each key a list of one value: ``[1]`` tokens; 1 row per token, 0 rows per response
-        token, plus the field's offset; 0 per sample; position 0 in the example's number of axes;
-        ``{}`` for multimodal inputs; None for metadata.
+        token, plus the field's offset, by its fill; 0 per sample; position 0 in the example's
+        number of axes; ``{}`` for multimodal inputs; None for metadata.
 
     Raises:
         SchemaError: a requested field is not declared, or got no value of the right length.
@@ -142,15 +142,17 @@ def _fill_tokens(field: Field, example: Any, pad_token_id: int) -> Any:
     del field
     if example is None:
         return torch.tensor([pad_token_id], dtype=torch.int64)
-    token = _zero_rows(example, 1, torch.int64)
+    token = zero_rows(example, 1, torch.int64)
     token[0] = pad_token_id
     return token
 
 
 def _fill_per_token(field: Field, example: Any, pad_token_id: int) -> Any:
-    del pad_token_id
-    rows = field.num_rows(_TOTAL_LENGTH, _RESPONSE_LENGTH)
-    return _zero_rows(example, rows or 0, torch.float32)
+    rows = field.num_rows(_TOTAL_LENGTH, _RESPONSE_LENGTH) or 0
+    number = {Fill.ONES: 1, Fill.TOKEN_IDS: pad_token_id}.get(field.fill)
+    if number is None:
+        return zero_rows(example, rows, torch.float32)
+    return filled_with(number, zero_rows(example, rows, torch.int64))
 
 
 def _fill_per_sample(field: Field, example: Any, pad_token_id: int) -> Any:
@@ -163,7 +165,7 @@ def _fill_position_ids(field: Field, example: Any, pad_token_id: int) -> Any:
     del field, pad_token_id
     shape = shape_of(example)
     if shape is None or len(shape) < 2:
-        return _zero_rows(example, 1, torch.int64)
+        return zero_rows(example, 1, torch.int64)
     if isinstance(example, Tensor):
         return example.new_zeros((shape[0], 1))
     if is_array(example):
@@ -180,7 +182,7 @@ def _fill_routed_experts(field: Field, example: Any, pad_token_id: int) -> Any:
         return [[list(range(top_k)) for _ in range(layers)] for _ in range(rows)]
     if example is None:
         return torch.zeros((rows, layers, top_k), dtype=torch.int64)
-    experts = _zero_rows(example, rows, torch.int64)
+    experts = zero_rows(example, rows, torch.int64)
     # Zeros would send every slot of the token to expert 0.
     for slot in range(top_k):
         experts[..., slot] = slot
@@ -209,7 +211,18 @@ _FILL: dict[Kind, Callable[[Field, Any, int], Any]] = {
 }
 
 
-def _zero_rows(example: Any, rows: int, default: torch.dtype) -> Any:
+def filled_with(number: int, zeros: Any) -> Any:
+    """The number wherever `zeros` has one, of its type and shape."""
+    if isinstance(zeros, Tensor):
+        return torch.full_like(zeros, number)
+    if is_array(zeros):
+        return (zeros + number).astype(zeros.dtype)
+    if isinstance(zeros, list | tuple):
+        return [filled_with(number, value) for value in zeros]
+    return type(zeros)(number)
+
+
+def zero_rows(example: Any, rows: int, default: torch.dtype) -> Any:
     """``rows`` rows of zeros of the example's type, device and trailing shape."""
     if isinstance(example, Tensor):
         return example.new_zeros((rows, *example.shape[1:]))

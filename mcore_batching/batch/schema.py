@@ -17,7 +17,7 @@ from typing import Any
 
 from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.field_checks import check_batch
-from mcore_batching.batch.fields import Field, Kind
+from mcore_batching.batch.fields import Field, Fill, Kind
 from mcore_batching.batch.infer import infer_field
 
 
@@ -62,7 +62,13 @@ class Schema(Mapping[str, Field]):
         return len(self._by_name)
 
     def declare(
-        self, name: str, kind: Kind, *, length_offset: int = 0, required: bool = False
+        self,
+        name: str,
+        kind: Kind,
+        *,
+        length_offset: int = 0,
+        required: bool = False,
+        fill: Fill = Fill.ZEROS,
     ) -> Schema:
         """This schema with one more field, or with another declaration of one it has.
 
@@ -71,18 +77,26 @@ class Schema(Mapping[str, Field]):
             kind: of a sample's value.
             length_offset: rows beyond the kind's own length.
             required: every batch has the field.
+            fill: of fabricated samples.
 
         Raises:
             SchemaError: no batch could meet the declaration.
         """
-        field = Field(name, kind, length_offset=length_offset, required=required)
-        return Schema((*(f for f in self.fields if f.name != name), field))
+        return self.with_field(
+            Field(name, kind, length_offset=length_offset, required=required, fill=fill)
+        )
 
-    def resolve(self, batch: Mapping[str, Any]) -> Schema:
+    def with_field(self, field: Field) -> Schema:
+        """`declare` of what is declared elsewhere already."""
+        return Schema((*(f for f in self.fields if f.name != field.name), field))
+
+    def resolve(self, batch: Mapping[str, Any], told: Mapping[str, Field] | None = None) -> Schema:
         """This schema with a kind for every field of a batch.
 
         Args:
             batch: field name to one value per sample.
+            told: what samples elsewhere tell of undeclared fields, for those whose values here fit
+                several kinds.
 
         Returns:
             the schema with the inferred fields added; itself if all were declared.
@@ -92,7 +106,7 @@ class Schema(Mapping[str, Field]):
                 lists them with the line that declares each.
         """
         inferred = [
-            infer_field(name, batch)
+            infer_field(name, batch, told)
             for name, values in batch.items()
             if values is not None and name not in self
         ]
@@ -123,6 +137,20 @@ _PER_RESPONSE_TOKEN = (
     "kl",
     "entropy",
     "opd_reverse_kl",
+    # of verl
+    "response_mask",
+    "loss_mask",
+    "old_log_probs",
+    "ref_log_prob",
+    "entropys",
+    "rm_scores",
+    "token_level_scores",
+    "token_level_rewards",
+    "rollout_is_weights",
+    # of SkyRL
+    "action_log_probs",
+    "base_action_log_probs",
+    "rollout_logprobs",
 )
 _PER_SAMPLE = (
     "rewards",
@@ -132,18 +160,23 @@ _PER_SAMPLE = (
     "rollout_mask_sums",
     "max_seq_lens",
     "is_padding",
+    "num_turns",
 )
+_METADATA = ("source_names", "prompt", "metadata", "rollout_top_p_token_ids")
 # Identifiers are metadata: a zero in a placeholder would pass for somebody else's.
-_METADATA = (
+_IDENTIFIERS = (
     "uids",
     "trajectory_ids",
     "sample_indices",
     "rollout_ids",
-    "source_names",
-    "prompt",
-    "metadata",
-    "rollout_top_p_token_ids",
+    "uid",
+    "prompt_uid",
+    "session_id",
+    "trajectory_id",
+    "request_id",
+    "index",
 )
+_PROMPTS = ("prompts", "prompt_ids", "prompt_token_ids")
 
 DEFAULT_SCHEMA = Schema(
     (
@@ -153,12 +186,27 @@ DEFAULT_SCHEMA = Schema(
         *(Field(name, Kind.PER_RESPONSE_TOKEN) for name in _PER_RESPONSE_TOKEN),
         *(Field(name, Kind.PER_SAMPLE) for name in _PER_SAMPLE),
         *(Field(name, Kind.METADATA) for name in _METADATA),
+        *(Field(name, Kind.METADATA, fill=Fill.IDENTIFIER) for name in _IDENTIFIERS),
         Field("position_ids", Kind.POSITION_IDS),
         Field("multimodal_train_inputs", Kind.MULTIMODAL),
+        Field("multi_modal_inputs", Kind.MULTIMODAL),
         # Rollout engines route no token after the last one.
         Field("rollout_routed_experts", Kind.ROUTED_EXPERTS, length_offset=-1),
         # Offsets into rollout_top_p_token_ids begin with a 0.
         Field("rollout_top_p_token_offsets", Kind.PER_RESPONSE_TOKEN, length_offset=1),
+        *(Field(name, Kind.PER_TOKEN, fill=Fill.TOKEN_IDS) for name in ("input_ids", "sequences")),
+        *(
+            Field(name, Kind.PER_RESPONSE_TOKEN, fill=Fill.TOKEN_IDS)
+            for name in ("responses", "response_ids")
+        ),
+        *(Field(name, Kind.METADATA, fill=Fill.TOKEN_IDS) for name in _PROMPTS),
+        # SkyRL's router_padding_mask is True where no route is to be replayed.
+        *(
+            Field(name, Kind.PER_TOKEN, fill=Fill.ONES)
+            for name in ("attention_mask", "router_padding_mask")
+        ),
+        # SkyRL counts trajectories by their last turns, and a padding sample is one of its own.
+        Field("is_last_step", Kind.PER_SAMPLE, fill=Fill.ONES),
     )
 )
-"""Fields that slime's Megatron backend reads (``rollout_data``), and common ones of others."""
+"""Fields that slime's Megatron backend reads (``rollout_data``), and those of verl and SkyRL."""

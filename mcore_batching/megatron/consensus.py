@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 # Not by `dist.new_group`: slime puts another in its place, whose groups gloo's queries do not know.
 from torch.distributed.distributed_c10d import new_group
 
+from mcore_batching.batch import Field
 from mcore_batching.batch.consensus import (
     Agreement,
     Consensus,
@@ -55,11 +56,14 @@ class JobConsensus(Consensus):
 
     Attributes:
         data_parallel_rank: the number of this rank's replica.
+        told_fields: declarations of undeclared fields that the samples of earlier batches told, for
+            those of a batch that leave them open on all ranks.
     """
 
     def __init__(self, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> None:
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self.data_parallel_rank: int = parallel_state.get_data_parallel_rank()
+        self.told_fields: dict[str, Field] = {}
         self._world = world = new_group(backend="gloo", timeout=self._timeout)
         stage = parallel_state.get_pipeline_model_parallel_rank()
         with_rows = parallel_state.get_data_parallel_rank(with_context_parallel=True)
@@ -153,11 +157,15 @@ class JobConsensus(Consensus):
             raise PlanMismatchError(lacking)
         return agreed.result, agreed
 
-    def share(self, value: Any, source: int) -> Any:
-        """Hand the value of global rank ``source`` to all ranks. A collective over all ranks."""
+    def share(self, make: Callable[[], Any], source: int) -> Any:
+        """Hand what global rank ``source`` makes to all ranks. A collective over all ranks.
+
+        Raises:
+            PlanningFailedError: on every rank, if that fails.
+        """
         agreed = self.agree(
             "sharing data",
-            lambda: flat(value) if self.rank == source else None,
+            lambda: flat(make()) if self.rank == source else None,
             failure=PlanningFailedError,
         )
         return _broadcast(agreed.result, source, self.group)

@@ -188,6 +188,7 @@ def get_data_iterator(
             a replica (pipeline, tensor, context) may all hold it, or only some: it is then sent
             to those that pass None. A data-parallel rank may have no samples (empty lists).
         schema: the kind of every field; extend it with `Schema.declare` for fields of your own.
+            Of a field that is not declared the samples tell, of any rank or an earlier batch.
         steps: local sample indices of every optimizer step, in lists, arrays, tensors or whatever
             gives them once. None: steps of ``global_batch_size`` samples over all ranks, the last
             one short, to which each rank gives consecutive samples in proportion to how many it
@@ -293,6 +294,7 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
 
     Raises:
         PlanningFailedError: on every rank, if a field does not fit on any (a `SchemaError`).
+        PlanMismatchError: on every rank, if their samples tell different kinds of a field.
     """
     consensus = get_consensus()
     if _moves_of(data_iterator) is not None:
@@ -303,7 +305,7 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
         schedule = schedule_of(data_iterator)
         for name, values in fields.items():
             require_one_per_sample(name, values, schedule.num_samples)
-        return schedule.kinds_of(fields)
+        return schedule.kinds_of(fields, consensus.told_fields)
 
     def lacking() -> set[str]:
         return set(fields) - set(schedule_of(data_iterator).schema)
@@ -316,11 +318,19 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
         failure=PlanningFailedError,
     )
     told = {name: field for own in kinds.told.values() for name, field in own.items()}
+    new = lacking()
+
+    def says(extended: MicroBatchSchedule) -> Statement:
+        made = {name: extended.schema[name].declaration for name in new}
+        return Statement(equal={f"declaration of field {name!r}": made[name] for name in new})
+
     extended = consensus.agree(
         "adding fields, their values",
         lambda: schedule_of(data_iterator).with_fields(fields, told | kinds.result),
+        says,
         failure=PlanningFailedError,
     )
+    consensus.told_fields |= {name: extended.result.schema[name] for name in new}
     rollout_of(data_iterator).replace(extended.result)
 
 

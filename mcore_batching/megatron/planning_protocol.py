@@ -3,7 +3,8 @@
 All ranks take its steps together, and agree (`mcore_batching.batch.consensus`) where one needs
 what others know:
 
-1. take stock: settings and rollout data are read; settings must be the same everywhere;
+1. take stock: settings and rollout data are read; settings must be the same everywhere; what one
+   rank's samples leave open of undeclared fields, others tell;
 2. share data: ranks without data get their replica's, replicas without samples learn the fields;
    nothing where every rank has samples. All know every replica's number of samples by then, of
    which the steps are cut;
@@ -174,7 +175,12 @@ class PlanningProtocol:
             self.settings = settings
             self.vocabulary_size = vocabulary_size(chunks)
             return settings, RolloutBatch.read(
-                self.read(), self.args, self.schema, self.steps, self.vocabulary_size
+                self.read(),
+                self.args,
+                self.schema,
+                self.steps,
+                self.vocabulary_size,
+                self.consensus.told_fields,
             )
 
         def says(stock: tuple[Settings, RolloutBatch | None]) -> Statement:
@@ -199,7 +205,15 @@ class PlanningProtocol:
                 )
                 self._num_measured = len(maxima)
             largest = [*counted.largest, *maxima, int(batch is None)]
-            return dataclasses.replace(counted, equal=equal, largest=largest, rank_total=sums)
+            return dataclasses.replace(
+                counted,
+                equal=equal,
+                largest=largest,
+                rank_total=sums,
+                # What these samples leave open, other ranks' may tell.
+                tell=(batch.told, batch.is_open) if batch is not None else None,
+                asks=batch is not None and batch.is_open,
+            )
 
         agreed = self.consensus.agree("taking stock", work, says, failure=PlanningFailedError)
         self.settings, self._given = agreed.result
@@ -242,19 +256,25 @@ class PlanningProtocol:
         """Hand the data to ranks that lack it, and the fields to ranks without samples."""
         batch, stock = self._given, self._stock
         *_, somebody_lacks_data = stock.largest
+        heard = [each for each in stock.told.values() if each is not None]
+        somebody_asks = any(is_open for _, is_open in heard)
         if somebody_lacks_data:
             batch, stock = self.consensus.share_within_replica(batch, self._counted)
         assert batch is not None
+        if somebody_asks:  # then all have heard what each tells
+            batch = batch.hearing(told for told, _ in heard)
         somebody_is_empty, minus_populated, *at_once = stock.largest
         self.shares = stock.total
-        if self._packs_at_once and not somebody_is_empty:
+        if self._packs_at_once and not (somebody_is_empty or somebody_asks):
             fields, minus_fields, *latest = at_once[: 2 + len(self._shards[0].ends)]
             if fields == -minus_fields:  # else packing says which differ
                 self._latest_at_once = latest
                 # Tokens in flight are known when micro-batches are filled.
                 self._is_settled = self.settings.config.max_inflight_tokens is None
         if somebody_is_empty and -minus_populated < len(self.consensus.ranks):
-            batch = batch.with_fields_of(self.consensus.share(batch.fields(), -minus_populated))
+            fields_of = batch
+            shared = self.consensus.share(lambda: fields_of.resolved().fields(), -minus_populated)
+            batch = batch.with_fields_of(shared)
         self.batch = batch
 
     def _counted(self, batch: RolloutBatch | None) -> Statement:
@@ -324,6 +344,7 @@ class PlanningProtocol:
     def _schedule(
         self, chosen: tuple[MicroBatches, ...], own_digest: str = ""
     ) -> MicroBatchSchedule:
+        self.consensus.told_fields |= self.batch.inferred()
         return MicroBatchSchedule(
             rollout_data=self.batch.data,
             schema=self.batch.schema,

@@ -7,8 +7,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mcore_batching.batch import Schema, make_placeholder
+from mcore_batching.batch import Field, Schema, make_placeholder
 from mcore_batching.batch.field_checks import read_lengths
+from mcore_batching.batch.infer import infer_fields
 from mcore_batching.batch.value_checks import require_vocabulary
 from mcore_batching.planning import Argument, ConfigError, at_least
 from mcore_batching.planning.integers import as_integer
@@ -28,6 +29,9 @@ class RolloutBatch:
         global_batch_size: samples of a step over all ranks, None for all.
         vocabulary_size: entries of the model's vocabulary; None: not known.
         steps: the caller's own local sample indices of every step, if given.
+        told: declarations of undeclared fields, as far as these samples, earlier batches and, once
+            they are heard of, the other ranks tell.
+        is_open: these samples leave the kind of some field to others.
     """
 
     data: dict[str, list[Any]]
@@ -37,6 +41,8 @@ class RolloutBatch:
     global_batch_size: int | None
     steps: list[list[int]] | None
     vocabulary_size: int | None
+    told: Mapping[str, Field]
+    is_open: bool
 
     @classmethod
     def read(
@@ -46,8 +52,17 @@ class RolloutBatch:
         schema: Schema,
         steps: Iterable[Iterable[int]] | None,
         vocabulary_size: int | None,
+        told: Mapping[str, Field],
     ) -> RolloutBatch | None:
         """Read what the caller gave; None if this rank was given nothing.
+
+        Args:
+            rollout_data: field name to one value per sample.
+            args: Megatron's arguments.
+            schema: the kind of every field.
+            steps: local sample indices of every step.
+            vocabulary_size: of the model, where known.
+            told: what earlier batches told of undeclared fields.
 
         Raises:
             TypeError: it is no dict, or ``schema`` is no `Schema`.
@@ -55,7 +70,7 @@ class RolloutBatch:
             ConfigError: the global batch size is no integer, or negative, or ``steps`` are no lists
                 of sample indices.
             ValueError: ``steps`` do not hold every sample once.
-            SchemaError: a field's kind is unknown, or a value does not fit it.
+            SchemaError: a field's kind is unknown to any samples, or a value does not fit it.
         """
         if not isinstance(schema, Schema):
             raise TypeError(
@@ -86,14 +101,21 @@ class RolloutBatch:
             )
         lengths, _ = read_lengths(data)
         listed = None if steps is None else _read_steps(steps, len(lengths))
-        batch = cls(data, schema, {}, lengths, size or None, listed, vocabulary_size)
-        return batch.resolved() if lengths else batch
+        is_open = False
+        if lengths:
+            told, is_open = infer_fields(schema, data, told)
+        batch = cls(data, schema, {}, lengths, size or None, listed, vocabulary_size, told, is_open)
+        return batch.resolved() if lengths and not is_open else batch
 
     def resolved(self) -> RolloutBatch:
-        """Itself with the kind of every field known, its values checked, and a template."""
+        """Itself with the kind of every field known, its values checked, and a template.
+
+        Raises:
+            SchemaError: a field's kind is still unknown, or a value does not fit it.
+        """
         if self.template:
             return self
-        schema = self.schema.resolve(self.data)
+        schema = self.schema.resolve(self.data, self.told)
         schema.validate(self.data)
         if self.vocabulary_size is not None:
             require_vocabulary("tokens", self.data["tokens"], self.vocabulary_size)
@@ -101,12 +123,21 @@ class RolloutBatch:
         return dataclasses.replace(self, schema=schema, template=template)
 
     def comparable(self) -> dict[str, Any]:
-        """Names and kinds of the fields, which all ranks must have alike."""
+        """Names and declarations of the fields, which all ranks must have alike."""
         names = sorted(self.template)
         return {
             "field names": names,
-            "field kinds": [self.schema[name].kind.name for name in names],
+            **{f"declaration of field {name!r}": self.schema[name].declaration for name in names},
         }
+
+    def inferred(self) -> dict[str, Field]:
+        """The declarations that samples told."""
+        return {name: self.schema[name] for name in self.template if name in self.told}
+
+    def hearing(self, others: Iterable[Mapping[str, Field]]) -> RolloutBatch:
+        """Itself, where fields that its samples leave open are what the first of others tells."""
+        told = {name: field for each in [*others][::-1] for name, field in each.items()}
+        return dataclasses.replace(self, told=told | {**self.told})
 
     def fields(self) -> tuple[Schema, dict[str, list[Any]], int | None]:
         """What a rank without samples takes from one with samples."""
@@ -191,6 +222,6 @@ def _read_steps(steps: Any, num_samples: int) -> list[list[int]]:
     if sorted(given) != list(range(num_samples)):
         raise ValueError(
             f"steps must hold each of this rank's {num_samples} samples exactly once, got indices "
-            f"{given}"
+            f"{given}; of group_steps' steps padding samples are left out: give real_samples(batch)"
         )
     return [[index for index in step if index is not None] for step in read]

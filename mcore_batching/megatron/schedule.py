@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +12,10 @@ from mcore_batching.batch import (
     Kind,
     PackedMicroBatch,
     Schema,
-    SchemaError,
     make_placeholder,
     pack,
 )
+from mcore_batching.batch.infer import infer_fields
 from mcore_batching.batch.side_by_side import on_host
 from mcore_batching.batch.value_checks import require_vocabulary
 from mcore_batching.megatron.sample_moves import SampleMoves
@@ -181,14 +180,15 @@ class MicroBatchSchedule:
         )
         return plan, lengths
 
-    def kinds_of(self, fields: Mapping[str, Sequence[Any]]) -> dict[str, Field]:
-        """Declarations of undeclared fields, as far as this rank's samples tell."""
-        kinds = {}
-        for name, values in fields.items():
-            if name not in self.schema:
-                with contextlib.suppress(SchemaError):
-                    kinds[name] = self.schema.resolve(self.rollout_data | {name: values})[name]
-        return kinds
+    def kinds_of(
+        self, fields: Mapping[str, Sequence[Any]], told: Mapping[str, Field]
+    ) -> dict[str, Field]:
+        """Declarations of undeclared fields, as far as this rank's samples or earlier batches tell.
+
+        Raises:
+            SchemaError: the values of a field fit no kind, or one that must be declared.
+        """
+        return infer_fields(self.schema, self.rollout_data | dict(fields), told)[0]
 
     def with_fields(
         self, fields: Mapping[str, Sequence[Any]], kinds: Mapping[str, Field]
@@ -206,9 +206,8 @@ class MicroBatchSchedule:
         schema = self.schema
         for name in fields:
             if name in kinds and name not in schema:
-                field = kinds[name]
-                schema = schema.declare(name, field.kind, length_offset=field.length_offset)
-        schema = schema.resolve(data)
+                schema = schema.with_field(kinds[name])
+        schema = schema.resolve(data, kinds)
         schema.validate(data)
         if "tokens" in fields and self.vocabulary_size is not None:
             require_vocabulary("tokens", data["tokens"], self.vocabulary_size)

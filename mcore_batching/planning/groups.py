@@ -6,6 +6,7 @@
 Guarantees
 - Every step holds exactly `groups_per_step` groups; only the last may hold fewer, by `last`.
 - A group is in one step with all of its samples, wherever in the batch they stand.
+- A padding sample is in no group, and so in no step.
 - Groups come in the order in which they first appear, a step's samples in the batch's order.
 - The number of steps depends on the number of groups alone, not on their samples. Where every
   group has n samples in a row, the steps are slices of n · groups_per_step samples.
@@ -14,7 +15,7 @@ Guarantees
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from mcore_batching.planning.errors import Argument, LengthError
 from mcore_batching.planning.integers import as_integer, at_least, entries
@@ -23,7 +24,11 @@ LastStep = Literal["keep", "drop", "error"]
 
 
 def group_steps(
-    groups: Sequence[Hashable], groups_per_step: int, *, last: LastStep = "keep"
+    groups: Sequence[Hashable],
+    groups_per_step: int,
+    *,
+    last: LastStep = "keep",
+    is_padding: Sequence[Any] | None = None,
 ) -> list[list[int]]:
     """The samples of each optimizer step.
 
@@ -33,9 +38,12 @@ def group_steps(
         groups_per_step: groups of each step, over all ranks.
         last: treatment of the groups that are left over: "keep" makes a last, shorter step of
             them, "drop" leaves them out, "error" refuses.
+        is_padding: of each sample True if it is a padding sample, as in `pad_batch`'s field; None:
+            none is.
 
     Returns:
-        sample indices, ascending [steps][samples of the step]; no step for no samples.
+        sample indices, ascending [steps][samples of the step], of padding samples none; no step
+        for no samples.
 
     Raises:
         LengthError: `groups_per_step` below 1, a uid that is None or not hashable, `last` none of
@@ -51,7 +59,11 @@ def group_steps(
         )
     place: dict[Hashable, int] = {}
     steps: list[list[int]] = []
-    for index, group in enumerate(entries("groups", groups, LengthError)):
+    groups = entries("groups", groups, LengthError)
+    padding = padding_tags(is_padding, len(groups))
+    for index, group in enumerate(groups):
+        if padding[index]:
+            continue
         step = place.setdefault(group_key(group, index), len(place)) // groups_per_step
         if step == len(steps):
             steps.append([])
@@ -72,6 +84,28 @@ def group_steps(
     return steps[:-1]
 
 
+def padding_tags(is_padding: Sequence[Any] | None, num_samples: int) -> list[bool]:
+    """True for each padding sample; None is none, a tag of None is False.
+
+    Raises:
+        LengthError: there is not one tag, True or False or a number, for each sample.
+    """
+    if is_padding is None:
+        return [False] * num_samples
+    tags = entries("is_padding", is_padding, LengthError)
+    try:
+        read = [bool(float(0 if tag is None or isinstance(tag, str) else tag)) for tag in tags]
+    except (TypeError, ValueError):
+        read = []
+    if len(read) != num_samples or any(isinstance(tag, str) for tag in tags):
+        raise LengthError(
+            Argument("is_padding"),
+            f" must be True or False for each of the {num_samples} samples, got "
+            f"{is_padding!r:.60}; pass the field of that name of the batch",
+        )
+    return read
+
+
 def group_key(group: Hashable, index: int) -> Hashable:
     """A key that equal groups share: numbers by value, since a tensor hashes by its identity.
 
@@ -90,7 +124,7 @@ def group_key(group: Hashable, index: int) -> Hashable:
     if group is None or not _is_hashable(group):
         raise LengthError(
             f"the group of sample {index} must be hashable and not None, got {group!r:.60}; give "
-            "every sample its prompt's uid, a padding sample one of its own",
+            "every sample its prompt's uid, or say by is_padding that it is a padding sample",
             index=index,
         )
     return group

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
 from mcore_batching.planning.dynamic_cp import Sizes, packed_on_least_ranks
 from mcore_batching.planning.errors import Argument, ConfigError, LengthError
-from mcore_batching.planning.groups import LastStep, group_steps
+from mcore_batching.planning.groups import LastStep, group_steps, padding_tags
 from mcore_batching.planning.integers import at_least, entries
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import largest_first, place, split_until
@@ -94,6 +95,7 @@ def plan_batch(
     groups: Sequence[Hashable] | None = None,
     groups_per_step: int | None = None,
     last: LastStep = "keep",
+    is_padding: Sequence[Any] | None = None,
     forward_only: bool = False,
     on_step: Callable[[int, int], None] | None = None,
 ) -> Plan:
@@ -113,6 +115,8 @@ def plan_batch(
             `samples_per_step`.
         last: treatment of groups left over, as in `group_steps`; those dropped are listed in
             `Plan.dropped`.
+        is_padding: which samples are padding samples, as in `group_steps`, with `groups`; they are
+            in no step, and are listed as dropped.
         forward_only: as in `plan_step`.
         on_step: called after each step with the steps planned so far and all of them.
 
@@ -132,11 +136,11 @@ def plan_batch(
                 " out",
             )
         owners = check_owners(owners, problem.num_samples, dims.data_parallel)
-    if groups is None and groups_per_step is None and last == "keep":
+    if groups is None and groups_per_step is None and last == "keep" and is_padding is None:
         samples_of_steps = _slices(problem.num_samples, samples_per_step)
     else:
         samples_of_steps = _whole_groups(
-            problem.num_samples, groups, groups_per_step, last, samples_per_step
+            problem.num_samples, groups, groups_per_step, last, is_padding, samples_per_step
         )
     _check_search(config, max(map(len, samples_of_steps)))
     steps: list[StepPlan] = []
@@ -178,6 +182,7 @@ def _whole_groups(
     groups: Sequence[Hashable] | None,
     groups_per_step: int | None,
     last: LastStep,
+    is_padding: Sequence[Any] | None,
     samples_per_step: int | None,
 ) -> list[Sequence[int]]:
     if samples_per_step is not None:
@@ -198,8 +203,10 @@ def _whole_groups(
             Argument("groups"),
             ", ",
             Argument("groups_per_step"),
-            " and ",
+            ", ",
             Argument("last"),
+            " and ",
+            Argument("is_padding"),
             " go together, but ",
             absent,
             " is not set; set ",
@@ -213,8 +220,10 @@ def _whole_groups(
             f" must name one group for each of the {num_samples} samples, got {len(groups)} "
             "entries; pass them in the order of lengths",
         )
-    steps: list[Sequence[int]] = list(group_steps(groups, groups_per_step, last=last))
-    if num_samples and not steps:
+    steps: list[Sequence[int]] = list(
+        group_steps(groups, groups_per_step, last=last, is_padding=is_padding)
+    )
+    if not steps and not all(padding_tags(is_padding, num_samples)):
         raise LengthError(
             "the batch has fewer groups than ",
             Argument("groups_per_step", groups_per_step),

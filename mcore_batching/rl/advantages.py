@@ -10,6 +10,7 @@
     rloo                 r - mean of the n - 1 others
     reinforce_baseline   r - mean; with normalisation over the step, that is REINFORCE++-baseline
     opo                  r - mean weighted by the trajectories' lengths
+    maxrl                (r - mean) / (mean + 1e-6), of rewards of 0 or more
 
 With `step_wise` a sample is one turn of a trajectory. Every trajectory counts once in its group,
 whatever its number of turns; its advantage goes to all of them, through each turn's own mask.
@@ -40,8 +41,8 @@ from mcore_batching.rl.real_samples import as_numbers, indices_by_group, real_in
 
 Outcome = Literal["last", "sum"]
 
-_EPSILON = 1e-6  # added to the deviation under "grpo", as verl does
-_TEMPORAL = ("gae", "reinforce_plus_plus")
+_EPSILON = 1e-6  # added to the divisor, as verl and SkyRL do
+_TEMPORAL = ("gae", "reinforce_plus_plus", "reinforce++")
 
 
 def compute_advantages(
@@ -295,11 +296,24 @@ def _opo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     return [reward - baseline for reward in rewards]
 
 
+def _maxrl(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    if min(rewards) < 0:
+        raise BatchError(
+            Argument("estimator", "maxrl"),
+            f" divides by the mean of a group's rewards, of which none may be negative, got "
+            f"{min(rewards)}; give rewards of 0 or more, or set ",
+            Argument("estimator", "grpo"),
+        )
+    mean = math.fsum(rewards) / len(rewards)
+    return [each / (mean + _EPSILON) for each in _minus_mean(rewards, lengths)]
+
+
 OUTCOME_ESTIMATORS: dict[str, Callable[[Sequence[float], Sequence[int]], list[float]]] = {
     "grpo": _grpo,
     "dr_grpo": _minus_mean,
     "rloo": _rloo,
     "reinforce_baseline": _minus_mean,
     "opo": _opo,
+    "maxrl": _maxrl,
 }
 """Advantages by the rewards and lengths of a group of two or more, by estimator."""

@@ -3,7 +3,8 @@
     pad_batch({"tokens": [[4, 5, 6]], "total_lengths": [3], "response_lengths": [2],
                "loss_masks": [[1, 1]], "uids": ["a"]}, 2, pad_token_id=0)
     {"tokens": [[4, 5, 6], [0, 0]], "total_lengths": [3, 2], "response_lengths": [2, 1],
-     "loss_masks": [[1, 1], [0]], "uids": ["a", "padding-0"], "is_padding": [False, True]}
+     "loss_masks": [[1, 1], [0]], "uids": ["a", "padding-a4d1b59e7158-0"],
+     "is_padding": [False, True]}
 
 `real_samples` takes them off again. This package's own plans take any number of samples and need
 none of this; it is for frameworks that cut a batch into equal parts. A padding sample costs a
@@ -11,33 +12,45 @@ micro-batch two tokens before alignment.
 
 It has one prompt token and one response token with a loss mask of zero, so it adds nothing to any
 sum, mean, count or gradient. Its identifiers (uids, trajectory ids, …) are new and unlike each
-other, so it is in no group's statistics. Other values have the type, device, trailing shape and
-number of axes of the real ones; the slots of a routed token are distinct experts; multimodal inputs
-are there, but empty.
+other, so it is in no group's statistics. Attention masks are one, and other fields of token ids
+(``input_ids``, ``responses``) hold its two tokens. Other values are zeros, of the type, device,
+trailing shape and number of axes of the real ones; the slots of a routed token are distinct
+experts; multimodal inputs are there, but empty.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
-import operator
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcore_batching.batch.errors import BatchError
+from mcore_batching.batch.errors import BatchError, SchemaError
 from mcore_batching.batch.field_checks import read_lengths
-from mcore_batching.batch.fields import Field, Kind
-from mcore_batching.batch.placeholder import check_filled, make_placeholder
+from mcore_batching.batch.fields import FILLED_KINDS, Field, Fill, Kind, declaration_line
+from mcore_batching.batch.placeholder import (
+    check_filled,
+    filled_with,
+    make_placeholder,
+    zero_rows,
+)
 from mcore_batching.batch.schema import DEFAULT_SCHEMA, Schema
 from mcore_batching.batch.value_checks import is_tagged, require_token_id
-from mcore_batching.batch.value_shapes import is_array, shape_of
+from mcore_batching.batch.value_shapes import is_array, is_integral, shape_of
 from mcore_batching.planning.errors import Argument
+from mcore_batching.rl._new_identifiers import new_identifiers
 
-IDENTIFIERS = ("uids", "trajectory_ids", "rollout_ids", "sample_indices")
-"""Fields that tell samples or groups of them apart."""
+_OTHER_FILLS = {
+    **dict.fromkeys(("mask", "masks", "len", "lens", "length", "lengths"), (Fill.ONES,)),
+    **dict.fromkeys(("uid", "uids", "id", "index", "indices"), (Fill.IDENTIFIER,)),
+    "ids": (Fill.TOKEN_IDS, Fill.IDENTIFIER),
+    **dict.fromkeys(("tokens", "sequences", "prompts", "responses", "labels"), (Fill.TOKEN_IDS,)),
+}
+"""Words in the name of a field whose padding samples may need something else than zeros."""
 
 _TOTAL_LENGTH, _RESPONSE_LENGTH = 2, 1
 
@@ -93,10 +106,13 @@ def pad_batch(
     *,
     pad_token_id: int,
     response_token_id: int | None = None,
-    identifiers: Iterable[str] = IDENTIFIERS,
+    identifiers: Iterable[str] = (),
     first_padding_number: int = 0,
 ) -> dict[str, Any]:
     """The batch with the fewest padding samples behind its own that make its size a multiple.
+
+    For frameworks that cut a batch into equal parts: verl, by its mini-batches and data-parallel
+    ranks; SkyRL, by its ranks. This package's engine plans any number of samples, and needs none.
 
     The given batch is not changed, its lists are not shared, and fabricated values share memory
     with nothing.
@@ -104,21 +120,24 @@ def pad_batch(
     Args:
         batch: field name to one value per sample; at least one sample.
         multiple: of which the size is to be a multiple, as from `required_batch_multiple`.
-        schema: the kind of every field, unless its values fit exactly one.
+        schema: the kind of every field, unless its values fit exactly one; and the `Fill` of those
+            whose padding samples hold something else than zeros.
         pad_token_id: the prompt token of a padding sample.
         response_token_id: its response token, the end of a sequence for instance; the prompt token
             if None.
-        identifiers: fields that get a new value in each padding sample: ``padding-0``, … beside
-            texts, -1, … beside integers, leaving out those in use. Other metadata is None.
-        first_padding_number: counts the padding samples from here, so that the identifiers of
-            batches that are padded apart and joined later differ.
+        identifiers: further fields to fill as `Fill.IDENTIFIER`.
+        first_padding_number: counts the padding samples from here, in their identifiers.
 
     Returns:
         field name to a new list of one value per sample; the values of given samples are the given
-        ones. ``is_padding`` is always there, for given samples as given, else False.
+        ones. ``is_padding`` is always there, for given samples as given, else False. New
+        identifiers are texts, beside integers negative integers of 60 bits. They follow from the
+        batch's lengths, tokens and identifiers: ranks that pad the same batch make the same, and
+        of batches that differ in any of these none is in both. Other metadata is None.
 
     Raises:
-        SchemaError: a value of the batch is not what its kind says, or a kind is not known.
+        SchemaError: a value of the batch is not what its kind says, a kind is not known, or an
+            undeclared field's name may mean something else than zeros.
         BatchError: no samples, a `multiple` below 1, or a token id that is no integer.
     """
     _require_positive("multiple", multiple)
@@ -131,10 +150,14 @@ def pad_batch(
             "expected at least one sample to take types and shapes from, got none: leave the step "
             "out, or plan it with plan_batch, whose placeholders need no example"
         )
-    schema = schema.resolve(batch)
-    schema.validate(batch)
     if "is_padding" not in schema:
         schema = schema.declare("is_padding", Kind.PER_SAMPLE)
+    declared = {*schema, *identifiers}
+    schema = schema.resolve(batch)
+    schema.validate(batch)
+    for field in schema.values():
+        if field.name not in declared:
+            _require_zeros(field)
     given = {key: list(values) for key, values in batch.items() if values is not None}
     tags = given.get("is_padding", [False] * len(total_lengths))
     given["is_padding"] = [is_tagged("is_padding", index, tag) for index, tag in enumerate(tags)]
@@ -144,9 +167,9 @@ def pad_batch(
     filled = {
         key: [copy.deepcopy(value) for _ in range(num_padding)] for key, value in template.items()
     }
-    for key in set(identifiers) & given.keys():
-        numbers = range(first_padding_number, first_padding_number + num_padding)
-        filled[key] = _new_identifiers(given[key], numbers)
+    own = {*identifiers, *(key for key in given if schema[key].fill is Fill.IDENTIFIER)}
+    numbers = range(first_padding_number, first_padding_number + num_padding)
+    filled |= new_identifiers(given, own & given.keys(), numbers)
     check_filled(
         filled,
         schema=schema,
@@ -172,7 +195,7 @@ def _padding_sample(
     """One value for every field: a placeholder's with one more row."""
     longer = Schema(
         tuple(
-            Field(field.name, field.kind, length_offset=field.length_offset + 1)
+            dataclasses.replace(field, length_offset=field.length_offset + 1)
             if field.kind in _WITH_OFFSET
             else field
             for field in schema.values()
@@ -192,10 +215,52 @@ def _padding_sample(
             sample[key] = _twice(value)
         if schema[key].kind is Kind.POSITION_IDS:
             _count_up(sample[key])
-    if response_token_id is not None:
-        sample["tokens"][-1] = response_token_id
+        sample[key] = _by_fill(
+            schema[key], sample[key], examples[key][0], pad_token_id, response_token_id
+        )
     sample["is_padding"] = True
     return sample
+
+
+def _by_fill(
+    field: Field, value: Any, example: Any, pad_token_id: int, response_token_id: int | None
+) -> Any:
+    """The value, as a placeholder has it, as the field's fill has it in a padding sample."""
+    if field.fill is Fill.ONES and field.kind is Kind.PER_SAMPLE:
+        return filled_with(1, value)
+    has_ids = field.fill is Fill.TOKEN_IDS
+    if has_ids and field.kind is Kind.METADATA:
+        is_row = len(shape_of(example) or ()) == 1 and is_integral(example)
+        return filled_with(pad_token_id, zero_rows(example, 1, torch.int64)) if is_row else None
+    if (has_ids or field.kind is Kind.TOKENS) and response_token_id is not None and len(value):
+        value[-1] = filled_with(response_token_id, value[-1])
+    return value
+
+
+def _require_zeros(field: Field) -> None:
+    """Refuse an undeclared field whose name may mean something else.
+
+    Raises:
+        SchemaError: it may.
+    """
+    words = field.name.lower().split("_")
+    fills = [fill for word in words for fill in _OTHER_FILLS.get(word, ())]
+    if words[0] in ("is", "has"):
+        fills.append(Fill.ONES)
+    lines = [
+        declaration_line(field.name, field.kind, field.length_offset, fill)
+        for fill in dict.fromkeys([*fills, Fill.ZEROS])
+        if field.kind in FILLED_KINDS[fill]
+    ]
+    if len(lines) > 1:
+        raise SchemaError(
+            field.name,
+            expected="a declared field, since by its name a padding sample may need something "
+            "else than zeros",
+            found=f"an undeclared field, {field.kind.value}",
+            declaration=" or ".join(lines),
+            advice="declare what its padding samples hold",
+        )
 
 
 def _telling_example(values: Sequence[Any]) -> Any:
@@ -225,31 +290,3 @@ def _count_up(positions: Any) -> None:
         positions[-1] = 1
     else:
         positions[..., -1] = 1
-
-
-def _new_identifiers(given: Sequence[Any], numbers: Iterable[int]) -> list[Hashable]:
-    """One for each number, unlike those given."""
-    plain = [_plain(value) for value in given if value is not None]
-    used = set(plain)
-    integers = bool(plain) and all(isinstance(value, int) for value in plain)
-
-    def candidates(number: int) -> Iterator[Hashable]:
-        yield -1 - number if integers else f"padding-{number}"
-        step = 0
-        while True:
-            step += 1
-            yield -1 - number - step if integers else f"padding-{number}-{step}"
-
-    fresh: list[Hashable] = []
-    for number in numbers:
-        fresh.append(next(each for each in candidates(number) if each not in used))
-        used.add(fresh[-1])
-    return fresh
-
-
-def _plain(value: Any) -> Hashable:
-    """A number of any library as a Python int, everything else as the text that it prints as."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        return value if isinstance(value, str) else repr(value)

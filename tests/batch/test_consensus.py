@@ -110,13 +110,13 @@ def test_what_all_ranks_raise_alike_is_raised_as_it_is(reports: list[dict[str, A
         (
             "number of sums differs",
             {
-                1: "number of sums is 1, on rank 0 it is 0",
-                2: "number of sums is 2, on rank 0 it is 0",
+                1: "how many numbers it told, for the sum over replicas, is 1, on rank 0 it is 0",
+                2: "how many numbers it told, for the sum over replicas, is 2, on rank 0 it is 0",
             },
         ),
         (
             "number of sums over ranks differs",
-            {2: "number of sums over ranks is 2, on rank 0 it is 1"},
+            {2: "how many numbers it told, for the sum over ranks, is 2, on rank 0 it is 1"},
         ),
         ("stage differs", {2: "stage is 'sums', on rank 0 it is 'counts'"}),
         ("stage differs and one raises", {2: "stage is 'sums', on rank 0 it is 'counts'"}),
@@ -226,7 +226,10 @@ def test_who_asks_is_told_and_so_are_all(wide: list[dict[str, Any]]) -> None:
             },
         ),
         ("one stage differs", {5: "temperature is [0.5], on rank 2 it is [1]"}),
-        ("number of maxima differs", {3: "number of maxima is 2, on rank 0 it is 1"}),
+        (
+            "number of maxima differs",
+            {3: "how many numbers it told, for the largest of all ranks, is 2, on rank 0 it is 1"},
+        ),
         ("a number of another type differs", {2: "cap is 8.0, on rank 0 it is 8"}),
         ("said by some and differs", {4: "names is [4], on rank 1 it is [1]"}),
     ],

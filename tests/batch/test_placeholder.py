@@ -176,6 +176,17 @@ def test_a_field_of_the_users_own_is_filled_like_any_other() -> None:
     assert row["level"] == [0]
 
 
+def test_rows_per_token_are_filled_by_their_fill() -> None:
+    """A token that its mask leaves out would attend to nothing."""
+    names = ["input_ids", "attention_mask", "responses", "is_last_step", "uid"]
+    examples = {"attention_mask": [torch.ones(3).bool()], "is_last_step": [True], "uid": ["a"]}
+    found = make_placeholder(SCHEMA, names, examples, pad_token_id=7)
+    assert found["input_ids"][0].tolist() == [7]
+    assert found["attention_mask"][0].tolist() == [True]
+    assert found["attention_mask"][0].dtype is torch.bool
+    assert [*found["responses"][0], found["is_last_step"], found["uid"]] == [[False], [None]]
+
+
 def test_a_field_nobody_declared_fails_at_the_check_after_filling() -> None:
     """A key added to the batch but not to the schema: here, and not in some ``torch.cat`` later."""
     with pytest.raises(SchemaError) as caught:

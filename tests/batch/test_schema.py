@@ -10,7 +10,7 @@ import pytest
 import torch
 from batch_cases import make_samples
 
-from mcore_batching.batch import DEFAULT_SCHEMA, Field, Kind, Schema, SchemaError
+from mcore_batching.batch import DEFAULT_SCHEMA, Field, Fill, Kind, Schema, SchemaError
 
 SLIME_FIELDS = {
     Kind.TOKENS: {"tokens"},
@@ -78,11 +78,16 @@ def test_a_schema_survives_pickling() -> None:
         (lambda: Field("total_lengths", Kind.METADATA), "Kind.PER_SAMPLE on 'total_lengths'"),
         (lambda: Field("x", "per token"), "one of Kind.TOKENS, Kind.PER_TOKEN"),
         (
+            lambda: Field("x", Kind.PER_SAMPLE, fill=Fill.TOKEN_IDS),
+            "expected a fill of Kind.PER_SAMPLE, one of Fill.ZEROS, Fill.ONES, Fill.IDENTIFIER, "
+            "found Fill.TOKEN_IDS",
+        ),
+        (
             lambda: Schema((Field("x", Kind.PER_TOKEN), Field("x", Kind.METADATA))),
             "expected one declaration, found Kind.PER_TOKEN and Kind.METADATA",
         ),
     ],
-    ids=["offset", "second tokens", "other tokens", "other lengths", "no kind", "twice"],
+    ids=["offset", "second tokens", "other tokens", "other lengths", "no kind", "fill", "twice"],
 )
 def test_declarations_that_no_batch_could_meet_are_refused(declare: Any, text: str) -> None:
     with pytest.raises(SchemaError, match=text):
@@ -100,7 +105,7 @@ def test_declarations_that_no_batch_could_meet_are_refused(declare: Any, text: s
         (Kind.PER_SAMPLE, 0, [1, 2.5]),
         (Kind.PER_SAMPLE, 0, torch.zeros(2)),
         (Kind.PER_SAMPLE, 0, np.zeros(2)),
-        (Kind.PER_SAMPLE, 0, (torch.zeros(4), True)),
+        (Kind.PER_SAMPLE, 0, (torch.zeros(4), [1, 2, 3, 4])),
         (Kind.POSITION_IDS, 0, [torch.arange(5), list(range(3))]),
         (Kind.POSITION_IDS, 0, [torch.zeros(3, 5).long(), torch.zeros(3, 3).long()]),
         (Kind.ROUTED_EXPERTS, -1, [torch.zeros(4, 2, 2).int(), np.zeros((2, 2, 2), np.int16)]),
@@ -231,6 +236,38 @@ def test_an_undeclared_field_is_an_error_with_the_line_that_declares_it() -> Non
         "schema.resolve(batch) infer it, or declare it with its Kind, for example: "
         'schema = schema.declare("mine", Kind.PER_RESPONSE_TOKEN)'
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "found"),
+    [
+        ("rewards", [[0.0, 1.0], [0.0, 0.0, 1.0]], "of shape [3] beside a list of shape [2]"),
+        ("scores", [0.5, torch.zeros(3)], "of shape [3] and type torch.float32 beside 0.5"),
+    ],
+)
+def test_values_per_sample_that_differ_in_shape_are_refused(
+    name: str, values: Any, found: str
+) -> None:
+    """Rewards of every response token stayed as they were, and a padding sample had too many."""
+    schema = DEFAULT_SCHEMA.declare(name, Kind.PER_SAMPLE)
+    with pytest.raises(SchemaError) as caught:
+        schema.validate(batch_of(name, values))
+    assert (caught.value.key, caught.value.sample_index) == (name, 1)
+    assert found in caught.value.found
+    line = f'schema = schema.declare("{name}", Kind.PER_RESPONSE_TOKEN)'
+    assert str(caught.value).endswith(
+        f"if it has a value per response token, declare it so: {line}"
+    )
+
+
+def test_rewards_as_long_as_all_responses_are_no_numbers() -> None:
+    """They would pass until a batch whose responses differ in length."""
+    batch = make_samples([(5, 3), (4, 3)]) | {"rewards": [[0.0, 0.0, 1.0]] * 2}
+    with pytest.raises(SchemaError, match=r"'rewards', sample 0: expected one number per sample"):
+        DEFAULT_SCHEMA.validate(batch)
+    DEFAULT_SCHEMA.declare("rewards", Kind.PER_RESPONSE_TOKEN).validate(batch)
+    DEFAULT_SCHEMA.validate(batch | {"rewards": torch.zeros(2, 4)})
+    DEFAULT_SCHEMA.validate(make_samples([(5, 1), (4, 1)]) | {"rewards": torch.zeros(2, 1)})
 
 
 def test_a_batch_without_samples_passes() -> None:

@@ -11,7 +11,7 @@ from batch_cases import make_samples, sample_shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_batching.batch import DEFAULT_SCHEMA, Kind, SchemaError
+from mcore_batching.batch import DEFAULT_SCHEMA, Field, Kind, SchemaError
 
 MIXED = [(5, 2), (3, 3)]
 WHOLE_RESPONSES = [(5, 5), (3, 3)]
@@ -167,3 +167,52 @@ def test_rows_are_inferred_exactly_where_the_lengths_differ(
     else:
         expected = Kind.PER_TOKEN if per_token else Kind.PER_RESPONSE_TOKEN
         assert resolve(shapes, values).kind is expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "text"),
+    [
+        (
+            Kind.PER_RESPONSE_TOKEN,
+            [torch.zeros(47 if i == 3 else 48) for i in range(32)],
+            "sample 3: expected 48 rows, one per response token, since 31 of 32 samples fit per "
+            "response token, found a Tensor of shape [47] and type torch.float32",
+        ),
+        (
+            Kind.PER_TOKEN,
+            [[0.0] * (49 + (i > 2)) for i in range(32)],
+            "sample 0: expected 50 rows, one per token, since 29 of 32 samples fit per token, "
+            "found a list of shape [49]",
+        ),
+        (
+            Kind.PER_SAMPLE,
+            [None if i == 7 else 0.5 for i in range(32)],
+            "sample 7: expected a number or a tensor, since 31 of 32 samples fit per sample, "
+            "found None",
+        ),
+    ],
+    ids=["per response token", "several samples", "per sample"],
+)
+def test_the_samples_that_keep_a_field_from_a_kind_are_named(
+    kind: Kind, values: Any, text: str
+) -> None:
+    """As metadata, which is all that was offered, the mistake would have been carried along."""
+    with pytest.raises(SchemaError) as caught:
+        resolve([(50, 48)] * 32, values)
+    assert str(caught.value) == (
+        f"field 'mine', {text}; correct the values; to have such a field checked, declare it: "
+        f'schema = schema.declare("mine", Kind.{kind.name})'
+    )
+
+
+def test_other_samples_tell_what_these_leave_open() -> None:
+    batch = make_samples(WHOLE_RESPONSES) | {"mine": [torch.rand(5), torch.rand(3)]}
+    told = {"mine": Field("mine", Kind.PER_RESPONSE_TOKEN)}
+    assert DEFAULT_SCHEMA.resolve(batch, told)["mine"] == told["mine"]
+    with pytest.raises(SchemaError, match="nor do other ranks' samples or earlier batches tell"):
+        DEFAULT_SCHEMA.resolve(batch, {})
+    with pytest.raises(SchemaError, match="per response token; other samples say per sample"):
+        DEFAULT_SCHEMA.resolve(batch, {"mine": Field("mine", Kind.PER_SAMPLE)})
+    # What the samples themselves tell comes first.
+    batch = make_samples(MIXED) | {"mine": [torch.rand(5), torch.rand(3)]}
+    assert DEFAULT_SCHEMA.resolve(batch, told)["mine"].kind is Kind.PER_TOKEN

@@ -864,6 +864,37 @@ def test_field_that_does_not_fit_is_an_error_on_all(
     assert text in ranks[0]["message"]
 
 
+TOLD = {
+    "": ({"data_parallel": 4}, {}),
+    "-stages": (DP2_PP2, {}),
+    "-exchange": ({"data_parallel": 4}, {"dynamic_batch_exchange": True}),
+    "-shared": (DP2_CP2, SHARED),
+}
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        job(f"told{name}", "told_fields", dims, 4, module="told_fields", planner=planner)
+        for name, (dims, planner) in TOLD.items()
+    ],
+    ids=str,
+)
+def test_what_samples_leave_open_others_tell(job: Job, ranks: list[dict[str, Any]]) -> None:
+    """One whole-sample response more or less on a rank made the batch an error, or none."""
+    right = {"kind": "PER_RESPONSE_TOKEN", "placeholder": [0], "values": True}
+    for rank in ranks:
+        for name in {"told", "none", "later", "added", "added later", "at once"} & rank.keys():
+            assert rank[name] == right, name
+        for name in {"open", "at once open"} & rank.keys():
+            assert "nor do other ranks' samples or earlier batches tell" in rank[name], name
+        for name, field in (("differ", "d"), ("added differ", "g"), ("unlike", "e")):
+            # Rows and a number on two ranks: one may still have been told the wrong thing.
+            assert rank[name].startswith(("PlanMismatchError", "PlanningFailedError")), rank[name]
+            assert f"field '{field}'" in rank[name]
+        assert "declaration of field 'd' is 'schema = schema.declare(" in rank["differ"]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="gloo under the CPU stand-in alone")
 @pytest.mark.parametrize(
     "job",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from planning_cases import broken_invariants, examples
 
 from mcore_batching.planning import (
     InvariantError,
+    LastStep,
     LengthError,
     ParallelDims,
     Plan,
@@ -106,6 +108,42 @@ def test_a_uid_that_cannot_be_told_apart_is_refused(group: object) -> None:
     with pytest.raises(LengthError, match=r"group of sample 1 must be hashable and not None") as e:
         group_steps(["a", group], 1)  # type: ignore[list-item]
     assert e.value.index == 1
+
+
+def test_padding_samples_are_nobodys_group() -> None:
+    """Each was a group of its own: 41 samples, padded to 48, took more optimizer steps."""
+    groups = [f"prompt {i // 5}" for i in range(41)] + [f"padding-{i}" for i in range(7)]
+    is_padding = [False] * 41 + [True] * 7
+    assert len(group_steps(groups, 3)) == 6
+    steps = group_steps(groups, 3, is_padding=is_padding)
+    assert steps == group_steps(groups[:41], 3)
+    assert len(steps) == 3
+    # Nor need they have a uid, nor the tags be booleans.
+    assert group_steps([None, 5], 1, is_padding=[1, None]) == [[1]]
+    plan = plan_batch(
+        [3] * 48,
+        ParallelDims(data_parallel=2),
+        CONFIG,
+        groups=groups,
+        groups_per_step=3,
+        is_padding=is_padding,
+    )
+    assert [list(step.sample_indices) for step in plan.steps] == steps
+    assert plan.dropped == tuple(range(41, 48))
+
+
+@pytest.mark.parametrize("last", ["keep", "drop", "error"])
+def test_padding_samples_alone_are_a_step_of_placeholders(last: LastStep) -> None:
+    plan = plan_batch(
+        [2], ParallelDims(), CONFIG, groups=["p"], groups_per_step=2, last=last, is_padding=[1]
+    )
+    assert [step.sample_indices for step in plan.steps] == [()]
+
+
+@pytest.mark.parametrize("is_padding", [[True], "no", [0, "no"], [0, [1]]])
+def test_tags_of_padding_samples_that_are_none(is_padding: Any) -> None:
+    with pytest.raises(LengthError, match="is_padding must be"):
+        group_steps(["a", "b"], 1, is_padding=is_padding)
 
 
 def test_arguments_out_of_range() -> None:

@@ -40,6 +40,8 @@ def plain_estimate(estimator: str, own: int, rewards: list[float], lengths: list
         total = sum(lengths)
         weighted = sum(r * n for r, n in zip(rewards, lengths, strict=True))
         return reward - weighted / total if total else 0.0
+    if estimator == "maxrl":
+        return (reward - plain.fmean(rewards)) / (plain.fmean(rewards) + 1e-6)
     assert estimator in ("dr_grpo", "reinforce_baseline")
     return reward - plain.fmean(rewards)
 
@@ -75,6 +77,8 @@ def multi_turn(draw: st.DrawFn) -> dict[str, Any]:
 def test_step_wise_advantages_against_a_slow_statement_of_the_rule(
     batch: dict[str, Any], estimator: str, outcome: Any
 ) -> None:
+    if estimator == "maxrl":
+        batch["rewards"] = list(map(abs, batch["rewards"]))
     found = compute_advantages(batch, estimator, step_wise=True, outcome=outcome, normalize=False)
     samples = range(len(batch["tokens"]))
     for sample in samples:
@@ -183,8 +187,10 @@ def test_several_samples_of_a_trajectory_need_step_wise() -> None:
     [
         ("gae", True, "whose tokens would never see later rewards"),
         ("reinforce_plus_plus", True, "whose tokens would never see later rewards"),
+        ("reinforce++", True, "whose tokens would never see later rewards"),
         ("gae", False, "not offered here: use the framework's own"),
         ("reinforce_plus_plus", False, "not offered here: use the framework's own"),
+        ("reinforce++", False, "not offered here: use the framework's own"),
         ("ppo", True, "is unknown"),
     ],
 )
@@ -196,7 +202,7 @@ def test_other_estimators_are_refused_by_name_with_the_reason_and_those_offered(
     text = str(caught.value)
     assert text.startswith(f"estimator='{estimator}' ")
     assert reason in text
-    assert text.endswith("; set one of grpo, dr_grpo, rloo, reinforce_baseline, opo")
+    assert text.endswith("; set one of grpo, dr_grpo, rloo, reinforce_baseline, opo, maxrl")
 
 
 @pytest.mark.parametrize("estimator", sorted(OUTCOME_ESTIMATORS))
@@ -210,12 +216,20 @@ def test_outcome_estimators_are_the_textbooks_formulas(
 ) -> None:
     draw = random.Random(seed)
     lengths = [draw.randrange(9) for _ in rewards]
+    if estimator == "maxrl":
+        rewards = list(map(abs, rewards))
     found = outcome_advantages(
         [*rewards, 7.0], ["a"] * len(rewards) + ["b"], estimator=estimator, lengths=[*lengths, 3]
     )
     expected = [plain_estimate(estimator, i, rewards, lengths) for i in range(len(rewards))]
     # Up to 1e-8 off where all rewards are equal but for rounding, over a deviation of 1e-6.
     assert found == pytest.approx([*expected, 0.0], rel=1e-6, abs=1e-6)
+
+
+def test_maxrl_divides_by_the_mean() -> None:
+    """As SkyRL's does: mean 0.25, so (1 - 0.25) / 0.25 and (0 - 0.25) / 0.25; 0 where all fail."""
+    found = outcome_advantages([1.0, 0, 0, 0, 0, 0], ["a"] * 4 + ["b"] * 2, estimator="maxrl")
+    assert found == pytest.approx([3.0, -1.0, -1.0, -1.0, 0.0, 0.0], rel=1e-5)
 
 
 def test_a_trajectory_alone_in_its_group_has_no_advantage() -> None:
@@ -228,6 +242,7 @@ def test_a_trajectory_alone_in_its_group_has_no_advantage() -> None:
     [
         ({"estimator": "best"}, "estimator='best' is unknown; set one of grpo"),
         ({"estimator": "opo"}, "set lengths"),
+        ({"estimator": "maxrl", "rewards": [0.5, -1.0]}, "none may be negative, got -1.0; give"),
         ({"groups": ["a"]}, "one group and one length for each of 2 rewards, got 1 groups"),
         ({"rewards": [1.0, math.nan]}, "finite rewards, got nan for trajectory 1 of group 'a'"),
         ({"rewards": [math.inf, 0.0]}, "finite rewards, got inf for trajectory 0"),

@@ -259,3 +259,14 @@ def test_gradients_flow_through_alignment_and_back() -> None:
     (rows[0] * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
     assert values[0].grad is not None
     assert values[0].grad.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_rewards_of_response_tokens_are_aligned_once_declared() -> None:
+    """They stayed lists of different lengths among what has no rows."""
+    samples = {**make_samples([(4, 3), (3, 1)]), "rewards": [[0.0, 0.0, 1.0], [0.5]]}
+    with pytest.raises(SchemaError, match="'rewards', sample 1: expected one number") as caught:
+        left_pad(samples, pad_token_id=PAD)
+    scope = {"schema": DEFAULT_SCHEMA, "Kind": Kind}
+    exec(caught.value.declaration, scope)
+    blocks = left_pad(samples, scope["schema"], pad_token_id=PAD)
+    assert blocks.blocks["rewards"].tolist() == [[0.0, 0.0, 1.0], [0.0, 0.0, 0.5]]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mcore_batching.batch import (
     DEFAULT_SCHEMA,
     BatchError,
+    Fill,
     Kind,
     Schema,
     SchemaError,
@@ -104,7 +105,7 @@ def test_every_field_by_its_kind() -> None:
         assert equal(batch["values"][i], torch.zeros(1, 2, dtype=torch.bfloat16))
         assert batch["rollout_top_p_token_offsets"][i] == [0, 0]
         assert batch["metadata"][i] is None
-        assert batch["sample_indices"][i] == -1 - (i - 3)
+        assert batch["sample_indices"][i] < 0
 
 
 def test_without_a_response_token_the_prompt_token_stands_there() -> None:
@@ -186,33 +187,126 @@ def test_a_batch_of_the_right_size_is_tagged_all_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("uids", "fresh"),
+    ("uids", "kind"),
     [
-        (["a", "padding-0"], ["padding-0-1", "padding-1"]),
-        ([4, 4], [-1, -2]),
-        ([-1, -2], [-3, -4]),
-        ([torch.tensor(3), torch.tensor(-1)], [-2, -3]),
-        ([3, "x"], ["padding-0", "padding-1"]),
-        ([None, None], ["padding-0", "padding-1"]),
-        ([("a", 1), ("b", 2)], ["padding-0", "padding-1"]),
+        (["a", "padding-0"], str),
+        ([4, 4], int),
+        ([torch.tensor(3), torch.tensor(-1)], int),
+        ([3, "x"], str),
+        ([None, None], str),
+        ([("a", 1), ("b", 2)], str),
     ],
 )
-def test_uids_never_collide(uids: list[Any], fresh: list[Any]) -> None:
+def test_new_uids_are_of_the_type_of_the_others(uids: list[Any], kind: type) -> None:
     batch = {**make_samples([(4, 2), (3, 1)]), "uids": uids, "trajectory_ids": uids}
     result = pad_batch(batch, 4, pad_token_id=PAD)
-    assert result["uids"][2:] == result["trajectory_ids"][2:] == fresh
+    fresh = result["uids"][2:]
+    assert fresh == result["trajectory_ids"][2:]
+    assert {type(each) for each in fresh} == {kind}
+    assert len({*map(str, fresh), *map(str, uids)}) == 2 + len({*map(str, uids)})
+    assert all(-(2**63) <= each < 0 for each in fresh if isinstance(each, int))
 
 
-def test_batches_padded_apart_have_different_uids() -> None:
-    first, second = padded(3, 5), padded(3, 5, first_padding_number=2)
-    assert not set(first["uids"][3:]) & set(second["uids"][3:])
-    assert padded(3, 5)["uids"] == first["uids"]
+@pytest.mark.parametrize("differs", ["tokens", "uids", "sample_indices"])
+def test_batches_padded_apart_have_different_uids(differs: str) -> None:
+    """And what pads the same batch on another rank has the same, without a word."""
+    batch = full_batch([(4, 2), (5, 3)])
+    other = copy.deepcopy(batch)
+    other[differs][0] = other[differs][0] + ("x" if differs == "uids" else 1)
+    first, second = (pad_batch(each, 5, pad_token_id=PAD) for each in (batch, other))
+    for name in ("uids", "sample_indices"):
+        assert len({*first[name][2:], *second[name][2:]}) == 6
+    assert pad_batch(copy.deepcopy(batch), 5, pad_token_id=PAD)["uids"] == first["uids"]
+    later = pad_batch(batch, 5, pad_token_id=PAD, first_padding_number=3)
+    assert not {*later["uids"][2:]} & {*first["uids"][2:]}
+
+
+VERL_AND_SKYRL = {
+    "input_ids": ([[4, 5, 6, 7], [4, 5, 6]], [PAD, EOS]),
+    "sequences": ([torch.arange(4), torch.arange(3)], torch.tensor([PAD, EOS])),
+    "attention_mask": ([[1] * 4, [1] * 3], [1, 1]),
+    "router_padding_mask": (
+        [torch.zeros(4).bool(), torch.zeros(3).bool()],
+        torch.tensor([True, True]),
+    ),
+    "responses": ([[6, 7], [6]], [EOS]),
+    "response_ids": ([torch.tensor([6, 7]), torch.tensor([6])], torch.tensor([EOS])),
+    "prompts": ([[4, 5], [4, 5]], [PAD]),
+    "prompt_token_ids": ([torch.tensor([4, 5])] * 2, torch.tensor([PAD])),
+    "prompt": (["Why?", "Who?"], None),
+    "response_mask": ([[1, 1], [1]], [0]),
+    "loss_mask": ([[1, 1], [1]], [0]),
+    "token_level_rewards": ([[0.0, 1.0], [1.0]], [0.0]),
+    "rollout_logprobs": ([[-1.0, -2.0], [-1.0]], [0.0]),
+    "is_last_step": ([False, True], True),
+    "num_turns": ([2, 1], 0),
+}
+
+
+@pytest.mark.parametrize("name", VERL_AND_SKYRL)
+def test_names_of_verl_and_skyrl_have_their_meaning(name: str) -> None:
+    """Zeros masked a padding sample's two tokens, and no trajectory ended with it."""
+    values, expected = VERL_AND_SKYRL[name]
+    batch = {**make_samples([(4, 2), (3, 1)]), name: values}
+    result = pad_batch(batch, 3, pad_token_id=PAD, response_token_id=EOS)
+    assert equal(result[name][2], expected)
+    assert type(result[name][2]) is type(expected)
+
+
+def test_uid_of_verl_and_skyrl_is_new_in_every_padding_sample() -> None:
+    batch = {**make_samples([(4, 2), (3, 1)]), "uid": ["a", "a"], "prompt_uid": [3, 3]}
+    result = pad_batch(batch, 4, pad_token_id=PAD)
+    assert len(set(result["uid"])) == len(set(result["prompt_uid"])) == 3
+
+
+def test_skyrl_counts_a_trajectory_for_every_padding_sample() -> None:
+    """It numbers the trajectories by the last turns before a sample."""
+    batch = {**make_samples([(4, 2), (3, 1)]), "is_last_step": [False, True]}
+    last = pad_batch(batch, 5, pad_token_id=PAD)["is_last_step"]
+    assert sum(last[:-1]) + 1 == sum(last) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "kind", "fill"),
+    [
+        ("teacher_mask", [[1, 1], [1]], "PER_RESPONSE_TOKEN", "ONES"),
+        ("draft_ids", [[6, 7], [6]], "PER_RESPONSE_TOKEN", "TOKEN_IDS"),
+        ("group_id", [4, 4], "PER_SAMPLE", "IDENTIFIER"),
+        ("job_id", ["a", "b"], "METADATA", "IDENTIFIER"),
+        ("is_first_step", [True, False], "PER_SAMPLE", "ONES"),
+        ("prompt_length", [2, 2], "PER_SAMPLE", "ONES"),
+    ],
+)
+def test_a_name_that_may_mean_more_than_zeros_is_to_be_declared(
+    name: str, values: Any, kind: str, fill: str
+) -> None:
+    batch = {**make_samples([(4, 2), (3, 1)]), name: values}
+    # Whether or not this batch needs padding.
+    with pytest.raises(SchemaError, match=f"'{name}': expected a declared field, since") as caught:
+        pad_batch(batch, 2, pad_token_id=PAD)
+    begin = f'schema = schema.declare("{name}", Kind.{kind}'
+    declared = [f"{begin}, fill=Fill.{fill})", f"{begin})"]
+    assert caught.value.declaration == " or ".join(declared)
+    for line in declared:
+        scope = {"schema": DEFAULT_SCHEMA, "Kind": Kind, "Fill": Fill}
+        exec(line, scope)
+        pad_batch(batch, 3, scope["schema"], pad_token_id=PAD)
+
+
+def test_rewards_of_response_tokens_are_one_per_response_token() -> None:
+    batch = {**make_samples([(4, 3), (3, 1)]), "rewards": [[0.0, 0.0, 1.0], [1.0]]}
+    with pytest.raises(SchemaError, match="'rewards', sample 1") as caught:
+        pad_batch(batch, 3, pad_token_id=PAD)
+    scope = {"schema": DEFAULT_SCHEMA, "Kind": Kind}
+    exec(caught.value.declaration, scope)
+    assert pad_batch(batch, 3, scope["schema"], pad_token_id=PAD)["rewards"][2] == [0.0]
 
 
 def test_identifiers_of_ones_own_and_kinds_without_one() -> None:
     batch = {**make_samples([(4, 2), (3, 1)]), "prompt_number": [0, 0], "turn": [2, 1]}
     result = pad_batch(batch, 3, pad_token_id=PAD, identifiers=("prompt_number",))
-    assert (result["prompt_number"][2], result["turn"][2]) == (-1, 0)
+    assert result["prompt_number"][2] < 0
+    assert result["turn"][2] == 0
 
 
 def test_numpy_and_lists() -> None:

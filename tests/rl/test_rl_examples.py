@@ -50,7 +50,7 @@ def test_padding_samples() -> None:
         "total_lengths": [3, 2],
         "response_lengths": [2, 1],
         "loss_masks": [[1, 1], [0]],
-        "uids": ["a", "padding-0"],
+        "uids": ["a", "padding-a4d1b59e7158-0"],
         "is_padding": [False, True],
     }
     assert real_samples(padded) == {**batch, "is_padding": [False]}
