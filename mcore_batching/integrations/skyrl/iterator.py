@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_batching.integrations.replacements import (
+    MARK,
     Hook,
     HookError,
     Replacement,
@@ -59,7 +60,8 @@ def hook() -> Hook:
             f"{where} cannot be replaced: its __init__ uses {', '.join(used) or 'none'} of "
             f"{', '.join(_NAMES)}, expected all, in this order; hook a version of SkyRL that does"
         )
-    body = {_NAMES[2]: in_place_of(count, _sync_num_microbatches), "__module__": _MODULE}
+    planned = in_place_of(count, _sync_num_microbatches)
+    body = {_NAMES[2]: planned, MARK: getattr(planned, MARK), "__module__": _MODULE}
     ours = type(_CLASS, (original,), body)
     return Hook([module], [Replacement(_CLASS, original, ours)])
 
