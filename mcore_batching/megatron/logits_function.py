@@ -72,7 +72,9 @@ def _without_padding(logits: Tensor, row: PackedMicroBatch) -> Tensor:
 
 
 def real_outputs(made: Any, row: PackedMicroBatch) -> dict[str, list[Tensor]]:
-    """The outputs of ``f`` for the real samples of a row.
+    """The outputs of ``f`` for the real samples of a row, tensors copied.
+
+    A slice of the logits would keep them all in memory, and so would what has a gradient.
 
     Raises:
         OrderError: no dict of lists, or not one output per sample.
@@ -97,4 +99,10 @@ def real_outputs(made: Any, row: PackedMicroBatch) -> dict[str, list[Tensor]]:
                 f"the function given to forward_only returned {found} for {key!r} in a micro-batch "
                 f"of {expected} samples; return one tensor for each, a placeholder's included"
             )
-    return {key: list(values)[: row.num_samples] for key, values in outputs.items()}
+    return {
+        key: [
+            value.detach().clone() if isinstance(value, Tensor) else value
+            for value in list(values)[: row.num_samples]
+        ]
+        for key, values in outputs.items()
+    }

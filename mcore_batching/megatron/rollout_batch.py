@@ -85,7 +85,7 @@ class RolloutBatch:
             )
         lengths, _ = read_lengths(data)
         if steps is not None:
-            _require_cover(steps, len(lengths))
+            steps = _covering(steps, len(lengths))
         batch = cls(data, schema, {}, lengths, size or None, steps, vocabulary_size)
         return batch.resolved() if lengths else batch
 
@@ -138,11 +138,13 @@ class RolloutBatch:
         return [list(range(start, end)) for start, end in zip(starts, ends, strict=True)]
 
 
-def _require_cover(steps: Any, num_samples: int) -> None:
-    given: list[int | None] = [None]
+def _covering(steps: Any, num_samples: int) -> list[list[int]]:
+    """The steps as Python's integers, each sample once."""
+    read: list[list[int | None]] = [[None]]
     with contextlib.suppress(TypeError):
-        given = [as_integer(index) for step in steps for index in step]
-    if None in given:
+        read = [[as_integer(index) for index in step] for step in steps]
+    found = [[index for index in step if index is not None] for step in read]
+    if found != read:
         raise ConfigError(
             Argument("steps"),
             f" must be one list of sample indices for each optimizer step, got {steps!r:.60}; set ",
@@ -151,8 +153,10 @@ def _require_cover(steps: Any, num_samples: int) -> None:
             Argument("global_batch_size"),
             " samples",
         )
-    if sorted(index for index in given if index is not None) != list(range(num_samples)):
+    given = [index for step in found for index in step]
+    if sorted(given) != list(range(num_samples)):
         raise ValueError(
             f"steps must hold each of this rank's {num_samples} samples exactly once, got indices "
             f"{given}"
         )
+    return found
