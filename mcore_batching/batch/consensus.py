@@ -36,7 +36,7 @@ from mcore_batching.batch._summary import (
     reduced,
     residue_of,
 )
-from mcore_batching.batch.errors import BatchError
+from mcore_batching.batch.errors import BatchError, described, readable
 from mcore_batching.batch.rank_messages import RankMessages, carries_host_messages
 from mcore_batching.planning.errors import Argument, MCoreBatchingError
 
@@ -47,7 +47,8 @@ class CollectiveError(MCoreBatchingError, RuntimeError):
     """Base of the errors that all ranks raise together.
 
     Attributes:
-        failures: global rank to what was wrong there.
+        failures: global rank to what was wrong there, of long texts the first and last
+            characters, `LONGEST_TEXT` together.
     """
 
     headline = "a collective step failed"
@@ -79,7 +80,7 @@ class Statement:
             name that a rank leaves out is not compared there.
         equal_in_replica: the same, among the ranks of each replica.
         equal_in_stage: the same, among the ranks of each stage of a replica.
-        tell: what ranks that ask are to know of this one; small, picklable.
+        tell: what ranks that ask are to know of this one; small, and every rank can unpickle it.
         asks: True if this rank needs to know what the others tell; None: if it tells something
             itself. Whatever one asks for, all gather.
         largest: numbers of which every rank is to know the largest; as many on each rank.
@@ -212,17 +213,19 @@ class Consensus:
         """
         cause: BaseException | None = None
         note = _Note(stage)
+        told: Any = None
         try:
             result = work()
             note = _noted(stage, says(result))
+            told = pickle.loads(note.tell)  # as the others hear it, if they can read it
         except (Exception, SystemExit) as exception:
             cause = exception
             note = _Note(stage, error=self._described(exception))
         numbers = self._settled(note)
         if numbers is not None:
-            told = {self.rank: pickle.loads(note.tell)}
             sums, count = list(numbers.sums), len(note.total)
-            return Agreement(result, told, list(numbers.maxima), sums[:count], sums[count:])
+            own = {self.rank: told}
+            return Agreement(result, own, list(numbers.maxima), sums[:count], sums[count:])
         notes = self._gather(note)
         if isinstance(cause, SystemExit):
             raise cause
@@ -320,13 +323,13 @@ class Consensus:
 
     def _described(self, error: BaseException) -> str:
         """Type and message. Messages of this package spell their arguments, on this rank too."""
-        name = type(error).__name__
-        try:
+
+        def message(error: BaseException) -> str:
             if isinstance(error, MCoreBatchingError):
                 error.args = (error.text(self._spell),)
-            return f"{name}: {error}"
-        except Exception as another:
-            return f"{name} (its message raised {type(another).__name__})"
+            return str(error)
+
+        return described(error, message)
 
 
 def _noted(stage: str, statement: Statement) -> _Note:
@@ -369,4 +372,4 @@ def _differences(said: Mapping[int, Mapping[str, str]]) -> dict[int, str]:
                 failures.setdefault(rank, []).append(
                     f"{name} is {value}, on rank {witness} it is {usual}"
                 )
-    return {rank: "; ".join(texts) for rank, texts in failures.items()}
+    return {rank: readable("; ".join(texts)) for rank, texts in failures.items()}

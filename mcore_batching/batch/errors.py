@@ -1,11 +1,40 @@
-"""Errors about the fields of a batch and the order of its outputs.
+"""Errors about the fields of a batch and the order of its outputs, and errors as texts.
 
 Each is a `ValueError` and survives pickling with its message and attributes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from mcore_batching.planning.errors import MCoreBatchingError
+
+LONGEST_TEXT = 8000
+"""Characters of an error's text that other ranks are told."""
+
+
+def described(error: BaseException, text: Callable[[Any], str] = str) -> str:
+    """An error's type and message, as other ranks are told them.
+
+    Args:
+        error: of any class: its message may raise, or hold any number of any characters.
+        text: gives the message.
+    """
+    name = type(error).__name__
+    try:
+        return readable(f"{name}: {text(error)}")
+    except Exception as another:
+        return f"{name} (its message raised {type(another).__name__})"
+
+
+def readable(text: str) -> str:
+    """A text that can be sent and printed: beyond `LONGEST_TEXT` characters the middle is left out,
+    and halves of characters (lone surrogates) are escaped."""
+    half, more = LONGEST_TEXT // 2, len(text) - LONGEST_TEXT
+    if more > 0:
+        text = f"{text[:half]} [{more} characters left out] {text[-half:]}"
+    return text.encode(errors="backslashreplace").decode()
 
 
 class BatchError(MCoreBatchingError, ValueError):

@@ -19,11 +19,19 @@ from mcore_batching.planning.errors import MCoreBatchingError
 
 Function = Callable[..., Any]
 
-_MARK = "_mcore_batching_original"
+MARK = "_mcore_batching_original"
+"""Attribute of a replacement."""
 
 
 class HookError(MCoreBatchingError, ValueError):
     """A module's functions cannot be replaced: missing, of another signature, or hooked already."""
+
+
+@dataclasses.dataclass
+class _Place:
+    """What a replacement is marked with, and what wraps it: false once it is undone."""
+
+    is_ours: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +41,7 @@ class Replacement:
     Attributes:
         name: of both.
         original: the framework's.
-        ours: what is put where `original` is.
+        ours: what is put where `original` is, made by `in_place_of`, or with its `MARK`.
     """
 
     name: str
@@ -72,12 +80,14 @@ class Hook:
                 self.hooked.append(f"{holder['__name__']}.{each.name}")
 
     def undo(self) -> None:
-        """Put the originals back, except where a name has been replaced again since.
+        """Put the originals back, except where a name has been replaced again since: what is called
+        from there is the original again.
 
         A second call does nothing.
         """
         while self._replacements:
             each = self._replacements.pop()
+            getattr(each.ours, MARK).is_ours = False
             for holder in self._holders(each.name, each.ours):
                 holder[each.name] = each.original
         self.hooked.clear()
@@ -115,20 +125,27 @@ class Hook:
                 yield holder
 
 
-def in_place_of(original: Function, ours: Function) -> Function:
-    """Our function under the original's name and signature, marked as what replaces it."""
+def in_place_of(original: Function, ours: Function, place: _Place | None = None) -> Function:
+    """Our function under the original's name and signature, marked as what replaces it.
+
+    Args:
+        original: the framework's.
+        ours: called until the replacement is undone.
+        place: of another replacement, with which this one is undone.
+    """
+    place = place or _Place()
 
     @functools.wraps(original)
     def replacement(*arguments: Any, **keywords: Any) -> Any:
-        return ours(*arguments, **keywords)
+        return (ours if place.is_ours else original)(*arguments, **keywords)
 
-    setattr(replacement, _MARK, original)
+    setattr(replacement, MARK, place)
     return replacement
 
 
 def is_replacement(function: Any) -> bool:
-    """True of a function that `in_place_of` made."""
-    return hasattr(function, _MARK)
+    """True of a function that `in_place_of` made, or that wraps one, until it is undone."""
+    return getattr(function, MARK, _Place(is_ours=False)).is_ours
 
 
 def check_signature(where: str, function: Any, ours: Function, *, whole: bool = False) -> None:

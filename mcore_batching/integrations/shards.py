@@ -54,20 +54,20 @@ def planned_shard(
         return shard_ends(problem, bins)
 
     width = len(shard_ends(Problem.of((), dims, config), []))
-    [soonest] = soonest_counts(_worst(maxima, width, pack), dims, config)
-    count = round_up(max(soonest, fewest), multiple)
+    [soonest] = soonest_counts(worst(maxima, width, pack), dims, config)
     filled: list[MicroBatches] = []
 
     def fill() -> list[float]:
         assert problem is not None
+        count = round_up(max(soonest, fewest), multiple)
         filled.append(fill_shard(problem, bins, count))
         return []
 
-    _worst(maxima, 0, fill)
+    worst(maxima, 0, fill)
     return filled[0]
 
 
-def _worst(maxima: Maxima, width: int, attempt: Callable[[], list[float]]) -> list[float]:
+def worst(maxima: Maxima, width: int, attempt: Callable[[], list[float]]) -> list[float]:
     """The largest of each of an attempt's values over the ranks.
 
     Args:
@@ -83,9 +83,9 @@ def _worst(maxima: Maxima, width: int, attempt: Callable[[], list[float]]) -> li
         values = attempt()
     except Exception as error:  # raised below, once the others know
         failure = error
-    failed, *worst = maxima([float(failure is not None), *values, *[0.0] * (width - len(values))])
+    failed, *largest = maxima([float(failure is not None), *values, *[0.0] * (width - len(values))])
     if failure is not None:
         raise failure
     if failed:
         raise HookError("planning failed on another data-parallel rank: its log says why")
-    return worst
+    return largest

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mcore_batching.batch.value_shapes import as_number
 from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.log_probs import CHUNK_TOKENS
@@ -37,6 +38,9 @@ PREFIX = "--dynamic-batch-"
 
 LEARNT, FIXED = "auto", "fixed"
 """In place of a cost model's file."""
+
+DEFAULT_TIMEOUT_SECONDS = 600.0
+_MOST_TIMEOUT_SECONDS = 10**9  # some 30 years; process groups count nanoseconds in 64 bits
 
 CUDA_ROW_MULTIPLE = 128
 """Tokens of each rank to a multiple of which rows are padded on CUDA by default: kernels waste no
@@ -160,7 +164,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "consensus_timeout_seconds": {
         "type": float,
-        "default": 600.0,
+        "default": DEFAULT_TIMEOUT_SECONDS,
         "metavar": "SECONDS",
         "help": "how long to wait for the other ranks to have planned or collated before raising",
     },
@@ -258,6 +262,22 @@ def log_prob_chunk_tokens(args: Any) -> int:
             f"{CHUNK_TOKENS}"
         )
     return tokens
+
+
+def consensus_timeout_seconds(args: Any) -> float:
+    """How long a rank waits for the others in an agreement.
+
+    Raises:
+        DynamicBatchArgumentError: no such time.
+    """
+    given = getattr(args, "dynamic_batch_consensus_timeout_seconds", DEFAULT_TIMEOUT_SECONDS)
+    seconds = as_number(given)
+    if seconds is None or not 1 <= seconds <= _MOST_TIMEOUT_SECONDS:
+        raise DynamicBatchArgumentError(
+            f"{FLAGS['consensus_timeout_seconds']} must be a number of seconds from 1 to "
+            f"{_MOST_TIMEOUT_SECONDS}, got {given!r}: leave it out for {DEFAULT_TIMEOUT_SECONDS:g}"
+        )
+    return seconds
 
 
 def keeps_logits_in_model_dtype(args: Any) -> bool:

@@ -7,6 +7,7 @@ module's own, so neither the GPU nor Megatron's communicators are involved.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import datetime
@@ -31,17 +32,22 @@ from mcore_batching.batch.consensus import (
     Statement,
     no_statement,
 )
+from mcore_batching.batch.errors import described
 from mcore_batching.batch.rank_messages import RankMessages
 from mcore_batching.megatron import failure_watch
-from mcore_batching.megatron.arguments import flag_of, max_context_parallel
+from mcore_batching.megatron.arguments import (
+    DEFAULT_TIMEOUT_SECONDS,
+    consensus_timeout_seconds,
+    flag_of,
+    max_context_parallel,
+)
 from mcore_batching.megatron.errors import (
+    DynamicBatchArgumentError,
     ForwardFailedError,
     PlanMismatchError,
     PlanningFailedError,
 )
 from mcore_batching.megatron.flat_values import flat, unflat
-
-DEFAULT_TIMEOUT_SECONDS = 600.0
 
 Received = TypeVar("Received")
 
@@ -53,6 +59,7 @@ class JobConsensus(Consensus):
 
     Args:
         timeout_seconds: how long to wait for the other ranks before raising.
+        args: Megatron's arguments, for ``--dynamic-batch-no-failure-watch``.
 
     Attributes:
         data_parallel_rank: the number of this rank's replica.
@@ -60,7 +67,8 @@ class JobConsensus(Consensus):
             those of a batch that leave them open on all ranks.
     """
 
-    def __init__(self, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> None:
+    def __init__(self, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, args: Any = None) -> None:
+        self._args = args
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self.data_parallel_rank: int = parallel_state.get_data_parallel_rank()
         self.told_fields: dict[str, Field] = {}
@@ -139,7 +147,7 @@ class JobConsensus(Consensus):
                 return value
             if isinstance(sent[0], str):
                 raise TypeError(f"rollout_data cannot be sent to other ranks: {sent[0]}")
-            return unflat(torch.frombuffer(bytearray(sent[0]), dtype=torch.uint8))
+            return _read(sent[0])
 
         agreed = self.agree(
             "sharing data",
@@ -161,20 +169,25 @@ class JobConsensus(Consensus):
         """Hand what global rank ``source`` makes to all ranks. A collective over all ranks.
 
         Raises:
-            PlanningFailedError: on every rank, if that fails.
+            PlanningFailedError: on every rank, if that fails, or what it makes cannot be
+                serialised, or not be read on any.
         """
         agreed = self.agree(
             "sharing data",
             lambda: flat(make()) if self.rank == source else None,
             failure=PlanningFailedError,
         )
-        return _broadcast(agreed.result, source, self.group)
+        box = [None if agreed.result is None else agreed.result.numpy().tobytes()]
+        dist.broadcast_object_list(box, src=source, group=self.group)
+        return self.agree(
+            "sharing data, received", lambda: _read(box[0]), failure=PlanningFailedError
+        ).result
 
     def gather_integers(self, own: Sequence[int], longest: int) -> list[list[int]]:
         """The integers of every data-parallel rank. A collective over all ranks.
 
         Args:
-            own: the same on all ranks of a replica.
+            own: the same on all ranks of a replica, none of more than 64 bits.
             longest: the most that any rank has, agreed on before.
         """
         place = self._replica.index(self.rank)
@@ -208,30 +221,28 @@ class JobConsensus(Consensus):
         Raises:
             PlanningFailedError: on every rank, if the work or `received` failed on any, or a value
                 cannot be serialised, or not be read where it arrives.
+            PipelineFailedError: on every rank that can be reached, if what arrives does not fit
+                into memory on any.
         """
 
-        def serialised() -> tuple[Result, list[torch.Tensor]]:
+        def serialised() -> tuple[Result, torch.Tensor, torch.Tensor]:
             result, values = work()
-            return result, [flat(value) for value in values]
+            outgoing = [flat(value) for value in values]
+            return result, torch.cat(outgoing), torch.tensor([each.numel() for each in outgoing])
 
-        result, outgoing = self.agree(
+        result, leaving, sizes = self.agree(
             stage, serialised, lambda made: says(made[0]), failure=PlanningFailedError
         ).result
         if self._counterpart_group is None:
             self._counterpart_group = self._own_group(list(zip(*self.replicas, strict=True)))
-        sizes = torch.tensor([each.numel() for each in outgoing])
-        arriving = torch.empty_like(sizes)
-        dist.all_to_all_single(arriving, sizes, group=self._counterpart_group)
-        incoming_sizes = arriving.tolist()
-        arrived = torch.empty(sum(incoming_sizes), dtype=torch.uint8)
-        dist.all_to_all_single(
-            arrived,
-            torch.cat(outgoing),
-            incoming_sizes,
-            sizes.tolist(),
-            group=self._counterpart_group,
-        )
-        parts = torch.split(arrived, incoming_sizes)
+        group = self._counterpart_group
+        with failure_watch.reporting(self._args, stage):
+            arriving = torch.empty_like(sizes)
+            dist.all_to_all_single(arriving, sizes, group=group)
+            counts = arriving.tolist()
+            arrived = torch.empty(sum(counts), dtype=torch.uint8)
+            dist.all_to_all_single(arrived, leaving, counts, sizes.tolist(), group=group)
+        parts = torch.split(arrived, counts)
         return self.agree(
             f"{stage}, received",
             lambda: received(result, list(map(unflat, parts))),
@@ -259,15 +270,27 @@ def get_consensus(args: Any = None) -> JobConsensus:
     A collective over all ranks when it has to be made.
 
     Args:
-        args: Megatron's arguments, for ``--dynamic-batch-consensus-timeout-seconds``; read when it
-            is made.
+        args: Megatron's arguments, for ``--dynamic-batch-consensus-timeout-seconds`` and
+            ``--dynamic-batch-no-failure-watch``; read when it is made.
+
+    Raises:
+        PlanningFailedError: on every rank, if any has a time-out that is none.
     """
     global _current
     groups, world = parallel_state.get_data_parallel_group(), dist.group.WORLD
     # slime destroys all groups where it offloads a model, and wraps Megatron's, which it remakes.
     if _current is None or _current[0] is not groups or _current[1]() is not world:
-        seconds = getattr(args, "dynamic_batch_consensus_timeout_seconds", DEFAULT_TIMEOUT_SECONDS)
-        _current = (groups, weakref.ref(world), JobConsensus(seconds))
+        seconds = DEFAULT_TIMEOUT_SECONDS
+        # With a wrong one this rank has yet to meet the others, to tell them.
+        with contextlib.suppress(DynamicBatchArgumentError):
+            seconds = consensus_timeout_seconds(args)
+        made = JobConsensus(seconds, args)
+        made.agree(
+            "reading the arguments",
+            lambda: consensus_timeout_seconds(args),
+            failure=PlanningFailedError,
+        )
+        _current = (groups, weakref.ref(world), made)
     return _current[2]
 
 
@@ -325,13 +348,9 @@ def _gathered(messages: RankMessages, own: Sequence[int]) -> list[list[int]]:
     return [array("q", each).tolist() for each in messages.gather(array("q", own).tobytes())]
 
 
-def _broadcast(
-    flattened: torch.Tensor | None, source: int | None, group: dist.ProcessGroup | None
-) -> Any:
-    """The value of rank ``source``, which alone gives it."""
-    box = [None if flattened is None else flattened.numpy().tobytes()]
-    dist.broadcast_object_list(box, src=source, group=group)
-    return unflat(torch.frombuffer(bytearray(box[0] or b""), dtype=torch.uint8))
+def _read(data: bytes | None) -> Any:
+    """The value that `flat` made these bytes of."""
+    return unflat(torch.frombuffer(bytearray(data or b""), dtype=torch.uint8))
 
 
 def _sent(value: Any, source: int, group: dist.ProcessGroup | None) -> list[Any]:
@@ -341,6 +360,6 @@ def _sent(value: Any, source: int, group: dist.ProcessGroup | None) -> list[Any]
         try:
             box = [flat(value).numpy().tobytes()]
         except Exception as exception:
-            box = [f"{type(exception).__name__}: {exception}"]
+            box = [described(exception)]
     dist.broadcast_object_list(box, src=source, group=group)
     return box

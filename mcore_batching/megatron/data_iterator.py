@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Field, Schema
-from mcore_batching.batch.consensus import Statement, no_statement
+from mcore_batching.batch.consensus import Statement
 from mcore_batching.batch.field_checks import require_one_per_sample
 from mcore_batching.megatron.arguments import (
     FLAGS,
@@ -294,7 +294,8 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
 
     Raises:
         PlanningFailedError: on every rank, if a field does not fit on any (a `SchemaError`).
-        PlanMismatchError: on every rank, if their samples tell different kinds of a field.
+        PlanMismatchError: on every rank, if the iterators are not of one `get_data_iterator` call,
+            or ranks' samples tell different kinds of a field.
     """
     consensus = get_consensus()
     if _moves_of(data_iterator) is not None:
@@ -314,7 +315,11 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
     kinds = consensus.agree(
         _ADDING,
         kinds_of_fields,
-        lambda own: Statement(tell=own, asks=not set(own) >= lacking()),
+        lambda own: Statement(
+            equal=_digest_of(schedule_of(data_iterator)),
+            tell=own,
+            asks=not set(own) >= lacking(),
+        ),
         failure=PlanningFailedError,
     )
     told = {name: field for own in kinds.told.values() for name, field in own.items()}
@@ -364,5 +369,13 @@ def _moved(
         return moves, moves.outgoing(fields)
 
     return get_consensus().exchange(
-        _ADDING, leaving, no_statement, lambda moves, incoming: moves.arranged(incoming)
+        _ADDING,
+        leaving,
+        lambda _: Statement(equal=_digest_of(schedule_of(data_iterator))),
+        lambda moves, incoming: moves.arranged(incoming),
     )
+
+
+def _digest_of(schedule: MicroBatchSchedule) -> dict[str, str]:
+    """What tells one batch's plan from another's, where values move by it or stay."""
+    return {"plan (sha256)": schedule.plan_digest}

@@ -40,6 +40,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mcore_batching.batch import PackedMicroBatch
+from mcore_batching.batch.errors import described, readable
 from mcore_batching.megatron.errors import PipelineFailedError
 
 POLL_SECONDS = 0.5
@@ -139,10 +140,13 @@ class FailureWatch:
 
     def _report(self, text: str) -> None:
         note = json.dumps({"rank": self._rank, "text": text})
-        # Without a store there is nobody to tell.
-        with contextlib.suppress(RuntimeError):
+        try:
             # The first one stays: others that fail after it most likely fail for it.
             self._store.compare_set(_FAILURE, "", note)
+        except RuntimeError as error:
+            # The others see this rank close its connections instead.
+            refused = f"; the job's store took no note of it: {described(error)}"
+            self._failure = {self._rank: text + refused}
 
     def _read(self) -> None:
         if self._failure is None and self._store.check([_FAILURE]):
@@ -290,7 +294,13 @@ def _present() -> FailureWatch | None:
 
 
 def _described(exception: BaseException) -> str:
-    """Type, message and the line that raised."""
-    text = "".join(traceback.format_exception_only(exception)).strip()
+    """Type, message and the line that raised.
+
+    Of a length that the job's store takes: it refuses some megabytes.
+    """
+    try:
+        text = readable("".join(traceback.format_exception_only(exception)).strip())
+    except Exception:  # its own attributes are no texts
+        text = described(exception)
     frame = traceback.extract_tb(exception.__traceback__)[-1]
     return f"{text} ({frame.filename}:{frame.lineno}, in {frame.name})"

@@ -6,7 +6,8 @@
     5 6, as 16 bytes
 
 What the tensors hold is copied once on the way in, from the device in one piece, and once on the
-way out. They arrive on the host.
+way out. They arrive on the host. Tensors that have no bytes of their own in a row (sparse, nested,
+quantised, those of wrapping classes) are pickled, as PyTorch does it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,20 @@ def flat(value: Any) -> Tensor:
     return torch.cat([torch.frombuffer(head, dtype=torch.uint8), *(part.cpu() for part in parts)])
 
 
+def has_bytes(tensor: Tensor) -> bool:
+    """True if a tensor's type and shape say all of it but the bytes that it holds."""
+    wraps_others = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    elsewhere = tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    return tensor.layout == torch.strided and not elsewhere and not wraps_others
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """What a tensor that `has_bytes` holds, uint8 ``[bytes]``, on its device."""
+    held = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # A tensor of one value is contiguous at any stride, but has bytes at a stride of 1 alone.
+    return held.as_strided((held.numel(),), (1,)).view(torch.uint8)
+
+
 def unflat(data: Tensor) -> Any:
     """The value. Inverse of `flat`.
 
@@ -58,9 +73,9 @@ class _Pickler(pickle.Pickler):
         self._end = 0
 
     def persistent_id(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.layout != torch.strided:
+        if not isinstance(value, Tensor) or not has_bytes(value):
             return None
-        part = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        part = as_bytes(value)
         self.parts.append(part)
         self._end += part.numel()
         return value.dtype, tuple(value.shape), self._end - part.numel()

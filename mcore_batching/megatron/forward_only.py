@@ -77,14 +77,15 @@ def forward_only(
 
     Returns:
         on the last stage, for each key of ``f`` one tensor per sample of this rank, in the order of
-        the rollout data; ``{}`` on other stages.
+        the rollout data, each in memory of its own and without a gradient; ``{}`` on other stages.
 
     Raises:
         CollationFailedError: on every rank, if the arguments could not be read or the samples not
             be collated on any.
         ForwardFailedError: on every rank, if ``f`` raised on any, did not return one output per
             sample (an `OrderError`), or returned other names than elsewhere.
-        PipelineFailedError: on every rank that can still be reached, if the model raised on any.
+        PipelineFailedError: on every rank that can still be reached, if the model raised on any,
+            or exchanged outputs did not fit into memory.
         ValueError: ``f`` finds the samples' tokens in the logits by their lengths, as slime's
             functions do, and these parallel dims pad samples.
     """
@@ -115,7 +116,8 @@ def forward_only(
         for name in names
     }
     if schedule.moves is not None:
-        found = schedule.moves.returned(found)
+        with reporting(args, f"{_OPERATION}, returning outputs"):
+            found = schedule.moves.returned(found)
     return {f"{store_prefix}{name}": values for name, values in found.items()}
 
 

@@ -72,13 +72,21 @@ def _without_padding(logits: Tensor, row: PackedMicroBatch) -> Tensor:
 
 
 def real_outputs(made: Any, row: PackedMicroBatch) -> dict[str, list[Tensor]]:
-    """The outputs of ``f`` for the real samples of a row.
+    """The outputs of ``f`` for the real samples of a row, tensors copied.
+
+    A slice of the logits would keep them all in memory, and so would what has a gradient.
 
     Raises:
         OrderError: no dict of lists, or not one output per sample.
     """
     outputs = checked_outputs(made, len(row.total_lengths))
-    return {key: values[: row.num_samples] for key, values in outputs.items()}
+    return {
+        key: [
+            value.detach().clone() if isinstance(value, Tensor) else value
+            for value in values[: row.num_samples]
+        ]
+        for key, values in outputs.items()
+    }
 
 
 def checked_outputs(made: Any, num_samples: int) -> dict[str, list[Tensor]]:

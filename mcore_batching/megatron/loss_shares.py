@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from mcore_batching.batch.consensus import Statement
 from mcore_batching.megatron.consensus import agree_after_pipeline
+from mcore_batching.megatron.flat_values import has_bytes
 from mcore_batching.megatron.nonfinite import skips
 
 
@@ -58,6 +59,11 @@ def _scalar(name: str, value: Any, device: torch.device) -> Tensor:
         raise ValueError(
             f"{name} must be a tensor of one value, got shape {list(value.shape)}: return "
             "token_mean(...), or a sum over the step's totals"
+        )
+    if value.is_complex() or not has_bytes(value):
+        raise TypeError(
+            f"{name} must be a dense tensor of a real number, got {type(value).__name__} of "
+            f"{value.dtype}, {value.layout}, {value.device}"
         )
     return value.reshape(()).to(device)
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from mcore_batching.batch import OrderError, SchemaError
 from mcore_batching.batch.value_shapes import count_of, describe
+from mcore_batching.megatron.flat_values import as_bytes, has_bytes
 
 _DTYPES = (
     torch.float32,
@@ -128,7 +129,8 @@ class SampleMoves:
         as bytes.
 
         Args:
-            columns: for the same names on every rank one tensor per sample that this rank runs.
+            columns: for the same names on every rank one tensor per sample that this rank runs,
+                each of which passed `check_output`.
         """
         names = sorted(columns)
         place = {number: index for index, number in enumerate(self.held)}
@@ -137,7 +139,7 @@ class SampleMoves:
         for rank in range(len(self.runs_on)):
             values = [columns[n][place[i]] for i in self._sent(self.own, rank) for n in names]
             headers.append([number for value in values for number in _header(value)])
-            bodies.append([value.contiguous().reshape(-1).view(torch.uint8) for value in values])
+            bodies.append([as_bytes(value) for value in values])
         device = torch.device(torch.cuda.current_device())
         arrived = [
             part.tolist()
@@ -184,14 +186,19 @@ def check_output(name: str, value: Any) -> None:
     """Refuse an output that cannot travel.
 
     Raises:
-        OrderError: it is no tensor of numbers.
+        OrderError: it is no tensor of numbers one beside the other.
     """
-    if not isinstance(value, Tensor) or value.dtype not in _DTYPES:
-        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise OrderError(
-            f"the function given to forward_only returned {kind} for {name!r}, which cannot go "
-            "back to the rank that its sample came from: return tensors of real numbers"
-        )
+    if not isinstance(value, Tensor):
+        kind = type(value).__name__
+    elif value.dtype in _DTYPES and has_bytes(value):
+        return
+    else:
+        nested = "nested " if value.is_nested else ""
+        kind = f"a {nested}{type(value).__name__} of {value.dtype}, {value.layout}, {value.device}"
+    raise OrderError(
+        f"the function given to forward_only returned {kind} for {name!r}, which cannot go "
+        "back to the rank that its sample came from: return dense tensors of real numbers"
+    )
 
 
 def _header(value: Tensor) -> list[int]:

@@ -26,6 +26,8 @@ from mcore_batching.batch.value_shapes import as_number
 from mcore_batching.planning.integers import as_integer
 
 LOWEST = torch.finfo(torch.float32).min
+_NEGLIGIBLE = -1000.0
+"""Below the highest logit: exp of it, and of all that is less, is 0 in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,12 +183,13 @@ class _Softmax:
             weights = x.exp() if with_entropy else x.exp_()
             sums[1, part] = weights.sum(-1)
             if with_entropy:
+                x.clamp_(min=_NEGLIGIBLE)  # 0 times the -inf of a masked entry would be NaN
                 sums[2, part] = torch.bmm(weights[:, None], x[:, :, None])[:, 0, 0]
             del x, weights
         if self.group.size() > 1 and count:
             down = highest.clone()
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
-            down -= highest
+            down.sub_(highest).clamp_(min=LOWEST)
             sums[0] += down
             if with_entropy:
                 sums[2] += down * sums[1]
@@ -214,7 +217,7 @@ class _Softmax:
         del logits
         totals = self.totals[part, None]
         if self.options.with_entropy:
-            log_p = x - totals.log()
+            log_p = x.clamp(min=_NEGLIGIBLE).sub_(totals.log())
             p = x.exp_().div_(totals)
             log_p.add_(self.entropy[part, None]).mul_(own[:, 1:]).add_(own[:, :1])
             made = p.mul_(log_p).neg_()

@@ -12,6 +12,7 @@ from megatron.core.utils import get_model_config
 
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.arguments import (
+    consensus_timeout_seconds,
     fuses_output_layer,
     log_prob_chunk_tokens,
     planner_config,
@@ -58,6 +59,7 @@ def check_settings(args: Any, model: Any) -> None:
     Raises:
         DynamicBatchArgumentError: listing every problem with what to set instead.
     """
+    consensus_timeout_seconds(args)
     chunks = model_chunks(model)
     check_logits(args, chunks)
     check_warm_up(args, get_model_config(chunks[0]))

@@ -31,6 +31,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import get_model_config
 
 from mcore_batching.batch import PackedMicroBatch
+from mcore_batching.batch.errors import described
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.arguments import FLAGS, uses_dynamic_batch_size, warms_up_at_cap
 from mcore_batching.megatron.consensus import agree_after_pipeline, get_consensus
@@ -99,9 +100,7 @@ def warm_up_at_cap(
         replayed_step(model),
     ):
         failed = run(prepared)
-    named = [
-        DynamicBatchArgumentError(f"{operation}: {type(each).__name__}: {each}") for each in failed
-    ]
+    named = [DynamicBatchArgumentError(f"{operation}: {described(each)}") for each in failed]
     agree_after_pipeline(args, operation, named)
     _warm.add(model[0])
 

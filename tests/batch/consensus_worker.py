@@ -50,6 +50,13 @@ def says_nothing_picklable(value: Any) -> Statement:
     return Statement(tell=lambda: 0)
 
 
+class Unreadable:
+    """What can be sent, but not read."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
 def plan(rank: int) -> dict[str, dict[str, Any]]:
     """Name of each case to what this rank passes to `Consensus.agree`."""
     fine: Callable[[], Any] = int
@@ -57,6 +64,7 @@ def plan(rank: int) -> dict[str, dict[str, Any]]:
     on_last: dict[str, Any] = {
         "one raises": raises(ZeroDivisionError("by zero")),
         "one is unprintable": raises(UnprintableError()),
+        "one is long": raises(ValueError("begins " + 9_000_000 * "x" + " ends \udc80")),
         "one is not callable": None,
         "one exits": raises(SystemExit("no data")),
         "one speaks of an argument": raises(config_error()),
@@ -67,6 +75,10 @@ def plan(rank: int) -> dict[str, dict[str, Any]]:
     cases["one cannot travel"] = {"work": fine}
     if last:
         cases["one cannot travel"]["says"] = says_nothing_picklable
+    cases["one cannot be read"] = {"work": fine}
+    if last:
+        unread = Statement(tell=Unreadable(), asks=False)
+        cases["one cannot be read"]["says"] = lambda _: unread
     cases["all raise alike"] = {"work": raises(config_error())}
     cases["all raise"] = {"work": raises(ValueError(f"on {rank}"))}
     statements: dict[str, Statement] = {

@@ -20,7 +20,7 @@ from mcore_batching.batch.consensus import (
     RankFailedError,
     Statement,
 )
-from mcore_batching.batch.errors import BatchError
+from mcore_batching.batch.errors import LONGEST_TEXT, BatchError
 
 NUM_RANKS = 6
 
@@ -70,7 +70,11 @@ def test_every_rank_learns_what_was_told(reports: list[dict[str, Any]]) -> None:
             "ConfigError",
             "rank 2: ConfigError: set --max_tokens_per_gpu",
         ),
+        # More than a job's store takes, and half a character, which cannot be printed.
+        ("one is long", "ValueError", r"xxx ends \udc80"),
         ("one cannot travel", "", "rank 2: "),
+        # Raised behind the agreement, on this rank alone.
+        ("one cannot be read", "ValueError", "rank 2: ValueError: invalid literal for int()"),
     ],
 )
 def test_a_failure_on_one_rank_is_raised_on_all(
@@ -80,6 +84,7 @@ def test_a_failure_on_one_rank_is_raised_on_all(
     assert len({report[case]["message"] for report in reports}) == 1
     assert text in reports[0][case]["message"]
     assert list(reports[0][case]["failures"]) == [2]
+    assert len(reports[0][case]["message"]) < LONGEST_TEXT + 200
     assert [report[case]["cause"] for report in reports[:2]] == ["NoneType"] * 2
     assert cause in reports[2][case]["cause"]
     assert reports[2][case]["cause"] != "NoneType"

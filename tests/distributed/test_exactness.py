@@ -418,7 +418,7 @@ def test_values_come_back_to_the_place_of_their_samples(
         assert rank["trained"] == ranks[0]["trained"]
         assert [len(rank["trained"]), sum(rank["trained"])] == [3, len(SHAPES)]
         assert rank["equal"] == (
-            dict.fromkeys(("tokens", "source", "long", "pixels", "weight"), True)
+            dict.fromkeys(("tokens", "source", "long", "pixels", "weight", "beside"), True)
             if rank["last_stage"]
             else {}
         )

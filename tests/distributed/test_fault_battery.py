@@ -31,14 +31,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "PP2 VPP2": (2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
     "DP2 PP2": (4, {"data_parallel": 2, "pipeline_parallel": 2}),
 }
-PLANNER = {"DP2 shared": {"dynamic_batch_context_parallel": 2}}
-"""The longest sample is cut over both ranks; others are not."""
+PLANNER: dict[str, dict[str, Any]] = {
+    "DP2 shared": {"dynamic_batch_context_parallel": 2},
+    "exchange": {"dynamic_batch_exchange": True},
+}
+"""Of layouts and faults. The longest sample is cut over both ranks; others are not."""
 FATAL = {
     "layer, forward": "PipelineFailedError",
     "layer, backward": "PipelineFailedError",
     "layer, warm-up": "PipelineFailedError",
     "optimizer": "PipelineFailedError",
     "scheduler": "PipelineFailedError",
+    "exchange": "PipelineFailedError",
     "loss": "ForwardFailedError",  # but see `expected`
     "loss is NaN": "NonFiniteError",
     "other settings": "PlanMismatchError",
@@ -76,7 +80,7 @@ def ends(
     for fault, layout in chosen:
         nproc, dims = LAYOUTS[layout]
         parameters = {"dims": dims, "reference": references["dense"], "fault": fault}
-        parameters["planner"] = PLANNER.get(layout, {})
+        parameters["planner"] = PLANNER.get(layout, {}) | PLANNER.get(fault, {})
         jobs.append(
             Job(name_of(fault, layout), "kit.battery:train", nproc, dims, parameters, SECONDS + 60)
         )

@@ -409,6 +409,13 @@ ON_ONE_RANK = {
         "f returns a number": ("ForwardFailedError", "returned 5 for 'log_probs' in a micro-batch"),
         "f divides by a text": ("ForwardFailedError", "temperature must be a positive number"),
         "f gives no logits": ("ForwardFailedError", "rank 2: BatchError: expected logits of shape"),
+        # Raised where outputs were flattened to be sent back, on this rank alone.
+        "f exchanged is sparse": (
+            "ForwardFailedError",
+            "rank 2: OrderError: the function given to forward_only returned a Tensor of "
+            "torch.float32, torch.sparse_coo, cpu for 'log_probs'",
+        ),
+        "f exchanged is nowhere": ("ForwardFailedError", "torch.strided, meta for 'log_probs'"),
         "no iterators": ("CollationFailedError", "rank 2: TypeError: data_iterator must be"),
         "no counts": ("CollationFailedError", "num_microbatches says nothing of it, it is None"),
         "too few counts": ("CollationFailedError", "says nothing of it, it is []: pass on what"),
@@ -430,7 +437,15 @@ ON_ONE_RANK = {
             "the loss must be of a floating-point type, got torch.int64",
         ),
         "metric has no name": ("ForwardFailedError", "rank 2: TypeError: the loss function"),
-        "metric is nowhere": ("ForwardFailedError", "rank 2: NotImplementedError"),
+        "metric is nowhere": (
+            "ForwardFailedError",
+            "got Tensor of torch.float32, torch.strided, m",
+        ),
+        "metric is complex": (
+            "ForwardFailedError",
+            "metric 'kl' must be a dense tensor of a real number, got Tensor of torch.complex64",
+        ),
+        "metric is quantised": ("ForwardFailedError", "got Tensor of torch.qint8"),
         "loss alone": ("ForwardFailedError", "rank 2: TypeError: the loss function must return"),
         "loss function is None": ("CollationFailedError", "loss_function must be a function"),
         "step out of range": (
@@ -459,6 +474,8 @@ ON_ONE_RANK = {
             "rank 2: global_batch_size is 50, on rank 0 it is None",
         ),
         "no fields": ("PlanningFailedError", "rank 2: TypeError: fields must be a dict of lists"),
+        # Some sent, the others went on to their next agreement.
+        "field of another batch": ("PlanMismatchError", "rank 2: plan (sha256) is"),
         "field is a number": ("PlanningFailedError", "'advantages': expected 12 values, one per"),
         "train_step against forward_only": (
             "PlanMismatchError",
@@ -568,6 +585,23 @@ def test_wrong_call_on_all_ranks_is_the_error_itself(job: Job, ranks: list[list[
     assert lacking.startswith("KeyError: 'rollout_data lacks total_lengths, response_lengths")
     assert no_batch.startswith("ConfigError: global_batch_size must be 0 or more, got -4")
     assert no_micro_batch.startswith("ConfigError: micro_batch_size must be 1 or more, got -1")
+
+
+@pytest.mark.parametrize(
+    "job",
+    [job("wrong-timeouts", "wrong_timeouts", {"data_parallel": 2}, 2, module="misuse")],
+    ids=str,
+)
+def test_a_time_out_that_is_none_is_named_on_all(job: Job, ranks: list[dict[str, str]]) -> None:
+    """Before there is anything by which ranks agree."""
+    assert ranks[0] == ranks[1]
+    assert len(ranks[0]) == 10
+    for name, said in ranks[0].items():
+        text = "--dynamic-batch-consensus-timeout-seconds must be a number of seconds from 1 to "
+        assert text in said
+        assert f"got {name.split()[0]}" in said.replace("'", "")
+        alike = "DynamicBatchArgumentError" if name.endswith("on 2") else "PlanningFailedError"
+        assert said.startswith(alike)
 
 
 @pytest.mark.parametrize(
@@ -771,10 +805,12 @@ def test_functions_that_find_tokens_by_lengths(job: Job, ranks: list[dict[str, A
 def test_functions_written_for_slime_run(job: Job, ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert all(rank["seen"])
+        assert rank["own_memory"]  # a slice would keep the logits of its whole row
         assert rank["none_fields"]
         assert rank["sizes"] == [max(1, len(indices)) for indices in rank["indices"]]
         if rank["last_stage"]:
             assert rank["outputs"] == rank["expected"]
+            assert rank["alias"] == len(rank["expected"])
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,15 @@ def test_values_and_gradients_are_those_of_a_plain_softmax(
 @pytest.mark.parametrize(
     "job",
     [
-        Job(f"log-probs-banned-{name}", "kit.log_probs:compare_banned", 2, LAYOUTS[name])
-        for name in ("dp2", "tp2")
+        Job(
+            f"log-probs-banned-{name}-{temperature}",
+            "kit.log_probs:compare_banned",
+            2,
+            LAYOUTS[name],
+            {"temperature": temperature, "chunk_tokens": chunk_tokens},
+        )
+        for name in LAYOUTS
+        for temperature, chunk_tokens in ((1.0, 1024), (0.7, 3))
     ],
     ids=str,
 )

@@ -125,11 +125,83 @@ for name in ("get_forward_backward_func", "train", "evaluate", "training_log"):
     assert f"megatron.training.training.{name}" in installation.hooked
     assert f"megatron.training.training.{name}" in str(installation)
 assert "megatron.core.models.backends.DotProductAttention" in installation.hooked
+hooked = names()
 assert install([]) is installation  # the second call changes nothing
+assert install(["--use-dynamic-batch-size"]) is installation
+assert changed(hooked, names()) == []
 installation.undo()
 installation.undo()
 assert changed(before, names()) == []
 assert install([]).hooked == []
+""")
+
+
+@needs_training
+def test_what_raises_hooks_nothing_and_a_later_call_hooks_the_rest(run: Runs) -> None:
+    """A second call returned what the first had hooked, until it raised or altogether."""
+    run("""
+from mcore_batching.megatron import DynamicBatchArgumentError
+from megatron.training import training
+before, log = names(), training.training_log
+flags = install(["--max-tokens-per-gpu", "64"])
+of_flags = names()
+assert changed(before, of_flags)
+del training.training_log
+for _ in range(2):
+    try:
+        install(["--use-dynamic-batch-size"])
+    except DynamicBatchArgumentError as error:
+        assert "has no training_log" in str(error)
+    else:
+        raise AssertionError("accepted")
+    training.training_log = log
+    assert changed(of_flags, names()) == []
+    assert changed(before, names()) == sorted(flags.hooked)
+    del training.training_log
+training.training_log = log
+assert install(["--use-dynamic-batch-size"]) is flags
+assert changed(before, names()) == sorted(flags.hooked)
+assert "megatron.training.training.train" in flags.hooked
+flags.undo()
+assert changed(before, names()) == []
+del training.training_log
+for _ in range(2):
+    try:
+        install(["--use-dynamic-batch-size"])
+    except DynamicBatchArgumentError:
+        continue
+    raise AssertionError("accepted")
+training.training_log = log
+assert changed(before, names()) == []
+""")
+
+
+@needs_training
+def test_undo_leaves_what_others_put_on_top(run: Runs) -> None:
+    """What they call is Megatron's own function again, and can be hooked again."""
+    run("""
+import functools
+from megatron.training import training
+calls = []
+training.train = lambda forward_step_func: calls.append("own")
+own = training.train
+installation = install(["--use-dynamic-batch-size"])
+ours = training.train
+
+@functools.wraps(ours)
+def profiled(*arguments):
+    calls.append("profiled")
+    return ours(*arguments)
+
+training.train = profiled
+installation.undo()
+assert training.train is profiled
+training.train(None)  # whose forward step ours would refuse
+assert calls == ["profiled", "own"], calls
+again = install(["--use-dynamic-batch-size"])
+assert training.train is not profiled
+again.undo()
+assert training.train is profiled
 """)
 
 

@@ -59,7 +59,6 @@ STOCK = """
 def _restored() -> Iterator[None]:
     yield
     restore_batches()
-    declare_batch_fields(None)
 
 
 def test_names_are_read_from_the_forward_step(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pickle
 import subprocess
@@ -93,10 +94,23 @@ def test_undo_is_a_call_a_method_and_the_end_of_a_block_and_once_is_enough() -> 
 
 
 def test_what_somebody_replaced_since_is_left_alone() -> None:
+    """What calls ours gets the framework's own again, which can be hooked again."""
     made = module("rl.batching", *NAMES)
     hooked = mcore_batching.hook(made)
-    made.get_batch = wrapper = lambda *arguments: None
+    ours = made.get_batch
+
+    @functools.wraps(ours)
+    def wrapper(*arguments: Any) -> Any:
+        return ours(*arguments)
+
+    made.get_batch = wrapper
+    with pytest.raises(HookError, match="hooked already"):
+        mcore_batching.hook(made)
     hooked.undo()
+    assert made.get_batch is wrapper
+    assert made.get_batch(None, []) == "own"
+    with mcore_batching.hook(made):
+        assert made.get_batch is not wrapper
     assert made.get_batch is wrapper
     assert made.forward_only(*[None] * 5) == "own"
 

@@ -167,9 +167,13 @@ def test_errors_of_one_rank_are_raised_on_all(reports: list[dict[str, Any]]) -> 
     for report in reports:
         assert "a sample has 101 tokens, and a micro-batch may hold 100" in report["over the cap"]
         assert "a data-parallel rank has no sample" in report["no sample"]
-    first, second = (report["planning fails"] for report in reports)
-    assert first == ("HookError: planning failed on another data-parallel rank: its log says why")
-    assert second.startswith("ZeroDivisionError")
+    for case, own in (
+        ("planning fails", "ZeroDivisionError"),
+        ("batch cannot be read", "KeyError: 'attention_mask'"),  # left the others waiting
+    ):
+        first, second = (report[case] for report in reports)
+        assert first == "HookError: planning failed on another data-parallel rank: its log says why"
+        assert second.startswith(own)
 
 
 def test_both_functions_are_replaced_everywhere_and_put_back(small_verl: Path) -> None:

@@ -17,6 +17,7 @@ CASES: dict[str, tuple[list[list[int]], dict[str, Any]]] = {
     "alone": ([[60, 60, 60], [10, 10, 10]], {"same_micro_num_in_dp": False}),
     "over the cap": ([[60, 101], [10, 10]], {}),
     "no sample": ([[60], []], {}),
+    "batch cannot be read": ([[60, 5], [10, 10]], {}),
     "planning fails": ([[60, 5], [10, 10]], {}),
 }
 CAP = 100
@@ -45,9 +46,12 @@ def rearrange_all(rank: int, size: int, store: str, results: str) -> None:
     for case, (lengths, options) in CASES.items():
         if case == "planning fails" and rank:
             shards.pack_shard = lambda problem: 1 // 0
+        batch = batch_of(lengths[rank])
+        if case == "batch cannot be read" and rank:
+            del batch["attention_mask"]
         try:
             _, report[case] = micro_batches.rearrange_micro_batches(
-                None, batch_of(lengths[rank]), CAP, dist.group.WORLD, **options
+                None, batch, CAP, dist.group.WORLD, **options
             )
         except Exception as error:
             report[case] = f"{type(error).__name__}: {error}"

@@ -15,6 +15,7 @@ from packaging.version import Version
 
 from mcore_batching.megatron import arguments, cpu_emulation
 from mcore_batching.megatron.arguments import (
+    DEFAULT_TIMEOUT_SECONDS,
     add_dynamic_batch_arguments,
     exchanges_samples,
     flag_of,
@@ -25,7 +26,6 @@ from mcore_batching.megatron.arguments import (
     log_prob_chunk_tokens,
     planner_config,
 )
-from mcore_batching.megatron.consensus import DEFAULT_TIMEOUT_SECONDS
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.step_shard import Settings, StepShard
 from mcore_batching.megatron.transformer_engine import Versions, installed_versions

@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 from kit.patience import patience
 
+from mcore_batching.batch.errors import LONGEST_TEXT
 from mcore_batching.megatron import PipelineFailedError, PlanningFailedError, failure_watch
 from mcore_batching.megatron.failure_watch import EXIT_CODE, FailureWatch, reporting
 
@@ -123,6 +124,44 @@ def test_an_exhausted_iterator_is_a_failure_like_any_other() -> None:
 def test_an_error_whose_message_cannot_be_made_is_named() -> None:
     ours, _ = two_ranks()
     assert "NoMemoryError" in str(raised_by(ours, NoMemoryError()))
+    places_no_numbers = SyntaxError("here", ("file", "one", "two", "text"))
+    assert "SyntaxError: here" in str(raised_by(two_ranks()[0], places_no_numbers))
+
+
+def test_others_hear_of_an_error_whatever_it_says() -> None:
+    """A real store closes the connection over some megabytes; half a character cannot be printed.
+
+    The others then waited for the time-out, and blamed the next.
+    """
+    master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [master, dist.TCPStore("127.0.0.1", master.port, wait_for_workers=False)]
+    ours, theirs = (FailureWatch(store.clone(), r, num_ranks=2) for r, store in enumerate(stores))
+    raised_by(theirs, ValueError("begins " + 20_000_000 * "x" + " ends \udc80"))
+    said = str(raised_by(ours, OSError("connection closed")))
+    assert said.encode()
+    assert "rank 1: step: ValueError: begins xxx" in said
+    assert r"xxx ends \udc80 (" in said
+    assert len(said) < LONGEST_TEXT + 1000
+
+
+def test_a_store_that_takes_no_note_ends_the_job_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others see this rank's connections closed."""
+
+    class Refusing:
+        def compare_set(self, key: str, expected: str, desired: str) -> None:
+            raise dist.DistStoreError("no room")
+
+        def check(self, keys: list[str]) -> bool:
+            raise dist.DistStoreError("no room")
+
+    aborts: list[int] = []
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: aborts.append(0))
+    error = raised_by(FailureWatch(Refusing(), 0, num_ranks=2), KeyError("x"))
+    assert "rank 0: step: KeyError: 'x' (" in str(error)
+    assert "the job's store took no note of it: DistStoreError: no room" in str(error)
+    assert aborts == [0]
 
 
 def test_ranks_that_share_a_micro_batch_join_or_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

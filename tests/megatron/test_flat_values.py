@@ -21,12 +21,29 @@ VALUES: dict[str, Any] = {
     "inside": ([1, 2], {"tokens": [torch.arange(5)], "images": [{"pixels": torch.rand(2, 2)}]}),
     "an array": np.arange(6).reshape(2, 3),
     "twice": [torch.arange(2)] * 2,
+    # Contiguous at any stride, but no bytes at another than 1.
+    "one of a column": torch.arange(6.0).view(3, 2)[1:2, 1],
+    "one for all": torch.tensor([3, 4])[1].expand(2, 3),
+    "negative in passing": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+    "conjugate in passing": torch.tensor([1 + 2j]).conj(),
+    "eight bits": torch.tensor([0.5, -2.0]).to(torch.float8_e4m3fn),
+    "sparse": torch.eye(3).to_sparse(),
+    "sparse with a gradient": torch.eye(3, requires_grad=True).to_sparse(),
+    "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "nested and ragged": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+    "quantised": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
 }
 
 
 def equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+        if (a.dtype, a.layout, a.is_nested) != (b.dtype, b.layout, b.is_nested):
+            return False
+        if a.is_nested:
+            return equal(list(a.unbind()), list(b.unbind()))
+        if a.layout != torch.strided:
+            return torch.equal(a.to_dense(), b.to_dense())
+        return a.shape == b.shape and torch.equal(a, b)
     if isinstance(a, np.ndarray):
         return bool(np.array_equal(a, b))
     if isinstance(a, dict):
@@ -54,6 +71,11 @@ def test_tensors_are_not_pickled() -> None:
     assert len(flat(tensor)) < tensor.nbytes + 200 < len(text)
     part = torch.ones(2, 10**6)[:, :2]  # of a storage that is not to be sent
     assert len(flat(part)) < 1000
+
+
+def test_a_shape_is_all_there_is_of_a_tensor_on_meta() -> None:
+    found = unflat(flat([torch.ones(2), torch.empty(3, 4, device="meta")]))[1]
+    assert (found.device.type, found.shape) == ("meta", (3, 4))
 
 
 def test_a_gradient_stays_behind() -> None:

@@ -16,6 +16,7 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.arguments import (
     PREFIX,
     add_dynamic_batch_arguments,
+    consensus_timeout_seconds,
     exchanges_samples,
     given_cost_model,
     planner_config,
@@ -97,6 +98,7 @@ def check_arguments(args: Any) -> None:
         dims = _parallel_dims(args)
         planner = planner_config(args, dims)
         given_cost_model(args)
+        consensus_timeout_seconds(args)
     except (DynamicBatchArgumentError, ConfigError, ParallelDimsError) as error:
         problems.append(str(error))
     if problems:

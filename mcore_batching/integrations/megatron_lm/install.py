@@ -47,7 +47,9 @@ class Installation:
 
     def __init__(self) -> None:
         self.hooked: list[str] = []
-        self._originals: list[tuple[Any, str, Any]] = []
+        self._parts: set[Callable[[Installation], None]] = set()
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._is_undone = False
 
     def __str__(self) -> str:
         if not self.hooked:
@@ -56,20 +58,50 @@ class Installation:
 
     def replace(self, module: Any, name: str, replacement: Any) -> None:
         """Set a module's name, and remember what it was."""
-        self._originals.append((module, name, getattr(module, name)))
+        original = getattr(module, name)
+        ours = replacement if inspect.isclass(original) else self._undoable(original, replacement)
+        self._replaced.append((module, name, original, ours))
         self.hooked.append(f"{module.__name__}.{name}")
-        setattr(module, name, replacement)
+        setattr(module, name, ours)
+
+    def _undoable(self, original: Any, replacement: Any) -> Callable[..., Any]:
+        """The replacement until `undo`, then the original: others may hold on to it."""
+
+        @functools.wraps(original)
+        def current(*arguments: Any, **options: Any) -> Any:
+            function = original if self._is_undone else replacement
+            return function(*arguments, **options)
+
+        return current
+
+    def _hook(self, parts: Sequence[Callable[[Installation], None]]) -> None:
+        """Hook those parts that are not yet, all or none."""
+        before = len(self._replaced)
+        missing = [part for part in parts if part not in self._parts]
+        try:
+            for part in missing:
+                part(self)
+        except BaseException:
+            self._put_back(before)
+            raise
+        self._parts |= set(missing)
 
     def undo(self) -> None:
-        """Put everything back. A second call does nothing."""
+        """Put everything back, except where a name has been replaced again since: what is called
+        from there is Megatron's again. A second call does nothing."""
         global _installed
-        while self._originals:
-            module, name, original = self._originals.pop()
-            setattr(module, name, original)
-        restore_batches()
-        self.hooked.clear()
+        self._put_back(0)
+        self._is_undone = True
         if _installed is self:
+            restore_batches()
             _installed = None
+
+    def _put_back(self, kept: int) -> None:
+        while len(self._replaced) > kept:
+            module, name, original, ours = self._replaced.pop()
+            if getattr(module, name, None) is ours:
+                setattr(module, name, original)
+        del self.hooked[kept:]
 
 
 def install(
@@ -78,7 +110,8 @@ def install(
     """Hook the plugin into ``megatron.training``, if the command line asks for it.
 
     For the first lines of a training script; ``python -m mcore_batching.run SCRIPT`` does it
-    without a change to the script. A second call does nothing and returns the first installation.
+    without a change to the script. A further call hooks what those before did not, and returns the
+    same installation. What raises hooks nothing.
 
     Args:
         arguments: the command line; None: this process's.
@@ -93,24 +126,26 @@ def install(
             the flag is given beside ``--yaml-cfg``.
     """
     global _installed
-    if _installed is not None:
-        return _installed
     given = [word.split("=", 1)[0] for word in (sys.argv[1:] if arguments is None else arguments)]
-    installation = Installation()
     enabled = FLAG in given
     if enabled and "--yaml-cfg" in given:
         raise DynamicBatchArgumentError(
             f"--yaml-cfg replaces what the command line says, {FLAG} included: give Megatron's "
             "arguments on the command line, and drop --yaml-cfg"
         )
+    parts: list[Callable[[Installation], None]] = []
     if enabled or any(word.startswith((PREFIX, "--max-tokens-per-gpu")) for word in given):
-        _hook_arguments(installation)
-        _installed = installation
+        parts.append(_hook_arguments)
     if f"{PREFIX}data" in given:
-        _hook_datasets(installation)
+        parts.append(_hook_datasets)
     if enabled:
+        parts.append(_hook_training)
+    if enabled and batch_fields is not None:
         declare_batch_fields(batch_fields)
-        _hook_training(installation)
+    installation = _installed or Installation()
+    installation._hook(parts)
+    if installation._parts:
+        _installed = installation
     return installation
 
 

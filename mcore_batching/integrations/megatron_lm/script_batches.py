@@ -16,26 +16,25 @@ from typing import Any
 from mcore_batching.integrations.megatron_lm.packed_batches import check_fields, fits, next_batch
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 
-_MARK = "_mcore_batching_original"
+_MARK = "_mcore_batching_own"
 
 _declared_fields: tuple[str, ...] | None = None
-_changed: list[tuple[dict[str, Any], Callable[..., Any]]] = []
-"""Globals of scripts, and the ``get_batch`` that they had."""
+_changed: list[tuple[dict[str, Any], Callable[..., Any], Callable[..., Any]]] = []
+"""Globals of scripts, the ``get_batch`` that they had, and the one in its place."""
 
 
-def declare_batch_fields(names: Sequence[str] | None) -> None:
+def declare_batch_fields(names: Sequence[str]) -> None:
     """Name the values of a script's ``get_batch``, where its source does not.
 
     Args:
-        names: in the order in which the script unpacks them; None: read them from the source.
+        names: in the order in which the script unpacks them.
 
     Raises:
         DynamicBatchArgumentError: a name is not known, or a needed one is missing.
     """
     global _declared_fields
-    if names is not None:
-        check_fields(names, "install(batch_fields=...)")
-    _declared_fields = None if names is None else tuple(names)
+    check_fields(names, "install(batch_fields=...)")
+    _declared_fields = tuple(names)
 
 
 def use_packed_batches(forward_step_func: Callable[..., Any]) -> None:
@@ -68,14 +67,20 @@ def use_packed_batches(forward_step_func: Callable[..., Any]) -> None:
 
     setattr(get_batch, _MARK, original)
     scope["get_batch"] = get_batch
-    _changed.append((scope, original))
+    _changed.append((scope, original, get_batch))
 
 
 def restore_batches() -> None:
-    """Undo `use_packed_batches` in every script."""
+    """Undo `declare_batch_fields`, and `use_packed_batches` in every script.
+
+    Not where ``get_batch`` has been replaced again since: ours reads ordinary batches as before.
+    """
+    global _declared_fields
+    _declared_fields = None
     while _changed:
-        scope, original = _changed.pop()
-        scope["get_batch"] = original
+        scope, original, ours = _changed.pop()
+        if scope.get("get_batch") is ours:
+            scope["get_batch"] = original
 
 
 def fields_unpacked_by(forward_step: Callable[..., Any]) -> tuple[str, ...]:

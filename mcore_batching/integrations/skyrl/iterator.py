@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from mcore_batching.batch import OrderError
 from mcore_batching.integrations.replacements import (
+    MARK,
     Hook,
     HookError,
     Replacement,
@@ -67,9 +68,12 @@ def hook() -> Hook:
     reorder: Any = getattr(original, _REORDER, None)
     reordered = functools.partial(_reorder_and_combine_batches, reorder)
     check_signature(f"{where}.{_REORDER}", reorder, reordered, whole=True)
+    planned = in_place_of(count, _sync_num_microbatches)
+    place = getattr(planned, MARK)  # undone, the class has both of its own methods again
     body = {
-        _NAMES[2]: in_place_of(count, _sync_num_microbatches),
-        _REORDER: in_place_of(reorder, reordered),
+        _NAMES[2]: planned,
+        _REORDER: in_place_of(reorder, reordered, place),
+        MARK: place,
         "__module__": _MODULE,
     }
     ours = type(_CLASS, (original,), body)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from mcore_batching.batch import OrderError
 from mcore_batching.integrations.replacements import HookError
-from mcore_batching.integrations.shards import planned_shard
+from mcore_batching.integrations.shards import Maxima, planned_shard, worst
 from mcore_batching.planning import LengthError, MicroBatches, ParallelDims, PlannerConfig
 
 _MASKS = ("loss_mask", "response_mask")
@@ -80,15 +80,15 @@ def rearrange_micro_batches(
         )
     agrees = dist.is_initialized() and same_micro_num_in_dp and dp_group is not None
     group = dp_group if agrees else None
-    lengths = _lengths(batch)
     multiple = num_batches_divided_by or 1
-    _check_lengths(lengths, max_token_len, group)
+    maxima = functools.partial(_maxima, group)
+    lengths = _checked_lengths(batch, max_token_len, maxima)
     dims, config = _settings(max_token_len, multiple, dist.get_world_size(group) if agrees else 1)
     chosen = planned_shard(
         lengths,
         dims,
         config,
-        functools.partial(_maxima, group),
+        maxima,
         fewest=min_num_micro_batch or 1,
         multiple=multiple,
     )
@@ -174,13 +174,20 @@ def _settings(max_token_len: int, multiple: int, ranks: int) -> tuple[ParallelDi
     return dims, PlannerConfig(max_tokens_per_gpu=max(1, max_token_len // context))
 
 
-def _check_lengths(lengths: Sequence[int], max_token_len: int, group: Any) -> None:
-    """Refuse, on every rank, samples that no micro-batch of any can hold.
+def _checked_lengths(batch: Any, max_token_len: int, maxima: Maxima) -> list[int]:
+    """Tokens of this rank's samples; refused, on every rank, where no micro-batch can hold one.
 
     Raises:
         LengthError: naming what to set.
+        HookError: another rank's batch cannot be read. On those where it is, its own error.
     """
-    longest, none = _maxima(group, [float(max(lengths, default=0)), float(not lengths)])
+    lengths: list[int] = []
+
+    def read() -> list[float]:
+        lengths.extend(_lengths(batch))
+        return [float(max(lengths, default=0)), float(not lengths)]
+
+    longest, none = worst(maxima, 2, read)
     if none:
         raise LengthError("a data-parallel rank has no sample: set the mini-batch's size higher")
     if longest > max_token_len:
@@ -188,6 +195,7 @@ def _check_lengths(lengths: Sequence[int], max_token_len: int, group: Any) -> No
             f"a sample has {longest:.0f} tokens, and a micro-batch may hold {max_token_len}: set "
             "ppo_max_token_len_per_gpu (log_prob_max_token_len_per_gpu for log-probs) higher"
         )
+    return lengths
 
 
 def _check_repeated(batch: Any, chosen: MicroBatches, group: Any) -> None:

@@ -50,7 +50,8 @@ class _Job:
 
     def raises(self, *unused: Any, **also_unused: Any) -> Any:
         at_fault(self.folder)
-        raise torch.OutOfMemoryError("out of memory, on purpose")
+        # Longer than what a job's store takes.
+        raise torch.OutOfMemoryError("out of memory, on purpose" + 9_000_000 * ".")
 
     def before_layer(self, happens: Callable[[], Any]) -> None:
         """Once, in the second micro-batch or, where there is one alone, in the first."""
@@ -85,6 +86,11 @@ def _optimizer(job: _Job) -> None:
 
 def _scheduler(job: _Job) -> None:
     job.scheduler = SimpleNamespace(step=job.raises)
+
+
+def _exchange(job: _Job) -> None:
+    """What arrives does not fit into memory."""
+    torch.empty_like = job.raises
 
 
 def _loss(job: _Job) -> None:
@@ -133,6 +139,7 @@ FAULTS: dict[str, Callable[[_Job], None]] = {
     "layer, warm-up": _warm_up,
     "optimizer": _optimizer,
     "scheduler": _scheduler,
+    "exchange": _exchange,
     "loss": _loss,
     "loss is NaN": _not_finite,
     "other settings": _settings,

@@ -342,13 +342,21 @@ def slime_style(dims: dict[str, Any], reference: str) -> dict[str, Any]:
             logits.new_full((n,), float(t))
             for n, t in zip(response_lengths, total_lengths, strict=True)
         ]
-        return torch.empty(0), {"lengths": sums}
+        with torch.enable_grad():
+            slices = [logits[0, :2].requires_grad_() * 1.0, *[logits[0, :1]] * (len(sums) - 1)]
+        return torch.empty(0), {"lengths": sums, "slices": slices}
 
     outputs = forward_only(f, args, model, iterators, counts)
     keys = "tokens", "rewards", "values"
     drawn = [iterators[0].get_next(key for key in keys) for _ in range(sum(counts))]
     return {
         "seen": seen,
+        "own_memory": all(
+            value.untyped_storage().nbytes() == value.nbytes and not value.requires_grad
+            for values in outputs.values()
+            for value in values
+        ),
+        "alias": len({value.data_ptr() for value in outputs.get("slices", [])}),
         "outputs": [[float(x) for x in v.unique()] for v in outputs.get("lengths", [])],
         "expected": [
             [float(total)] if response else []

@@ -70,21 +70,28 @@ def compare(temperature: float, chunk_tokens: int, dtype: str) -> dict[str, floa
     }
 
 
-def compare_banned() -> dict[str, float]:
+def compare_banned(temperature: float, chunk_tokens: int) -> dict[str, float]:
     """As `compare`, where the last half of the vocabulary is banned by logits of -inf."""
+    options: dict[str, Any] = {"temperature": temperature, "chunk_tokens": chunk_tokens}
     allowed = VOCABULARY // 2
     row = _row(allowed)
     whole = _whole_logits(row)
     whole[:, allowed:] = -torch.inf
-    (expected, _), gradient = _reference(whole, row, 1.0, with_entropy=False)
-    leaf = _own_part(whole, row).float().requires_grad_()
-    log_probs = response_log_probs(leaf * 1.0, row)
-    _loss(row, log_probs, None).backward()
-    assert leaf.grad is not None
-    return {
-        "log-probabilities": _difference(log_probs, expected),
-        "gradient": float((leaf.grad - _own_part(gradient, row)).abs().max()),
-    }
+    found = {}
+    for with_entropy in (False, True):
+        expected, gradient = _reference(whole, row, temperature, with_entropy)
+        leaf = _own_part(whole, row).float().requires_grad_()
+        log_probs, entropy = response_log_probs_and_entropy(leaf * 1.0, row, **options)
+        if not with_entropy:
+            log_probs = response_log_probs(leaf * 1.0, row, **options)
+        _loss(row, log_probs, entropy if with_entropy else None).backward()
+        assert leaf.grad is not None
+        found |= {
+            f"log-probabilities {with_entropy}": _difference(log_probs, expected[0]),
+            f"entropies {with_entropy}": _difference(entropy, expected[1]),
+            f"gradient {with_entropy}": float((leaf.grad - _own_part(gradient, row)).abs().max()),
+        }
+    return found
 
 
 def memory_is_shared() -> dict[str, Any]:
@@ -338,7 +345,8 @@ def _reference(
                 continue
             lines = table[start + place - 1]
             own_log_probs[number] = lines[tokens[place]]
-            own_entropies[number] = -(lines.exp() * lines).sum()
+            possible = lines[lines > -torch.inf]  # an entry of probability 0 adds 0
+            own_entropies[number] = -(possible.exp() * possible).sum()
         log_probs.append(own_log_probs)
         entropies.append(own_entropies)
     weights = _weights(row)

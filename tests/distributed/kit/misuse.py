@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
@@ -44,6 +45,7 @@ class _Calls:
         self.data = my_samples(dims, spread)
         self.iterators, self.counts = get_data_iterator(self.args, self.model, self.data)
         self.optimizer = adam(self.model, distributed=False)
+        self.another, _ = self.exchanged()
 
     def forward(self, f: Any = log_probs_of, **changes: Any) -> Any:
         given = {"data_iterator": self.iterators, "num_microbatches": self.counts} | changes
@@ -60,8 +62,16 @@ class _Calls:
     def planned_with(self, **options: Any) -> Any:
         return get_data_iterator(self.args, self.model, self.data, **options)
 
+    def exchanged(self) -> tuple[Any, Any]:
+        args = arguments(self.dims, dynamic_batch_exchange=True)
+        return get_data_iterator(args, self.model, self.data)
+
+    def forward_exchanged(self, f: Any = log_probs_of) -> Any:
+        iterators, counts = self.exchanged()
+        return self.forward(f, data_iterator=iterators, num_microbatches=counts)
+
     def train_of_two(self, step: int) -> Any:
-        places = range(len(self.data["tokens"]))
+        places = np.arange(len(self.data["tokens"]))
         iterators, counts = self.planned_with(steps=[places[::2], places[1::2]])
         return self.train(step=step, data_iterator=iterators, num_microbatches=counts)
 
@@ -152,6 +162,12 @@ _WRONG: dict[str, Callable[[_Calls], Any]] = {
     "f gives no logits": lambda calls: calls.forward(
         lambda logits, *, micro_batch: response_log_probs(None, micro_batch)
     ),
+    "f exchanged is sparse": lambda calls: calls.forward_exchanged(
+        _f_with(lambda *made: {"log_probs": [each.to_sparse() for each in made[0]["log_probs"]]})
+    ),
+    "f exchanged is nowhere": lambda calls: calls.forward_exchanged(
+        _f_with(lambda *made: {"log_probs": [each.to("meta") for each in made[0]["log_probs"]]})
+    ),
     "no iterators": lambda calls: calls.forward(data_iterator=None),
     "no counts": lambda calls: calls.train(num_microbatches=None),
     "too few counts": lambda calls: calls.train(num_microbatches=[]),
@@ -183,6 +199,18 @@ _WRONG: dict[str, Callable[[_Calls], Any]] = {
     ),
     "metric is nowhere": lambda calls: calls.train(
         _loss_with(lambda loss, metrics, n: (loss, metrics | {"kl": loss.to("meta")}))
+    ),
+    "metric is complex": lambda calls: calls.train(
+        _loss_with(lambda loss, metrics, n: (loss, metrics | {"kl": loss.detach() * 1j}))
+    ),
+    # Can be stacked and sent, but not added up in double precision.
+    "metric is quantised": lambda calls: calls.train(
+        _loss_with(
+            lambda loss, metrics, n: (
+                loss,
+                metrics | {"kl": torch.quantize_per_tensor(loss.detach(), 0.1, 0, torch.qint8)},
+            )
+        )
     ),
     "loss alone": lambda calls: calls.train(_loss_with(lambda loss, metrics, n: loss)),
     "loss function is None": lambda calls: calls.train(None),
@@ -229,6 +257,8 @@ _WRONG: dict[str, Callable[[_Calls], Any]] = {
         }
     ),
     "no fields": lambda calls: add_fields(calls.iterators, None),
+    # The others' fields stay on their ranks, those of this one would move.
+    "field of another batch": lambda calls: add_fields(calls.another, {}),
     "field is a number": lambda calls: add_fields(calls.iterators, {"advantages": 5}),
     "train_step against forward_only": lambda calls: calls.train(),
     "add_fields against train_step": lambda calls: add_fields(calls.iterators, {}),
@@ -242,6 +272,8 @@ def _right(name: str, calls: _Calls) -> Any:
     """What the ranks that are not at fault call meanwhile."""
     if name == "exchange" or name.startswith("data "):
         return calls.plan()
+    if name.startswith("f exchanged"):
+        return calls.forward_exchanged()
     if name == "step of another number":
         return calls.train_of_two(0)
     if name == "mask of another sum":
@@ -305,6 +337,22 @@ def returns_less(dims: dict[str, Any], reference: str) -> dict[str, Any]:
         "samples": len(calls.data["tokens"]),
         "metrics": metrics,
     }
+
+
+def wrong_timeouts(dims: dict[str, Any], reference: str) -> dict[str, str]:
+    """What planning says where the last rank, or every rank, has a time-out that is none."""
+    model, data = small_model(dims, reference), my_samples(dims)
+    last, found = dist.get_world_size() - 1, {}
+    for given in (0, -1, float("nan"), float("inf"), "soon"):
+        for at_fault in ((last,), range(last + 1)):
+            seconds = given if dist.get_rank() in at_fault else 60.0
+            args = arguments(ParallelDims(**dims), dynamic_batch_consensus_timeout_seconds=seconds)
+            try:
+                get_data_iterator(args, model, data)
+            except Exception as error:
+                found[f"{given} on {len(at_fault)}"] = f"{type(error).__name__}: {error}"
+    get_data_iterator(arguments(ParallelDims(**dims)), model, data)
+    return found
 
 
 def stages_read_other_samples(dims: dict[str, Any], reference: str) -> str:

@@ -83,6 +83,8 @@ def there_and_back(
             "long": [torch.as_tensor(tokens) > 30 for tokens in micro_batch["tokens"]],
             "pixels": [each["pixels"].bfloat16() for each in images],
             "weight": [torch.as_tensor(each) for each in micro_batch["weight"]],
+            # As the log-prob of a response of one token lies beside its entropy.
+            "beside": [torch.tensor([[each, 0.0]])[:, 0] for each in micro_batch["source"]],
         }
 
     weights = [torch.rand(length) for length in data["response_lengths"]]
@@ -100,6 +102,7 @@ def there_and_back(
         "long": [tokens > 30 for tokens in data["tokens"]],
         "pixels": [each["pixels"].bfloat16() for each in data["image"]],
         "weight": weights,
+        "beside": [torch.tensor([each]) for each in data["source"]],
     }
     optimizer = adam(model, distributed=False)
     trained = [
