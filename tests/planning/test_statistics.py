@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,9 +14,12 @@ from mcore_batching.planning import (
     PlannerConfig,
     StepPlan,
     plan_step,
+    statistics,
     step_statistics,
 )
+from mcore_batching.planning.pipeline import pipeline_time
 from mcore_batching.planning.problem import Problem
+from mcore_batching.planning.search import objective
 from mcore_batching.planning.statistics import joined_statistics, shard_statistics
 
 PROPORTIONAL = CostModel(quadratic=0, per_micro_batch=0)
@@ -103,3 +108,23 @@ def test_ranks_that_know_their_own_samples_alone_join_to_the_same(
     maxima = [max(each) for each in zip(*(part[1] for part in parts), strict=True)]
     joined, whole = joined_statistics(problem, sums, maxima), step_statistics(step, lengths)
     assert vars(joined) == pytest.approx(vars(whole))
+
+
+def test_ranks_without_samples_take_no_time_to_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are simulated once together, not each by itself, several times over."""
+    simulated = []
+
+    def counting(*arguments: Any, **options: Any) -> float:
+        simulated.append(arguments)
+        return pipeline_time(*arguments, **options)
+
+    for module in (objective, statistics):
+        monkeypatch.setattr(module, "pipeline_time", counting)
+    few, many = (ParallelDims(data_parallel=ranks, pipeline_parallel=2) for ranks in (3, 4096))
+    config, lengths = PlannerConfig(max_tokens_per_gpu=100), [50, 7, 90]
+    placed = plan_step(lengths, few, config).micro_batches
+    alone = len(simulated)
+    step = plan_step(lengths, many, config)
+    assert step.micro_batches == placed + (((),),) * 4093
+    assert step_statistics(step, lengths).num_placeholders == 4093
+    assert len(simulated) <= 2 * alone + 4
