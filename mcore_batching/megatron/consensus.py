@@ -51,6 +51,7 @@ class JobConsensus(Consensus):
 
     Attributes:
         data_parallel_rank: the number of this rank's replica.
+        said: what is said once a job and has been, the same on every rank.
     """
 
     def __init__(self, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> None:
@@ -69,6 +70,7 @@ class JobConsensus(Consensus):
             mismatch=PlanMismatchError,
             spell=flag_of,
         )
+        self.said: set[str] = set()
         self._replica_group: dist.ProcessGroup | None = None
         self._counterpart_group: dist.ProcessGroup | None = None
 
