@@ -33,7 +33,7 @@ from typing import Any, TextIO
 from mcore_batching.planning.cost import CostModel, in_units_of
 from mcore_batching.planning.errors import Argument, PlanningError
 from mcore_batching.planning.integers import at_least
-from mcore_batching.planning.json_text import MAX_JSON_CHARACTERS, parse_json
+from mcore_batching.planning.json_text import MAX_JSON_CHARACTERS, open_text, parse_json
 from mcore_batching.planning.plan import StepPlan, step_from_data
 from mcore_batching.planning.problem import check_lengths
 from mcore_batching.planning.statistics import predicted_step_time
@@ -219,7 +219,7 @@ def _read_file(file: Path) -> Iterator[StepRecord]:
 def _lines(file: Path) -> Iterator[str]:
     """The lines of a file, of one too long no more than shows that."""
     try:
-        with file.open(encoding="utf-8-sig") as lines:
+        with open_text(file) as lines:
             yield from iter(lambda: lines.readline(MAX_JSON_CHARACTERS + 1), "")
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"cannot read {file}: {error}") from None

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from mcore_batching.planning import Argument
+from mcore_batching.planning.errors import printable
 from mcore_batching.planning.records import read_records
 from mcore_batching.tools import replay, report
 from mcore_batching.tools.cli.options import (
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         before = alike[-1]
     if options.plot:
         draw_replay(steps, options.plot)
-        print(f"wrote {options.plot}")
+        print(f"wrote {printable(options.plot)}")
     return 0
 
 
