@@ -12,7 +12,6 @@ import functools
 import math
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from mcore_batching.planning import (
     at_least,
 )
 from mcore_batching.planning.integers import as_integer
+from mcore_batching.planning.json_text import read_document
 
 PREFIX = "--dynamic-batch-"
 
@@ -433,7 +433,7 @@ def given_cost_model(args: Any) -> CostModel | None:
 @functools.cache
 def _read_cost_model(path: str) -> CostModel:
     try:
-        return CostModel.from_json(Path(path).read_text(encoding="utf-8"))
+        return CostModel.from_json(read_document(path))
     except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise DynamicBatchArgumentError(
             f"{PREFIX}cost-model {path}: {error}; set it to a file that `mcore-batching calibrate "

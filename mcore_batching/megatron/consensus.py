@@ -65,6 +65,7 @@ class JobConsensus(Consensus):
         data_parallel_rank: the number of this rank's replica.
         told_fields: declarations of undeclared fields that the samples of earlier batches told, for
             those of a batch that leave them open on all ranks.
+        said: what is said once a job and has been, the same on every rank.
     """
 
     def __init__(self, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, args: Any = None) -> None:
@@ -85,6 +86,7 @@ class JobConsensus(Consensus):
             mismatch=PlanMismatchError,
             spell=flag_of,
         )
+        self.said: set[str] = set()
         self._replica_group: dist.ProcessGroup | None = None
         self._counterpart_group: dist.ProcessGroup | None = None
 

@@ -34,6 +34,7 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
@@ -60,9 +61,12 @@ from mcore_batching.megatron.topology import (
     vocabulary_size,
 )
 from mcore_batching.megatron.validation import prepare_model
-from mcore_batching.planning import CostModel, PlannerConfig, ShardOutlook
+from mcore_batching.planning import CostModel, PlannerConfig, Problem, ShardOutlook
 from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.learnt_costs import LearntCosts
+
+_LONGEST = 2
+"""Where the longest sample stands among the largest numbers of taking stock."""
 
 
 class PlanningProtocol:
@@ -226,6 +230,29 @@ class PlanningProtocol:
             assert self.learnt is not None
             model = self.learnt.planning_model(self.settings.dims)
             self.settings = dataclasses.replace(self.settings, cost_model=model)
+        self._say_oversize(int(agreed.largest[_LONGEST]))
+
+    def _say_oversize(self, longest: int) -> None:
+        """Print once a job, where stock code prints its log, that a sample is over the cap.
+
+        Args:
+            longest: tokens of the longest sample of all ranks.
+        """
+        config, said = self.settings.config, self.consensus.said
+        if config.on_oversize == "error" or self.forward_only or "oversize" in said:
+            return
+        problem = Problem.of([longest], self.settings.dims, config)
+        if problem.oversize:
+            said.add("oversize")
+            over = problem.oversize_error()
+            if dist.get_rank() == dist.get_world_size() - 1:
+                print(
+                    f"mcore_batching: a sample has {over.length} tokens, {over.padded_length} "
+                    f"after padding, over the cap of {over.cap} of a micro-batch: it runs alone, "
+                    "as all such samples do, and takes the memory of its length; "
+                    f"--max-tokens-per-gpu {over.needed_max_tokens_per_gpu} would hold it",
+                    flush=True,
+                )
 
     @property
     def _learns(self) -> bool:
@@ -263,7 +290,7 @@ class PlanningProtocol:
         assert batch is not None
         if somebody_asks:  # then all have heard what each tells
             batch = batch.hearing(told for told, _ in heard)
-        somebody_is_empty, minus_populated, *at_once = stock.largest
+        somebody_is_empty, minus_populated, _, *at_once = stock.largest
         self.shares = stock.total
         if self._packs_at_once and not (somebody_is_empty or somebody_asks):
             fields, minus_fields, *latest = at_once[: 2 + len(self._shards[0].ends)]
@@ -278,14 +305,15 @@ class PlanningProtocol:
         self.batch = batch
 
     def _counted(self, batch: RolloutBatch | None) -> Statement:
-        """This rank's samples: is there any rank without, which is the first that has some.
+        """This rank's samples: is there any rank without, which is the first that has some, how
+        long is the longest.
 
         Where packing needs no more than that also what it makes of them: a number for the fields,
         which is to be the same on all ranks; how soon the step would end by its count.
         """
         lengths = [] if batch is None else batch.total_lengths
         populated = self.consensus.rank if lengths else len(self.consensus.ranks)
-        largest: list[float] = [int(not lengths), -populated]
+        largest: list[float] = [int(not lengths), -populated, max(lengths, default=0)]
         if self._packs_at_once:
             if not self._shards or lengths != self._packed_lengths:  # they may be shared meanwhile
                 places, forward = range(len(lengths)), self.forward_only

@@ -221,3 +221,18 @@ class CostModel:
         """Forward cost of a micro-batch that holds samples of these lengths [samples], in
         tokens."""
         return self.per_micro_batch + ordered_sum(self.sample(length) for length in lengths)
+
+
+def in_units_of(model: CostModel, unit: float) -> CostModel:
+    """The same costs in units so many times as large.
+
+    Raises:
+        ConfigError: a cost is too large in them.
+    """
+    return dataclasses.replace(
+        model,
+        linear=model.linear / unit,
+        quadratic=model.quadratic / unit,
+        per_micro_batch=model.per_micro_batch / unit,
+        context_parallel_fixed=model.context_parallel_fixed / unit,
+    )

@@ -34,9 +34,15 @@ class Timing:
     """Ranks that the row is cut over."""
 
 
+LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e6
+"""Of a pass that a clock can have told: less than its steps, eleven days. Sums of squares of times
+between them are numbers."""
+
+
 def is_usable(timing: Timing) -> bool:
-    """True if both times of a row are finite and positive."""
-    return 0 < timing.forward_seconds < math.inf and 0 < timing.backward_seconds < math.inf
+    """True if both times of a row may have been measured."""
+    both = timing.forward_seconds, timing.backward_seconds
+    return all(LEAST_SECONDS <= seconds <= MOST_SECONDS for seconds in both)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,17 +69,17 @@ def fit_cost_model(timings: Sequence[Timing]) -> CostFit:
             sequences; and rows on several, each also on one.
 
     Raises:
-        ConfigError: fewer than three rows on one rank, a time that is not positive, times that do
+        ConfigError: fewer than three rows on one rank, a time that no clock tells, times that do
             not grow with tokens, or a row that was not timed on one rank.
     """
     alone = [timing for timing in timings if timing.context_parallel == 1]
     if len(alone) < 3:
         raise ConfigError(f"a fit needs timings of 3 rows or more, got {len(alone)}")
     for timing in timings:
-        if not (timing.forward_seconds > 0 and timing.backward_seconds > 0):
+        if not is_usable(timing):
             raise ConfigError(
-                f"forward_seconds and backward_seconds must be positive, got {timing}; time more "
-                "repeats, or longer rows"
+                f"forward_seconds and backward_seconds must be positive, from {LEAST_SECONDS} to "
+                f"{MOST_SECONDS}, got {timing}; time more repeats, or longer rows"
             )
     features = [
         (1.0, float(sum(t.lengths)), float(sum(length * length for length in t.lengths)))
@@ -276,8 +282,9 @@ def anchored_solution(
 def best_scale(
     matrix: Sequence[Sequence[float]], right: Sequence[float], guess: Sequence[float]
 ) -> float:
-    """The factor times which a guess suits normal equations best."""
-    return dot(right, guess) / dot([dot(row, guess) for row in matrix], guess)
+    """The factor times which a guess suits normal equations best; 1 where they tell nothing."""
+    square = dot([dot(row, guess) for row in matrix], guess)
+    return dot(right, guess) / square if square > 0 else 1.0
 
 
 def dot(left: Sequence[float], right: Sequence[float]) -> float:

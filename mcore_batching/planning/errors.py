@@ -8,6 +8,7 @@ its message. Each face spells it in its own way: the library `max_tokens_per_gpu
     str(error)                                              # ... set on_oversize='own-bin'
     error.text(lambda argument: f"--{argument.name}")       # ... set --on_oversize
 
+File names and texts of strangers are printed with what a terminal would act on escaped.
 Every error survives pickling with its message and attributes, so that a rank can send it to others.
 """
 
@@ -32,6 +33,14 @@ class Argument:
         return self.name if self.value is None else f"{self.name}={self.value!r}"
 
 
+def printable(text: str) -> str:
+    """A text whose characters are seen, not acted on: others but line ends are escaped."""
+    return "".join(
+        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
+        for each in text
+    )
+
+
 def _rebuild(
     cls: type[MCoreBatchingError], args: tuple[object, ...], state: dict[str, Any]
 ) -> MCoreBatchingError:
@@ -50,8 +59,8 @@ class MCoreBatchingError(Exception):
     """
 
     def __init__(self, *parts: str | Argument) -> None:
-        self.parts = parts
-        super().__init__("".join(map(str, parts)))
+        self.parts = tuple(printable(part) if isinstance(part, str) else part for part in parts)
+        super().__init__("".join(map(str, self.parts)))
 
     def text(self, spell: Callable[[Argument], str]) -> str:
         """The message with its arguments spelled by `spell`."""

@@ -5,11 +5,45 @@ As Python values a document takes up to 40 times its length in bytes.
 
 from __future__ import annotations
 
+import errno
 import json
-from typing import Any
+import os
+import stat
+from pathlib import Path
+from typing import Any, TextIO
 
 MAX_JSON_CHARACTERS = 2**25
 """Of a document, or of a line of JSON lines: a plan of three million samples, 1.3 GB at worst."""
+
+
+def open_text(path: str | Path, newline: str | None = None) -> TextIO:
+    """A file opened for reading, as UTF-8 with or without a byte order mark.
+
+    Raises:
+        OSError: it cannot be read, or is a device or a pipe, which may have no end.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        # Opening a pipe would wait for who writes to it.
+        descriptor = os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+        mode = os.fstat(descriptor).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a folder open says so itself
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "it is a device or a pipe; copy what it holds to a file")
+        return descriptor
+
+    return open(path, encoding="utf-8-sig", newline=newline, opener=opener)
+
+
+def read_document(path: str | Path) -> str:
+    """The text of a file that holds one JSON document, of one too long no more than shows that.
+
+    Raises:
+        OSError: as `open_text`.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    with open_text(path) as file:
+        return file.read(MAX_JSON_CHARACTERS + 1)
 
 
 def parse_json(text: str) -> Any:

@@ -21,6 +21,9 @@ from mcore_batching.planning.transfers import Transfer, with_transfers
 TOLD_FROM = 0.1
 """Share by which a step's measured time differs from its prediction where a log is to say so."""
 
+_MOST = 1e18
+"""Of a time, a cost, a factor or a number of steps that was learnt, and of 1 over one but steps."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LearntCosts:
@@ -64,7 +67,7 @@ class LearntCosts:
             ConfigError: something else.
         """
         try:
-            return cls(
+            made = cls(
                 cost_model=CostModel(**data["cost_model"]),
                 seconds_per_unit=data["seconds_per_unit"],
                 stage_factors=tuple(data["stage_factors"]),
@@ -72,10 +75,27 @@ class LearntCosts:
                 transfers=tuple(Transfer(**each) for each in data.get("transfers", ())),
                 num_steps=int(data["num_steps"]),
             )
+            made._check_plausible()
         except (TypeError, KeyError, ValueError, OverflowError) as error:
             raise ConfigError(
                 f"expected learnt costs as state_dict gave them, got {data!r:.80} ({error})"
             ) from None
+        return made
+
+    def _check_plausible(self) -> None:
+        """Refuse numbers that nobody learnt: some, squared, are none."""
+        model = self.cost_model
+        numbers = [self.seconds_per_unit, model.linear, model.quadratic, model.per_micro_batch]
+        numbers += [model.backward_ratio, model.context_parallel_overhead]
+        numbers += [model.context_parallel_fixed, *self.stage_factors]
+        for each in self.transfers:
+            numbers += [each.seconds, each.seconds_per_token]
+        beyond = [each for each in numbers if each and not 1 / _MOST <= each <= _MOST]
+        if beyond or not model.linear or self.num_steps > _MOST:
+            raise ValueError(
+                f"numbers must be from {1 / _MOST:g} to {_MOST:g} or 0, and linear above 0, got "
+                f"{beyond or self.num_steps}"
+            )
 
     def to_data(self) -> dict[str, Any]:
         """Itself as a dict of numbers, for JSON or a checkpoint."""

@@ -270,6 +270,13 @@ def _plan_samples(batch: Problem, samples: Sequence[int], owners: Sequence[int] 
 
 
 def _plan_global(problem: Problem) -> tuple[MicroBatches, ...]:
+    dims = problem.dims
+    together = dims.expert_parallel
+    useful = -(-max(problem.num_samples, 1) // together) * together
+    if dims.data_parallel > useful:  # no sample shares a rank, and the others have placeholders
+        fewer = dataclasses.replace(problem, dims=dataclasses.replace(dims, data_parallel=useful))
+        found = _plan_global(fewer)
+        return *found, *(((),) * len(found[0]),) * (dims.data_parallel - useful)
     plain = _packed_and_placed(problem)
     if not problem.config.searches or not problem.num_samples:
         if problem.config.max_inflight_tokens is not None:

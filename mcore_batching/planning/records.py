@@ -10,7 +10,8 @@ A job writes one file of JSON lines into a folder:
 The first line holds for the steps after it and is repeated when one of its parts changes. A step's
 samples are numbered from 0 in the order of the batch; `predicted` is in units of cost;
 `measured_seconds` is null where nothing was measured. Under learnt costs, whose model changes from
-step to step, `seconds_per_unit` is there as well: of a unit on a mean pipeline stage.
+step to step, `seconds_per_unit` is there as well: of a unit on a mean pipeline stage, one token's
+work, with what transfers add to it.
 
 A step is flushed before `append` returns, so a killed job loses no earlier one. A last line that
 was cut short is left out on reading; any other fault is an error with file and line. While a job
@@ -29,10 +30,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from mcore_batching.planning.cost import CostModel
+from mcore_batching.planning.cost import CostModel, in_units_of
 from mcore_batching.planning.errors import Argument, PlanningError
 from mcore_batching.planning.integers import at_least
-from mcore_batching.planning.json_text import MAX_JSON_CHARACTERS, parse_json
+from mcore_batching.planning.json_text import MAX_JSON_CHARACTERS, open_text, parse_json
 from mcore_batching.planning.plan import StepPlan, step_from_data
 from mcore_batching.planning.problem import check_lengths
 from mcore_batching.planning.statistics import predicted_step_time
@@ -115,12 +116,19 @@ class StepRecorder:
         """
         if self._file is None:
             return
+        if predicted is None:
+            predicted = predicted_step_time(plan, lengths)
+        model = plan.cost_model
+        if seconds_per_unit is not None and model.linear > 0:
+            unit = model.linear
+            model, predicted = in_units_of(model, unit), predicted / unit
+            seconds_per_unit *= unit
         header = {
             "format": FORMAT,
             "version": VERSION,
             "layout": asdict(plan.dims),
             "config": asdict(plan.config),
-            "cost_model": asdict(plan.cost_model),
+            "cost_model": asdict(model),
         }
         number = {sample: position for position, sample in enumerate(plan.sample_indices)}
         step = {
@@ -131,7 +139,7 @@ class StepRecorder:
                 [[number[sample] for sample in samples] for samples in rank]
                 for rank in plan.micro_batches
             ],
-            "predicted": predicted_step_time(plan, lengths) if predicted is None else predicted,
+            "predicted": predicted,
             "measured_seconds": measured_seconds,
         }
         if plan.context_parallel is not None:
@@ -211,7 +219,7 @@ def _read_file(file: Path) -> Iterator[StepRecord]:
 def _lines(file: Path) -> Iterator[str]:
     """The lines of a file, of one too long no more than shows that."""
     try:
-        with file.open(encoding="utf-8-sig") as lines:
+        with open_text(file) as lines:
             yield from iter(lambda: lines.readline(MAX_JSON_CHARACTERS + 1), "")
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"cannot read {file}: {error}") from None
@@ -247,8 +255,15 @@ def _record(raw: Mapping[str, Any], header: Mapping[str, Any], file: str) -> Ste
         predicted=_time(raw, "predicted"),
         measured_seconds=None if measured is None else _time(raw, "measured_seconds"),
         file=file,
-        seconds_per_unit=_time(raw, "seconds_per_unit") if is_learnt else None,
+        seconds_per_unit=_positive(raw, "seconds_per_unit") if is_learnt else None,
     )
+
+
+def _positive(raw: Mapping[str, Any], key: str) -> float:
+    seconds = _time(raw, key)
+    if seconds < sys.float_info.min:
+        raise ValueError(f'"{key}" must be {sys.float_info.min} or more, got {seconds}')
+    return seconds
 
 
 def _time(raw: Mapping[str, Any], key: str) -> float:

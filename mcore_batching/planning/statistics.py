@@ -115,7 +115,7 @@ def step_statistics(
     rank_costs = [ordered_sum(rank) for rank in costs]
     rows = [(problem.on_ranks[row.size], ranks[row.rank][row.slot]) for row in step.rows()]
     per_place = step.config.cap_tokens(step.dims) * step.dims.data_parallel // len(ranks)
-    held = _held_tokens(step, problem, ranks)
+    held = set(map(tuple, _held_tokens(step, problem, ranks)))
     dims, forward_only = step.dims, problem.forward_only
     last = dims.pipeline_parallel - 1
     return StepStatistics(
@@ -335,9 +335,12 @@ def _rank_ends(
             forward_only=forward_only,
         )
         return ends[-1]
-    return [
-        pipeline_time(rank, dims, backward_ratio=ratio, forward_only=forward_only) for rank in costs
-    ]
+    # Of many ranks most may have placeholders alone, which end together.
+    end_of = {
+        rank: pipeline_time(rank, dims, backward_ratio=ratio, forward_only=forward_only)
+        for rank in set(map(tuple, costs))
+    }
+    return [end_of[tuple(rank)] for rank in costs]
 
 
 def _ratio(value: float, mean: float) -> float:

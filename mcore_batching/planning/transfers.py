@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mcore_batching.planning.cost import CostModel
-from mcore_batching.planning.cost_fit import anchored_solution, best_scale
+from mcore_batching.planning.cost_fit import MOST_SECONDS, anchored_solution, best_scale
 from mcore_batching.planning.damping import damped, has_changed, last_two
 from mcore_batching.planning.errors import ConfigError
 from mcore_batching.planning.parallel_dims import ParallelDims
@@ -86,7 +86,7 @@ def time_of_transfer(round_trip: float, idle: float, *, overlapped: bool) -> flo
             had sent.
         overlapped: stages receive while they run other passes.
     """
-    if not math.isfinite(round_trip) or not math.isfinite(idle):
+    if not (abs(round_trip) <= MOST_SECONDS and abs(idle) <= MOST_SECONDS):
         return None
     if overlapped and idle < round_trip / 2:
         return None

@@ -28,7 +28,11 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
         if replaceable or not place.exists():
             _replace(place, data)
         else:
-            place.write_bytes(data)
+            # A pipe that nobody reads is an error at once, where a plain open would wait.
+            descriptor = os.open(place, os.O_WRONLY | os.O_TRUNC | getattr(os, "O_NONBLOCK", 0))
+            os.set_blocking(descriptor, True)
+            with open(descriptor, "wb") as file:
+                file.write(data)
     except OSError as error:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 

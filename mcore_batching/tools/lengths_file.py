@@ -13,13 +13,15 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from mcore_batching.planning import MAX_LENGTH_TOKENS, Argument, MCoreBatchingError
-from mcore_batching.planning.json_text import MAX_JSON_CHARACTERS, parse_json
+from mcore_batching.planning.json_text import MAX_JSON_CHARACTERS, open_text, parse_json
 
 # Fewer digits than Python refuses to convert, and more than any length has.
 _INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
+MAX_LINES = 2**23
+"""Of a file: as many samples as a step's search of the default effort takes, 0.3 GB of integers."""
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 
 _COLUMN = Argument("column")
@@ -71,32 +73,30 @@ def _read(
         _refuse_column(column, argument, "standard input")
         return [
             parse(text, "<stdin>", line)
-            for line, text in _filled_lines(_standard_input(), "<stdin>")
+            for line, text in _filled(_bounded(_standard_input(), "<stdin>"))
         ]
     suffix = Path(source).suffix.lower()
     try:
-        with Path(source).open(encoding="utf-8-sig", newline="") as file:
+        with open_text(source, newline="") as file:
+            lines = _bounded(file, source)
             if suffix == ".csv":
-                return _read_csv(file, source, column, argument, parse)
+                return _read_csv(lines, source, column, argument, parse)
             if suffix in _JSON_SUFFIXES:
-                return _read_json_lines(file, source, column, argument, parse)
+                return _read_json_lines(lines, source, column, argument, parse)
             _refuse_column(column, argument, source)
-            return [parse(text, source, line) for line, text in _filled_lines(file, source)]
+            return [parse(text, source, line) for line, text in _filled(lines)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise LengthsFileError(f"cannot read {source}: {error}") from error
 
 
-def _standard_input() -> Iterator[str]:
-    """Its lines, read as files are: in UTF-8 in any locale, without a byte order mark."""
+def _standard_input() -> TextIO:
+    """It, read as files are: in UTF-8 in any locale, without a byte order mark."""
     stream = sys.stdin
     if stream is None:
         raise OSError(errno.EBADF, "standard input is closed")
     if isinstance(stream, io.TextIOWrapper) and stream.encoding != "utf-8-sig":
         stream.reconfigure(encoding="utf-8-sig", errors="strict")
-    try:
-        yield from stream
-    except UnicodeDecodeError as error:
-        raise LengthsFileError(f"cannot read <stdin>: {error}") from None
+    return stream
 
 
 def _refuse_column(column: str | None, argument: Argument, source: str) -> None:
@@ -119,15 +119,30 @@ def _no_column(
     return LengthsFileError(f"{place}: there is no {kind} {column!r}; set ", argument, choices)
 
 
-def _filled_lines(file: Iterable[str], source: str) -> Iterator[tuple[int, str]]:
-    for number, line in enumerate(file, start=1):
-        if len(line) > MAX_JSON_CHARACTERS:
-            raise LengthsFileError(
-                f"{source}:{number}: a line may have at most {MAX_JSON_CHARACTERS} characters, got "
-                f"{len(line)}; write one sample per line"
-            )
-        text = line.strip()
-        if text:
+def _bounded(file: TextIO, source: str) -> Iterator[str]:
+    """The lines of a file, no longer and no more than there may be."""
+    lines = iter(lambda: file.readline(MAX_JSON_CHARACTERS + 1), "")
+    try:
+        for number, line in enumerate(lines, start=1):
+            if len(line) > MAX_JSON_CHARACTERS:
+                raise LengthsFileError(
+                    f"{source}:{number}: a line may have at most {MAX_JSON_CHARACTERS} characters, "
+                    "got more; write one sample per line"
+                )
+            if number > MAX_LINES:
+                raise LengthsFileError(
+                    f"{source}: a file may have at most {MAX_LINES} lines, got more; give the "
+                    "samples of fewer steps"
+                )
+            yield line
+    except UnicodeDecodeError as error:
+        raise LengthsFileError(f"cannot read {source}: {error}") from None
+
+
+def _filled(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """The lines that are not blank, with their numbers."""
+    for number, line in enumerate(lines, start=1):
+        if text := line.strip():
             yield number, text
 
 
@@ -155,7 +170,7 @@ def _read_json_lines(
     parse: _Parse[_Value],
 ) -> list[_Value]:
     values: list[_Value] = []
-    for line, text in _filled_lines(file, source):
+    for line, text in _filled(file):
         try:
             record = parse_json(text)
         except ValueError as error:

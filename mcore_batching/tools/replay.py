@@ -1,8 +1,10 @@
 """A recorded job again: predicted against measured time, and what other plans would have taken.
 
 Units of cost become seconds by one factor, the median over steps of measured over predicted time: a
-few slow steps (the first ones, a checkpoint) do not move it. Alternatives are planned for the very
-samples of each step, and weighed by the cost model that predicts the recorded plan.
+few slow steps (the first ones, a checkpoint) do not move it. Learnt costs came with the seconds of
+their unit, which changed from step to step: all are put into the last one's. Alternatives are
+planned for the very samples of each step, and weighed by the cost model that predicts the recorded
+plan.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from mcore_batching.planning import (
     plan_step,
     step_statistics,
 )
+from mcore_batching.planning.cost import in_units_of
 from mcore_batching.planning.records import StepRecord
 from mcore_batching.tools.report import Table, both_ends
 from mcore_batching.tools.suggestions import Changes, alternatives
@@ -77,16 +80,23 @@ def replay(
     Args:
         records: steps of a job.
         cost_model: to predict with; None: the one that each step was planned with.
+
+    Raises:
+        ConfigError: learnt costs whose units are too far apart.
     """
     replayed = []
+    unit = next((r.seconds_per_unit for r in reversed(records) if r.seconds_per_unit), None)
     for record in records:
-        plan = record.plan
+        plan, seconds = record.plan, record.seconds_per_unit
         if cost_model is not None:
-            plan = replace(plan, cost_model=cost_model)
+            plan, seconds = replace(plan, cost_model=cost_model), None
+        elif unit is not None and seconds is not None:
+            model = in_units_of(plan.cost_model, unit / seconds)
+            plan, seconds = replace(plan, cost_model=model), unit
         predicted = step_statistics(plan, record.lengths, tight_floor=True)
         replayed.append(
             ReplayedStep(
-                record=replace(record, plan=plan),
+                record=replace(record, plan=plan, seconds_per_unit=seconds),
                 predicted=predicted.step_time,
                 floor=predicted.floor_time,
             )
@@ -97,7 +107,7 @@ def replay(
 def by_setting(steps: Sequence[ReplayedStep]) -> list[list[ReplayedStep]]:
     """Consecutive steps of the same parallel dims, planner's options and cost model together.
 
-    A learnt cost model changes from step to step in the same unit: its steps are alike, too.
+    A learnt cost model changes from step to step: its steps are alike, too.
     """
 
     def setting(step: ReplayedStep) -> tuple[Any, ...]:
@@ -115,7 +125,11 @@ def changed_options(before: ReplayedStep, after: ReplayedStep) -> dict[str, Any]
 
 
 def seconds_per_unit(steps: Sequence[ReplayedStep]) -> float | None:
-    """Seconds of a unit of cost, the median over measured steps; None if none took any time."""
+    """Seconds of a unit of cost of steps of one setting: as it was learnt, or the median over
+    measured steps; None if none took any time."""
+    learnt = steps[0].record.seconds_per_unit
+    if learnt is not None:
+        return learnt
     ratios = [
         step.record.measured_seconds / step.predicted
         for step in steps

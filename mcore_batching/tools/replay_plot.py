@@ -87,11 +87,10 @@ def _draw(figure: SubFigure, steps: Sequence[ReplayedStep], first: int) -> None:
     times.legend(fontsize=8, frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
     if factor is not None:
         wrong = relative_errors(steps, factor)
-        mean = sum(map(abs, wrong)) / len(wrong)
         errors.bar([number for number, _ in measured], wrong, color="#7ea6d9")
-        times.set_title(
-            f"{len(steps)} steps; predictions are off by {mean:.1%} on average", loc="left"
-        )
+        mean = sum(map(abs, wrong)) / max(len(wrong), 1)
+        off = f"; predictions are off by {mean:.1%} on average" if wrong else ""
+        times.set_title(f"{len(steps)} steps{off}", loc="left")
     errors.axhline(0, color="#333333", linewidth=0.8)
     errors.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     errors.set_ylabel("error")

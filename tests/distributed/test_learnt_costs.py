@@ -21,6 +21,7 @@ from mcore_batching.planning.learnt_costs import LearntCosts
 from mcore_batching.planning.pipeline import pipeline_time
 from mcore_batching.planning.records import read_records
 from mcore_batching.planning.statistics import predicted_step_time
+from mcore_batching.tools import replay
 
 DIMS = {"data_parallel": 2, "pipeline_parallel": 2}
 CONFIG = PlannerConfig(max_tokens_per_gpu=CAP, plan_effort=60)
@@ -100,9 +101,18 @@ def test_a_hidden_model_is_known_within_five_steps(job: Job, ranks: Ranks) -> No
 @on(job("launches", hidden=LAUNCHES))
 def test_the_model_of_each_step_is_recorded(job: Job, ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "steps.jsonl").write_text(ranks[0][-1]["recorded"])
-    for record, step in zip(read_records(tmp_path), ranks[0], strict=True):
+    records = read_records(tmp_path)
+    for record, step in zip(records, ranks[0], strict=True):
         assert record.plan.cost_model == CostModel(**step["state"]["cost_model"])
         assert record.seconds_per_unit == step["state"]["seconds_per_unit"]
+    # And replayed in seconds by the unit of each, which are not the same.
+    *_, learnt = replay.by_setting(replay.replay(records))
+    factor = replay.seconds_per_unit(learnt)
+    assert factor is not None
+    recorded = records[-len(learnt) :]
+    assert len({record.seconds_per_unit for record in recorded}) == len(learnt) > 2
+    expected = [(record.seconds_per_unit or 0.0) * record.predicted for record in recorded]
+    assert [factor * step.predicted for step in learnt] == pytest.approx(expected)
 
 
 @on(job("interleaved", hidden=BOTH, dims={**DIMS, "virtual_pipeline": 2}, num_steps=4))

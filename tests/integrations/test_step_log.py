@@ -11,7 +11,7 @@ from mcore_batching import CostModel, ParallelDims, PlannerConfig, plan_step, st
 from mcore_batching.integrations.megatron_lm import step_log, with_batching_statistics
 from mcore_batching.planning.memory import ModelShape, predicted_memory
 
-LENGTHS = [8, 6, 4, 2]
+LENGTHS = [9, 6, 4, 2]
 PLAN = plan_step(
     LENGTHS, ParallelDims(data_parallel=2), PlannerConfig(max_tokens_per_gpu=8), CostModel()
 )
@@ -39,6 +39,7 @@ def test_losses_are_joined_by_the_last_steps_statistics() -> None:
             "padding": made.padding,
             "micro-batches a rank": made.num_microbatches,
             "placeholders": made.num_placeholders,
+            "samples over the cap": 1,
             "rank balance": made.rank_balance,
             "slot balance": made.slot_balance,
             "time over floor": made.time_over_floor,
@@ -55,10 +56,10 @@ def test_memory_is_estimated_where_the_model_s_shape_is_known() -> None:
     memory = predicted_memory(STATISTICS, PLAN, shape)
     step_log.record_step(STATISTICS, plan_seconds=0.5, run_seconds=3.0, memory=memory)
     logged = with_batching_statistics(LOSSES)
-    assert logged["batching/tokens in flight"].tolist() == [8.0]
-    assert logged["batching/logits GiB"].tolist() == [pytest.approx(8 * 6 / 2**10)]
+    assert logged["batching/tokens in flight"].tolist() == [9.0]
+    assert logged["batching/logits GiB"].tolist() == [pytest.approx(9 * 6 / 2**10)]
     per_token = 2 * 2 * (4 * 8 + 4 * 8 + 3 * 32)
-    expected = pytest.approx(8 * per_token / 2**30)
+    expected = pytest.approx(9 * per_token / 2**30)
     assert logged["batching/activations GiB"].tolist() == [expected]
 
 

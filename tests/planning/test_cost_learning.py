@@ -18,6 +18,7 @@ from mcore_batching.planning.cost_learning import evidence, relearnt
 from mcore_batching.planning.damping import WINDOW_STEPS
 from mcore_batching.planning.learnt_costs import LearntCosts, StepReview
 from mcore_batching.planning.statistics import predicted_step_time
+from mcore_batching.planning.transfers import TimedTransfer, time_of_transfer
 
 LAUNCHES = CostModel(per_micro_batch=2048.0, backward_ratio=1.6)
 ATTENTION = CostModel(quadratic=1 / 2000, per_micro_batch=16.0, backward_ratio=3.0)
@@ -364,6 +365,11 @@ def test_it_travels_as_json() -> None:
         {"cost_model": {"linear": -1.0}},
         {"seconds_per_unit": math.nan},
         {"seconds_per_unit": "fast"},
+        {"seconds_per_unit": 5e-324},
+        {"cost_model": {"linear": 0.0}},
+        {"cost_model": {"per_micro_batch": 1e90}},
+        {"num_steps": 10**30},
+        {"stage_factors": [1.0, 1.0], "transfers": [{"seconds": 1e300}]},
         {"stage_factors": [1.0, 0.0]},
         {"stage_factors": None},
         {"num_steps": None},
@@ -379,6 +385,48 @@ def test_a_state_that_is_none_is_refused(changes: dict[str, Any]) -> None:
     del state[next(iter(changes))]
     with pytest.raises(ConfigError, match="state_dict"):
         LearntCosts.from_data(state)
+
+
+ABSURD = (5e-324, 1e-300, 1e-12, 1e-3, 1e6, 1e170, 1e300, math.inf, math.nan, 0.0)
+
+
+def test_absurd_times_and_states_end_in_no_error() -> None:
+    """Times that no clock tells do not count; of what is left every sum of squares is a number."""
+    generator = random.Random(1)
+    draw = generator.choice
+
+    def row(size: int) -> Timing:
+        lengths = tuple(draw((1, 100, 2**40)) for _ in range(generator.randint(0, 3)))
+        times = {"forward_seconds": draw(ABSURD), "backward_seconds": draw(ABSURD)}
+        return Timing(lengths=lengths, context_parallel=size, **times)
+
+    for _ in range(400):
+        costs = (1.0, 1e17, 1e-17)
+        model = CostModel(linear=draw(costs), quadratic=draw(costs), per_micro_batch=draw(costs))
+        learnt = LearntCosts(cost_model=model, seconds_per_unit=draw((None, *costs)))
+        learnt = LearntCosts.from_data(learnt.to_data())
+        for _ in range(3):
+            steps = [[row(1) for _ in range(3)] for _ in range(3)]
+            of_stages = [evidence(steps, learnt, stage=s, num_stages=STAGES) for s in range(STAGES)]
+            time = time_of_transfer(draw(ABSURD), draw(ABSURD), overlapped=False)
+            learnt = relearnt(
+                learnt,
+                [sum(each) for each in zip(*of_stages, strict=True)],
+                [[row(2)], [row(4)]],
+                [[TimedTransfer(0, draw((1, 2**40)), time)]] if time is not None else (),
+            )
+            planned = learnt.planning_model(ParallelDims(pipeline_parallel=STAGES))
+            assert math.isfinite(planned.micro_batch([5, 6]))
+
+
+def test_an_absurd_time_changes_nothing() -> None:
+    row = Timing(lengths=(64,), forward_seconds=1e-3, backward_seconds=2e-3)
+    rows = [row, replace(row, lengths=(32, 5), backward_seconds=1e-3)]
+    learnt = LearntCosts(cost_model=CostModel())
+    usual = evidence([rows], learnt, stage=0, num_stages=STAGES)
+    for seconds in (1e170, 5e-324):
+        absurd = [*rows, replace(row, forward_seconds=seconds)]
+        assert evidence([absurd], learnt, stage=0, num_stages=STAGES) == usual
 
 
 @pytest.mark.parametrize(

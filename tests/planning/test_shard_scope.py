@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -25,8 +27,9 @@ from mcore_batching.planning import (
     shard_outlook,
     soonest_counts,
     soonest_filling,
+    step_statistics,
 )
-from mcore_batching.planning.search import best_slots
+from mcore_batching.planning.search import best_slots, ends_by_count, steps_of_counts
 from mcore_batching.planning.shard import worst_outlook
 
 
@@ -305,3 +308,40 @@ def test_rows_are_packed_with_at_most_so_many_samples(packing: Any) -> None:
     bins = pack_shard(Problem.of([1, 2, 3, 4, 5], ParallelDims(), config))
     assert sorted(i for samples in bins for i in samples) == list(range(5))
     assert sorted(map(len, bins)) == [1, 2, 2]
+
+
+@pytest.mark.parametrize(("stages", "chunks", "samples"), [(2, 2, 13), (4, 4, 9), (4, 1, 200)])
+def test_a_bound_that_no_rank_keeps_is_refused_at_once(
+    stages: int, chunks: int, samples: int
+) -> None:
+    """Not after all numbers of micro-batches up to 65,536, which took minutes."""
+    dims = ParallelDims(pipeline_parallel=stages, virtual_pipeline=chunks)
+    config = PlannerConfig(max_tokens_per_gpu=2048, max_inflight_tokens=900)
+    lengths = [50 + 71 * sample % 900 for sample in range(samples)]
+    started = time.process_time()
+    with pytest.raises(InflightBoundError, match="at most max_inflight_tokens=900 tokens"):
+        plan_step(lengths, dims, config, owners=[0] * samples)
+    assert time.process_time() - started < 12
+
+
+@pytest.mark.parametrize(("bound", "first"), [(290, 16), (262, 333), (261, None)])
+def test_a_bound_is_kept_by_whatever_number_of_micro_batches_keeps_it(
+    bound: int, first: int | None
+) -> None:
+    """With 9 micro-batches beyond whole groups of 12; 333 are the first of them that are tried."""
+    lengths = [10, 50, 12, 10, 10, 50, 50, 19, 50, 49, 10, 64]
+    dims = ParallelDims(pipeline_parallel=4, virtual_pipeline=4, microbatch_group_size=12)
+    config = PlannerConfig(max_tokens_per_gpu=128, max_inflight_tokens=bound)
+    problem = Problem.of(lengths, dims, config)
+    counts = steps_of_counts(1, 1000, dims)
+    ends = dict(zip(counts, ends_by_count(problem, counts), strict=True))
+    assert min((count for count in counts if ends[count] < math.inf), default=None) == first
+    kept = [count for count in counts if best_slots(problem, count) is not None]
+    assert min(kept, default=None) == first
+    if first is not None:  # as many as another rank has samples
+        both = ParallelDims(
+            data_parallel=2, pipeline_parallel=4, virtual_pipeline=4, microbatch_group_size=12
+        )
+        owners = [0] * len(lengths) + [1] * 333
+        plan = plan_step(lengths + [1] * 333, both, config, owners=owners)
+        assert step_statistics(plan, lengths + [1] * 333).peak_inflight_tokens <= bound

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +15,12 @@ from mcore_batching.planning import (
     StepPlan,
     plan_batch,
     plan_step,
+    statistics,
     step_statistics,
 )
+from mcore_batching.planning.pipeline import pipeline_time
 from mcore_batching.planning.problem import Problem
+from mcore_batching.planning.search import objective
 from mcore_batching.planning.statistics import joined_statistics, shard_statistics
 from mcore_batching.tools.explain import explain
 
@@ -116,3 +121,23 @@ def test_lengths_may_be_whatever_gives_them_once() -> None:
     assert explain(step, map(int, lengths)) == explain(step, lengths)
     by_group = plan_batch(iter(lengths), dims, config, groups=iter(groups), groups_per_step=1)
     assert [plan.sample_indices for plan in by_group.steps] == [(0, 1), (2, 3)]
+
+
+def test_ranks_without_samples_take_no_time_to_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are simulated once together, not each by itself, several times over."""
+    simulated = []
+
+    def counting(*arguments: Any, **options: Any) -> float:
+        simulated.append(arguments)
+        return pipeline_time(*arguments, **options)
+
+    for module in (objective, statistics):
+        monkeypatch.setattr(module, "pipeline_time", counting)
+    few, many = (ParallelDims(data_parallel=ranks, pipeline_parallel=2) for ranks in (3, 4096))
+    config, lengths = PlannerConfig(max_tokens_per_gpu=100), [50, 7, 90]
+    placed = plan_step(lengths, few, config).micro_batches
+    alone = len(simulated)
+    step = plan_step(lengths, many, config)
+    assert step.micro_batches == placed + (((),),) * 4093
+    assert step_statistics(step, lengths).num_placeholders == 4093
+    assert len(simulated) <= 2 * alone + 4

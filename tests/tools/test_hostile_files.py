@@ -6,9 +6,12 @@ Python objects are made of bytes in the agreement between ranks alone, which are
 from __future__ import annotations
 
 import ast
+import io
 import json
+import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 from recorded_jobs import recorded_job, the_file
@@ -18,6 +21,7 @@ from mcore_batching.integrations.megatron_lm.sft.conversations import parse_reco
 from mcore_batching.integrations.megatron_lm.sft.errors import SftDataError, SftRecordError
 from mcore_batching.planning import CostModel, MCoreBatchingError, Plan, json_text, records
 from mcore_batching.planning.records import RecordError, read_records
+from mcore_batching.tools import lengths_file
 from mcore_batching.tools.cli import main
 
 PACKAGE = Path(__file__).resolve().parents[2] / "mcore_batching"
@@ -152,3 +156,101 @@ def test_documents_and_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.Mon
         read_records(file)
     with pytest.raises(SftDataError, match=r"data\.jsonl:3: a line may have at most 1000 bytes"):
         jsonl.JsonLines([str(data)])
+
+
+ENDLESS = ("/dev/zero", "{folder}/pipe.jsonl")
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_devices_and_pipes_are_refused_without_waiting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """By the command and by training; a pipe that nobody reads is not written to, either."""
+    bad, lengths = name.format(folder=tmp_path), tmp_path / "lengths.txt"
+    lengths.write_text("6\n4\n")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    folder = str(tmp_path) if "pipe" in name else bad
+    for command in (
+        ["check", bad, str(lengths)],
+        ["plan", bad, *CAP],
+        ["plan", str(lengths), *CAP, "--groups", bad, "--groups-per-step", "1"],
+        ["plan", str(lengths), *CAP, "--cost-model", bad],
+        ["plan", str(lengths), *CAP, "--model-config", bad],
+        ["compare", bad, *CAP],
+        ["replay", folder],
+    ):
+        assert main(command) == 2, command
+        assert "it is a device or a pipe; copy what it holds to a file" in capsys.readouterr().err
+    with pytest.raises(OSError, match="it is a device or a pipe"):
+        json_text.read_document(bad)
+    if "pipe" in name:
+        assert main(["plan", str(lengths), *CAP, "--out", bad]) == 2
+        assert "cannot write" in capsys.readouterr().err
+
+
+def test_lines_are_bounded_in_number_and_length(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of standard input, which may have no end."""
+    monkeypatch.setattr(lengths_file, "MAX_LINES", 10)
+    monkeypatch.setattr(lengths_file, "MAX_JSON_CHARACTERS", 100)
+    (tmp_path / "a.txt").write_text("5\n" * 11)
+    (tmp_path / "a.csv").write_text("n\n" + "5\n" * 11)
+    (tmp_path / "a.jsonl").write_text('{"n": 5}\n' * 11)
+    for source in ("a.txt", "a.csv", "a.jsonl"):
+        column = [] if source == "a.txt" else ["--column", "n"]
+        assert main(["plan", str(tmp_path / source), *CAP, *column]) == 2
+        assert f"{source}: a file may have at most 10 lines, got more" in capsys.readouterr().err
+    for endless, message in (
+        ("5\n", "at most 10 lines"),
+        ("\0" * 99, "<stdin>:1: a line may have"),
+    ):
+        stream = io.TextIOWrapper(io.BufferedReader(Endless(endless.encode())))
+        monkeypatch.setattr("sys.stdin", stream)
+        assert main(["plan", "-", *CAP]) == 2
+        assert message in capsys.readouterr().err
+
+
+class Endless(io.RawIOBase):
+    """A stream that repeats some bytes for ever."""
+
+    def __init__(self, repeated: bytes) -> None:
+        self.repeated = repeated
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        buffer[: len(self.repeated)] = self.repeated
+        return len(self.repeated)
+
+
+def test_what_a_terminal_would_act_on_is_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In names of files, of columns and of keys, and in words of the command line."""
+    escape = "\x1b[2J\x9b\u202e"
+    folder = tmp_path / f"a{escape}"
+    folder.mkdir()
+    lengths = folder / "é.csv"
+    lengths.write_text(f"{escape},b\n1,2\n")
+    plan = folder / "plan.json"
+    costs = folder / "costs.json"
+    costs.write_text(json.dumps({**json.loads(CostModel().to_json()), escape: 1}))
+    assert main(["plan", str(lengths), *CAP, "--column", "b", "--out", str(plan)]) == 0
+    assert main(["check", str(plan), str(lengths), "--column", "b"]) == 0
+    assert main(["check", str(plan), str(lengths), "--column", "c"]) == 2
+    assert main(["plan", str(folder / "none.txt"), *CAP]) == 2
+    assert main(["plan", str(lengths), *CAP, "--column", "b", "--cost-model", str(costs)]) == 2
+    changed = json.loads(plan.read_text())
+    changed["config"][escape] = 1
+    plan.write_text(json.dumps(changed))
+    assert main(["check", str(plan), str(lengths), "--column", "b"]) == 2
+    assert main(["replay", str(folder)]) == 2
+    with pytest.raises(SystemExit):
+        main(["plan", str(lengths), *CAP, escape])
+    with pytest.raises(MCoreBatchingError) as caught:  # as training prints it, too
+        Plan.from_json(plan.read_text())
+    printed = "".join(capsys.readouterr()) + str(caught.value)
+    assert not {"\x1b", "\x9b", "\u202e"} & set(printed)
+    assert "a\\x1b[2J\\x9b\\u202e/é.csv" in printed

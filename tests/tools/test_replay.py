@@ -18,6 +18,7 @@ from mcore_batching.planning import (
     plan_step,
     step_statistics,
 )
+from mcore_batching.planning.cost import in_units_of
 from mcore_batching.planning.records import StepRecord, StepRecorder, read_records
 from mcore_batching.tools import replay
 from mcore_batching.tools.cli import main
@@ -74,6 +75,50 @@ def test_steps_by_learnt_costs_are_one_job(tmp_path: Path) -> None:
     groups = replay.by_setting(replay.replay(read_records(tmp_path)))
     assert [len(alike) for alike in groups] == [1, 1, 4]
     assert replay.seconds_per_unit(groups[-1]) == pytest.approx(1e-3)
+
+
+def test_learnt_units_that_change_are_each_step_s_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not one median of all; alternatives and the picture, too, are in seconds that are true."""
+    recorder, expected = StepRecorder(tmp_path / "records"), []
+    for step, (unit, seconds) in enumerate([(37.0, 1e-3), (1.0, 2e-2), (0.5, 5e-2), (1.0, None)]):
+        costs = in_units_of(COSTS, 1 / unit)
+        plan = plan_step(lengths_of(step), DIMS, CONFIG, costs)
+        expected.append((seconds or 0) * step_time(plan, lengths_of(step)))
+        measured = 1.25 * expected[-1] if seconds else None
+        recorder.append(plan, lengths_of(step), measured, seconds_per_unit=seconds or 2e-2)
+    recorder.close()
+    records = read_records(tmp_path / "records")
+    # Recorded in units of one token's work, which each took other seconds.
+    assert [record.plan.cost_model.linear for record in records] == [1.0] * 4
+    assert [r.seconds_per_unit for r in records] == pytest.approx([37e-3, 2e-2, 2.5e-2, 2e-2])
+    steps = replay.replay(records)
+    assert [len(alike) for alike in replay.by_setting(steps)] == [4]
+    factor = replay.seconds_per_unit(steps)
+    assert factor == 2e-2
+    assert [factor * step.predicted for step in steps[:3]] == pytest.approx(expected[:3])
+    assert replay.relative_errors(steps, factor) == pytest.approx([-0.2] * 3)
+    found = replay.better_plans(steps[:3], 10)
+    assert factor * found[0].recorded_time == pytest.approx(sum(expected[:3]))
+    given = replay.replay(records, COSTS)
+    assert {step.record.seconds_per_unit for step in given} == {None}
+    assert main(["replay", str(tmp_path / "records"), "--plan-effort", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "a unit of cost took 2.000e-02 s (as learnt); predictions are off by 20.0%" in printed
+
+
+def test_a_learnt_job_that_was_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    recorder = StepRecorder(tmp_path / "records")
+    plan = plan_step(lengths_of(0), DIMS, CONFIG, COSTS)
+    recorder.append(plan, lengths_of(0), seconds_per_unit=1e-3)
+    recorder.close()
+    arguments = ["--plan-effort", "1", "--plot", str(tmp_path / "job.png")]
+    assert main(["replay", str(tmp_path / "records"), *arguments]) == 0
+    assert "a unit of cost took 1.000e-03 s (as learnt)\n" in capsys.readouterr().out
 
 
 def test_a_job_without_measured_times(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def record_step(
         "padding": made.padding,
         "micro-batches a rank": made.num_microbatches,
         "placeholders": made.num_placeholders,
+        "samples over the cap": made.num_oversize,
         "rank balance": made.rank_balance,
         "slot balance": made.slot_balance,
         "time over floor": made.time_over_floor,

@@ -19,7 +19,6 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -41,6 +40,7 @@ from mcore_batching.planning import (
     group_steps,
     plan_batch,
 )
+from mcore_batching.planning.json_text import read_document
 
 NAME = "build_dp_schedule"
 
@@ -223,7 +223,7 @@ def _cost_model(args: Any) -> CostModel | None:
         )
     if chosen in (None, "fixed"):
         return None
-    return CostModel.from_json(Path(chosen).read_text(encoding="utf-8"))
+    return CostModel.from_json(read_document(chosen))
 
 
 def _last_step(args: Any, rollouts: Sequence[int], rollouts_per_step: int, ranks: int) -> LastStep:

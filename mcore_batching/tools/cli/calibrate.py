@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from mcore_batching.planning import ConfigError, CostModel
 from mcore_batching.planning.cost_fit import CostFit, Timing
+from mcore_batching.planning.errors import printable
 from mcore_batching.tools import report
 from mcore_batching.tools.cli.options import (
     CommandParser,
@@ -85,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
             "measured_on": device,
         }
         write(options.out, json.dumps(document, indent=1))
-        print(f"wrote {options.out}")
+        print(f"wrote {printable(options.out)}")
     return 0
 
 

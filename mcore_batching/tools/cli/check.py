@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mcore_batching.planning import InvariantError, Plan, validate_plan
+from mcore_batching.planning.errors import printable
 from mcore_batching.planning.plan import lengths_digest, recorded_digests
 from mcore_batching.tools import report
 from mcore_batching.tools.cli.options import CommandParser, add_lengths, complain, read
@@ -49,5 +50,7 @@ def run(options: argparse.Namespace) -> int:
     digest = "digest matches" if recorded else "no digest recorded"
     if of_lengths is None:
         digest += "; the plan does not say from which lengths it was made"
-    print(f"{options.plan}: {report.plan_heading(plan)}: {', '.join(held)} hold; {digest}")
+    print(
+        f"{printable(options.plan)}: {report.plan_heading(plan)}: {', '.join(held)} hold; {digest}"
+    )
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from mcore_batching.planning.errors import printable
 from mcore_batching.tools import compare, report
 from mcore_batching.tools.cli.options import (
     CommandParser,
@@ -71,5 +72,5 @@ def run(options: argparse.Namespace) -> int:
         print(line)
     if to_text is not None:
         write(options.out, to_text(outcomes))
-        print(f"wrote {options.out}")
+        print(f"wrote {printable(options.out)}")
     return 0

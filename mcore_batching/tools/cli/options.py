@@ -6,8 +6,7 @@ import argparse
 import contextlib
 import sys
 from dataclasses import fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mcore_batching.planning import (
     CHOICES,
@@ -17,7 +16,8 @@ from mcore_batching.planning import (
     ParallelDims,
     PlannerConfig,
 )
-from mcore_batching.planning.json_text import MAX_JSON_CHARACTERS
+from mcore_batching.planning.errors import printable
+from mcore_batching.planning.json_text import read_document
 from mcore_batching.tools.files import write_whole
 
 if TYPE_CHECKING:
@@ -60,6 +60,10 @@ class CommandParser(argparse.ArgumentParser):
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         """As argparse's, which passes over output that cannot be written."""
         (file or sys.stdout).write(self.format_help())
+
+    def error(self, message: str) -> NoReturn:
+        """As argparse's, whose message may hold any word of the command line."""
+        super().error(printable(message))
 
     def spell(self, argument: Argument) -> str:
         """An argument as this command calls it; as the library does if it has no flag for it."""
@@ -196,8 +200,7 @@ def read(path: str) -> str:
         UsageError: it cannot be read.
     """
     try:
-        with Path(path).open(encoding="utf-8") as file:
-            return file.read(MAX_JSON_CHARACTERS + 1)  # more than that is refused by who reads it
+        return read_document(path)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
 
@@ -218,7 +221,8 @@ def complain(message: str) -> None:
     """One line on standard error, if there is one to write to."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
-            print(f"mcore-batching: {' '.join(message.split())}", file=sys.stderr, flush=True)
+            line = printable(" ".join(message.split()))
+            print(f"mcore-batching: {line}", file=sys.stderr, flush=True)
 
 
 def check_at_least(options: argparse.Namespace, name: str, minimum: int) -> None:

@@ -19,6 +19,7 @@ from mcore_batching.planning import (
     step_statistics,
     validate_plan,
 )
+from mcore_batching.planning.errors import printable
 from mcore_batching.planning.memory import ModelShape, predicted_memory
 from mcore_batching.tools import report
 from mcore_batching.tools.cli.options import (
@@ -160,10 +161,10 @@ def run(options: argparse.Namespace) -> int:
         print(report.packing_line(plan, lengths))
     print(f"digest {plan.digest()}")
     if options.out:
-        print(f"wrote {options.out}")
+        print(f"wrote {printable(options.out)}")
     if options.plot:
         _draw(options, plan, lengths)
-        print(f"wrote {options.plot}")
+        print(f"wrote {printable(options.plot)}")
     return 0
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from mcore_batching.planning import Argument
+from mcore_batching.planning.errors import printable
 from mcore_batching.planning.records import read_records
 from mcore_batching.tools import replay, report
 from mcore_batching.tools.cli.options import (
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         before = alike[-1]
     if options.plot:
         draw_replay(steps, options.plot)
-        print(f"wrote {options.plot}")
+        print(f"wrote {printable(options.plot)}")
     return 0
 
 
@@ -88,11 +89,13 @@ def _print(steps: Sequence[replay.ReplayedStep], options: argparse.Namespace) ->
     if factor is None:
         print("no time was measured: times are in units of cost")
     else:
+        how = "median" if steps[0].record.seconds_per_unit is None else "as learnt"
         errors = [abs(error) for error in replay.relative_errors(steps, factor)]
-        print(
-            f"a unit of cost took {factor:.3e} s (median); predictions are off by "
-            f"{sum(errors) / len(errors):.1%} on average, {max(errors):.1%} at worst"
-        )
+        off = ""
+        if errors:
+            off = f"; predictions are off by {sum(errors) / len(errors):.1%} on average, "
+            off += f"{max(errors):.1%} at worst"
+        print(f"a unit of cost took {factor:.3e} s ({how}){off}")
     planned = replay.spread_out(steps, options.steps)
     with progress("planning the steps again"):
         found = replay.better_plans(planned, options.plan_effort)

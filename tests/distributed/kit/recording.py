@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_c
 from mcore_batching.planning import ParallelDims
 
 
-def record(dims: dict[str, Any], steps: int, cost_model: str, taken: bool) -> dict[str, str]:
+def record(
+    dims: dict[str, Any], steps: int, cost_model: str, taken: bool, **flags: Any
+) -> dict[str, str]:
     """Train, and record into a folder that every rank finds.
 
     Args:
@@ -28,9 +32,11 @@ def record(dims: dict[str, Any], steps: int, cost_model: str, taken: bool) -> di
         steps: optimizer steps.
         cost_model: as JSON.
         taken: the folder cannot be made, since there is a file of its name.
+        flags: further arguments of training.
 
     Returns:
-        what was raised, "" if nothing, and on rank 0 what lies in the folder's one file.
+        what was raised, "" if nothing, what planning twice printed, and on rank 0 what lies in the
+        folder's one file.
     """
     box = [tempfile.mkdtemp()]
     dist.broadcast_object_list(box, src=0)
@@ -54,15 +60,20 @@ def record(dims: dict[str, Any], steps: int, cost_model: str, taken: bool) -> di
         dynamic_batch_record=str(directory),
         dynamic_batch_cost_model=str(model_file),
         global_batch_size=8,
+        **flags,
     )
     data = rollouts(4 * steps, 16, seed=parallel_state.get_data_parallel_rank())
+    printed = io.StringIO()
     try:
-        iterators, counts = get_data_iterator(args, model, data)
+        with contextlib.redirect_stdout(printed):
+            get_data_iterator(args, model, data)
+            iterators, counts = get_data_iterator(args, model, data)
     except PlanningFailedError as error:
         return {"error": str(error), "recorded": ""}
     for step in range(steps):
         train_step(packed_objective, args, model, iterators, counts, optimizer, step=step)
-    if dist.get_rank() != 0:
-        return {"error": "", "recorded": ""}
-    (file,) = directory.iterdir()
-    return {"error": "", "recorded": file.read_text()}
+    told = {"error": "", "printed": printed.getvalue(), "recorded": ""}
+    if dist.get_rank() == 0:
+        (file,) = directory.iterdir()
+        told["recorded"] = file.read_text()
+    return told
