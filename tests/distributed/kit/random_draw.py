@@ -86,7 +86,7 @@ def _dims(draw: _Draw, nproc: int) -> dict[str, Any]:
 
 def _model(draw: _Draw, dims: dict[str, Any]) -> dict[str, Any]:
     """Kind, `TransformerConfig` settings and `GPTModel` options; sets the expert-parallel size."""
-    kind = draw.one("kind", ["dense", "dense", "dense", "moe", "replay", "mla"])
+    kind = draw.one("kind", [*("dense",) * 4, "moe", "moe", "replay", "mla"])
     chunks = dims["pipeline_parallel"] * dims.get("virtual_pipeline", 1)
     layers = chunks if chunks > 2 else 2 * chunks
     settings: dict[str, Any] = {

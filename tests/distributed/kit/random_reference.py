@@ -23,7 +23,8 @@ from kit.samples import VOCABULARY
 from mcore_batching.megatron.standalone.bootstrap import pipeline_config
 from mcore_batching.planning import ParallelDims
 
-ENTROPY_WEIGHT = 0.2
+WEIGHTS = {"policy": 1.0, "kl": KL_WEIGHT, "entropy": -0.2}
+"""Of the terms in the loss."""
 
 
 class RandomReference:
@@ -122,55 +123,55 @@ class RandomReference:
         """One optimizer step on the samples at these places.
 
         Returns:
-            ``metrics``, name to the value and the sum of its terms' sizes; ``counts`` (samples,
-            trained samples, tokens); ``gradients``, ``grad_norm``; ``weights`` afterwards.
+            ``metrics``, name to the value and the mean of its terms' sizes; ``counts`` (samples,
+            trained samples, tokens); ``weights`` afterwards; where there are samples, else nothing
+            is updated, ``gradients`` and ``grad_norm``.
         """
         terms: dict[str, list[Tensor]] = {"policy": [], "kl": [], "entropy": []}
-        masks = []
+        masks, farthest = [], 1.0
         for i in chosen:
             log_probs, entropies = self.statistics(samples, i)
+            farthest = max([farthest, *log_probs.detach().abs().tolist()])
             masks.append(trained_mask(samples, i).to(log_probs.device))
-            given = {
-                name: samples[name][i].to(log_probs.device)
+            behaviour, advantages, anchor = (
+                samples[name][i].to(log_probs.device)
                 for name in ("behaviour", "advantages", "ref_log_probs")
-            }
-            if self._objective["terms"] == "likelihood":
-                terms["policy"].append(-log_probs)
-            else:
-                values = policy_terms(log_probs, given["behaviour"], given["advantages"])
-                terms["policy"].append(values)
-            terms["kl"].append(kl_terms(log_probs, given["ref_log_probs"]))
+            )
+            is_policy = self._objective["terms"] == "policy"
+            policy = policy_terms(log_probs, behaviour, advantages) if is_policy else -log_probs
+            terms["policy"].append(policy)
+            terms["kl"].append(kl_terms(log_probs, anchor))
             terms["entropy"].append(entropies)
         means = {
-            name: _mean(self._objective[name], terms[name], masks)
+            # Where a log-prob goes through an exponential, its error becomes a relative one.
+            name: _mean(self._objective[name], terms[name], masks, farthest)
             for name in ("policy", "kl", "entropy")
             if self._objective[name] is not None
         }
-        zero = sum(parameter.sum() for parameter in self._parameters.values()) * 0.0
-        loss = zero + means["policy"][0]
-        size = means["policy"][1]
-        if "kl" in means:
-            loss, size = loss + KL_WEIGHT * means["kl"][0], size + KL_WEIGHT * means["kl"][1]
-        if "entropy" in means:
-            loss = loss - ENTROPY_WEIGHT * means["entropy"][0]
-            size = size + ENTROPY_WEIGHT * means["entropy"][1]
-        means["loss"] = (loss, size)
-        self._optimizer.zero_grad()
-        loss.backward()
-        gradients = {name: p.grad.cpu().clone() for name, p in self._parameters.items()}
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIP_GRAD)
-        self._optimizer.step()
-        return {
-            "metrics": {name: [float(v), float(s)] for name, (v, s) in means.items()},
+        means["loss"] = (
+            sum(WEIGHTS[name] * value for name, (value, _) in means.items()),
+            sum(abs(WEIGHTS[name]) * size for name, (_, size) in means.items()),
+        )
+        result: dict[str, Any] = {
+            "metrics": {name: [float(value), float(size)] for name, (value, size) in means.items()},
             "counts": [
                 len(chosen),
                 sum(bool(mask.any()) for mask in masks),
                 sum(int((mask != 0).sum()) for mask in masks),
             ],
-            "gradients": gradients,
-            "grad_norm": float(norm),
-            "weights": self.weights,
         }
+        if chosen:  # else nothing is updated
+            result |= self._update(means["loss"][0])
+        return result | {"weights": self.weights}
+
+    def _update(self, loss: Tensor) -> dict[str, Any]:
+        self._optimizer.zero_grad()
+        # Every parameter has a gradient, that of an expert that nobody asked, too.
+        (loss + sum(p.sum() for p in self._parameters.values()) * 0.0).backward()
+        gradients = {name: p.grad.cpu().clone() for name, p in self._parameters.items()}
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIP_GRAD)
+        self._optimizer.step()
+        return {"gradients": gradients, "grad_norm": float(norm)}
 
 
 class PlainAttention(torch.nn.Module):
@@ -199,17 +200,20 @@ def trained_mask(samples: Mapping[str, list[Any]], i: int) -> Tensor:
     return mask
 
 
-def _mean(name: str, terms: Sequence[Tensor], masks: Sequence[Tensor]) -> tuple[Any, float]:
-    """A mean over a step, and the same of the terms' sizes; 0 where there is nothing."""
+def _mean(
+    name: str, terms: Sequence[Tensor], masks: Sequence[Tensor], each: float
+) -> tuple[Any, float]:
+    """A mean over a step, and that of the terms' sizes, ``each`` as large again; 0 of nothing."""
     both = list(zip(terms, masks, strict=True))
     values = [(term * mask).sum() for term, mask in both]
-    sizes = [float((term.detach() * mask).abs().sum()) for term, mask in both]
+    sizes = [each * float(((1 + term.detach().abs()) * mask).sum()) for term, mask in both]
     weights = [float(mask.double().sum()) for mask in masks]
     if name == "token":
         total = sum(weights) or 1.0
         return sum(values) / total, sum(sizes) / total
     count = len(masks) if name == "sample" else sum(bool(mask.any()) for mask in masks)
-    by = [weight or 1.0 for weight in weights]
-    total_value = sum(value / each for value, each in zip(values, by, strict=True))
-    total_size = sum(size / each for size, each in zip(sizes, by, strict=True))
-    return total_value / (count or 1), total_size / (count or 1)
+    of_samples = [
+        (value / (weight or 1.0), size / (weight or 1.0))
+        for value, size, weight in zip(values, sizes, weights, strict=True)
+    ]
+    return tuple(sum(column) / (count or 1) for column in zip(*of_samples, strict=True)) or (0, 0)

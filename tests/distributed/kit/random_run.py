@@ -18,8 +18,8 @@ from kit.model import (
     named_parameters,
     transformer_config,
 )
-from kit.objective import KL_WEIGHT, MEANS, kl_terms, policy_terms
-from kit.random_reference import ENTROPY_WEIGHT
+from kit.objective import MEANS, kl_terms, policy_terms
+from kit.random_reference import WEIGHTS
 from kit.samples import VOCABULARY, take
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch, StepTotals
 from mcore_batching.megatron import (
@@ -220,15 +220,13 @@ class RandomRun:
             given = zip(log_probs, row[behaviour], row["advantages"], strict=True)
             policy = [policy_terms(*values) for values in given]
         shares = {"policy": MEANS[objective["policy"]](policy, row, totals)}
-        loss = shares["policy"]
         if objective["kl"] is not None:
             terms = [kl_terms(*each) for each in zip(log_probs, row["ref_log_probs"], strict=True)]
             shares["kl"] = MEANS[objective["kl"]](terms, row, totals)
-            loss = loss + KL_WEIGHT * shares["kl"]
         if entropy is not None:
             shares["entropy"] = MEANS[objective["entropy"]](entropy, row, totals)
-            loss = loss - ENTROPY_WEIGHT * shares["entropy"]
-        return loss, shares
+        weighted = [WEIGHTS[name] * share for name, share in shares.items()]
+        return torch.stack(weighted).sum(), shares
 
     def _gradients(self) -> list[tuple[str, Tensor, Tensor]]:
         """Name, places in the whole, and this rank's part; none where ranks reduce parts alone."""
