@@ -34,6 +34,7 @@ def drawn_job(seed: int) -> dict[str, Any]:
         "model": model,
         "ddp": _ddp(draw) | {"per_token_loss": per_token_loss},
         "planner": planner,
+        "mixed_sizes": _has_mixed_sizes(draw, dims, planner),
         "objective": _objective(draw),
         "clock": _clock(draw, planner),
         "rollouts": drawn_rollouts(draw, dims["data_parallel"]),
@@ -172,6 +173,15 @@ def _planner(
     if args["max_tokens_per_gpu"] < 60 and draw.chance("warm up", 0.06):
         args["dynamic_batch_warm_up_at_cap"] = True
     return args
+
+
+def _has_mixed_sizes(draw: Draw, dims: dict[str, Any], planner: dict[str, Any]) -> bool:
+    """True where rows are shared as `kit.shared_rows.SIZES` says: plans seldom share short ones."""
+    ranks = dims["data_parallel"] * dims["context_parallel"]
+    bounds = ("dynamic_batch_max_samples_per_row", "dynamic_batch_max_inflight_tokens")
+    may = planner.get("dynamic_batch_context_parallel") == ranks and ranks in (2, 4)
+    may = may and "microbatch_group_size" not in dims and not any(b in planner for b in bounds)
+    return may and draw.chance("mixed sizes", 0.6)
 
 
 def _least_cap(dims: dict[str, Any], args: dict[str, Any]) -> int:

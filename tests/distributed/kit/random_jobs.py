@@ -24,6 +24,7 @@ from kit.random_comparison import Comparison
 from kit.random_reference import RandomReference
 from kit.random_run import RandomRun, Samples
 from kit.samples import VOCABULARY
+from kit.shared_rows import mixed_sizes
 from mcore_batching.megatron import CollectiveError, PipelineFailedError, pass_times
 from mcore_batching.megatron.standalone.bootstrap import initialize_model_parallel
 from mcore_batching.planning import MCoreBatchingError, ParallelDims
@@ -51,7 +52,12 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
     with _layout(shape):
         run = RandomRun(job, shape, weights)
         try:
-            with blocking_p2p() if job["blocking"] else contextlib.nullcontext(), _clock(job):
+            with contextlib.ExitStack() as conditions:
+                conditions.enter_context(_clock(job))
+                if job["blocking"]:
+                    conditions.enter_context(blocking_p2p())
+                if job["mixed_sizes"]:
+                    conditions.enter_context(mixed_sizes())
                 for number, samples in enumerate(rollouts):
                     run.train(samples, job["rollouts"][number])
         except PipelineFailedError:
