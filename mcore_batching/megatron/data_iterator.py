@@ -20,6 +20,7 @@ from mcore_batching.megatron.consensus import get_consensus
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, PlanningFailedError
 from mcore_batching.megatron.exchange import ExchangingProtocol
 from mcore_batching.megatron.planning_protocol import PlanningProtocol
+from mcore_batching.megatron.rollout_batch import REQUIRED_FIELDS
 from mcore_batching.megatron.sample_moves import SampleMoves
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.planning import CostModel
@@ -61,19 +62,25 @@ class PlannedRollout:
             return self._schedule
         if self._for_forward_passes is None:
             shared = self._schedule
+            # Fields that were added need not be the same on all stages, nor does a plan need them.
             own = PlanningProtocol(
                 args,
                 model,
-                lambda: shared.rollout_data,
+                lambda: {name: shared.rollout_data[name] for name in REQUIRED_FIELDS},
                 schema=shared.schema,
                 steps=[sorted(i for indices in step for i in indices) for step in shared.steps],
                 cost_model=shared.cost_model,
                 config=shared.config,
                 forward_only=True,
             ).run()
-            # A framework's layout pads samples less than these dims ask for.
             self._for_forward_passes = dataclasses.replace(
-                own, dims=shared.dims, moves=shared.moves
+                own,
+                rollout_data=shared.rollout_data,
+                schema=shared.schema,
+                template=shared.template,
+                # A framework's layout pads samples less than these dims ask for.
+                dims=shared.dims,
+                moves=shared.moves,
             )
         return self._for_forward_passes
 

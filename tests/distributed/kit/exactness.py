@@ -18,6 +18,7 @@ from kit.samples import CAP_TOKENS, make_samples, routed_experts, share, take
 from kit.transfers import counted_transfers
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch
 from mcore_batching.megatron import (
+    add_fields,
     compat,
     forward_only,
     get_data_iterator,
@@ -25,6 +26,7 @@ from mcore_batching.megatron import (
     schedule_of,
     train_step,
 )
+from mcore_batching.megatron.arguments import has_own_forward_plan
 from mcore_batching.megatron.data_iterator import rollout_of
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
@@ -150,6 +152,12 @@ def differences(
         data["is_padding"] = []
     iterators, counts = get_data_iterator(args, model, data)
     outputs = forward_only(log_probs_of, args, model, iterators, counts, store_prefix="old_")
+    if has_own_forward_plan(args):  # which fields of the last stage alone do not change
+        add_fields(iterators, dict(zip(["teacher_log_probs"], outputs.values(), strict=False)))
+        again = forward_only(log_probs_of, args, model, iterators, counts, store_prefix="old_")
+        assert all(
+            map(torch.equal, *(found.get("old_log_probs", []) for found in (again, outputs)))
+        )
     report: dict[str, Any] = {"last_stage": is_last_stage(), "log_probs": 0.0}
     if is_last_stage():
         assert [len(v) for v in outputs["old_log_probs"]] == data["response_lengths"]

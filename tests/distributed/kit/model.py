@@ -11,7 +11,10 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
@@ -46,7 +49,7 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
     ``"dense"``; ``"moe"``: 4 experts, top 2; ``"replay"``: these, told which experts to take;
     ``"learned"``: dense with learned positions; ``"qk"``: dense with norms on queries and keys;
     ``"mrope"``: dense with multimodal rotary embeddings; ``"mamba"``: dense, three of four layers
-    with Mamba for attention.
+    with Mamba for attention; ``"mla"``: dense with multi-latent attention.
     """
     options: dict[str, Any] = {
         "num_layers": 4,
@@ -83,6 +86,18 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
     if kind == "mamba":
         options |= MAMBA
     options["qk_layernorm"] = kind == "qk"
+    if kind == "mla":
+        del options["num_query_groups"]
+        options |= {
+            "multi_latent_attention": True,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_head_dim": 4,
+            "qk_pos_emb_head_dim": 4,
+            "v_head_dim": 8,
+            "rope_type": "rope",
+        }
+        return MLATransformerConfig(**options | settings)
     return TransformerConfig(**options | settings)
 
 

@@ -1,0 +1,143 @@
+"""What a job drawn at random gave on one rank, beside what it must have given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+# Those of `test_exactness`, of a value's own size. Weights of the steps before carry their rounding
+# on, so that every step may be off by as much again.
+LOG_PROBS = 2e-6
+GRADIENTS = 2e-5
+WEIGHTS = 1e-5
+METRICS = 2e-6
+
+SMALL = 1e-2
+"""Part of the largest gradient of all below which a tensor's is what rounding leaves of parts that
+cancel: that of a bias of all keys is 0 where these are not rotated."""
+
+
+class Comparison:
+    """Differences between a rank's passes and steps and the reference's.
+
+    Args:
+        job: as drawn.
+        rollouts: the samples of each.
+        seen: of this rank, passes and steps in order.
+        ids: of each rank, the samples of each.
+        made: by the reference, likewise.
+    """
+
+    def __init__(
+        self,
+        job: Mapping[str, Any],
+        rollouts: Sequence[Mapping[str, list[Any]]],
+        seen: Sequence[Mapping[str, Any]],
+        ids: Sequence[Sequence[Sequence[int]]],
+        made: Sequence[Any],
+    ) -> None:
+        self._job, self._rollouts = job, rollouts
+        self._seen, self._ids, self._made = seen, ids, made
+        self._differences: dict[str, float] = {}
+        self._wrong: list[str] = []
+        self._trained = 0
+
+    def report(self) -> dict[str, Any]:
+        """``differences``: by name the largest, 1 is as much as rounding; ``wrong``: in words."""
+        for event, made in zip(self._seen, self._made, strict=True):
+            if event["kind"] == "forward":
+                self._compare_outputs(event, made)
+            else:
+                self._compare_step(event, made)
+                self._trained += 1
+        self._check_steps()
+        return {"differences": self._differences, "wrong": self._wrong}
+
+    def _note(self, name: str, error: float, tolerance: float) -> None:
+        ratio = error / (tolerance * (1 + self._trained))
+        # NaN compares as not larger.
+        if not ratio <= self._differences.get(name, 0.0):
+            self._differences[name] = ratio if math.isfinite(ratio) else 1e30
+
+    def _require(self, name: str, found: Any, expected: Any) -> None:
+        if found != expected:
+            self._wrong.append(f"{name}: {found} instead of {expected}")
+
+    def _compare_outputs(
+        self, event: Mapping[str, Any], made: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        """Every output at the place of its own sample, on every rank of the last stage."""
+        outputs, mine = event["outputs"], event["mine"]
+        samples = self._rollouts[event["rollout"]]
+        names = {"log_probs", "length"}
+        names |= {"entropy"} if self._job["objective"]["forward_entropy"] else set()
+        self._require("outputs", set(outputs), names if event["last_stage"] else set())
+        if not event["last_stage"] or set(outputs) != names:
+            return
+        lengths = [int(value) for value in outputs["length"][: len(mine)]]
+        self._require("lengths", lengths, [samples["total_lengths"][i] for i in mine])
+        when = "before" if not self._trained else "after training"
+        for place, name in enumerate(("log_probs", "entropy")):
+            for ours, i in zip(outputs.get(name, [])[: len(mine)], mine, strict=False):
+                expected = made[i][place]
+                if ours.shape != expected.shape:
+                    self._wrong.append(f"{name} of sample {i}: shape {list(ours.shape)}")
+                elif expected.numel():
+                    scale = float(expected.abs().max()) or 1.0
+                    error = float((ours.cpu() - expected).abs().max()) / scale
+                    self._note(f"{name} {when}", error, LOG_PROBS)
+
+    def _compare_step(self, event: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+        totals = event["totals"]
+        counts = [totals.num_samples, totals.num_trained_samples, totals.num_tokens]
+        self._require("samples, trained samples, tokens", counts, made["counts"])
+        self._require("updated", event["updated"], "gradients" in made)
+        self._require("counts of slots", len(set(event["slots"])), 1)
+        if event["metrics"]:
+            self._require("names of metrics", set(event["metrics"]), set(made["metrics"]))
+            for name, value in event["metrics"].items():
+                expected, size = made["metrics"].get(name, (math.nan, math.nan))
+                self._note(f"metric {name}", abs(value - expected), METRICS * size + 1e-9)
+        if "gradients" in made:
+            self._compare_gradients(event, made["gradients"], made["grad_norm"])
+        for name, places, ours in event["weights"]:
+            expected = made["weights"][name].flatten()[places]
+            scale = float(made["weights"][name].abs().max()) or 1.0
+            error = float((ours - expected).abs().max()) / scale
+            self._note(f"weight {name}", error, WEIGHTS)
+
+    def _compare_gradients(
+        self, event: Mapping[str, Any], whole: Mapping[str, Tensor], norm: float
+    ) -> None:
+        found = math.nan if event["grad_norm"] is None else event["grad_norm"]
+        self._note("gradients' norm", abs(found - norm), GRADIENTS * norm + 1e-9)
+        clip = min(1.0, 1.0 / (norm + 1e-6))
+        largest = max(float(each.abs().max()) for each in whole.values())
+        for name, places, ours in event["gradients"]:
+            expected = whole[name].flatten()[places]
+            scale = max(float(whole[name].abs().max()), SMALL * largest) or 1.0
+            error = float((ours - clip * expected).abs().max()) / (clip * scale)
+            self._note(f"gradient of {name}", error, GRADIENTS)
+
+    def _check_steps(self) -> None:
+        """As many steps as asked for, of the samples asked for, each of them once."""
+        for number, rollout in enumerate(self._job["rollouts"]):
+            held = [
+                sorted({i for of_rank in self._ids for i in of_rank[at]})
+                for at, event in enumerate(self._seen)
+                if event["kind"] == "step" and event["rollout"] == number
+            ]
+            count, size = len(rollout["samples"]), rollout.get("global_batch_size")
+            if "steps" in rollout:
+                self._require("steps", held, [sorted(step) for step in rollout["steps"]])
+            elif size is not None:
+                sizes = [min(size, count - first) for first in range(0, count, size)]
+                self._require("samples of the steps", [len(step) for step in held], sizes)
+            else:
+                self._require("steps", held, [list(range(count))])
+            self._require(
+                "all samples", sorted(i for step in held for i in step), list(range(count))
+            )

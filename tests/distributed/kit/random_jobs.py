@@ -1,0 +1,195 @@
+"""Runs a job drawn at random through the engine, and compares all it gives with the reference."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import random
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer import multi_latent_attention as latent
+
+from kit.blocking_p2p import blocking_p2p
+from kit.groups import release_groups
+from kit.model import ROUTING
+from kit.random_comparison import Comparison
+from kit.random_reference import RandomReference
+from kit.random_run import RandomRun, Samples
+from kit.samples import VOCABULARY
+from kit.shared_rows import mixed_sizes
+from mcore_batching.megatron import CollectiveError, PipelineFailedError, pass_times
+from mcore_batching.megatron.standalone.bootstrap import initialize_model_parallel
+from mcore_batching.planning import MCoreBatchingError, ParallelDims
+
+REFUSALS = ("DynamicBatchArgumentError", "InflightBoundError")
+"""Of settings, alone or beside the samples that there are."""
+
+
+def compare(job: dict[str, Any]) -> dict[str, Any]:
+    """Run a drawn job, and the reference of it on the first rank.
+
+    Returns:
+        ``refused``, by what error; or ``failed``, likewise; or ``not built``, why not; or
+        ``differences``: of how many times what rounding may make of it each value was off, the
+        largest under each name; ``wrong``: what had to be equal and was not; ``gap``: the smallest
+        by which a router chose its experts.
+    """
+    if job["model"]["kind"] == "mla" and latent.HAVE_TE and not isinstance(latent.TELinear, type):
+        return {"not built": "0.16 makes no such layers without Transformer Engine"}
+    with _layout(ParallelDims(data_parallel=job["nproc"])):
+        reference = RandomReference(job) if dist.get_rank() == 0 else None
+        weights = _from_first(lambda: reference and reference.weights)
+    rollouts = [_samples(job, number) for number in range(len(job["rollouts"]))]
+    shape = ParallelDims(**job["dims"])
+    with _layout(shape):
+        run = RandomRun(job, shape, weights)
+        try:
+            with contextlib.ExitStack() as conditions:
+                conditions.enter_context(_clock(job))
+                if job["blocking"]:
+                    conditions.enter_context(blocking_p2p())
+                if job["mixed_sizes"]:
+                    conditions.enter_context(mixed_sizes())
+                for number, samples in enumerate(rollouts):
+                    run.train(samples, job["rollouts"][number])
+        except PipelineFailedError:
+            raise  # nothing communicates any more
+        except (CollectiveError, MCoreBatchingError):  # on every rank
+            said = traceback.format_exc()[-3000:]
+            is_refusal = any(name in said for name in REFUSALS)
+            return {"refused" if is_refusal else "failed": said}
+    with _layout(ParallelDims(data_parallel=job["nproc"])):
+        steps = _all_ranks([each["ids"] for each in run.seen])
+        made = _from_first(
+            lambda: reference and _reference_of(job, reference, rollouts, run.seen, steps)
+        )
+    return Comparison(job, rollouts, run.seen, steps, made["made"]).report() | {"gap": made["gap"]}
+
+
+@contextlib.contextmanager
+def _layout(dims: ParallelDims) -> Iterator[None]:
+    """Megatron's groups for these dims."""
+    initialize_model_parallel(dims, timeout_seconds=60.0)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        release_groups()
+
+
+def _from_first(make: Callable[[], Any]) -> Any:
+    """What the first rank makes, on all ranks."""
+    made = [make() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made, src=0)
+    return made[0]
+
+
+def _all_ranks(own: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
+def _samples(job: Mapping[str, Any], number: int) -> Samples:
+    """The samples of a rollout over all ranks, numbered through."""
+    generator = torch.Generator(device="cpu").manual_seed(1000 * job["seed"] + number)
+    uniform = functools.partial(torch.rand, generator=generator, device="cpu")
+    lengths = [(total, response) for total, response, _ in job["rollouts"][number]["samples"]]
+    samples: Samples = {
+        "tokens": [
+            torch.randint(VOCABULARY, (total,), generator=generator, device="cpu")
+            for total, _ in lengths
+        ],
+        "total_lengths": [total for total, _ in lengths],
+        "response_lengths": [response for _, response in lengths],
+        "sample_indices": list(range(len(lengths))),
+        "rewards": [float(i % 3) for i in range(len(lengths))],
+        "advantages": [uniform(response) - 0.3 for _, response in lengths],
+        "rollout_log_probs": [-4.0 - uniform(response) for _, response in lengths],
+        "ref_log_probs": [-4.0 - uniform(response) for _, response in lengths],
+    }
+    masks = {
+        "some": lambda response: (uniform(response) > 0.3).int(),
+        "all 0": lambda response: torch.full((response,), int(uniform(1) > 0.6)),
+        "weights": lambda response: (uniform(response) * 3).floor() / 2,
+    }
+    if job["loss_masks"] in masks:
+        samples["loss_masks"] = [masks[job["loss_masks"]](response) for _, response in lengths]
+    if job["model"]["kind"] == "replay":
+        layers, experts = job["model"]["settings"]["num_layers"], ROUTING["experts"]
+        samples["rollout_routed_experts"] = [
+            uniform(total - 1, layers, experts).topk(ROUTING["top_k"]).indices.to(torch.int16)
+            for total, _ in lengths
+        ]
+    return samples
+
+
+def _reference_of(
+    job: Mapping[str, Any],
+    reference: RandomReference,
+    rollouts: Sequence[Samples],
+    seen: Sequence[Mapping[str, Any]],
+    ids: Sequence[Sequence[Sequence[int]]],
+) -> dict[str, Any]:
+    """The engine's passes and steps again, each of the samples that the engine's holds.
+
+    Args:
+        job: as drawn.
+        reference: not trained yet.
+        rollouts: the samples of each.
+        seen: of this rank.
+        ids: of each rank, the samples of each event in ``seen``.
+    """
+    made: list[Any] = []
+    given: dict[int, Samples] = {}
+    for event, of_ranks in zip(seen, zip(*ids, strict=True), strict=True):
+        number = event["rollout"]
+        samples = rollouts[number]
+        if event["kind"] == "step":
+            chosen = sorted({i for of_rank in of_ranks for i in of_rank})
+            made.append(reference.step(given[number], chosen))
+            continue
+        outputs = reference.outputs(samples)
+        made.append(outputs)
+        if number not in given:
+            added = job["objective"]["forward_only"] != "none"
+            behaviour = [log_probs for log_probs, _ in outputs]
+            given[number] = samples | {
+                "behaviour": behaviour if added else samples["rollout_log_probs"]
+            }
+    return {"made": made, "gap": reference.smallest_gap}
+
+
+@contextlib.contextmanager
+def _clock(job: Mapping[str, Any]) -> Iterator[None]:
+    """Let passes be timed by a clock that lies, each rank's in its own way."""
+    stream = random.Random(f"{job['seed']} clock {dist.get_rank()}")
+    speed, offset = 10 ** stream.uniform(-4, 4), stream.uniform(-1e6, 1e6)
+    ahead = 0.0
+
+    def noisy() -> float:
+        nonlocal ahead
+        ahead += stream.lognormvariate(-9, 3)
+        return ahead
+
+    clocks: dict[str, Callable[[], float]] = {
+        "true": time.perf_counter,
+        "skewed": lambda: offset + speed * time.perf_counter(),
+        "noisy": noisy,
+        "stalled": lambda: 1.0,
+        "backwards": lambda: -time.perf_counter(),
+        "absurd": lambda: stream.choice([math.nan, math.inf, -math.inf, -1e30, 1e300, 0.0]),
+    }
+    own, pass_times.time = pass_times.time, SimpleNamespace(perf_counter=clocks[job["clock"]])
+    try:
+        yield
+    finally:
+        pass_times.time = own

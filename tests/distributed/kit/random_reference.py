@@ -1,0 +1,219 @@
+"""The reference of jobs drawn at random: one process, one sample a forward pass, the loss by hand.
+
+Nothing of the package takes part but the values that it is given: Megatron's model on plain
+``[1, length]`` rows, `torch.log_softmax`, sums over lists of samples, `torch.optim.AdamW`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
+from torch import Tensor
+
+from kit.model import CLIP_GRAD, MAX_SEQUENCE_LENGTH, named_parameters, transformer_config
+from kit.objective import KL_WEIGHT, kl_terms, policy_terms
+from kit.reference import plain_adam
+from kit.samples import VOCABULARY
+from mcore_batching.megatron.standalone.bootstrap import pipeline_config
+from mcore_batching.planning import ParallelDims
+
+WEIGHTS = {"policy": 1.0, "kl": KL_WEIGHT, "entropy": -0.2}
+"""Of the terms in the loss."""
+
+
+class RandomReference:
+    """The plain model of a drawn job, trained as the job says.
+
+    Args:
+        job: as drawn.
+    """
+
+    def __init__(self, job: Mapping[str, Any]) -> None:
+        self._objective = job["objective"]
+        drawn = job["model"]
+        settings = pipeline_config(ParallelDims()) | drawn["settings"]
+        for name in [name for name in settings if name.startswith("recompute")]:
+            del settings[name]
+        config = transformer_config(drawn["kind"], **settings)
+        spec = get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=False,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
+            normalization=config.normalization,
+        )
+        if config.multi_latent_attention:
+            spec.submodules.self_attention.submodules.core_attention = PlainAttention
+        self._model = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=VOCABULARY,
+            max_sequence_length=MAX_SEQUENCE_LENGTH,
+            pre_process=True,
+            post_process=True,
+            **drawn["options"],
+        ).to(torch.device(torch.cuda.current_device()))
+        self._parameters = dict(named_parameters([self._model]))
+        generator = torch.Generator(device="cpu").manual_seed(job["seed"])
+        with torch.no_grad():
+            for parameter in self._parameters.values():
+                if parameter.dim() == 1:  # norms of 1 and biases of 0 would hide what they do
+                    noise = torch.rand(parameter.shape, generator=generator, device="cpu")
+                    parameter += 0.2 * (noise.to(parameter.device) - 0.5)
+        self._optimizer = plain_adam(self._model)
+        self._gaps: list[float] = []
+        for module in self._model.modules():
+            if isinstance(module, TopKRouter):
+                module.register_forward_hook(self._see_gap)
+        self._is_replayed = drawn["kind"] == "replay"
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().cpu().clone() for name, p in self._parameters.items()}
+
+    @property
+    def smallest_gap(self) -> float:
+        """Between the last expert that any router took and the first that it did not."""
+        return float("inf") if self._is_replayed else min(self._gaps, default=float("inf"))
+
+    def _see_gap(self, router: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
+        del output
+        scores = (inputs[0].detach().float() @ router.weight.detach().float().T).flatten(0, -2)
+        best = scores.topk(router.topk + 1).values
+        self._gaps.append(float((best[:, -2] - best[:, -1]).min()))
+
+    def statistics(self, samples: Mapping[str, list[Any]], i: int) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of a sample's response; 0 where nothing predicts a token."""
+        tokens = samples["tokens"][i].to(torch.cuda.current_device())
+        length, response = len(tokens), samples["response_lengths"][i]
+        if self._is_replayed:
+            self._tell_routers(samples["rollout_routed_experts"][i])
+        positions = torch.arange(length, device=tokens.device)[None]
+        future = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).triu(1)
+        logits = self._model(tokens[None], positions, future)[0].float()
+        logits = logits / self._objective["temperature"]
+        each = torch.log_softmax(logits, -1)
+        log_probs = torch.cat([each.new_zeros(1), each[:-1].gather(1, tokens[1:, None])[:, 0]])
+        entropies = torch.cat([each.new_zeros(1), -(each.exp() * each).sum(-1)[:-1]])
+        return log_probs[length - response :], entropies[length - response :]
+
+    def _tell_routers(self, experts: Tensor) -> None:
+        """Layer by layer; a sample's last token, for which nothing follows, takes the first."""
+        last = torch.arange(experts.shape[2]).expand(1, *experts.shape[1:])
+        told = torch.cat((experts.long(), last)).to(torch.cuda.current_device())
+        for layer in self._model.decoder.layers:
+            router = getattr(layer.mlp, "router", None)
+            if router is not None:
+                router.router_replay.set_target_indices(told[:, layer.layer_number - 1])
+                router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+    @torch.no_grad()
+    def outputs(self, samples: Mapping[str, list[Any]]) -> list[tuple[Tensor, Tensor]]:
+        """Log-probs and entropies of every response."""
+        found = [self.statistics(samples, i) for i in range(len(samples["tokens"]))]
+        return [(log_probs.cpu(), entropies.cpu()) for log_probs, entropies in found]
+
+    def step(self, samples: Mapping[str, list[Any]], chosen: Sequence[int]) -> dict[str, Any]:
+        """One optimizer step on the samples at these places.
+
+        Returns:
+            ``metrics``, name to the value and the mean of its terms' sizes; ``counts`` (samples,
+            trained samples, tokens); ``weights`` afterwards; where there are samples, else nothing
+            is updated, ``gradients`` and ``grad_norm``.
+        """
+        terms: dict[str, list[Tensor]] = {"policy": [], "kl": [], "entropy": []}
+        masks, farthest = [], 1.0
+        for i in chosen:
+            log_probs, entropies = self.statistics(samples, i)
+            farthest = max([farthest, *log_probs.detach().abs().tolist()])
+            masks.append(trained_mask(samples, i).to(log_probs.device))
+            behaviour, advantages, anchor = (
+                samples[name][i].to(log_probs.device)
+                for name in ("behaviour", "advantages", "ref_log_probs")
+            )
+            is_policy = self._objective["terms"] == "policy"
+            policy = policy_terms(log_probs, behaviour, advantages) if is_policy else -log_probs
+            terms["policy"].append(policy)
+            terms["kl"].append(kl_terms(log_probs, anchor))
+            terms["entropy"].append(entropies)
+        means = {
+            # Where a log-prob goes through an exponential, its error becomes a relative one.
+            name: _mean(self._objective[name], terms[name], masks, farthest)
+            for name in ("policy", "kl", "entropy")
+            if self._objective[name] is not None
+        }
+        means["loss"] = (
+            sum(WEIGHTS[name] * value for name, (value, _) in means.items()),
+            sum(abs(WEIGHTS[name]) * size for name, (_, size) in means.items()),
+        )
+        result: dict[str, Any] = {
+            "metrics": {name: [float(value), float(size)] for name, (value, size) in means.items()},
+            "counts": [
+                len(chosen),
+                sum(bool(mask.any()) for mask in masks),
+                sum(int((mask != 0).sum()) for mask in masks),
+            ],
+        }
+        if chosen:  # else nothing is updated
+            result |= self._update(means["loss"][0])
+        return result | {"weights": self.weights}
+
+    def _update(self, loss: Tensor) -> dict[str, Any]:
+        self._optimizer.zero_grad()
+        # Every parameter has a gradient, that of an expert that nobody asked, too.
+        (loss + sum(p.sum() for p in self._parameters.values()) * 0.0).backward()
+        gradients = {name: p.grad.cpu().clone() for name, p in self._parameters.items()}
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIP_GRAD)
+        self._optimizer.step()
+        return {"gradients": gradients, "grad_norm": float(norm)}
+
+
+class PlainAttention(torch.nn.Module):
+    """Core attention of multi-latent layers, which Megatron's own local one does not take."""
+
+    def __init__(self, config: Any, *unused: Any, **options: Any) -> None:
+        super().__init__()
+        del config, unused
+        self._scale = options.get("softmax_scale")
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **_: Any) -> Tensor:
+        """``[length, 1, heads, dims]`` each to ``[length, 1, heads * dims]``."""
+        scale = self._scale or query.shape[-1] ** -0.5
+        scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * scale
+        weights = scores.masked_fill(mask, -torch.inf).softmax(-1)
+        return torch.einsum("bhqk,kbhd->qbhd", weights, value).flatten(2)
+
+
+def trained_mask(samples: Mapping[str, list[Any]], i: int) -> Tensor:
+    """Weight of each response token of a sample; a first token of all has no prediction."""
+    response = samples["response_lengths"][i]
+    given = samples.get("loss_masks")
+    mask = torch.ones(response) if given is None else given[i].float().clone()
+    if response == samples["total_lengths"][i]:
+        mask[:1] = 0
+    return mask
+
+
+def _mean(
+    name: str, terms: Sequence[Tensor], masks: Sequence[Tensor], each: float
+) -> tuple[Any, float]:
+    """A mean over a step, and that of the terms' sizes, ``each`` as large again; 0 of nothing."""
+    both = list(zip(terms, masks, strict=True))
+    values = [(term * mask).sum() for term, mask in both]
+    sizes = [each * float(((1 + term.detach().abs()) * mask).sum()) for term, mask in both]
+    weights = [float(mask.double().sum()) for mask in masks]
+    if name == "token":
+        total = sum(weights) or 1.0
+        return sum(values) / total, sum(sizes) / total
+    count = len(masks) if name == "sample" else sum(bool(mask.any()) for mask in masks)
+    of_samples = [
+        (value / (weight or 1.0), size / (weight or 1.0))
+        for value, size, weight in zip(values, sizes, weights, strict=True)
+    ]
+    return tuple(sum(column) / (count or 1) for column in zip(*of_samples, strict=True)) or (0, 0)

@@ -1,0 +1,241 @@
+"""A job drawn at random on one rank: what it plans, runs forward and trains, through the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+from torch import Tensor
+
+from kit.exactness import arguments
+from kit.model import (
+    MAX_SEQUENCE_LENGTH,
+    adam,
+    local_part,
+    named_parameters,
+    transformer_config,
+)
+from kit.objective import MEANS, kl_terms, policy_terms
+from kit.random_reference import WEIGHTS
+from kit.samples import VOCABULARY, take
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch, StepTotals
+from mcore_batching.megatron import (
+    add_fields,
+    check_settings,
+    forward_only,
+    get_data_iterator,
+    response_log_probs,
+    response_log_probs_and_entropy,
+    schedule_of,
+    train_step,
+)
+from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
+from mcore_batching.megatron.topology import is_last_stage
+from mcore_batching.planning import ParallelDims
+from mcore_batching.rl import pad_batch
+
+SCHEMA = DEFAULT_SCHEMA.declare("old_log_probs", Kind.PER_RESPONSE_TOKEN).declare(
+    "old_entropy", Kind.PER_RESPONSE_TOKEN
+)
+Samples = dict[str, list[Any]]
+BEHAVIOUR = {"none": "rollout_log_probs", "old": "old_log_probs", "replaced": "log_probs"}
+"""The field that a policy loss compares with, by what the forward pass before is for."""
+
+
+class RandomRun:
+    """A drawn job on this rank.
+
+    Args:
+        job: as drawn.
+        shape: its dims, whose groups are there.
+        weights: whole weights to begin with.
+
+    Attributes:
+        seen: what came of every forward pass and step on this rank, in order.
+    """
+
+    def __init__(
+        self, job: Mapping[str, Any], shape: ParallelDims, weights: Mapping[str, Tensor]
+    ) -> None:
+        self._job, self._shape = job, shape
+        self._ddp = job["ddp"]
+        self._model = self._build(weights)
+        self._optimizer = adam(
+            self._model, self._ddp["distributed_optimizer"], self._ddp["overlap_gather"]
+        )
+        self._args = arguments(shape, **job["planner"])
+        self.seen: list[dict[str, Any]] = []
+        self._rollout = -1
+
+    def _build(self, weights: Mapping[str, Tensor]) -> list[Any]:
+        drawn = self._job["model"]
+        config = transformer_config(
+            drawn["kind"],
+            **pipeline_config(self._shape)
+            | {"calculate_per_token_loss": self._ddp["per_token_loss"]}
+            | drawn["settings"],
+        )
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=self._ddp["distributed_optimizer"],
+            overlap_grad_reduce=self._ddp["overlap"] or self._ddp["overlap_gather"],
+            overlap_param_gather=self._ddp["overlap_gather"],
+        )
+        model = build_model(
+            config,
+            vocab_size=VOCABULARY,
+            max_sequence_length=MAX_SEQUENCE_LENGTH,
+            ddp=ddp,
+            **drawn["options"],
+        )
+        self._parts: list[tuple[str, Tensor, Any]] = []
+        for name, parameter in named_parameters(model):
+            # The last stage of a pipeline has a copy of tied embeddings.
+            if name not in weights and name == "output_layer.weight":
+                name = "embedding.word_embeddings.weight"
+            whole = weights[name]
+            places = torch.arange(whole.numel(), device=whole.device).view(whole.shape)
+            part = local_part(name, places, parameter).cpu()
+            self._parts.append((name, part, parameter))
+            with torch.no_grad():
+                parameter.copy_(whole.flatten()[part].to(parameter.device))
+        return model
+
+    def train(self, samples: Samples, rollout: Mapping[str, Any]) -> None:
+        """Plan the samples, run them forward if asked to, and train every step."""
+        self._rollout += 1
+        self._args.global_batch_size = rollout.get("global_batch_size")
+        check_settings(self._args, self._model)
+        data, mine, steps = self._own(samples, rollout)
+        iterators, counts = get_data_iterator(
+            self._args,
+            self._model,
+            data if self._holds else None,
+            schema=SCHEMA,
+            steps=steps if self._holds else None,
+        )
+        self._forward(iterators, counts, mine)
+        schedule = schedule_of(iterators)
+        held = schedule.rollout_data
+        are_padding = held.get("is_padding") or [False] * len(held["tokens"])
+        for step in range(len(counts)):
+            rows = schedule.steps[step]
+            result = train_step(
+                self._loss, self._args, self._model, iterators, counts, self._optimizer, step=step
+            )
+            numbers = [i for row in rows for i in row if not are_padding[i]]
+            self.seen.append(
+                {
+                    "kind": "step",
+                    "rollout": self._rollout,
+                    "ids": [int(held["sample_indices"][i]) for i in numbers],
+                    "metrics": result.metrics,
+                    "grad_norm": result.grad_norm,
+                    "updated": result.update_successful,
+                    "totals": result.totals,
+                    "slots": [result.num_microbatches, counts[step], len(rows)],
+                    "gradients": self._gradients(),
+                    "weights": self._weights(),
+                }
+            )
+        self._forward(iterators, counts, mine)
+
+    @property
+    def _holds(self) -> bool:
+        """True if this rank is given the data of its replica."""
+        others = (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_context_parallel_rank(),
+        )
+        return self._job["holders"] == "all" or not any(others)
+
+    def _own(
+        self, samples: Samples, rollout: Mapping[str, Any]
+    ) -> tuple[Samples, list[int], list[list[int]] | None]:
+        """This replica's samples, their numbers, and its local indices of every step if given."""
+        replica = parallel_state.get_data_parallel_rank()
+        owners = [rank for _, _, rank in rollout["samples"]]
+        mine = [i for i, rank in enumerate(owners) if rank == replica]
+        data = take(samples, mine)
+        padded_to = rollout.get("padded_to")
+        if padded_to is not None and mine:
+            data = pad_batch(data, padded_to, SCHEMA, pad_token_id=0)
+        if padded_to is not None:
+            data.setdefault("is_padding", [False] * len(mine))
+        if "steps" not in rollout:
+            return data, mine, None
+        place = {number: at for at, number in enumerate(mine)}
+        return data, mine, [[place[i] for i in step if i in place] for step in rollout["steps"]]
+
+    def _forward(self, iterators: Sequence[Any], counts: list[int], mine: list[int]) -> None:
+        """A forward pass, whose log-probs training goes on with if the job says so."""
+        objective = self._job["objective"]
+        prefix = "old_" if objective["forward_only"] == "old" else ""
+        outputs = forward_only(
+            self._statistics, self._args, self._model, iterators, counts, store_prefix=prefix
+        )
+        self.seen.append(
+            {
+                "kind": "forward",
+                "rollout": self._rollout,
+                "ids": [],
+                "mine": mine,
+                "last_stage": is_last_stage(),
+                "outputs": {name.removeprefix(prefix): v for name, v in outputs.items()},
+            }
+        )
+        outputs.pop(f"{prefix}length", None)
+        if objective["forward_only"] != "none":
+            add_fields(iterators, outputs)
+
+    def _statistics(self, logits: Any, micro_batch: PackedMicroBatch) -> dict[str, Any]:
+        temperature = self._job["objective"]["temperature"]
+        lengths = [torch.tensor(length) for length in micro_batch.total_lengths]
+        if not self._job["objective"]["forward_entropy"]:
+            log_probs = response_log_probs(logits, micro_batch, temperature=temperature)
+            return {"log_probs": log_probs, "length": lengths}
+        log_probs, entropy = response_log_probs_and_entropy(
+            logits, micro_batch, temperature=temperature
+        )
+        return {"log_probs": log_probs, "entropy": entropy, "length": lengths}
+
+    def _loss(
+        self, logits: Any, row: PackedMicroBatch, totals: StepTotals
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        objective = self._job["objective"]
+        options = {"temperature": objective["temperature"]}
+        if objective["entropy"] is None:
+            log_probs = response_log_probs(logits, row, **options)
+            entropy = None
+        else:
+            log_probs, entropy = response_log_probs_and_entropy(logits, row, **options)
+        behaviour = BEHAVIOUR[objective["forward_only"]]
+        if objective["terms"] == "likelihood":
+            policy = [-values for values in log_probs]
+        else:
+            given = zip(log_probs, row[behaviour], row["advantages"], strict=True)
+            policy = [policy_terms(*values) for values in given]
+        shares = {"policy": MEANS[objective["policy"]](policy, row, totals)}
+        if objective["kl"] is not None:
+            terms = [kl_terms(*each) for each in zip(log_probs, row["ref_log_probs"], strict=True)]
+            shares["kl"] = MEANS[objective["kl"]](terms, row, totals)
+        if entropy is not None:
+            shares["entropy"] = MEANS[objective["entropy"]](entropy, row, totals)
+        weighted = [WEIGHTS[name] * share for name, share in shares.items()]
+        return torch.stack(weighted).sum(), shares
+
+    def _gradients(self) -> list[tuple[str, Tensor, Tensor]]:
+        """Name, places in the whole, and this rank's part; none where ranks reduce parts alone."""
+        if self._ddp["distributed_optimizer"]:
+            return []
+        return [(n, part, p.main_grad.cpu().clone()) for n, part, p in self._parts]
+
+    def _weights(self) -> list[tuple[str, Tensor, Tensor]]:
+        if self._ddp["overlap_gather"]:
+            for chunk in self._model:  # else the next forward pass gathers them
+                chunk.start_param_sync(force_sync=True)
+        return [(n, part, p.detach().cpu().clone()) for n, part, p in self._parts]
