@@ -200,7 +200,8 @@ def get_data_iterator(
             gives them once. None: steps of ``global_batch_size`` samples over all ranks, the last
             one short, to which each rank gives consecutive samples in proportion to how many it
             has (``global_batch_size / data_parallel`` where all have as many, and it divides).
-            ``rollout_data["dynamic_global_batch_size"]`` overrides the argument.
+            ``rollout_data["dynamic_global_batch_size"]`` overrides the argument; beside `steps` it
+            is what `train_step` counts each of them as: prompts times trajectories per prompt.
         cost_model: what samples and micro-batches cost; None: the one in
             ``--dynamic-batch-cost-model``, or the default one.
 

@@ -384,7 +384,7 @@ class PlanningProtocol:
             pad_token_id=_pad_token_id(self.args),
             vocabulary_size=self.vocabulary_size,
             plan_digest=self.plan_digest,
-            samples_per_step=self.batch.samples_per_step,
+            samples_per_step=self.batch.global_batch_size,
             own_digest=own_digest,
             gather_shards=GatheredShards(self.consensus, Shard(self.batch.total_lengths, chosen)),
             scope=self.scope,

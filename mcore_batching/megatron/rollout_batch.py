@@ -26,7 +26,8 @@ class RolloutBatch:
         schema: the kind of every field.
         template: one fabricated sample, empty if this rank has no samples to copy it from.
         total_lengths: tokens of every sample.
-        global_batch_size: samples of a step over all ranks, None for all.
+        global_batch_size: samples of a step over all ranks, None for all; of the caller's own
+            steps what each counts as, None where nothing says.
         vocabulary_size: entries of the model's vocabulary; None: not known.
         steps: the caller's own local sample indices of every step, if given.
         told: declarations of undeclared fields, as far as these samples, earlier batches and, once
@@ -84,9 +85,9 @@ class RolloutBatch:
                 "rollout_data must be a dict of lists, one value per sample, or None, got "
                 f"{type(rollout_data).__name__}"
             )
-        given = rollout_data.get(
-            "dynamic_global_batch_size", getattr(args, "global_batch_size", None)
-        )
+        # Steps of the caller's own need not be of the job's batch size.
+        job_size = getattr(args, "global_batch_size", None) if steps is None else None
+        given = rollout_data.get("dynamic_global_batch_size", job_size)
         size = None if given is None else at_least("global_batch_size", given, 0, ConfigError)
         data = {
             key: value
@@ -157,11 +158,6 @@ class RolloutBatch:
             data={key: [] for key in template},
             global_batch_size=size,
         )
-
-    @property
-    def samples_per_step(self) -> int | None:
-        """The global batch size if it cuts the steps; None: it does not."""
-        return self.global_batch_size if self.steps is None else None
 
     def steps_of(self, shares: Sequence[int], rank: int) -> list[list[int]]:
         """Local sample indices of every step.

@@ -77,7 +77,8 @@ class MicroBatchSchedule:
         scope: "local" if every sample stayed on its rank, "global" if they were exchanged.
         cost_model: what the plan was made by.
         learnt: of which it is a part, where costs are learnt; else None.
-        samples_per_step: the global batch size that cut the steps; None: none did.
+        samples_per_step: what a step counts as: the global batch size that cut the steps, or that
+            came with steps of the caller's own; None: neither.
         moves: where samples came from and where they run, in the scope "global" alone.
         plans: of every step, likewise.
     """

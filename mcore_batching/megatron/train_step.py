@@ -136,8 +136,8 @@ def train_step(
         increment: samples that the step counts as in the scheduler's ``lr_decay_steps``, over all
             ranks: what Megatron multiplies ``train_iters`` by. Where a trajectory has several
             samples, prompts per step times trajectories per prompt. None: the global batch size
-            that cut the steps; with ``steps`` of your own there is none, so a scheduler needs
-            `increment`.
+            that cut the steps, or ``rollout_data["dynamic_global_batch_size"]`` beside ``steps`` of
+            your own; without it a scheduler needs `increment`.
 
     Raises:
         ConfigError: `increment` is not an integer of 1 or more, or is needed and not there; a

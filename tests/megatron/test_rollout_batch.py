@@ -29,7 +29,7 @@ def batch(samples: int, steps: Any = None, size: int | None = None, **fields: An
         **fields,
     }
     read = RolloutBatch.read(
-        data, SimpleNamespace(global_batch_size=size), DEFAULT_SCHEMA, steps, 9
+        data, SimpleNamespace(global_batch_size=size), DEFAULT_SCHEMA, steps, 9, {}
     )
     assert read is not None
     return read
@@ -114,10 +114,11 @@ def test_equal_shares_are_cut_alike(each: int, ranks: int, steps: int) -> None:
 
 
 def test_a_step_counts_as_what_cut_it() -> None:
-    assert batch(4, size=2).samples_per_step == 2
-    assert batch(4, size=2, dynamic_global_batch_size=3).samples_per_step == 3
-    assert batch(4, STEPS, size=2).samples_per_step is None
-    assert batch(4).samples_per_step is None
+    assert batch(4, size=2).global_batch_size == 2
+    assert batch(4, size=2, dynamic_global_batch_size=3).global_batch_size == 3
+    assert batch(4, STEPS, size=2).global_batch_size is None
+    assert batch(4, STEPS, size=2, dynamic_global_batch_size=8).global_batch_size == 8
+    assert batch(4).global_batch_size is None
 
 
 def test_without_a_batch_size_all_samples_are_one_step() -> None:

@@ -20,7 +20,7 @@ from mcore_batching.megatron import get_data_iterator, train_step
 from mcore_batching.planning import ParallelDims, group_steps
 from mcore_batching.rl import pad_batch, real_indices
 
-PROMPTS, TRAJECTORIES, PROMPTS_PER_STEP, ITERATIONS = 4, 2, 2, 2
+PROMPTS, TRAJECTORIES, PROMPTS_PER_STEP = 4, 2, 2
 
 
 def scheduler_of(optimizer: Any, num_samples: int) -> OptimizerParamScheduler:
@@ -65,7 +65,7 @@ def learning_rates(dims: dict[str, Any], reference: str, turns: int) -> dict[str
     ]
     increment = PROMPTS_PER_STEP * TRAJECTORIES
     optimizer = adam(model, distributed=False)
-    scheduler = scheduler_of(optimizer, ITERATIONS * len(steps) * increment)
+    scheduler = scheduler_of(optimizer, 2 * len(steps) * increment)
     # Steps that can be read once: a check that read them lost the whole batch.
     planned = get_data_iterator(args, model, data, steps=(iter(step) for step in steps))
 
@@ -76,10 +76,14 @@ def learning_rates(dims: dict[str, Any], reference: str, turns: int) -> dict[str
         assert result.update_successful
         return float(optimizer.param_groups[0]["lr"]), result.consumed_samples
 
+    declared = get_data_iterator(
+        args, model, data | {"dynamic_global_batch_size": increment}, steps=steps
+    )
+    told: list[tuple[Any, dict[str, Any]]] = [(planned, {"increment": increment}), (declared, {})]
     report: dict[str, Any] = {
         "prompts": [
-            trained(planned, scheduler, step=step, increment=increment)
-            for _ in range(ITERATIONS)
+            trained(each, scheduler, step=step, **options)
+            for each, options in told
             for step in range(len(steps))
         ]
     }
