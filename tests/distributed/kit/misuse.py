@@ -28,6 +28,7 @@ from mcore_batching.megatron import (
     response_log_probs,
     train_step,
 )
+from mcore_batching.megatron.arguments import DEFAULT_TIMEOUT_SECONDS
 from mcore_batching.megatron.planning_protocol import PlanningProtocol
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
@@ -345,7 +346,8 @@ def wrong_timeouts(dims: dict[str, Any], reference: str) -> dict[str, str]:
     last, found = dist.get_world_size() - 1, {}
     for given in (0, -1, float("nan"), float("inf"), "soon"):
         for at_fault in ((last,), range(last + 1)):
-            seconds = given if dist.get_rank() in at_fault else 60.0
+            # What one at fault meets the others with: `kit.groups` tells groups by their options.
+            seconds = given if dist.get_rank() in at_fault else DEFAULT_TIMEOUT_SECONDS
             args = arguments(ParallelDims(**dims), dynamic_batch_consensus_timeout_seconds=seconds)
             try:
                 get_data_iterator(args, model, data)
