@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,10 +12,12 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from mcore_batching.batch import StepTotals
 from mcore_batching.batch.consensus import Statement
 from mcore_batching.megatron.consensus import agree_after_pipeline
 from mcore_batching.megatron.flat_values import has_bytes
 from mcore_batching.megatron.nonfinite import skips
+from mcore_batching.megatron.prepared_step import PreparedStep
 
 
 def checked_shares(made: Any, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
@@ -109,11 +112,49 @@ class CollectedShares:
         shares: of each micro-batch by name, ``loss`` among them.
         failed: what it raised, in the order of micro-batches.
         temperatures: that it asked log-probs for.
+        read_totals: True if it read any of the step's totals.
     """
 
     shares: Sequence[Mapping[str, Tensor]]
     failed: Sequence[Exception]
     temperatures: Collection[float]
+    read_totals: bool
+
+
+class WatchedTotals(StepTotals):
+    """A step's totals that know whether anybody has read them."""
+
+    were_read = False
+
+    def __getattribute__(self, name: str) -> Any:
+        """Any attribute; one of the totals counts as read."""
+        if name in StepTotals.__dataclass_fields__:
+            object.__setattr__(self, "were_read", True)
+        return super().__getattribute__(name)
+
+    def __eq__(self, other: object) -> bool:
+        """As `StepTotals`, which these are."""
+        return isinstance(other, StepTotals) and vars(self) | vars(other) == vars(self)
+
+    __hash__ = StepTotals.__hash__
+
+
+def warn_of_unread_totals(collected: CollectedShares, prepared: PreparedStep) -> None:
+    """Warn of a loss function that cannot know what the step adds up to, where that matters.
+
+    Right for a sum over a constant of the whole step, so no error. Most such functions average over
+    their own micro-batch, as stock ones do, and add up to a loss that grows with the micro-batches.
+    """
+    step = prepared.totals.num_tokens
+    is_part = any(0 < row.owned_num_tokens < step for row in prepared.rows)
+    if collected.shares and is_part and not (collected.read_totals or collected.failed):
+        warnings.warn(
+            "the loss function never reads the step's totals: if it averages over its own "
+            "micro-batch, the loss is too large by the number of micro-batches. Return a share of "
+            "the step's mean: token_mean(values, micro_batch, totals), sample_mean(...), or a sum "
+            "divided by totals.token_weight",
+            stacklevel=3,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,6 @@ from mcore_batching.megatron.cost_learners import timed
 from mcore_batching.megatron.data_iterator import DataIterator, schedule_of
 from mcore_batching.megatron.failure_watch import defer, reporting
 from mcore_batching.megatron.fused_output import tensors_of
-from mcore_batching.megatron.local_means import LocalMeans
 from mcore_batching.megatron.log_probs import (
     chunks_of_tokens,
     logits_of_shape,
@@ -40,10 +39,12 @@ from mcore_batching.megatron.log_probs import (
 )
 from mcore_batching.megatron.loss_shares import (
     CollectedShares,
+    WatchedTotals,
     agreed_shares,
     attached,
     checked_shares,
     summed_metrics,
+    warn_of_unread_totals,
 )
 from mcore_batching.megatron.nonfinite import (
     faults,
@@ -186,6 +187,7 @@ def train_step(
             replayed_step(model),
         ):
             made = _forward_backward(loss_function, args, model, prepared)
+        warn_of_unread_totals(made, prepared)
 
     def nonfinite() -> tuple[str, str]:
         return faults(made.shares, largest, model, prepared) if checked else ("", "")
@@ -225,7 +227,7 @@ def _forward_backward(
     failed: list[Exception] = []
     config = get_model_config(model[0])
     num_microbatches = len(prepared.rows)
-    means = LocalMeans(prepared.totals)
+    totals = WatchedTotals(**dataclasses.asdict(prepared.totals))
     tokens = max(prepared.totals.num_tokens, 1)
     per_token = bool(config.calculate_per_token_loss)
     undo = tokens if per_token else num_microbatches * _num_averaged_replicas()
@@ -242,9 +244,8 @@ def _forward_backward(
             logits = logits_of(output)
             try:
                 with logits_of_shape(logits):
-                    made = loss_function(logits, prepared_row.row, means.totals)
+                    made = loss_function(logits, prepared_row.row, totals)
                 share, metrics = checked_shares(made, output.device)
-                means.saw(share, prepared_row.row)
                 reported = {"loss": share, **metrics}
                 reported = {name: value.detach().clone() for name, value in reported.items()}
                 scaled = attached(share, *tensors_of(logits)) * undo
@@ -271,8 +272,7 @@ def _forward_backward(
             micro_batch_size=1,
             forward_only=False,
         )
-    means.warn()
-    return CollectedShares(collected, failed, temperatures)
+    return CollectedShares(collected, failed, temperatures, totals.were_read)
 
 
 def _log_probs_alone(
