@@ -17,6 +17,7 @@ from mcore_batching.megatron.arguments import (
     log_prob_chunk_tokens,
     planner_config,
 )
+from mcore_batching.megatron.attention.latent_gradients import fix_latent_gradients
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.fused_output import check_can_be_fused
 from mcore_batching.megatron.layer_checks import layer_problems
@@ -96,6 +97,8 @@ def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -
     )
     if model_config.num_moe_experts:
         compat.fix_router_masks()
+    if model_config.multi_latent_attention:
+        fix_latent_gradients(model)
     if config.max_context_parallel is not None:
         let_rows_have_groups(model)
     model_config.variable_seq_lengths = True

@@ -1,0 +1,68 @@
+"""Gradients of multi-latent attention under tensor parallelism, two of which Megatron gets wrong.
+
+Packed or not, from 0.16 to main:
+
+- All heads share one rotary key. Each rank's heads send back their part of its gradient, and the
+  parts are not added up: on Megatron's own layers, and without sequence parallelism on Transformer
+  Engine's. With two ranks what makes the key was two thirds off.
+- Without sequence parallelism every rank has the whole gradient of the norm of latent queries, and
+  ``qk_layernorm`` has them added up as if it were a norm of heads: too large by the ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+from mcore_batching.megatron import compat
+
+_MARK = "_mcore_batching_fixed"
+
+
+def fix_latent_gradients(chunks: list[Any]) -> None:
+    """Let every multi-latent attention layer have the gradients of all ranks' heads, once.
+
+    Args:
+        chunks: this rank's model chunks; a second call does nothing.
+    """
+    for chunk in chunks:
+        for layer in chunk.modules():
+            projection = getattr(layer, "linear_kv_down_proj", None)
+            if not isinstance(layer, MLASelfAttention) or projection is None:
+                continue
+            group, _ = compat.attention_groups(getattr(layer, "pg_collection", None))
+            if group.size() == 1 or hasattr(layer, _MARK):
+                continue
+            setattr(layer, _MARK, True)
+            projection.register_forward_hook(functools.partial(_whole_keys, layer.config, group))
+            if not layer.config.sequence_parallel and hasattr(layer, "q_layernorm"):
+                for parameter in layer.q_layernorm.parameters():
+                    parameter.average_gradients_across_tp_domain = True
+
+
+def _whole_keys(
+    config: Any, group: dist.ProcessGroup, projection: Any, inputs: Any, output: Any
+) -> tuple[Any, Any]:
+    """Latent keys and the rotary key with all columns, as Transformer Engine's layer makes them."""
+    del projection, inputs
+    keys, bias = output
+    sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+    if keys.size(-1) != sum(sizes):  # a local layer has a slice of the columns on each rank
+        keys = gather_from_tensor_model_parallel_region(keys, group=group)
+        if config.sequence_parallel:
+            keys = scatter_to_sequence_parallel_region(keys, group=group)
+    if not config.sequence_parallel:
+        latent, rotary = torch.split(keys, sizes, dim=-1)
+        rotary = copy_to_tensor_model_parallel_region(rotary, group=group)
+        keys = torch.cat((latent, rotary), dim=-1)
+    # Otherwise Megatron gathers the rotary key over the sequence next, whose backward adds up.
+    return keys, bias
