@@ -67,7 +67,7 @@ class PlannedRollout:
                 args,
                 model,
                 lambda: {name: shared.rollout_data[name] for name in REQUIRED_FIELDS},
-                schema=shared.schema,
+                schema=Schema(tuple(shared.schema[name] for name in REQUIRED_FIELDS)),
                 steps=[sorted(i for indices in step for i in indices) for step in shared.steps],
                 cost_model=shared.cost_model,
                 config=shared.config,

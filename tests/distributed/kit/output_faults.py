@@ -27,6 +27,7 @@ from kit.harness import Job
 from kit.samples import make_samples, take
 from kit.shared_rows import mixed_sizes
 from kit.slime import SAMPLES, arguments, model_of
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind
 from mcore_batching.megatron import forward_only, get_data_iterator
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
@@ -201,7 +202,10 @@ def _path(of: str, source: str, shape: ParallelDims, planner: dict[str, Any]) ->
         path.args = engine_arguments(
             shape, calculate_per_token_loss=True, max_tokens_per_gpu=CAP_TOKENS, **planner
         )
-        path.f, path.forward, path.iterators = log_probs_of, forward_only, get_data_iterator
+        path.f, path.forward = log_probs_of, forward_only
+        # A plan of its own for forward passes has no fields, not even required ones.
+        schema = DEFAULT_SCHEMA.declare("rewards", Kind.PER_SAMPLE, required=True)
+        path.iterators = functools.partial(get_data_iterator, schema=schema)
         shares_rows = "dynamic_batch_context_parallel" in planner
         path.hooked = mixed_sizes if shares_rows else contextlib.nullcontext
         return path
