@@ -90,8 +90,11 @@ def infer_fields(
         fitting = _kinds_of(name, batch)
         if name not in told and _is_open(fitting):
             some_open = True
-        else:
-            inferred[name] = _inferred(name, batch, fitting, told)
+            continue
+        field = _inferred(name, batch, fitting, told)
+        # Metadata where all samples lack it; elsewhere, or later, they may have multimodal inputs.
+        if any(value is not None for value in values):
+            inferred[name] = field
     return inferred, some_open
 
 

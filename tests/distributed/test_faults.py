@@ -924,6 +924,7 @@ def test_what_samples_leave_open_others_tell(job: Job, ranks: list[dict[str, Any
             assert rank[name] == right, name
         for name in {"open", "at once open"} & rank.keys():
             assert "nor do other ranks' samples or earlier batches tell" in rank[name], name
+        assert "may be multimodal inputs or metadata" in rank["lacking"]
         for name, field in (("differ", "d"), ("added differ", "g"), ("unlike", "e")):
             # Rows and a number on two ranks: one may still have been told the wrong thing.
             assert rank[name].startswith(("PlanMismatchError", "PlanningFailedError")), rank[name]

@@ -60,6 +60,9 @@ def told_fields(
         add_fields(iterators, {name: values})
         return schedule_of(iterators)
 
+    def images(shapes: list[tuple[int, int]]) -> list[Any]:
+        return [{"pixels": torch.rand(2)} if replica == 1 else None for _ in shapes]
+
     whole = [OPEN, OPEN, OPEN, EMPTY][replica]
     calls: dict[str, tuple[str, Callable[[], MicroBatchSchedule]]] = {
         "told": ("a", lambda: planned(data(own, a=mine))),
@@ -68,6 +71,8 @@ def told_fields(
         "later": ("a", lambda: planned(data(whole, a=rows(whole, 1)))),
         "differ": ("d", lambda: planned(data(contrary, d=rows(contrary, kind)))),
         "unlike": ("e", lambda: planned(data(own, e=[0.5 for _ in own] if replica else mine))),
+        # None tells of no kind: as metadata the others' images would not reach the model.
+        "lacking": ("j", lambda: planned(data(own, j=images(own)))),
         "added": ("f", lambda: added("f", mine, own)),
         "added later": ("f", lambda: added("f", rows(whole, 1), whole)),
         "added differ": ("g", lambda: added("g", rows(contrary, kind), contrary)),
