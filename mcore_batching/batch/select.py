@@ -58,7 +58,7 @@ def take(batch: Mapping[str, Any], indices: Sequence[int]) -> dict[str, Any]:
     return {key: _entries(values, positions) for key, values in batch.items()}
 
 
-def step_batches(batch: Mapping[str, Any], steps: Iterable[Sequence[int]]) -> list[dict[str, Any]]:
+def step_batches(batch: Mapping[str, Any], steps: Iterable[Iterable[int]]) -> list[dict[str, Any]]:
     """The batch of every optimizer step, from the samples of all.
 
     Args:
@@ -71,11 +71,11 @@ def step_batches(batch: Mapping[str, Any], steps: Iterable[Sequence[int]]) -> li
     Raises:
         SchemaError, OrderError: as `take`; OrderError also if a sample is in two steps.
     """
-    steps = [
+    listed = [
         [require_index("steps", index) for index in entries("steps", step, BatchError)]
         for step in entries("steps", steps, BatchError)
     ]
-    counts = Counter(index for step in steps for index in step)
+    counts = Counter(index for step in listed for index in step)
     doubled = tuple(sorted(index for index, count in counts.items() if count > 1))
     if doubled:
         raise OrderError(
@@ -83,7 +83,7 @@ def step_batches(batch: Mapping[str, Any], steps: Iterable[Sequence[int]]) -> li
             f"{', '.join(map(str, doubled[:10]))}; pass each step's own sample indices",
             doubled=doubled,
         )
-    return [take(batch, step) for step in steps]
+    return [take(batch, step) for step in listed]
 
 
 def _entries(values: Any, positions: list[int]) -> Any:

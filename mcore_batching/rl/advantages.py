@@ -20,7 +20,7 @@ Padding samples are in no group.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -51,7 +51,7 @@ def compute_advantages(
     *,
     step_wise: bool = False,
     outcome: Outcome = "last",
-    steps: Sequence[Sequence[int]] | None = None,
+    steps: Iterable[Iterable[int]] | None = None,
     normalize: bool | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> list[Tensor]:
@@ -91,9 +91,10 @@ def compute_advantages(
         _require_offered(estimator, step_wise)
         masks = _masks(batch)
         advantages = _advantages(batch, estimator, masks, step_wise, outcome)
+        indices = range(len(masks))
         parts = step_batches(
-            {"masks": masks, "advantages": advantages},
-            [range(len(masks))] if steps is None else steps,
+            {"masks": masks, "advantages": advantages, "indices": list(indices)},
+            [indices] if steps is None else steps,
         )
         return advantages, parts, groups_held(batch) if group is not None else []
 
@@ -107,11 +108,10 @@ def compute_advantages(
     advantages, parts, _ = agreed.result
     if not normalize:
         return advantages
-    steps = [range(len(advantages))] if steps is None else steps
     normalized = [torch.zeros_like(each) for each in advantages]
-    for step, part in zip(steps, parts, strict=True):
+    for part in parts:
         scores = masked_zscore(part["advantages"], part["masks"], group=group)
-        for index, score in zip(step, scores, strict=True):
+        for index, score in zip(part["indices"], scores, strict=True):
             normalized[index] = score
     return normalized
 

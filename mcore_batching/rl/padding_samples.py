@@ -46,7 +46,7 @@ from mcore_batching.rl._new_identifiers import new_identifiers
 
 _OTHER_FILLS = {
     **dict.fromkeys(("mask", "masks", "len", "lens", "length", "lengths"), (Fill.ONES,)),
-    **dict.fromkeys(("uid", "uids", "id", "index", "indices"), (Fill.IDENTIFIER,)),
+    **dict.fromkeys(("uid", "uids", "id", "idx", "index", "indices"), (Fill.IDENTIFIER,)),
     "ids": (Fill.TOKEN_IDS, Fill.IDENTIFIER),
     **dict.fromkeys(("tokens", "sequences", "prompts", "responses", "labels"), (Fill.TOKEN_IDS,)),
 }
@@ -138,7 +138,8 @@ def pad_batch(
     Raises:
         SchemaError: a value of the batch is not what its kind says, a kind is not known, or an
             undeclared field's name may mean something else than zeros.
-        BatchError: no samples, a `multiple` below 1, or a token id that is no integer.
+        BatchError: no samples, a `multiple` below 1, a token id that is no integer, or a single
+            name as `identifiers`.
     """
     _require_positive("multiple", multiple)
     pad_token_id = require_token_id("pad_token_id", pad_token_id)
@@ -152,7 +153,14 @@ def pad_batch(
         )
     if "is_padding" not in schema:
         schema = schema.declare("is_padding", Kind.PER_SAMPLE)
-    declared = {*schema, *identifiers}
+    if isinstance(identifiers, str):
+        raise BatchError(
+            Argument("identifiers"),
+            f" must be names of fields, got {identifiers!r:.60}; set ",
+            Argument("identifiers", [identifiers]),
+        )
+    named = set(identifiers)
+    declared = {*schema, *named}
     schema = schema.resolve(batch)
     schema.validate(batch)
     for field in schema.values():
@@ -167,7 +175,7 @@ def pad_batch(
     filled = {
         key: [copy.deepcopy(value) for _ in range(num_padding)] for key, value in template.items()
     }
-    own = {*identifiers, *(key for key in given if schema[key].fill is Fill.IDENTIFIER)}
+    own = {*named, *(key for key in given if schema[key].fill is Fill.IDENTIFIER)}
     numbers = range(first_padding_number, first_padding_number + num_padding)
     filled |= new_identifiers(given, own & given.keys(), numbers)
     check_filled(

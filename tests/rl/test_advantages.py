@@ -297,6 +297,9 @@ def test_normalisation_is_by_step() -> None:
     assert not torch.cat(none).any()
     default = compute_advantages(batch, "reinforce_baseline", step_wise=True, steps=STEPS)
     assert all(map(torch.equal, default, found))
+    once = (iter(step) for step in STEPS)
+    found_once = compute_advantages(batch, "reinforce_baseline", step_wise=True, steps=once)
+    assert all(map(torch.equal, found_once, found))
     partly = compute_advantages(batch, "dr_grpo", step_wise=True, steps=STEPS[1:], normalize=True)
     assert all(map(torch.equal, partly[3:], found[3:]))
     # Not as they are: they would be on another scale than those beside them.

@@ -275,6 +275,7 @@ def test_skyrl_counts_a_trajectory_for_every_padding_sample() -> None:
         ("job_id", ["a", "b"], "METADATA", "IDENTIFIER"),
         ("is_first_step", [True, False], "PER_SAMPLE", "ONES"),
         ("prompt_length", [2, 2], "PER_SAMPLE", "ONES"),
+        ("idx", [0, 1], "PER_SAMPLE", "IDENTIFIER"),
     ],
 )
 def test_a_name_that_may_mean_more_than_zeros_is_to_be_declared(
@@ -304,7 +305,9 @@ def test_rewards_of_response_tokens_are_one_per_response_token() -> None:
 
 def test_identifiers_of_ones_own_and_kinds_without_one() -> None:
     batch = {**make_samples([(4, 2), (3, 1)]), "prompt_number": [0, 0], "turn": [2, 1]}
-    result = pad_batch(batch, 3, pad_token_id=PAD, identifiers=("prompt_number",))
+    result = pad_batch(batch, 3, pad_token_id=PAD, identifiers=iter(["prompt_number"]))
+    with pytest.raises(BatchError, match=r"set identifiers=\['prompt_number'\]"):
+        pad_batch(batch, 3, pad_token_id=PAD, identifiers="prompt_number")
     assert result["prompt_number"][2] < 0
     assert result["turn"][2] == 0
 
