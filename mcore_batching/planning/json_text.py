@@ -20,19 +20,27 @@ def open_text(path: str | Path, newline: str | None = None) -> TextIO:
     """A file opened for reading, as UTF-8 with or without a byte order mark.
 
     Raises:
-        OSError: it cannot be read, or is a device or a pipe, which may have no end.
+        OSError: it cannot be read, or is a device or a pipe, which may have no end. A shell's
+            ``<(command)``, a pipe that has its writer, is read.
     """
 
     def opener(name: str, flags: int) -> int:
         # Opening a pipe would wait for who writes to it.
         descriptor = os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
         mode = os.fstat(descriptor).st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a folder open says so itself
+        if stat.S_ISFIFO(mode) and _is_open_here(name):
+            os.set_blocking(descriptor, True)
+        elif not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a folder open says so itself
             os.close(descriptor)
             raise OSError(errno.EINVAL, "it is a device or a pipe; copy what it holds to a file")
         return descriptor
 
     return open(path, encoding="utf-8-sig", newline=newline, opener=opener)
+
+
+def _is_open_here(name: str) -> bool:
+    """True of ``/dev/fd/63`` and the like: what this process was started with."""
+    return os.path.dirname(os.path.realpath(name)) in (f"/proc/{os.getpid()}/fd", "/dev/fd")
 
 
 def read_document(path: str | Path) -> str:

@@ -2,9 +2,9 @@
 
 Units of cost become seconds by one factor, the median over steps of measured over predicted time: a
 few slow steps (the first ones, a checkpoint) do not move it. Learnt costs came with the seconds of
-their unit, which changed from step to step: all are put into the last one's. Alternatives are
-planned for the very samples of each step, and weighed by the cost model that predicts the recorded
-plan.
+their unit, which changed from step to step: all are put into the last one's, and the factor holds
+what is no pass of a mean stage, such as the wait for a slow one. Alternatives are planned for the
+very samples of each step, and weighed by the cost model that predicts the recorded plan.
 """
 
 from __future__ import annotations
@@ -125,17 +125,14 @@ def changed_options(before: ReplayedStep, after: ReplayedStep) -> dict[str, Any]
 
 
 def seconds_per_unit(steps: Sequence[ReplayedStep]) -> float | None:
-    """Seconds of a unit of cost of steps of one setting: as it was learnt, or the median over
-    measured steps; None if none took any time."""
-    learnt = steps[0].record.seconds_per_unit
-    if learnt is not None:
-        return learnt
+    """Seconds of a unit of cost of steps of one setting: the median over measured steps; if none
+    took any time as it was learnt, None if it was not."""
     ratios = [
         step.record.measured_seconds / step.predicted
         for step in steps
         if step.record.measured_seconds and step.predicted > 0
     ]
-    return statistics.median(ratios) if ratios else None
+    return statistics.median(ratios) if ratios else steps[0].record.seconds_per_unit
 
 
 def relative_errors(steps: Sequence[ReplayedStep], factor: float) -> list[float]:

@@ -12,6 +12,7 @@ import torch
 from kit import output_faults
 from kit.harness import Job
 
+DP2 = {"data_parallel": 2}
 DP2_PP2 = {"data_parallel": 2, "pipeline_parallel": 2}
 DP2_CP2 = {"data_parallel": 2, "context_parallel": 2}
 SHARED = {"dynamic_batch_context_parallel": 2}
@@ -856,6 +857,20 @@ def test_every_stage_masks_its_own_tokens(job: Job, ranks: list[dict[str, Any]])
     for first, second in (ranks[:2], ranks[2:]):
         both = [a + b for a, b in zip(first["counted"], second["counted"], strict=True)]
         assert both == [first["real"]] * 2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="makes groups of gloo")
+@pytest.mark.parametrize("job", [job("remade", "groups_made_anew", DP2, 2)], ids=str)
+def test_groups_that_a_framework_destroys_and_makes_anew(
+    job: Job, ranks: list[list[dict[str, Any]]]
+) -> None:
+    """As slime does where it offloads a model: ranks agree and watch over the present ones."""
+    for before, *later in ranks:
+        assert [number["watching"] for number in later] == [[False, True], [False, False, True]]
+        for number in (before, *later):
+            assert number["outputs"] == before["outputs"] != []
+            assert number["others"]
+            assert number["joined"]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="reads the options of gloo's groups")

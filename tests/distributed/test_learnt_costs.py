@@ -105,9 +105,9 @@ def test_the_model_of_each_step_is_recorded(job: Job, ranks: Ranks, tmp_path: Pa
     for record, step in zip(records, ranks[0], strict=True):
         assert record.plan.cost_model == CostModel(**step["state"]["cost_model"])
         assert record.seconds_per_unit == step["state"]["seconds_per_unit"]
-    # And replayed in seconds by the unit of each, which are not the same.
+    # And replayed in one unit, from those of each, which are not the same.
     *_, learnt = replay.by_setting(replay.replay(records))
-    factor = replay.seconds_per_unit(learnt)
+    factor = learnt[0].record.seconds_per_unit
     assert factor is not None
     recorded = records[-len(learnt) :]
     assert len({record.seconds_per_unit for record in recorded}) == len(learnt) > 2

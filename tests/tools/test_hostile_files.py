@@ -10,6 +10,7 @@ import io
 import json
 import os
 import pickle
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,21 @@ def test_devices_and_pipes_are_refused_without_waiting(
     if "pipe" in name:
         assert main(["plan", str(lengths), *CAP, "--out", bad]) == 2
         assert "cannot write" in capsys.readouterr().err
+
+
+def test_what_a_shell_pipes_in_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    """As from ``<(command)``, also where it has yet to write."""
+    plans = []
+    for seconds in (0.0, 0.3):
+        reading, writing = os.pipe()
+        with open(reading), open(writing, "w") as written:
+            command = f"sleep {seconds}; printf '6\\n4\\n'"
+            with subprocess.Popen(["sh", "-c", command], stdout=written):
+                written.close()
+                assert main(["plan", f"/dev/fd/{reading}", *CAP]) == 0
+        plans.append(capsys.readouterr().out)
+    assert plans[0] == plans[1]
+    assert plans[0].startswith("2 samples in 1 step")
 
 
 def test_lines_are_bounded_in_number_and_length(

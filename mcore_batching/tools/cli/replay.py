@@ -89,10 +89,10 @@ def _print(steps: Sequence[replay.ReplayedStep], options: argparse.Namespace) ->
     if factor is None:
         print("no time was measured: times are in units of cost")
     else:
-        how = "median" if steps[0].record.seconds_per_unit is None else "as learnt"
         errors = [abs(error) for error in replay.relative_errors(steps, factor)]
-        off = ""
+        how, off = "as learnt", ""
         if errors:
+            how = "median"
             off = f"; predictions are off by {sum(errors) / len(errors):.1%} on average, "
             off += f"{max(errors):.1%} at worst"
         print(f"a unit of cost took {factor:.3e} s ({how}){off}")

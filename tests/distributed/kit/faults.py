@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.utils import get_model_config
 
 from kit.exactness import arguments, log_probs_of
+from kit.groups import keep_data_parallel_group, remake_groups
 from kit.model import adam, named_parameters, sharded_model
 from kit.objective import packed_objective
 from kit.samples import make_samples, share, take
@@ -23,12 +24,14 @@ from mcore_batching.batch import token_mean
 from mcore_batching.megatron import (
     add_fields,
     exchange,
+    failure_watch,
     forward_only,
     get_data_iterator,
     response_log_probs,
     schedule_of,
     train_step,
 )
+from mcore_batching.megatron.consensus import get_consensus
 from mcore_batching.megatron.data_iterator import rollout_of
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
@@ -97,6 +100,38 @@ def one_rank_fails(
         if at_fault and what == "other plan":
             exchange.plan_step = planned
     return {"type": None}
+
+
+def groups_made_anew(dims: dict[str, Any], reference: str) -> list[dict[str, Any]]:
+    """Log-probs before and after all process groups are destroyed, twice; who agrees and watches.
+
+    What one rank says of a failure before concerns nobody after.
+    """
+    shape = ParallelDims(**dims)
+    keep_data_parallel_group()
+    seen: list[dict[str, Any]] = []
+    ended: list[Any] = []
+    for number in range(3):
+        if number:
+            remake_groups(shape, number)
+        model = small_model(dims, reference)
+        args = arguments(shape)
+        iterators, counts = get_data_iterator(args, model, my_samples(dims))
+        found = forward_only(log_probs_of, args, model, iterators, counts).get("log_probs", [])
+        watch = failure_watch._watch_of(args)
+        assert watch is not None
+        seen.append(
+            {
+                "outputs": [each.tolist() for each in found],
+                "others": get_consensus(args) not in ended and watch not in ended,
+                "watching": [each._thread.is_alive() for each in (*ended[1::2], watch)],
+                "joined": watch.is_joined("here", dist.get_world_size()),
+            }
+        )
+        ended += [get_consensus(args), watch]
+        if number < 2 and dist.get_rank() == 0:
+            watch._report("of groups that are no more")
+    return seen
 
 
 def extra_placeholders(

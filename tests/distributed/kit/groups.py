@@ -7,13 +7,19 @@ than most jobs.
 from __future__ import annotations
 
 import collections
+import datetime
 import functools
 import inspect
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from mcore_batching.megatron import consensus, cost_learners, row_groups
+from mcore_batching.megatron.standalone.bootstrap import initialize_model_parallel
+from mcore_batching.planning import ParallelDims
+
+_TIMEOUT = datetime.timedelta(seconds=60)
 
 _new_group, _destroy_process_group = dist.new_group, dist.destroy_process_group
 _signature = inspect.signature(_new_group)
@@ -50,8 +56,46 @@ def keep_groups() -> None:
 
 
 def abandon_groups() -> None:
-    """Hand out none of those made so far: messages lie in them that nobody received."""
+    """Hand out none of those made so far: messages lie in them that nobody received, or they are
+    destroyed."""
     _made.clear()
+    _taken.clear()
+
+
+class _KeptGroup(dist.ProcessGroup):
+    """Stands for a group of Megatron's that its framework destroys, and makes anew in it."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
+
+
+def keep_data_parallel_group(kept: Any = None) -> Any:
+    """Let Megatron's group of the data-parallel ranks be an object that outlives it."""
+    kept = kept or _KeptGroup(parallel_state.get_data_parallel_group())
+    for name in ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"):  # of 0.19
+        if hasattr(parallel_state, name):
+            setattr(parallel_state, name, kept)
+    return kept
+
+
+def remake_groups(dims: ParallelDims, number: int) -> None:
+    """Destroy all groups and make them anew, as slime does where it offloads a model.
+
+    Args:
+        dims: of the job.
+        number: how many times they were remade.
+    """
+    kept = parallel_state.get_data_parallel_group()
+    store = dist.distributed_c10d._get_default_store()
+    place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    dist.barrier()
+    dist.destroy_process_group()
+    abandon_groups()
+    again = dist.PrefixStore(f"remade {number}", store)
+    dist.init_process_group("gloo", store=again, timeout=_TIMEOUT, **place)
+    parallel_state.destroy_model_parallel()
+    initialize_model_parallel(dims, timeout_seconds=_TIMEOUT.total_seconds())
+    keep_data_parallel_group(kept)
 
 
 def release_groups() -> None:
