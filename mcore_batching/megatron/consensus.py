@@ -134,14 +134,18 @@ class JobConsensus(Consensus):
         Raises:
             PlanningFailedError: a value cannot be serialised.
             PlanMismatchError: no rank of some replica has the value.
+            PipelineFailedError: on every rank that can be reached, if a value does not fit into
+                memory on any.
         """
         if self._replica_group is None:
             self._replica_group = self._own_group(self.replicas)
         has = _gathered(RankMessages(self._world, self._replica), [int(value is not None)])
         having = [rank for rank, (each,) in zip(self._replica, has, strict=True) if each]
         sent: list[Any] = []
-        if having and len(having) < len(self._replica):
-            sent = _sent(value if self.rank == having[0] else None, having[0], self._replica_group)
+        with failure_watch.reporting(self._args, "sharing data"):
+            if having and len(having) < len(self._replica):
+                own = value if self.rank == having[0] else None
+                sent = _sent(own, having[0], self._replica_group)
 
         def work() -> Any:
             # What cannot be sent arrives as the exception in words, to be raised with the others.
@@ -173,14 +177,16 @@ class JobConsensus(Consensus):
         Raises:
             PlanningFailedError: on every rank, if that fails, or what it makes cannot be
                 serialised, or not be read on any.
+            PipelineFailedError: as `share_within_replica`.
         """
         agreed = self.agree(
             "sharing data",
             lambda: flat(make()) if self.rank == source else None,
             failure=PlanningFailedError,
         )
-        box = [None if agreed.result is None else agreed.result.numpy().tobytes()]
-        dist.broadcast_object_list(box, src=source, group=self.group)
+        with failure_watch.reporting(self._args, "sharing data"):
+            box = [None if agreed.result is None else agreed.result.numpy().tobytes()]
+            dist.broadcast_object_list(box, src=source, group=self.group)
         return self.agree(
             "sharing data, received", lambda: _read(box[0]), failure=PlanningFailedError
         ).result

@@ -43,6 +43,7 @@ FATAL = {
     "optimizer": "PipelineFailedError",
     "scheduler": "PipelineFailedError",
     "exchange": "PipelineFailedError",
+    "sharing": "PipelineFailedError",
     "loss": "ForwardFailedError",  # but see `expected`
     "loss is NaN": "NonFiniteError",
     "other settings": "PlanMismatchError",

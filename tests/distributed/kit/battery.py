@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
 from kit.exactness import arguments
@@ -22,6 +23,7 @@ from kit.faults import my_samples, small_model
 from kit.forked import at_fault
 from kit.model import adam
 from kit.objective import packed_objective
+from kit.samples import make_samples, take
 from mcore_batching.megatron import get_data_iterator, train_step
 from mcore_batching.planning import ParallelDims
 
@@ -93,6 +95,13 @@ def _exchange(job: _Job) -> None:
     torch.empty_like = job.raises
 
 
+def _sharing(job: _Job) -> None:
+    """What is sent does not fit into memory: the samples, or of a replica alone their fields."""
+    alone = dist.get_world_size() == parallel_state.get_data_parallel_world_size()
+    job.data = take(make_samples(), []) if alone else None
+    dist.broadcast_object_list = job.raises
+
+
 def _loss(job: _Job) -> None:
     job.loss = job.raises
 
@@ -140,6 +149,7 @@ FAULTS: dict[str, Callable[[_Job], None]] = {
     "optimizer": _optimizer,
     "scheduler": _scheduler,
     "exchange": _exchange,
+    "sharing": _sharing,
     "loss": _loss,
     "loss is NaN": _not_finite,
     "other settings": _settings,
