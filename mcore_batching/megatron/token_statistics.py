@@ -192,7 +192,8 @@ class _Softmax:
             down.sub_(highest).clamp_(min=LOWEST)
             sums[0] += down
             if with_entropy:
-                sums[2] += down * sums[1]
+                # A part may be as low as numbers go: times its sum that would be none.
+                sums[2] += down.clamp(min=_NEGLIGIBLE) * sums[1]
             sums[1:] *= down.exp()
             sums[0].masked_fill_(self.elsewhere, 0.0)
             dist.all_reduce(sums, group=self.group)

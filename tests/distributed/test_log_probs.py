@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
+import torch
 from kit.harness import Job
 
 # float32 keeps 24 bits, through sums over 64 entries; of bfloat16 logits only the gradient is
@@ -47,19 +49,24 @@ def test_values_and_gradients_are_those_of_a_plain_softmax(
     "job",
     [
         Job(
-            f"log-probs-banned-{name}-{temperature}",
+            f"log-probs-banned-{name}-{temperature}-{banned}",
             "kit.log_probs:compare_banned",
             2,
             LAYOUTS[name],
-            {"temperature": temperature, "chunk_tokens": chunk_tokens},
+            {"temperature": temperature, "chunk_tokens": chunk_tokens, "banned": banned},
         )
         for name in LAYOUTS
-        for temperature, chunk_tokens in ((1.0, 1024), (0.7, 3))
+        for temperature, chunk_tokens, banned in (
+            (1.0, 1024, -math.inf),
+            (0.7, 3, -math.inf),
+            (1.0, 3, torch.finfo(torch.float32).min),
+        )
     ],
     ids=str,
 )
 def test_a_rank_may_hold_banned_entries_alone(job: Job, ranks: list[dict[str, float]]) -> None:
-    """Scripts set logits of padded or forbidden entries to -inf: under TP2 all of rank 1's."""
+    """Scripts set logits of padded or forbidden entries to -inf, or to the lowest number: under
+    TP2 all of rank 1's."""
     for rank in ranks:
         for name, difference in rank.items():
             assert difference < FLOAT32, name

@@ -70,13 +70,13 @@ def compare(temperature: float, chunk_tokens: int, dtype: str) -> dict[str, floa
     }
 
 
-def compare_banned(temperature: float, chunk_tokens: int) -> dict[str, float]:
-    """As `compare`, where the last half of the vocabulary is banned by logits of -inf."""
+def compare_banned(temperature: float, chunk_tokens: int, banned: float) -> dict[str, float]:
+    """As `compare`, where the last half of the vocabulary is banned by such logits."""
     options: dict[str, Any] = {"temperature": temperature, "chunk_tokens": chunk_tokens}
     allowed = VOCABULARY // 2
     row = _row(allowed)
     whole = _whole_logits(row)
-    whole[:, allowed:] = -torch.inf
+    whole[:, allowed:] = banned
     found = {}
     for with_entropy in (False, True):
         expected, gradient = _reference(whole, row, temperature, with_entropy)
