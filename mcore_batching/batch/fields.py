@@ -33,7 +33,7 @@ class Kind(enum.Enum):
 
 
 class Fill(enum.Enum):
-    """What fabricated samples hold where their kind alone does not say.
+    """Values of fabricated samples where their kind alone does not say.
 
     Rows per token are filled alike in placeholders, which have one token and no response, and in
     padding samples, which have one of each. All else is of padding samples: a placeholder stands

@@ -29,7 +29,7 @@ class HookError(MCoreBatchingError, ValueError):
 
 @dataclasses.dataclass
 class _Place:
-    """What a replacement is marked with, and what wraps it: false once it is undone."""
+    """Mark of a replacement and of its wrappers; not ours any more once it is undone."""
 
     is_ours: bool = True
 

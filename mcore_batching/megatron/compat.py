@@ -173,7 +173,7 @@ def packs_sparse_attention() -> bool:
 
 
 def what_mamba_lacks(context_parallel: int) -> str:
-    """What has to be installed before Mamba layers run packed rows; empty if nothing has."""
+    """The packages that Mamba layers lack to run packed rows; empty if none."""
     from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 
     is_there, lacks = mamba_mixer._check_mamba_sequence_packing_support(

@@ -385,5 +385,5 @@ def _moved(
 
 
 def _digest_of(schedule: MicroBatchSchedule) -> dict[str, str]:
-    """What tells one batch's plan from another's, where values move by it or stay."""
+    """The digest of a batch's plan, by name: equal on ranks whose iterators are of one call."""
     return {"plan (sha256)": schedule.plan_digest}

@@ -48,7 +48,7 @@ def has_bytes(tensor: Tensor) -> bool:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """What a tensor that `has_bytes` holds, uint8 ``[bytes]``, on its device."""
+    """The values of a tensor that `has_bytes`, as uint8 ``[bytes]``, on its device."""
     held = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # A tensor of one value is contiguous at any stride, but has bytes at a stride of 1 alone.
     return held.as_strided((held.numel(),), (1,)).view(torch.uint8)

@@ -13,7 +13,7 @@ from mcore_batching.planning import ParallelDims
 
 
 def layer_problems(chunks: list[Any], dims: ParallelDims, *, pads_rows: bool) -> list[str]:
-    """What keeps a model's layers from running packed rows, one of each kind, with what to set.
+    """Reasons why layers cannot run packed rows, one of each kind, with the setting that mends it.
 
     Args:
         chunks: this rank's model chunks.

@@ -141,7 +141,7 @@ class RolloutBatch:
         return dataclasses.replace(self, told=told | {**self.told})
 
     def fields(self) -> tuple[Schema, dict[str, list[Any]], int | None]:
-        """What a rank without samples takes from one with samples."""
+        """Schema, template and batch size, for a rank without samples."""
         return self.schema, self.template, self.global_batch_size
 
     def with_fields_of(
