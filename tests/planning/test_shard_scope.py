@@ -105,7 +105,7 @@ def test_the_count_is_the_one_at_which_the_latest_rank_ends_soonest(
     }
     best = min(by_count.values())
     assert by_count[chosen] <= 1.005 * best
-    assert min(by_count[fewest], by_count[most_wanted]) > 1.015 * best
+    assert min(by_count[fewest], by_count[most_wanted]) > 1.01 * best
 
 
 def test_the_fewest_are_taken_where_more_only_cost_more() -> None:
@@ -136,10 +136,10 @@ def test_ranks_tell_as_many_ends_whatever_they_hold(case: Case) -> None:
 def test_single_samples_are_moved_in_a_rank() -> None:
     [problem, *_] = _uneven_ranks(0, 4, 4, 16)
     count = 8
-    profiled = best_slots(problem, count)
-    assert profiled is not None
+    dealt = best_slots(problem, count)
+    assert dealt is not None
     filled = fill_shard(problem, pack_shard(problem), count)
-    assert shard_outlook(problem, filled).end < 0.998 * shard_outlook(problem, profiled).end
+    assert shard_outlook(problem, filled).end < 0.9995 * shard_outlook(problem, dealt).end
 
 
 CONFIG = PlannerConfig(max_tokens_per_gpu=10)

@@ -164,7 +164,7 @@ def test_forms_are_searched_with_several_numbers_of_slots(monkeypatch: pytest.Mo
     def noted(forms: SharedForms, form: Form) -> Candidate | None:
         step = make(forms, form)
         if step is not None:
-            count = form.shape.num_slots
+            count = form.kind.num_slots
             earliest[count] = min(step.end, earliest.get(count, step.end))
         return step
 

@@ -2,19 +2,19 @@
 
 `search` decides the number of micro-batches, their samples, their order and their ranks,
 `search_dynamic` their context-parallel sizes as well, `best_slots` and `improve` those of one rank
-alone. Reading order: `objective` (what is minimised), `profiles` (slots filled to a shape),
-`pipeline_search` and `lockstep_search` (the shapes that are tried), `loop` (in which order),
-`local_moves` on `changed_ranks`, `changed_pipelines` and `chains` (single samples are moved),
-`one_rank` (a rank that keeps its samples). Under dynamic CP: `shared_rows` (what is simulated),
-`shared_forms`, `form_search` and `dynamic_search`.
+alone. Reading order: `objective` (what is minimised), `targets` (how large each slot is to be),
+`deal` (samples are dealt to targets), `steps` (in rounds that even out ranks), `choice` (numbers of
+slots and shapes that are tried), `local_moves` on `changed_ranks`, `changed_pipelines` and `chains`
+(single samples are moved), `one_rank` (a rank that keeps its samples). Under dynamic CP:
+`shared_rows` (what is simulated), `shared_forms`, `form_search` and `dynamic_search`.
 """
 
+from mcore_batching.planning.search.choice import search
 from mcore_batching.planning.search.dynamic_search import check_inflight_tokens, search_dynamic
 from mcore_batching.planning.search.local_moves import improve
-from mcore_batching.planning.search.loop import search
 from mcore_batching.planning.search.objective import Objective, Slots
 from mcore_batching.planning.search.one_rank import best_slots, ends_by_count
-from mcore_batching.planning.search.profiles import MOST_SLOTS_PER_STAGE, steps_of_counts
+from mcore_batching.planning.search.steps import MOST_SLOTS_PER_STAGE, steps_of_counts
 
 __all__ = [
     "MOST_SLOTS_PER_STAGE",

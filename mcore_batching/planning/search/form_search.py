@@ -13,15 +13,16 @@ import math
 from mcore_batching.planning.search.changed_ranks import ranks_of
 from mcore_batching.planning.search.local_moves import counter
 from mcore_batching.planning.search.objective import Candidate
-from mcore_batching.planning.search.pipeline_search import by_cost
-from mcore_batching.planning.search.profiles import shapes_of
 from mcore_batching.planning.search.shared_forms import Form, SharedForms
 from mcore_batching.planning.search.shared_rows import SharedObjective
+from mcore_batching.planning.search.steps import FIRSTS, Kind, by_cost
 
 LIMITS_PER_HALVING, MOST_LIMITS = 2, 12
 """Limits from the costliest sample down: so many for each halving, and in all."""
 SAMPLES_RESIZED = 8
 """Samples, costliest first, whose sizes are changed one by one."""
+FIRSTS_TO_BEGIN_WITH = (0.1, 0.4)
+"""Sizes of the first slot over the plateau that are judged first."""
 FORMS_TO_BEGIN_WITH, STEPS_KEPT = 12, 4
 """Forms, judged best, that steps are made of at first, and the best steps, of different numbers of
 slots, that are changed on."""
@@ -80,10 +81,10 @@ class FormSearch:
             keep: effort that is left over.
         """
         forms = [
-            Form(sizes, shape, 0.0)
+            Form(sizes, Kind(count, first), 0.0)
             for sizes in self._limits
             for count in self._forms.counts(sizes)
-            for shape in shapes_of(count, self._problem.dims)[:2]
+            for first in FIRSTS_TO_BEGIN_WITH
         ]
         for form in sorted(forms, key=self._forms.judge)[:FORMS_TO_BEGIN_WITH]:
             self.consider(form, math.inf)
@@ -109,7 +110,7 @@ class FormSearch:
             rank.fits_in_memory(self._objective) for rank in ranks_of(step, self._objective)
         ):
             return
-        count = form.shape.num_slots
+        count = form.kind.num_slots
         if count not in self._best or step.end < self._best[count][0].end:
             made = {**self._best, count: (step, form, judged)}
             best = sorted(made.items(), key=lambda each: (each[1][0].end, each[0]))
@@ -118,10 +119,9 @@ class FormSearch:
     def _changed(self, form: Form) -> Form:
         """The form with one of its parts changed at random."""
         below, problem = self._random, self._problem
-        # A single stage has no use for a profile.
-        part = below(7 if problem.dims.pipeline_parallel > 1 else 3)
-        count = form.shape.num_slots
-        sizes, shape = form.sizes, form.shape
+        # A single stage has no use for sizes that differ.
+        part = below(6 if problem.dims.pipeline_parallel > 1 else 3)
+        sizes, kind = form.sizes, form.kind
         if part == 0:
             sizes = self._limits[below(len(self._limits))]
         elif part == 1:
@@ -131,15 +131,12 @@ class FormSearch:
             changed[sample] = max(size, problem.least_sizes[sample])
             sizes = tuple(changed)
         elif part == 2:
-            count = problem.dims.round_up_num_microbatches(max(1, count + below(7) - 3))
-            shape = shape._replace(num_slots=count, rise=min(shape.rise, count - 1))
+            count = max(1, kind.num_slots + below(7) - 3)
+            kind = kind._replace(num_slots=problem.dims.round_up_num_microbatches(count))
         elif part == 3:
-            shapes = shapes_of(count, problem.dims)
-            shape = shapes[below(len(shapes))]
-        elif part == 4 and problem.dims.virtual_pipeline == 1:
-            shape = shape._replace(rise=below(min(count, 3 * problem.dims.pipeline_parallel)))
-        elif part == 5:
+            kind = kind._replace(first=FIRSTS[below(len(FIRSTS))])
+        elif part == 4:
+            kind = kind._replace(gentle=not kind.gentle)
+        else:
             return form._replace(skip=below(10) * below(10) / 100)
-        elif part == 6:
-            shape = shape._replace(lowest=(1 + below(8)) / 10)
-        return form._replace(sizes=sizes, shape=shape)
+        return form._replace(sizes=sizes, kind=kind)

@@ -131,6 +131,8 @@ class _Moved:
             if late.end < early.end:
                 late, early = early, late
             (giver, slot), (taker, other) = late.late_place(below), early.place(below)
+        if self._objective.lockstep and slot != other and not below(4):
+            return self._exchange_slots(late, slot, other)
         if giver is taker:
             if slot == other or (
                 len(late.ranks) == 1 and late.weights[slot] == late.weights[other]
@@ -224,7 +226,7 @@ class _Moved:
         if len(mine.ranks) > 1 or len(theirs.ranks) > 1:
             return self._swap_columns(pipeline, slot, other, max(mine.ranks, theirs.ranks, key=len))
         less = mine.cost - theirs.cost
-        if less <= 0.0 or not (mine.samples and theirs.samples):
+        if less <= 0.0 or not (mine.samples and (theirs.samples or slot < len(rank.rows) - 1)):
             return False
         changes = self._changes((pipeline, rank, slot), (pipeline, rank, other), less, less)
         end = self.heat * pipeline.end
@@ -234,7 +236,25 @@ class _Moved:
         if not self._fits_in_memory(mine.ranks):
             rank.rows[slot], rank.rows[other] = mine, theirs
             return False
+        rank.find_empty()
         return self._keep(changes)
+
+    def _exchange_slots(self, pipeline: Pipeline, slot: int, other: int) -> bool:
+        """Exchange two slots of all ranks, which run in lockstep."""
+        less = pipeline.costs[slot] - pipeline.costs[other]
+        both = [rank.rows[place] for rank in self.ranks for place in (slot, other)]
+        to_last = len(pipeline.costs) - 1 in (slot, other)
+        if less == 0.0 or (to_last and not all(row.samples for row in both)):
+            return False
+        change = (pipeline, other, less, slot, -less)
+        end = self.heat * pipeline.end
+        if pipeline.soonest(change, end) > end or not self._sooner([change]):
+            return False
+        self._exchange(self.ranks, slot, other)
+        if not self._fits_in_memory(range(len(self.ranks))):
+            self._exchange(self.ranks, slot, other)
+            return False
+        return self._keep([change])
 
     def _swap_columns(self, pipeline: Pipeline, slot: int, other: int, block: range) -> bool:
         """Exchange all that the ranks of a block have in two slots. This changes who waits for

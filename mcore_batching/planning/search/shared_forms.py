@@ -3,8 +3,8 @@
     sizes      every sample has a context-parallel size, no less than its length needs
     shared     samples of sizes above 1, each in a micro-batch of its own; laid out in as few slots
                as hold them, which take the largest places of a profile
-    own        all others, dealt to ranks so that shared and own work is even, and filled into the
-               slots left to the shape of the profile
+    own        all others, dealt to the targets of the slots left (`deal`), so that shared and own
+               work is even
 
 A quick judge, who cuts samples to the profile, says about when a form's step ends; `form_search`
 looks for the forms that are worth making.
@@ -12,24 +12,24 @@ looks for the forms that are worth making.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from mcore_batching.planning.cost import ordered_sum
-from mcore_batching.planning.problem import Problem
+from mcore_batching.planning.search.deal import deal, settle
 from mcore_batching.planning.search.objective import Candidate, Sizes, Slots
-from mcore_batching.planning.search.pipeline_search import by_cost
-from mcore_batching.planning.search.profiles import (
+from mcore_batching.planning.search.shared_rows import SharedObjective
+from mcore_batching.planning.search.steps import (
     MOST_SLOTS_PER_STAGE,
-    Profile,
-    Shape,
-    fill_slots,
-    profile_of,
+    Kind,
+    by_cost,
     steps_of_counts,
 )
-from mcore_batching.planning.search.shared_rows import SharedObjective
+from mcore_batching.planning.search.targets import Targets
+
+PASSES = 2
+"""Times that samples are swapped after a deal."""
 
 
 class Form(NamedTuple):
@@ -37,7 +37,7 @@ class Form(NamedTuple):
 
     sizes: tuple[int, ...]
     """Context-parallel size of each sample [samples]."""
-    shape: Shape
+    kind: Kind
     skip: float
     """Share of the slots that nobody shares, the largest of the profile, which are larger than the
     shared ones."""
@@ -68,7 +68,7 @@ class SharedForms:
         self._objective = objective
         self._problem = problem = objective.whole
         self._layouts: dict[tuple[int, ...], Layout] = {}
-        self._profiles: dict[Shape, Profile] = {}
+        self._relative: dict[Kind, list[float]] = {}
         self._costs = problem.on_ranks[1].costs
         self._order = by_cost(range(problem.num_samples), self._costs)
 
@@ -116,23 +116,25 @@ class SharedForms:
     def _places(self, layers: int, form: Form) -> list[int]:
         """Slots of the shared micro-batches, that of the costliest first: the largest of the
         profile but for those skipped."""
-        profile = self._profile(form.shape)
+        profile = self._profile(form.kind)
         largest = sorted(range(len(profile)), key=lambda slot: (-profile[slot], slot))
         first = round(form.skip * (len(profile) - layers))
         return largest[first : first + layers]
 
-    def _profile(self, shape: Shape) -> Profile:
-        if shape not in self._profiles:
-            self._profiles[shape] = profile_of(shape, self._problem.dims)
-        return self._profiles[shape]
+    def _profile(self, kind: Kind) -> list[float]:
+        """Sizes of slots relative to each other [slots]."""
+        if kind not in self._relative:
+            targets = Targets(self._objective, kind.num_slots, kind.first, 0.0, kind.gentle)
+            self._relative[kind] = targets.relative
+        return self._relative[kind]
 
     def judge(self, form: Form) -> float:
         """About the end of a form's step: the later of the first and the last rank's, if samples
         could be cut to the profile; infinite if the shared ones do not fit."""
-        layout, count = self._laid_out(form.sizes), form.shape.num_slots
+        layout, count = self._laid_out(form.sizes), form.kind.num_slots
         if len(layout.layers) > count:
             return math.inf
-        profile, fixed = self._profile(form.shape), self._problem.cost_model.per_micro_batch
+        profile, fixed = self._profile(form.kind), self._problem.cost_model.per_micro_batch
         latest = 0.0
         for rank in (0, self._problem.num_ranks - 1):
             costs = [-1.0] * count
@@ -155,7 +157,7 @@ class SharedForms:
 
     def make(self, form: Form) -> Candidate | None:
         """The step of a form, simulated; None if its samples do not fit."""
-        problem, count = self._problem, form.shape.num_slots
+        problem, count = self._problem, form.kind.num_slots
         ranks, layout = problem.num_ranks, self._laid_out(form.sizes)
         sizes: Sizes = [[1] * count for _ in range(ranks)]
         rows: list[Slots] = [[[] for _ in range(count)] for _ in range(ranks)]
@@ -164,36 +166,33 @@ class SharedForms:
                 size = form.sizes[sample]
                 for rank in range(first, first + size):
                     sizes[rank][slot], rows[rank][slot] = size, [sample]
-        room = [of_rank.count(1) for of_rank in sizes]
-        if layout.own and not any(room):
-            return None
-        profile = self._profile(form.shape)
-        dealt = _dealt(layout.own, problem.on_ranks[1], layout.load, room)
-        for rank, samples in enumerate(dealt):
-            free = [slot for slot in range(count) if sizes[rank][slot] == 1]
-            if not free:
-                continue
-            filled = fill_slots(samples, [profile[slot] for slot in free], self._objective)
-            if filled is None:
+        targets = self._targets(form, layout, sizes)
+        if layout.own:
+            if max(targets) < 0.0:
                 return None
-            for slot, of_slot in zip(free, filled, strict=True):
-                rows[rank][slot] = of_slot
+            dealt = deal(layout.own, targets, self._objective, passes=PASSES, per_rank=count)
+            if dealt is None:
+                return None
+            for rank, slots in enumerate(rows):
+                free = [slot for slot in range(count) if sizes[rank][slot] == 1]
+                own = settle([dealt[rank * count + slot] for slot in free], self._costs)
+                for slot, samples in zip(free, own, strict=True):
+                    slots[slot] = samples
         _make_last_real(rows, sizes)
         return self._objective.candidate(rows, sizes)
 
-
-def _dealt(
-    samples: Sequence[int], problem: Problem, load: Sequence[float], room: Sequence[int]
-) -> list[list[int]]:
-    """Samples, costliest first, each to the rank with the least work that has a slot."""
-    dealt: list[list[int]] = [[] for _ in load]
-    lightest = [(work, rank) for rank, work in enumerate(load) if room[rank]]
-    heapq.heapify(lightest)
-    for sample in samples:
-        work, rank = lightest[0]
-        dealt[rank].append(sample)
-        heapq.heapreplace(lightest, (work + problem.costs[sample], rank))
-    return dealt
+    def _targets(self, form: Form, layout: Layout, sizes: Sizes) -> list[float]:
+        """Cost that each micro-batch is to have [ranks * slots]; -1 where ranks share one."""
+        profile, fixed = self._profile(form.kind), self._problem.cost_model.per_micro_batch
+        targets: list[float] = []
+        for load, of_rank in zip(layout.load, sizes, strict=True):
+            whole = ordered_sum(p for p, size in zip(profile, of_rank, strict=True) if size == 1)
+            full = max(0.0, layout.work - load) / whole if whole else 0.0
+            targets += [
+                fixed + full * p if size == 1 else -1.0
+                for p, size in zip(profile, of_rank, strict=True)
+            ]
+        return targets
 
 
 def _make_last_real(rows: list[Slots], sizes: Sizes) -> None:

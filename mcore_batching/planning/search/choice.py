@@ -1,0 +1,178 @@
+"""The search: numbers of slots are chosen by steps made of them, then single samples are moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mcore_batching.planning.errors import InflightBoundError
+from mcore_batching.planning.search.local_moves import improve
+from mcore_batching.planning.search.objective import Candidate, Objective, Slots
+from mcore_batching.planning.search.steps import EVEN, FIRSTS, USUAL, Kind, Steps, thinned
+
+FEW_RANKS, ENOUGH_SAMPLES = 8, 1024
+"""From twice as many ranks on, numbers of slots are compared with so many, and fewer samples; with
+fewer ranks, two at least, where they have more samples together. Half as many samples are few
+enough for all of them."""
+AFTER_FEW_COUNTS, AFTER_COUNTS, AFTER_FIRSTS, AFTER_ROUNDS, AFTER_BEST = 0.75, 0.6, 0.5, 0.45, 0.3
+"""Effort that is left, over all of it, when no further numbers of slots, sizes of the first slot,
+or rounds are tried."""
+FEWEST_COMPARED = 5
+"""Numbers of slots that are compared even where that takes more effort than it should."""
+CAREFUL = 6
+"""Times that samples are swapped after a deal where it is to be among the best."""
+NEAR, MOST_MOVED = 1.05, 4
+"""Samples are moved in so many steps, of different numbers of slots, that end no later than so many
+times the first."""
+SHARE = 0.4
+"""Of the effort left, for moves in each half of those steps."""
+
+
+def search(
+    objective: Objective, starts: Iterable[Sequence[Sequence[Sequence[int]]]]
+) -> list[Slots]:
+    """Look for the step that ends first.
+
+    Args:
+        objective: of the step; its effort is used up at most.
+        starts: legal plans [ranks][slots]; the result ends no later than any of them.
+
+    Returns:
+        every rank's slots, the same number for each.
+
+    Raises:
+        InflightBoundError: nothing was found that holds no more tokens in flight than may be.
+    """
+    found, least = [], float("inf")
+    for start in starts:
+        step = objective.candidate(start)
+        if all(map(objective.fits_in_memory, step.ranks)):
+            found.append(step)
+        least = min(least, max(map(objective.problem.inflight_tokens, step.ranks)))
+    if not any(objective.cannot_be_beaten(step.end) for step in found):
+        found += _made(objective)
+    if not found:
+        raise InflightBoundError(objective.max_inflight_tokens, least)
+    return _moved(found, objective).ranks
+
+
+def _made(objective: Objective) -> list[Candidate]:
+    """Steps of the numbers of slots that do best."""
+    whole = steps = Steps(objective)
+    effort = objective.effort
+    per_rank = max(1, objective.problem.num_samples // whole.ranks)
+    few = max(2, min(FEW_RANKS, ENOUGH_SAMPLES // per_rank))
+    if whole.ranks >= 2 * few and objective.problem.num_samples > ENOUGH_SAMPLES // 2:
+        steps = thinned(whole, few)
+    perfect = _compare_counts(steps, AFTER_FEW_COUNTS * effort, AFTER_COUNTS * effort)
+    if not perfect:
+        perfect = _compare_firsts(steps, AFTER_FIRSTS * effort)
+    order = steps.soonest
+    if steps is not whole:
+        objective.effort = steps.objective.effort
+        best = {kind.num_slots: kind for kind in reversed(order)}
+        order, perfect = sorted(best.values(), key=order.index)[:2], False
+    whole.passes = CAREFUL
+    for number, kind in enumerate(order):
+        keep = (AFTER_ROUNDS if number else AFTER_BEST) * effort
+        if perfect or objective.effort < keep:
+            break
+        perfect = whole.make(kind, in_vain=3, keep=keep)
+    found = [whole.step(kind) for kind in whole.soonest]
+    if not perfect and not _has_order(whole) and not objective.spent:
+        found += filter(None, map(whole.folded, whole.counts()[:3]))
+    return found
+
+
+def _compare_counts(steps: Steps, keep_more: float, keep: float) -> bool:
+    """Make steps of every other number of slots, then of those beside the best two; True if none
+    can be beaten."""
+    counts, objective = steps.counts(), steps.objective
+    for at in sorted({*range(0, len(counts), 2), len(counts) - 1}, key=_far_apart):
+        if (len(steps.made) >= FEWEST_COMPARED and objective.effort < keep_more) or (
+            steps.made and objective.spent
+        ):
+            break
+        for gentle in (False, True)[: 1 + objective.lockstep]:
+            kind = Kind(counts[at], USUAL, gentle)
+            if steps.may_be_best(kind) and steps.make(kind, in_vain=1):
+                return True
+    if not steps.soonest:
+        # Under a bound on tokens in flight: even micro-batches, more of them or fewer.
+        for count in reversed(counts):
+            if steps.make(Kind(count, EVEN), in_vain=1):
+                return True
+            if steps.soonest:
+                break
+    new = {kind._replace(gentle=True) for kind in steps.soonest[:2]} if _has_order(steps) else set()
+    while new:
+        for kind in sorted(new):
+            if objective.spent:
+                return False
+            like = min(sorted(steps.made), key=lambda made: abs(made.num_slots - kind.num_slots))
+            if steps.may_be_best(kind) and steps.make(kind, in_vain=1, like=like):
+                return True
+        new = (
+            {
+                kind._replace(num_slots=counts[at])
+                for kind in steps.soonest[:2]
+                for at in _between(counts.index(kind.num_slots), steps, counts)
+            }
+            - steps.made.keys()
+            - steps.left_out
+        )
+        if objective.effort < keep:
+            break
+    return False
+
+
+def _between(at: int, steps: Steps, counts: Sequence[int]) -> list[int]:
+    """Places of numbers of slots halfway to those next to a number that were tried."""
+    tried = {counts.index(kind.num_slots) for kind in (*steps.made, *steps.left_out)}
+    below = max((place for place in tried if place < at), default=-1)
+    above = min((place for place in tried if place > at), default=len(counts))
+    return [place for place in ((below + at) // 2, (at + above) // 2) if place not in (below, at)]
+
+
+def _far_apart(index: int) -> int:
+    """A key that sorts indices so that each is far from those before: its 16 bits, reversed."""
+    return int(f"{index:016b}"[::-1], 2)
+
+
+def _has_order(steps: Steps) -> bool:
+    """True if the order of slots changes the end."""
+    problem = steps.objective.problem
+    return problem.dims.pipeline_parallel > 1 and not problem.forward_only
+
+
+def _compare_firsts(steps: Steps, keep: float) -> bool:
+    """Make steps of all sizes of the first slot, of the best numbers of slots; True if none can be
+    beaten."""
+    if not _has_order(steps):
+        return False
+    for number, kind in enumerate(steps.soonest):
+        for first in FIRSTS:
+            if number and steps.objective.effort < keep:
+                return False
+            other = kind._replace(first=first)
+            if other not in steps.made and steps.make(other, in_vain=1, like=kind):
+                return True
+    return False
+
+
+def _moved(found: Sequence[Candidate], objective: Objective) -> Candidate:
+    """The best step after single samples were moved: of the best few with some of the effort, of
+    half of them with more, and so on."""
+    found = sorted(found, key=lambda step: step.end)
+    best = found[0]
+    of_count = {len(step.ranks[0]): step for step in reversed(found)}
+    steps = sorted(of_count.values(), key=lambda step: step.end)
+    steps = [step for step in steps if step.end <= NEAR * best.end][:MOST_MOVED]
+    while not objective.cannot_be_beaten(best.end) and objective.effort > 0:
+        share = objective.effort * (SHARE if len(steps) > 1 else 1.0) / len(steps)
+        moved = [improve(step, objective, keep=objective.effort - share) for step in steps]
+        moved.sort(key=lambda step: step.end)
+        best = moved[0]
+        if len(steps) == 1:
+            break
+        steps = moved[: len(steps) // 2]
+    return best

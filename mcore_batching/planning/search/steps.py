@@ -1,0 +1,380 @@
+"""Steps of one problem, made by dealing samples to targets in rounds.
+
+A step has a number of slots and a size of its first slots. In each round samples are dealt to the
+targets of all ranks (`targets`, `deal`) and the step is simulated; ranks that end late get less
+work in the next, since one that holds a very long sample waits for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mcore_batching.planning.cost import ordered_sum
+from mcore_batching.planning.parallel_dims import ParallelDims
+from mcore_batching.planning.placement import by_folds
+from mcore_batching.planning.search.deal import deal, settle, spread
+from mcore_batching.planning.search.objective import Candidate, Objective, Slots
+from mcore_batching.planning.search.targets import Targets, all_targets, lockstep_targets
+
+FIRSTS = (0.06, 0.1, 0.16, 0.25, 0.4, 0.6)
+"""Sizes of the first slot over the plateau that are tried; with two of them less, steps end
+0.3 % later."""
+USUAL = 0.25
+"""The one by which numbers of slots are compared."""
+EVEN = 1.0
+"""With it all slots are as large."""
+DAMPING = 0.7
+"""Share of a rank's lateness that the next round takes off its work. Nothing hangs on the value:
+from 0.4 to 1.0 ends of steps differ by less than 0.03 %."""
+CLEARLY_SOONER = 0.995
+"""End over that of the round before which is worth a further round."""
+SMALL = 8
+"""One in so many samples, the cheapest, are small: each slot gets one of them at least."""
+MOST_SLOTS_PER_STAGE = 16
+"""Beyond this many micro-batches per stage, less than a sixteenth of the step is bubble."""
+STEPS_OF_COUNTS = 7
+"""Each number of slots that is tried is a seventh more than the one before; numbers between them
+end steps less than 0.1 % sooner, once samples are moved."""
+
+
+class Kind(NamedTuple):
+    """What is decided about a step before samples are dealt."""
+
+    num_slots: int
+    """Number of slots."""
+    first: float
+    """Size of the first slot over the plateau."""
+    gentle: bool = False
+    """True for a rise along a line, and a fall over twice as many slots."""
+
+
+@dataclass
+class Made:
+    """The best step of a kind so far."""
+
+    end: float = math.inf
+    """Of the step, infinite if there is none that fits into memory."""
+    step: Candidate | None = None
+    offsets: Sequence[float] = ()
+    """Work that each rank is to have beyond the mean in the next round [ranks]."""
+    rounds: int = 0
+    ways: list[int] = field(default_factory=list)
+    """In which each rank's groups of slots are ordered under the interleaved schedule."""
+
+
+class Steps:
+    """Makes steps of a problem.
+
+    Args:
+        objective: of the steps; its effort is used.
+    """
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+        self._problem = problem = objective.problem
+        self.ranks = problem.dims.data_parallel
+        self.order = by_cost(range(problem.num_samples), problem.costs)
+        """Samples, costliest first."""
+        fixed = problem.cost_model.per_micro_batch
+        self.alone = [problem.costs[sample] + fixed for sample in self.order]
+        """Costs of micro-batches of each of them alone."""
+        small = self.alone[-max(1, len(self.order) // SMALL) :]
+        self._least = ordered_sum(small) / max(1, len(small))
+        self._work = ordered_sum(problem.costs) / self.ranks
+        self._levels = self._levels_of_slots() if objective.lockstep else []
+        self.longest_rank: tuple[float, float] | None = None
+        """Costs of a long and a short sample: a step ends no sooner than a rank of the one and, in
+        each other slot, the other."""
+        self.passes = 2
+        """Times that samples are swapped after each deal."""
+        self.made: dict[Kind, Made] = {}
+        self.left_out: set[Kind] = set()
+        """Kinds that may not be best."""
+
+    def _levels_of_slots(self) -> list[tuple[float, float]]:
+        """As in `lockstep_targets`."""
+        problem, levels = self._problem, []
+        cost = tokens = 0.0
+        for last in reversed(range(len(self.order))):
+            if (last + 1) % self.ranks == 0 or last + 1 == len(self.order):
+                room = max(0.0, problem.capacity - problem.tokens[self.order[last]])
+                filled = self.alone[last] + (room * cost / tokens if tokens else 0.0)
+            if last % self.ranks == 0:
+                levels.append((self.alone[last], max(self.alone[last], filled)))
+            cost += problem.costs[self.order[last]]
+            tokens += problem.tokens[self.order[last]]
+        return levels[::-1]
+
+    def counts(self) -> list[int]:
+        """Numbers of slots to try, from the fewest that may hold the samples."""
+        problem = self._problem
+        dims = problem.dims
+        fewest = dims.round_up_num_microbatches(-(-problem.fewest_rows // self.ranks))
+        bounded = self.objective.max_inflight_tokens is not None
+        if dims.pipeline_parallel == 1 and not bounded:
+            # No bubble to shrink: further micro-batches only cost more.
+            return list(dict.fromkeys(dims.round_up_num_microbatches(fewest + e) for e in range(3)))
+        most = -(-problem.num_samples // self.ranks)
+        if not bounded:
+            most = min(most, MOST_SLOTS_PER_STAGE * dims.pipeline_parallel)
+        return steps_of_counts(fewest, max(fewest, most), dims)
+
+    @property
+    def soonest(self) -> list[Kind]:
+        """The kinds that steps were made of, the one whose step ends first before the others."""
+        found = (kind for kind, made in self.made.items() if made.end < math.inf)
+        return sorted(found, key=lambda kind: (self.made[kind].end, kind))
+
+    def may_be_best(self, kind: Kind) -> bool:
+        """False if a rank of the longest sample and otherwise empty slots would end later than the
+        best step so far."""
+        if not self.soonest:
+            return True
+        best = self.made[self.soonest[0]].end
+        for at in {kind.num_slots // 2, kind.num_slots - 1}:
+            costs = [self._problem.cost_model.per_micro_batch] * kind.num_slots
+            costs[at] = self.alone[0]
+            if self.objective.end_of(costs) < best:
+                return True
+        self.left_out.add(kind)
+        return False
+
+    def step(self, kind: Kind) -> Candidate:
+        """The best step of a kind, one of `soonest`."""
+        step = self.made[kind].step
+        assert step is not None
+        return step
+
+    def make(
+        self, kind: Kind, *, in_vain: int, like: Kind | None = None, keep: float = 0.0
+    ) -> bool:
+        """Rounds until so many in a row made a step end hardly sooner.
+
+        Args:
+            kind: of the steps.
+            in_vain: so many.
+            like: a kind whose ranks are already even, to begin with.
+            keep: effort with which no further round begins.
+
+        Returns:
+            True if no plan's step ends sooner.
+        """
+        made = self.made.setdefault(kind, Made())
+        if not made.offsets:
+            made.offsets = self.made[like].offsets if like else [0.0] * self.ranks
+            made.ways = self.made[like].ways[:] if like else []
+        left, before = in_vain, math.inf
+        while left:
+            end = self._round(kind, made)
+            if end is None:
+                break
+            if self.objective.cannot_be_beaten(made.end):
+                return True
+            left = in_vain if end < CLEARLY_SOONER * before else left - 1
+            before = min(before, end)
+            if self.objective.lockstep or self.ranks == 1 or self.objective.effort <= keep:
+                break
+        return False
+
+    def folded(self, num_slots: int) -> Candidate | None:
+        """The step of as many samples on each rank, as even as that goes; None if they do not fit
+        into so many slots."""
+        problem = self._problem
+        per_rank = max(1, -(-problem.num_samples // self.ranks))
+        ranks = []
+        for samples in by_folds(problem.costs, self.ranks, per_rank):
+            work = num_slots * problem.cost_model.per_micro_batch
+            work += ordered_sum(problem.costs[sample] for sample in samples)
+            slots = deal(
+                by_cost(samples, problem.costs),
+                [work / num_slots] * num_slots,
+                self.objective,
+                passes=self.passes,
+                per_rank=num_slots,
+            )
+            if slots is None:
+                return None
+            ranks.append(slots)
+        step = self.objective.candidate([settle(slots, problem.costs) for slots in ranks])
+        return step if all(map(self.objective.fits_in_memory, step.ranks)) else None
+
+    def _round(self, kind: Kind, made: Made) -> float | None:
+        """The end of the step of one more deal, infinite if it does not fit into memory; None if
+        samples do not fit into slots."""
+        objective = self.objective
+        made.rounds += 1
+        targets = self._targets(kind, made)
+        passes = self.passes * (3 if objective.lockstep else 1)
+        slots = deal(self.order, targets, objective, passes=passes, per_rank=kind.num_slots)
+        if slots is None:
+            return None
+        ranks = [slots[at : at + kind.num_slots] for at in range(0, len(slots), kind.num_slots)]
+        step = objective.candidate(self._arranged(ranks, made))
+        end = self._end(step)
+        if end < made.end or made.step is None:
+            made.end, made.step = end, step
+        if not objective.lockstep:
+            made.offsets = self._evened(made.offsets, step.ends)
+        return end
+
+    def _end(self, step: Candidate) -> float:
+        if not all(map(self.objective.fits_in_memory, step.ranks)):
+            return math.inf
+        if self.longest_rank is None:
+            return step.end
+        long, short = self.longest_rank
+        if self._problem.num_samples < self.ranks * len(step.ranks[0]):
+            short = self._problem.cost_model.per_micro_batch
+        costs = [short] * len(step.ranks[0])
+        costs[len(costs) // 2] = long
+        return max(step.end, self.objective.end_of(costs))
+
+    def _targets(self, kind: Kind, made: Made) -> list[float]:
+        problem = self._problem
+        work = self._work + kind.num_slots * problem.cost_model.per_micro_batch
+        targets = Targets(self.objective, kind.num_slots, kind.first, self._least, kind.gentle)
+        if self.objective.lockstep:
+            return lockstep_targets(targets, work, self.alone, self._levels) * self.ranks
+        works = [work + more for more in made.offsets]
+        sizes: list[list[float]] = []
+        for _ in range(3):
+            sizes = all_targets(targets, works, self.alone)
+            # Ranks of long samples have more, and leave less for others.
+            lacking = work - ordered_sum(map(ordered_sum, sizes)) / self.ranks
+            if abs(lacking) < 0.001 * work:
+                break
+            works = [each + lacking for each in works]
+        made.offsets = [each - work for each in works]
+        return list(itertools.chain.from_iterable(sizes))
+
+    def _evened(self, offsets: Sequence[float], ends: Sequence[float]) -> list[float]:
+        problem = self._problem
+        passes = 1.0 if problem.forward_only else 1.0 + problem.cost_model.backward_ratio
+        mean = ordered_sum(ends) / len(ends)
+        moved = [
+            offset - DAMPING * (end - mean) / passes
+            for offset, end in zip(offsets, ends, strict=True)
+        ]
+        middle = ordered_sum(moved) / len(moved)
+        return [offset - middle for offset in moved]
+
+    def _arranged(self, ranks: list[Slots], made: Made) -> list[Slots]:
+        """The slots of all ranks without needless placeholders, in an order that ends soon and
+        holds few tokens."""
+        objective, costs = self.objective, self._problem.costs
+        settled = [settle(slots, costs) for slots in ranks]
+        if not objective.lockstep:
+            settled = [self._soonest_order([slots])[0] for slots in settled]
+        else:
+            settled = self._soonest_order(settled)
+        if self._problem.dims.virtual_pipeline > 1:
+            apart = [settled] if objective.lockstep else [[slots] for slots in settled]
+            made.ways = made.ways or [-1] * len(apart)
+            both = [self._grouped(each, way) for each, way in zip(apart, made.ways, strict=True)]
+            settled = [slots for each, _ in both for slots in each]
+            made.ways = [way for _, way in both]
+        if objective.max_inflight_tokens is not None and not objective.lockstep:
+            return list(map(self._fitting, settled))
+        return settled
+
+    def _grouped(self, ranks: list[Slots], way: int) -> tuple[list[Slots], int]:
+        """The slots of ranks that run together, those of each group as they are, the cheapest
+        first, the costliest first, or the costliest in the middle.
+
+        Args:
+            ranks: that run together.
+            way: one of these; -1: that which ends first.
+
+        Returns:
+            the slots, and the way.
+        """
+        if not all(map(all, ranks)):
+            return ranks, way
+        costs = [max(slot) for slot in zip(*map(self.objective.slot_costs, ranks), strict=True)]
+        group = self._problem.dims.group_size
+        found = []
+        for number in range(4) if way < 0 else [way]:
+            order: list[int] = []
+            for first in range(0, len(costs), group):
+                slots = list(range(first, min(first + group, len(costs))))
+                if number:
+                    slots.sort(key=costs.__getitem__, reverse=number == 2)
+                if number == 3:
+                    slots = slots[::2] + slots[1::2][::-1]
+                order += slots
+            end = self.objective.end_of([costs[slot] for slot in order]) if way < 0 else 0.0
+            found.append((end, number, order))
+        _, way, order = min(found)
+        return [[slots[at] for at in order] for slots in ranks], way
+
+    def _fitting(self, slots: Slots) -> Slots:
+        """A rank's slots in an order in which they hold no more tokens than may be, if one of these
+        does: spread, cheapest first, costliest first."""
+        objective = self.objective
+        if objective.fits_in_memory(slots):
+            return slots
+        ascending = sorted(slots, key=lambda own: (bool(own), self._problem.cost(own)))
+        orders = [spread(slots, objective), ascending]
+        if all(slots):
+            orders.append(ascending[::-1])
+        return min(
+            orders,
+            key=lambda order: (
+                not objective.fits_in_memory(order),
+                objective.end_of(objective.slot_costs(order)),
+            ),
+        )
+
+    def _soonest_order(self, ranks: list[Slots]) -> list[Slots]:
+        """Placeholders where they are, or before all others, which go as they are, cheapest first
+        or costliest first."""
+        if all(map(all, ranks)) or not any(map(any, ranks)):
+            return ranks
+        orders = [ranks]
+        for times in (0.0, 1.0, -1.0):
+
+            def key(own: Sequence[int], times: float = times) -> tuple[bool, float]:
+                return bool(own), times * self._problem.cost(own)
+
+            orders.append([sorted(slots, key=key) for slots in ranks])
+        return min(orders, key=lambda order: self.objective.candidate(order).end)
+
+
+def by_cost(samples: Sequence[int], costs: Sequence[float]) -> list[int]:
+    """The samples, costliest first, ties in index order."""
+    return sorted(samples, key=lambda sample: (-costs[sample], sample))
+
+
+def steps_of_counts(fewest: int, most: int, dims: ParallelDims) -> list[int]:
+    """Numbers of slots that the schedule can run, from the fewest to the most."""
+    most = dims.round_up_num_microbatches(most)
+    counts = [dims.round_up_num_microbatches(fewest)]
+    while counts[-1] < most:
+        further = counts[-1] * (STEPS_OF_COUNTS + 1) // STEPS_OF_COUNTS
+        counts.append(min(most, dims.round_up_num_microbatches(max(counts[-1] + 1, further))))
+    return counts
+
+
+def thinned(steps: Steps, ranks: int) -> Steps:
+    """Steps of about so many of the ranks, and as many of the samples, from which much is learnt
+    about those of all."""
+    problem = steps.objective.problem
+    one_in = steps.ranks // ranks
+    few = steps.ranks // one_in
+    dims = dataclasses.replace(
+        problem.dims,
+        data_parallel=few,
+        context_parallel=problem.dims.context_parallel,
+        expert_parallel=few if steps.objective.lockstep else 1,
+    )
+    samples = problem.subset(steps.order[one_in // 2 :: one_in])
+    objective = Objective(dataclasses.replace(samples, dims=dims))
+    objective.effort = steps.objective.effort
+    made = Steps(objective)
+    made.longest_rank = steps.alone[0], steps.alone[-1]
+    return made

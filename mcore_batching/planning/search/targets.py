@@ -1,0 +1,272 @@
+"""How large each slot of each rank is to be.
+
+A pipeline idles in proportion to the size of its full slots: its first micro-batches must be small
+and may grow only as fast as the backward passes behind them allow, its last must shrink. So a rank
+has a plateau as high as its work asks for, or as its longest sample. The higher that is the fewer
+slots reach it, and what is left of them holds next to nothing:
+
+    usual   0.25 0.42 0.69 1.00 1.00 1.00 1.00 0.92 0.85 0.73 0.5     times the plateau
+    long    0.05 0.05 0.05 0.08 0.14 0.23 0.38 0.63 1.00 0.86 0.5     one sample is the plateau
+
+(PP4, 11 slots). Under the interleaved schedule groups of slots take the place of slots, of a
+pipeline of two stages. On one stage, and forward alone, order matters little: targets are even.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from mcore_batching.planning.cost import ordered_sum
+from mcore_batching.planning.pipeline import inflight_tokens
+from mcore_batching.planning.search.objective import Objective
+
+STEEPER = 0.25
+"""First size over the usual one, before a long sample: what is before it only delays it."""
+LOWEST, LOWEST_OF_GROUPS = (0.2, 0.5), 0.6
+"""Last size over the plateau: 1.25 stages over slots within these limits; of groups always this.
+As a linear program has it, whose ends differ by less than 0.3 % for half or twice as much."""
+MOST_SCALED = 8.0
+"""So many times as large slots may be made where the cap keeps others small."""
+HALVINGS = 8
+"""Of the interval in which a plateau's length is looked for; two more change no plan."""
+
+
+class Targets:
+    """Targets of so many slots.
+
+    Args:
+        objective: gives the schedule, the cap and the bound on tokens in flight.
+        count: number of slots.
+        first: size of the first slot (group of slots) over the plateau.
+        least: cost of a micro-batch of one small sample.
+    """
+
+    def __init__(
+        self, objective: Objective, count: int, first: float, least: float, gentle: bool = False
+    ) -> None:
+        problem = objective.problem
+        dims, ratio = problem.dims, problem.cost_model.backward_ratio
+        self.count, self.gentle = count, gentle
+        self._least, self._fixed = least, problem.cost_model.per_micro_batch
+        self._group = 1 if dims.virtual_pipeline == 1 else dims.group_size
+        self._units = -(-count // self._group)
+        self._stages = stages = 2 if dims.virtual_pipeline > 1 else dims.pipeline_parallel
+        self.even = dims.pipeline_parallel == 1 or problem.forward_only or not ratio
+        self.even = self.even or first >= 1.0
+        self._ceiling = _ceiling(objective, count)
+        self._bounded = objective.max_inflight_tokens is not None
+        if self.even:
+            return
+        # A step run backwards is one with forward and backward exchanged.
+        self._mirrored = ratio < 1.0
+        self._growth = (1.0 if gentle else max(ratio, 1.0 / ratio)) / (stages - 1)
+        span = 4 * stages if gentle else 2 * stages
+        self._decay = (span - 1.4) / (span + 1.4)
+        lowest = LOWEST_OF_GROUPS
+        if self._group == 1:
+            lowest = 0.1 if gentle else min(LOWEST[1], max(LOWEST[0], 1.25 * stages / self._units))
+        self._length = self._units - 1 + math.log(1.0 - lowest) / math.log(self._decay)
+        self._lack = [self._decay**-unit for unit in range(self._units)]
+        self._first, self._rise = first, self._rising(first)
+        self._usual = self._sizes(self._rise, self._length)
+        self._usual_sum = self._sum(self._usual)
+
+    def _rising(self, first: float) -> list[float]:
+        """Sizes up to the plateau: each adds to the first what the backward passes of the last
+        `stages - 1` let by."""
+        sizes: list[float] = []
+        for unit in range(self._units):
+            before = sizes[max(0, unit + 1 - self._stages) :]
+            size = first + self._growth * ordered_sum(before)
+            if size >= 1.0:
+                return sizes + [1.0] * (self._units - unit)
+            sizes.append(size)
+        return sizes
+
+    def _sizes(self, rise: Sequence[float], length: float) -> list[float]:
+        """Sizes of units, rising, and falling to nothing `length` units after the first."""
+        lacking = self._decay**length
+        return [min(r, 1.0 - lacking * q) for r, q in zip(rise, self._lack, strict=True)]
+
+    def _sum(self, sizes: Sequence[float]) -> float:
+        """Over slots; the last group may have fewer."""
+        total = ordered_sum(sizes) * self._group
+        return total - (self._units * self._group - self.count) * sizes[-1]
+
+    def plateau(self, work: float) -> float:
+        """The largest size of a rank with so much work and no long sample."""
+        return work / self.count if self.even else work / self._usual_sum * max(self._usual)
+
+    @property
+    def relative(self) -> list[float]:
+        """Sizes of slots relative to each other, where no sample is long [slots]."""
+        return [1.0] * self.count if self.even else self._of_slots(self._usual)
+
+    def of_rank(self, work: float, longest: float) -> tuple[list[float], bool]:
+        """Targets of a rank [slots], in cost.
+
+        Args:
+            work: of the rank, overhead of its micro-batches included.
+            longest: cost of the micro-batch of its longest sample.
+
+        Returns:
+            the targets, which add up to `work`; True if the longest sample makes the plateau.
+        """
+        long = self.plateau(work) < longest
+        if self.even:
+            return self._even(work, longest if long else 0.0), long
+        if not long:
+            scale = work / self._usual_sum
+            sizes = [max(self._least, scale * size) for size in self._usual]
+            if scale > self._ceiling:
+                sizes = self._under_ceiling(sizes, work)
+            sizes = self._of_slots(sizes)
+        else:
+            sizes = self._around(work, longest)
+        if self._mirrored:
+            sizes.reverse()
+        return sizes, long
+
+    def _even(self, work: float, longest: float) -> list[float]:
+        if not longest:
+            return [work / self.count] * self.count
+        sizes = [(work - longest) / max(1, self.count - 1)] * self.count
+        sizes[self.count // 2] = longest
+        return sizes
+
+    def _under_ceiling(self, sizes: list[float], work: float) -> list[float]:
+        """More before and after the plateau where that may not be as high."""
+        if self._sum([self._ceiling] * self._units) <= work:
+            return [work / self.count] * self._units
+        for _ in range(HALVINGS):
+            sizes = [min(self._ceiling, size) for size in sizes]
+            low = [size if size < self._ceiling else 0.0 for size in sizes]
+            scale = 1.0 + (work - self._sum(sizes)) / max(self._sum(low), 1e-9)
+            if scale < 1.001:
+                break
+            sizes = [size * scale for size in sizes]
+        return sizes
+
+    def _around(self, work: float, longest: float) -> list[float]:
+        """Targets with one as large as the longest sample: a later end first, then a faster rise,
+        until they add up to no more than the work."""
+        low, high = float(min(self._stages, self._units)), self._length + 1.0
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2.0
+            if self._sum(self._reaching(longest, middle)) < work:
+                low = middle
+            else:
+                high = middle
+        sizes = self._of_slots(self._reaching(longest, high))
+        # Within a group the long sample delays least in the middle.
+        first = sizes.index(max(sizes))
+        at = min(first + self._group // 2, self.count - 1)
+        rest = work - longest - (self.count - 1) * self._least
+        if rest >= 0.0:
+            over = ordered_sum(sizes) - sizes[first] - (self.count - 1) * self._least
+            keep = min(1.0, rest / over) if over > 0.0 else 1.0
+            sizes = [self._least + keep * (size - self._least) for size in sizes]
+            sizes[first], sizes[at] = sizes[at], longest
+            return sizes
+        # Not even one small sample for each of the others: they hold none.
+        real = (work - longest - (self.count - 1) * self._fixed) / max(
+            self._least - self._fixed, 1e-9
+        )
+        real = max(0, math.ceil(real - 0.001))
+        at = max(at, min(real, self.count - 1))
+        sizes = [self._fixed] * self.count
+        sizes[at - min(real, at) : at] = [self._least] * min(real, at)
+        sizes[at] = longest
+        return sizes
+
+    def _reaching(self, longest: float, length: float) -> list[float]:
+        rise = self._rising(STEEPER * self._first)
+        if length > self._length:
+            rise = self._rising(self._first * STEEPER ** (self._length + 1.0 - length))
+        sizes = self._sizes(rise, min(length, self._length))
+        scale, most = longest / max(sizes), self._ceiling if self._bounded else longest
+        return [max(self._least, min(most, size * scale)) for size in sizes]
+
+    def _of_slots(self, sizes: list[float]) -> list[float]:
+        if self._group == 1:
+            return sizes
+        return [size for size in sizes for _ in range(self._group)][: self.count]
+
+
+def _ceiling(objective: Objective, count: int) -> float:
+    """Cost of a micro-batch of usual samples that is as large as the cap, or a bound on tokens in
+    flight, allows."""
+    problem, bound = objective.problem, objective.max_inflight_tokens
+    tokens = float(problem.capacity)
+    if bound is not None:
+        at_a_time = inflight_tokens([1] * count, problem.dims, forward_only=problem.forward_only)
+        tokens = min(tokens, bound / at_a_time)
+    per_token = ordered_sum(problem.costs) / max(1, sum(problem.tokens))
+    return problem.cost_model.per_micro_batch + tokens * per_token
+
+
+def all_targets(
+    targets: Targets, works: Sequence[float], longest: Sequence[float]
+) -> list[list[float]]:
+    """Targets of all ranks [ranks][slots]. Long samples share ranks: a plateau costs a rank time,
+    not the number of slots that reach it.
+
+    Args:
+        targets: of the number of slots.
+        works: of each rank, as in `Targets.of_rank`.
+        longest: costs of micro-batches of one sample each, of all samples, descending.
+    """
+    left = list(reversed(longest))
+    made = []
+    for work in works:
+        sizes, long = targets.of_rank(max(work, left[-1] if left else 0.0), left[-1] if left else 0)
+        made.append(sizes)
+        if not long:
+            left = []  # those that are left are as short
+            continue
+        usual = targets.plateau(work)
+        for size in sorted(sizes, reverse=True):
+            place = bisect_right(left, size * 1.001) - 1
+            if size < usual or place < 0 or left[place] <= usual:
+                break
+            del left[place]
+    return made
+
+
+def lockstep_targets(
+    targets: Targets, work: float, longest: Sequence[float], levels: Sequence[tuple[float, float]]
+) -> list[float]:
+    """Targets of every rank [slots] where all run a slot together.
+
+    Args:
+        targets: of the number of slots.
+        work: of each rank.
+        longest: as in `all_targets`.
+        levels: of the slot of the costliest samples, one for each rank, of the slot of the next,
+            and so on: the cost of the costliest, and what all ranks can fill up to under the cap.
+    """
+    top = longest[0] if longest else 0.0
+    sizes, _ = targets.of_rank(max(work, top), top)
+    bounds = [*levels[: targets.count]]
+    bounds += [(0.0, math.inf)] * (targets.count - len(bounds))
+    order = sorted(range(targets.count), key=lambda slot: (-sizes[slot], slot))
+    if targets.gentle:
+        # Larger slots in turn before and after the largest.
+        descending = [sizes[slot] for slot in order]
+        order.sort(key=lambda slot: abs(slot - targets.count // 2 + 0.25))
+        for slot, size in zip(order, descending, strict=True):
+            sizes[slot] = size
+
+    def scaled(scale: float) -> list[float]:
+        within = list(sizes)
+        for slot, (least, most) in zip(order, bounds, strict=True):
+            within[slot] = max(least, min(most, scale * sizes[slot]))
+        return within
+
+    low, high = 0.0, MOST_SCALED
+    for _ in range(2 * HALVINGS):
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if ordered_sum(scaled(middle)) < work else (low, middle)
+    return scaled(high)
