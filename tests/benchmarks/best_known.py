@@ -37,7 +37,7 @@ from bench_step_time import (
 from mcore_batching.planning import ParallelDims, PlannerConfig, Problem
 from mcore_batching.planning.search import Objective
 from mcore_batching.planning.search.objective import Candidate
-from mcore_batching.planning.search.pipeline_search import PipelineShapes
+from mcore_batching.planning.search.steps import FIRSTS, Kind, Steps
 from mcore_batching.planning.statistics import predicted_step_time
 from mcore_batching.planning.step_bound import step_time_bound
 from mcore_batching.tools.report import Table, print_table
@@ -143,17 +143,19 @@ class Annealer:
 def search_long(problem: Problem, anneal: Annealer, moves: int) -> Candidate:
     objective = Objective(problem)
     objective.effort = 10**12
-    family = PipelineShapes(objective)
+    steps = Steps(objective)
     per_rank = -(-problem.num_samples // problem.dims.data_parallel)
 
     def quick(counts: set[int]) -> Iterator[Candidate]:
         for count in sorted(counts):
-            made = [step for shape in family.shapes(count) for step in family.steps(shape, 0)]
+            kinds = [Kind(count, first, gentle) for first in FIRSTS for gentle in (False, True)]
+            for kind in kinds:
+                steps.make(kind, in_vain=3)
+            made = [kind for kind in steps.soonest if kind in kinds]
             if made and count <= per_rank:
-                start = min(made, key=lambda step: step.end)
-                yield anneal(problem, start, moves // 10, 3e-3, 3e-5, 1)
+                yield anneal(problem, steps.step(made[0]), moves // 10, 3e-3, 3e-5, 1)
 
-    counts = set(family.counts())
+    counts = set(steps.counts())
     found = sorted(quick(counts), key=lambda step: step.end)
     near = {len(step.ranks[0]) + more for step in found[:3] for more in range(-2, 3)}
     near = {count for count in near if count >= min(counts)}

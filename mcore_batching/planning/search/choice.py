@@ -1,4 +1,13 @@
-"""The search: numbers of slots are chosen by steps made of them, then single samples are moved."""
+"""The search: steps are made of several kinds, then single samples are moved in the best.
+
+1. Of every other number of slots a step is made, then of those around the best two, also with a
+   gentle rise. With many ranks, some of these stand for all.
+2. Of the best numbers steps are made with other sizes of the first slot, and the best of those once
+   more with more care.
+3. Single samples are moved in the best few (`local_moves`), in fewer and fewer of them.
+
+A step that no plan beats ends this at once.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +19,21 @@ from mcore_batching.planning.search.objective import Candidate, Objective, Slots
 from mcore_batching.planning.search.steps import EVEN, FIRSTS, USUAL, Kind, Steps, thinned
 
 FEW_RANKS, ENOUGH_SAMPLES = 8, 1024
-"""From twice as many ranks on, numbers of slots are compared with so many, and fewer samples; with
-fewer ranks, two at least, where they have more samples together. Half as many samples are few
-enough for all of them."""
-AFTER_FEW_COUNTS, AFTER_COUNTS, AFTER_FIRSTS, AFTER_ROUNDS, AFTER_BEST = 0.75, 0.6, 0.5, 0.45, 0.3
-"""Effort that is left, over all of it, when no further numbers of slots, sizes of the first slot,
-or rounds are tried."""
+"""From twice as many ranks on, numbers of slots are compared on so many of them, or on fewer that
+hold so many samples together, two at least; half as many samples are compared as they are."""
 FEWEST_COMPARED = 5
-"""Numbers of slots that are compared even where that takes more effort than it should."""
+"""Numbers of slots that are compared with little effort too: one bad guess would decide."""
+AFTER_FEW_COUNTS, AFTER_COUNTS, AFTER_FIRSTS, AFTER_ROUNDS, AFTER_BEST = 0.75, 0.6, 0.5, 0.45, 0.3
+"""Shares of the effort left when no further number of slots is tried far from the best, near the
+best, size of the first slot, kind of step once more, or round of the best kind. They are reached in
+steps of thousands of samples alone; what is left goes into moves."""
 CAREFUL = 6
-"""Times that samples are swapped after a deal where it is to be among the best."""
+"""Times that samples are swapped after a deal whose step may be the result."""
 NEAR, MOST_MOVED = 1.05, 4
 """Samples are moved in so many steps, of different numbers of slots, that end no later than so many
 times the first."""
 SHARE = 0.4
-"""Of the effort left, for moves in each half of those steps."""
+"""Share of the effort left that all steps get together before half of them go on."""
 
 
 def search(
@@ -71,10 +80,12 @@ def _made(objective: Objective) -> list[Candidate]:
         objective.effort = steps.objective.effort
         best = {kind.num_slots: kind for kind in reversed(order)}
         order, perfect = sorted(best.values(), key=order.index)[:2], False
+        # Fewer ranks may not have kept to a bound on tokens in flight.
+        order = order or [Kind(count, EVEN) for count in reversed(whole.counts())]
     whole.passes = CAREFUL
     for number, kind in enumerate(order):
         keep = (AFTER_ROUNDS if number else AFTER_BEST) * effort
-        if perfect or objective.effort < keep:
+        if perfect or (whole.soonest and objective.effort < keep):
             break
         perfect = whole.make(kind, in_vain=3, keep=keep)
     found = [whole.step(kind) for kind in whole.soonest]
@@ -88,12 +99,10 @@ def _compare_counts(steps: Steps, keep_more: float, keep: float) -> bool:
     can be beaten."""
     counts, objective = steps.counts(), steps.objective
     for at in sorted({*range(0, len(counts), 2), len(counts) - 1}, key=_far_apart):
-        if (len(steps.made) >= FEWEST_COMPARED and objective.effort < keep_more) or (
-            steps.made and objective.spent
-        ):
+        compared = len({kind.num_slots for kind in steps.made})
+        if objective.effort < (keep_more if compared >= FEWEST_COMPARED else 0.0) and compared:
             break
-        for gentle in (False, True)[: 1 + objective.lockstep]:
-            kind = Kind(counts[at], USUAL, gentle)
+        for kind in _first_kinds(counts[at], objective):
             if steps.may_be_best(kind) and steps.make(kind, in_vain=1):
                 return True
     if not steps.soonest:
@@ -104,25 +113,31 @@ def _compare_counts(steps: Steps, keep_more: float, keep: float) -> bool:
             if steps.soonest:
                 break
     new = {kind._replace(gentle=True) for kind in steps.soonest[:2]} if _has_order(steps) else set()
-    while new:
+    while True:
         for kind in sorted(new):
             if objective.spent:
                 return False
             like = min(sorted(steps.made), key=lambda made: abs(made.num_slots - kind.num_slots))
             if steps.may_be_best(kind) and steps.make(kind, in_vain=1, like=like):
                 return True
-        new = (
-            {
-                kind._replace(num_slots=counts[at])
-                for kind in steps.soonest[:2]
-                for at in _between(counts.index(kind.num_slots), steps, counts)
-            }
-            - steps.made.keys()
-            - steps.left_out
-        )
-        if objective.effort < keep:
-            break
-    return False
+        new = {
+            kind._replace(num_slots=counts[at])
+            for kind in steps.soonest[:2]
+            for at in _between(counts.index(kind.num_slots), steps, counts)
+        } - steps.made.keys()
+        new -= steps.left_out
+        if not new or objective.effort < keep:
+            return False
+
+
+def _first_kinds(count: int, objective: Objective) -> list[Kind]:
+    """By which numbers of slots are compared."""
+    kinds = [Kind(count, USUAL)]
+    if objective.lockstep:
+        kinds.append(Kind(count, USUAL, gentle=True))
+    if objective.max_inflight_tokens is not None:
+        kinds.append(Kind(count, EVEN))
+    return kinds
 
 
 def _between(at: int, steps: Steps, counts: Sequence[int]) -> list[int]:

@@ -18,11 +18,12 @@ EFFORT_OF_DEAL, EFFORT_OF_SWAPS = 6, 6
 """Dealing a sample, and looking for what a slot may swap, take about as long as so many simulated
 passes."""
 CLOSER = 0.9
-"""A swap is made if it leaves so much of what two slots are apart, or less. With 0.8 to 0.99 ends
-of steps differ by less than 0.05 %."""
-ENOUGH = 0.1
+"""A swap is made if it leaves so much of what two slots are apart, or less."""
 SMALLEST = 8
 """Samples of a slot that may be swapped, the cheapest: a bound on time for slots of hundreds."""
+WORTH_TELLING = 0.1
+"""What a rank's slots got beyond their targets is told to its other slots once it is so many times
+the overhead of a micro-batch for each."""
 
 
 def deal(
@@ -78,7 +79,7 @@ def deal(
             if room[slot] < wanted:
                 heapq.heappop(lacking)
                 heapq.heappush(waiting, (-room[slot], lack, slot))
-            elif less > ENOUGH * fixed:
+            elif less > WORTH_TELLING * fixed:
                 counted[slot] += less
                 heapq.heapreplace(lacking, (lack + less, slot))
             else:

@@ -11,8 +11,7 @@ if that does not end later, nor the ranks in it that end before its last. What i
 chains of passes known (`chains`) make best: mostly they refuse all there is, unsimulated. The cap
 and the bounds on samples and on tokens in flight hold throughout, no micro-batch is emptied, none
 changes its context-parallel size, and a rank with a placeholder takes a further sample there. A
-counter decides which moves are tried, so they are the same everywhere. Where there is effort for
-it, moves may make the step end a little later at first; the step that ended first is the result.
+counter decides which moves are tried, so they are the same everywhere.
 """
 
 from __future__ import annotations
@@ -34,9 +33,6 @@ from mcore_batching.planning.search.objective import Candidate, Objective
 
 GIVE_UP_AFTER = 12000
 """Moves in a row of which none made the step better."""
-HOTTEST, HOT_EFFORT = 0.0005, 5000
-"""Share by which a move may make a pipeline end later at first, ever less until the effort is
-spent. It is in proportion to the effort for each sample where that is less than so much."""
 EFFORT_OF_A_TRY = 40
 """A move that is refused unsimulated takes about as long as so many simulated passes."""
 ROUNDED = 1.0 + 1e-12
@@ -63,13 +59,9 @@ def improve(step: Candidate, objective: Objective, *, keep: float = 0.0) -> Cand
     if objective.effort <= keep:
         return step
     moved = _Moved(step, objective)
-    effort = max(1.0, objective.effort - keep)
-    hottest = HOTTEST * min(1.0, effort / (HOT_EFFORT * max(1, objective.problem.num_samples)))
     in_vain = 0
     perfect = moved.perfect
     while objective.effort > keep and in_vain < GIVE_UP_AFTER and not perfect:
-        left = (objective.effort - keep) / effort
-        moved.heat = 1.0 + hottest * left * left
         objective.effort -= EFFORT_OF_A_TRY
         in_vain += 1
         if moved.try_one():
@@ -95,9 +87,6 @@ class _Moved:
         self._slowest = max(self._pipelines, key=lambda pipeline: pipeline.end)
         self._ends: list[float] = []
         """Of pipelines after the changes that were simulated last."""
-        self.heat = 1.0
-        """So many times later a pipeline may end after a move."""
-        self._best = self._slowest.end, step
 
     @property
     def perfect(self) -> bool:
@@ -105,18 +94,10 @@ class _Moved:
         return self._objective.cannot_be_beaten(self._slowest.end)
 
     def result(self) -> Candidate:
-        """The step that ended first, simulated."""
-        self._leave()
-        _, best = self._best
-        return self._objective.candidate(best.ranks, best.sizes)
-
-    def _leave(self) -> None:
-        """Remember the step as it is now if none ended sooner."""
-        end = self._slowest.end
-        if end < self._best[0]:
-            slots = [[row.samples for row in rank.rows] for rank in self.ranks]
-            sizes = [[len(row.ranks) for row in rank.rows] for rank in self.ranks]
-            self._best = end, Candidate(slots, [end], sizes if self._shared else None)
+        """The step as it is now, simulated."""
+        slots = [[row.samples for row in rank.rows] for rank in self.ranks]
+        sizes = [[len(row.ranks) for row in rank.rows] for rank in self.ranks]
+        return self._objective.candidate(slots, sizes if self._shared else None)
 
     def try_one(self) -> bool:
         """Try a move; True if it made the step better."""
@@ -208,10 +189,10 @@ class _Moved:
             return None
         least = min(choices)[0]
         if late is early:
-            room = late.room(slot, mine, other, theirs, least, late.end * self.heat)
+            room = late.room(slot, mine, other, theirs, least, late.end)
         else:
             slope = late.weights[slot * late.width + mine.offset]
-            place, end = other * early.width + theirs.offset, late.end * self.heat
+            place, end = other * early.width + theirs.offset, late.end
             room = early.chains.room(place, slope, least, end)
         if room is None:
             return None
@@ -229,7 +210,7 @@ class _Moved:
         if less <= 0.0 or not (mine.samples and (theirs.samples or slot < len(rank.rows) - 1)):
             return False
         changes = self._changes((pipeline, rank, slot), (pipeline, rank, other), less, less)
-        end = self.heat * pipeline.end
+        end = pipeline.end
         if pipeline.soonest(changes[0], end) > end or not self._sooner(changes):
             return False
         rank.rows[slot], rank.rows[other] = theirs, mine
@@ -247,7 +228,7 @@ class _Moved:
         if less == 0.0 or (to_last and not all(row.samples for row in both)):
             return False
         change = (pipeline, other, less, slot, -less)
-        end = self.heat * pipeline.end
+        end = pipeline.end
         if pipeline.soonest(change, end) > end or not self._sooner([change]):
             return False
         self._exchange(self.ranks, slot, other)
@@ -303,12 +284,13 @@ class _Moved:
         pipeline = changes[0][0]
         if len(changes) == 1:
             self._ends = [pipeline.simulated(changes[0])]
-            total, limit = self._ends[0], self.heat * pipeline.end
+            total, limit = self._ends[0], pipeline.end
         else:
             other, at, less, _, _ = changes[1]
             limit = self._power(pipeline.end) + self._power(other.end)
-            limit *= high_power(self.heat)
             grown = pipeline.simulated(changes[0])
+            if grown > other.end:
+                return False
             soonest = other.end + less * other.weights[at]
             if self._power(grown) + self._power(soonest) > limit:
                 return False
@@ -319,8 +301,6 @@ class _Moved:
             total >= limit and ordered_sum(change[0].evenness() for change in changes) > 0.0
         ):
             return False
-        if max(self._ends) > self._slowest.end:
-            self._leave()
         return True
 
     def _power(self, end: float) -> float:

@@ -18,8 +18,8 @@ from mcore_batching.planning.rounds import Rounds
 MOST_SAMPLES_COUNTED = 4096
 """Effort grows with the samples of a step up to here: a bound on the seconds that a plan takes."""
 MANY_COUNTED, ONE_IN = 1024, 8
-"""Beyond so many samples one in so many counts. Steps of 4096 samples on DP64×PP8 end 0.5 % later
-than if each did, and are planned in a third of the time."""
+"""Beyond so many samples one in so many counts. With one in 16, 16,384 samples on DP64×PP8 are
+planned in two thirds of the time and end up to 4 % later."""
 FEWEST_COUNTED, FEW_COUNTED = 128, 1024
 """Effort of few samples or deep pipelines is that of more samples, within these limits. With 24, 8
 samples in 8 stages end up to 2.3 % later than with 16 times the effort; now 0.5 %."""
@@ -27,14 +27,17 @@ SOME_COUNTED = 64, 4, 256
 """Beyond so many samples each counts so many times, up to so many: steps of 128 samples end 0.5 %
 sooner."""
 EFFORT_IN_ROUNDS = 1.1
-"""So many times the effort where ranks run by themselves in rounds: on average steps end no later
-than with all of it when moves were drawn blindly."""
+"""So many times the effort where ranks run by themselves in rounds: 512 samples take 0.2 s. With
+1.33 steps end 0.05 % sooner, with 1 as much later."""
 EFFORT_OTHERWISE = 1.3
 """Likewise under the interleaved schedule and forward only. With 1, in 2 of 150 random problems,
 both interleaved, a rule that keeps the cap ended 0.2 and 0.3 % sooner; now 0.12 % at most."""
 EFFORT_IN_LOCKSTEP = 1.6
 """So many times the effort where ranks run in lockstep: a move rarely helps, since it takes the
 costliest of a slot. With 1.2 steps end 0.04 % later than with 1.5, with 2 at most 0.1 % sooner."""
+EFFORT_UNDER_BOUND = 3
+"""So many times the effort under a bound on tokens in flight, where most steps hold too many: with
+2, an interleaved one ended 4 % later, with 1 15 %."""
 GOOD_ENOUGH = 1.0001
 """A step is not searched for further where no plan's ends so much sooner."""
 
@@ -88,6 +91,8 @@ class Objective:
         ):
             bound = None  # all samples together, and placeholders beside them, are within it
         self.max_inflight_tokens = bound
+        if bound is not None:
+            self.effort *= EFFORT_UNDER_BOUND
         self._floor = max(step_time_floor(problem), way_of_longest(problem)) * GOOD_ENOUGH
 
     @property

@@ -22,24 +22,30 @@ from mcore_batching.planning.search.objective import Candidate, Objective, Slots
 from mcore_batching.planning.search.targets import Targets, all_targets, lockstep_targets
 
 FIRSTS = (0.06, 0.1, 0.16, 0.25, 0.4, 0.6)
-"""Sizes of the first slot over the plateau that are tried; with two of them less, steps end
-0.3 % later."""
+"""Sizes of the first slot over the plateau that are tried; with five of them less, steps end 0.5 %
+later."""
 USUAL = 0.25
-"""The one by which numbers of slots are compared."""
+"""The one by which numbers of slots are compared. With 0.16 and 0.4 ends differ by 0.05 % in the
+mean."""
 EVEN = 1.0
-"""With it all slots are as large."""
+"""With it all slots are as large, which holds the fewest tokens."""
 DAMPING = 0.7
-"""Share of a rank's lateness that the next round takes off its work. Nothing hangs on the value:
-from 0.4 to 1.0 ends of steps differ by less than 0.03 %."""
+"""Share of a rank's lateness that the next round takes off its work. With half, or all of it, steps
+end 0.04 % later in the mean, up to 1.8 % in the worst of 28."""
 CLEARLY_SOONER = 0.995
-"""End over that of the round before which is worth a further round."""
+"""End over that of the best round so far which is worth a further round."""
+HELD_IN_THE_MEAN = 0.7
+"""Tokens in flight in the mean of a step over the most: a bound on these leaves out numbers of
+slots that are too small for it, or nearly."""
 SMALL = 8
-"""One in so many samples, the cheapest, are small: each slot gets one of them at least."""
+"""One in so many samples, the cheapest, are small: each slot is to hold one of them. With 4 and 16
+ends differ by 0.04 % in the mean."""
+LOCKSTEP_PASSES = 3
+"""So many times the swaps where ranks run in lockstep, whose slots are as slow as one."""
 MOST_SLOTS_PER_STAGE = 16
-"""Beyond this many micro-batches per stage, less than a sixteenth of the step is bubble."""
+"""Beyond so many micro-batches per stage, less than a sixteenth of the step is bubble."""
 STEPS_OF_COUNTS = 7
-"""Each number of slots that is tried is a seventh more than the one before; numbers between them
-end steps less than 0.1 % sooner, once samples are moved."""
+"""Each number of slots that may be tried is a seventh more than the one before."""
 
 
 class Kind(NamedTuple):
@@ -115,13 +121,17 @@ class Steps:
         problem = self._problem
         dims = problem.dims
         fewest = dims.round_up_num_microbatches(-(-problem.fewest_rows // self.ranks))
-        bounded = self.objective.max_inflight_tokens is not None
-        if dims.pipeline_parallel == 1 and not bounded:
+        bound = self.objective.max_inflight_tokens
+        if dims.pipeline_parallel == 1 and bound is None:
             # No bubble to shrink: further micro-batches only cost more.
             return list(dict.fromkeys(dims.round_up_num_microbatches(fewest + e) for e in range(3)))
         most = -(-problem.num_samples // self.ranks)
-        if not bounded:
+        if bound is None:
             most = min(most, MOST_SLOTS_PER_STAGE * dims.pipeline_parallel)
+        elif not problem.forward_only:
+            # As many micro-batches as stages hold so many tokens in the mean, at least.
+            held = sum(problem.tokens) * dims.pipeline_parallel / (self.ranks * bound)
+            fewest = max(fewest, min(most, int(HELD_IN_THE_MEAN * held)))
         return steps_of_counts(fewest, max(fewest, most), dims)
 
     @property
@@ -209,7 +219,7 @@ class Steps:
         objective = self.objective
         made.rounds += 1
         targets = self._targets(kind, made)
-        passes = self.passes * (3 if objective.lockstep else 1)
+        passes = self.passes * (LOCKSTEP_PASSES if objective.lockstep else 1)
         slots = deal(self.order, targets, objective, passes=passes, per_rank=kind.num_slots)
         if slots is None:
             return None

@@ -29,8 +29,10 @@ LOWEST, LOWEST_OF_GROUPS = (0.2, 0.5), 0.6
 As a linear program has it, whose ends differ by less than 0.3 % for half or twice as much."""
 MOST_SCALED = 8.0
 """So many times as large slots may be made where the cap keeps others small."""
-HALVINGS = 8
-"""Of the interval in which a plateau's length is looked for; two more change no plan."""
+TINY = 1e-9
+"""Not to divide by nothing."""
+HALVINGS = 6
+"""Of an interval in which targets are looked for that add up to a work."""
 
 
 class Targets:
@@ -67,10 +69,12 @@ class Targets:
         lowest = LOWEST_OF_GROUPS
         if self._group == 1:
             lowest = 0.1 if gentle else min(LOWEST[1], max(LOWEST[0], 1.25 * stages / self._units))
-        self._length = self._units - 1 + math.log(1.0 - lowest) / math.log(self._decay)
-        self._lack = [self._decay**-unit for unit in range(self._units)]
+        self._lowest = lowest
+        self._powers = [1.0]
+        for _ in range(self._units):
+            self._powers.append(self._powers[-1] * self._decay)
         self._first, self._rise = first, self._rising(first)
-        self._usual = self._sizes(self._rise, self._length)
+        self._usual = self._sizes(self._rise, self._units - 1, 1.0 - lowest)
         self._usual_sum = self._sum(self._usual)
 
     def _rising(self, first: float) -> list[float]:
@@ -85,10 +89,11 @@ class Targets:
             sizes.append(size)
         return sizes
 
-    def _sizes(self, rise: Sequence[float], length: float) -> list[float]:
-        """Sizes of units, rising, and falling to nothing `length` units after the first."""
-        lacking = self._decay**length
-        return [min(r, 1.0 - lacking * q) for r, q in zip(rise, self._lack, strict=True)]
+    def _sizes(self, rise: Sequence[float], last: int, lacking: float) -> list[float]:
+        """Sizes of units, rising, and falling until one lacks so much of the plateau."""
+        falling = (1.0 - lacking * power for power in self._powers[last::-1])
+        sizes = [min(up, down) for up, down in zip(rise, falling, strict=False)]
+        return sizes + [0.0] * (self._units - 1 - last)
 
     def _sum(self, sizes: Sequence[float]) -> float:
         """Over slots; the last group may have fewer."""
@@ -143,7 +148,7 @@ class Targets:
         for _ in range(HALVINGS):
             sizes = [min(self._ceiling, size) for size in sizes]
             low = [size if size < self._ceiling else 0.0 for size in sizes]
-            scale = 1.0 + (work - self._sum(sizes)) / max(self._sum(low), 1e-9)
+            scale = 1.0 + (work - self._sum(sizes)) / max(self._sum(low), TINY)
             if scale < 1.001:
                 break
             sizes = [size * scale for size in sizes]
@@ -152,14 +157,7 @@ class Targets:
     def _around(self, work: float, longest: float) -> list[float]:
         """Targets with one as large as the longest sample: a later end first, then a faster rise,
         until they add up to no more than the work."""
-        low, high = float(min(self._stages, self._units)), self._length + 1.0
-        for _ in range(HALVINGS):
-            middle = (low + high) / 2.0
-            if self._sum(self._reaching(longest, middle)) < work:
-                low = middle
-            else:
-                high = middle
-        sizes = self._of_slots(self._reaching(longest, high))
+        sizes = self._of_slots(self._reaching(longest, *self._shape_around(work, longest)))
         # Within a group the long sample delays least in the middle.
         first = sizes.index(max(sizes))
         at = min(first + self._group // 2, self.count - 1)
@@ -172,7 +170,7 @@ class Targets:
             return sizes
         # Not even one small sample for each of the others: they hold none.
         real = (work - longest - (self.count - 1) * self._fixed) / max(
-            self._least - self._fixed, 1e-9
+            self._least - self._fixed, TINY
         )
         real = max(0, math.ceil(real - 0.001))
         at = max(at, min(real, self.count - 1))
@@ -181,12 +179,50 @@ class Targets:
         sizes[at] = longest
         return sizes
 
-    def _reaching(self, longest: float, length: float) -> list[float]:
-        rise = self._rising(STEEPER * self._first)
-        if length > self._length:
-            rise = self._rising(self._first * STEEPER ** (self._length + 1.0 - length))
-        sizes = self._sizes(rise, min(length, self._length))
-        scale, most = longest / max(sizes), self._ceiling if self._bounded else longest
+    def _shape_around(self, work: float, longest: float) -> tuple[float, int, float]:
+        """Size of the first slot, the last unit before the end, and what it lacks, as `_reaching`
+        takes them: those that add up to the work, or hardly more."""
+
+        def enough(steeper: float, last: int, lacking: float) -> bool:
+            return self._sum(self._reaching(longest, steeper, last, lacking)) >= work
+
+        first = min(self._stages, self._units)
+        low, last = first, max(first, self._units - 1)
+        while low < last:
+            middle = (low + last) // 2
+            low, last = (low, middle) if enough(STEEPER, middle, 1.0) else (middle + 1, last)
+        least, most = 1.0 / self._decay if last > first else 1.0, 1.0
+        if not enough(STEEPER, last, most):
+            usual = 1.0 - self._lowest if last < self._units else (1.0 - self._lowest) / self._decay
+            least, most = most, min(most, usual)
+        if enough(STEEPER, last, most):
+            for _ in range(HALVINGS):
+                middle_lack = math.sqrt(least * most)
+                if enough(STEEPER, last, middle_lack):
+                    most = middle_lack
+                else:
+                    least = middle_lack
+            return STEEPER, last, most
+        low_rise, high_rise = STEEPER, 1.0
+        for _ in range(HALVINGS):
+            rise = math.sqrt(low_rise * high_rise)
+            if enough(rise, last, most):
+                high_rise = rise
+            else:
+                low_rise = rise
+        return high_rise, last, most
+
+    def _reaching(self, longest: float, steeper: float, last: int, lacking: float) -> list[float]:
+        """Sizes of units of which the largest is the longest sample's.
+
+        Args:
+            longest: cost of its micro-batch.
+            steeper: first size over the usual one.
+            last: the last unit before sizes fall to nothing.
+            lacking: what that one lacks of the plateau, over the plateau.
+        """
+        sizes = self._sizes(self._rising(steeper * self._first), last, lacking)
+        scale, most = longest / max(*sizes, TINY), self._ceiling if self._bounded else longest
         return [max(self._least, min(most, size * scale)) for size in sizes]
 
     def _of_slots(self, sizes: list[float]) -> list[float]:
