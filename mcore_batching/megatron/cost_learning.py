@@ -42,7 +42,7 @@ from mcore_batching.planning.cost_fit import Timing, is_usable
 from mcore_batching.planning.cost_learning import evidence, relearnt
 from mcore_batching.planning.damping import WINDOW_STEPS
 from mcore_batching.planning.learnt_costs import LearntCosts, StepReview
-from mcore_batching.planning.pass_order import stage_order
+from mcore_batching.planning.pipeline import Schedule
 
 _RANKS = 1 << 20
 """More than there are: a rank travels in the lower digits of a number, behind its value."""
@@ -157,7 +157,7 @@ class CostLearner:
         self._newest = None
         schedule, step = prepared.schedule, prepared.step
         rows, sizes = rows_of(schedule, step), schedule.row_sizes(step)
-        order = stage_order(schedule.dims, self._stage, len(rows))
+        order = Schedule(dims=schedule.dims).order(self._stage, len(rows))
         if len(marks) == 2 * len(order):  # else the schedule is none that is known here
             predicted = predicted_seconds(schedule, step)
             shared = SharedTimes.of(schedule, step) if schedule.has_sizes_of_rows else None

@@ -13,7 +13,7 @@ from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.shared_times import Rivals, SharedTimes
 from mcore_batching.planning.cost_fit import Timing
-from mcore_batching.planning.pass_order import Pass
+from mcore_batching.planning.pipeline import Kind, Pass
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class TimedStep:
 
     def timings(self, passes: Mapping[Pass, float]) -> dict[int, Timing]:
         """The times on this stage of each row, by its slot, its model chunks' together."""
-        seconds = {(slot, backward): 0.0 for slot in range(len(self.rows)) for backward in (0, 1)}
-        for (backward, _, slot), took in passes.items():
-            seconds[slot, int(backward)] += took
+        seconds: dict[Kind, list[float]] = {kind: [0.0] * len(self.rows) for kind in ("F", "B")}
+        for (kind, _, slot), took in passes.items():
+            seconds[kind][slot] += took
         return {
             slot: Timing(
                 lengths=lengths,
-                forward_seconds=seconds[slot, 0],
-                backward_seconds=seconds[slot, 1],
+                forward_seconds=seconds["F"][slot],
+                backward_seconds=seconds["B"][slot],
                 context_parallel=size,
             )
             for slot, (lengths, size) in enumerate(zip(self.rows, self.sizes, strict=True))

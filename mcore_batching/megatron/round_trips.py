@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from mcore_batching.megatron.pass_times import TimedStep, seconds_between
 from mcore_batching.planning import ParallelDims
 from mcore_batching.planning.damping import WINDOW_STEPS
+from mcore_batching.planning.pipeline import Pass
 from mcore_batching.planning.transfers import TimedTransfer, time_of_transfer
 
 NUM_TRIPS = 12
@@ -97,8 +98,8 @@ class RoundTrips:
         """Part of this rank in a round trip, the time that it stood idle, and the row's tokens."""
         links = self._dims.pipeline_parallel - 1
         slot = number // links * len(step.rows) // -(-self.count // links)
-        forward = step.order.index((False, 0, slot))
-        backward = step.order.index((True, self._dims.virtual_pipeline - 1, slot))
+        forward = step.order.index(Pass("F", 0, slot))
+        backward = step.order.index(Pass("B", self._dims.virtual_pipeline - 1, slot))
         begins, ends = step.marks[::2], step.marks[1::2]
         if self._link(number) == self._stage:
             part = seconds_between(ends[forward], begins[backward])
@@ -109,9 +110,9 @@ class RoundTrips:
         free = ends[received - 1] if received else step.began
         tokens = [sum(row) / size for row, size in zip(step.rows, step.sizes, strict=True)]
         # Under 1F1B a row goes out while this one comes in, and the longer one of them counts.
-        out_backward, _, out = step.order[received - 1]
-        exchanged = self._dims.virtual_pipeline == 1 and out_backward != (received == backward)
-        longer = max(tokens[slot], tokens[out] if received and exchanged else 0.0)
+        before = step.order[received - 1]
+        exchanged = self._dims.virtual_pipeline == 1 and before.kind != step.order[received].kind
+        longer = max(tokens[slot], tokens[before.slot] if received and exchanged else 0.0)
         stood = seconds_between(free, begins[received])
         if self._dims.virtual_pipeline > 1 and received:
             stood /= 2  # it may have waited for what it sent before, as long as for this one

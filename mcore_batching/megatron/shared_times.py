@@ -25,9 +25,11 @@ from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.planning.cost import CostModel, ordered_sum
 from mcore_batching.planning.cost_fit import Timing, is_usable
 from mcore_batching.planning.learnt_costs import LearntCosts
-from mcore_batching.planning.pass_order import Pass
+from mcore_batching.planning.pipeline import Kind, Pass
 from mcore_batching.planning.plan import Row, StepPlan
 
+KINDS: tuple[Kind, ...] = "F", "B"
+"""Passes that are timed."""
 NUM_LEAST = 32
 """Times that travel of a step: an agreement has a hundred numbers in its first message."""
 NUM_SLOTS = 24
@@ -128,7 +130,7 @@ class SharedTimes:
         chunks = schedule.dims.virtual_pipeline
         shared = [row for row in plan.rows() if row.size > 1 and row.samples]
         shared.sort(key=lambda row: (row.size, sum(lengths_of(row)), row))
-        count = min(len(shared), NUM_LEAST // (2 * chunks))
+        count = min(len(shared), NUM_LEAST // (len(KINDS) * chunks))
         rows = [shared[number * len(shared) // count] for number in range(count)]
         lengths_of_rows = [lengths_of(row) for row in rows]
         return cls(rows, lengths_of_rows, chunks, schedule.moves.own)
@@ -148,10 +150,12 @@ class SharedTimes:
         for place, row in enumerate(self.rows):
             has_part = row.rank <= self.own < row.rank + row.size
             for chunk in range(self.chunks):
-                for backward in (False, True):
-                    took = seconds[backward, chunk, row.slot] / factor if has_part else math.inf
+                for kind in KINDS:
+                    took = math.inf
+                    if has_part:
+                        took = seconds[Pass(kind, chunk, row.slot)] / factor
                     is_time = took > 0  # nor NaN
-                    numbers[self._index(place, chunk, backward)] = -took if is_time else 0.0
+                    numbers[self._index(place, chunk, kind)] = -took if is_time else 0.0
         return numbers
 
     def timings(self, largest: Sequence[float]) -> list[tuple[int, Timing]]:
@@ -164,7 +168,7 @@ class SharedTimes:
         for place, (row, lengths) in enumerate(zip(self.rows, self.lengths, strict=True)):
             forward, backward = (
                 [-largest[self._index(place, chunk, kind)] for chunk in range(self.chunks)]
-                for kind in (False, True)
+                for kind in KINDS
             )
             timing = Timing(
                 lengths=lengths,
@@ -176,5 +180,5 @@ class SharedTimes:
                 timings.append((row.slot, timing))
         return timings
 
-    def _index(self, place: int, chunk: int, backward: bool) -> int:
-        return (place * self.chunks + chunk) * 2 + backward
+    def _index(self, place: int, chunk: int, kind: Kind) -> int:
+        return (place * self.chunks + chunk) * len(KINDS) + KINDS.index(kind)

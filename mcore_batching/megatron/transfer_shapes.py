@@ -20,7 +20,7 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.prepared_step import PreparedStep
 from mcore_batching.planning import ParallelDims
-from mcore_batching.planning.pass_order import stage_order
+from mcore_batching.planning.pipeline import Kind, Schedule
 
 Shape = list[int]
 
@@ -72,19 +72,19 @@ class PlannedTransfers:
         # The first stage's first chunk has no predecessor, the last stage's last chunk no
         # successor; over the two neighbours every other tensor goes in and out in one order.
         first, last = (0, 0), (dims.pipeline_parallel - 1, dims.virtual_pipeline - 1)
-        order = stage_order(dims, stage, len(shapes), forward_only=forward_only)
+        order = Schedule(dims=dims, forward_only=forward_only).order(stage, len(shapes))
 
-        def of(backward: bool, beyond: tuple[int, int]) -> Iterator[Shape]:
+        def of(kind: Kind, beyond: tuple[int, int]) -> Iterator[Shape]:
             return iter(
                 [
                     shapes[slot]
-                    for goes_back, chunk, slot in order
-                    if goes_back == backward and (stage, chunk) != beyond
+                    for its_kind, chunk, slot in order
+                    if its_kind == kind and (stage, chunk) != beyond
                 ]
             )
 
-        self._from_previous, self._to_next = of(False, first), of(False, last)
-        self._from_next, self._to_previous = of(True, last), of(True, first)
+        self._from_previous, self._to_next = of("F", first), of("F", last)
+        self._from_next, self._to_previous = of("B", last), of("B", first)
 
     def __call__(
         self,

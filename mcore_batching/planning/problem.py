@@ -26,7 +26,7 @@ from mcore_batching.planning.errors import (
 )
 from mcore_batching.planning.integers import as_integer, entries, round_up
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.pipeline import inflight_tokens
+from mcore_batching.planning.pipeline import Schedule, inflight_tokens
 from mcore_batching.planning.tokens import (
     needed_max_tokens_per_gpu,
     placeholder_tokens,
@@ -105,6 +105,15 @@ class Problem:
     def num_samples(self) -> int:
         """Samples to be planned."""
         return len(self.lengths)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The pipeline schedule, with what its passes cost."""
+        return Schedule(
+            dims=self.dims,
+            forward_only=self.forward_only,
+            backward_ratio=self.cost_model.backward_ratio,
+        )
 
     @cached_property
     def capacity(self) -> int:

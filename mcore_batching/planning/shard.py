@@ -25,7 +25,7 @@ from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.errors import Argument, InflightBoundError, LengthError
 from mcore_batching.planning.packing import first_fit, first_fit_decreasing
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.pipeline import pipeline_time
+from mcore_batching.planning.pipeline import Clock
 from mcore_batching.planning.placement import largest_first, order_slots, split_until
 from mcore_batching.planning.plan import MicroBatches
 from mcore_batching.planning.problem import Problem
@@ -200,12 +200,7 @@ def shard_outlook(problem: Problem, micro_batches: Sequence[Sequence[int]]) -> S
         micro_batches: of `fill_shard`.
     """
     return ShardOutlook(
-        end=pipeline_time(
-            [problem.cost(samples) for samples in micro_batches],
-            problem.dims,
-            backward_ratio=problem.cost_model.backward_ratio,
-            forward_only=problem.forward_only,
-        ),
+        end=Clock([problem.cost(samples) for samples in micro_batches], problem.schedule).end,
         inflight_tokens=problem.inflight_tokens(micro_batches),
     )
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 from mcore_batching.planning.bounds import floor_of_totals, step_time_floor
 from mcore_batching.planning.cost import CostModel, ordered_sum
-from mcore_batching.planning.coupled_ranks import blocks_of, coupled_passes
 from mcore_batching.planning.errors import LengthError
 from mcore_batching.planning.integers import entries
-from mcore_batching.planning.pipeline import inflight_tokens, pipeline_time
+from mcore_batching.planning.pipeline import Clock, clocks_of, inflight_tokens
 from mcore_batching.planning.plan import StepPlan
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.step_bound import step_time_bound
@@ -129,7 +128,7 @@ def step_statistics(
         heaviest_rank_cost=max(rank_costs),
         mean_rank_cost=ordered_sum(rank_costs) / len(ranks),
         slot_maxima_cost=ordered_sum(max(slot) for slot in zip(*costs, strict=True)),
-        step_time=max(_rank_ends(step, problem, costs)),
+        step_time=_end(step, problem, costs),
         floor_time=(step_time_bound if tight_floor else step_time_floor)(problem),
         peak_inflight_tokens=max(
             inflight_tokens(rank, dims, forward_only=forward_only) for rank in held
@@ -171,12 +170,7 @@ def shard_statistics(
     ]
     maxima = [
         work,
-        pipeline_time(
-            costs,
-            dims,
-            backward_ratio=problem.cost_model.backward_ratio,
-            forward_only=forward_only,
-        ),
+        Clock(costs, problem.schedule).end,
         inflight_tokens(held, dims, forward_only=forward_only),
         inflight_tokens(held, dims, forward_only=forward_only, stage=dims.pipeline_parallel - 1),
         max(held),
@@ -200,13 +194,8 @@ def joined_statistics(
     all_work, least_work = costs
     work, end, first_inflight, last_inflight, largest_row, costliest, *slots = maxima
     dims, config, ranks = problem.dims, problem.config, problem.num_ranks
-    if dims.expert_parallel > 1:
-        end = pipeline_time(
-            slots,
-            dims,
-            backward_ratio=problem.cost_model.backward_ratio,
-            forward_only=problem.forward_only,
-        )
+    if problem.schedule.in_lockstep:
+        end = Clock(slots, problem.schedule).end
     per_row = config.max_samples_per_row or max(1, int(samples))
     by_tokens = -(-int(fitting) // problem.capacity)
     rows = int(oversize) + max(by_tokens, -(-int(samples - oversize) // per_row))
@@ -250,7 +239,7 @@ def predicted_step_time(
         time in units of cost.
     """
     problem, ranks = step_problem(step, lengths, cost_model, forward_only)
-    return max(_rank_ends(step, problem, micro_batch_costs(step, problem, ranks)))
+    return _end(step, problem, micro_batch_costs(step, problem, ranks))
 
 
 def step_problem(
@@ -317,30 +306,9 @@ def _held_tokens(
     return held
 
 
-def _rank_ends(
-    step: StepPlan, problem: Problem, costs: Sequence[Sequence[float]]
-) -> Sequence[float]:
-    """End of each rank's step, given the cost of each micro-batch [ranks][slots]; of all ranks in
-    lockstep a single one."""
-    dims, ratio = problem.dims, problem.cost_model.backward_ratio
-    forward_only = problem.forward_only
-    if dims.expert_parallel > 1:
-        costs = [[max(slot) for slot in zip(*costs, strict=True)]]
-    elif step.context_parallel is not None:
-        ends = coupled_passes(
-            list(zip(*costs, strict=True)),
-            blocks_of(step.context_parallel),
-            dims,
-            backward_ratio=ratio,
-            forward_only=forward_only,
-        )
-        return ends[-1]
-    # Of many ranks most may have placeholders alone, which end together.
-    end_of = {
-        rank: pipeline_time(rank, dims, backward_ratio=ratio, forward_only=forward_only)
-        for rank in set(map(tuple, costs))
-    }
-    return [end_of[tuple(rank)] for rank in costs]
+def _end(step: StepPlan, problem: Problem, costs: Sequence[Sequence[float]]) -> float:
+    """End of a step, given the cost of each micro-batch [ranks][slots]."""
+    return max(clock.end for clock in clocks_of(costs, problem.schedule, step.context_parallel))
 
 
 def _ratio(value: float, mean: float) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_batching.planning import CostModel, StepPlan, step_statistics
-from mcore_batching.planning.pipeline import Operation
+from mcore_batching.planning.pipeline import Kind, Operation
 from mcore_batching.tools.picture import check_picture, save_figure
 from mcore_batching.tools.report import counted, dims_line
 from mcore_batching.tools.timeline import RankTimeline, StepTimeline, step_timeline
@@ -27,9 +27,11 @@ MOST_NUMBERED_CELLS = 200
 STRIP_COLUMNS = 600
 RANK_GAP = 0.8
 """Between two ranks, in rows."""
-FORWARD = ("#3b6fb6", "#7ea6d9")
-"""Of model chunks with even and odd numbers."""
-BACKWARD = ("#d9762b", "#efae78")
+PASSES: dict[Kind, tuple[str, tuple[str, str]]] = {
+    "F": ("forward", ("#3b6fb6", "#7ea6d9")),
+    "B": ("backward", ("#d9762b", "#efae78")),
+}
+"""Names of passes, and their colours in model chunks with even and odd numbers."""
 IDLE = "#ededed"
 BLOCK = "#e8a200"
 OVER_CAP = "#d62728"
@@ -170,9 +172,9 @@ def _draw_rank_passes(
     several_chunks = any(timed.chunk for timed in rank.passes)
     for timed in rank.passes:
         placeholder = rank.num_samples[timed.slot] == 0
-        colour = (BACKWARD if timed.backward else FORWARD)[timed.chunk % 2]
+        colour = PASSES[timed.kind][1][timed.chunk % 2]
         style: dict[str, Any] = {"facecolor": colour, "edgecolor": "white"}
-        gid = f"pass-{rank.rank}-{timed.stage}-{timed.chunk}-{timed.slot}-{timed.backward:d}"
+        gid = f"pass-{rank.rank}-{timed.stage}-{timed.chunk}-{timed.slot}-{timed.kind}"
         axes.add_patch(
             Rectangle(
                 (timed.start, top + timed.stage + 0.06),
@@ -198,7 +200,7 @@ def _draw_rank_passes(
 
 
 def _pass_text(rank: RankTimeline, timed: Operation, several_chunks: bool) -> str:
-    name = "backward" if timed.backward else "forward"
+    name, _ = PASSES[timed.kind]
     chunk = f" chunk {timed.chunk}" if several_chunks else ""
     return (
         f"rank {rank.rank} stage {timed.stage}{chunk}: {name} of {_slot_text(rank, timed.slot)}, "
@@ -314,7 +316,7 @@ def _add_legend(figure: Figure, step: StepPlan) -> None:
     kinds = (", even chunk", ", odd chunk") if chunked else ("",)
     handles = [
         Patch(facecolor=colours[chunk], label=f"{name}{kind}")
-        for name, colours in (("forward", FORWARD), ("backward", BACKWARD))
+        for name, colours in PASSES.values()
         for chunk, kind in enumerate(kinds)
     ]
     if step.context_parallel is not None:

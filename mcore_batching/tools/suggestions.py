@@ -25,7 +25,7 @@ from mcore_batching.planning import (
     step_problem,
     step_statistics,
 )
-from mcore_batching.tools.split_backward import split_backward_time
+from mcore_batching.planning.pipeline import clocks_of
 
 Changes = tuple[Argument, ...]
 """Arguments to set together, with their new values."""
@@ -112,13 +112,12 @@ def _trials(
 
 
 def _split_backward_time(step: StepPlan, lengths: Sequence[int]) -> float:
-    """End of the same micro-batches under a schedule that splits backward passes."""
+    """End of the same micro-batches on plain stages that split backward passes."""
     problem, numbered = step_problem(step, lengths)
-    ranks = [[problem.cost(samples) for samples in rank] for rank in numbered]
-    if step.dims.expert_parallel > 1:
-        ranks = [[max(costs) for costs in zip(*ranks, strict=True)]]
-    ratio = step.cost_model.backward_ratio
-    return max(split_backward_time(costs, step.dims, backward_ratio=ratio) for costs in ranks)
+    costs = [[problem.cost(samples) for samples in rank] for rank in numbered]
+    plain = replace(step.dims, virtual_pipeline=1, microbatch_group_size=None)
+    schedule = replace(problem.schedule, dims=plain, splits_backward=True)
+    return max(clock.end for clock in clocks_of(costs, schedule))
 
 
 def alternatives(

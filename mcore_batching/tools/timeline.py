@@ -11,15 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mcore_batching.planning import (
-    CostModel,
-    Problem,
-    StepPlan,
-    pipeline_operations,
-    step_problem,
-)
-from mcore_batching.planning.coupled_ranks import blocks_of, coupled_operations
-from mcore_batching.planning.pipeline import Operation
+from mcore_batching.planning import CostModel, StepPlan, step_problem
+from mcore_batching.planning.pipeline import Operation, clocks_of
 from mcore_batching.planning.statistics import micro_batch_costs
 
 
@@ -100,23 +93,18 @@ def step_timeline(
     """
     problem, ranks = step_problem(step, lengths, cost_model)
     costs = micro_batch_costs(step, problem, ranks)
-    slot_costs = costs
-    if step.dims.expert_parallel > 1:
-        slowest = [max(slot) for slot in zip(*costs, strict=True)]
-        slot_costs = [slowest] * len(costs)
-    if step.context_parallel is not None and step.dims.expert_parallel == 1:
-        passes = coupled_operations(
-            list(zip(*costs, strict=True)),
-            blocks_of(step.context_parallel),
-            step.dims,
-            backward_ratio=problem.cost_model.backward_ratio,
-            forward_only=problem.forward_only,
-        )
-    else:
-        passes = [
-            _rank_passes(own, of_slot, problem)
-            for own, of_slot in zip(costs, slot_costs, strict=True)
+    schedule = problem.schedule
+    clocks = clocks_of(costs, schedule, step.context_parallel)
+    at_the_pace = [clock.operations(rank) for clock in clocks for rank in range(len(clock.ends))]
+    if schedule.in_lockstep:
+        at_the_pace *= len(costs)
+    passes = [
+        [
+            replace(o, end=o.start + own[o.slot] * schedule.share(o.stage, o.kind, o.chunk))
+            for o in operations
         ]
+        for own, operations in zip(costs, at_the_pace, strict=True)
+    ]
     sizes = [
         tuple(step.row_size(rank, slot) for slot in range(step.num_microbatches))
         for rank in range(len(ranks))
@@ -150,22 +138,3 @@ def step_timeline(
         end=end,
         stages=stages,
     )
-
-
-def _rank_passes(
-    own_costs: Sequence[float], slot_costs: Sequence[float], problem: Problem
-) -> list[Operation]:
-    """One rank's passes at the pace of its slots, each ending with the rank's own work."""
-    operations = pipeline_operations(
-        slot_costs,
-        problem.dims,
-        backward_ratio=problem.cost_model.backward_ratio,
-        forward_only=problem.forward_only,
-    )
-    if own_costs is slot_costs:
-        return operations
-    own_share = [
-        own / of_slot if of_slot else 1.0
-        for own, of_slot in zip(own_costs, slot_costs, strict=True)
-    ]
-    return [replace(o, end=o.start + (o.end - o.start) * own_share[o.slot]) for o in operations]

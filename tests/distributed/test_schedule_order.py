@@ -10,8 +10,7 @@ import pytest
 from kit.harness import Job
 
 from mcore_batching.planning import ParallelDims
-from mcore_batching.planning.pass_order import stage_order
-from mcore_batching.planning.pipeline import pipeline_operations
+from mcore_batching.planning.pipeline import Schedule, pipeline_operations
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "pp2": {"pipeline_parallel": 2},
@@ -68,15 +67,14 @@ def test_simulated_order_is_megatrons(job: Job, ranks: list[Any]) -> None:
     dims = ParallelDims(**job.parameters["dims"])
     for number, (costs, forward_only) in enumerate(steps_of(job.parameters["dims"])):
         ran = [
-            (stage, kind == "B", chunk, slot)
+            (stage, kind, chunk, slot)
             for stage, steps in enumerate(ranks)
             for kind, chunk, slot, *_ in steps[number]
         ]
         simulated = pipeline_operations(costs, dims, forward_only=forward_only)
-        assert [(o.stage, o.backward, o.chunk, o.slot) for o in simulated] == ran
-        assert [step for s, *step in ran if s == 0] == [
-            list(step) for step in stage_order(dims, 0, len(costs), forward_only=forward_only)
-        ]
+        assert [(o.stage, o.kind, o.chunk, o.slot) for o in simulated] == ran
+        order = Schedule(dims=dims, forward_only=forward_only).order(0, len(costs))
+        assert [tuple(step) for stage, *step in ran if stage == 0] == order
 
 
 BEFORE_0_18 = tuple(map(int, version("megatron-core").split(".")[:2])) < (0, 18)
@@ -117,14 +115,14 @@ def test_no_pass_ends_before_the_simulation_says(job: Job, ranks: list[Any]) -> 
     chunks = dims.virtual_pipeline
     for number, (costs, forward_only) in enumerate(job.parameters["steps"]):
         ended = {
-            (stage, kind == "B", chunk, slot): end
+            (stage, kind, chunk, slot): end
             for stage, steps in enumerate(ranks)
             for kind, chunk, slot, _, end in steps[number]
         }
         # Each chunk sleeps the whole cost.
         whole = [chunks * cost for cost in costs]
         for o in pipeline_operations(whole, dims, forward_only=forward_only):
-            end = ended[o.stage, o.backward, o.chunk, o.slot]
+            end = ended[o.stage, o.kind, o.chunk, o.slot]
             assert end >= SECONDS_PER_COST * o.end * (1 - 1e-9), o
 
 

@@ -11,7 +11,7 @@ import pytest
 from mcore_batching.megatron.pass_times import TimedStep
 from mcore_batching.megatron.round_trips import NUM_TRIPS, RoundTrips
 from mcore_batching.planning import ParallelDims
-from mcore_batching.planning.pass_order import stage_order
+from mcore_batching.planning.pipeline import Schedule
 from mcore_batching.planning.transfers import TimedTransfer
 
 DP2_PP2 = ParallelDims(data_parallel=2, pipeline_parallel=2)
@@ -30,7 +30,7 @@ def timed(stage: int, ahead: float = 0.0, dims: ParallelDims = DP2_PP2) -> Timed
     return TimedStep(
         rows=ROWS,
         sizes=[1, 1],
-        order=stage_order(dims, stage, len(ROWS)),
+        order=Schedule(dims=dims).order(stage, len(ROWS)),
         began=ahead,
         marks=[ahead + mark for each in passes for mark in each],
         predicted_seconds=0.0,
@@ -107,7 +107,7 @@ def test_a_stage_that_is_late_for_the_step_makes_no_transfer_longer() -> None:
 def test_a_stage_speaks_of_its_own_links(stage: int, links: list[int]) -> None:
     """Of three; interleaved, where no row that comes in waits for one that goes out."""
     dims = ParallelDims(pipeline_parallel=4, virtual_pipeline=2)
-    order = stage_order(dims, stage, 4)
+    order = Schedule(dims=dims).order(stage, 4)
     rows: list[tuple[int, ...]] = [(10,), (100,), (400,), (1000,)]
     step = replace(timed(1), order=order, marks=[1.0 + n for n in range(2 * len(order))], rows=rows)
     step = replace(step, sizes=[1, 1, 1, 4])  # the last row is cut into four

@@ -19,7 +19,7 @@ from mcore_batching.megatron.shared_times import (
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig
 from mcore_batching.planning.cost_fit import Timing
 from mcore_batching.planning.learnt_costs import LearntCosts
-from mcore_batching.planning.pass_order import Pass
+from mcore_batching.planning.pipeline import Kind, Pass
 from mcore_batching.planning.plan import Row, StepPlan
 
 CHUNKS = 2
@@ -31,15 +31,18 @@ def of_rank(own: int) -> SharedTimes:
     return SharedTimes(rows=ROWS, lengths=lengths, chunks=CHUNKS, own=own)
 
 
+KINDS: tuple[tuple[Kind, float], ...] = (("F", 4.0), ("B", 8.0))
+
+
 def passes(own: int, broken: float | None = None) -> dict[Pass, float]:
     """Backward passes take twice 4 s and forward ones 4 s, which all ranks but 1 wait to begin."""
     seconds = {
-        (backward, chunk, slot): 4.0 * (1 + backward) + (own ^ 1)
-        for backward in (False, True)
+        Pass(kind, chunk, slot): took + (own ^ 1)
+        for kind, took in KINDS
         for chunk in range(CHUNKS)
         for slot in range(2)
     }
-    return seconds if broken is None else seconds | {(True, 1, 0): broken}
+    return seconds if broken is None else seconds | {Pass("B", 1, 0): broken}
 
 
 def largest(numbers: list[list[float]]) -> list[float]:

@@ -23,7 +23,7 @@ from mcore_batching.planning import (
     step_statistics,
 )
 from mcore_batching.planning.bounds import way_of_longest
-from mcore_batching.planning.pass_order import stage_order
+from mcore_batching.planning.pipeline import Schedule
 from mcore_batching.planning.search import Objective, best_slots, local_moves, search
 from mcore_batching.planning.search.deal import EFFORT_OF_DEAL, EFFORT_OF_SWAPS
 from mcore_batching.planning.search.local_moves import improve
@@ -316,8 +316,8 @@ def most_in_flight(rank: tuple[tuple[int, ...], ...], step: StepPlan, problem: S
     if problem.forward_only:
         return max(tokens)
     held = most = 0
-    for backward, _, slot in stage_order(problem.dims, 0, len(tokens)):
-        held += -tokens[slot] if backward else tokens[slot]
+    for kind, _, slot in Schedule(dims=problem.dims).order(0, len(tokens)):
+        held += tokens[slot] if kind == "F" else -tokens[slot]
         most = max(most, held)
     return most / problem.dims.virtual_pipeline
 

@@ -15,12 +15,10 @@ from mcore_batching.planning import (
     StepPlan,
     plan_batch,
     plan_step,
-    statistics,
     step_statistics,
 )
-from mcore_batching.planning.pipeline import pipeline_time
+from mcore_batching.planning.pipeline import Clock
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.search import objective
 from mcore_batching.planning.statistics import joined_statistics, shard_statistics
 from mcore_batching.tools.explain import explain
 
@@ -127,12 +125,11 @@ def test_ranks_without_samples_take_no_time_to_plan(monkeypatch: pytest.MonkeyPa
     """They are simulated once together, not each by itself, several times over."""
     simulated = []
 
-    def counting(*arguments: Any, **options: Any) -> float:
-        simulated.append(arguments)
-        return pipeline_time(*arguments, **options)
+    def counting(clock: Clock, first: int, stop: int, run: Any = Clock._run) -> None:
+        simulated.append(clock)
+        run(clock, first, stop)
 
-    for module in (objective, statistics):
-        monkeypatch.setattr(module, "pipeline_time", counting)
+    monkeypatch.setattr(Clock, "_run", counting)
     few, many = (ParallelDims(data_parallel=ranks, pipeline_parallel=2) for ranks in (3, 4096))
     config, lengths = PlannerConfig(max_tokens_per_gpu=100), [50, 7, 90]
     placed = plan_step(lengths, few, config).micro_batches

@@ -17,9 +17,8 @@ from mcore_batching.planning import (
     plan_step,
     step_statistics,
 )
-from mcore_batching.planning.pipeline import pipeline_time
+from mcore_batching.planning.pipeline import Clock, Schedule, pipeline_time
 from mcore_batching.tools.explain import explain, what_holds_back
-from mcore_batching.tools.split_backward import split_backward_time
 from mcore_batching.tools.suggestions import alternatives, suggestions
 
 PP4 = ParallelDims(data_parallel=4, pipeline_parallel=4)
@@ -108,7 +107,8 @@ def test_gains_are_those_of_plans_made_so(forward_only: bool, bound: int | None)
 def test_split_backward_passes_end_when_zero_bubble_schedules_do(stages: int, count: int) -> None:
     """ZB-H1 with equal micro-batches: (stages - 1) x (F + B - W) of idle time (Qi et al. 2023)."""
     dims = ParallelDims(pipeline_parallel=stages)
-    assert split_backward_time([2.0] * count, dims) == 2.0 * (stages - 1 + 3 * count)
+    clock = Clock([2.0] * count, Schedule(dims=dims, splits_backward=True))
+    assert clock.end == 2.0 * (stages - 1 + 3 * count)
 
 
 def test_split_backward_passes_cost_no_more_than_whole_ones() -> None:
@@ -117,7 +117,7 @@ def test_split_backward_passes_cost_no_more_than_whole_ones() -> None:
         [step.cost_model.micro_batch([MANY[i] for i in samples]) for samples in rank]
         for rank in step.micro_batches
     ]
-    ends = [split_backward_time(rank, PP4) for rank in costs]
+    ends = [Clock(rank, Schedule(dims=PP4, splits_backward=True)).end for rank in costs]
     assert all(end < pipeline_time(rank, PP4) for end, rank in zip(ends, costs, strict=True))
     assert all(end > 3 * sum(rank) for end, rank in zip(ends, costs, strict=True))
     (split,) = [each for each in suggestions(step, MANY) if "split in two" in each.otherwise]

@@ -1,7 +1,7 @@
 """Chains of passes of a pipeline that is being changed, and what they say of a change.
 
 A pipeline ends no sooner than any of its chains takes, each a sum of weights times costs of
-micro-batches (`critical_path`). Where they let one cost no more, no change that makes it cost more
+micro-batches (`Clock`). Where they let one cost no more, no change that makes it cost more
 needs to be simulated.
 """
 

@@ -6,7 +6,7 @@
                        costs as much as its costliest micro-batch
 
 A pipeline remembers the longest chains of passes that its simulations found. It ends no sooner than
-any chain takes (`critical_path`): so most changes need not be tried, and the others are of the cost
+any chain takes (`Clock`): so most changes need not be tried, and the others are of the cost
 that does most good.
 """
 
@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mcore_batching.planning.cost import ordered_sum
-from mcore_batching.planning.coupled_ranks import Blocks, Ends
+from mcore_batching.planning.pipeline import Blocks, Clock, CoupledClock
 from mcore_batching.planning.search.chains import Chains, Room
 from mcore_batching.planning.search.changed_ranks import Rank, Row
 from mcore_batching.planning.search.objective import Objective
-from mcore_batching.planning.search.shared_rows import simulated_together
+from mcore_batching.planning.search.shared_rows import EFFORT_OF_A_PASS, EFFORT_OF_A_RANK
 
 WORTH_A_CHAIN = 1.0005
 """Where a change would make a rank end so many times later, the chain by which is remembered."""
@@ -61,30 +61,31 @@ class Pipeline:
         self._objective = objective
         self.ranks = ranks
         self._count = len(ranks[0].rows)
-        self.costs = self._of_rows()
+        self._clock = self._clock_of_rows()
+        self._counted = 0
+        self._count_passes()
+        self.costs, self.end = self._clock.costs, self._clock.end
+        self.weights = self._clock.weights()
         self.chains = Chains()
-        self._rounds = objective.rounds(self.costs) if self.width == 1 else None
-        if self._rounds:
-            self.end, self.weights = self._rounds.end, self._rounds.weights()
-            self.chains.add(self.weights, self.end)
-        else:
-            self.end = self._simulate(self.costs)
-            next(iter(self.chains))[-1] = self.end
-            self.weights = self._newest
-        self.ends = [self.end]
-        """Of ranks that are told apart; not kept up to date where that is one."""
+        self.chains.add(self.weights, self.end)
 
-    def _of_rows(self) -> list[float]:
-        return [max(row.cost for row in slot) for slot in self._slots()]
+    def _clock_of_rows(self) -> Clock:
+        costs = [max(row.cost for row in slot) for slot in self._slots()]
+        return Clock(costs, self._objective.problem.schedule)
+
+    @property
+    def ends(self) -> list[float]:
+        """Of ranks that are told apart."""
+        return self._clock.ends
 
     def _slots(self) -> list[tuple[Row, ...]]:
         return list(zip(*(rank.rows for rank in self.ranks), strict=True))
 
-    def _simulate(self, costs: list[float]) -> float:
-        """End with these costs; the chain found is remembered."""
-        end, self._newest = self._objective.longest_chain(costs)
-        self.chains.remember(self._newest, self.costs)
-        return end
+    def _count_passes(self) -> None:
+        """Take effort for what the clock ran since the last time."""
+        passes, self._counted = self._clock.passes_run - self._counted, self._clock.passes_run
+        effort = EFFORT_OF_A_PASS / self.width + EFFORT_OF_A_RANK if self.width > 1 else 1.0
+        self._objective.count_passes(effort * passes)
 
     def place(self, below: Below) -> tuple[Rank, int]:
         """A rank and slot that the end hangs on little."""
@@ -143,17 +144,11 @@ class Pipeline:
     def simulated(self, change: Change) -> float:
         """End of the pipeline after a change."""
         _, at, more, other, other_more = change
-        if self._rounds:
-            self._objective.count_rounds(self._rounds.span(at, other))
-            end = self._rounds.end_with(at, more, other, other_more)
-            if end > WORTH_A_CHAIN * self.end:
-                self._objective.count_rounds(self._count)
-                self.chains.remember(self._rounds.weights_with(*change[1:]), self.costs)
-            return end
-        costs = self.costs[:]
-        costs[at] += more
-        costs[other] += other_more
-        return self._simulate(costs)
+        end = self._clock.end_with(((at, more), (other, other_more)))
+        if end > WORTH_A_CHAIN * self.end:
+            self.chains.remember(self._clock.weights_with(), self.costs)
+        self._count_passes()
+        return end
 
     def evenness(self) -> float:
         """0, or less if the change that was simulated last lets ranks that end before the last end
@@ -164,15 +159,12 @@ class Pipeline:
         """Make the change that was simulated last, with its end; True if it is for the better."""
         _, at, more, other, other_more = change
         self.chains.change(at, more, other, other_more)
-        self.costs[at] += more
-        self.costs[other] += other_more
-        if self._rounds:
-            self._rounds.become(at, more, other, other_more)
-            self._objective.count_rounds(self._count)
-            end, self._newest = self._rounds.end, self._rounds.weights()
-            self.chains.add(self._newest, end)
+        self._clock.become(((at, more), (other, other_more)))
+        end, self.weights = self._clock.end, self._clock.weights()
+        self.chains.add(self.weights, end)
+        self._count_passes()
         sooner = end < self.end
-        self.end, self.weights = end, self._newest
+        self.end = end
         return sooner
 
 
@@ -239,39 +231,21 @@ class CoupledRanks(Pipeline):
     def __init__(self, ranks: Sequence[Rank], objective: Objective) -> None:
         self.width, first = len(ranks), ranks[0].rows[0].ranks.start
         self._blocks: list[Blocks] = []
-        self._shared: list[int] = []
-        """Ranks that share each micro-batch [slots * ranks]."""
         for slot in zip(*(rank.rows for rank in ranks), strict=True):
             for row in slot:
                 row.offset = row.ranks.start - first
             blocks = {(row.offset, row.offset + len(row.ranks)): None for row in slot}
             self._blocks.append([(start, stop) for start, stop in blocks if stop > start + 1])
-            self._shared += [len(row.ranks) for row in slot]
-        self._passes: Ends = []
-        self._first_changed = 0
         super().__init__(ranks, objective)
-        self.ends, self._passes = self._ends_tried, self._passes_tried
-        self._chain = self._chain_tried
+        self._find_chain()
 
-    def _of_rows(self) -> list[float]:
-        return [row.cost for slot in self._slots() for row in slot]
+    def _clock_of_rows(self) -> Clock:
+        costs = [row.cost for slot in self._slots() for row in slot]
+        self._coupled = CoupledClock(costs, self._objective.problem.schedule, self._blocks)
+        return self._coupled
 
-    def _simulate(self, costs: list[float]) -> float:
-        width = self.width
-        self._costs_tried = costs
-        self._ends_tried, chain, self._passes_tried = simulated_together(
-            self._objective,
-            [costs[first : first + width] for first in range(0, len(costs), width)],
-            self._blocks,
-            before=(self._passes, self._first_changed) if self._passes else None,
-        )
-        self._newest, length = [0.0] * len(costs), 0.0
-        self._chain_tried = [slot * width + rank for rank, slot in chain]
-        for place, weight in zip(self._chain_tried, chain.values(), strict=True):
-            self._newest[place] = weight
-            length += weight * self.costs[place]
-        self.chains.add(self._newest, length)
-        return max(self._ends_tried)
+    def _find_chain(self) -> None:
+        self._chain = [place for place, weight in enumerate(self.weights) if weight > 0.0]
 
     def place(self, below: Below) -> tuple[Rank, int]:
         """Any rank and slot."""
@@ -291,26 +265,16 @@ class CoupledRanks(Pipeline):
             early = late[0], early[1]
         return late, early
 
-    def simulated(self, change: Change) -> float:
-        """As for a rank; each that shares a micro-batch takes as much longer."""
-        _, at, more, other, other_more = change
-        costs = self.costs[:]
-        for place, each in ((at, more), (other, other_more)):
-            for rank in range(place, place + self._shared[place]):
-                costs[rank] += each
-        self._first_changed = min(at, other) // self.width
-        return self._simulate(costs)
-
     def evenness(self) -> float:
         """By the sum of powers of all ranks' ends."""
-        return powers(self._ends_tried, self.end) - powers(self.ends, self.end)
+        clock = self._coupled
+        return powers(clock.ends_with(), self.end) - powers(clock.ends, self.end)
 
     def become(self, change: Change, end: float) -> bool:
         """As for a rank."""
         evener = self.evenness() < 0.0
         sooner = super().become(change, end)
-        self.costs, self._chain = self._costs_tried, self._chain_tried
-        self.ends, self._passes = self._ends_tried, self._passes_tried
+        self._find_chain()
         return sooner or evener
 
 

@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_batching.planning.bounds import step_time_floor, way_of_longest
-from mcore_batching.planning.critical_path import critical_path
-from mcore_batching.planning.pipeline import pipeline_time
+from mcore_batching.planning.pipeline import Clock
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.rounds import Rounds
 
 MOST_SAMPLES_COUNTED = 4096
 """Effort grows with the samples of a step up to here: a bound on the seconds that a plan takes."""
@@ -76,7 +74,7 @@ class Objective:
         self.whole = problem
         """The problem with all context-parallel sizes."""
         dims = problem.dims
-        self.lockstep = dims.expert_parallel > 1
+        self.lockstep = problem.schedule.in_lockstep
         self._in_rounds = dims.virtual_pipeline == 1 and not problem.forward_only
         times = EFFORT_IN_ROUNDS if self._in_rounds else EFFORT_OTHERWISE
         if self.lockstep:
@@ -117,38 +115,14 @@ class Objective:
 
     def end_of(self, slot_costs: Sequence[float]) -> float:
         """End of a pipeline with micro-batches of these costs; costs effort."""
-        problem = self.problem
-        self.effort -= self._effort_per_slot * (len(slot_costs) + problem.dims.pipeline_parallel)
-        return pipeline_time(
-            slot_costs,
-            problem.dims,
-            backward_ratio=problem.cost_model.backward_ratio,
-            forward_only=problem.forward_only,
+        self.effort -= self._effort_per_slot * (
+            len(slot_costs) + self.problem.dims.pipeline_parallel
         )
+        return Clock(slot_costs, self.problem.schedule).end
 
-    def longest_chain(self, slot_costs: Sequence[float]) -> tuple[float, list[float]]:
-        """End of such a pipeline, and the weights of its longest chain; costs more effort."""
-        problem = self.problem
-        passes = self._effort_per_slot * (len(slot_costs) + problem.dims.pipeline_parallel)
-        self.effort -= passes + passes // 2
-        return critical_path(
-            slot_costs,
-            problem.dims,
-            backward_ratio=problem.cost_model.backward_ratio,
-            forward_only=problem.forward_only,
-        )
-
-    def rounds(self, slot_costs: Sequence[float]) -> Rounds | None:
-        """The rounds of such a pipeline; None under the interleaved schedule and forward only."""
-        problem = self.problem
-        if not self._in_rounds:
-            return None
-        stages = problem.dims.pipeline_parallel
-        return Rounds(slot_costs, stages, problem.cost_model.backward_ratio)
-
-    def count_rounds(self, rounds: int) -> None:
-        """Take effort for rounds that ran anew."""
-        self.effort -= self._effort_per_slot * rounds
+    def count_passes(self, passes: float) -> None:
+        """Take effort for passes that were simulated."""
+        self.effort -= passes
 
     def candidate(
         self, ranks: Sequence[Sequence[Sequence[int]]], sizes: Sizes | None = None

@@ -8,13 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mcore_batching.planning.bounds import step_time_floor
-from mcore_batching.planning.coupled_ranks import (
-    Blocks,
-    Ends,
-    blocks_of,
-    coupled_chain,
-    coupled_passes,
-)
+from mcore_batching.planning.pipeline import clocks_of
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.objective import FEW_COUNTED, Candidate, Objective, Sizes
 
@@ -58,63 +52,8 @@ class SharedObjective(Objective):
             [problems[size].cost(samples) for samples, size in zip(slots, own, strict=True)]
             for slots, own in zip(held, sizes, strict=True)
         ]
-        if self.lockstep:
-            end = self.end_of([max(slot) for slot in zip(*costs, strict=True)])
-            return Candidate(held, [end], sizes)
-        passes = _passes(self, list(zip(*costs, strict=True)), blocks_of(sizes), None)
-        return Candidate(held, passes[-1], sizes)
-
-
-def simulated_together(
-    objective: Objective,
-    slot_costs: Sequence[Sequence[float]],
-    slot_blocks: Sequence[Blocks],
-    before: tuple[Ends, int] | None,
-) -> tuple[list[float], dict[tuple[int, int], float], Ends]:
-    """Ranks that wait for each other, simulated; costs effort.
-
-    Args:
-        objective: gives dims and effort.
-        slot_costs: as in `coupled_passes`.
-        slot_blocks: likewise.
-        before: likewise.
-
-    Returns:
-        end of each rank, the chain of the latest as `coupled_chain` gives it, and what
-        `coupled_passes` gave.
-    """
-    problem = objective.problem
-    made = _passes(objective, slot_costs, slot_blocks, before)
-    ends = made[-1]
-    chain = coupled_chain(
-        made,
-        ends.index(max(ends)),
-        slot_blocks,
-        problem.dims,
-        backward_ratio=problem.cost_model.backward_ratio,
-        forward_only=problem.forward_only,
-    )
-    return ends, chain, made
-
-
-def _passes(
-    objective: Objective,
-    slot_costs: Sequence[Sequence[float]],
-    slot_blocks: Sequence[Blocks],
-    before: tuple[Ends, int] | None,
-) -> Ends:
-    problem = objective.problem
-    dims, slots = problem.dims, len(slot_costs) + problem.dims.pipeline_parallel
-    passes = (1 if problem.forward_only else 2) * dims.pipeline_parallel * dims.virtual_pipeline
-    passes *= slots
-    if before is not None:
-        passes -= passes * before[1] // slots
-    objective.effort -= int(passes * (EFFORT_OF_A_PASS + EFFORT_OF_A_RANK * len(slot_costs[0])))
-    return coupled_passes(
-        slot_costs,
-        slot_blocks,
-        dims,
-        backward_ratio=problem.cost_model.backward_ratio,
-        forward_only=problem.forward_only,
-        before=before,
-    )
+        (clock,) = clocks_of(costs, self.whole.on_ranks[1].schedule, sizes)
+        ranks_told_apart = len(clock.ends)
+        effort = EFFORT_OF_A_PASS / ranks_told_apart + EFFORT_OF_A_RANK
+        self.count_passes(clock.passes_run * (1.0 if self.lockstep else effort))
+        return Candidate(held, clock.ends, sizes)

@@ -61,7 +61,7 @@ def asleep(
         schedule = schedule_of(iterators)
         timeline = step_timeline(*schedule.step_plan(0))
         own = [each for each in timeline.ranks[rank].passes if each.stage == stage]
-        seconds = {(p.backward, p.slot): seconds_per_unit * (p.end - p.start) for p in own}
+        seconds = {(p.kind == "B", p.slot): seconds_per_unit * (p.end - p.start) for p in own}
 
         def sleep(*which: Any, seconds: dict[Any, float] = seconds) -> None:
             time.sleep(seconds[which])
@@ -70,7 +70,7 @@ def asleep(
             "sizes": list(schedule.row_sizes(0)),
             "predicted": seconds_per_unit * timeline.end,
             "pass_ends": [seconds_per_unit * each.end for each in own],
-            "order": [["B" if p.backward else "F", p.chunk, p.slot] for p in own],
+            "order": [[p.kind, p.chunk, p.slot] for p in own],
             "passes": [],
             "step_seconds": [],
         }

@@ -1,8 +1,9 @@
-"""Waits of Megatron's interleaved schedule, as its code has them: what a stage posts and waits for.
+"""Pipelines played pass by pass; waits of Megatron's interleaved schedule as its code has them.
 
-A stage runs a pass, posts what it sends and what it is to receive, and waits, here or later. A
-transfer ends when both sides have posted it. Written after ``forward_backward_pipelining_with_
-interleaving`` with overlapped point-to-point communication, of megatron-core 0.18 and later.
+A stage of the interleaved schedule runs a pass, posts what it sends and what it is to receive, and
+waits, here or later. A transfer ends when both sides have posted it. Written after ``forward_
+backward_pipelining_with_interleaving`` with overlapped point-to-point communication, of
+megatron-core 0.18 and later.
 """
 
 from __future__ import annotations
@@ -10,11 +11,60 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mcore_batching.planning import ParallelDims
+from mcore_batching.planning.pipeline import Blocks, Schedule
 
 Node = tuple[int, str, int, int]
-"""Stage, F or B, chunk, slot."""
+"""Stage, F, B or W, chunk, slot."""
 Action = tuple[str, Node]
 """``run`` a pass; ``post`` a receive, or ``wait`` for a transfer: of a pass's output."""
+
+
+def played(
+    costs: Sequence[Sequence[float]],
+    schedule: Schedule,
+    blocks: Sequence[Blocks] | None = None,
+    transfer: float = 0.0,
+) -> dict[tuple[int, Node], tuple[float, float]]:
+    """Start and end of each pass of each rank, given costs [slots][ranks] and who shares what."""
+    dims, ranks = schedule.dims, range(len(costs[0]))
+    stages = range(dims.pipeline_parallel)
+    orders = [[(stage, *what) for what in schedule.order(stage, len(costs))] for stage in stages]
+    has_waits = dims.virtual_pipeline > 1 and schedule.waits_for_sends
+    waits = waited_for(orders, dims) if has_waits else {}
+    left = {(rank, stage): list(orders[stage]) for rank in ranks for stage in stages}
+    times: dict[tuple[int, Node], tuple[float, float]] = {}
+    free = dict.fromkeys(left, 0.0)
+    while any(left.values()):
+        for (rank, stage), passes in left.items():
+            node = passes[0] if passes else (-1, "", 0, 0)
+            shared = [range(*each) for each in (blocks[node[3]] if blocks else ())]
+            (members,) = [each for each in shared if rank in each] or [range(rank, rank + 1)]
+            if not passes or any(left[each, stage][:1] != [node] for each in members):
+                continue
+            of_rank = [*needs(node, dims), *waits.get(node, ())]
+            needed = [(each, other) for other in of_rank for each in members]
+            if all(each in times for each in needed):
+                start = max(free[each, stage] for each in members)
+                for each in needed:
+                    start = max(start, times[each][1] + (transfer if each[1][0] != stage else 0.0))
+                for each in members:
+                    took = costs[node[3]][each] * schedule.share(stage, node[1], node[2])
+                    times[each, node] = start, start + took
+                    free[each, stage] = start + took
+                    del left[each, stage][0]
+    return times
+
+
+def needs(node: Node, dims: ParallelDims) -> list[Node]:
+    """The pass whose result another takes: the model is one row of parts, down and then up."""
+    stage, kind, chunk, slot = node
+    stages = dims.pipeline_parallel
+    if kind == "W":
+        return [(stage, "B", chunk, slot)]
+    part = chunk * stages + stage + (-1 if kind == "F" else 1)
+    if part == stages * dims.virtual_pipeline:
+        return [(stage, "F", chunk, slot)]
+    return [(part % stages, kind, part // stages, slot)] if part >= 0 else []
 
 
 def output_goes_nowhere(node: Node, dims: ParallelDims) -> bool:

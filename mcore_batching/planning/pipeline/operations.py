@@ -1,0 +1,90 @@
+"""A step's passes with their times, its end, and what a stage holds at a time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from mcore_batching.planning.parallel_dims import ParallelDims
+from mcore_batching.planning.pipeline.clock import Clock, Operation
+from mcore_batching.planning.pipeline.passes import Schedule
+
+
+def pipeline_operations(
+    forward_costs: Sequence[float],
+    dims: ParallelDims,
+    *,
+    backward_ratio: float = 2.0,
+    forward_only: bool = False,
+    transfer: float = 0.0,
+    factors: Sequence[Sequence[float]] = (),
+) -> list[Operation]:
+    """Every pass of one data-parallel rank's step, with its times.
+
+    Args:
+        forward_costs: of each micro-batch on a mean stage [num_microbatches]; a model chunk takes
+            its share of them.
+        dims: gives stages and chunks.
+        backward_ratio: cost of a backward pass over its forward pass.
+        forward_only: no backward passes.
+        transfer: time that a transfer between stages takes.
+        factors: cost of each model chunk over that of a mean one [stages][chunks]; empty: equal.
+
+    Returns:
+        operations of all stages, each stage's in its order, stage after stage.
+
+    Raises:
+        ParallelDimsError: the schedule cannot run this many micro-batches.
+    """
+    schedule = Schedule(
+        dims=dims,
+        backward_ratio=backward_ratio,
+        forward_only=forward_only,
+        times_transfers=transfer > 0.0,
+        factors=tuple(map(tuple, factors)),
+    )
+    return Clock(forward_costs, schedule, transfer=transfer).operations()
+
+
+def pipeline_time(
+    forward_costs: Sequence[float],
+    dims: ParallelDims,
+    *,
+    backward_ratio: float = 2.0,
+    forward_only: bool = False,
+) -> float:
+    """End of the last of `pipeline_operations`."""
+    schedule = Schedule(dims=dims, backward_ratio=backward_ratio, forward_only=forward_only)
+    return Clock(forward_costs, schedule).end
+
+
+def inflight_tokens(
+    slot_tokens: Sequence[int], dims: ParallelDims, *, forward_only: bool = False, stage: int = 0
+) -> float:
+    """Most tokens whose activations a stage holds at a time.
+
+    A micro-batch is held from its forward to its backward pass, by each model chunk its share of
+    the layers. Under 1F1B stage s of P holds P - s micro-batches.
+
+    Args:
+        slot_tokens: padded tokens of each micro-batch [num_microbatches].
+        dims: gives stages and chunks.
+        forward_only: a micro-batch is held during its own pass alone.
+        stage: pipeline rank; the first holds most.
+    """
+    if forward_only:
+        return float(max(slot_tokens))
+    held = most = 0
+    for is_forward, slot in _order(dims, stage, len(slot_tokens)):
+        if is_forward:
+            held += slot_tokens[slot]
+            most = held if held > most else most
+        else:
+            held -= slot_tokens[slot]
+    return most / dims.virtual_pipeline
+
+
+@functools.lru_cache(maxsize=64)
+def _order(dims: ParallelDims, stage: int, count: int) -> list[tuple[bool, int]]:
+    """A stage's passes: forward or not, and the slot."""
+    return [(each.kind == "F", each.slot) for each in Schedule(dims=dims).order(stage, count)]

@@ -1,0 +1,144 @@
+"""Pipeline schedules: which passes each stage runs, in which order, and what of a micro-batch's
+cost each takes.
+
+The orders are those of `megatron.core.pipeline_parallel.schedules` (1F1B of Narayanan et al.,
+"Efficient Large-Scale Language Model Training on GPU Clusters", 2021, and its interleaved form); a
+test reads them off real runs. Split backward passes are those of zero-bubble schedules (ZB-H1 of Qi
+et al., "Zero Bubble Pipeline Parallelism", 2023), which stock Megatron does not have.
+
+    F   forward
+    B   backward; where it is split, of the inputs alone, for which the stage before waits
+    W   backward of the weights, for which nobody waits
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from mcore_batching.planning.errors import Argument, ParallelDimsError
+from mcore_batching.planning.parallel_dims import ParallelDims
+
+Kind = Literal["F", "B", "W"]
+SHARE_OF_INPUTS = 0.5
+"""Share of a backward pass that makes the gradient of the inputs: as many multiplications as that
+of the weights outside attention, more in it."""
+
+
+class Pass(NamedTuple):
+    """What a stage runs at a time."""
+
+    kind: Kind
+    chunk: int
+    """Model chunk of the stage."""
+    slot: int
+    """Number of the micro-batch on its data-parallel rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A pipeline schedule, and what its passes cost; everything else follows from it."""
+
+    dims: ParallelDims
+    """Give the stages, the model chunks and the micro-batch group size."""
+    forward_only: bool = False
+    backward_ratio: float = 2.0
+    """Cost of a whole backward pass over its forward pass."""
+    factors: tuple[tuple[float, ...], ...] = ()
+    """Cost of each model chunk over that of a mean one [stages][chunks]; empty: all equal."""
+    splits_backward: bool = False
+    """Backward passes are split, in the order of ZB-H1."""
+    waits_for_sends: bool = True
+    """The interleaved schedule waits for what it sent, as from megatron-core 0.18 on. An earlier
+    one, up to 11 % faster where costs are unequal, could free a tensor that was on its way."""
+    times_transfers: bool = False
+    """Transfers between stages take time; else none."""
+
+    @property
+    def in_lockstep(self) -> bool:
+        """All ranks run each slot together, as slow as the slowest: with expert parallelism."""
+        return self.dims.expert_parallel > 1
+
+    def share(self, stage: int, kind: Kind, chunk: int) -> float:
+        """Cost of a pass over the forward cost of its micro-batch on a mean stage."""
+        share = 1.0 / self.dims.virtual_pipeline
+        if self.factors:
+            share *= self.factors[stage][chunk]
+        if kind == "F":
+            return share
+        inputs = SHARE_OF_INPUTS if self.splits_backward else 1.0
+        return share * self.backward_ratio * (inputs if kind == "B" else 1.0 - inputs)
+
+    def order(self, stage: int, num_microbatches: int) -> list[Pass]:
+        """The passes of one stage, in the order in which it runs them.
+
+        Raises:
+            ParallelDimsError: the schedule cannot run this many micro-batches.
+        """
+        dims = self.dims
+        if not dims.is_legal_num_microbatches(num_microbatches):
+            raise ParallelDimsError(
+                f"the schedule cannot run {num_microbatches} micro-batches per rank; set ",
+                Argument("num_microbatches"),
+                f" to {dims.round_up_num_microbatches(max(num_microbatches, 0))}",
+            )
+        chunks, group = range(dims.virtual_pipeline), dims.group_size
+        forward: list[Pass] = []
+        backward: list[Pass] = []
+        for first in range(0, num_microbatches, group):
+            slots = range(first, min(first + group, num_microbatches))
+            forward += [Pass("F", chunk, slot) for chunk in chunks for slot in slots]
+            backward += [Pass("B", chunk, slot) for chunk in reversed(chunks) for slot in slots]
+        if self.forward_only:
+            return forward
+        warm_up = self.warm_up(stage, num_microbatches)
+        order = forward[:warm_up]
+        for ahead, behind_it in zip(forward[warm_up:], backward, strict=False):
+            order += [ahead, behind_it]
+        order += backward[len(forward) - warm_up :]
+        most_held = self.warm_up(0, num_microbatches) + 1
+        return _with_weights(order, most_held) if self.splits_backward else order
+
+    def warm_up(self, stage: int, num_microbatches: int) -> int:
+        """Forward passes of a stage before those that alternate with backward passes."""
+        behind, chunks = self.dims.pipeline_parallel - stage - 1, self.dims.virtual_pipeline
+        passes = behind if chunks == 1 else 2 * behind + (chunks - 1) * self.dims.group_size
+        most = chunks * num_microbatches
+        return most if self.forward_only else min(passes, most)
+
+    def needs(self, stage: int, what: Pass) -> tuple[int, Pass] | None:
+        """The stage and the pass whose result a pass takes; None for the first."""
+        kind, chunk, slot = what
+        last_stage, last_chunk = self.dims.pipeline_parallel - 1, self.dims.virtual_pipeline - 1
+        if kind == "F":
+            if stage > 0:
+                return stage - 1, what
+            return (last_stage, Pass("F", chunk - 1, slot)) if chunk > 0 else None
+        if kind == "W":
+            return stage, Pass("B", chunk, slot)
+        if stage < last_stage:
+            return stage + 1, what
+        if chunk < last_chunk:
+            return 0, Pass("B", chunk + 1, slot)
+        return stage, Pass("F", chunk, slot)
+
+
+def _with_weights(order: list[Pass], most_held: int) -> list[Pass]:
+    """The same order with gradients of weights: made where the stage could not hold another
+    micro-batch without, and after each backward pass once there are no forward passes left."""
+    made: list[Pass] = []
+    due: list[Pass] = []
+    held, forwards = 0, sum(what.kind == "F" for what in order)
+    for what in order:
+        if what.kind == "F":
+            if held == most_held:
+                made.append(due.pop(0))
+                held -= 1
+            held, forwards = held + 1, forwards - 1
+            made.append(what)
+        else:
+            made.append(what)
+            due.append(what._replace(kind="W"))
+            if not forwards:
+                made.append(due.pop(0))
+    return made + due

@@ -1,0 +1,179 @@
+"""The clock of pipelines against passes played one by one, by code that shares none with it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from naive_pipeline import Node, played
+from planning_cases import examples
+
+from mcore_batching.planning import ParallelDims
+from mcore_batching.planning.pipeline import Blocks, Clock, CoupledClock, Schedule, clocks_of
+
+
+@dataclass
+class Step:
+    """Micro-batches of ranks, some of which they share, and what they are run by."""
+
+    schedule: Schedule
+    costs: list[list[float]]
+    """Slot after slot, of each rank."""
+    blocks: list[Blocks]
+    dice: random.Random
+
+    def clock(self) -> Clock:
+        if len(self.costs[0]) == 1:
+            return Clock([cost for (cost,) in self.costs], self.schedule)
+        return CoupledClock([c for slot in self.costs for c in slot], self.schedule, self.blocks)
+
+    def played(self, costs: list[list[float]]) -> dict[tuple[int, Node], tuple[float, float]]:
+        return played(costs, self.schedule, self.blocks)
+
+    def other_costs(self) -> list[list[float]]:
+        dice, ranks = self.dice, len(self.costs[0])
+        costs = []
+        for shared in self.blocks:
+            costs.append([dice.choice((0.0, 1.0, 9 * dice.random())) for _ in range(ranks)])
+            for first, after in shared:
+                costs[-1][first:after] = [costs[-1][first]] * (after - first)
+        return costs
+
+    def changed(
+        self, costs: list[list[float]]
+    ) -> tuple[list[tuple[int, float]], list[list[float]]]:
+        """Changes of one to three micro-batches, or of one twice, and the costs then."""
+        costs, changes, ranks = [slot[:] for slot in costs], [], len(costs[0])
+        for _ in range(self.dice.choice((1, 2, 2, 3))):
+            slot, rank = self.dice.randrange(len(costs)), self.dice.randrange(ranks)
+            shared = [each for each in self.blocks[slot] if each[0] <= rank < each[1]]
+            ((first, after),) = shared or [(rank, rank + 1)]
+            more = self.dice.choice((self.dice.random(), -costs[slot][rank]))
+            costs[slot][first:after] = [costs[slot][rank] + more] * (after - first)
+            changes.append((slot * ranks + rank, more))
+        return changes, costs
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    stages = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    chunks = draw(st.sampled_from([1, 1, 2, 3, 4])) if stages > 1 else 1
+    group = draw(st.none() | st.integers(stages, stages + 2)) if chunks > 1 else None
+    dims = ParallelDims(
+        pipeline_parallel=stages, virtual_pipeline=chunks, microbatch_group_size=group
+    )
+    kind = draw(st.sampled_from(["", "", "forward only", "split"]))
+    dice = random.Random(draw(st.integers(0, 10**9)))
+    factors = [tuple(dice.choice((0.5, 1.0, 2.0)) for _ in range(chunks)) for _ in range(stages)]
+    schedule = Schedule(
+        dims=dims,
+        forward_only=kind == "forward only",
+        splits_backward=kind == "split" and chunks == 1,
+        backward_ratio=draw(st.sampled_from([2.0, 2.0, 1.0, 0.0, 3.7])),
+        factors=tuple(factors) if draw(st.booleans()) else (),
+        waits_for_sends=draw(st.booleans()),
+    )
+    ranks = draw(st.sampled_from([1, 1, 2, 4]))
+    count = dims.round_up_num_microbatches(draw(st.integers(1, 10)))
+    blocks: list[Blocks] = []
+    for _ in range(count):
+        size = draw(st.sampled_from([size for size in (1, 2, 4) if size <= ranks]))
+        firsts = range(0, ranks, size) if size > 1 else ()
+        blocks.append([(first, first + size) for first in firsts if dice.random() < 0.6])
+    step = Step(schedule, [[0.0] * ranks] * count, blocks, dice)
+    step.costs = step.other_costs()
+    return step
+
+
+def ends_of(times: dict[tuple[int, Node], tuple[float, float]]) -> list[float]:
+    ranks = {rank for rank, _ in times}
+    return [max(end for (each, _), (_, end) in times.items() if each == rank) for rank in ranks]
+
+
+def length(weights: list[float], costs: list[list[float]]) -> float:
+    flat = [cost for slot in costs for cost in slot]
+    return sum(weight * cost for weight, cost in zip(weights, flat, strict=True))
+
+
+def close(value: float) -> object:
+    """Equal but for the order of sums and products."""
+    return pytest.approx(value, rel=1e-9, abs=1e-9)
+
+
+@examples(300)
+@given(steps())
+def test_ends_and_chains_are_those_of_passes_played_before_and_after_changes(step: Step) -> None:
+    clock, costs = step.clock(), step.costs
+    for _ in range(3):
+        times = step.played(costs)
+        assert clock.ends == close(ends_of(times))
+        assert clock.end == max(clock.ends)
+        for rank in range(len(clock.ends)):
+            for o in clock.operations(rank):
+                timed = times[rank, (o.stage, o.kind, o.chunk, o.slot)]
+                assert (o.start, o.end) == close(timed)
+        weights = clock.weights()
+        assert length(weights, costs) == close(clock.end)
+        others = step.other_costs()
+        assert length(weights, others) <= max(ends_of(step.played(others))) * (1 + 1e-9)
+        changes, then = step.changed(costs)
+        ends = ends_of(step.played(then))
+        assert clock.end_with(changes) == close(max(ends))
+        if isinstance(clock, CoupledClock):
+            assert clock.ends_with() == close(ends)
+        assert length(clock.weights_with(), then) == close(max(ends))
+        assert clock.costs == [cost for slot in costs for cost in slot]
+        if step.dice.random() < 0.7:
+            if step.dice.random() < 0.3:
+                changes, then = step.changed(costs)
+            clock.become(changes)
+            costs = then
+
+
+@pytest.mark.parametrize(("chunks", "fewer"), [(1, 6), (2, 3)])
+def test_passes_before_and_after_changed_slots_do_not_run_anew(chunks: int, fewer: int) -> None:
+    dims = ParallelDims(pipeline_parallel=4, virtual_pipeline=chunks)
+    clock = Clock([1.0] * 64, Schedule(dims=dims))
+    of_all = clock.passes_run
+    clock.end_with([(30, 1.0)])
+    before = clock.passes_run
+    for slot in (31, 32, 33):
+        clock.end_with([(slot, 1.0)])
+    assert clock.passes_run - before < 3 * of_all / fewer
+
+
+def test_written_out() -> None:
+    """Two stages; the long second micro-batch is waited for on its way down and back."""
+    clock = Clock([1.0, 5.0, 1.0], Schedule(dims=ParallelDims(pipeline_parallel=2)))
+    assert (clock.end, clock.weights()) == (33.0, [1.0, 6.0, 2.0])
+
+
+def test_ranks_wait_for_each_other_in_lockstep_and_where_they_share_rows() -> None:
+    costs, sizes = [[1.0, 2.0], [3.0, 2.0]], [[1, 2], [1, 2]]
+    alone = Schedule(dims=ParallelDims(data_parallel=2), forward_only=True)
+    lockstep = Schedule(dims=ParallelDims(data_parallel=2, expert_parallel=2), forward_only=True)
+    for schedule, of_sizes, ends in (
+        (alone, None, [[3.0], [5.0]]),
+        (alone, sizes, [[5.0, 5.0]]),
+        (lockstep, None, [[5.0]]),
+        (lockstep, sizes, [[5.0]]),
+    ):
+        assert [clock.ends for clock in clocks_of(costs, schedule, of_sizes)] == ends
+    (clock,) = clocks_of(costs, alone, sizes)
+    begun = [[o.start for o in clock.operations(rank)] for rank in (0, 1)]
+    assert begun == [[0.0, 3.0], [0.0, 3.0]]
+
+
+def test_model_chunks_of_different_costs() -> None:
+    """Down 1 + 2 + 4 + 8 of both, in halves, the first one ahead; the last chunk holds it up."""
+    dims = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
+    factors = ((1.0, 4.0), (2.0, 8.0))
+    clock = Clock([2.0, 2.0], Schedule(dims=dims, forward_only=True, factors=factors))
+    assert [(o.stage, o.chunk, o.end - o.start) for o in clock.operations() if o.slot] == [
+        (stage, chunk, factors[stage][chunk]) for stage, chunk in product((0, 1), (0, 1))
+    ]
+    assert clock.end == 1 + 2 + 4 + 2 * 8
