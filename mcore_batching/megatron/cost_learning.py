@@ -163,7 +163,7 @@ class CostLearner:
             shared = SharedTimes.of(schedule, step) if schedule.has_sizes_of_rows else None
             own_sizes = [1] * len(rows) if shared is None else list(sizes)
             rivals = None
-            if schedule.plans and schedule.dims.expert_parallel > 1:
+            if schedule.plans and schedule.dims.in_lockstep:
                 rivals = Rivals.of(*schedule.step_plan(step), schedule.cost_model.window)
             self._newest = TimedStep(
                 rows, own_sizes, order, began, marks, predicted, shared, rivals

@@ -205,7 +205,7 @@ class PlanningProtocol:
                 equal["what was learnt of costs"] = cost_learner(self.model).state_dict()
                 sums, maxima = cost_learner(self.model).evidence(
                     shares_rows=settings.config.max_context_parallel is not None,
-                    in_lockstep=settings.dims.expert_parallel > 1,
+                    in_lockstep=settings.dims.in_lockstep,
                 )
                 self._num_measured = len(maxima)
             largest = [*counted.largest, *maxima, int(batch is None)]

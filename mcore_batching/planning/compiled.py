@@ -13,6 +13,7 @@ from collections.abc import Callable, MutableSequence, Sequence
 from typing import Any, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Value = TypeVar("Value", float, int)
 Numbers = MutableSequence[float]
 """A list, or an array of float64."""
 Integers = MutableSequence[int]
@@ -53,8 +54,8 @@ def table(rows: int, columns: int, value: float = 0.0) -> Table:
     return [[value] * columns for _ in range(rows)]
 
 
-def as_list(values: Numbers) -> list[float]:
-    """Numbers as Python's own."""
+def as_list(values: MutableSequence[Value]) -> list[Value]:
+    """Numbers or integers as Python's own."""
     return values if isinstance(values, list) else cast("Any", values).tolist()
 
 

@@ -166,16 +166,22 @@ class ParallelDims:
         """The interleaved schedule's micro-batch group size, Megatron's default filled in."""
         return self.microbatch_group_size or self.pipeline_parallel
 
+    @property
+    def slots_per_group(self) -> int:
+        """Micro-batches that run as a group: 1 but under the interleaved schedule."""
+        return self.group_size if self.virtual_pipeline > 1 else 1
+
+    @property
+    def in_lockstep(self) -> bool:
+        """True if all ranks run each slot together, as slow as the slowest: with experts spread
+        over them."""
+        return self.expert_parallel > 1
+
     def is_legal_num_microbatches(self, num_microbatches: int) -> bool:
         """True if Megatron's schedule for these dims runs `num_microbatches` per rank."""
-        if num_microbatches < 1:
-            return False
-        if self.virtual_pipeline == 1:
-            return True
-        if num_microbatches < self.group_size:
-            return False
-        remainder = num_microbatches % self.group_size
-        return remainder == 0 or remainder >= self.pipeline_parallel
+        remainder = num_microbatches % self.slots_per_group
+        is_whole = remainder == 0 or remainder >= self.pipeline_parallel
+        return is_whole and num_microbatches >= self.slots_per_group
 
     def round_up_num_microbatches(self, num_microbatches: int) -> int:
         """The least legal number of micro-batches that is at least `num_microbatches`.
@@ -185,11 +191,9 @@ class ParallelDims:
         Raises:
             ParallelDimsError: `num_microbatches` is negative or no integer.
         """
-        count = max(1, at_least("num_microbatches", num_microbatches, 0, ParallelDimsError))
-        if self.virtual_pipeline == 1:
-            return count
-        count = max(count, self.group_size)
-        remainder = count % self.group_size
+        least = at_least("num_microbatches", num_microbatches, 0, ParallelDimsError)
+        count = max(self.slots_per_group, least)
+        remainder = count % self.slots_per_group
         if 0 < remainder < self.pipeline_parallel:
             count += self.pipeline_parallel - remainder
         return count

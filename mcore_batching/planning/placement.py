@@ -53,7 +53,7 @@ def largest_first(problem: Problem, ranks: tuple[MicroBatches, ...]) -> tuple[Mi
     )
     if not in_any_order:
         return ranks
-    if dims.expert_parallel == 1:
+    if not dims.in_lockstep:
         return tuple(_largest_then_heaviest(problem, rank) for rank in ranks)
     slots = list(zip(*ranks, strict=True))
     stays_last = [slots.pop()] if any(() in rank for rank in ranks) else []
@@ -98,7 +98,7 @@ def place(
     ]
 
     def slowest(candidate: list[list[int]]) -> float:
-        if problem.dims.expert_parallel > 1:
+        if problem.dims.in_lockstep:
             return _sum_of_slot_maxima(candidate, weights)
         return max(ordered_sum(weights[b] for b in rank_bins) for rank_bins in candidate)
 

@@ -155,7 +155,7 @@ def fill_shard(
             f"{num_microbatches}; set it to the maximum over all ranks",
         )
     plain = _split_and_order(problem, bins, num_microbatches)
-    if not problem.config.searches or problem.dims.expert_parallel > 1:
+    if not problem.config.searches or problem.dims.in_lockstep:
         return plain
     if problem.dims.pipeline_parallel == 1 or not problem.num_samples:
         return largest_first(problem, (plain,))[0]
@@ -236,7 +236,7 @@ def soonest_filling(outlooks: Sequence[ShardOutlook], config: PlannerConfig) -> 
 
 
 def _shapes_slots(dims: ParallelDims, config: PlannerConfig) -> bool:
-    return config.searches and dims.pipeline_parallel > 1 and dims.expert_parallel == 1
+    return config.searches and dims.pipeline_parallel > 1 and not dims.in_lockstep
 
 
 def _counts(dims: ParallelDims, config: PlannerConfig) -> list[int]:

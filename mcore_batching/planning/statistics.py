@@ -194,7 +194,7 @@ def joined_statistics(
     all_work, least_work = costs
     work, end, first_inflight, last_inflight, largest_row, costliest, *slots = maxima
     dims, config, ranks = problem.dims, problem.config, problem.num_ranks
-    if problem.schedule.in_lockstep:
+    if problem.dims.in_lockstep:
         end = Clock(slots, problem.schedule).end
     per_row = config.max_samples_per_row or max(1, int(samples))
     by_tokens = -(-int(fitting) // problem.capacity)

@@ -260,7 +260,7 @@ def what_holds_back(step: StepPlan, lengths: Sequence[int]) -> str:
 
 def _uneven_ranks(step: StepPlan, lengths: Sequence[int], statistics: StepStatistics) -> str | None:
     """The straggler, or with expert parallelism the slots that wait for one."""
-    if step.dims.expert_parallel > 1:
+    if step.dims.in_lockstep:
         balance = statistics.slot_balance
         if balance <= _UNEVEN:
             return None

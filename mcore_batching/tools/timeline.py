@@ -96,7 +96,7 @@ def step_timeline(
     schedule = problem.schedule
     clocks = clocks_of(costs, schedule, step.context_parallel)
     at_the_pace = [clock.operations(rank) for clock in clocks for rank in range(len(clock.ends))]
-    if schedule.in_lockstep:
+    if schedule.dims.in_lockstep:
         at_the_pace *= len(costs)
     passes = [
         [

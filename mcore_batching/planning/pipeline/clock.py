@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 from mcore_batching.planning.compiled import Integers, Numbers, as_list, kernel, numbers
@@ -288,11 +289,13 @@ class CoupledClock(Clock):
                 places = range(slot * ranks + first, slot * ranks + after)
                 self._shared[places.start : places.stop] = [places] * len(places)
         rows = [self.costs[at : at + ranks] for at in range(0, len(costs), ranks)]
-        self._took_of = {
-            share: [[cost * share for cost in row] for row in (*rows, [0.0] * ranks, [0.0] * ranks)]
-            for share in set(as_list(self._shares))
-        }
+        rows += [[0.0] * ranks, [0.0] * ranks]
+        shares = as_list(self._shares)
+        self._took_of = {s: [[cost * s for cost in row] for row in rows] for s in set(shares)}
         """Times of passes, by their share of a slot's costs [slots][ranks]."""
+        took = [self._took_of[s][slot] for s, slot in zip(shares, self._slots, strict=True)]
+        waits, waits_too = map(as_list, self._waits)
+        self._columns = waits, waits_too, as_list(self._slots), took
         self._all_ends = self._all_tried = self._simulated([[0.0] * ranks], 1)
         """Ends of passes, as the costs are and as tried last [numbers][ranks]."""
 
@@ -334,29 +337,36 @@ class CoupledClock(Clock):
     def _simulated(self, ends: list[list[float]], first: int) -> list[list[float]]:
         """Ends of all passes, given those before `first`."""
         self.passes_run += (len(self._slots) - first) * self._ranks
-        ended, took, blocks = ends.append, self._took_of, self._blocks
-        columns = (*self._waits, self._slots, as_list(self._shares))
-        for before, other, slot, share in zip(*(each[first:] for each in columns), strict=True):
-            start = [a if a > b else b for a, b in zip(ends[before], ends[other], strict=True)]
-            for own, after in blocks[slot]:
-                start[own:after] = [max(start[own:after])] * (after - own)
-            ended([a + time for a, time in zip(start, took[share][slot], strict=True)])
+        ended, blocks, ranks = ends.append, self._blocks, self._ranks
+        waits, waits_too, slots, took = self._columns
+        columns = waits[first:], waits_too[first:], slots[first:], took[first:]
+        for before, other, slot, row in zip(*columns, strict=True):
+            free, ready, shared = ends[before], ends[other], blocks[slot]
+            if not shared:
+                passes = zip(free, ready, row)  # noqa: B905
+                ended([(a if a > b else b) + time for a, b, time in passes])
+            elif shared[0][1] - shared[0][0] == ranks:
+                ended([max(max(free), max(ready)) + row[0]] * ranks)
+            else:
+                start = list(map(max, free, ready))
+                for own, after in shared:
+                    start[own:after] = [max(start[own:after])] * (after - own)
+                ended(list(map(add, start, row)))
         return ends
 
     def _chain(self, all_ends: list[list[float]]) -> list[float]:
-        ranks, number = self._ranks, len(self._slots) - 1
-        rank = all_ends[-1].index(max(all_ends[-1]))
-        weights = [0.0] * len(self.costs)
+        waits, waits_too, slots, _ = self._columns
+        number, rank = len(slots) - 1, all_ends[-1].index(max(all_ends[-1]))
+        weights = [0.0] * (len(self.costs) + 2 * self._ranks)
         while number > 0:
             members = self._members(number, rank)
-            if self._slots[number] * ranks < len(weights):
-                weights[self._slots[number] * ranks + members.start] += self._shares[number]
+            weights[slots[number] * self._ranks + members.start] += float(self._shares[number])
             _, number, rank = max(
-                (all_ends[waits[number]][each], waits[number], each)
-                for waits in self._waits
+                (all_ends[before][each], before, each)
+                for before in (waits[number], waits_too[number])
                 for each in members
             )
-        return weights
+        return weights[: len(self.costs)]
 
     def _members(self, number: int, rank: int) -> range:
         """The ranks that wait for each other in a pass, of which one is given."""
@@ -398,7 +408,7 @@ def clocks_of(
         a single one of ranks in lockstep or under dynamic CP; ranks with the same costs, such as
         those without samples, have the same one.
     """
-    if schedule.in_lockstep:
+    if schedule.dims.in_lockstep:
         return [Clock([max(slot) for slot in zip(*costs, strict=True)], schedule)]
     if sizes is not None:
         flat = [cost for slot in zip(*costs, strict=True) for cost in slot]

@@ -54,11 +54,6 @@ class Schedule:
     times_transfers: bool = False
     """Transfers between stages take time; else none."""
 
-    @property
-    def in_lockstep(self) -> bool:
-        """All ranks run each slot together, as slow as the slowest: with expert parallelism."""
-        return self.dims.expert_parallel > 1
-
     def share(self, stage: int, kind: Kind, chunk: int) -> float:
         """Cost of a pass over the forward cost of its micro-batch on a mean stage."""
         share = 1.0 / self.dims.virtual_pipeline

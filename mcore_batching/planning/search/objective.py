@@ -74,7 +74,7 @@ class Objective:
         self.whole = problem
         """The problem with all context-parallel sizes."""
         dims = problem.dims
-        self.lockstep = problem.schedule.in_lockstep
+        self.lockstep = problem.dims.in_lockstep
         self._in_rounds = dims.virtual_pipeline == 1 and not problem.forward_only
         times = EFFORT_IN_ROUNDS if self._in_rounds else EFFORT_OTHERWISE
         if self.lockstep:
