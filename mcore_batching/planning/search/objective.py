@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_batching.planning.bounds import step_time_floor, way_of_longest
-from mcore_batching.planning.critical_path import critical_path
 from mcore_batching.planning.pipeline import pipeline_time
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.rounds import Rounds
 
 MOST_SAMPLES_COUNTED = 4096
 """Effort grows with the samples of a step up to here: a bound on the seconds that a plan takes."""
@@ -77,8 +75,8 @@ class Objective:
         """The problem with all context-parallel sizes."""
         dims = problem.dims
         self.lockstep = dims.expert_parallel > 1
-        self._in_rounds = dims.virtual_pipeline == 1 and not problem.forward_only
-        times = EFFORT_IN_ROUNDS if self._in_rounds else EFFORT_OTHERWISE
+        in_rounds = dims.virtual_pipeline == 1 and not problem.forward_only
+        times = EFFORT_IN_ROUNDS if in_rounds else EFFORT_OTHERWISE
         if self.lockstep:
             times = EFFORT_IN_LOCKSTEP
         self.effort = problem.config.plan_effort * _counted(problem, times)
@@ -125,30 +123,6 @@ class Objective:
             backward_ratio=problem.cost_model.backward_ratio,
             forward_only=problem.forward_only,
         )
-
-    def longest_chain(self, slot_costs: Sequence[float]) -> tuple[float, list[float]]:
-        """End of such a pipeline, and the weights of its longest chain; costs more effort."""
-        problem = self.problem
-        passes = self._effort_per_slot * (len(slot_costs) + problem.dims.pipeline_parallel)
-        self.effort -= passes + passes // 2
-        return critical_path(
-            slot_costs,
-            problem.dims,
-            backward_ratio=problem.cost_model.backward_ratio,
-            forward_only=problem.forward_only,
-        )
-
-    def rounds(self, slot_costs: Sequence[float]) -> Rounds | None:
-        """The rounds of such a pipeline; None under the interleaved schedule and forward only."""
-        problem = self.problem
-        if not self._in_rounds:
-            return None
-        stages = problem.dims.pipeline_parallel
-        return Rounds(slot_costs, stages, problem.cost_model.backward_ratio)
-
-    def count_rounds(self, rounds: int) -> None:
-        """Take effort for rounds that ran anew."""
-        self.effort -= self._effort_per_slot * rounds
 
     def candidate(
         self, ranks: Sequence[Sequence[Sequence[int]]], sizes: Sizes | None = None
