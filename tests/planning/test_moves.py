@@ -30,6 +30,7 @@ from mcore_batching.planning.search.moves import (
     Chains,
     fits_in_memory,
     improve,
+    rows_of,
 )
 from mcore_batching.planning.search.objective import Candidate
 from mcore_batching.planning.search.shared_rows import SharedObjective
@@ -172,7 +173,7 @@ def test_improving_never_ends_a_step_later(problem: Step, times: float | None) -
     assert after.end <= before.end
     assert after.ends == pytest.approx(objective.candidate(after.ranks).ends, rel=1e-12)
     assert before.ends == objective.candidate(plain.micro_batches).ends
-    assert fits_in_memory(after, objective)
+    assert fits_in_memory(rows_of(after, objective), objective)
     for old, new in zip(before.ranks, after.ranks, strict=True):
         assert new[-1] or not any(new)
         assert sum(map(bool, new)) >= sum(map(bool, old))

@@ -51,7 +51,9 @@ def search_dynamic(
     best: list[Candidate] = []
 
     def consider(step: Candidate) -> None:
-        if fits_in_memory(step, objective) and (not best or step.end < best[0].end):
+        if fits_in_memory(rows_of(step, objective), objective) and (
+            not best or step.end < best[0].end
+        ):
             best[:] = [step]
 
     def try_size(size: int) -> None:
@@ -95,9 +97,9 @@ def check_inflight_tokens(
         InflightBoundError: the first stage of a rank holds more.
     """
     objective = SharedObjective(problem)
-    given = _given(objective, step)
-    if not fits_in_memory(given, objective):
-        held = most_in_flight(rows_of(given, objective), objective)
+    rows = rows_of(_given(objective, step), objective)
+    if not fits_in_memory(rows, objective):
+        held = most_in_flight(rows, objective)
         raise InflightBoundError(problem.config.max_inflight_tokens, held)
 
 

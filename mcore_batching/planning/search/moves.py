@@ -139,10 +139,10 @@ def most_in_flight(ranks: Iterable[Sequence[Row]], objective: Objective) -> floa
     )
 
 
-def fits_in_memory(step: Candidate, objective: Objective) -> bool:
-    """True if the first stage of no rank holds more than it may."""
+def fits_in_memory(ranks: Iterable[Sequence[Row]], objective: Objective) -> bool:
+    """True if the first stage of none of these ranks holds more than it may."""
     bound = objective.max_inflight_tokens
-    return bound is None or most_in_flight(rows_of(step, objective), objective) <= bound
+    return bound is None or most_in_flight(ranks, objective) <= bound
 
 
 class Chains:
@@ -307,21 +307,15 @@ class _Moves:
         mine, theirs = self._two_rows()
         if mine is theirs or not mine.samples:
             return
-        late, early = mine.pipeline, theirs.pipeline
-        slope = late.weights[mine.place]
-        if late is early:
-            slope -= late.weights[theirs.place]
-            if slope <= 0.0 and not self._objective.lockstep:
-                return
-            if mine.ranks == theirs.ranks and self._below(4):
-                self._exchange_slots(mine, theirs)
-                return
+        if mine.ranks == theirs.ranks and self._below(4):
+            self._exchange_slots(mine, theirs)
+            return
         # A rank with a placeholder takes a further sample there.
         bare = self._placeholders[theirs.ranks.start]
         may_move = len(mine.samples) > 1 and (not bare or not self._below(3))
         if may_move and bare:
             theirs = bare[0]
-        given, taken = self._choose(mine, theirs, slope, may_move)
+        given, taken = self._choose(mine, theirs, may_move)
         if given < 0 or (
             mine.problem is not theirs.problem
             and (given in theirs.problem.oversize or taken in mine.problem.oversize)
@@ -356,31 +350,26 @@ class _Moves:
         weights = theirs.pipeline.weights
         return mine, theirs if weights[theirs.place] <= weights[another.place] else another
 
-    def _choose(self, mine: Row, theirs: Row, slope: float, may_move: bool) -> tuple[int, int]:
+    def _choose(self, mine: Row, theirs: Row, may_move: bool) -> tuple[int, int]:
         """Any sample of a micro-batch, and what comes back for it, so that by the chains known the
         step ends soonest: a cheaper sample, or -1 for none, if that is allowed. Twice -1 if nothing
         lets the step end sooner."""
         costs, late, early = theirs.problem.costs, mine.pipeline, theirs.pipeline
+        at, place = mine.place if late is early else NOWHERE, theirs.place
+        slope = late.weights[mine.place] - (late.weights[place] if late is early else 0.0)
+        free = early.costs[place] - theirs.cost
         given = mine.samples[self._below(len(mine.samples))]
         cost = costs[given]
         choices = [(cost - costs[i], i) for i in theirs.samples if costs[i] < cost]
         if may_move:
             choices.append((cost, -1))
-        if not choices:
+        if not choices or (slope <= 0.0 and not free):
             return -1, -1
-        free = early.costs[theirs.place] - theirs.cost
         least = min(choices)[0]
-        if late is early and mine.place == theirs.place:
+        if at == place:
             room = (free / 2.0, free) if free >= least else None
         else:
-            room = early.chains.room(
-                theirs.place,
-                mine.place if late is early else NOWHERE,
-                slope=slope,
-                least=least,
-                free=free,
-                end=late.end,
-            )
+            room = early.chains.room(place, at, slope=slope, least=least, free=free, end=late.end)
         if room is None:
             return -1, -1
         best, most = room
@@ -392,9 +381,9 @@ class _Moves:
         """Exchange all that a rank has in two slots, in lockstep all ranks."""
         pipeline, at, place = mine.pipeline, mine.place, theirs.place
         less = pipeline.costs[at] - pipeline.costs[place]
-        if less <= 0.0 or not pipeline.chains.room(
-            place, at, slope=0.0, least=less, free=0.0, end=pipeline.end
-        ):
+        if less <= 0.0 or pipeline.weights[at] <= pipeline.weights[place]:
+            return
+        if not pipeline.chains.room(place, at, slope=0.0, least=less, free=0.0, end=pipeline.end):
             return
         block = range(len(self._ranks)) if self._objective.lockstep else mine.ranks
         slots = at // pipeline.width, place // pipeline.width
@@ -413,7 +402,7 @@ class _Moves:
         """Simulate the pipelines of two micro-batches that were changed; True, with the clocks
         brought up to date, if the ranks concerned hold no more than they may and the sum of powers
         of the ends does not rise."""
-        if not self._fits_in_memory(ranks):
+        if not fits_in_memory([self._ranks[rank] for rank in ranks], self._objective):
             return False
         late, early = mine.pipeline, theirs.pipeline
         both = [(early, {theirs.place, mine.place})]
@@ -439,9 +428,3 @@ class _Moves:
         for _ in range(6):
             end *= end
         return end
-
-    def _fits_in_memory(self, ranks: Iterable[int]) -> bool:
-        bound = self._objective.max_inflight_tokens
-        return bound is None or bound >= most_in_flight(
-            [self._ranks[rank] for rank in ranks], self._objective
-        )
