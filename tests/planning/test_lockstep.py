@@ -20,7 +20,7 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.pipeline import pipeline_operations
 from mcore_batching.planning.search import Objective
-from mcore_batching.planning.search.local_moves import improve
+from mcore_batching.planning.search.moves import improve
 from mcore_batching.planning.statistics import predicted_step_time
 
 CONFIG = PlannerConfig(max_tokens_per_gpu=16384)

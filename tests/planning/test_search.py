@@ -24,9 +24,8 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.bounds import way_of_longest
 from mcore_batching.planning.pipeline import Schedule
-from mcore_batching.planning.search import Objective, best_slots, local_moves, search
+from mcore_batching.planning.search import Objective, best_slots, search
 from mcore_batching.planning.search.deal import EFFORT_OF_DEAL, EFFORT_OF_SWAPS
-from mcore_batching.planning.search.local_moves import improve
 from mcore_batching.planning.search.objective import EFFORT_IN_ROUNDS
 from mcore_batching.planning.statistics import predicted_step_time
 from mcore_batching.tools.rules import RULES, rule_plan
@@ -462,41 +461,6 @@ def test_micro_batches_are_small_at_both_ends_of_a_pipeline_s_step() -> None:
         sizes = [len(samples) for samples in rank]
         assert len(sizes) > 8
         assert max(sizes[0], sizes[-1]) < 0.5 * max(sizes)
-
-
-@examples(250)
-@given(problems())
-def test_improving_never_ends_a_step_later(problem: Step) -> None:
-    """And leaves as many slots, the same samples, and ends that are those of its slots."""
-    plain = problem.plan(balance="tokens")
-    objective = problem.objective()
-    before = objective.candidate(plain.micro_batches)
-    after = improve(before, objective)
-    assert after.end <= before.end
-    assert after.ends == pytest.approx(objective.candidate(after.ranks).ends, rel=1e-12)
-    assert before.ends == objective.candidate(plain.micro_batches).ends
-    improved = replace(plain, micro_batches=as_tuples(after.ranks))
-    assert broken_invariants(improved, problem.lengths) == set()
-
-
-def test_no_move_makes_the_step_end_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though most change two ranks, of which one may end later than before."""
-    ends = []
-    try_one = local_moves._Moved.try_one
-
-    def watched(moved: local_moves._Moved) -> bool:
-        better = try_one(moved)
-        ends.append(moved._slowest.end)
-        return better
-
-    monkeypatch.setattr(local_moves._Moved, "try_one", watched)
-    lengths = log_normal(128, 1, median=2048, sigma=1, cap=16384)
-    objective = Objective(Problem.of(lengths, PP4, replace(CONFIG, plan_effort=300)))
-    start = plan_step(lengths, PP4, replace(CONFIG, balance="tokens")).micro_batches
-    found = improve(objective.candidate(start), objective)
-    assert ends == sorted(ends, reverse=True)
-    assert ends[-1] < 0.95 * ends[0]
-    assert found.end == pytest.approx(ends[-1], rel=1e-12)
 
 
 @pytest.mark.parametrize(("ranks", "cap", "share"), [(8, 100_000, 0.1), (2, 91_000, 0.4)])

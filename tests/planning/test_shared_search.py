@@ -19,17 +19,12 @@ from mcore_batching.planning import (
     ParallelDims,
     PlannerConfig,
     Problem,
-    StepPlan,
     plan_step,
     predicted_step_time,
     step_statistics,
     validate_plan,
 )
-from mcore_batching.planning.dynamic_cp import packed_on_least_ranks
-from mcore_batching.planning.search.changed_pipelines import pipelines_of
-from mcore_batching.planning.search.changed_ranks import ranks_of
 from mcore_batching.planning.search.form_search import STEPS_KEPT, FormSearch
-from mcore_batching.planning.search.local_moves import improve
 from mcore_batching.planning.search.objective import Candidate
 from mcore_batching.planning.search.shared_forms import Form, SharedForms
 from mcore_batching.planning.search.shared_rows import SharedObjective
@@ -46,75 +41,6 @@ LAYOUTS = [
 
 LENGTHS = [*long_tailed(50), 5000]
 CONFIG = PlannerConfig(max_tokens_per_gpu=2500, max_context_parallel=4, plan_effort=100)
-
-
-def packed(problem: Problem) -> tuple[Candidate, SharedObjective]:
-    """A step made without a search, and what simulates it."""
-    objective = SharedObjective(problem)
-    ranks, sizes = packed_on_least_ranks(problem)
-    return objective.candidate(ranks, [list(of_rank) for of_rank in sizes]), objective
-
-
-def as_plan(step: Candidate, problem: Problem) -> StepPlan:
-    assert step.sizes is not None
-    return StepPlan(
-        micro_batches=tuple(tuple(tuple(sorted(s)) for s in slots) for slots in step.ranks),
-        num_microbatches=len(step.ranks[0]),
-        sample_indices=tuple(range(problem.num_samples)),
-        dims=problem.dims,
-        config=problem.config,
-        cost_model=problem.cost_model,
-        forward_only=problem.forward_only,
-        context_parallel=tuple(map(tuple, step.sizes)),
-    )
-
-
-@pytest.mark.parametrize("dims", LAYOUTS)
-@pytest.mark.parametrize("forward_only", [False, True])
-def test_moves_between_shared_rows_end_steps_sooner(dims: ParallelDims, forward_only: bool) -> None:
-    """In lockstep too. The step is a legal one, the one before is as it was, and its ends are those
-    of its rows."""
-    problem = Problem.of(LENGTHS, dims, CONFIG, forward_only=forward_only)
-    before, objective = packed(problem)
-    ends = before.ends[:]
-    after = improve(before, objective)
-    assert after.end < 0.996 * before.end
-    assert before.ends == objective.candidate(before.ranks, before.sizes).ends == ends
-    plan = as_plan(after, problem)
-    validate_plan(plan, LENGTHS)
-    assert broken(plan, LENGTHS) == set()
-    assert predicted_step_time(plan, LENGTHS) == pytest.approx(after.end, rel=1e-12)
-
-
-@pytest.mark.parametrize("dims", LAYOUTS)
-def test_chains_refuse_only_what_ends_no_sooner(dims: ParallelDims) -> None:
-    """A change's end is no sooner than any remembered chain says, and the end that it is given is
-    that of the changed costs."""
-    step, objective = packed(Problem.of(LENGTHS, dims, CONFIG))
-    ranks = ranks_of(step, objective)
-    pipelines, below = pipelines_of(ranks, objective), random.Random(1).randrange
-    assert sum(len(pipeline.ranks) for pipeline in pipelines) == dims.data_context_parallel
-    for _ in range(200):
-        pipeline = pipelines[below(len(pipelines))]
-        (giver, slot), (taker, other) = pipeline.two_places(below)
-        mine, theirs = giver.rows[slot], taker.rows[other]
-        less, more = 0.5 * mine.cost, 0.4 * theirs.cost
-        if mine is theirs:
-            continue
-        change = pipeline.within(slot, mine, less, other, theirs, more)
-        soonest = pipeline.soonest(change, float("inf"))
-        assert pipeline.simulated(change) >= soonest * (1 - 1e-12)
-        if below(3) == 0:
-            end = pipeline.simulated(change)
-            mine.cost -= less
-            theirs.cost += more
-            pipeline.become(change, end)
-            anew = type(pipeline)(pipeline.ranks, objective)
-            assert anew.end == pytest.approx(end, rel=1e-12)
-            assert anew.costs == pytest.approx(pipeline.costs, rel=1e-12)
-            for chain in pipeline.chains:
-                length = sum(w * cost for w, cost in zip(chain, anew.costs, strict=False))
-                assert chain[-1] == pytest.approx(length, rel=1e-9)
 
 
 @examples(60)

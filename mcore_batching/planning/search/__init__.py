@@ -4,14 +4,14 @@
 `search_dynamic` their context-parallel sizes as well, `best_slots` and `improve` those of one rank
 alone. Reading order: `objective` (what is minimised), `targets` (how large each slot is to be),
 `deal` (samples are dealt to targets), `steps` (in rounds that even out ranks), `choice` (numbers of
-slots and shapes that are tried), `local_moves` on `changed_ranks`, `changed_pipelines` and `chains`
-(single samples are moved), `one_rank` (a rank that keeps its samples). Under dynamic CP:
-`shared_rows` (what is simulated), `shared_forms`, `form_search` and `dynamic_search`.
+slots and shapes that are tried), `moves` on `clocks` (single samples are moved), `one_rank` (a rank
+that keeps its samples). Under dynamic CP: `shared_rows` (what is simulated), `shared_forms`,
+`form_search` and `dynamic_search`.
 """
 
 from mcore_batching.planning.search.choice import search
 from mcore_batching.planning.search.dynamic_search import check_inflight_tokens, search_dynamic
-from mcore_batching.planning.search.local_moves import improve
+from mcore_batching.planning.search.moves import improve
 from mcore_batching.planning.search.objective import Objective, Slots
 from mcore_batching.planning.search.one_rank import best_slots, ends_by_count
 from mcore_batching.planning.search.steps import MOST_SLOTS_PER_STAGE, steps_of_counts

@@ -4,7 +4,7 @@
    gentle rise. With many ranks, some of these stand for all.
 2. Of the best numbers steps are made with other sizes of the first slot, and the best of those once
    more with more care.
-3. Single samples are moved in the best few (`local_moves`), in fewer and fewer of them.
+3. Single samples are moved in the best few (`moves`), in fewer and fewer of them.
 
 A step that no plan beats ends this at once.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mcore_batching.planning.errors import InflightBoundError
-from mcore_batching.planning.search.local_moves import improve
+from mcore_batching.planning.search.moves import improve
 from mcore_batching.planning.search.objective import Candidate, Objective, Slots
 from mcore_batching.planning.search.steps import EVEN, FIRSTS, USUAL, Kind, Steps, thinned
 

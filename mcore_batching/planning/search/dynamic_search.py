@@ -1,7 +1,7 @@
 """The search for the step that ends first under dynamic CP.
 
 Steps of several forms are made (`form_search`), and single samples moved in the best of them
-(`local_moves`). Then steps in which every micro-batch has one size are looked for by the search
+(`moves`). Then steps in which every micro-batch has one size are looked for by the search
 without dynamic CP, for each size under which all samples fit and that a bound does not show to end
 later, each with all the effort that a plan for that size alone gets.
 """
@@ -15,9 +15,8 @@ from mcore_batching.planning.bounds import step_time_floor
 from mcore_batching.planning.errors import InflightBoundError
 from mcore_batching.planning.plan import MicroBatches
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.search.changed_ranks import ranks_of
 from mcore_batching.planning.search.form_search import FormSearch
-from mcore_batching.planning.search.local_moves import improve
+from mcore_batching.planning.search.moves import fits_in_memory, improve, most_in_flight, rows_of
 from mcore_batching.planning.search.objective import Candidate, Sizes, Slots
 from mcore_batching.planning.search.shared_rows import SharedObjective
 from mcore_batching.planning.step_bound import step_time_bound
@@ -52,8 +51,9 @@ def search_dynamic(
     best: list[Candidate] = []
 
     def consider(step: Candidate) -> None:
-        held = all(rank.fits_in_memory(objective) for rank in ranks_of(step, objective))
-        if held and (not best or step.end < best[0].end):
+        if fits_in_memory(rows_of(step, objective), objective) and (
+            not best or step.end < best[0].end
+        ):
             best[:] = [step]
 
     def try_size(size: int) -> None:
@@ -97,9 +97,9 @@ def check_inflight_tokens(
         InflightBoundError: the first stage of a rank holds more.
     """
     objective = SharedObjective(problem)
-    ranks = ranks_of(_given(objective, step), objective)
-    if not all(rank.fits_in_memory(objective) for rank in ranks):
-        held = max(rank.inflight_tokens(objective) for rank in ranks)
+    rows = rows_of(_given(objective, step), objective)
+    if not fits_in_memory(rows, objective):
+        held = most_in_flight(rows, objective)
         raise InflightBoundError(problem.config.max_inflight_tokens, held)
 
 

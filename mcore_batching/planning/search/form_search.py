@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 
-from mcore_batching.planning.search.changed_ranks import ranks_of
-from mcore_batching.planning.search.local_moves import counter
+from mcore_batching.planning.search.moves import counter, fits_in_memory, rows_of
 from mcore_batching.planning.search.objective import Candidate
 from mcore_batching.planning.search.shared_forms import Form, SharedForms
 from mcore_batching.planning.search.shared_rows import SharedObjective
@@ -106,9 +105,7 @@ class FormSearch:
         self._tried.add(form)
         judged = self._forms.judge(form)
         step = self._forms.make(form) if judged < limit else None
-        if step is None or not all(
-            rank.fits_in_memory(self._objective) for rank in ranks_of(step, self._objective)
-        ):
+        if step is None or not fits_in_memory(rows_of(step, self._objective), self._objective):
             return
         count = form.kind.num_slots
         if count not in self._best or step.end < self._best[count][0].end:

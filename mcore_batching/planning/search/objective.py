@@ -74,9 +74,9 @@ class Objective:
         self.whole = problem
         """The problem with all context-parallel sizes."""
         dims = problem.dims
-        self.lockstep = problem.dims.in_lockstep
-        self._in_rounds = dims.virtual_pipeline == 1 and not problem.forward_only
-        times = EFFORT_IN_ROUNDS if self._in_rounds else EFFORT_OTHERWISE
+        self.lockstep = dims.in_lockstep
+        in_rounds = dims.virtual_pipeline == 1 and not problem.forward_only
+        times = EFFORT_IN_ROUNDS if in_rounds else EFFORT_OTHERWISE
         if self.lockstep:
             times = EFFORT_IN_LOCKSTEP
         self.effort = problem.config.plan_effort * _counted(problem, times)
@@ -119,10 +119,6 @@ class Objective:
             len(slot_costs) + self.problem.dims.pipeline_parallel
         )
         return Clock(slot_costs, self.problem.schedule).end
-
-    def count_passes(self, passes: float) -> None:
-        """Take effort for passes that were simulated."""
-        self.effort -= passes
 
     def candidate(
         self, ranks: Sequence[Sequence[Sequence[int]]], sizes: Sizes | None = None

@@ -55,5 +55,5 @@ class SharedObjective(Objective):
         (clock,) = clocks_of(costs, self.whole.on_ranks[1].schedule, sizes)
         ranks_told_apart = len(clock.ends)
         effort = EFFORT_OF_A_PASS / ranks_told_apart + EFFORT_OF_A_RANK
-        self.count_passes(clock.passes_run * (1.0 if self.lockstep else effort))
+        self.effort -= clock.passes_run * (1.0 if self.lockstep else effort)
         return Candidate(held, clock.ends, sizes)

@@ -1,0 +1,436 @@
+"""Single samples moved and swapped between the micro-batches of a step.
+
+    pipeline    a rank by itself; ranks that share micro-batches; all ranks in lockstep
+    place       a number of the pipeline's clock: a slot of its rank, a slot of one of its ranks,
+                or in lockstep a slot, which costs as much as the costliest micro-batch there
+    moves       a sample of one micro-batch to another, perhaps for a cheaper one that comes back;
+                all that a rank has in one slot for all in another, in lockstep that all ranks have
+
+A pipeline ends no sooner than any of its chains of passes takes, each a sum of weights times costs
+of places. Those that were found last are remembered: they tell, without simulating, which moves
+cannot help, and how much is best moved. A move is kept if it does not raise the sum of the 64th
+powers of the pipelines' ends, which the latest decide. Throughout, the cap and the bounds on
+samples and on tokens in flight hold, no micro-batch is emptied, none changes its context-parallel
+size, and a rank with a placeholder takes a further sample there. A counter draws the moves, so they
+are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+from mcore_batching.planning.integers import round_up
+from mcore_batching.planning.pipeline import Clock, CoupledClock, blocks_of, inflight_tokens
+from mcore_batching.planning.pipeline.clock import Changes
+from mcore_batching.planning.problem import Problem
+from mcore_batching.planning.search.objective import Candidate, Objective
+
+GIVE_UP_AFTER = 12000
+"""Moves in a row of which none made the step better."""
+EFFORT_OF_A_TRY = 40
+"""A move that is refused unsimulated takes about as long as so many simulated passes."""
+EFFORT_OF_A_SHARED_PASS = 1.5
+"""Likewise one pass of each of the ranks that wait for each other."""
+MOST_CHAINS = 32
+"""Chains that are remembered of each pipeline."""
+ROUNDED = 1.0 + 1e-12
+"""Ends that differ by no more are the same: they are sums in another order."""
+
+NOWHERE = -2
+"""A place that no chain passes."""
+
+Below = Callable[[int], int]
+"""The next random number from 0 to a bound."""
+
+
+def counter() -> Below:
+    """Python's Mersenne Twister from one seed: the same numbers on every platform and version."""
+    number = random.Random(1).random
+    return lambda bound: int(number() * bound)
+
+
+def improve(step: Candidate, objective: Objective, *, keep: float = 0.0) -> Candidate:
+    """Improve a step until its effort is spent or nothing has helped for long.
+
+    Args:
+        step: the step, which is left as it is.
+        objective: simulates; its effort is used.
+        keep: effort that is left over.
+
+    Returns:
+        a step that ends no later.
+    """
+    if objective.effort <= keep:
+        return step
+    moves = _Moves(step, objective)
+    while (
+        objective.effort > keep
+        and moves.in_vain < GIVE_UP_AFTER
+        and not objective.cannot_be_beaten(moves.slowest.end)
+    ):
+        objective.effort -= EFFORT_OF_A_TRY
+        moves.in_vain += 1
+        moves.try_one()
+    best = moves.result()
+    return best if best.end <= step.end else step
+
+
+class Row:
+    """A micro-batch, with what it costs and holds on each rank that shares it."""
+
+    __slots__ = ("cost", "pipeline", "place", "problem", "ranks", "samples", "tokens")
+    pipeline: Pipeline
+    place: int
+
+    def __init__(self, samples: Sequence[int], problem: Problem, ranks: range) -> None:
+        self.problem = problem
+        """Of rows of this context-parallel size."""
+        self.ranks = ranks
+        self.hold(list(samples))
+
+    def hold(self, samples: list[int]) -> None:
+        """Have these samples."""
+        tokens = self.problem.tokens
+        self.samples = samples
+        self.cost = self.problem.cost(samples)
+        self.tokens = sum([tokens[i] for i in samples])
+
+    @property
+    def legal(self) -> bool:
+        """True if it keeps to the cap and to the bound on samples; one sample alone may exceed the
+        cap."""
+        count, problem = len(self.samples), self.problem
+        return count == 1 or (self.tokens <= problem.capacity and count <= problem.max_samples)
+
+    @property
+    def held_tokens(self) -> int:
+        """Padded tokens over all ranks that share it."""
+        return round_up(self.tokens, self.problem.row_multiple) or self.problem.placeholder_tokens
+
+
+def rows_of(step: Candidate, objective: Objective) -> list[list[Row]]:
+    """Micro-batches [ranks][slots]; ranks that share one have the same `Row` there."""
+    ranks: list[list[Row]] = []
+    for number, slots in enumerate(step.ranks):
+        rows = []
+        for slot, samples in enumerate(slots):
+            size = step.sizes[number][slot] if step.sizes else 1
+            if number % size:
+                rows.append(ranks[-1][slot])
+            else:
+                problem = objective.whole.on_ranks[size] if step.sizes else objective.problem
+                rows.append(Row(samples, problem, range(number, number + size)))
+        ranks.append(rows)
+    return ranks
+
+
+def most_in_flight(ranks: Iterable[Sequence[Row]], objective: Objective) -> float:
+    """Most padded tokens whose activations the first stage of a rank holds at a time, over the
+    context-parallel ranks of the dims."""
+    dims = objective.whole.dims
+    size, forward_only = dims.context_parallel, objective.problem.forward_only
+    return max(
+        inflight_tokens(
+            [row.held_tokens * size // row.problem.dims.context_parallel for row in rows],
+            dims,
+            forward_only=forward_only,
+        )
+        for rows in ranks
+    )
+
+
+def fits_in_memory(ranks: Iterable[Sequence[Row]], objective: Objective) -> bool:
+    """True if the first stage of none of these ranks holds more than it may."""
+    bound = objective.max_inflight_tokens
+    return bound is None or most_in_flight(ranks, objective) <= bound
+
+
+class Chains:
+    """The chains of a pipeline that were found last, those that refused a move first."""
+
+    def __init__(self) -> None:
+        self._chains: list[list[float]] = []
+
+    def __iter__(self) -> Iterator[list[float]]:
+        """Weights of places on each chain, that of `NOWHERE`, and last how long it is."""
+        return iter(self._chains)
+
+    def add(self, weights: Sequence[float], length: float) -> None:
+        """Add a chain with these weights of places, and so long."""
+        self._chains.insert(0, [*weights, 0.0, length])
+        del self._chains[MOST_CHAINS:]
+
+    def change(self, changes: Changes) -> None:
+        """Let some places cost so much more."""
+        for chain in self._chains:
+            for place, more in changes:
+                chain[-1] += more * chain[place]
+
+    def room(
+        self, place: int, at: int, *, slope: float, least: float, free: float, end: float
+    ) -> tuple[float, float] | None:
+        """What may be added to a micro-batch, if another costs as much less.
+
+        Args:
+            place: of the one that costs more.
+            at: of the one that costs less, `NOWHERE` in this pipeline perhaps.
+            slope: so many times that the longest chain gets shorter, beside what place adds to it.
+            least: None is returned if it may not cost so much more.
+            free: what it may cost more before its place does.
+            end: by which the pipeline is to end.
+
+        Returns:
+            what makes the step end soonest, and the most by which the pipeline ends in time.
+        """
+        even = most = end
+        for number, chain in enumerate(self._chains):
+            weight = chain[place] - chain[at]
+            if weight > 0.0:
+                left = end - chain[-1] + free * chain[place]
+                if left < weight * most:
+                    most = left / weight
+                    if most < least:
+                        self._chains.insert(0, self._chains.pop(number))
+                        return None
+                weight += slope
+                if left < weight * even:
+                    even = left / weight
+        return even, most
+
+
+class Pipeline:
+    """Ranks that wait for each other, or one.
+
+    Args:
+        ranks: their micro-batches [ranks][slots], seen here as they change.
+        objective: its effort is used.
+    """
+
+    def __init__(self, ranks: Sequence[list[Row]], objective: Objective) -> None:
+        self._objective = objective
+        self._columns = [ranks] if objective.lockstep else [[rank] for rank in ranks]
+        """Ranks whose micro-batches of a slot are in one place [slots of a place][ranks]."""
+        self.width = len(self._columns)
+        self._first = ranks[0][0].ranks.start
+        for rank in ranks:
+            for slot, row in enumerate(rank):
+                row.pipeline = self
+                row.place = self.place(row, slot)
+        places = range(len(ranks[0]) * self.width)
+        self.costs = [max([row.cost for row in self.rows(place)]) for place in places]
+        sizes = [[len(row.ranks) for row in rank] for rank in ranks]
+        schedule = objective.problem.schedule
+        self._clock = (
+            CoupledClock(self.costs, schedule, blocks_of(sizes))
+            if self.width > 1
+            else Clock(self.costs, schedule)
+        )
+        self._passes_counted = 0
+        self.chains = Chains()
+        self._look()
+
+    def place(self, row: Row, slot: int) -> int:
+        """The place of a micro-batch in a slot: that of its first rank."""
+        return slot * self.width + (row.ranks.start - self._first) % self.width
+
+    def rows(self, place: int) -> list[Row]:
+        """Micro-batches in a place: one, but in lockstep those of all ranks."""
+        slot, column = divmod(place, self.width)
+        return [rank[slot] for rank in self._columns[column]]
+
+    def growth(self, place: int) -> tuple[int, float]:
+        """The place, and how much more it costs by its micro-batches than it is known to."""
+        return place, max([row.cost for row in self.rows(place)]) - self.costs[place]
+
+    def end_with(self, changes: Changes) -> float:
+        """End if some places cost so much more; a chain that ends later is remembered."""
+        end = self._clock.end_with(changes)
+        if end > self.end:
+            weights, length = self._clock.weights_with(), 0.0
+            for weight, cost in zip(weights, self.costs, strict=True):
+                length += weight * cost
+            self.chains.add(weights, length)
+        self._count_effort()
+        return end
+
+    def become(self, changes: Changes) -> None:
+        """Let some places cost so much more."""
+        self._clock.become(changes)
+        self.chains.change(changes)
+        for place, more in changes:
+            self.costs[place] += more
+        self._look()
+
+    def _look(self) -> None:
+        self.end, self.weights = self._clock.end, self._clock.weights()
+        self.on_chain = [place for place, weight in enumerate(self.weights) if weight > 0.0]
+        self.chains.add(self.weights, self.end)
+        self._count_effort()
+
+    def _count_effort(self) -> None:
+        effort = EFFORT_OF_A_SHARED_PASS if self.width > 1 else 1.0
+        self._objective.effort -= effort * (self._clock.passes_run - self._passes_counted)
+        self._passes_counted = self._clock.passes_run
+
+
+class _Moves:
+    """A step that is being changed."""
+
+    def __init__(self, step: Candidate, objective: Objective) -> None:
+        self._objective = objective
+        self._below = counter()
+        self._scale = 1.0 / step.end if step.end else 1.0
+        self._shared = step.sizes is not None
+        self._ranks = rows_of(step, objective)
+        self._placeholders = [[row for row in rank if not row.samples] for rank in self._ranks]
+        self._pipelines = self._waiting_for_each_other()
+        self.slowest = self._slowest()
+        self.in_vain = 0
+        """Moves tried since one made a pipeline end sooner."""
+
+    def _waiting_for_each_other(self) -> list[Pipeline]:
+        """All ranks in lockstep, or those that share micro-batches together and others alone."""
+        ranks, made, first, after = self._ranks, [], 0, 0
+        for number, rank in enumerate(ranks):
+            after = max(after, *(row.ranks.stop for row in rank))
+            if number + 1 == (len(ranks) if self._objective.lockstep else after):
+                made.append(Pipeline(ranks[first : number + 1], self._objective))
+                first = number + 1
+        return made
+
+    def _slowest(self) -> Pipeline:
+        return max(self._pipelines, key=lambda pipeline: pipeline.end)
+
+    def result(self) -> Candidate:
+        """The step as it is now, simulated."""
+        slots = [[row.samples for row in rank] for rank in self._ranks]
+        sizes = [[len(row.ranks) for row in rank] for rank in self._ranks]
+        return self._objective.candidate(slots, sizes if self._shared else None)
+
+    def try_one(self) -> None:
+        """Try a move, and keep it if it does no harm."""
+        mine, theirs = self._two_rows()
+        if mine is theirs or not mine.samples:
+            return
+        if mine.ranks == theirs.ranks and self._below(4):
+            self._exchange_slots(mine, theirs)
+            return
+        # A rank with a placeholder takes a further sample there.
+        bare = self._placeholders[theirs.ranks.start]
+        may_move = len(mine.samples) > 1 and (not bare or not self._below(3))
+        if may_move and bare:
+            theirs = bare[0]
+        given, taken = self._choose(mine, theirs, may_move)
+        if given < 0 or (
+            mine.problem is not theirs.problem
+            and (given in theirs.problem.oversize or taken in mine.problem.oversize)
+        ):
+            return
+        before = mine.samples, theirs.samples
+        mine.hold([i for i in mine.samples if i != given] + [taken] * (taken >= 0))
+        theirs.hold([*(i for i in theirs.samples if i != taken), given])
+        if mine.legal and theirs.legal and self._kept(theirs, mine, {*mine.ranks, *theirs.ranks}):
+            if theirs in bare:
+                bare.remove(theirs)
+        else:
+            mine.hold(before[0])
+            theirs.hold(before[1])
+
+    def _two_rows(self) -> tuple[Row, Row]:
+        """A micro-batch on which the end of a late pipeline depends, and one on which less does,
+        half the time of the same rank."""
+        below, ranks = self._below, self._ranks
+        giver, taker = ranks[below(len(ranks))], ranks[below(len(ranks))]
+        if giver[0].pipeline.end < taker[0].pipeline.end:
+            giver, taker = taker, giver
+        late = self.slowest if below(2) else giver[0].pipeline
+        places, weights = late.on_chain, late.weights
+        place, other = places[below(len(places))], places[below(len(places))]
+        if weights[other] > weights[place]:
+            place = other
+        mine = max(late.rows(place), key=lambda row: row.cost)
+        if below(2):
+            taker = ranks[mine.ranks.start]
+        theirs, another = taker[below(len(taker))], taker[below(len(taker))]
+        weights = theirs.pipeline.weights
+        return mine, theirs if weights[theirs.place] <= weights[another.place] else another
+
+    def _choose(self, mine: Row, theirs: Row, may_move: bool) -> tuple[int, int]:
+        """Any sample of a micro-batch, and what comes back for it, so that by the chains known the
+        step ends soonest: a cheaper sample, or -1 for none, if that is allowed. Twice -1 if nothing
+        lets the step end sooner."""
+        costs, late, early = theirs.problem.costs, mine.pipeline, theirs.pipeline
+        at, place = mine.place if late is early else NOWHERE, theirs.place
+        slope = late.weights[mine.place] - (late.weights[place] if late is early else 0.0)
+        free = early.costs[place] - theirs.cost
+        given = mine.samples[self._below(len(mine.samples))]
+        cost = costs[given]
+        choices = [(cost - costs[i], i) for i in theirs.samples if costs[i] < cost]
+        if may_move:
+            choices.append((cost, -1))
+        if not choices or (slope <= 0.0 and not free):
+            return -1, -1
+        least = min(choices)[0]
+        if at == place:
+            room = (free / 2.0, free) if free >= least else None
+        else:
+            room = early.chains.room(place, at, slope=slope, least=least, free=free, end=late.end)
+        if room is None:
+            return -1, -1
+        best, most = room
+        # On fewer ranks a sample may cost more than the step takes, which no chain need tell.
+        fitting = [(abs(more - best), i) for more, i in choices if more <= most]
+        return (given, min(fitting)[1]) if fitting else (-1, -1)
+
+    def _exchange_slots(self, mine: Row, theirs: Row) -> None:
+        """Exchange all that a rank has in two slots, in lockstep all ranks."""
+        pipeline, at, place = mine.pipeline, mine.place, theirs.place
+        less = pipeline.costs[at] - pipeline.costs[place]
+        if less <= 0.0 or pipeline.weights[at] <= pipeline.weights[place]:
+            return
+        if not pipeline.chains.room(place, at, slope=0.0, least=less, free=0.0, end=pipeline.end):
+            return
+        block = range(len(self._ranks)) if self._objective.lockstep else mine.ranks
+        slots = at // pipeline.width, place // pipeline.width
+        self._exchange(block, *slots)
+        real = all(self._ranks[rank][-1].samples for rank in block)
+        if not (real and self._kept(theirs, mine, block)):
+            self._exchange(block, *slots)
+
+    def _exchange(self, block: range, slot: int, other: int) -> None:
+        for rank in self._ranks[block.start : block.stop]:
+            rank[slot], rank[other] = rank[other], rank[slot]
+            for each in (slot, other):
+                rank[each].place = rank[each].pipeline.place(rank[each], each)
+
+    def _kept(self, theirs: Row, mine: Row, ranks: Collection[int]) -> bool:
+        """Simulate the pipelines of two micro-batches that were changed; True, with the clocks
+        brought up to date, if the ranks concerned hold no more than they may and the sum of powers
+        of the ends does not rise."""
+        if not fits_in_memory([self._ranks[rank] for rank in ranks], self._objective):
+            return False
+        late, early = mine.pipeline, theirs.pipeline
+        both = [(early, {theirs.place, mine.place})]
+        if late is not early:
+            both = [(early, {theirs.place}), (late, {mine.place})]
+        changes = [(each, list(map(each.growth, sorted(places)))) for each, places in both]
+        total, limit = 0.0, ROUNDED * sum([self._power(each.end) for each, _ in both])
+        for each, change in changes:
+            total += self._power(each.end_with(change))
+            if total > limit:
+                return False
+        for each, change in changes:
+            before = each.end
+            each.become(change)
+            if each.end < before:
+                self.in_vain = 0
+        self.slowest = self._slowest()
+        return True
+
+    def _power(self, end: float) -> float:
+        """The 64th power of an end, in ends of the step before."""
+        end *= self._scale
+        for _ in range(6):
+            end *= end
+        return end

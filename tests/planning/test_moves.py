@@ -1,0 +1,260 @@
+"""Single samples moved between micro-batches, and what chains of passes say of it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning_cases import broken_invariants, examples
+from test_dynamic_cp import broken, long_tailed
+from test_search import PP4, Step, as_tuples, log_normal, problems
+
+from mcore_batching.planning import (
+    ParallelDims,
+    PlannerConfig,
+    Problem,
+    StepPlan,
+    plan_step,
+    predicted_step_time,
+    validate_plan,
+)
+from mcore_batching.planning.dynamic_cp import packed_on_least_ranks
+from mcore_batching.planning.search import Objective, moves
+from mcore_batching.planning.search.moves import (
+    MOST_CHAINS,
+    NOWHERE,
+    Chains,
+    fits_in_memory,
+    improve,
+    most_in_flight,
+    rows_of,
+)
+from mcore_batching.planning.search.objective import Candidate
+from mcore_batching.planning.search.shared_rows import SharedObjective
+
+LAYOUTS = [
+    ParallelDims(data_parallel=4, pipeline_parallel=2),
+    ParallelDims(data_parallel=4, context_parallel=2, pipeline_parallel=3),
+    ParallelDims(data_parallel=4, pipeline_parallel=2, virtual_pipeline=2),
+    ParallelDims(data_parallel=4, pipeline_parallel=2, expert_parallel=2),
+    ParallelDims(data_parallel=8),
+]
+LENGTHS = [*long_tailed(50), 5000]
+CONFIG = PlannerConfig(max_tokens_per_gpu=2500, max_context_parallel=4, plan_effort=100)
+
+
+def packed(problem: Problem) -> tuple[Candidate, Objective]:
+    """A step made without a search, and what simulates it."""
+    if problem.config.max_context_parallel is None:
+        plan = plan_step(
+            problem.lengths, problem.dims, replace(problem.config, balance="tokens", packing="auto")
+        )
+        objective = Objective(problem)
+        return objective.candidate(plan.micro_batches), objective
+    ranks, sizes = packed_on_least_ranks(problem)
+    objective = SharedObjective(problem)
+    return objective.candidate(ranks, [list(of_rank) for of_rank in sizes]), objective
+
+
+def length(weights: list[float], costs: list[float]) -> float:
+    return sum(weight * cost for weight, cost in zip(weights, costs, strict=False))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_what_a_micro_batch_may_cost_more(seed: int) -> None:
+    """The most is what makes the longest chain end in time. Before that, what makes the step end
+    soonest; and no less than the least is allowed."""
+    generator = random.Random(seed)
+    costs = [generator.random() for _ in range(4)]
+    chains, weights = Chains(), []
+    for _ in range(generator.randint(1, 5)):
+        weights.append([generator.choice((0.0, 1.0, 3.0, 4.0)) for _ in costs])
+        chains.add(weights[-1], length(weights[-1], costs))
+    chains.change([(1, 0.5), (3, -0.01)])
+    costs[1] += 0.5
+    costs[3] -= 0.01
+    longest = max(weights, key=lambda each: length(each, costs))
+    end = length(longest, costs)
+    at, place = longest.index(max(longest)), longest.index(min(longest))
+    within = at != place and bool(seed % 2)
+    slope = longest[at] - longest[place] if within else generator.choice((0.5, 3.0, 7.0))
+    end *= 1.0 if within else generator.choice((1.0, 1.2))
+    free = generator.choice((0.0, 0.1))
+    end += 1e-9
+
+    def room(least: float) -> tuple[float, float] | None:
+        where = at if within else NOWHERE
+        return chains.room(place, where, slope=slope, least=least, free=free, end=end)
+
+    def ends(more: float) -> float:
+        changed = costs[:]
+        changed[place] += max(0.0, more - free)
+        changed[at] -= more if within else 0.0
+        return max(length(each, changed) for each in weights)
+
+    found = room(0.0)
+    assert found is not None
+    best, most = found
+    assert best <= most <= end
+    assert room(most) == found
+    if most < end:
+        assert ends(most) <= end * (1 + 1e-9) < ends(most + 1e-6)
+        assert room(most + 1e-6) is None
+        for other in (0.5 * best, 0.5 * (best + most), most) if not free else ():
+            steps = [max(end - slope * each, ends(each)) for each in (best, other)]
+            assert steps[0] <= steps[1] + 1e-8
+
+
+def test_the_newest_chains_are_remembered_and_what_refused_is_looked_at_first() -> None:
+    chains = Chains()
+    for number in range(MOST_CHAINS + 3):
+        chains.add([float(number)], float(number))
+    assert [chain[-1] for chain in chains] == list(range(MOST_CHAINS + 2, 2, -1))
+    chains.add([0.0], 1.0)
+    assert not chains.room(0, NOWHERE, slope=1.0, least=1.0, free=0.0, end=MOST_CHAINS + 3.0)
+    assert next(iter(chains))[-1] == MOST_CHAINS + 2
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("dims", LAYOUTS)
+def test_chains_refuse_only_what_ends_no_sooner(
+    dims: ParallelDims, forward_only: bool, shared: bool
+) -> None:
+    """While moves are made, a pipeline ends as its costs say, its remembered chains are as long as
+    they say, and no change ends sooner than a chain does with it."""
+    config = (
+        CONFIG if shared else replace(CONFIG, max_tokens_per_gpu=5000, max_context_parallel=None)
+    )
+    step, objective = packed(Problem.of(LENGTHS, dims, config, forward_only=forward_only))
+    tried = moves._Moves(step, objective)
+    refused = 0
+    for number in range(600):
+        tried.try_one()
+        mine, theirs = tried._two_rows()
+        late, early = mine.pipeline, theirs.pipeline
+        if number % 10 or (late is early and mine.place == theirs.place):
+            continue
+        free, more = early.costs[theirs.place] - theirs.cost, 0.2 * mine.cost
+        at = mine.place if late is early else NOWHERE
+        room = early.chains.room(theirs.place, at, slope=0.0, least=more, free=free, end=early.end)
+        changes = [(theirs.place, max(0.0, more - free))]
+        changes += [(mine.place, -more)] if late is early else []
+        chains = [(length(c, early.costs), c) for c in early.chains]
+        end = early.end_with(changes)
+        for long, chain in chains:
+            assert chain[-1] == pytest.approx(long, rel=1e-9)
+            assert end >= (long + sum(chain[place] * each for place, each in changes)) * (1 - 1e-9)
+        refused += room is None
+        assert room or end >= early.end * (1 - 1e-9)
+    assert refused
+    result = tried.result()
+    assert max(each.end for each in tried._pipelines) == pytest.approx(result.end, rel=1e-9)
+    anew = moves._Moves(result, objective)
+    for each, other in zip(tried._pipelines, anew._pipelines, strict=True):
+        assert each.end == pytest.approx(other.end, rel=1e-9)
+
+
+@examples(250)
+@given(problems(), st.sampled_from([None, 1.0, 1.3]))
+def test_improving_never_ends_a_step_later(problem: Step, times: float | None) -> None:
+    """And leaves as many slots and placeholders or fewer, the same samples, a step within the bound
+    on tokens in flight, and ends that are those of its slots."""
+    plain = problem.plan(balance="tokens")
+    objective = problem.objective()
+    before = objective.candidate(plain.micro_batches)
+    if times and before.ranks[0]:
+        held = max(map(objective.problem.inflight_tokens, before.ranks))
+        objective.max_inflight_tokens = int(times * held)
+    after = improve(before, objective)
+    assert after.end <= before.end
+    assert after.ends == pytest.approx(objective.candidate(after.ranks).ends, rel=1e-12)
+    assert before.ends == objective.candidate(plain.micro_batches).ends
+    assert fits_in_memory(rows_of(after, objective), objective)
+    for old, new in zip(before.ranks, after.ranks, strict=True):
+        assert new[-1] or not any(new)
+        assert sum(map(bool, new)) >= sum(map(bool, old))
+    improved = replace(plain, micro_batches=as_tuples(after.ranks))
+    assert broken_invariants(improved, problem.lengths) == set()
+
+
+@pytest.mark.parametrize("dims", LAYOUTS)
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_moves_between_shared_rows_end_steps_sooner(dims: ParallelDims, forward_only: bool) -> None:
+    """In lockstep too. The step is a legal one, the one before is as it was, and its ends are those
+    of its rows."""
+    problem = Problem.of(LENGTHS, dims, CONFIG, forward_only=forward_only)
+    before, objective = packed(problem)
+    ends = before.ends[:]
+    after = improve(before, objective)
+    assert after.end < 0.996 * before.end
+    assert before.ends == objective.candidate(before.ranks, before.sizes).ends == ends
+    assert after.sizes is not None
+    plan = StepPlan(
+        micro_batches=as_tuples(after.ranks),
+        num_microbatches=len(after.ranks[0]),
+        sample_indices=tuple(range(problem.num_samples)),
+        dims=problem.dims,
+        config=problem.config,
+        cost_model=problem.cost_model,
+        forward_only=problem.forward_only,
+        context_parallel=tuple(map(tuple, after.sizes)),
+    )
+    validate_plan(plan, LENGTHS)
+    assert broken(plan, LENGTHS) == set()
+    assert predicted_step_time(plan, LENGTHS) == pytest.approx(after.end, rel=1e-12)
+
+
+def test_no_move_makes_the_step_end_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By more than the power allows, though most change two ranks, of which one may end later than
+    before; and the same moves are made again."""
+    ends = []
+    try_one = moves._Moves.try_one
+
+    def watched(tried: moves._Moves) -> None:
+        try_one(tried)
+        ends.append(tried.slowest.end)
+
+    monkeypatch.setattr(moves._Moves, "try_one", watched)
+    config = PlannerConfig(max_tokens_per_gpu=16384, plan_effort=300)
+    lengths = log_normal(128, 1, median=2048, sigma=1, cap=16384)
+    step, objective = packed(Problem.of(lengths, PP4, config))
+    found = improve(step, objective)
+    assert all(later <= end * 1.001 for end, later in itertools.pairwise(ends))
+    assert ends[-1] < 0.95 * ends[0]
+    assert found.end == pytest.approx(ends[-1], rel=1e-12)
+    assert improve(step, Objective(objective.problem)) == found
+
+
+def test_moves_keep_to_a_bound_on_tokens_in_flight() -> None:
+    """Where short samples are between long ones, so that two stages hold one of each."""
+    lengths = [4000 - each if each % 2 else 100 + each for each in range(16)]
+    dims, config = ParallelDims(pipeline_parallel=2), PlannerConfig(max_tokens_per_gpu=4000)
+    held = []
+    for bound in (4200, None):
+        objective = Objective(Problem.of(lengths, dims, config))
+        objective.max_inflight_tokens = bound
+        step = objective.candidate([[[each] for each in range(16)]])
+        after = improve(step, objective)
+        assert (after.end < step.end) == (bound is None)
+        held.append(most_in_flight(rows_of(after, objective), objective))
+    assert held[0] <= 4200 < held[1]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_rank_takes_a_further_sample_in_its_placeholder(stages: int) -> None:
+    lengths = [100] * 10
+    dims = ParallelDims(data_parallel=2, pipeline_parallel=stages)
+    config = PlannerConfig(max_tokens_per_gpu=1000)
+    objective = Objective(Problem.of(lengths, dims, config))
+    step = objective.candidate([[[0, 1, 2], [3, 4, 5], [6, 7]], [[], [8], [9]]])
+    tried = moves._Moves(step, objective)
+    for _ in range(300):
+        tried.try_one()
+        counts = [len(row.samples) for row in tried._ranks[1]]
+        assert min(counts) or max(counts) == 1
+    assert min(counts)
