@@ -30,6 +30,7 @@ from mcore_batching.planning.search.moves import (
     Chains,
     fits_in_memory,
     improve,
+    most_in_flight,
     rows_of,
 )
 from mcore_batching.planning.search.objective import Candidate
@@ -227,3 +228,18 @@ def test_no_move_makes_the_step_end_later(monkeypatch: pytest.MonkeyPatch) -> No
     assert ends[-1] < 0.95 * ends[0]
     assert found.end == pytest.approx(ends[-1], rel=1e-12)
     assert improve(step, Objective(objective.problem)) == found
+
+
+def test_moves_keep_to_a_bound_on_tokens_in_flight() -> None:
+    """Where short samples are between long ones, so that two stages hold one of each."""
+    lengths = [4000 - each if each % 2 else 100 + each for each in range(16)]
+    dims, config = ParallelDims(pipeline_parallel=2), PlannerConfig(max_tokens_per_gpu=4000)
+    held = []
+    for bound in (4200, None):
+        objective = Objective(Problem.of(lengths, dims, config))
+        objective.max_inflight_tokens = bound
+        step = objective.candidate([[[each] for each in range(16)]])
+        after = improve(step, objective)
+        assert (after.end < step.end) == (bound is None)
+        held.append(most_in_flight(rows_of(after, objective), objective))
+    assert held[0] <= 4200 < held[1]
