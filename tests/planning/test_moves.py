@@ -243,3 +243,18 @@ def test_moves_keep_to_a_bound_on_tokens_in_flight() -> None:
         assert (after.end < step.end) == (bound is None)
         held.append(most_in_flight(rows_of(after, objective), objective))
     assert held[0] <= 4200 < held[1]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_rank_takes_a_further_sample_in_its_placeholder(stages: int) -> None:
+    lengths = [100] * 10
+    dims = ParallelDims(data_parallel=2, pipeline_parallel=stages)
+    config = PlannerConfig(max_tokens_per_gpu=1000)
+    objective = Objective(Problem.of(lengths, dims, config))
+    step = objective.candidate([[[0, 1, 2], [3, 4, 5], [6, 7]], [[], [8], [9]]])
+    tried = moves._Moves(step, objective)
+    for _ in range(300):
+        tried.try_one()
+        counts = [len(row.samples) for row in tried._ranks[1]]
+        assert min(counts) or max(counts) == 1
+    assert min(counts)
