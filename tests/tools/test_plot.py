@@ -49,18 +49,18 @@ def test_every_pass_of_a_small_step_has_its_box() -> None:
     drawn = boxes(figure, "pass-")
     count = step.num_microbatches
     assert len(drawn) == 2 * 2 * 2 * count
-    first = drawn["0-0-0-0-0"]
+    first = drawn["0-0-0-0-F"]
     cost = sum(LENGTHS[i] for i in step.micro_batches[0][0])
     assert (first.get_x(), first.get_width()) == (0, cost)
-    backward = drawn["0-1-0-0-1"]
+    backward = drawn["0-1-0-0-B"]
     assert (backward.get_x(), backward.get_width()) == (2 * cost, 2 * cost)
     assert to_hex(first.get_facecolor()) != to_hex(backward.get_facecolor())
     # Stages of a rank lie below each other, ranks below that.
-    tops = [drawn[name].get_y() for name in ("0-0-0-0-0", "0-1-0-0-0", "1-0-0-0-0")]
+    tops = [drawn[name].get_y() for name in ("0-0-0-0-F", "0-1-0-0-F", "1-0-0-0-F")]
     assert tops[0] + 1 == pytest.approx(tops[1])
     assert tops[1] + 1 < tops[2]
     held = len(step.micro_batches[0][0])
-    assert tooltips["pass-0-1-0-0-1"] == (
+    assert tooltips["pass-0-1-0-0-B"] == (
         f"rank 0 stage 1: backward of slot 0 ({held} sample{'s' * (held != 1)}, {cost} tokens), "
         f"{2 * cost} to {4 * cost}"
     )
@@ -85,7 +85,7 @@ def test_placeholders_are_hatched() -> None:
     figure, tooltips = step_figure(step, [30])
     hatched = {name for name, box in boxes(figure, "pass-").items() if box.get_hatch()}
     empty = step.micro_batches.index(((),))
-    assert hatched == {f"{empty}-{stage}-0-0-{b}" for stage in (0, 1) for b in (0, 1)}
+    assert hatched == {f"{empty}-{stage}-0-0-{kind}" for stage in (0, 1) for kind in "FB"}
     assert {n for n, box in boxes(figure, "fill-").items() if box.get_hatch()} == {f"{empty}-0"}
     assert "(placeholder)" in tooltips[f"fill-{empty}-0"]
 
@@ -94,10 +94,10 @@ def test_chunks_have_shades_and_names() -> None:
     step = planned(LENGTHS, pipeline_parallel=2, virtual_pipeline=2)
     figure, tooltips = step_figure(step, LENGTHS)
     drawn = boxes(figure, "pass-")
-    passes = [f"0-0-{chunk}-0-{backward}" for chunk in (0, 1) for backward in (0, 1)]
+    passes = [f"0-0-{chunk}-0-{kind}" for chunk in (0, 1) for kind in "FB"]
     assert len({to_hex(drawn[name].get_facecolor()) for name in passes}) == 4
-    assert "stage 0 chunk 0: forward" in tooltips["pass-0-0-0-0-0"]
-    assert "stage 0 chunk 1: forward" in tooltips["pass-0-0-1-0-0"]
+    assert "stage 0 chunk 0: forward" in tooltips["pass-0-0-0-0-F"]
+    assert "stage 0 chunk 1: forward" in tooltips["pass-0-0-1-0-F"]
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert "forward, odd chunk" in labels
 
