@@ -234,7 +234,7 @@ def _outcome(
             failure = failure or str(error)
             continue
         taken = time.process_time() - started
-        statistics = step_statistics(plan, lengths, cost_model, tight_floor=True)
+        statistics = step_statistics(plan, lengths, cost_model)
         held, bound = statistics.peak_inflight_tokens, config.max_inflight_tokens
         if bound is not None and held > bound:
             failure = failure or (

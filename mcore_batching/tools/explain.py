@@ -82,7 +82,7 @@ def explain(
 def _explain_step(
     step: StepPlan, lengths: Sequence[int], spell: Spell, advice_seconds: float
 ) -> str:
-    statistics = step_statistics(step, lengths, tight_floor=True)
+    statistics = step_statistics(step, lengths)
     problem, ranks = step_problem(step, lengths)
     lines = [
         f"{counted(step.num_samples, 'sample')} on {counted(len(ranks), _rank_noun(step))}: "
@@ -196,8 +196,9 @@ def _time(step: StepPlan, lengths: Sequence[int], statistics: StepStatistics) ->
     """The predicted end of the step, and what holds it back."""
     yield (
         f"predicted end of {'the forward passes' if step.forward_only else 'the step'}: "
-        f"{statistics.step_time:.0f} token units, {statistics.time_over_floor:.3f} x a lower bound "
-        f"on any plan's; the first stage holds {statistics.peak_inflight_tokens:.0f} tokens at most"
+        f"{statistics.step_time:.0f} token units, {statistics.time_over_floor:.3f} x the floor, "
+        "before which no plan ends (a mean rank's work, or the longest sample's way through all "
+        f"stages); the first stage holds {statistics.peak_inflight_tokens:.0f} tokens at most"
     )
     yield f"held back by: {what_holds_back(step, lengths)}"
 

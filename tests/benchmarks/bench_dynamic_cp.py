@@ -39,12 +39,12 @@ from bench_step_time import (
     mean,
     sources,
 )
+from step_bound import step_time_bound
 
 from mcore_batching.planning import ParallelDims, PlannerConfig, Problem, StepPlan, plan_step
 from mcore_batching.planning.cost import ordered_sum
 from mcore_batching.planning.dynamic_cp import of_one_size
 from mcore_batching.planning.statistics import predicted_step_time
-from mcore_batching.planning.step_bound import step_time_bound
 from mcore_batching.tools.report import Table, print_table
 from mcore_batching.tools.rules import RuleFailureError, megatron_dynamic_plan
 

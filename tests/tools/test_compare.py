@@ -53,7 +53,7 @@ def test_everyone_is_on_the_table_once(outcomes: list[compare.Outcome]) -> None:
 def test_numbers_are_those_of_the_plans(outcomes: list[compare.Outcome]) -> None:
     ours = by_name(outcomes, "mcore_batching")
     made = [
-        step_statistics(plan_step(lengths, DIMS, CONFIG), lengths, tight_floor=True)
+        step_statistics(plan_step(lengths, DIMS, CONFIG), lengths)
         for lengths in (LENGTHS[:32], LENGTHS[32:])
     ]
     assert ours.time_over_floor == pytest.approx(sum(s.time_over_floor for s in made) / 2)

@@ -51,9 +51,7 @@ def test_predictions_and_floors_are_the_plans(tmp_path: Path) -> None:
     for step in replay.replay(measured_job(tmp_path)):
         record = step.record
         assert step.predicted == record.predicted
-        assert (
-            step.floor == step_statistics(record.plan, record.lengths, tight_floor=True).floor_time
-        )
+        assert step.floor == step_statistics(record.plan, record.lengths).floor_time
         assert step.floor <= step.predicted
     heavier = CostModel(linear=2.0, quadratic=2 / 3000, per_micro_batch=14.0)
     twice = replay.replay(read_records(tmp_path), heavier)
