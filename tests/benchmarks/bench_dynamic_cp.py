@@ -6,7 +6,7 @@ Pure work is three times the cost of all samples over the ranks: no communicatio
 micro-batches, no bubble. Costs are the default model's, with 10 % of communication and 64 tokens
 for each doubling of a row's context-parallel size. "one size" is the best of 1, 2, 4 and 8 for all
 samples, each planned by the search without dynamic CP on the same GPUs, of those under which every
-sample fits; "dynamic off" is size 1. The bound is `step_time_bound`'s, before which no plan ends.
+sample fits; "dynamic off" is size 1. The bound is `step_bound.py`'s, before which no plan ends.
 Megatron's rule is `default_dynamic_cp` of its dev branch, as `tools.rules` writes it; a test
 compares it with the original. Lengths are drawn as in bench_step_time.py; means are over draws,
 seconds are processor time of one Python thread.
