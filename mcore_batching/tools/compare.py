@@ -284,7 +284,11 @@ def _planned(
         plan = planner.plan(
             lengths, dims, replace(config, max_tokens_per_gpu=cap or given), cost_model
         )
-    except (RuleFailureError, InflightBoundError, OversizeSampleError, ConfigError) as error:
+    except (RuleFailureError, InflightBoundError, OversizeSampleError) as error:
+        return _Step(str(error))
+    except ConfigError as error:
+        if cap is None:
+            raise  # the given cap holds no token, for nobody
         return _Step(str(error))
     seconds = time.process_time() - started
     plan = replace(plan, config=replace(plan.config, max_tokens_per_gpu=given))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mcore_batching.planning import (
+    ConfigError,
     LengthError,
     ParallelDims,
     PlannerConfig,
@@ -97,6 +98,13 @@ def test_a_rule_is_shown_at_the_given_cap_and_at_its_own_best_below() -> None:
         for o in found
         if o.time_over_ours and o.time_over_ours_at_best_cap
     )
+
+
+def test_a_cap_that_holds_no_token_is_an_error_and_not_everyones_failure() -> None:
+    with pytest.raises(ConfigError, match="max_tokens_per_gpu"):
+        compare.compare(
+            [[5]], ParallelDims(context_parallel=2), PlannerConfig(max_tokens_per_gpu=1)
+        )
 
 
 def test_no_cap_is_a_rules_best_under_which_it_lacks_a_plan() -> None:
