@@ -15,7 +15,6 @@ from mcore_batching.planning.integers import entries
 from mcore_batching.planning.pipeline import Clock, clocks_of, inflight_tokens
 from mcore_batching.planning.plan import StepPlan
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.step_bound import step_time_bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,7 @@ class StepStatistics:
     step_time: float
     """Predicted end of the step, in units of cost: `predicted_step_time`."""
     floor_time: float
-    """Time before which no plan's step ends: `step_time_floor`, or the tight `step_time_bound`."""
+    """Time before which no plan's step ends, in units of cost: `step_time_floor`."""
     peak_inflight_tokens: float
     """Most padded tokens whose activations a first pipeline stage holds at a time, over all ranks;
     of several steps the most of any. Under dynamic CP a row of size c counts with 1 / c for each of
@@ -98,8 +97,6 @@ def step_statistics(
     step: StepPlan,
     lengths: Sequence[int],
     cost_model: CostModel | None = None,
-    *,
-    tight_floor: bool = False,
 ) -> StepStatistics:
     """Statistics of a valid plan.
 
@@ -107,7 +104,6 @@ def step_statistics(
         step: the plan.
         lengths: total length of each sample of the whole batch [samples], in tokens.
         cost_model: the plan's own if None.
-        tight_floor: a later `floor_time`, which takes up to a third of a second the first time.
     """
     problem, ranks = step_problem(step, lengths, cost_model)
     costs = micro_batch_costs(step, problem, ranks)
@@ -129,7 +125,7 @@ def step_statistics(
         mean_rank_cost=ordered_sum(rank_costs) / len(ranks),
         slot_maxima_cost=ordered_sum(max(slot) for slot in zip(*costs, strict=True)),
         step_time=_end(step, problem, costs),
-        floor_time=(step_time_bound if tight_floor else step_time_floor)(problem),
+        floor_time=step_time_floor(problem),
         peak_inflight_tokens=max(
             inflight_tokens(rank, dims, forward_only=forward_only) for rank in held
         ),

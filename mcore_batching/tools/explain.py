@@ -22,8 +22,7 @@ from mcore_batching.planning import (
     validate_plan,
 )
 from mcore_batching.planning.statistics import micro_batch_costs
-from mcore_batching.tools.dynamic_cp import gains_line, shared_lines, sizes_line
-from mcore_batching.tools.report import counted
+from mcore_batching.tools.report import FLOOR, counted
 from mcore_batching.tools.suggestions import suggestions
 from mcore_batching.tools.timeline import step_timeline
 
@@ -82,7 +81,7 @@ def explain(
 def _explain_step(
     step: StepPlan, lengths: Sequence[int], spell: Spell, advice_seconds: float
 ) -> str:
-    statistics = step_statistics(step, lengths, tight_floor=True)
+    statistics = step_statistics(step, lengths)
     problem, ranks = step_problem(step, lengths)
     lines = [
         f"{counted(step.num_samples, 'sample')} on {counted(len(ranks), _rank_noun(step))}: "
@@ -95,10 +94,7 @@ def _explain_step(
         lines += _oversize(step, problem)
         lines += _time(step, lengths, statistics)
         if step.context_parallel is not None:
-            lines.append(sizes_line(step))
-            lines += shared_lines(step, lengths)
-            if advice_seconds > 0:
-                lines.append(gains_line(step, lengths))
+            lines.append(f"micro-batches by context-parallel size: {_sizes(step)}")
         if step.scope == "global" and advice_seconds > 0:
             lines.append(_advice(step, lengths, spell, advice_seconds))
     return "\n  ".join(lines)
@@ -196,8 +192,8 @@ def _time(step: StepPlan, lengths: Sequence[int], statistics: StepStatistics) ->
     """The predicted end of the step, and what holds it back."""
     yield (
         f"predicted end of {'the forward passes' if step.forward_only else 'the step'}: "
-        f"{statistics.step_time:.0f} token units, {statistics.time_over_floor:.3f} x a lower bound "
-        f"on any plan's; the first stage holds {statistics.peak_inflight_tokens:.0f} tokens at most"
+        f"{statistics.step_time:.0f} token units, {statistics.time_over_floor:.3f} x the floor "
+        f"({FLOOR}); the first stage holds {statistics.peak_inflight_tokens:.0f} tokens at most"
     )
     yield f"held back by: {what_holds_back(step, lengths)}"
 
@@ -294,6 +290,11 @@ def _usable(problem: Problem) -> list[Problem]:
     if problem.config.max_context_parallel is None:
         return [problem]
     return [problem.on_ranks[size] for size in problem.row_sizes]
+
+
+def _sizes(step: StepPlan) -> str:
+    sizes = [row.size for row in step.rows()]
+    return ", ".join(f"{sizes.count(size)} of size {size}" for size in sorted(set(sizes)))
 
 
 def _rank_noun(step: StepPlan) -> str:

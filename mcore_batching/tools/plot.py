@@ -80,7 +80,7 @@ def step_figure(
     from matplotlib.figure import Figure
 
     timeline = step_timeline(step, lengths, cost_model)
-    statistics = step_statistics(step, lengths, cost_model, tight_floor=True)
+    statistics = step_statistics(step, lengths, cost_model)
     num_ranks = len(timeline.ranks)
     in_full = num_ranks * timeline.stages <= MOST_ROWS
     if in_full:

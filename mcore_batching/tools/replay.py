@@ -93,7 +93,7 @@ def replay(
         elif unit is not None and seconds is not None:
             model = in_units_of(plan.cost_model, unit / seconds)
             plan, seconds = replace(plan, cost_model=model), unit
-        predicted = step_statistics(plan, record.lengths, tight_floor=True)
+        predicted = step_statistics(plan, record.lengths)
         replayed.append(
             ReplayedStep(
                 record=replace(record, plan=plan, seconds_per_unit=seconds),

@@ -37,13 +37,16 @@ STEP_COLUMNS = (
     "time/floor",
 )
 
-STEP_LEGEND = """\
+FLOOR = "a mean rank's work or the longest sample's way through all stages; no plan ends sooner"
+
+STEP_LEGEND = f"""\
 token fill    tokens of samples / (cap x micro-batches of all ranks, placeholders included)
 padding       share of padding in the tokens of micro-batches that hold samples
 in flight     most tokens whose activations a first pipeline stage holds at a time
 rank balance  cost of the heaviest rank / mean over ranks; 1 is even
 slot balance  costliest micro-batch of each slot, added up / mean over ranks; 1 is even
-time/floor    predicted end of the step / a lower bound on the end of any plan's step"""
+time/floor    predicted end of the step / the floor:
+              {FLOOR}"""
 
 
 @dataclass(frozen=True, kw_only=True)

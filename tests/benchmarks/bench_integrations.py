@@ -27,13 +27,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from bench_others_rules import verl_original
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+from rule_originals import verl
 
 from mcore_batching.integrations.slime import hook_schedule
 from mcore_batching.planning import (
     MicroBatches,
     ParallelDims,
     PlannerConfig,
+    Problem,
     StepPlan,
     plan_step,
     predicted_step_time,
@@ -41,9 +44,7 @@ from mcore_batching.planning import (
 from mcore_batching.tools.compare import draw_steps
 from mcore_batching.tools.lengths_file import read_lengths
 from mcore_batching.tools.report import Table, print_table
-from mcore_batching.tools.rules import verl
-from mcore_batching.tools.rules.differencing import karmarkar_karp
-from mcore_batching.tools.rules.packing_input import PackingInput
+from mcore_batching.tools.rules import karmarkar_karp, verl_work
 
 Ranks = Sequence[MicroBatches]
 Planner = Callable[[list[int], ParallelDims, int], Ranks]
@@ -109,21 +110,10 @@ def slime_planner(source: str, *, ours: bool, by_flops: bool = False) -> Planner
 
 def verl_planner(source: str) -> Planner:
     """verl's ``rearrange_micro_batches`` on every rank."""
-    sys.path.insert(0, source)
-    original = verl_original()
-    sys.path.remove(source)
+    original = verl(Path(source))
 
     def plan(lengths: list[int], dims: ParallelDims, cap: int) -> Ranks:
-        ranks = original(
-            PackingInput(
-                sizes=tuple(lengths),
-                lengths=tuple(lengths),
-                capacity=cap,
-                ranks=dims.data_parallel,
-                stages=dims.pipeline_parallel,
-                group=dims.group_size if dims.virtual_pipeline > 1 else None,
-            )
-        )
+        ranks = original(Problem.of(lengths, dims, PlannerConfig(max_tokens_per_gpu=cap)))
         return [tuple(map(tuple, rank)) for rank in ranks]
 
     return plan
@@ -131,7 +121,7 @@ def verl_planner(source: str) -> Planner:
 
 def on_verls_ranks(lengths: list[int], dims: ParallelDims, cap: int) -> Ranks:
     """This package's micro-batches of the samples that verl deals to each rank."""
-    work = [verl.workload(length) for length in lengths]
+    work = [verl_work(length) for length in lengths]
     shards = karmarkar_karp(work, dims.data_parallel, equal_count=True)
     owners = [0] * len(lengths)
     for rank, shard in enumerate(shards):

@@ -399,6 +399,7 @@ def test_refused_combination_says_what_to_set(
     ("dims", "changes"),
     [
         (ParallelDims(), {}),
+        (ParallelDims(), {"overlap_p2p_comm": True}),  # without a pipeline nobody communicates
         (ParallelDims(pipeline_parallel=4), {}),
         (VIRTUAL, {"overlap_p2p_comm": True, "batch_p2p_comm": False}),
         (ParallelDims(), EXPERTS),  # a load-balancing loss with coefficient 0

@@ -29,8 +29,8 @@ from mcore_batching.planning import (
     predicted_step_time,
     validate_plan,
 )
+from mcore_batching.planning.bounds import step_time_floor
 from mcore_batching.planning.dynamic_cp import of_one_size
-from mcore_batching.planning.step_bound import step_time_bound
 
 LENGTHS = [100, 60, 7, 3]
 DIMS = ParallelDims(data_parallel=4)
@@ -296,7 +296,7 @@ def test_no_step_of_one_size_ends_sooner(dims: ParallelDims, forward_only: bool)
             lengths, rows.dims, rows.config, rows.cost_model, forward_only=forward_only
         )
         assert end <= predicted_step_time(fixed, lengths) * (1 + 1e-9)
-    assert end >= step_time_bound(problem) * (1 - 1e-9)
+    assert end >= step_time_floor(problem) * (1 - 1e-9)
 
 
 def test_a_long_sample_gets_more_ranks_than_it_needs() -> None:

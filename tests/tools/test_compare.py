@@ -6,20 +6,23 @@ import csv
 import io
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mcore_batching.planning import (
+    ConfigError,
     LengthError,
     ParallelDims,
     PlannerConfig,
     plan_step,
+    predicted_step_time,
     step_statistics,
 )
 from mcore_batching.tools import compare
 from mcore_batching.tools.cli import main
-from mcore_batching.tools.rules import RULES
+from mcore_batching.tools.rules import RULES, rule_plan
 
 GENERATOR = random.Random(0)
 LENGTHS = [min(900, round(GENERATOR.lognormvariate(5, 1))) for _ in range(64)]
@@ -45,7 +48,7 @@ def test_everyone_is_on_the_table_once(outcomes: list[compare.Outcome]) -> None:
         "mcore_batching, balance tokens",
         "mcore_batching, balance none",
     ]
-    assert names[4:] == [rule.name for rule in RULES]
+    assert names[4:] == list(RULES)
     assert [outcome.kind for outcome in outcomes] == ["ours"] + ["mode"] * 3 + ["peer"] * len(RULES)
     assert {outcome.steps for outcome in outcomes} == {2}
 
@@ -53,13 +56,12 @@ def test_everyone_is_on_the_table_once(outcomes: list[compare.Outcome]) -> None:
 def test_numbers_are_those_of_the_plans(outcomes: list[compare.Outcome]) -> None:
     ours = by_name(outcomes, "mcore_batching")
     made = [
-        step_statistics(plan_step(lengths, DIMS, CONFIG), lengths, tight_floor=True)
+        step_statistics(plan_step(lengths, DIMS, CONFIG), lengths)
         for lengths in (LENGTHS[:32], LENGTHS[32:])
     ]
     assert ours.time_over_floor == pytest.approx(sum(s.time_over_floor for s in made) / 2)
     assert ours.num_microbatches == sum(s.num_microbatches for s in made) / 2
-    assert ours.rank_balance == pytest.approx(sum(s.rank_balance for s in made) / 2)
-    assert (ours.over_cap, ours.worst_over_cap, ours.keeps_cap) == (0, None, True)
+    assert (ours.time_over_ours, ours.best_cap, ours.time_over_ours_at_best_cap) == (1, 1000, 1)
     assert ours.planning_seconds is not None
     assert ours.planning_seconds > 0
 
@@ -72,21 +74,47 @@ def test_modes_differ_and_ours_is_never_later(outcomes: list[compare.Outcome]) -
     assert all(ours <= time for time in times.values() if time is not None)
 
 
-def test_cap_violations_are_counted() -> None:
-    # verl's three micro-batches per rank hold 120, 60 and 60 of these tokens.
-    found = compare.compare([[60] * 8], ParallelDims(data_parallel=2), CONFIG_OF_100)
-    verl = by_name(found, "verl (cost)")
-    assert (verl.over_cap, verl.worst_over_cap) == (2 / 6, 1.2)
-    assert not verl.keeps_cap
-    row = next(row for row in compare.as_table(found).rows if row[0] == "verl (cost)")
-    assert row[3] == "33.3%, 1.20x"
-    assert not any("verl (cost) is best" in line for line in compare.summary(found))
+def test_a_rule_is_shown_at_the_given_cap_and_at_its_own_best_below() -> None:
+    """Weighed under the given cap, whatever cap it was planned under."""
+    steps = [LENGTHS[:32], LENGTHS[32:]]
+    config = replace(CONFIG, max_tokens_per_gpu=4000)
+    found = compare.compare(steps, DIMS, config)
+    ends = [predicted_step_time(plan_step(step, DIMS, config), step) for step in steps]
+
+    def over_ours(cap: int) -> float:
+        under = replace(config, max_tokens_per_gpu=cap)
+        plans = [rule_plan(RULES["NeMo-RL"], step, DIMS, under) for step in steps]
+        both = zip(plans, steps, ends, strict=True)
+        return sum(predicted_step_time(plan, step) / end for plan, step, end in both) / 2
+
+    theirs = by_name(found, "NeMo-RL")
+    assert theirs.time_over_ours == pytest.approx(over_ours(4000))
+    assert theirs.best_cap is not None
+    assert theirs.time_over_ours_at_best_cap == pytest.approx(over_ours(theirs.best_cap))
+    assert max(LENGTHS) <= theirs.best_cap < 4000
+    assert theirs.time_over_ours_at_best_cap < 0.9 * over_ours(4000)
+    assert all(
+        o.time_over_ours_at_best_cap <= o.time_over_ours * (1 + 0.01)
+        for o in found
+        if o.time_over_ours and o.time_over_ours_at_best_cap
+    )
 
 
-def test_an_oversize_sample_alone_is_no_violation() -> None:
-    found = compare.compare([[150, 20, 30, 40]], ParallelDims(data_parallel=2), CONFIG_OF_100)
-    assert by_name(found, "mcore_batching").over_cap == 0
-    assert by_name(found, "slime (pack first)").over_cap == 0
+def test_a_cap_that_holds_no_token_is_an_error_and_not_everyones_failure() -> None:
+    with pytest.raises(ConfigError, match="max_tokens_per_gpu"):
+        compare.compare(
+            [[5]], ParallelDims(context_parallel=2), PlannerConfig(max_tokens_per_gpu=1)
+        )
+
+
+def test_no_cap_is_a_rules_best_under_which_it_lacks_a_plan() -> None:
+    """Under a cap below 40 it has none for the second step, and an end sooner for the first."""
+    steps = [[10] * 32, [10] * 14 + [40] * 2]
+    found = compare.compare(steps, DIMS, CONFIG_OF_100)
+    theirs = by_name(found, "NeMo-RL")
+    assert (theirs.planned, theirs.failure) == (2, None)
+    assert theirs.best_cap is not None
+    assert theirs.best_cap >= 40
 
 
 def test_a_rule_without_a_plan_is_listed_with_its_reason() -> None:
@@ -95,8 +123,7 @@ def test_a_rule_without_a_plan_is_listed_with_its_reason() -> None:
     )
     verl = by_name(found, "verl 0.9")
     assert (verl.steps, verl.planned) == (2, 1)
-    assert verl.failure == "3 items do not divide by 2; pass a multiple of 2"
-    assert not verl.keeps_cap
+    assert verl.failure == "3 samples do not divide by 2; pass a multiple of 2"
     assert verl.time_over_floor is not None
     (line,) = [line for line in compare.summary(found) if line.startswith("verl 0.9")]
     assert line == f"verl 0.9 has no plan for 1 of 2 steps: {verl.failure}"
@@ -107,17 +134,16 @@ def test_a_rule_without_a_plan_is_listed_with_its_reason() -> None:
     assert compare.as_table([never]).rows == (("verl 0.9", "0/1", *["-"] * 6),)
 
 
-def test_summary_names_the_best_rule_under_the_cap(outcomes: list[compare.Outcome]) -> None:
-    ours = by_name(outcomes, "mcore_batching").time_over_floor
-    assert ours is not None
-    best, name = min(
-        (o.time_over_floor, o.name)
-        for o in outcomes
-        if o.kind == "peer" and o.keeps_cap and o.time_over_floor
-    )
+def test_summary_names_the_best_rule_at_the_given_cap_and_at_its_own(
+    outcomes: list[compare.Outcome],
+) -> None:
+    peers = [o for o in outcomes if o.kind == "peer" and o.time_over_ours]
+    best = min(peers, key=lambda o: (o.time_over_ours, o.name))
+    tuned = min(peers, key=lambda o: (o.time_over_ours_at_best_cap, o.name))
     line = compare.summary(outcomes)[0]
-    assert f"{name} is best" in line
-    assert f"{best / ours:.3f} x" in line
+    assert f"{best.name} ends soonest, at {best.time_over_ours:.3f} x the time" in line
+    at = f"at {tuned.time_over_ours_at_best_cap:.3f} x"
+    assert f"{tuned.name} under {tuned.best_cap}, {at}" in line
 
 
 def test_csv_and_json_hold_every_field(outcomes: list[compare.Outcome]) -> None:
@@ -166,7 +192,7 @@ def test_command(tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixtur
     assert main(["compare", lengths_file, *COMMAND, *more]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "2 steps of 16 samples, DP2 x PP2, cap 1000 tokens"
-    assert printed[1].split("  ")[-1] == "planning"
+    assert printed[1].split("  ")[-1] == "time/ours there"
     assert sum(line.split()[0] == "mcore_batching" for line in printed[3:7]) == 1
     assert printed[-1] == f"wrote {out}"
     steps = compare.draw_steps(LENGTHS, 16, 2, 3)

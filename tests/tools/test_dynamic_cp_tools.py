@@ -23,8 +23,7 @@ from mcore_batching.planning import (
 from mcore_batching.planning.records import StepRecorder, read_records
 from mcore_batching.planning.statistics import step_problem
 from mcore_batching.tools.cli import main
-from mcore_batching.tools.compare import compare
-from mcore_batching.tools.dynamic_cp import gains_line, one_size, shared_lines, sizes_line
+from mcore_batching.tools.compare import compare, one_size
 from mcore_batching.tools.explain import explain
 from mcore_batching.tools.timeline import step_timeline
 
@@ -35,46 +34,22 @@ CONFIG = PlannerConfig(max_tokens_per_gpu=20_000, max_context_parallel=4, plan_e
 STEP = plan_step(LENGTHS, DIMS, CONFIG)
 
 
-def test_explain_says_what_the_longest_sample_gains_from_its_ranks() -> None:
+def test_explain_counts_micro_batches_by_their_ranks() -> None:
     said = explain(STEP, LENGTHS, advice_seconds=1)
-    assert re.search(r"sample 40 \(20000 tokens\) on 4 ranks: [\d.]+ x sooner than on 1 in", said)
     assert "41 samples on 4 ranks: " in said
-    assert sizes_line(STEP) in said
     shared = sum(row.size == 4 for row in STEP.rows())
     assert re.search(rf"micro-batches by context-parallel size: .*{shared} of size 4$", said, re.M)
-    assert "dynamic CP ends the step sooner than CP 1 for all: " in said
 
 
-def test_what_a_row_gains_is_the_step_with_it_on_fewer_ranks() -> None:
-    (line,) = (line for line in shared_lines(STEP, LENGTHS) if line.startswith("sample 40 "))
-    (row,) = (row for row in STEP.rows() if row.samples == (40,))
-    rows = [list(slots) for slots in STEP.micro_batches]
-    assert STEP.context_parallel is not None
-    sizes = [list(of_rank) for of_rank in STEP.context_parallel]
-    for rank in range(4):
-        sizes[rank][row.slot] = 1
-        rows[rank][row.slot] = (40,) if rank == 0 else ()
-    alone = replace(
-        STEP, micro_batches=tuple(map(tuple, rows)), context_parallel=tuple(map(tuple, sizes))
-    )
-    gain = predicted_step_time(alone, LENGTHS) / predicted_step_time(STEP, LENGTHS)
-    assert f"{gain:.2f} x sooner" in line
-    assert gain > 1.3
-
-
-def test_gains_are_over_each_size_for_all_and_megatrons_rule() -> None:
-    said = gains_line(STEP, LENGTHS)
-    end = predicted_step_time(STEP, LENGTHS)
-    for size in (1, 2, 4):
-        fixed = one_size(size)(LENGTHS, DIMS, CONFIG, STEP.cost_model)
-        validate_plan(fixed, LENGTHS)
-        assert {row.size for row in fixed.rows() if row.samples} == {size}
-        assert f"CP {size} for all: {predicted_step_time(fixed, LENGTHS) / end:.2f} x" in said
-    assert "Megatron default_dynamic_cp: " in said
-    small = replace(CONFIG, max_tokens_per_gpu=5000)
-    with pytest.raises(OversizeSampleError):
-        one_size(2)(LENGTHS, DIMS, small, STEP.cost_model)
-    assert "CP 2 for all: no plan" in gains_line(plan_step(LENGTHS, DIMS, small), LENGTHS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_one_size_for_all(size: int) -> None:
+    fixed = one_size(size)(LENGTHS, DIMS, CONFIG, STEP.cost_model)
+    validate_plan(fixed, LENGTHS)
+    assert {row.size for row in fixed.rows() if row.samples} == {size}
+    if size < 4:
+        small = replace(CONFIG, max_tokens_per_gpu=5000)
+        with pytest.raises(OversizeSampleError):
+            one_size(size)(LENGTHS, DIMS, small, STEP.cost_model)
 
 
 @pytest.mark.parametrize("experts", [1, 2])
@@ -126,12 +101,10 @@ def test_the_picture_frames_blocks(tmp_path: Path) -> None:
 
 def test_compare_has_every_size_and_megatrons_rule() -> None:
     outcomes = {o.name: o for o in compare([LENGTHS], DIMS, CONFIG)}
-    ours = outcomes["mcore_batching"].time_over_floor
-    assert ours is not None
     for name in ("CP 1 for all", "CP 2 for all", "CP 4 for all", "Megatron default_dynamic_cp"):
-        other = outcomes[name].time_over_floor
+        other = outcomes[name].time_over_ours
         assert other is not None
-        assert other >= ours * (1 - 1e-9)
+        assert other >= 1 - 1e-9
     without = {o.name for o in compare([[5, 6]], DIMS, replace(CONFIG, max_context_parallel=None))}
     assert not any("CP" in name for name in without)
 

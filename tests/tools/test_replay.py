@@ -47,13 +47,18 @@ def test_units_become_seconds_by_the_median(tmp_path: Path) -> None:
     assert errors == pytest.approx([-0.75, 0, 0, 0, 0.25])
 
 
+def test_a_step_that_was_not_measured_has_no_error_beside_those_that_were(tmp_path: Path) -> None:
+    recorded_job(tmp_path, [None, 1.0])
+    steps = replay.replay(read_records(tmp_path))
+    rows = replay.step_table(steps, replay.seconds_per_unit(steps)).rows
+    assert [row[4:6] for row in rows] == [("-", "-"), ("1.000 s", "+0.0%")]
+
+
 def test_predictions_and_floors_are_the_plans(tmp_path: Path) -> None:
     for step in replay.replay(measured_job(tmp_path)):
         record = step.record
         assert step.predicted == record.predicted
-        assert (
-            step.floor == step_statistics(record.plan, record.lengths, tight_floor=True).floor_time
-        )
+        assert step.floor == step_statistics(record.plan, record.lengths).floor_time
         assert step.floor <= step.predicted
     heavier = CostModel(linear=2.0, quadratic=2 / 3000, per_micro_batch=14.0)
     twice = replay.replay(read_records(tmp_path), heavier)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Sequence
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import rule_originals as originals
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron_dev import CHECKOUT, scheduling_file, scheduling_module
@@ -17,6 +19,7 @@ from mcore_batching.planning import (
     LengthError,
     ParallelDims,
     PlannerConfig,
+    Problem,
     StepPlan,
     validate_plan,
 )
@@ -24,43 +27,40 @@ from mcore_batching.tools.rules import (
     RULES,
     Rule,
     RuleFailureError,
+    karmarkar_karp,
+    megatron_dp_balanced,
     megatron_dynamic_plan,
+    megatron_dynamic_slots,
     rule_plan,
 )
-from mcore_batching.tools.rules.differencing import karmarkar_karp
-from mcore_batching.tools.rules.in_order import next_fit
-from mcore_batching.tools.rules.megatron_dynamic import dynamic_slots
-from mcore_batching.tools.rules.packing_input import PackingInput
 
-BY_NAME = {rule.name: rule for rule in RULES}
 LENGTHS = [70, 20, 55, 10, 35, 90, 15, 40, 25, 60, 5, 30]
 CONFIG = PlannerConfig(max_tokens_per_gpu=100)
 
 PLAIN = ParallelDims(data_parallel=2)
 INTERLEAVED = ParallelDims(data_parallel=2, pipeline_parallel=2, virtual_pipeline=2)
 
-# What the originals make of LENGTHS under a cap of 100; those that can be installed are run by
-# `tests/benchmarks/bench_others_rules.py`.
+# What the originals make of LENGTHS under a cap of 100.
 PLANS = {
     "first-fit in order": [[[0, 1, 3], [5], [9, 11]], [[2, 4, 10], [6, 7, 8], []]],
-    "slime (PR 1860)": [[[1, 9], [0, 3], [7, 11]], [[5], [2, 6], [4, 8, 10]]],
-    "slime (pack first)": [[[0], [5], [6, 7, 8]], [[2, 4, 10], [9, 11], [1, 3]]],
-    "verl (tokens)": [[[1, 9], [0, 3], [7, 11]], [[5], [2, 6], [4, 8, 10]]],
-    "verl (cost)": [[[0], [9, 1], [3, 11, 7]], [[10, 8, 4], [5], [2, 6]]],
+    "slime": [[[0], [5], [6, 7, 8]], [[2, 4, 10], [9, 11], [1, 3]]],
     "verl 0.9": [[[0], [9, 1], [3, 11, 7]], [[10, 8, 4], [5], [2, 6]]],
     "NeMo-RL": [[[5, 3], [9, 7], [8, 1]], [[0, 11], [2, 4, 10], [6]]],
-    "AReaL (dealt)": [[[0, 8], [2, 4], [6, 10]], [[1, 11], [3, 5], [7, 9]]],
-    "AReaL (balanced)": [[[2, 4], [3, 5], [6, 8]], [[0, 11], [1, 10], [7, 9]]],
+    "AReaL": [[[2, 4], [3, 5], [6, 8]], [[0, 11], [1, 10], [7, 9]]],
     "Megatron dp_balanced": [[[0, 1], [5], [9, 10]], [[2, 3, 4], [6, 7, 8], [11]]],
     "TRL best-fit": [[[5, 3], [9, 7], [8, 1, 6]], [[0, 11], [2, 4, 10], []]],
 }
 INTERLEAVED_PLANS = {
-    "slime (PR 1860)": [[[0, 3, 7], [1, 9, 11]], [[5, 8], [2, 4, 6, 10]]],
-    "slime (pack first)": [[[0], [5], [1, 3], [4, 10]], [[2], [6, 7, 8], [9], [11]]],
-    "verl (tokens)": [[[0], [9], [1, 11], [3, 7]], [[5], [2], [6, 8], [4, 10]]],
+    "slime": [[[0], [5], [1, 3], [4, 10]], [[2], [6, 7, 8], [9], [11]]],
     "verl 0.9": [[[3, 7], [0], [9], [11, 1]], [[10, 4], [5], [2], [8, 6]]],
-    "AReaL (dealt)": [[[0], [2], [4, 10], [6, 8]], [[1, 11], [3, 7], [5], [9]]],
     "Megatron dp_balanced": [[[0, 1], [5], [9], [10]], [[2, 3, 4], [6, 7], [11], [8]]],
+}
+ORIGINALS: dict[str, Callable[[], originals.Original]] = {
+    "slime": originals.slime,
+    "verl 0.9": originals.verl,
+    "NeMo-RL": originals.nemo_rl,
+    "AReaL": originals.areal,
+    "TRL best-fit": originals.trl,
 }
 
 
@@ -68,31 +68,73 @@ def as_lists(plan: StepPlan) -> list[list[list[int]]]:
     return [[list(samples) for samples in rank] for rank in plan.micro_batches]
 
 
-def over_cap(plan: StepPlan, lengths: Sequence[int]) -> float:
-    """Tokens of the fullest micro-batch over the cap."""
-    cap = plan.config.cap_tokens(plan.dims)
-    return max(row_tokens(m, lengths, plan) for rank in plan.micro_batches for m in rank) / cap
+def problem_of(
+    lengths: list[int], ranks: int, cap: int, stages: int = 2, group: int | None = None
+) -> Problem:
+    dims = ParallelDims(
+        data_parallel=ranks,
+        pipeline_parallel=stages,
+        virtual_pipeline=2 if group else 1,
+        microbatch_group_size=group,
+    )
+    config = PlannerConfig(max_tokens_per_gpu=cap, on_oversize="own-bin")
+    return Problem.of(lengths, dims, config)
+
+
+def random_problem(seed: int) -> Problem:
+    """Log-normal lengths under a cap, mostly a multiple of the ranks."""
+    generator = random.Random(seed)
+    cap, ranks = generator.choice([64, 1000, 16384]), generator.choice([1, 2, 4, 8])
+    stages, count = generator.choice([1, 2, 4]), generator.choice([5, 16, 64, 200])
+    if generator.random() < 0.8:
+        count = -(-count // ranks) * ranks
+    longest = generator.choice([cap // 8, cap // 2, cap])
+    lengths = [
+        max(1, min(longest, int(generator.lognormvariate(0, 1) * longest / 4)))
+        for _ in range(count)
+    ]
+    group = generator.choice([None, None, 4]) if stages > 1 else None
+    return problem_of(lengths, ranks, cap, stages, group)
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_rules_plan_as_the_frameworks_own_functions(name: str) -> None:
+    """Sample by sample; where the original raises, the rule refuses."""
+    original, planned = ORIGINALS[name](), 0
+    for seed in range(100):
+        problem = random_problem(seed)
+        try:
+            theirs = original(problem)
+        except (AssertionError, ValueError, RuntimeError):
+            with pytest.raises(RuleFailureError):
+                RULES[name](problem)
+            continue
+        assert RULES[name](problem) == theirs, seed
+        planned += 1
+    assert planned >= 50
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_plans_are_the_originals(name: str) -> None:
-    assert as_lists(rule_plan(BY_NAME[name], LENGTHS, PLAIN, CONFIG)) == PLANS[name]
+    assert as_lists(rule_plan(RULES[name], LENGTHS, PLAIN, CONFIG)) == PLANS[name]
 
 
 def test_every_rule_is_pinned() -> None:
-    assert list(PLANS) == list(BY_NAME)
+    assert list(PLANS) == list(RULES)
 
 
 @pytest.mark.parametrize("name", INTERLEAVED_PLANS)
 def test_interleaved_plans_are_the_originals(name: str) -> None:
-    plan = rule_plan(BY_NAME[name], LENGTHS, INTERLEAVED, CONFIG)
+    plan = rule_plan(RULES[name], LENGTHS, INTERLEAVED, CONFIG)
     assert as_lists(plan) == INTERLEAVED_PLANS[name]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("name", RULES)
 @given(data=st.data())
 @examples(60)
-def test_a_plan_covers_every_sample_with_equal_counts(rule: Rule, data: st.DataObject) -> None:
+def test_a_plan_covers_every_sample_under_the_cap_with_equal_counts(
+    name: str, data: st.DataObject
+) -> None:
     stages = data.draw(st.sampled_from([1, 2, 4]))
     dims = ParallelDims(
         data_parallel=data.draw(st.sampled_from([1, 2, 3])),
@@ -103,7 +145,7 @@ def test_a_plan_covers_every_sample_with_equal_counts(rule: Rule, data: st.DataO
     config = PlannerConfig(max_tokens_per_gpu=data.draw(st.sampled_from([32, 40, 100])))
     lengths = data.draw(st.lists(st.integers(0, 45), max_size=40))
     try:
-        plan = rule_plan(rule, lengths, dims, config)
+        plan = rule_plan(RULES[name], lengths, dims, config)
     except RuleFailureError:
         return
     placed = sorted(s for rank in plan.micro_batches for held in rank for s in held)
@@ -111,50 +153,44 @@ def test_a_plan_covers_every_sample_with_equal_counts(rule: Rule, data: st.DataO
     assert {len(rank) for rank in plan.micro_batches} == {plan.num_microbatches}
     assert len(plan.micro_batches) == dims.data_parallel
     assert megatron_runs(plan.num_microbatches, dims)
-    if rule.keeps_cap:
-        several = [held for rank in plan.micro_batches for held in rank if len(held) > 1]
-        cap = config.cap_tokens(dims)
-        assert all(row_tokens(held, lengths, plan) <= cap for held in several)
+    several = [held for rank in plan.micro_batches for held in rank if len(held) > 1]
+    cap = config.cap_tokens(dims)
+    assert all(row_tokens(held, lengths, plan) <= cap for held in several)
 
 
 def test_nemo_rl_puts_the_smallest_and_the_largest_that_fits_beside_a_large_one() -> None:
     lengths = [35, 11, 12, 13, 14, 19]
     config = PlannerConfig(max_tokens_per_gpu=60)
-    plan = rule_plan(BY_NAME["NeMo-RL"], lengths, ParallelDims(), config)
+    plan = rule_plan(RULES["NeMo-RL"], lengths, ParallelDims(), config)
     assert as_lists(plan) == [[[0, 1, 4], [5, 3, 2]]]
 
 
-def test_slime_rounds_down_and_breaks_the_cap() -> None:
-    plan = rule_plan(BY_NAME["slime (PR 1860)"], LENGTHS, INTERLEAVED, CONFIG)
-    assert plan.num_microbatches == 2
-    assert over_cap(plan, LENGTHS) == 1.2
-    assert not BY_NAME["slime (PR 1860)"].keeps_cap
+def test_nemo_rl_moves_samples_out_of_the_fullest_bins_until_each_holds_one() -> None:
+    config = PlannerConfig(max_tokens_per_gpu=10)
+    plan = rule_plan(RULES["NeMo-RL"], [2] * 6, ParallelDims(data_parallel=5), config)
+    assert as_lists(plan) == [[[5]], [[0, 1]], [[4]], [[3]], [[2]]]
+    plan = rule_plan(RULES["NeMo-RL"], [5] * 4, ParallelDims(data_parallel=4), config)
+    assert as_lists(plan) == [[[0]], [[2]], [[3]], [[1]]]
 
 
-def test_verl_broke_the_cap_until_it_counted_up() -> None:
-    # Four samples of 60 a rank make 240 tokens: three micro-batches, one of them of two samples.
-    lengths = [60] * 8
-    before = rule_plan(BY_NAME["verl (cost)"], lengths, PLAIN, CONFIG)
-    after = rule_plan(BY_NAME["verl 0.9"], lengths, PLAIN, CONFIG)
-    assert (before.num_microbatches, over_cap(before, lengths)) == (3, 1.2)
-    assert (after.num_microbatches, over_cap(after, lengths)) == (4, 0.6)
+def test_verl_counts_up_until_no_micro_batch_is_over_the_cap() -> None:
+    # Four samples of 60 a rank make 240 tokens: in three micro-batches two would share one.
+    assert rule_plan(RULES["verl 0.9"], [60] * 8, PLAIN, CONFIG).num_microbatches == 4
 
 
 @pytest.mark.parametrize(
     ("name", "lengths", "dims", "message"),
     [
-        ("slime (PR 1860)", [5, 6, 7], PLAIN, "3 items do not divide by 2"),
-        ("slime (pack first)", [5] * 3, INTERLEAVED, "3 samples cannot make 4 micro-batches"),
-        ("verl 0.9", [5] * 3, PLAIN, "3 items do not divide by 2"),
+        ("slime", [5] * 3, INTERLEAVED, "3 samples cannot fill 4 micro-batches"),
+        ("verl 0.9", [5] * 3, PLAIN, "3 samples do not divide by 2"),
         ("verl 0.9", [101, 5], PLAIN, "verl asserts that max_token_len"),
-        ("verl (cost)", [5, 5], INTERLEAVED, "1 items cannot fill 2 parts"),
+        ("verl 0.9", [5, 5], INTERLEAVED, "1 samples cannot fill 2 micro-batches"),
         ("NeMo-RL", [5], PLAIN, "1 samples cannot fill 2 micro-batches"),
         ("NeMo-RL", [101, 5], PLAIN, "NeMo-RL's packer raises; set max_tokens_per_gpu"),
         ("NeMo-RL", [60, 60], INTERLEAVED, "cannot run 1 micro-batches per rank"),
-        ("AReaL (dealt)", [5], PLAIN, "one rank has 0 samples and needs 1 micro-batches"),
-        ("AReaL (dealt)", [5] * 7, INTERLEAVED, "one rank has 3 samples and needs 4"),
-        ("AReaL (balanced)", [5] * 3, PLAIN, "3 samples do not divide by 2 ranks"),
-        ("Megatron dp_balanced", [5], PLAIN, "1 samples are not enough to move"),
+        ("AReaL", [5] * 6, INTERLEAVED, "3 samples cannot fill 4 micro-batches"),
+        ("AReaL", [5] * 3, PLAIN, "3 samples do not divide by 2"),
+        ("Megatron dp_balanced", [5], PLAIN, "1 samples cannot fill 2 micro-batches"),
         ("Megatron dp_balanced", [101, 5], PLAIN, "or an empty row first"),
         ("TRL best-fit", [101], PLAIN, "TRL cuts it"),
         ("first-fit in order", [60, 60], INTERLEAVED, "the next count that it can is 2"),
@@ -162,12 +198,12 @@ def test_verl_broke_the_cap_until_it_counted_up() -> None:
 )
 def test_failures_say_why(name: str, lengths: list[int], dims: ParallelDims, message: str) -> None:
     with pytest.raises(RuleFailureError) as caught:
-        rule_plan(BY_NAME[name], lengths, dims, CONFIG)
+        rule_plan(RULES[name], lengths, dims, CONFIG)
     assert message in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_no_samples_and_bad_lengths(rule: Rule) -> None:
     with pytest.raises(RuleFailureError, match="pass one or more"):
         rule_plan(rule, [], PLAIN, CONFIG)
@@ -178,7 +214,7 @@ def test_no_samples_and_bad_lengths(rule: Rule) -> None:
 def test_padding_counts_against_the_cap() -> None:
     dims = ParallelDims(data_parallel=1, context_parallel=2)
     config = PlannerConfig(max_tokens_per_gpu=8)
-    plan = rule_plan(BY_NAME["first-fit in order"], [5, 5, 5], dims, config)
+    plan = rule_plan(RULES["first-fit in order"], [5, 5, 5], dims, config)
     assert as_lists(plan) == [[[0, 1], [2]]]
 
 
@@ -233,10 +269,7 @@ def test_karmarkar_karp_evens_out() -> None:
 
 
 def test_megatron_dp_balanced_empties_the_first_micro_batch_too() -> None:
-    packing = PackingInput(
-        sizes=(5, 6, 7), lengths=(5, 6, 7), capacity=20, ranks=3, stages=1, group=None
-    )
-    assert next_fit(packing) == [[[0]], [[2]], [[1]]]
+    assert megatron_dp_balanced(problem_of([5, 6, 7], 3, 20)) == [[[0]], [[2]], [[1]]]
 
 
 def megatron_original(name: str) -> Any:
@@ -258,17 +291,16 @@ def test_megatron_dp_balanced_is_the_original_rule(
     lengths: list[int], ranks: int, cap: int, group: int | None
 ) -> None:
     scheduler = megatron_original("data_schedule").DpBalancedScheduler(cap, 1, ranks, group, None)
-    sizes = tuple(lengths)
-    packing = PackingInput(
-        sizes=sizes, lengths=sizes, capacity=cap, ranks=ranks, stages=2, group=group
-    )
+    problem = problem_of(lengths, ranks, cap, group=group)
     try:
         expected = scheduler.get_groups_and_subsamples(list(enumerate(lengths)))
     except AssertionError:
         with pytest.raises(RuleFailureError):
-            next_fit(packing)
+            megatron_dp_balanced(problem)
         return
-    assert next_fit(packing) == [list(of_rank) for of_rank in zip(*expected, strict=True)]
+    assert megatron_dp_balanced(problem) == [
+        list(of_rank) for of_rank in zip(*expected, strict=True)
+    ]
 
 
 @examples(300)
@@ -287,18 +319,17 @@ def test_megatron_dynamic_cp_is_the_original_rule(lengths: list[int], ranks: int
             expected.append(of_ranks)
     except (AssertionError, IndexError):
         with pytest.raises(RuleFailureError):
-            dynamic_slots(lengths, ranks, cap)
+            megatron_dynamic_slots(lengths, ranks, cap)
         return
-    slots = dynamic_slots(lengths, ranks, cap)
-    assert [[samples for size, samples in groups for _ in range(size)] for groups in slots] == (
-        expected
-    )
+    slots = megatron_dynamic_slots(lengths, ranks, cap)
+    assert [[g.samples for g in groups for _ in range(g.size)] for groups in slots] == expected
 
 
 def test_megatron_dynamic_cp() -> None:
     """What the original makes of them: the longest on the ranks that it needs, short ones beside
     it on more than they need, and no rank without samples."""
-    assert dynamic_slots([100, 90, 8, 6, 60], 4, 50) == [
+    slots = megatron_dynamic_slots([100, 90, 8, 6, 60], 4, 50)
+    assert [[(group.size, group.samples) for group in groups] for groups in slots] == [
         [(2, [0]), (2, [1, 2])],
         [(2, [4]), (2, [3])],
     ]
@@ -307,6 +338,6 @@ def test_megatron_dynamic_cp() -> None:
     plan = megatron_dynamic_plan([100, 90, 8, 6, 60], dims, config)
     validate_plan(plan, [100, 90, 8, 6, 60])
     with pytest.raises(RuleFailureError, match="needs more than the 4 ranks; set max_tokens_per"):
-        dynamic_slots([500], 4, 50)
+        megatron_dynamic_slots([500], 4, 50)
     with pytest.raises(RuleFailureError, match="without samples"):
         megatron_dynamic_plan([], dims, config)

@@ -19,7 +19,6 @@ from mcore_batching.planning.search.form_search import FormSearch
 from mcore_batching.planning.search.moves import fits_in_memory, improve, most_in_flight, rows_of
 from mcore_batching.planning.search.objective import Candidate, Sizes, Slots
 from mcore_batching.planning.search.shared_rows import SharedObjective
-from mcore_batching.planning.step_bound import step_time_bound
 
 SHARE_OF_FORMS, SHARE_OF_EACH, STEPS_IMPROVED = 0.35, 0.1, 2
 """Share of the effort for forms, and for moves in each of so many of the best steps before the best
@@ -80,7 +79,7 @@ def search_dynamic(
         if (
             size != promising
             and max(problem.least_sizes) <= size
-            and step_time_bound(problem.on_ranks[size]) < soonest
+            and step_time_floor(problem.on_ranks[size]) < soonest
         ):
             try_size(size)
     if not best:

@@ -28,7 +28,8 @@ def add_arguments(parser: CommandParser) -> None:
     """The command's arguments."""
     parser.description = (
         "Plan the same steps with this planner, its plainer modes and the rules of other "
-        "frameworks, and predict how long each step takes."
+        "frameworks, and predict how long each step takes, under the cap and under the best "
+        "cap below it for each."
     )
     add_lengths(parser)
     add_dims(parser)

@@ -146,7 +146,7 @@ def run(options: argparse.Namespace) -> int:
     if options.out:
         write(options.out, plan.to_json(lengths))
     print(report.plan_heading(plan))
-    statistics = [step_statistics(step, lengths, tight_floor=True) for step in plan.steps]
+    statistics = [step_statistics(step, lengths) for step in plan.steps]
     report.print_table(report.step_table(statistics), sys.stdout)
     print(report.STEP_LEGEND)
     if shape is not None:

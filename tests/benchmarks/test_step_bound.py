@@ -6,9 +6,12 @@ import itertools
 import random
 
 import pytest
+import step_bound
+from chain_weights import even_weight, slot_weights
 from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import Case, cases, examples
+from step_bound import step_time_bound
 
 from mcore_batching.planning import (
     CostModel,
@@ -16,13 +19,10 @@ from mcore_batching.planning import (
     PlannerConfig,
     Problem,
     plan_step,
-    step_bound,
 )
 from mcore_batching.planning.bounds import step_time_floor, way_of_longest
-from mcore_batching.planning.chain_weights import even_weight, slot_weights
 from mcore_batching.planning.pipeline import pipeline_time
 from mcore_batching.planning.statistics import predicted_step_time
-from mcore_batching.planning.step_bound import step_time_bound
 
 
 def best_of_all_plans(problem: Problem) -> float:

@@ -45,8 +45,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
+from chain_weights import Weights, even_weight, slot_weights
+
 from mcore_batching.planning.bounds import step_time_floor
-from mcore_batching.planning.chain_weights import Weights, even_weight, slot_weights
 from mcore_batching.planning.cost import ordered_sum
 from mcore_batching.planning.problem import Problem
 
