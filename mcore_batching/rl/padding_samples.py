@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,46 +58,6 @@ _LENGTHS = ("total_lengths", "response_lengths", "max_seq_lens")
 _WITH_OFFSET = (Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.ROUTED_EXPERTS)
 
 
-def required_batch_multiple(
-    *,
-    data_parallel_size: int,
-    samples_per_prompt: int,
-    actor_mini_batch_size: int,
-    critic_mini_batch_size: int | None = None,
-    actor_trains: bool = True,
-) -> int:
-    """Number of which a batch's size must be a multiple, so that every mini-batch is whole.
-
-    Args:
-        data_parallel_size: ranks that share the batch.
-        samples_per_prompt: trajectories of each prompt.
-        actor_mini_batch_size: prompts in an optimizer step of the policy.
-        critic_mini_batch_size: prompts in one of the critic, None if there is none.
-        actor_trains: False while only the critic is trained, to warm up.
-
-    Returns:
-        the least common multiple of the ranks and of the mini-batches in samples.
-
-    Raises:
-        BatchError: a size is not an integer of 1 or more.
-    """
-    sizes = {
-        "data_parallel_size": data_parallel_size,
-        "samples_per_prompt": samples_per_prompt,
-        "actor_mini_batch_size": actor_mini_batch_size,
-    }
-    if critic_mini_batch_size is not None:
-        sizes["critic_mini_batch_size"] = critic_mini_batch_size
-    for name, size in sizes.items():
-        _require_positive(name, size)
-    multiple = data_parallel_size
-    if actor_trains:
-        multiple = math.lcm(multiple, actor_mini_batch_size * samples_per_prompt)
-    if critic_mini_batch_size is not None:
-        multiple = math.lcm(multiple, critic_mini_batch_size * samples_per_prompt)
-    return multiple
-
-
 def pad_batch(
     batch: Mapping[str, Any],
     multiple: int,
@@ -106,8 +65,6 @@ def pad_batch(
     *,
     pad_token_id: int,
     response_token_id: int | None = None,
-    identifiers: Iterable[str] = (),
-    first_padding_number: int = 0,
 ) -> dict[str, Any]:
     """The batch with the fewest padding samples behind its own that make its size a multiple.
 
@@ -119,14 +76,13 @@ def pad_batch(
 
     Args:
         batch: field name to one value per sample; at least one sample.
-        multiple: of which the size is to be a multiple, as from `required_batch_multiple`.
+        multiple: of which the size is to be a multiple: the least common one of the ranks and of
+            each mini-batch's samples, say ``math.lcm(ranks, prompts * samples_per_prompt)``.
         schema: the kind of every field, unless its values fit exactly one; and the `Fill` of those
             whose padding samples hold something else than zeros.
         pad_token_id: the prompt token of a padding sample.
         response_token_id: its response token, the end of a sequence for instance; the prompt token
             if None.
-        identifiers: further fields to fill as `Fill.IDENTIFIER`.
-        first_padding_number: counts the padding samples from here, in their identifiers.
 
     Returns:
         field name to a new list of one value per sample; the values of given samples are the given
@@ -138,10 +94,12 @@ def pad_batch(
     Raises:
         SchemaError: a value of the batch is not what its kind says, a kind is not known, or an
             undeclared field's name may mean something else than zeros.
-        BatchError: no samples, a `multiple` below 1, a token id that is no integer, or a single
-            name as `identifiers`.
+        BatchError: no samples, a `multiple` below 1, or a token id that is no integer.
     """
-    _require_positive("multiple", multiple)
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+        raise BatchError(
+            Argument("multiple"), f" must be an integer of 1 or more, got {multiple!r}"
+        )
     pad_token_id = require_token_id("pad_token_id", pad_token_id)
     if response_token_id is not None:
         response_token_id = require_token_id("response_token_id", response_token_id)
@@ -153,14 +111,7 @@ def pad_batch(
         )
     if "is_padding" not in schema:
         schema = schema.declare("is_padding", Kind.PER_SAMPLE)
-    if isinstance(identifiers, str):
-        raise BatchError(
-            Argument("identifiers"),
-            f" must be names of fields, got {identifiers!r:.60}; set ",
-            Argument("identifiers", [identifiers]),
-        )
-    named = set(identifiers)
-    declared = {*schema, *named}
+    declared = set(schema)
     schema = schema.resolve(batch)
     schema.validate(batch)
     for field in schema.values():
@@ -175,9 +126,8 @@ def pad_batch(
     filled = {
         key: [copy.deepcopy(value) for _ in range(num_padding)] for key, value in template.items()
     }
-    own = {*named, *(key for key in given if schema[key].fill is Fill.IDENTIFIER)}
-    numbers = range(first_padding_number, first_padding_number + num_padding)
-    filled |= new_identifiers(given, own & given.keys(), numbers)
+    own = [key for key in given if schema[key].fill is Fill.IDENTIFIER]
+    filled |= new_identifiers(given, own, num_padding)
     check_filled(
         filled,
         schema=schema,
@@ -187,11 +137,6 @@ def pad_batch(
     )
     absent = dict.fromkeys(key for key in batch if key not in given)
     return {**absent, **{key: values + filled[key] for key, values in given.items()}}
-
-
-def _require_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise BatchError(Argument(name), f" must be an integer of 1 or more, got {value!r}")
 
 
 def _padding_sample(

@@ -297,6 +297,11 @@ def test_what_cannot_be_packed_is_refused() -> None:
         row.packed("ragged")
     with pytest.raises(ValueError, match=r"declared as Kind.PER_RESPONSE_TOKEN.*Kind.PER_TOKEN"):
         row.packed("advantages")
+    samples["ragged"] = [torch.rand(5, 2), torch.rand(4, 2)]
+    schema = DEFAULT_SCHEMA.declare("ragged", Kind.PER_TOKEN, length_offset=1)
+    (row,) = pack_on_all_ranks(samples, schema=schema)
+    with pytest.raises(ValueError, match=r"'ragged' cannot be packed.*at most one per token"):
+        row.packed("ragged")
 
 
 def test_to_moves_every_tensor_and_leaves_the_rest() -> None:

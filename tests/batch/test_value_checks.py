@@ -23,13 +23,11 @@ from mcore_batching.batch import (
 )
 from mcore_batching.batch.value_checks import require_vocabulary
 from mcore_batching.rl import (
-    group_statistics,
     left_pad,
-    outcome_advantages,
     pad_batch,
-    real_indices,
     sample_metrics,
 )
+from mcore_batching.rl.real_samples import real_indices
 
 SAMPLES: dict[str, Any] = {
     "tokens": [[1, 2, 3], [4, 5]],
@@ -139,8 +137,6 @@ def test_what_has_no_entries_in_an_order_is_named(bad: Any) -> None:
         "sample_indices": lambda: restore_order(["a", "b"], bad, 2),
         "indices": lambda: take({"rewards": [1.0]}, bad),
         "steps": lambda: step_batches({"rewards": [1.0]}, bad),
-        "rewards": lambda: outcome_advantages(bad, ["a"]),
-        "groups": lambda: group_statistics([1.0], bad),
         "fields": lambda: sample_metrics({"rewards": [1.0]}, bad),
     }.items():
         with pytest.raises(BatchError, match=f"{name} must be a sequence"):
@@ -163,6 +159,11 @@ def test_token_ids_are_of_the_vocabulary(make: Any) -> None:
         r"its tokenizer, or build it with vocab_size=71\), found 64 at place 1",
     ):
         require_vocabulary("tokens", [make([0, 63]), make([5, 64, 70])], 64)
+
+
+def test_token_ids_that_are_no_integers_are_named_with_their_sample() -> None:
+    with pytest.raises(SchemaError, match="'labels', sample 1: expected integers throughout"):
+        require_vocabulary("labels", [[5], [0.5]], 64)
 
 
 def test_token_ids_are_not_negative_where_they_count() -> None:

@@ -24,7 +24,7 @@ from mcore_batching.batch import (
     step_totals,
     token_mean,
 )
-from mcore_batching.rl import pad_batch, required_batch_multiple
+from mcore_batching.rl import pad_batch
 
 PAD, EOS, LAYERS, TOP_K, AXES = 5, 7, 3, 4, 3
 
@@ -217,8 +217,6 @@ def test_batches_padded_apart_have_different_uids(differs: str) -> None:
     for name in ("uids", "sample_indices"):
         assert len({*first[name][2:], *second[name][2:]}) == 6
     assert pad_batch(copy.deepcopy(batch), 5, pad_token_id=PAD)["uids"] == first["uids"]
-    later = pad_batch(batch, 5, pad_token_id=PAD, first_padding_number=3)
-    assert not {*later["uids"][2:]} & {*first["uids"][2:]}
 
 
 VERL_AND_SKYRL = {
@@ -305,9 +303,8 @@ def test_rewards_of_response_tokens_are_one_per_response_token() -> None:
 
 def test_identifiers_of_ones_own_and_kinds_without_one() -> None:
     batch = {**make_samples([(4, 2), (3, 1)]), "prompt_number": [0, 0], "turn": [2, 1]}
-    result = pad_batch(batch, 3, pad_token_id=PAD, identifiers=iter(["prompt_number"]))
-    with pytest.raises(BatchError, match=r"set identifiers=\['prompt_number'\]"):
-        pad_batch(batch, 3, pad_token_id=PAD, identifiers="prompt_number")
+    schema = DEFAULT_SCHEMA.declare("prompt_number", Kind.PER_SAMPLE, fill=Fill.IDENTIFIER)
+    result = pad_batch(batch, 3, schema, pad_token_id=PAD)
     assert result["prompt_number"][2] < 0
     assert result["turn"][2] == 0
 
@@ -390,27 +387,3 @@ def test_verl_fault_sample_means_do_not_count_padding() -> None:
         assert all(not mask.any() for mask in response_loss_masks(row)[3:])
     assert found[0][:2] == found[1][:2]
     assert torch.equal(found[0][2], found[1][2])
-
-
-def test_required_multiple_of_verl_layout() -> None:
-    """dp 2, mini-batch 15 of 45 prompts, 8 samples a prompt."""
-    sizes = {"data_parallel_size": 2, "samples_per_prompt": 8, "actor_mini_batch_size": 15}
-    assert required_batch_multiple(**sizes) == 120
-    assert required_batch_multiple(**sizes, critic_mini_batch_size=9) == 360
-    assert required_batch_multiple(**sizes, actor_trains=False) == 2
-    assert required_batch_multiple(**sizes, critic_mini_batch_size=9, actor_trains=False) == 72
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "data_parallel_size",
-        "samples_per_prompt",
-        "actor_mini_batch_size",
-        "critic_mini_batch_size",
-    ],
-)
-def test_required_multiple_names_what_is_out_of_range(name: str) -> None:
-    sizes = {"data_parallel_size": 2, "samples_per_prompt": 8, "actor_mini_batch_size": 15}
-    with pytest.raises(BatchError, match=f"{name} must be an integer of 1 or more, got 0"):
-        required_batch_multiple(**{**sizes, name: 0})
