@@ -13,17 +13,16 @@ without a real sample to copy from, of the kind's default type and shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcore_batching.batch.errors import SchemaError
-from mcore_batching.batch.field_checks import check_values
+from mcore_batching.batch.field_checks import checked_values
 from mcore_batching.batch.fields import Field, Fill, Kind, declaration_line
-from mcore_batching.batch.value_checks import require_token_id
-from mcore_batching.batch.value_shapes import is_array, shape_of
+from mcore_batching.batch.value_checks import require_token_id, tensor_of
 
 _TOTAL_LENGTH, _RESPONSE_LENGTH = 1, 0
 
@@ -61,9 +60,8 @@ def make_placeholder(
     filled: dict[str, list[Any]] = {}
     for key in keys:
         field = schema.get(key)
-        fill = _FILL.get(field.kind) if field is not None else None
-        if field is not None and fill is not None:
-            filled[key] = [fill(field, _example(key, example_batch), pad_token_id)]
+        if field is not None:
+            filled[key] = [_filled(field, _example(field, example_batch), pad_token_id)]
     check_filled(
         filled,
         schema=schema,
@@ -82,7 +80,7 @@ def check_filled(
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
 ) -> None:
-    """Check that fabricated samples have a value for every requested field.
+    """Check that fabricated samples have a value for every requested field, each a tensor.
 
     Args:
         filled: field name to one value per fabricated sample.
@@ -93,7 +91,7 @@ def check_filled(
 
     Raises:
         SchemaError: a requested field is not declared or has not exactly one value per sample, a
-            value has the wrong length, or a token is routed to one expert twice.
+            value has the wrong length.
     """
     for key in keys:
         if key not in schema:
@@ -104,146 +102,60 @@ def check_filled(
                 declaration=declaration_line(key, Kind.PER_RESPONSE_TOKEN),
                 advice="declare it with its Kind, for example",
             )
-        field = schema[key]
-        if filled.get(key) is None:
-            raise SchemaError(
-                key,
-                expected=f"{len(total_lengths)} values, one per fabricated sample",
-                found=f"none: Kind.{field.kind.name} has no rule for fabricated samples",
-                declaration=field.declaration,
-                advice="declare the field with a Kind that has one, otherwise than by",
-            )
-        check_values(field, filled[key], total_lengths, response_lengths)
-        if field.kind is Kind.ROUTED_EXPERTS:
-            for index, value in enumerate(filled[key]):
-                _require_distinct_experts(field, index, value)
+        checked_values(schema[key], filled.get(key), total_lengths, response_lengths)
 
 
-def _require_distinct_experts(field: Field, index: int, value: Any) -> None:
-    ordered = torch.as_tensor(value).sort(dim=-1).values
-    if ordered.dim() == 3 and bool((ordered[..., 1:] == ordered[..., :-1]).any()):
-        raise SchemaError(
-            field.name,
-            sample_index=index,
-            expected="a different expert in every slot of a fabricated token",
-            found=f"experts {torch.as_tensor(value)[0, 0].tolist()}",
-        )
-
-
-def _example(key: str, example_batch: Mapping[str, Any] | None) -> Any:
-    """The first value of the field that is not None, None if there is none."""
-    values = (example_batch or {}).get(key)
-    if values is None:
+def _example(field: Field, example_batch: Mapping[str, Any] | None) -> Any:
+    """The first value of a field that is not None, lists and arrays as tensors."""
+    values = (example_batch or {}).get(field.name)
+    telling = (value for value in (() if values is None else values) if value is not None)
+    example = next(telling, None)
+    if field.kind in (Kind.MULTIMODAL, Kind.METADATA):
         return None
-    return next((value for value in values if value is not None), None)
+    if isinstance(example, list | tuple) and not example:
+        return None
+    return tensor_of(field.name, 0, example)
 
 
-def _fill_tokens(field: Field, example: Any, pad_token_id: int) -> Any:
-    del field
-    if example is None:
-        return torch.tensor([pad_token_id], dtype=torch.int64)
-    token = zero_rows(example, 1, torch.int64)
-    token[0] = pad_token_id
-    return token
-
-
-def _fill_per_token(field: Field, example: Any, pad_token_id: int) -> Any:
+def _filled(field: Field, example: Any, pad_token_id: int) -> Any:
+    """A placeholder's value of a field, given an example or None."""
+    if field.kind is Kind.METADATA:
+        return None
+    if field.kind is Kind.MULTIMODAL:
+        return {}
+    if field.kind is Kind.PER_SAMPLE:
+        zero = filled_with(0, 0 if example is None else example)
+        return zero + _LENGTHS[field.name] if field.name in _LENGTHS else zero
     rows = field.num_rows(_TOTAL_LENGTH, _RESPONSE_LENGTH) or 0
-    number = {Fill.ONES: 1, Fill.TOKEN_IDS: pad_token_id}.get(field.fill)
-    if number is None:
-        return zero_rows(example, rows, torch.float32)
-    return filled_with(number, zero_rows(example, rows, torch.int64))
+    if field.kind is Kind.TOKENS or field.fill is Fill.TOKEN_IDS:
+        return filled_with(pad_token_id, zero_rows(example, rows, torch.int64))
+    if field.fill is Fill.ONES:
+        return filled_with(1, zero_rows(example, rows, torch.int64))
+    if field.kind is Kind.POSITION_IDS and example is not None and example.dim() > 1:
+        return example.new_zeros((example.shape[0], 1))
+    if field.kind is Kind.ROUTED_EXPERTS:
+        return _distinct_experts(example, rows)
+    return zero_rows(example, rows, field.default_type)
 
 
-def _fill_per_sample(field: Field, example: Any, pad_token_id: int) -> Any:
-    del pad_token_id
-    zero = 0 if example is None else _zero(example)
-    return zero + _LENGTHS[field.name] if field.name in _LENGTHS else zero
-
-
-def _fill_position_ids(field: Field, example: Any, pad_token_id: int) -> Any:
-    del field, pad_token_id
-    shape = shape_of(example)
-    if shape is None or len(shape) < 2:
-        return zero_rows(example, 1, torch.int64)
-    if isinstance(example, Tensor):
-        return example.new_zeros((shape[0], 1))
-    if is_array(example):
-        return example[:, :0].sum(axis=1, dtype=example.dtype, keepdims=True)
-    return [[0] for _ in example]
-
-
-def _fill_routed_experts(field: Field, example: Any, pad_token_id: int) -> Any:
-    del pad_token_id
-    rows = field.num_rows(_TOTAL_LENGTH, _RESPONSE_LENGTH) or 0
-    # A rank that has never seen a sample cannot know the number of layers.
-    layers, top_k = (shape_of(example) or ())[1:] or (0, 0)
-    if isinstance(example, list | tuple):
-        return [[list(range(top_k)) for _ in range(layers)] for _ in range(rows)]
-    if example is None:
-        return torch.zeros((rows, layers, top_k), dtype=torch.int64)
-    experts = zero_rows(example, rows, torch.int64)
+def _distinct_experts(example: Tensor | None, rows: int) -> Tensor:
+    if example is None or example.dim() != 3:
+        # A rank that has never seen a sample cannot know the number of layers.
+        return torch.zeros((rows, 0, 0), dtype=torch.int64)
     # Zeros would send every slot of the token to expert 0.
-    for slot in range(top_k):
-        experts[..., slot] = slot
-    return experts
-
-
-def _fill_multimodal(field: Field, example: Any, pad_token_id: int) -> Any:
-    del field, example, pad_token_id
-    return {}
-
-
-def _fill_metadata(field: Field, example: Any, pad_token_id: int) -> Any:
-    del field, example, pad_token_id
-
-
-# To fill a value of each kind, given the field, an example value or None, and the pad token.
-_FILL: dict[Kind, Callable[[Field, Any, int], Any]] = {
-    Kind.TOKENS: _fill_tokens,
-    Kind.PER_TOKEN: _fill_per_token,
-    Kind.PER_RESPONSE_TOKEN: _fill_per_token,
-    Kind.PER_SAMPLE: _fill_per_sample,
-    Kind.POSITION_IDS: _fill_position_ids,
-    Kind.ROUTED_EXPERTS: _fill_routed_experts,
-    Kind.MULTIMODAL: _fill_multimodal,
-    Kind.METADATA: _fill_metadata,
-}
+    slots = torch.arange(example.shape[2], dtype=example.dtype, device=example.device)
+    return slots.expand(rows, *example.shape[1:]).clone()
 
 
 def filled_with(number: int, zeros: Any) -> Any:
     """The number wherever `zeros` has one, of its type and shape."""
     if isinstance(zeros, Tensor):
-        return torch.full_like(zeros, number)
-    if is_array(zeros):
-        return (zeros + number).astype(zeros.dtype)
-    if isinstance(zeros, list | tuple):
-        return [filled_with(number, value) for value in zeros]
+        return torch.full_like(zeros, number, requires_grad=False)
     return type(zeros)(number)
 
 
-def zero_rows(example: Any, rows: int, default: torch.dtype) -> Any:
+def zero_rows(example: Tensor | None, rows: int, default: torch.dtype) -> Tensor:
     """``rows`` rows of zeros of the example's type, device and trailing shape."""
-    if isinstance(example, Tensor):
-        return example.new_zeros((rows, *example.shape[1:]))
-    if is_array(example):
-        return _zero_row(example).repeat(rows, axis=0)
-    if isinstance(example, list | tuple):
-        return [_zero(example[0]) if example else 0 for _ in range(rows)]
-    return torch.zeros(rows, dtype=default)
-
-
-def _zero_row(example: Any) -> Any:
-    # The sum of no rows: zeros of the right type, even where the example holds NaN.
-    return example[:0].sum(axis=0, dtype=example.dtype, keepdims=True)
-
-
-def _zero(example: Any) -> Any:
-    """Zero of the example's type and shape."""
-    if isinstance(example, Tensor):
-        return torch.zeros_like(example)
-    if is_array(example):
-        return _zero_row(example[None])[0]
-    if isinstance(example, list | tuple):
-        return [_zero(value) for value in example]
-    return type(example)(0)
+    if example is None:
+        return torch.zeros(rows, dtype=default)
+    return example.new_zeros((rows, *example.shape[1:]))

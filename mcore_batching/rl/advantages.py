@@ -29,10 +29,14 @@ from torch import Tensor
 
 from mcore_batching.batch.consensus import Consensus, Statement
 from mcore_batching.batch.errors import BatchError
-from mcore_batching.batch.field_checks import num_samples, read_lengths, require_one_per_sample
-from mcore_batching.batch.response_tokens import given_loss_mask
+from mcore_batching.batch.field_checks import (
+    checked_values,
+    num_samples,
+    read_lengths,
+    require_one_per_sample,
+)
+from mcore_batching.batch.schema import DEFAULT_SCHEMA
 from mcore_batching.batch.select import step_batches
-from mcore_batching.batch.value_checks import require_loss_masks
 from mcore_batching.planning.errors import Argument
 from mcore_batching.rl.group_locality import groups_held, require_local
 from mcore_batching.rl.metrics import masked_zscore
@@ -134,17 +138,15 @@ def _require_offered(estimator: str, step_wise: bool) -> None:
 
 def _masks(batch: Mapping[str, Any]) -> list[Tensor]:
     """bool ``[response_length]`` for each sample, False throughout for a padding sample."""
-    _, responses = read_lengths(batch)
+    totals, responses = read_lengths(batch)
     given = batch.get("loss_masks")
-    if given is not None:
-        require_one_per_sample("loss_masks", given, len(responses))
-        require_loss_masks(given)
+    if given is None:
+        masks = [torch.ones(length, dtype=torch.bool) for length in responses]
+    else:
+        found = checked_values(DEFAULT_SCHEMA["loss_masks"], given, totals, responses)
+        masks = [mask != 0 for mask in found]
     real = set(real_indices(batch))
-    masks = []
-    for index, length in enumerate(responses):
-        mask = torch.ones(length) if given is None else given_loss_mask(given, index, length)
-        masks.append((mask != 0) if index in real else torch.zeros_like(mask, dtype=torch.bool))
-    return masks
+    return [mask if i in real else torch.zeros_like(mask) for i, mask in enumerate(masks)]
 
 
 def _advantages(

@@ -26,12 +26,9 @@ from torch import Tensor
 from mcore_batching.batch.errors import BatchError, SchemaError
 from mcore_batching.batch.fields import Field, Kind
 from mcore_batching.batch.schema import DEFAULT_SCHEMA, Schema
-from mcore_batching.batch.value_checks import require_token_id, tensor_of
+from mcore_batching.batch.value_checks import require_token_id
 
 _WITHOUT_ROWS = (Kind.PER_SAMPLE, Kind.MULTIMODAL, Kind.METADATA)
-_INTEGRAL = (Kind.TOKENS, Kind.POSITION_IDS, Kind.ROUTED_EXPERTS)
-
-_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,9 +132,7 @@ def left_pad(
     """
     pad_token_id = require_token_id("pad_token_id", pad_token_id)
     schema = schema.resolve(samples)
-    schema.validate(samples)
-    given = {key: list(values) for key, values in samples.items() if values is not None}
-    totals = tuple(int(length) for length in given["total_lengths"])
+    given = schema.validate(samples)
     blocks = {
         key: _block(schema[key], values, pad_token_id if key == "tokens" else 0)
         for key, values in given.items()
@@ -146,8 +141,8 @@ def left_pad(
     return LeftPadded(
         blocks=blocks,
         others={key: values for key, values in given.items() if key not in blocks},
-        total_lengths=totals,
-        response_lengths=tuple(int(length) for length in given["response_lengths"]),
+        total_lengths=tuple(given["total_lengths"]),
+        response_lengths=tuple(given["response_lengths"]),
         schema=schema,
     )
 
@@ -191,32 +186,16 @@ def response_values(left_padded: LeftPadded, values: Tensor) -> list[Tensor]:
     return _rows_of(values, lengths)
 
 
-def _block(field: Field, values: Sequence[Any], fill: int) -> Tensor:
+def _block(field: Field, values: Sequence[Tensor], fill: int) -> Tensor:
     # Position ids of several axes have their tokens last; rows come first while aligning.
     tokens_last = field.kind is Kind.POSITION_IDS
-    tensors = [
-        torch.zeros(0, dtype=_default_type(field))
-        if isinstance(value, list | tuple) and not value
-        else _supported(tensor_of(field.name, index, value, integral=field.kind in _INTEGRAL))
-        for index, value in enumerate(values)
-    ]
     block = _right_align(
-        field, [value.movedim(-1, 0) if tokens_last else value for value in tensors], fill
+        field, [value.movedim(-1, 0) if tokens_last else value for value in values], fill
     )
     if field.kind is Kind.ROUTED_EXPERTS and block.numel():
         padding = ~_column_mask([len(value) for value in values], block.device)
         block[padding] = torch.arange(block.shape[-1], dtype=block.dtype, device=block.device)
     return block.movedim(1, -1) if tokens_last else block
-
-
-def _default_type(field: Field) -> torch.dtype:
-    """Of a block without values."""
-    return torch.int64 if field.kind in _INTEGRAL else torch.float32
-
-
-def _supported(tensor: Tensor) -> Tensor:
-    """The tensor, as int64 if torch has hardly any operation for its type."""
-    return tensor.long() if tensor.dtype in _UNSIGNED else tensor
 
 
 def _row_dimension(field: Field, block: Tensor) -> int:
@@ -231,7 +210,7 @@ def _right_align(field: Field, values: Sequence[Tensor], fill: int) -> Tensor:
     """
     # A value without rows may have lost its trailing shape, being made of an empty list.
     filled = [value for value in values if len(value)]
-    telling = next(iter([*filled, *values]), torch.zeros(0, dtype=_default_type(field)))
+    telling = next(iter([*filled, *values]), torch.zeros(0, dtype=field.default_type))
     lengths = [len(value) for value in values]
     block = telling.new_full((len(lengths), max(lengths, default=0), *telling.shape[1:]), fill)
     for index, value in enumerate(values):

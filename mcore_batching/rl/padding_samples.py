@@ -4,7 +4,7 @@
                "loss_masks": [[1, 1]], "uids": ["a"]}, 2, pad_token_id=0)
     {"tokens": [[4, 5, 6], [0, 0]], "total_lengths": [3, 2], "response_lengths": [2, 1],
      "loss_masks": [[1, 1], [0]], "uids": ["a", "padding-a4d1b59e7158-0"],
-     "is_padding": [False, True]}
+     "is_padding": [False, True]}                                            in tensors
 
 `real_samples` takes them off again. This package's own plans take any number of samples and need
 none of this; it is for frameworks that cut a batch into equal parts. A padding sample costs a
@@ -20,13 +20,13 @@ experts; multimodal inputs are there, but empty.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mcore_batching.batch.errors import BatchError, SchemaError
 from mcore_batching.batch.field_checks import read_lengths
@@ -35,11 +35,10 @@ from mcore_batching.batch.placeholder import (
     check_filled,
     filled_with,
     make_placeholder,
-    zero_rows,
 )
 from mcore_batching.batch.schema import DEFAULT_SCHEMA, Schema
-from mcore_batching.batch.value_checks import is_tagged, require_token_id
-from mcore_batching.batch.value_shapes import is_array, is_integral, shape_of
+from mcore_batching.batch.value_checks import require_token_id, tensor_of
+from mcore_batching.batch.value_shapes import is_integral, shape_of
 from mcore_batching.planning.errors import Argument
 from mcore_batching.rl._new_identifiers import new_identifiers
 
@@ -85,8 +84,8 @@ def pad_batch(
             if None.
 
     Returns:
-        field name to a new list of one value per sample; the values of given samples are the given
-        ones. ``is_padding`` is always there, for given samples as given, else False. New
+        field name to a new list of one value per sample, lists and arrays of numbers as tensors,
+        else the given ones. ``is_padding`` is always there, False where nothing was given. New
         identifiers are texts, beside integers negative integers of 60 bits. They follow from the
         batch's lengths, tokens and identifiers: ranks that pad the same batch make the same, and
         of batches that differ in any of these none is in both. Other metadata is None.
@@ -103,8 +102,7 @@ def pad_batch(
     pad_token_id = require_token_id("pad_token_id", pad_token_id)
     if response_token_id is not None:
         response_token_id = require_token_id("response_token_id", response_token_id)
-    total_lengths, _ = read_lengths(batch)
-    if not total_lengths:
+    if not read_lengths(batch)[0]:
         raise BatchError(
             "expected at least one sample to take types and shapes from, got none: leave the step "
             "out, or plan it with plan_batch, whose placeholders need no example"
@@ -113,15 +111,14 @@ def pad_batch(
         schema = schema.declare("is_padding", Kind.PER_SAMPLE)
     declared = set(schema)
     schema = schema.resolve(batch)
-    schema.validate(batch)
+    given = schema.validate(batch)
     for field in schema.values():
         if field.name not in declared:
             _require_zeros(field)
-    given = {key: list(values) for key, values in batch.items() if values is not None}
-    tags = given.get("is_padding", [False] * len(total_lengths))
-    given["is_padding"] = [is_tagged("is_padding", index, tag) for index, tag in enumerate(tags)]
+    num_samples = len(given["total_lengths"])
+    given.setdefault("is_padding", [False] * num_samples)
 
-    num_padding = -len(total_lengths) % multiple
+    num_padding = -num_samples % multiple
     template = _padding_sample(given, schema, pad_token_id, response_token_id)
     filled = {
         key: [copy.deepcopy(value) for _ in range(num_padding)] for key, value in template.items()
@@ -165,9 +162,9 @@ def _padding_sample(
         if key in _LENGTHS:
             sample[key] = value + 1
         elif schema[key].kind in (Kind.TOKENS, Kind.POSITION_IDS):
-            sample[key] = _twice(value)
+            sample[key] = torch.cat([value, value], dim=-1)
         if schema[key].kind is Kind.POSITION_IDS:
-            _count_up(sample[key])
+            sample[key][..., -1] = 1
         sample[key] = _by_fill(
             schema[key], sample[key], examples[key][0], pad_token_id, response_token_id
         )
@@ -183,10 +180,14 @@ def _by_fill(
         return filled_with(1, value)
     has_ids = field.fill is Fill.TOKEN_IDS
     if has_ids and field.kind is Kind.METADATA:
-        is_row = len(shape_of(example) or ()) == 1 and is_integral(example)
-        return filled_with(pad_token_id, zero_rows(example, 1, torch.int64)) if is_row else None
+        row = None
+        with contextlib.suppress(SchemaError):  # a list of texts, say
+            row = tensor_of(field.name, 0, example)
+        if row is None or not is_integral(row) or row.dim() != 1:
+            return None
+        return [pad_token_id] if isinstance(example, list) else row.new_full((1,), pad_token_id)
     if (has_ids or field.kind is Kind.TOKENS) and response_token_id is not None and len(value):
-        value[-1] = filled_with(response_token_id, value[-1])
+        value[-1] = response_token_id
     return value
 
 
@@ -221,25 +222,3 @@ def _telling_example(values: Sequence[Any]) -> Any:
     present = [value for value in values if value is not None]
     telling = [value for value in present if all(shape_of(value) or (0,))]
     return next(iter(telling or present), None)
-
-
-def _twice(value: Any) -> Any:
-    """A value of one token, ``[1]`` or ``[axes, 1]``, as one of two."""
-    if isinstance(value, Tensor):
-        return torch.cat([value, value], dim=-1)
-    if is_array(value):
-        return value.repeat(2, axis=-1)
-    if value and isinstance(value[0], list):
-        return [_twice(axis) for axis in value]
-    return [*value, *value]
-
-
-def _count_up(positions: Any) -> None:
-    """Make the second of two positions a 1, on every axis."""
-    if isinstance(positions, list) and positions and isinstance(positions[0], list):
-        for axis in positions:
-            axis[-1] = 1
-    elif isinstance(positions, list):
-        positions[-1] = 1
-    else:
-        positions[..., -1] = 1

@@ -32,6 +32,8 @@ import torch
 
 from mcore_batching import batch as batching
 from mcore_batching import planning, rl
+from mcore_batching.batch import select
+from mcore_batching.batch.loss import step_totals
 from mcore_batching.planning import (
     CostModel,
     MCoreBatchingError,
@@ -235,7 +237,7 @@ def packs(rng: random.Random) -> None:
     if row.context_parallel_size == 1:
         for start, each in zip(row.host_cu_seqlens_padded, tokens, strict=False):
             assert torch.equal(row.tokens[0, start : start + len(each)], each)
-    weights = batching.step_totals([row]).token_weight
+    weights = step_totals([row]).token_weight
     assert math.isfinite(weights)
     assert weights >= 0
     order = list(row.sample_indices)
@@ -251,11 +253,11 @@ def orders(rng: random.Random) -> None:
         restored = batching.restore_order(values, indices, spoiled(3, rng))
         assert batching.apply_order(restored, indices) == list(values)
     elif rng.random() < 0.5:
-        taken = batching.take(keywords(spoiled(samples(), rng)), indices)
+        taken = select.take(keywords(spoiled(samples(), rng)), indices)
         for found in taken.values():
             assert found is None or len(found) == len(indices)
     else:
-        batching.step_batches(samples(), spoiled([[2], [0, 1]], rng))
+        select.step_batches(samples(), spoiled([[2], [0, 1]], rng))
 
 
 def left_pads(rng: random.Random) -> None:
