@@ -7,13 +7,13 @@ without a real sample to copy from, of the kind's default type and shape.
     make_placeholder(schema, ["tokens", "loss_masks", "rewards"], batch)
     {"tokens": [tensor([0])], "loss_masks": [tensor([], dtype=torch.int32)], "rewards": [0.0]}
 
-`check_filled` then finds a field without a value, or of a wrong length, here and not in some
-`torch.cat` later. It runs in production.
+Each value is checked as a real one is: one of a wrong length is found here, and not in some
+`torch.cat` later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,11 +23,6 @@ from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.field_checks import checked_values
 from mcore_batching.batch.fields import Field, Fill, Kind, declaration_line
 from mcore_batching.batch.value_checks import require_token_id, tensor_of
-
-_TOTAL_LENGTH, _RESPONSE_LENGTH = 1, 0
-
-# Numbers per sample that are not 0 in a sample of one token.
-_LENGTHS = {"total_lengths": _TOTAL_LENGTH, "max_seq_lens": _TOTAL_LENGTH}
 
 
 def make_placeholder(
@@ -55,45 +50,9 @@ def make_placeholder(
         SchemaError: a requested field is not declared, or got no value of the right length.
         BatchError: ``pad_token_id`` is no integer.
     """
-    keys = list(batch_keys)
     pad_token_id = require_token_id("pad_token_id", pad_token_id)
     filled: dict[str, list[Any]] = {}
-    for key in keys:
-        field = schema.get(key)
-        if field is not None:
-            filled[key] = [_filled(field, _example(field, example_batch), pad_token_id)]
-    check_filled(
-        filled,
-        schema=schema,
-        keys=keys,
-        total_lengths=[_TOTAL_LENGTH],
-        response_lengths=[_RESPONSE_LENGTH],
-    )
-    return filled
-
-
-def check_filled(
-    filled: Mapping[str, Any],
-    *,
-    schema: Mapping[str, Field],
-    keys: Iterable[str],
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-) -> None:
-    """Check that fabricated samples have a value for every requested field, each a tensor.
-
-    Args:
-        filled: field name to one value per fabricated sample.
-        schema: the kind of every requested field.
-        keys: the fields that were requested.
-        total_lengths: tokens of each fabricated sample.
-        response_lengths: tokens of its response.
-
-    Raises:
-        SchemaError: a requested field is not declared or has not exactly one value per sample, a
-            value has the wrong length.
-    """
-    for key in keys:
+    for key in batch_keys:
         if key not in schema:
             raise SchemaError(
                 key,
@@ -102,40 +61,48 @@ def check_filled(
                 declaration=declaration_line(key, Kind.PER_RESPONSE_TOKEN),
                 advice="declare it with its Kind, for example",
             )
-        checked_values(schema[key], filled.get(key), total_lengths, response_lengths)
+        values = (example_batch or {}).get(key)
+        present = (value for value in (() if values is None else values) if value is not None)
+        made = fabricated(schema[key], next(present, None), 1, 0, pad_token_id)
+        filled[key] = checked_values(schema[key], [made], [1], [0])
+    return filled
 
 
-def _example(field: Field, example_batch: Mapping[str, Any] | None) -> Any:
-    """The first value of a field that is not None, lists and arrays as tensors."""
-    values = (example_batch or {}).get(field.name)
-    telling = (value for value in (() if values is None else values) if value is not None)
-    example = next(telling, None)
-    if field.kind in (Kind.MULTIMODAL, Kind.METADATA):
-        return None
-    if isinstance(example, list | tuple) and not example:
-        return None
-    return tensor_of(field.name, 0, example)
+def fabricated(
+    field: Field, example: Any, total_length: int, response_length: int, pad_token_id: int
+) -> Any:
+    """A field's value in a sample that is none.
 
-
-def _filled(field: Field, example: Any, pad_token_id: int) -> Any:
-    """A placeholder's value of a field, given an example or None."""
+    Args:
+        field: whose.
+        example: a value of a sample, or None.
+        total_length: tokens of the sample.
+        response_length: tokens of its response.
+        pad_token_id: its tokens.
+    """
     if field.kind is Kind.METADATA:
         return None
     if field.kind is Kind.MULTIMODAL:
         return {}
+    if isinstance(example, list | tuple) and not example:
+        example = None
+    example = tensor_of(field.name, 0, example)
     if field.kind is Kind.PER_SAMPLE:
-        zero = filled_with(0, 0 if example is None else example)
-        return zero + _LENGTHS[field.name] if field.name in _LENGTHS else zero
-    rows = field.num_rows(_TOTAL_LENGTH, _RESPONSE_LENGTH) or 0
-    if field.kind is Kind.TOKENS or field.fill is Fill.TOKEN_IDS:
-        return filled_with(pad_token_id, zero_rows(example, rows, torch.int64))
-    if field.fill is Fill.ONES:
-        return filled_with(1, zero_rows(example, rows, torch.int64))
-    if field.kind is Kind.POSITION_IDS and example is not None and example.dim() > 1:
-        return example.new_zeros((example.shape[0], 1))
+        lengths = {"response_lengths": response_length, "total_lengths": total_length}
+        number = (lengths | {"max_seq_lens": total_length}).get(field.name, 0)
+        return filled_with(number, 0 if example is None else example)
+    rows = field.num_rows(total_length, response_length) or 0
+    if field.kind is Kind.POSITION_IDS:
+        axes = () if example is None else example.shape[:-1]
+        like = torch.zeros(0, dtype=torch.int64) if example is None else example
+        positions = torch.arange(rows, dtype=like.dtype, device=like.device)
+        return positions.expand(*axes, rows).clone()
     if field.kind is Kind.ROUTED_EXPERTS:
         return _distinct_experts(example, rows)
-    return zero_rows(example, rows, field.default_type)
+    if field.kind is Kind.TOKENS or field.fill is Fill.TOKEN_IDS:
+        return _rows(example, rows, pad_token_id, torch.int64)
+    ones = field.fill is Fill.ONES
+    return _rows(example, rows, int(ones), torch.int64 if ones else torch.float32)
 
 
 def _distinct_experts(example: Tensor | None, rows: int) -> Tensor:
@@ -147,15 +114,15 @@ def _distinct_experts(example: Tensor | None, rows: int) -> Tensor:
     return slots.expand(rows, *example.shape[1:]).clone()
 
 
-def filled_with(number: int, zeros: Any) -> Any:
-    """The number wherever `zeros` has one, of its type and shape."""
-    if isinstance(zeros, Tensor):
-        return torch.full_like(zeros, number, requires_grad=False)
-    return type(zeros)(number)
+def filled_with(number: int, like: Any) -> Any:
+    """The number, of the type and shape of a value per sample."""
+    if isinstance(like, Tensor):
+        return torch.full_like(like, number, requires_grad=False)
+    return type(like)(number)
 
 
-def zero_rows(example: Tensor | None, rows: int, default: torch.dtype) -> Tensor:
-    """``rows`` rows of zeros of the example's type, device and trailing shape."""
+def _rows(example: Tensor | None, rows: int, number: int, default: torch.dtype) -> Tensor:
+    """``rows`` rows of a number, of the example's type, device and trailing shape."""
     if example is None:
-        return torch.zeros(rows, dtype=default)
-    return example.new_zeros((rows, *example.shape[1:]))
+        return torch.full((rows,), number, dtype=default)
+    return example.new_full((rows, *example.shape[1:]), number)

@@ -130,55 +130,23 @@ class Schema(Mapping[str, Field]):
 
 
 _PER_RESPONSE_TOKEN = (
-    "loss_masks",
-    "log_probs",
-    "ref_log_probs",
-    "rollout_log_probs",
-    "teacher_log_probs",
-    "values",
-    "advantages",
-    "returns",
-    "kl",
-    "entropy",
-    "opd_reverse_kl",
+    *("loss_masks", "log_probs", "ref_log_probs", "rollout_log_probs", "teacher_log_probs"),
+    *("values", "advantages", "returns", "kl", "entropy", "opd_reverse_kl"),
     # of verl
-    "response_mask",
-    "loss_mask",
-    "old_log_probs",
-    "ref_log_prob",
-    "entropys",
-    "rm_scores",
-    "token_level_scores",
-    "token_level_rewards",
-    "rollout_is_weights",
+    *("response_mask", "loss_mask", "old_log_probs", "ref_log_prob", "entropys", "rm_scores"),
+    *("token_level_scores", "token_level_rewards", "rollout_is_weights"),
     # of SkyRL
-    "action_log_probs",
-    "base_action_log_probs",
-    "rollout_logprobs",
+    *("action_log_probs", "base_action_log_probs", "rollout_logprobs"),
 )
 _PER_SAMPLE = (
-    "rewards",
-    "raw_reward",
-    "truncated",
-    "round_number",
-    "rollout_mask_sums",
-    "max_seq_lens",
-    "is_padding",
-    "num_turns",
+    *("rewards", "raw_reward", "truncated", "round_number", "rollout_mask_sums", "max_seq_lens"),
+    *("is_padding", "num_turns"),
 )
 _METADATA = ("source_names", "prompt", "metadata", "rollout_top_p_token_ids")
 # Identifiers are metadata: a zero in a placeholder would pass for somebody else's.
 _IDENTIFIERS = (
-    "uids",
-    "trajectory_ids",
-    "sample_indices",
-    "rollout_ids",
-    "uid",
-    "prompt_uid",
-    "session_id",
-    "trajectory_id",
-    "request_id",
-    "index",
+    *("uids", "trajectory_ids", "sample_indices", "rollout_ids", "uid", "prompt_uid"),
+    *("session_id", "trajectory_id", "request_id", "index"),
 )
 _PROMPTS = ("prompts", "prompt_ids", "prompt_token_ids")
 

@@ -22,20 +22,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from mcore_batching.batch.errors import BatchError, SchemaError
 from mcore_batching.batch.field_checks import read_lengths
 from mcore_batching.batch.fields import FILLED_KINDS, Field, Fill, Kind, declaration_line
-from mcore_batching.batch.placeholder import (
-    check_filled,
-    filled_with,
-    make_placeholder,
-)
+from mcore_batching.batch.placeholder import fabricated, filled_with
 from mcore_batching.batch.schema import DEFAULT_SCHEMA, Schema
 from mcore_batching.batch.value_checks import require_token_id, tensor_of
 from mcore_batching.batch.value_shapes import is_integral, shape_of
@@ -51,10 +44,6 @@ _OTHER_FILLS = {
 """Words in the name of a field whose padding samples may need something else than zeros."""
 
 _TOTAL_LENGTH, _RESPONSE_LENGTH = 2, 1
-
-# A padding sample is one token, and one response token, longer than a placeholder.
-_LENGTHS = ("total_lengths", "response_lengths", "max_seq_lens")
-_WITH_OFFSET = (Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.ROUTED_EXPERTS)
 
 
 def pad_batch(
@@ -119,63 +108,23 @@ def pad_batch(
     given.setdefault("is_padding", [False] * num_samples)
 
     num_padding = -num_samples % multiple
-    template = _padding_sample(given, schema, pad_token_id, response_token_id)
-    filled = {
-        key: [copy.deepcopy(value) for _ in range(num_padding)] for key, value in template.items()
-    }
+    filled: dict[str, list[Any]] = {}
+    for key, values in given.items():
+        made = _fabricated(schema[key], _telling_example(values), pad_token_id, response_token_id)
+        filled[key] = [copy.deepcopy(made) for _ in range(num_padding)]
+    filled["is_padding"] = [True] * num_padding
     own = [key for key in given if schema[key].fill is Fill.IDENTIFIER]
     filled |= new_identifiers(given, own, num_padding)
-    check_filled(
-        filled,
-        schema=schema,
-        keys=given,
-        total_lengths=[_TOTAL_LENGTH] * num_padding,
-        response_lengths=[_RESPONSE_LENGTH] * num_padding,
-    )
+    schema.validate(filled)
     absent = dict.fromkeys(key for key in batch if key not in given)
     return {**absent, **{key: values + filled[key] for key, values in given.items()}}
 
 
-def _padding_sample(
-    given: Mapping[str, list[Any]],
-    schema: Schema,
-    pad_token_id: int,
-    response_token_id: int | None,
-) -> dict[str, Any]:
-    """One value for every field: a placeholder's with one more row."""
-    longer = Schema(
-        tuple(
-            dataclasses.replace(field, length_offset=field.length_offset + 1)
-            if field.kind in _WITH_OFFSET
-            else field
-            for field in schema.values()
-        )
-    )
-    examples = {key: [_telling_example(values)] for key, values in given.items()}
-    sample = {
-        key: values[0]
-        for key, values in make_placeholder(
-            longer, given, examples, pad_token_id=pad_token_id
-        ).items()
-    }
-    for key, value in sample.items():
-        if key in _LENGTHS:
-            sample[key] = value + 1
-        elif schema[key].kind in (Kind.TOKENS, Kind.POSITION_IDS):
-            sample[key] = torch.cat([value, value], dim=-1)
-        if schema[key].kind is Kind.POSITION_IDS:
-            sample[key][..., -1] = 1
-        sample[key] = _by_fill(
-            schema[key], sample[key], examples[key][0], pad_token_id, response_token_id
-        )
-    sample["is_padding"] = True
-    return sample
-
-
-def _by_fill(
-    field: Field, value: Any, example: Any, pad_token_id: int, response_token_id: int | None
+def _fabricated(
+    field: Field, example: Any, pad_token_id: int, response_token_id: int | None
 ) -> Any:
-    """The value, as a placeholder has it, as the field's fill has it in a padding sample."""
+    """A field's value in a sample of one prompt token and one response token."""
+    value = fabricated(field, example, _TOTAL_LENGTH, _RESPONSE_LENGTH, pad_token_id)
     if field.fill is Fill.ONES and field.kind is Kind.PER_SAMPLE:
         return filled_with(1, value)
     has_ids = field.fill is Fill.TOKEN_IDS

@@ -9,8 +9,14 @@ import pytest
 import torch
 from batch_cases import make_samples
 
-from mcore_batching.batch import DEFAULT_SCHEMA, Kind, SchemaError, make_placeholder, pack
-from mcore_batching.batch.placeholder import check_filled
+from mcore_batching.batch import (
+    DEFAULT_SCHEMA,
+    Kind,
+    SchemaError,
+    make_placeholder,
+    pack,
+    placeholder,
+)
 
 SCHEMA = DEFAULT_SCHEMA.declare("hidden", Kind.PER_TOKEN).declare(
     "scores", Kind.PER_RESPONSE_TOKEN, length_offset=1
@@ -195,41 +201,12 @@ def test_a_field_nobody_declared_fails_at_the_check_after_filling() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("wrong", "text"),
-    [
-        (None, "expected 1 values, one per sample, found no such field"),
-        ([], "expected 1 values, one per sample, found 0 values"),
-        ([torch.zeros(0), torch.zeros(0)], "found 2 values"),
-        (
-            [torch.zeros(1)],
-            r"sample 0: expected 0 rows, one per response token, found a Tensor of .*1",
-        ),
-        ([None], "sample 0: expected 0 rows, one per response token, found None"),
-    ],
-    ids=["no rule", "none", "two", "a row too many", "None"],
-)
-def test_a_rule_that_fills_wrongly_fails_at_the_check_after_filling(
-    wrong: list[Any] | None, text: str
-) -> None:
-    with pytest.raises(SchemaError, match=text):
-        check_filled(
-            {"log_probs": wrong},
-            schema=SCHEMA,
-            keys=["log_probs"],
-            total_lengths=[1],
-            response_lengths=[0],
-        )
-
-
-def test_the_check_serves_fabricated_samples_of_any_length() -> None:
-    filled = {
-        "tokens": [torch.tensor([1, 2])] * 3,
-        "loss_masks": [torch.zeros(1)] * 3,
-        "rollout_routed_experts": [torch.tensor([[[4, 1, 0]]])] * 3,
-    }
-    lengths = {"total_lengths": [2] * 3, "response_lengths": [1] * 3}
-    check_filled(filled, schema=SCHEMA, keys=filled, **lengths)
-    filled["rollout_routed_experts"][1] = torch.tensor([[4, 1, 0]])
-    with pytest.raises(SchemaError, match=r"sample 1: expected 1 rows, .* \[rows, layers, top_k\]"):
-        check_filled(filled, schema=SCHEMA, keys=filled, **lengths)
+def test_a_value_of_a_wrong_length_is_found_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not in some ``torch.cat`` later."""
+    for wrong, text in (
+        (torch.zeros(1), r"sample 0: expected 0 rows, one per response token, found a Tensor of"),
+        (None, "sample 0: expected 0 rows, one per response token, found None"),
+    ):
+        monkeypatch.setattr(placeholder, "fabricated", lambda *given, wrong=wrong: wrong)
+        with pytest.raises(SchemaError, match=text):
+            make_placeholder(SCHEMA, ["log_probs"], None)
