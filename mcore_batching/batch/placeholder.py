@@ -117,7 +117,7 @@ def _distinct_experts(example: Tensor | None, rows: int) -> Tensor:
 def filled_with(number: int, like: Any) -> Any:
     """The number, of the type and shape of a value per sample."""
     if isinstance(like, Tensor):
-        return torch.full_like(like, number, requires_grad=False)
+        return torch.full_like(like, number)
     return type(like)(number)
 
 

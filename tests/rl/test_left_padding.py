@@ -210,8 +210,8 @@ def test_blocks_of_no_values_have_the_type_of_their_kind() -> None:
     samples = {"tokens": [[], []], "total_lengths": [0, 0], "response_lengths": [0, 0]}
     blocks = left_pad(samples | {"log_probs": [[], []]}, pad_token_id=PAD).blocks
     assert (blocks["tokens"].dtype, blocks["log_probs"].dtype) == (torch.int64, torch.float32)
-    found = unpad(left_pad({key: [] for key in samples}, pad_token_id=PAD))
-    assert found["tokens"] == []
+    none = left_pad({key: [] for key in samples}, pad_token_id=PAD)
+    assert (none.tokens.dtype, unpad(none)["tokens"]) == (torch.int64, [])
 
 
 def test_rewards_of_response_tokens_are_aligned_once_declared() -> None:

@@ -73,7 +73,7 @@ def _lines_of(path: str) -> list[tuple[str, int, bytes]]:
     """Path, number and bytes of each line of a file that is not blank."""
     try:
         with open(path, "rb") as file:
-            lines = file.read().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+            lines = file.read().split(b"\n")
     except OSError as error:
         raise SftDataError(
             f"cannot be read: {error.strerror}; --dynamic-batch-data takes JSON-lines files", path
