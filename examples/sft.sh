@@ -12,8 +12,8 @@
 # prompt and completion, or question and answer, such as GSM8K's; samples longer than --seq-length
 # are left out and counted. --short runs for seconds. --dynamic-batch-context-parallel 2 lets ranks
 # share long samples in the run with the flag, --dynamic-batch-exchange moves them only. With
-# Megatron's --save DIR --load DIR an interrupted job goes on where it was, and a finished one has
-# nothing left to do. Needs Python 3.12 or 3.13, for which megatron-core 0.19 has wheels.
+# Megatron's --save DIR --load DIR an interrupted job goes on where it was. Needs Python 3.12 or
+# 3.13, for which megatron-core 0.19 has wheels.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source-path=SCRIPTDIR
@@ -112,9 +112,7 @@ job=(
 # Of the log's lines these, shortened.
 shown='s/.* (iteration +[0-9]+\/ +[0-9]+) .*(consumed samples: +[0-9]+) .*(lm loss: [^ ]+) .*/\1 | \2 | \3/p
 / validation loss at /p
-/: left out$/p
-/^nothing left to do: /p'
-finished=
+/: left out$/p'
 for run in "${runs[@]}"; do
     flags=()
     [ "$run" = padded ] ||
@@ -127,8 +125,7 @@ for run in "${runs[@]}"; do
         grep -m 8 -E '([Ee]rror|Exception)(:|$)' "$out/$run.log" >&2 || tail -n 40 "$out/$run.log" >&2
         mcb_fail "the $run run failed; the whole log is in $out/$run.log"
     }
-    if grep -q '^nothing left to do: ' "$out/$run.log"; then finished=yes; fi
 done
-if [ ${#runs[@]} -eq 2 ] && [ -z "$finished" ]; then
+if [ ${#runs[@]} -eq 2 ]; then
     "$python" "$here/sft/sft_figure.py" "$out"
 fi

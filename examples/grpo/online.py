@@ -23,7 +23,7 @@ from warm_start import warm_start
 from mcore_batching.megatron import DataIterator
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims, group_steps
-from mcore_batching.rl import compute_advantages
+from mcore_batching.rl import compute_advantages, sample_metrics
 
 
 def train_online(
@@ -111,7 +111,7 @@ def train_online(
                 sampling_placeholders=passes.placeholders,
                 sampling_seconds=sampling_seconds,
                 log_prob_gap=_log_prob_gap(done.iterators),
-                **_over_all_ranks(games),
+                **_over_all_ranks(games, len(uids) * options.trajectories_per_prompt),
             )
         )
     return spans
@@ -141,20 +141,20 @@ def steps_of_rank(
     return [[i for i, uid in enumerate(uids) if uid in members] for members in groups]
 
 
-def _over_all_ranks(games: Sequence[Trajectory]) -> dict[str, Any]:
+def _over_all_ranks(games: Sequence[Trajectory], num_games: int) -> dict[str, Any]:
     """Reward, turns and games won over all data-parallel ranks."""
-    gathered: list[Any] = [None] * parallel_state.get_data_parallel_world_size()
-    dist.all_gather_object(
-        gathered,
-        [(game.reward, len(game.turns)) for game in games],
-        group=parallel_state.get_data_parallel_group(),
-    )
-    played = [each for rank in gathered for each in rank]
+    each = {
+        "reward": [game.reward for game in games],
+        "turns": [len(game.turns) for game in games],
+        "won": [game.reward == 1.0 for game in games],
+    }
+    group = parallel_state.get_data_parallel_group()
+    found = sample_metrics(each, ["reward", "turns", "won"], group=group)
     return {
-        "games": len(played),
-        "turns": sum(turns for _, turns in played),
-        "reward": sum(reward for reward, _ in played) / len(played),
-        "games_won": sum(reward == 1.0 for reward, _ in played),
+        "games": num_games,
+        "turns": round(num_games * found["turns/mean"]),
+        "reward": found["reward/mean"],
+        "games_won": round(num_games * found["won/mean"]),
     }
 
 

@@ -38,8 +38,8 @@ def gather_response(
     A collective over ``group``, one per call; none if the row has no response token. So is its
     backward, which sums the incoming gradients over the ranks, the exact adjoint: if one rank goes
     backward through the result, all must. A loss that every rank computes in full therefore counts
-    as often as there are ranks: divide it by their number, or let each rank sum its own positions
-    (`owned_response_mask`).
+    as often as there are ranks: divide it by their number, or sum by `token_mean`, by which each
+    rank counts its own positions.
 
     Args:
         local_stream: ``[T_local, ...]``, at each position of this rank's slice a value that

@@ -1,7 +1,8 @@
-"""Checks that the values of a batch are what the declarations of its fields say.
+"""The entry of a batch: its values are checked here, once, and lists and arrays become tensors.
 
-The first value that is not raises a `SchemaError` naming field, sample, what was expected and what
-was found. They run in production: the cost is a few attribute reads per value.
+The first value that is not what its field's declaration says raises a `SchemaError` naming field,
+sample, what was expected and what was found. Behind this door there are tensors alone, but for
+numbers per sample, multimodal inputs and metadata.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mcore_batching.batch.errors import SchemaError
-from mcore_batching.batch.fields import Field, Kind, declaration_line
-from mcore_batching.batch.value_checks import require_loss_masks
+from mcore_batching.batch.fields import INTEGRAL, Field, Kind, declaration_line
+from mcore_batching.batch.value_checks import is_tagged, require_loss_masks, tensor_of
 from mcore_batching.batch.value_shapes import count_of, describe, is_integral, shape_of
 
 _ROWS_OF = {
@@ -28,7 +30,6 @@ _NUM_DIMENSIONS = {
     Kind.TOKENS: (1, "[tokens]"),
     Kind.ROUTED_EXPERTS: (3, "[rows, layers, top_k]"),
 }
-_INTEGRAL = (Kind.TOKENS, Kind.POSITION_IDS, Kind.ROUTED_EXPERTS)
 
 
 def num_samples(batch: Mapping[str, Any]) -> int:
@@ -72,8 +73,8 @@ def require_one_per_sample(name: str, values: Any, num_samples: int, use: str = 
     )
 
 
-def check_batch(schema: Mapping[str, Field], batch: Mapping[str, Any]) -> None:
-    """Check every field of a batch.
+def checked_batch(schema: Mapping[str, Field], batch: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The fields of a batch that are not None, as `checked_values` gives them.
 
     Raises:
         SchemaError: a required field is absent, lengths are not lengths, a field is not declared,
@@ -87,6 +88,7 @@ def check_batch(schema: Mapping[str, Field], batch: Mapping[str, Any]) -> None:
                 found="no such field in the batch" if field.name not in batch else "None",
             )
     total_lengths, response_lengths = read_lengths(batch)
+    checked: dict[str, list[Any]] = {}
     for name, values in batch.items():
         if values is None:
             continue
@@ -99,7 +101,8 @@ def check_batch(schema: Mapping[str, Field], batch: Mapping[str, Any]) -> None:
                 advice="let schema = schema.resolve(batch) infer it, or declare it with its Kind, "
                 "for example",
             )
-        check_values(schema[name], values, total_lengths, response_lengths)
+        checked[name] = checked_values(schema[name], values, total_lengths, response_lengths)
+    return checked | {"total_lengths": total_lengths, "response_lengths": response_lengths}
 
 
 def read_lengths(batch: Mapping[str, Any]) -> tuple[list[int], list[int]]:
@@ -148,16 +151,26 @@ def _read_length(name: str, index: int, value: Any) -> int:
     return length
 
 
-def check_values(
+def checked_values(
     field: Field, values: Any, total_lengths: Sequence[int], response_lengths: Sequence[int]
-) -> None:
-    """Check that a field holds one value per sample, each what the field's kind says.
+) -> list[Any]:
+    """The values of a field, each what the field's kind says.
+
+    Returns:
+        one per sample: lists and arrays as tensors; tags of padding samples as booleans; metadata
+        and multimodal inputs as they were given.
 
     Raises:
-        SchemaError: it does not.
+        SchemaError: there is not one value per sample, or one is something else.
     """
     require_one_per_sample(field.name, values, len(total_lengths))
-    for index, value in enumerate(values):
+    if field.kind in (Kind.METADATA, Kind.MULTIMODAL):
+        found = list(values)
+    elif field.name == "is_padding":
+        return [is_tagged(field.name, index, tag) for index, tag in enumerate(values)]
+    else:
+        found = [_value(field, index, value) for index, value in enumerate(values)]
+    for index, value in enumerate(found):
         expected = unmet(field, value, total_lengths[index], response_lengths[index])
         if expected is not None:
             raise SchemaError(
@@ -169,9 +182,16 @@ def check_values(
                 advice="correct the values, or declare the field otherwise than by",
             )
     if field.kind is Kind.PER_SAMPLE:
-        _require_one_shape(field.name, values, response_lengths)
+        _require_one_shape(field.name, found, response_lengths)
     if field.name == "loss_masks" and field.kind is Kind.PER_RESPONSE_TOKEN:
-        require_loss_masks(values)
+        require_loss_masks(found)
+    return found
+
+
+def _value(field: Field, index: int, value: Any) -> Any:
+    if isinstance(value, list | tuple) and not value and field.kind is not Kind.PER_SAMPLE:
+        return torch.zeros(0, dtype=field.default_type)
+    return tensor_of(field.name, index, value)
 
 
 def _require_one_shape(name: str, values: Any, response_lengths: Sequence[int]) -> None:
@@ -211,15 +231,17 @@ def unmet(field: Field, value: Any, total_length: int, response_length: int) -> 
     expected = f"{rows} {_ROWS_OF[kind]}"
     if not shape:
         return expected
+    if field.name == "loss_masks" and len(shape) > 1:
+        return f"{expected}, one number in each"
     if kind is Kind.POSITION_IDS:
         if len(shape) > 2 or shape[-1] != rows:
             return f"{expected}, as [tokens] or [axes, tokens]"
     elif shape[0] != rows:
         return expected
     dimensions, axes = _NUM_DIMENSIONS.get(kind, (len(shape), ""))
-    # An empty list has lost its trailing dimensions.
-    if len(shape) != dimensions and not (rows == 0 and isinstance(value, list | tuple)):
+    # What was an empty list has lost its trailing dimensions.
+    if len(shape) != dimensions and shape != (0,):
         return f"{expected}, as {axes}"
-    if kind in _INTEGRAL and not is_integral(value):
+    if kind in INTEGRAL and not is_integral(value):
         return f"{expected}, of an integer type"
     return None

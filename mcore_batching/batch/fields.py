@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+import torch
+
 from mcore_batching.batch.errors import SchemaError
 
 
@@ -50,6 +52,7 @@ class Fill(enum.Enum):
     """A value unlike all others."""
 
 
+INTEGRAL = (Kind.TOKENS, Kind.POSITION_IDS, Kind.ROUTED_EXPERTS)
 _WITH_ROWS = (Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.ROUTED_EXPERTS)
 FILLED_KINDS = {
     Fill.ZEROS: tuple(Kind),
@@ -126,6 +129,11 @@ class Field:
         else:
             natural = total_length
         return max(0, natural + self.length_offset)
+
+    @property
+    def default_type(self) -> torch.dtype:
+        """Of values that show none, being of no rows."""
+        return torch.int64 if self.kind in INTEGRAL else torch.float32
 
     @property
     def declaration(self) -> str:

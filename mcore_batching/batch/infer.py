@@ -13,12 +13,14 @@ declares each, unless other samples tell: those of other ranks, or of earlier ba
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.field_checks import read_lengths, require_one_per_sample, unmet
 from mcore_batching.batch.fields import Field, Kind, declaration_line
+from mcore_batching.batch.value_checks import tensor_of
 from mcore_batching.batch.value_shapes import describe, is_integral, shape_of
 
 _INFERRED = (Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.PER_SAMPLE, Kind.METADATA)
@@ -38,22 +40,22 @@ def infer_field(
     Raises:
         SchemaError: the values fit no kind, several, or one that must be declared.
     """
-    return _inferred(name, batch, _kinds_of(name, batch), told)
+    return _inferred(name, _values_of(name, batch), batch, told)
 
 
 def _inferred(
     name: str,
+    values: Sequence[Any],
     batch: Mapping[str, Any],
-    fitting: Sequence[Kind],
     told: Mapping[str, Field] | None,
 ) -> Field:
+    total_lengths, response_lengths = read_lengths(batch)
+    fitting = _fitting_kinds(values, total_lengths, response_lengths)
     told_here = (told or {}).get(name)
     if len(fitting) == 1 and fitting[0] in _INFERRED:
         return Field(name, fitting[0])
     if told_here is not None and told_here.kind in fitting:
         return told_here
-    values = batch[name]
-    total_lengths, response_lengths = read_lengths(batch)
     if not fitting:
         _require_no_outlier(name, values, total_lengths, response_lengths)
     found = _found(values, fitting)
@@ -84,14 +86,15 @@ def infer_fields(
     """
     inferred: dict[str, Field] = {}
     some_open = False
-    for name, values in batch.items():
-        if values is None or name in declared:
+    lengths = read_lengths(batch)
+    for name, given in batch.items():
+        if given is None or name in declared:
             continue
-        fitting = _kinds_of(name, batch)
-        if name not in told and _is_open(fitting):
+        values = _values_of(name, batch)
+        if name not in told and _is_open(_fitting_kinds(values, *lengths)):
             some_open = True
             continue
-        field = _inferred(name, batch, fitting, told)
+        field = _inferred(name, values, batch, told)
         # Metadata where all samples lack it; elsewhere, or later, they may have multimodal inputs.
         if any(value is not None for value in values):
             inferred[name] = field
@@ -103,14 +106,21 @@ def _is_open(fitting: Sequence[Kind]) -> bool:
     return len(fitting) > 1 and any(kind in _INFERRED for kind in fitting)
 
 
-def _kinds_of(name: str, batch: Mapping[str, Any]) -> list[Kind]:
-    total_lengths, response_lengths = read_lengths(batch)
-    require_one_per_sample(name, batch[name], len(total_lengths))
-    return _fitting_kinds(list(batch[name]), total_lengths, response_lengths)
+def _values_of(name: str, batch: Mapping[str, Any]) -> list[Any]:
+    """One per sample, lists and arrays of numbers as tensors."""
+    require_one_per_sample(name, batch[name], len(batch["total_lengths"]))
+    values = list(batch[name])
+    # Lists that are no tensors fit no kind, as they are.
+    with contextlib.suppress(SchemaError):
+        values = [tensor_of(name, index, value) for index, value in enumerate(values)]
+    return values
 
 
 def _require_no_outlier(
-    name: str, values: Any, total_lengths: Sequence[int], response_lengths: Sequence[int]
+    name: str,
+    values: Sequence[Any],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
 ) -> None:
     """Refuse values that fit no kind by the few that keep them from one.
 

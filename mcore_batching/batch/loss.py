@@ -27,7 +27,6 @@ from torch import Tensor
 from mcore_batching.batch.context_parallel import owned_response_mask
 from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.packed import PackedMicroBatch
-from mcore_batching.batch.value_checks import is_tagged
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +76,7 @@ def step_totals(rows: Iterable[PackedMicroBatch]) -> StepTotals:
             continue
         masks = response_loss_masks(row)
         totals += StepTotals(
-            num_samples=_are_padding(row).count(False),
+            num_samples=len(masks) - sum(row.fields.get("is_padding", ())),
             num_trained_samples=sum(int(bool(mask.any())) for mask in masks),
             num_tokens=sum(int(mask.count_nonzero()) for mask in masks),
             token_weight=sum(float(mask.double().sum()) for mask in masks),
@@ -144,16 +143,6 @@ def owned_num_tokens(row: PackedMicroBatch) -> int:
     Adds up over all micro-batches and ranks to ``StepTotals.num_tokens``.
     """
     return int((row.responses.loss_masks.bool() & row.responses.owned).sum())
-
-
-def _are_padding(row: PackedMicroBatch) -> list[bool]:
-    """True for each sample of the row that is a padding sample."""
-    tags = row.fields.get("is_padding")
-    return (
-        [False] * len(row.total_lengths)
-        if tags is None
-        else [is_tagged("is_padding", index, tag) for index, tag in enumerate(tags)]
-    )
 
 
 def _weighted_sum(

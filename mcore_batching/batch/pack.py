@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch.errors import BatchError, SchemaError
-from mcore_batching.batch.field_checks import check_values, read_lengths
 from mcore_batching.batch.fields import Kind
 from mcore_batching.batch.packed import PackedMicroBatch
 from mcore_batching.batch.response_tokens import loss_masks, predicted_positions, response_tokens
 from mcore_batching.batch.row_layout import Row, padded_offsets, require_alignment
 from mcore_batching.batch.schema import Schema
-from mcore_batching.batch.value_checks import is_tagged, require_index, require_token_id, tensor_of
+from mcore_batching.batch.value_checks import require_index, require_token_id
 from mcore_batching.planning.errors import Argument
 from mcore_batching.planning.integers import entries
 
@@ -48,7 +47,7 @@ def pack(
         )
         row.tokens        [[1, 2, 3, 0, 4, 5]]
         row.loss_mask     [[1, 1, 0, 0, 1, 0]]
-        row["tokens"]     [[1, 2, 3], [4, 5]]      the samples as they were given
+        row["tokens"]     [[1, 2, 3], [4, 5]]      the samples' own values, as tensors
 
     Args:
         samples: field name to one value per sample: ``tokens``, ``total_lengths``,
@@ -63,8 +62,8 @@ def pack(
         context_parallel_rank: this rank among them.
         pad_token_id: fills padding, and labels where there is no next token.
         is_placeholder: the one sample is fabricated; its loss mask is all zero.
-        validated: the samples are of a batch that ``schema.validate`` has passed; then only what
-            lies in the row itself is checked again.
+        validated: the samples are of a batch that ``schema.validate`` returned, and are not
+            checked again.
 
     Returns:
         the row, on the device of the first sample's tokens.
@@ -75,25 +74,20 @@ def pack(
             cannot be cut, or a ``pad_token_id`` that is no integer.
     """
     require_alignment(sample_alignment_tokens, row_alignment_tokens, context_parallel_size)
-    if not validated:
-        schema.validate(samples)
-    totals, responses = read_lengths(samples)
+    fields = dict(samples) if validated else schema.validate(samples)
+    totals, responses = fields["total_lengths"], fields["response_lengths"]
     indices = _read_indices(sample_indices, len(totals), is_placeholder)
-    if validated:
-        _require_lengths(samples, schema, totals, responses)
-    fields = {key: list(values) for key, values in samples.items() if values is not None}
-    first = fields["tokens"][0]
-    device = first.device if isinstance(first, Tensor) else torch.device("cpu")
+    device = fields["tokens"][0].device
     row = Row(totals, padded_offsets(totals, sample_alignment_tokens, row_alignment_tokens))
     pad_token_id = require_token_id("pad_token_id", pad_token_id)
-    tokens = _integers("tokens", fields["tokens"], device)
+    tokens = [each.to(device, torch.int64) for each in fields["tokens"]]
     predicted_at = predicted_positions(row.offsets, totals, responses)
     weights = loss_masks(
         fields, responses, predicted_at, is_placeholder=is_placeholder, device=device
     )
     # A padding sample is padding throughout, so that routers do not count its tokens.
     tags = fields.get("is_padding") or [False] * len(tokens)
-    tagged = [(each, is_tagged("is_padding", i, tags[i])) for i, each in enumerate(tokens)]
+    tagged = zip(tokens, tags, strict=True)
 
     def local(full: Tensor, dim: int = 0) -> Tensor:
         return row.local(full, context_parallel_size, context_parallel_rank, dim)
@@ -154,16 +148,6 @@ def _read_indices(
     return indices
 
 
-def _require_lengths(
-    samples: Mapping[str, Any], schema: Schema, totals: Sequence[int], responses: Sequence[int]
-) -> None:
-    # The caller may have changed its lists since they were validated, and values of another length
-    # would shift the row silently.
-    for name, values in samples.items():
-        if values is not None and schema[name].kind in (Kind.TOKENS, Kind.POSITION_IDS):
-            check_values(schema[name], values, totals, responses)
-
-
 def _at_positions(positions: Tensor, values: Tensor, num_tokens: int) -> Tensor:
     """``[num_tokens]``, each value at its position, those at -1 left out, 0 elsewhere."""
     kept = positions >= 0
@@ -185,22 +169,13 @@ def _position_ids(
         )
     if not names:
         return row.lay_out([torch.arange(n, device=device) for n in row.total_lengths], 0)
-    name = names[0]
-    pieces = _integers(name, fields[name], device)
+    pieces = [each.to(device, torch.int64) for each in fields[names[0]]]
     axes = {tuple(piece.shape[:-1]) for piece in pieces if piece.numel()}
     if len(axes) > 1:
         raise SchemaError(
-            name,
+            names[0],
             expected="position ids of the same number of axes for every sample",
             found=f"shapes {', '.join(str(list(piece.shape)) for piece in pieces)}",
         )
     # Axes behind the tokens, so that they are trailing dimensions like any other's.
     return row.lay_out([piece.movedim(-1, 0) for piece in pieces], 0).movedim(0, -1)
-
-
-def _integers(name: str, values: Sequence[Any], device: torch.device) -> list[Tensor]:
-    """The values of a field, int64."""
-    return [
-        tensor_of(name, index, value, integral=True).to(device, torch.int64)
-        for index, value in enumerate(values)
-    ]

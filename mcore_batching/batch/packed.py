@@ -54,7 +54,7 @@ class PackedMicroBatch:
         is_placeholder: True if the row's one sample is fabricated.
         responses: the response tokens of all samples: loss weights, and the positions of this rank
             that predict them.
-        fields: every field that the samples had, one value per sample, the very values given.
+        fields: every field that the samples had, one value per sample, as `Schema.validate` has it.
         schema: the kinds of the fields.
         context_parallel_size: ranks that share the row.
         context_parallel_rank: this rank among them.
@@ -84,13 +84,8 @@ class PackedMicroBatch:
         """Real samples: 0 for a placeholder."""
         return 0 if self.is_placeholder else len(self.total_lengths)
 
-    @property
-    def seqlens(self) -> list[int]:
-        """Real tokens of each sample, padding not counted."""
-        return list(self.total_lengths)
-
     def __getitem__(self, key: str) -> list[Any]:
-        """The values of a field, one per sample, as given.
+        """The values of a field, one per sample.
 
         Raises:
             KeyError: the samples had no such field; names those that they had.
@@ -124,7 +119,7 @@ class PackedMicroBatch:
                 "per token can be packed: read its per-sample values from "
                 f"micro_batch[{key!r}], or declare it as Kind.PER_TOKEN if that is what it holds"
             )
-        rows = [torch.as_tensor(value, device=self.tokens.device) for value in values]
+        rows = [value.to(self.tokens.device) for value in values]
         trailing = {tuple(row.shape[1:]) for row in rows if row.shape[0]}
         if len(trailing) > 1 or field.length_offset > 0:
             raise BatchError(

@@ -7,28 +7,22 @@ without a real sample to copy from, of the kind's default type and shape.
     make_placeholder(schema, ["tokens", "loss_masks", "rewards"], batch)
     {"tokens": [tensor([0])], "loss_masks": [tensor([], dtype=torch.int32)], "rewards": [0.0]}
 
-`check_filled` then finds a field without a value, or of a wrong length, here and not in some
-`torch.cat` later. It runs in production.
+Each value is checked as a real one is: one of a wrong length is found here, and not in some
+`torch.cat` later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcore_batching.batch.errors import SchemaError
-from mcore_batching.batch.field_checks import check_values
+from mcore_batching.batch.field_checks import checked_values
 from mcore_batching.batch.fields import Field, Fill, Kind, declaration_line
-from mcore_batching.batch.value_checks import require_token_id
-from mcore_batching.batch.value_shapes import is_array, shape_of
-
-_TOTAL_LENGTH, _RESPONSE_LENGTH = 1, 0
-
-# Numbers per sample that are not 0 in a sample of one token.
-_LENGTHS = {"total_lengths": _TOTAL_LENGTH, "max_seq_lens": _TOTAL_LENGTH}
+from mcore_batching.batch.value_checks import require_token_id, tensor_of
 
 
 def make_placeholder(
@@ -56,46 +50,9 @@ def make_placeholder(
         SchemaError: a requested field is not declared, or got no value of the right length.
         BatchError: ``pad_token_id`` is no integer.
     """
-    keys = list(batch_keys)
     pad_token_id = require_token_id("pad_token_id", pad_token_id)
     filled: dict[str, list[Any]] = {}
-    for key in keys:
-        field = schema.get(key)
-        fill = _FILL.get(field.kind) if field is not None else None
-        if field is not None and fill is not None:
-            filled[key] = [fill(field, _example(key, example_batch), pad_token_id)]
-    check_filled(
-        filled,
-        schema=schema,
-        keys=keys,
-        total_lengths=[_TOTAL_LENGTH],
-        response_lengths=[_RESPONSE_LENGTH],
-    )
-    return filled
-
-
-def check_filled(
-    filled: Mapping[str, Any],
-    *,
-    schema: Mapping[str, Field],
-    keys: Iterable[str],
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-) -> None:
-    """Check that fabricated samples have a value for every requested field.
-
-    Args:
-        filled: field name to one value per fabricated sample.
-        schema: the kind of every requested field.
-        keys: the fields that were requested.
-        total_lengths: tokens of each fabricated sample.
-        response_lengths: tokens of its response.
-
-    Raises:
-        SchemaError: a requested field is not declared or has not exactly one value per sample, a
-            value has the wrong length, or a token is routed to one expert twice.
-    """
-    for key in keys:
+    for key in batch_keys:
         if key not in schema:
             raise SchemaError(
                 key,
@@ -104,146 +61,68 @@ def check_filled(
                 declaration=declaration_line(key, Kind.PER_RESPONSE_TOKEN),
                 advice="declare it with its Kind, for example",
             )
-        field = schema[key]
-        if filled.get(key) is None:
-            raise SchemaError(
-                key,
-                expected=f"{len(total_lengths)} values, one per fabricated sample",
-                found=f"none: Kind.{field.kind.name} has no rule for fabricated samples",
-                declaration=field.declaration,
-                advice="declare the field with a Kind that has one, otherwise than by",
-            )
-        check_values(field, filled[key], total_lengths, response_lengths)
-        if field.kind is Kind.ROUTED_EXPERTS:
-            for index, value in enumerate(filled[key]):
-                _require_distinct_experts(field, index, value)
+        values = (example_batch or {}).get(key)
+        present = (value for value in (() if values is None else values) if value is not None)
+        made = fabricated(schema[key], next(present, None), 1, 0, pad_token_id)
+        filled[key] = checked_values(schema[key], [made], [1], [0])
+    return filled
 
 
-def _require_distinct_experts(field: Field, index: int, value: Any) -> None:
-    ordered = torch.as_tensor(value).sort(dim=-1).values
-    if ordered.dim() == 3 and bool((ordered[..., 1:] == ordered[..., :-1]).any()):
-        raise SchemaError(
-            field.name,
-            sample_index=index,
-            expected="a different expert in every slot of a fabricated token",
-            found=f"experts {torch.as_tensor(value)[0, 0].tolist()}",
-        )
+def fabricated(
+    field: Field, example: Any, total_length: int, response_length: int, pad_token_id: int
+) -> Any:
+    """A field's value in a sample that is none.
 
-
-def _example(key: str, example_batch: Mapping[str, Any] | None) -> Any:
-    """The first value of the field that is not None, None if there is none."""
-    values = (example_batch or {}).get(key)
-    if values is None:
+    Args:
+        field: whose.
+        example: a value of a sample, or None.
+        total_length: tokens of the sample.
+        response_length: tokens of its response.
+        pad_token_id: its tokens.
+    """
+    if field.kind is Kind.METADATA:
         return None
-    return next((value for value in values if value is not None), None)
+    if field.kind is Kind.MULTIMODAL:
+        return {}
+    if isinstance(example, list | tuple) and not example:
+        example = None
+    example = tensor_of(field.name, 0, example)
+    if field.kind is Kind.PER_SAMPLE:
+        lengths = {"response_lengths": response_length, "total_lengths": total_length}
+        number = (lengths | {"max_seq_lens": total_length}).get(field.name, 0)
+        return filled_with(number, 0 if example is None else example)
+    rows = field.num_rows(total_length, response_length) or 0
+    if field.kind is Kind.POSITION_IDS:
+        axes = () if example is None else example.shape[:-1]
+        like = torch.zeros(0, dtype=torch.int64) if example is None else example
+        positions = torch.arange(rows, dtype=like.dtype, device=like.device)
+        return positions.expand(*axes, rows).clone()
+    if field.kind is Kind.ROUTED_EXPERTS:
+        return _distinct_experts(example, rows)
+    if field.kind is Kind.TOKENS or field.fill is Fill.TOKEN_IDS:
+        return _rows(example, rows, pad_token_id, torch.int64)
+    ones = field.fill is Fill.ONES
+    return _rows(example, rows, int(ones), torch.int64 if ones else torch.float32)
 
 
-def _fill_tokens(field: Field, example: Any, pad_token_id: int) -> Any:
-    del field
-    if example is None:
-        return torch.tensor([pad_token_id], dtype=torch.int64)
-    token = zero_rows(example, 1, torch.int64)
-    token[0] = pad_token_id
-    return token
-
-
-def _fill_per_token(field: Field, example: Any, pad_token_id: int) -> Any:
-    rows = field.num_rows(_TOTAL_LENGTH, _RESPONSE_LENGTH) or 0
-    number = {Fill.ONES: 1, Fill.TOKEN_IDS: pad_token_id}.get(field.fill)
-    if number is None:
-        return zero_rows(example, rows, torch.float32)
-    return filled_with(number, zero_rows(example, rows, torch.int64))
-
-
-def _fill_per_sample(field: Field, example: Any, pad_token_id: int) -> Any:
-    del pad_token_id
-    zero = 0 if example is None else _zero(example)
-    return zero + _LENGTHS[field.name] if field.name in _LENGTHS else zero
-
-
-def _fill_position_ids(field: Field, example: Any, pad_token_id: int) -> Any:
-    del field, pad_token_id
-    shape = shape_of(example)
-    if shape is None or len(shape) < 2:
-        return zero_rows(example, 1, torch.int64)
-    if isinstance(example, Tensor):
-        return example.new_zeros((shape[0], 1))
-    if is_array(example):
-        return example[:, :0].sum(axis=1, dtype=example.dtype, keepdims=True)
-    return [[0] for _ in example]
-
-
-def _fill_routed_experts(field: Field, example: Any, pad_token_id: int) -> Any:
-    del pad_token_id
-    rows = field.num_rows(_TOTAL_LENGTH, _RESPONSE_LENGTH) or 0
-    # A rank that has never seen a sample cannot know the number of layers.
-    layers, top_k = (shape_of(example) or ())[1:] or (0, 0)
-    if isinstance(example, list | tuple):
-        return [[list(range(top_k)) for _ in range(layers)] for _ in range(rows)]
-    if example is None:
-        return torch.zeros((rows, layers, top_k), dtype=torch.int64)
-    experts = zero_rows(example, rows, torch.int64)
+def _distinct_experts(example: Tensor | None, rows: int) -> Tensor:
+    if example is None or example.dim() != 3:
+        # A rank that has never seen a sample cannot know the number of layers.
+        return torch.zeros((rows, 0, 0), dtype=torch.int64)
     # Zeros would send every slot of the token to expert 0.
-    for slot in range(top_k):
-        experts[..., slot] = slot
-    return experts
+    slots = torch.arange(example.shape[2], dtype=example.dtype, device=example.device)
+    return slots.expand(rows, *example.shape[1:]).clone()
 
 
-def _fill_multimodal(field: Field, example: Any, pad_token_id: int) -> Any:
-    del field, example, pad_token_id
-    return {}
+def filled_with(number: int, like: Any) -> Any:
+    """The number, of the type and shape of a value per sample."""
+    if isinstance(like, Tensor):
+        return torch.full_like(like, number)
+    return type(like)(number)
 
 
-def _fill_metadata(field: Field, example: Any, pad_token_id: int) -> Any:
-    del field, example, pad_token_id
-
-
-# To fill a value of each kind, given the field, an example value or None, and the pad token.
-_FILL: dict[Kind, Callable[[Field, Any, int], Any]] = {
-    Kind.TOKENS: _fill_tokens,
-    Kind.PER_TOKEN: _fill_per_token,
-    Kind.PER_RESPONSE_TOKEN: _fill_per_token,
-    Kind.PER_SAMPLE: _fill_per_sample,
-    Kind.POSITION_IDS: _fill_position_ids,
-    Kind.ROUTED_EXPERTS: _fill_routed_experts,
-    Kind.MULTIMODAL: _fill_multimodal,
-    Kind.METADATA: _fill_metadata,
-}
-
-
-def filled_with(number: int, zeros: Any) -> Any:
-    """The number wherever `zeros` has one, of its type and shape."""
-    if isinstance(zeros, Tensor):
-        return torch.full_like(zeros, number)
-    if is_array(zeros):
-        return (zeros + number).astype(zeros.dtype)
-    if isinstance(zeros, list | tuple):
-        return [filled_with(number, value) for value in zeros]
-    return type(zeros)(number)
-
-
-def zero_rows(example: Any, rows: int, default: torch.dtype) -> Any:
-    """``rows`` rows of zeros of the example's type, device and trailing shape."""
-    if isinstance(example, Tensor):
-        return example.new_zeros((rows, *example.shape[1:]))
-    if is_array(example):
-        return _zero_row(example).repeat(rows, axis=0)
-    if isinstance(example, list | tuple):
-        return [_zero(example[0]) if example else 0 for _ in range(rows)]
-    return torch.zeros(rows, dtype=default)
-
-
-def _zero_row(example: Any) -> Any:
-    # The sum of no rows: zeros of the right type, even where the example holds NaN.
-    return example[:0].sum(axis=0, dtype=example.dtype, keepdims=True)
-
-
-def _zero(example: Any) -> Any:
-    """Zero of the example's type and shape."""
-    if isinstance(example, Tensor):
-        return torch.zeros_like(example)
-    if is_array(example):
-        return _zero_row(example[None])[0]
-    if isinstance(example, list | tuple):
-        return [_zero(value) for value in example]
-    return type(example)(0)
+def _rows(example: Tensor | None, rows: int, number: int, default: torch.dtype) -> Tensor:
+    """``rows`` rows of a number, of the example's type, device and trailing shape."""
+    if example is None:
+        return torch.full((rows,), number, dtype=default)
+    return example.new_full((rows, *example.shape[1:]), number)

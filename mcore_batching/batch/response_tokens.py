@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_batching.batch.errors import SchemaError
-from mcore_batching.batch.value_checks import is_tagged, tensor_of
 from mcore_batching.batch.zigzag import locate
 
 
@@ -88,37 +86,17 @@ def loss_masks(
 
     Returns:
         float32 ``[R]``.
-
-    Raises:
-        SchemaError: a mask is not one number per response token.
     """
     given, padding = fields.get("loss_masks"), fields.get("is_padding")
     masks = []
     for i, response in enumerate(response_lengths):
-        if is_placeholder or (padding is not None and is_tagged("is_padding", i, padding[i])):
+        if is_placeholder or (padding is not None and padding[i]):
             masks.append(torch.zeros(response, dtype=torch.float32, device=device))
         elif given is None:
             masks.append(torch.ones(response, dtype=torch.float32, device=device))
         else:
-            masks.append(given_loss_mask(given, i, response).to(device, torch.float32))
+            masks.append(given[i].to(device, torch.float32))
     return torch.cat(masks).masked_fill_(predicted_at.to(device) < 0, 0.0)
-
-
-def given_loss_mask(given: Sequence[Any], index: int, response_length: int) -> Tensor:
-    """The loss mask of one sample as given, ``[response_length]``.
-
-    Raises:
-        SchemaError: it is not one number per response token.
-    """
-    mask = tensor_of("loss_masks", index, given[index])
-    if mask.shape != (response_length,):
-        raise SchemaError(
-            "loss_masks",
-            sample_index=index,
-            expected=f"shape [{response_length}], one number per response token",
-            found=f"shape {list(mask.shape)}",
-        )
-    return mask
 
 
 def response_tokens(

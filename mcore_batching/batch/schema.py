@@ -6,7 +6,7 @@ is None for the whole batch is absent.
 
     schema = DEFAULT_SCHEMA.declare("entropies", Kind.PER_RESPONSE_TOKEN)
     schema = schema.resolve(batch)   # infers the kinds of undeclared fields from their values
-    schema.validate(batch)           # or a SchemaError that names key, sample and shapes
+    batch = schema.validate(batch)   # tensors, or a SchemaError that names key, sample and shapes
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mcore_batching.batch.errors import SchemaError
-from mcore_batching.batch.field_checks import check_batch
+from mcore_batching.batch.field_checks import checked_batch
 from mcore_batching.batch.fields import Field, Fill, Kind
 from mcore_batching.batch.infer import infer_field
 
@@ -112,69 +112,41 @@ class Schema(Mapping[str, Field]):
         ]
         return Schema((*self.fields, *inferred)) if inferred else self
 
-    def validate(self, batch: Mapping[str, Any]) -> None:
+    def validate(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
         """Check that every field of a batch holds what its declaration says.
 
         Args:
             batch: field name to one value per sample.
 
+        Returns:
+            the fields that are not None, in lists of their own: values that were lists or arrays
+            of numbers as tensors, lengths as integers.
+
         Raises:
             SchemaError: a required field is absent, a field is not declared, or a value is not
                 what its kind says.
         """
-        check_batch(self, batch)
+        return checked_batch(self, batch)
 
 
 _PER_RESPONSE_TOKEN = (
-    "loss_masks",
-    "log_probs",
-    "ref_log_probs",
-    "rollout_log_probs",
-    "teacher_log_probs",
-    "values",
-    "advantages",
-    "returns",
-    "kl",
-    "entropy",
-    "opd_reverse_kl",
+    *("loss_masks", "log_probs", "ref_log_probs", "rollout_log_probs", "teacher_log_probs"),
+    *("values", "advantages", "returns", "kl", "entropy", "opd_reverse_kl"),
     # of verl
-    "response_mask",
-    "loss_mask",
-    "old_log_probs",
-    "ref_log_prob",
-    "entropys",
-    "rm_scores",
-    "token_level_scores",
-    "token_level_rewards",
-    "rollout_is_weights",
+    *("response_mask", "loss_mask", "old_log_probs", "ref_log_prob", "entropys", "rm_scores"),
+    *("token_level_scores", "token_level_rewards", "rollout_is_weights"),
     # of SkyRL
-    "action_log_probs",
-    "base_action_log_probs",
-    "rollout_logprobs",
+    *("action_log_probs", "base_action_log_probs", "rollout_logprobs"),
 )
 _PER_SAMPLE = (
-    "rewards",
-    "raw_reward",
-    "truncated",
-    "round_number",
-    "rollout_mask_sums",
-    "max_seq_lens",
-    "is_padding",
-    "num_turns",
+    *("rewards", "raw_reward", "truncated", "round_number", "rollout_mask_sums", "max_seq_lens"),
+    *("is_padding", "num_turns"),
 )
 _METADATA = ("source_names", "prompt", "metadata", "rollout_top_p_token_ids")
 # Identifiers are metadata: a zero in a placeholder would pass for somebody else's.
 _IDENTIFIERS = (
-    "uids",
-    "trajectory_ids",
-    "sample_indices",
-    "rollout_ids",
-    "uid",
-    "prompt_uid",
-    "session_id",
-    "trajectory_id",
-    "request_id",
-    "index",
+    *("uids", "trajectory_ids", "sample_indices", "rollout_ids", "uid", "prompt_uid"),
+    *("session_id", "trajectory_id", "request_id", "index"),
 )
 _PROMPTS = ("prompts", "prompt_ids", "prompt_token_ids")
 

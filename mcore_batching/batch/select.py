@@ -16,13 +16,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from mcore_batching.batch.errors import BatchError, OrderError
 from mcore_batching.batch.field_checks import num_samples, require_one_per_sample
 from mcore_batching.batch.value_checks import require_index
-from mcore_batching.batch.value_shapes import is_array
 from mcore_batching.planning.integers import entries
 
 
@@ -89,8 +85,6 @@ def step_batches(batch: Mapping[str, Any], steps: Iterable[Iterable[int]]) -> li
 def _entries(values: Any, positions: list[int]) -> Any:
     if values is None:
         return None
-    if isinstance(values, Tensor):
-        return values[torch.tensor(positions, dtype=torch.int64, device=values.device)]
-    if is_array(values):
-        return values.take(positions, axis=0)
+    if hasattr(values, "shape"):
+        return values[positions]
     return [values[position] for position in positions]

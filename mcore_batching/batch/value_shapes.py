@@ -1,11 +1,10 @@
-"""Shape, type and number of values, be they tensors, NumPy arrays, numbers or nested lists.
+"""Shape, type and number of values.
 
-    shape_of([[1, 2, 3], [4, 5, 6]])          (2, 3)
+    shape_of(torch.zeros(2, 3))               (2, 3)
     describe(torch.zeros(2, 3))               "a Tensor of shape [2, 3] and type torch.float32"
     count_of({"for": "the whole batch"})      None
 
-NumPy is never imported, so it need not be installed. Of a list only the first element is looked at,
-so the cost does not depend on its length.
+NumPy is never imported, so it need not be installed.
 """
 
 from __future__ import annotations
@@ -16,24 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+"""Types that torch has hardly any operation for; Megatron's indexed datasets hold uint16."""
+
+
+def plain_value(value: Any) -> Any:
+    """A list or array of numbers as a tensor of its own type, any other value as it is.
+
+    Raises:
+        TypeError, ValueError, OverflowError, RuntimeError: lists that torch makes no tensor of.
+    """
+    if isinstance(value, list | tuple) or (is_array(value) and len(value.shape)):
+        value = torch.as_tensor(value)
+    return value.long() if isinstance(value, Tensor) and value.dtype in _UNSIGNED else value
+
 
 def shape_of(value: Any) -> tuple[int, ...] | None:
-    """Shape of a numeric value: ``()`` for a number, ``(len, …)`` for a list; None if not numeric.
-
-    An empty list has shape ``(0,)``; a list's trailing shape is that of its first element.
-    """
+    """Shape of a tensor, ``()`` of a number; None of all else."""
     if isinstance(value, Tensor):
         return tuple(value.shape)
-    if is_array(value):
-        return tuple(value.shape) if value.dtype.kind in "biufc" else None
-    if isinstance(value, bool | int | float):
-        return ()
-    if isinstance(value, list | tuple):
-        if not value:
-            return (0,)
-        first = shape_of(value[0])
-        return None if first is None else (len(value), *first)
-    return None
+    is_number = value.dtype.kind in "biufc" if is_array(value) else isinstance(value, int | float)
+    return () if is_number else None
 
 
 def is_array(value: Any) -> bool:
@@ -42,33 +44,21 @@ def is_array(value: Any) -> bool:
 
 
 def is_integral(value: Any) -> bool:
-    """True if the elements are integers, or if there are none."""
-    if isinstance(value, Tensor):
-        return not value.numel() or not (
-            value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool
-        )
-    if is_array(value):
-        return not value.size or value.dtype.kind in "iu"
-    if isinstance(value, list | tuple):
-        return not value or is_integral(value[0])
-    return isinstance(value, int) and not isinstance(value, bool)
+    """True for a tensor whose elements are integers, or that has none."""
+    return isinstance(value, Tensor) and not (
+        value.numel()
+        and (value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool)
+    )
 
 
 def describe(value: Any) -> str:
     """A value in the words of an error message: its type and shape, or the value if small."""
     if value is None or isinstance(value, bool | int | float):
         return repr(value)
-    shape = shape_of(value)
     if isinstance(value, Tensor) or is_array(value):
         return f"a {type(value).__name__} of shape {list(value.shape)} and type {value.dtype}"
-    if shape is not None:
-        return f"a {type(value).__name__} of shape {list(shape)}"
-    return f"{type(value).__name__} {_short(value)}"
-
-
-def _short(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
 def as_number(value: Any) -> float | None:

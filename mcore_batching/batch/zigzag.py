@@ -23,42 +23,6 @@ from torch import Tensor
 from mcore_batching.batch.errors import BatchError
 
 
-def zigzag_slice(x: Tensor, context_parallel_size: int, rank: int, dim: int = 0) -> Tensor:
-    """The slice of one sequence that a context-parallel rank holds.
-
-        zigzag_slice([0 1 2 3 4 5 6 7], 2, rank=0)    [0 1 6 7]
-        zigzag_slice([0 1 2 3 4 5 6 7], 2, rank=1)    [2 3 4 5]
-
-    Args:
-        x: ``[..., length, ...]`` with the tokens on dimension ``dim``.
-        context_parallel_size: ranks that share the sequence.
-        rank: this rank among them.
-        dim: the dimension of tokens.
-
-    Returns:
-        ``[..., length / context_parallel_size, ...]``; ``x`` itself where that size is 1.
-
-    Raises:
-        BatchError: the length does not divide, or there is no such rank.
-    """
-    return slice_packed(x, (0, x.shape[dim]), context_parallel_size, rank, dim)
-
-
-def zigzag_merge(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """The sequence whose slices the ranks hold. Inverse of `zigzag_slice`.
-
-        zigzag_merge([[0 1 6 7], [2 3 4 5]])    [0 1 2 3 4 5 6 7]
-
-    Args:
-        parts: rank 0's slice, rank 1's, …
-        dim: the dimension of tokens.
-
-    Raises:
-        BatchError: there are no parts, or they are not slices of one sequence.
-    """
-    return merge_packed(parts, (0, sum(part.shape[dim] for part in parts)), dim)
-
-
 def packed_positions(
     cu_seqlens_padded: Sequence[int], context_parallel_size: int, rank: int
 ) -> Tensor:

@@ -77,7 +77,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "what samples and micro-batches cost on these devices. auto, the default: learnt "
         "from the times of training's own passes; fixed, the default under --deterministic-mode: "
         "by the model's shape, so that plans, and with them rounding, are the same in every run; "
-        "or the JSON that `mcore-batching calibrate --out FILE` writes",
+        "or a file of JSON, as the cost_model.json that a job writes under --dynamic-batch-record",
     },
     "max_samples_per_row": {
         "type": int,
@@ -160,7 +160,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "default": None,
         "metavar": "DIR",
         "help": "write every training step's lengths, plan and time into this folder, for "
-        "`mcore-batching replay DIR`",
+        "`mcore-batching replay DIR`, and what costs are known into its cost_model.json, for "
+        "`--cost-model` of `mcore-batching` and for --dynamic-batch-cost-model of other jobs",
     },
     "consensus_timeout_seconds": {
         "type": float,
@@ -436,6 +437,6 @@ def _read_cost_model(path: str) -> CostModel:
         return CostModel.from_json(read_document(path))
     except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise DynamicBatchArgumentError(
-            f"{PREFIX}cost-model {path}: {error}; set it to a file that `mcore-batching calibrate "
-            "--out` wrote, to auto or to fixed"
+            f"{PREFIX}cost-model {path}: {error}; set it to the cost_model.json that a job wrote "
+            f"under {FLAGS['record']}, to auto or to fixed"
         ) from None

@@ -13,14 +13,9 @@ import torch
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from mcore_batching.batch import (
-    Kind,
-    PackedMicroBatch,
-    StepTotals,
-    owned_num_tokens,
-    step_totals,
-)
+from mcore_batching.batch import Kind, PackedMicroBatch, StepTotals
 from mcore_batching.batch.consensus import Statement
+from mcore_batching.batch.loss import owned_num_tokens, step_totals
 from mcore_batching.batch.side_by_side import SideBySide
 from mcore_batching.megatron.arguments import FLAGS
 from mcore_batching.megatron.consensus import consensus_of_rows

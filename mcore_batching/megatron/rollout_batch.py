@@ -117,11 +117,11 @@ class RolloutBatch:
         if self.template:
             return self
         schema = self.schema.resolve(self.data, self.told)
-        schema.validate(self.data)
+        data = schema.validate(self.data)
         if self.vocabulary_size is not None:
-            require_vocabulary("tokens", self.data["tokens"], self.vocabulary_size)
-        template = make_placeholder(schema, list(self.data), self.data)
-        return dataclasses.replace(self, schema=schema, template=template)
+            require_vocabulary("tokens", data["tokens"], self.vocabulary_size)
+        template = make_placeholder(schema, list(data), data)
+        return dataclasses.replace(self, data=data, schema=schema, template=template)
 
     def comparable(self) -> dict[str, Any]:
         """Names and declarations of the fields, which all ranks must have alike."""

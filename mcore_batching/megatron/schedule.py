@@ -209,7 +209,7 @@ class MicroBatchSchedule:
             if name in kinds and name not in schema:
                 schema = schema.with_field(kinds[name])
         schema = schema.resolve(data, kinds)
-        schema.validate(data)
+        data = schema.validate(data)
         if "tokens" in fields and self.vocabulary_size is not None:
             require_vocabulary("tokens", data["tokens"], self.vocabulary_size)
         examples = {name: values or self.template.get(name) for name, values in data.items()}

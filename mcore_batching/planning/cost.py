@@ -35,8 +35,8 @@ RIDGE_TOKENS = 256
 """Tokens that a GPU multiplies by a half-precision weight while it reads one: 153 on an A100, 206
 on an H200, 281 on a B200, 295 on an H100, dense bfloat16 rate over bandwidth of their data sheets.
 A micro-batch of fewer tokens takes no less time (Williams et al., "Roofline", 2009)."""
-_ALSO_WRITTEN = {"seconds_per_unit", "mean_relative_error", "max_relative_error", "measured_on"}
-"""What `mcore-batching calibrate` notes beside the coefficients."""
+_ALSO_WRITTEN = {"seconds_per_unit"}
+"""What a job's record notes beside the coefficients."""
 _NEWER = ("context_parallel_overhead", "context_parallel_fixed")
 """Coefficients that documents of before dynamic CP lack; written where not at their defaults."""
 _COEFFICIENTS = ("linear", "quadratic", "per_micro_batch", "backward_ratio", *_NEWER)
@@ -66,7 +66,7 @@ class CostModel:
     context_parallel_overhead: float = 0.1
     """Share by which a micro-batch's work over all of its ranks grows with each doubling of its
     context-parallel size: communication that nothing hides, and kernels that get small. The
-    default is an assumption; `mcore-batching calibrate` under torchrun measures it."""
+    default is an assumption, which a job that shares rows replaces by what it measures."""
     context_parallel_fixed: float = 64.0
     """Cost of each such doubling, whatever the micro-batch holds: the latency of its rounds of
     communication. The default, a quarter of `per_micro_batch`'s, is an assumption likewise."""
@@ -167,7 +167,7 @@ class CostModel:
 
     @classmethod
     def from_json(cls, text: str) -> CostModel:
-        """The cost model that `to_json` wrote.
+        """The cost model that `to_json` wrote, or a job into its record.
 
         Raises:
             ConfigError: text that is none, or that lacks a coefficient (`window` may be left out).
@@ -183,8 +183,8 @@ class CostModel:
         if not isinstance(raw, dict) or not needed <= set(raw) <= known | _ALSO_WRITTEN:
             raise ConfigError(
                 f"expected a JSON object with {', '.join(sorted(needed))} and perhaps window, got "
-                f"{text!r:.80}; write one with `mcore-batching calibrate --out` or "
-                "CostModel.to_json"
+                f"{text!r:.80}; take the cost_model.json that a job writes under "
+                "--dynamic-batch-record, or CostModel.to_json"
             )
         return cls(**{name: value for name, value in raw.items() if name in known})
 

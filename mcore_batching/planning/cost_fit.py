@@ -1,9 +1,4 @@
-"""Fit a cost model to measured times.
-
-The model of a forward pass over a row of sequences is `fixed + a·tokens + b·Σ length²` seconds with
-no coefficient negative. Least squares of *relative* errors make a short row count as much as a long
-one.
-"""
+"""Least squares for costs that are learnt: no coefficient negative, held to what was known."""
 
 from __future__ import annotations
 
@@ -14,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mcore_batching.planning.cost import CostModel, ordered_sum
-from mcore_batching.planning.errors import ConfigError
 
 _REFINEMENTS, _SHARES = 18, 8
 """Of the search for the share of a doubling: rounds, and shares tried to either side in each."""
@@ -43,99 +37,6 @@ def is_usable(timing: Timing) -> bool:
     """True if both times of a row may have been measured."""
     both = timing.forward_seconds, timing.backward_seconds
     return all(LEAST_SECONDS <= seconds <= MOST_SECONDS for seconds in both)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CostFit:
-    """A cost model and how well it fits."""
-
-    cost_model: CostModel
-    """In units of one token's forward work outside attention."""
-    seconds_per_unit: float
-    """Seconds of one such unit."""
-    mean_relative_error: float
-    """Of the predicted forward times, mean over rows; of rows on several ranks of both passes."""
-    max_relative_error: float
-    """Of the worst row."""
-
-
-def fit_cost_model(timings: Sequence[Timing]) -> CostFit:
-    """Fit a cost model to measured rows.
-
-    Without rows on several ranks what these cost stays at the defaults.
-
-    Args:
-        timings: three or more rows on one rank that differ in tokens and in the lengths of their
-            sequences; and rows on several, each also on one.
-
-    Raises:
-        ConfigError: fewer than three rows on one rank, a time that no clock tells, times that do
-            not grow with tokens, or a row that was not timed on one rank.
-    """
-    alone = [timing for timing in timings if timing.context_parallel == 1]
-    if len(alone) < 3:
-        raise ConfigError(f"a fit needs timings of 3 rows or more, got {len(alone)}")
-    for timing in timings:
-        if not is_usable(timing):
-            raise ConfigError(
-                f"forward_seconds and backward_seconds must be positive, from {LEAST_SECONDS} to "
-                f"{MOST_SECONDS}, got {timing}; time more repeats, or longer rows"
-            )
-    features = [
-        (1.0, float(sum(t.lengths)), float(sum(length * length for length in t.lengths)))
-        for t in alone
-    ]
-    fixed, per_token, per_pair = _least_squares(features, [t.forward_seconds for t in alone])
-    if per_token <= 0:
-        raise ConfigError(
-            "the measured times do not grow with tokens: time rows of more different sizes"
-        )
-    ratios = sorted(timing.backward_seconds / timing.forward_seconds for timing in alone)
-    model = CostModel(
-        linear=1.0,
-        quadratic=per_pair / per_token,
-        per_micro_batch=fixed / per_token,
-        backward_ratio=ratios[len(ratios) // 2],
-    )
-    if len(alone) < len(timings):
-        model = _with_communication(model, per_token, timings)
-    errors = []
-    for timing in timings:
-        size = timing.context_parallel
-        measured = timing.forward_seconds if size == 1 else _forward_share(timing, model)
-        predicted = per_token * model.on_ranks(size).micro_batch(timing.lengths)
-        errors.append(abs(predicted - measured) / measured)
-    return CostFit(
-        cost_model=model,
-        seconds_per_unit=per_token,
-        mean_relative_error=ordered_sum(errors) / len(errors),
-        max_relative_error=max(errors),
-    )
-
-
-def _forward_share(timing: Timing, model: CostModel) -> float:
-    """Seconds of both passes together, over what they cost in forward passes."""
-    return (timing.forward_seconds + timing.backward_seconds) / (1.0 + model.backward_ratio)
-
-
-def _with_communication(
-    model: CostModel, seconds_per_unit: float, timings: Sequence[Timing]
-) -> CostModel:
-    """The model with the share and the fixed cost of a doubling that fit the rows on several
-    ranks best."""
-    costs = {
-        (timing.lengths, timing.context_parallel): _forward_share(timing, model) / seconds_per_unit
-        for timing in timings
-    }
-    rows = []
-    for (lengths, size), cost in costs.items():
-        if (lengths, 1) not in costs:
-            raise ConfigError(f"a row of {lengths} was timed on {size} ranks: time it on one, too")
-        if size > 1:
-            part = max(0.0, costs[lengths, 1] - model.per_micro_batch) / size
-            rest = cost - model.per_micro_batch
-            rows.append(SharedRow((size - 1).bit_length(), part, rest, 1.0 / cost**2))
-    return communication_fitted(model, rows)
 
 
 class SharedRow(NamedTuple):
@@ -215,16 +116,6 @@ def _grown(part: float, share: float, doublings: int) -> float:
     for _ in range(doublings):
         part *= 1.0 + share
     return part
-
-
-def _least_squares(
-    features: Sequence[tuple[float, float, float]], measured: Sequence[float]
-) -> list[float]:
-    """Coefficients of 0 or more with the least sum of squared relative errors."""
-    rows = [[value / m for value in row] for row, m in zip(features, measured, strict=True)]
-    size = range(3)
-    matrix = [[ordered_sum(row[i] * row[j] for row in rows) for j in size] for i in size]
-    return nonnegative_solution(matrix, [ordered_sum(row[i] for row in rows) for i in size])
 
 
 def nonnegative_solution(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:

@@ -13,6 +13,9 @@ samples are numbered from 0 in the order of the batch; `predicted` is in units o
 step to step, `seconds_per_unit` is there as well: of a unit on a mean pipeline stage, one token's
 work, with what transfers add to it.
 
+Beside it lies `cost_model.json`: the cost model of the last step, in the form that `CostModel`'s
+`from_json`, ``--cost-model`` and ``--dynamic-batch-cost-model`` read.
+
 A step is flushed before `append` returns, so a killed job loses no earlier one. A last line that
 was cut short is left out on reading; any other fault is an error with file and line. While a job
 runs, a record that cannot be written is a warning, and the job goes on without it.
@@ -39,6 +42,7 @@ from mcore_batching.planning.problem import check_lengths
 from mcore_batching.planning.statistics import predicted_step_time
 from mcore_batching.planning.validation import validate_plan
 
+COST_MODEL_FILE = "cost_model.json"
 FORMAT = "mcore-batching/record"
 VERSION = 1
 
@@ -82,9 +86,9 @@ class StepRecorder:
         self._file: TextIO | None = None
         self._header: dict[str, Any] | None = None
         self._steps = 0
+        self._folder = folder = Path(directory)
         if not writes:
             return
-        folder = Path(directory)
         started = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -151,6 +155,8 @@ class StepRecorder:
             for line in lines:
                 self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
             self._file.flush()
+            if self._header is None or self._header["cost_model"] != header["cost_model"]:
+                _write_cost_model(self._folder, model, seconds_per_unit)
         except OSError as error:
             # Other ranks are in the middle of a step and would wait for this one for ever.
             warnings.warn(
@@ -166,6 +172,14 @@ class StepRecorder:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _write_cost_model(folder: Path, model: CostModel, seconds_per_unit: float | None) -> None:
+    """Write the file that other jobs and commands take; whoever reads it meets no half of it."""
+    document = json.loads(model.to_json()) | {"seconds_per_unit": seconds_per_unit}
+    beside = folder / f".{COST_MODEL_FILE}-{os.getpid()}.tmp"
+    beside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    beside.replace(folder / COST_MODEL_FILE)
 
 
 def _new_file(folder: Path, name: str) -> TextIO:

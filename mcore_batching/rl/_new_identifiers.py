@@ -15,33 +15,30 @@ from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from mcore_batching.batch.value_checks import tensor_of
-
 _NUMBER_BITS = 12
 
 
 def new_identifiers(
-    batch: Mapping[str, Sequence[Any]], names: Collection[str], numbers: Iterable[int]
+    batch: Mapping[str, Sequence[Any]], names: Collection[str], count: int
 ) -> dict[str, list[int | str]]:
-    """New values of the named fields, one for each number.
+    """New values of the named fields, for so many samples.
 
     Args:
         batch: field name to one value per sample.
         names: fields of the batch.
-        numbers: tell the new samples apart, from 0.
+        count: of the new samples.
 
     Returns:
         field name to texts; to negative integers of 60 bits where the batch has integers.
     """
-    numbers = list(numbers)
-    mark = _mark_of(batch, sorted(names)) if numbers else 0
+    mark = _mark_of(batch, sorted(names)) if count else 0
     made: dict[str, list[int | str]] = {}
     for name in names:
         given = [_plain(value) for value in batch[name] if value is not None]
         if given and all(isinstance(value, int) for value in given):
-            made[name] = [-1 - (mark << _NUMBER_BITS) - number for number in numbers]
+            made[name] = [-1 - (mark << _NUMBER_BITS) - number for number in range(count)]
         else:
-            made[name] = [f"padding-{mark:012x}-{number}" for number in numbers]
+            made[name] = [f"padding-{mark:012x}-{number}" for number in range(count)]
     return made
 
 
@@ -50,8 +47,8 @@ def _mark_of(batch: Mapping[str, Sequence[Any]], names: Iterable[str]) -> int:
     digest = hashlib.sha256()
     for name in ("total_lengths", "response_lengths", *names):
         digest.update(repr((name, [_plain(value) for value in batch[name]])).encode())
-    for index, tokens in enumerate(batch["tokens"]):
-        digest.update(array("q", tensor_of("tokens", index, tokens).tolist()).tobytes())
+    for tokens in batch["tokens"]:
+        digest.update(array("q", tokens.tolist()).tobytes())
     return int.from_bytes(digest.digest()[:6])
 
 

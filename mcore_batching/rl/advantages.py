@@ -29,12 +29,15 @@ from torch import Tensor
 
 from mcore_batching.batch.consensus import Consensus, Statement
 from mcore_batching.batch.errors import BatchError
-from mcore_batching.batch.field_checks import num_samples, read_lengths, require_one_per_sample
-from mcore_batching.batch.response_tokens import given_loss_mask
+from mcore_batching.batch.field_checks import (
+    checked_values,
+    num_samples,
+    read_lengths,
+    require_one_per_sample,
+)
+from mcore_batching.batch.schema import DEFAULT_SCHEMA
 from mcore_batching.batch.select import step_batches
-from mcore_batching.batch.value_checks import require_loss_masks
 from mcore_batching.planning.errors import Argument
-from mcore_batching.planning.integers import entries
 from mcore_batching.rl.group_locality import groups_held, require_local
 from mcore_batching.rl.metrics import masked_zscore
 from mcore_batching.rl.real_samples import as_numbers, indices_by_group, real_indices
@@ -64,7 +67,7 @@ def compute_advantages(
             ``rewards``, ``uids``, ``loss_masks`` (all ones if absent), ``is_padding`` (none if
             absent), ``trajectory_ids`` with ``step_wise``. Every group is whole on this rank;
             that is checked where ``group`` is given.
-        estimator: one of `OUTCOME_ESTIMATORS`.
+        estimator: one of those above.
         step_wise: a sample is one turn; those with the same ``trajectory_ids`` entry within a group
             are one trajectory.
         outcome: the reward of a trajectory: that of its "last" turn (by ``round_number`` where the
@@ -119,7 +122,7 @@ def compute_advantages(
 def _require_offered(estimator: str, step_wise: bool) -> None:
     if not isinstance(estimator, str):
         raise BatchError(Argument("estimator"), f" must be a name, got {estimator!r:.60}")
-    if estimator in OUTCOME_ESTIMATORS:
+    if estimator in ESTIMATORS:
         return
     reason = " is unknown"
     if estimator in _TEMPORAL and step_wise:
@@ -129,23 +132,21 @@ def _require_offered(estimator: str, step_wise: bool) -> None:
         )
     elif estimator in _TEMPORAL:
         reason = " compares no trajectories and is not offered here: use the framework's own"
-    offered = f"; set one of {', '.join(OUTCOME_ESTIMATORS)}"
+    offered = f"; set one of {', '.join(ESTIMATORS)}"
     raise BatchError(Argument("estimator", estimator), reason, offered)
 
 
 def _masks(batch: Mapping[str, Any]) -> list[Tensor]:
     """bool ``[response_length]`` for each sample, False throughout for a padding sample."""
-    _, responses = read_lengths(batch)
+    totals, responses = read_lengths(batch)
     given = batch.get("loss_masks")
-    if given is not None:
-        require_one_per_sample("loss_masks", given, len(responses))
-        require_loss_masks(given)
+    if given is None:
+        masks = [torch.ones(length, dtype=torch.bool) for length in responses]
+    else:
+        found = checked_values(DEFAULT_SCHEMA["loss_masks"], given, totals, responses)
+        masks = [mask != 0 for mask in found]
     real = set(real_indices(batch))
-    masks = []
-    for index, length in enumerate(responses):
-        mask = torch.ones(length) if given is None else given_loss_mask(given, index, length)
-        masks.append((mask != 0) if index in real else torch.zeros_like(mask, dtype=torch.bool))
-    return masks
+    return [mask if i in real else torch.zeros_like(mask) for i, mask in enumerate(masks)]
 
 
 def _advantages(
@@ -160,8 +161,8 @@ def _advantages(
     found = outcome_advantages(
         _outcomes(batch, trajectories, outcome),
         [uids[turns[0]] for turns in trajectories],
-        estimator=estimator,
-        lengths=[sum(int(masks[turn].sum()) for turn in turns) for turns in trajectories],
+        [sum(int(masks[turn].sum()) for turn in turns) for turns in trajectories],
+        estimator,
     )
     advantages = [torch.zeros_like(mask, dtype=torch.float32) for mask in masks]
     for turns, advantage in zip(trajectories, found, strict=True):
@@ -219,40 +220,14 @@ def _values(batch: Mapping[str, Any], name: str) -> Any:
 
 
 def outcome_advantages(
-    rewards: Sequence[float],
-    groups: Sequence[Hashable],
-    *,
-    estimator: str = "grpo",
-    lengths: Sequence[int] | None = None,
+    rewards: Sequence[float], groups: Sequence[Hashable], lengths: Sequence[int], estimator: str
 ) -> list[float]:
     """The advantage of each trajectory; 0 for one that is alone in its group.
 
-        outcome_advantages([1.0, 0.0, 0.0], ["a", "a", "a"], estimator="rloo")    [1.0, -0.5, -0.5]
-
-    Args:
-        rewards: of each trajectory.
-        groups: the group (uid) of each trajectory; every group whole.
-        estimator: one of `OUTCOME_ESTIMATORS`.
-        lengths: trained tokens of each trajectory, for "opo".
-
-    Raises:
-        BatchError: an estimator that is not offered, a reward that is no finite number, not one
-            group or length per trajectory, or no lengths for "opo".
-        LengthError: a group is None or not hashable.
+    outcome_advantages([1, 0, 0], ["a", "a", "a"], [1, 1, 1], "rloo")    [1.0, -0.5, -0.5]
     """
-    _require_offered(estimator, step_wise=False)
-    if estimator == "opo" and lengths is None:
-        raise BatchError("estimator='opo' weighs rewards by length; set ", Argument("lengths"))
-    rewards, groups = entries("rewards", rewards, BatchError), entries("groups", groups, BatchError)
-    lengths = [1] * len(rewards) if lengths is None else entries("lengths", lengths, BatchError)
-    if not len(rewards) == len(groups) == len(lengths):
-        raise BatchError(
-            f"expected one group and one length for each of {len(rewards)} rewards, got "
-            f"{len(groups)} groups and {len(lengths)} lengths"
-        )
     advantages = [0.0] * len(rewards)
-    numbers = as_numbers("rewards", rewards, range(len(rewards)))
-    for index, reward in enumerate(numbers):
+    for index, reward in enumerate(rewards):
         if not math.isfinite(reward):
             raise BatchError(
                 f"expected finite rewards, got {reward} for trajectory {index} of group "
@@ -261,8 +236,8 @@ def outcome_advantages(
     for indices in indices_by_group(groups, range(len(rewards))).values():
         if len(indices) < 2:
             continue
-        found = OUTCOME_ESTIMATORS[estimator](
-            [numbers[index] for index in indices], [lengths[index] for index in indices]
+        found = ESTIMATORS[estimator](
+            [rewards[index] for index in indices], [lengths[index] for index in indices]
         )
         for index, advantage in zip(indices, found, strict=True):
             advantages[index] = advantage
@@ -308,7 +283,7 @@ def _maxrl(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     return [each / (mean + _EPSILON) for each in _minus_mean(rewards, lengths)]
 
 
-OUTCOME_ESTIMATORS: dict[str, Callable[[Sequence[float], Sequence[int]], list[float]]] = {
+ESTIMATORS: dict[str, Callable[[Sequence[float], Sequence[int]], list[float]]] = {
     "grpo": _grpo,
     "dr_grpo": _minus_mean,
     "rloo": _rloo,

@@ -5,7 +5,7 @@
     blocks = left_pad(samples, pad_token_id=0)
     blocks.tokens                            [[0, 0, 0, 4, 5], [6, 7, 8, 9, 1]]
     blocks.blocks["log_probs"]               [[0.0, -0.3], [-0.1, -0.2]]
-    response_values(blocks, "log_probs")     [[-0.3], [-0.1, -0.2]]
+    response_values(blocks, outputs)         one tensor a sample, of a model's [2, 2, ...]
     unpad(blocks)                            the samples again, their lists as tensors
 
 Every sample ends in the last column, prompt and response in one segment. The width is that of the
@@ -17,25 +17,18 @@ it costs ``num_samples * width`` tokens, whatever the lengths.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcore_batching.batch.errors import BatchError, SchemaError
 from mcore_batching.batch.fields import Field, Kind
-from mcore_batching.batch.pack import pack
-from mcore_batching.batch.packed import PackedMicroBatch
 from mcore_batching.batch.schema import DEFAULT_SCHEMA, Schema
-from mcore_batching.batch.value_checks import require_token_id, tensor_of
-from mcore_batching.rl._right_aligned import column_mask, right_align, right_aligned_rows
+from mcore_batching.batch.value_checks import require_token_id
 
 _WITHOUT_ROWS = (Kind.PER_SAMPLE, Kind.MULTIMODAL, Kind.METADATA)
-_INTEGRAL = (Kind.TOKENS, Kind.POSITION_IDS, Kind.ROUTED_EXPERTS)
-
-_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,12 +84,12 @@ class LeftPadded:
     @property
     def attention_mask(self) -> Tensor:
         """bool ``[samples, width]``, True where there is a token."""
-        return column_mask(self.total_lengths, device=self.tokens.device)
+        return _column_mask(self.total_lengths, self.tokens.device)
 
     @property
     def response_mask(self) -> Tensor:
         """bool ``[samples, max response]``, True where there is a response token."""
-        return column_mask(self.response_lengths, device=self.tokens.device)
+        return _column_mask(self.response_lengths, self.tokens.device)
 
     @property
     def position_ids(self) -> Tensor:
@@ -105,11 +98,6 @@ class LeftPadded:
             if self.schema[name].kind is Kind.POSITION_IDS:
                 return block
         return (self.attention_mask.long().cumsum(1) - 1).clamp(min=0)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the blocks."""
-        return sum(block.numel() * block.element_size() for block in self.blocks.values())
 
     def num_rows(self, name: str) -> list[int]:
         """Rows of each sample's own value of a field, without padding."""
@@ -122,7 +110,6 @@ def left_pad(
     schema: Schema = DEFAULT_SCHEMA,
     *,
     pad_token_id: int,
-    max_seq_len: int | None = None,
 ) -> LeftPadded:
     """Blocks of per-sample values.
 
@@ -133,7 +120,6 @@ def left_pad(
         samples: field name to one value per sample, as for `pack`; may be of no samples.
         schema: the kind of every field, unless its values fit exactly one.
         pad_token_id: fills the tokens.
-        max_seq_len: tokens that a sample should not exceed; longer ones are warned of and kept.
 
     Returns:
         the blocks, each on the device and of the type of the field's values; int64 for unsigned
@@ -146,10 +132,7 @@ def left_pad(
     """
     pad_token_id = require_token_id("pad_token_id", pad_token_id)
     schema = schema.resolve(samples)
-    schema.validate(samples)
-    given = {key: list(values) for key, values in samples.items() if values is not None}
-    totals = tuple(int(length) for length in given["total_lengths"])
-    _warn_of_long_samples(totals, max_seq_len)
+    given = schema.validate(samples)
     blocks = {
         key: _block(schema[key], values, pad_token_id if key == "tokens" else 0)
         for key, values in given.items()
@@ -158,8 +141,8 @@ def left_pad(
     return LeftPadded(
         blocks=blocks,
         others={key: values for key, values in given.items() if key not in blocks},
-        total_lengths=totals,
-        response_lengths=tuple(int(length) for length in given["response_lengths"]),
+        total_lengths=tuple(given["total_lengths"]),
+        response_lengths=tuple(given["response_lengths"]),
         schema=schema,
     )
 
@@ -170,118 +153,49 @@ def unpad(left_padded: LeftPadded) -> dict[str, list[Any]]:
     Returns:
         field name to one value per sample; those of blocks are views.
     """
-    values = {
-        name: _rows_of(left_padded, name, block) for name, block in left_padded.blocks.items()
-    }
+    values = {}
+    for name, block in left_padded.blocks.items():
+        rows_last = _row_dimension(left_padded.schema[name], block)
+        rows = _rows_of(block.movedim(rows_last, 1), left_padded.num_rows(name))
+        values[name] = [row.movedim(0, rows_last - 1) for row in rows]
     return {**values, **{name: list(others) for name, others in left_padded.others.items()}}
 
 
-def left_pad_packed(
-    row: PackedMicroBatch, *, pad_token_id: int, max_seq_len: int | None = None
-) -> LeftPadded:
-    """Blocks of the samples of a packed row, in its order, whole ones under context parallelism.
-
-    Arguments and errors as for `left_pad`.
-    """
-    return left_pad(row.fields, row.schema, pad_token_id=pad_token_id, max_seq_len=max_seq_len)
-
-
-def pack_left_padded(
-    left_padded: LeftPadded, *, sample_indices: Sequence[int], **options: Any
-) -> PackedMicroBatch:
-    """A packed row of the samples of blocks, in their order. Inverse of `left_pad_packed`.
-
-    Arguments and errors as for `pack`.
-    """
-    return pack(
-        unpad(left_padded), schema=left_padded.schema, sample_indices=sample_indices, **options
-    )
-
-
-@overload
-def response_values(left_padded: LeftPadded, values: str | Tensor, index: int) -> Tensor: ...
-
-
-@overload
-def response_values(
-    left_padded: LeftPadded, values: str | Tensor, index: None = None
-) -> list[Tensor]: ...
-
-
-def response_values(
-    left_padded: LeftPadded, values: str | Tensor, index: int | None = None
-) -> Tensor | list[Tensor]:
-    """The values of the response tokens, without padding.
+def response_values(left_padded: LeftPadded, values: Tensor) -> list[Tensor]:
+    """What was computed of the blocks, for the response tokens of each sample.
 
     Reads the last ``response_length`` columns: ``[:n]`` would be padding, ``[-0:]`` everything.
 
     Args:
         left_padded: the blocks.
-        values: a field per response token, or a right-aligned ``[samples, max response, ...]``
-            tensor that was computed from them.
-        index: of one sample, None for all.
+        values: ``[samples, max response, ...]``, right-aligned.
 
     Returns:
-        ``[response_length, ...]`` (plus the field's offset), a view: of the sample, or a list.
+        ``[response_length, ...]`` for each sample, views.
 
     Raises:
-        BatchError: no such field, no such sample, or a tensor of another shape.
+        BatchError: a tensor of another shape.
     """
-    lengths: Sequence[int] = left_padded.response_lengths
-    if isinstance(values, str):
-        per_response_token = [
-            name
-            for name in left_padded.blocks
-            if left_padded.schema[name].kind is Kind.PER_RESPONSE_TOKEN
-        ]
-        if values not in per_response_token:
-            raise BatchError(
-                f"expected a field per response token, got {values!r}; name one of "
-                f"{', '.join(per_response_token) or 'none'}"
-            )
-        lengths = left_padded.num_rows(values)
-        values = left_padded.blocks[values]
+    lengths = left_padded.response_lengths
     expected = [left_padded.num_samples, max(lengths, default=0)]
     if list(values.shape[:2]) != expected:
         raise BatchError(
             f"expected values of shape {expected} and any further dimensions, right-aligned to the "
             f"longest response, got {list(values.shape)}"
         )
-    if index is None:
-        return right_aligned_rows(values, lengths)
-    if not 0 <= index < left_padded.num_samples:
-        raise BatchError(
-            f"expected a sample from 0 to {left_padded.num_samples - 1}, got index={index}"
-        )
-    return values[index, values.shape[1] - lengths[index] :]
+    return _rows_of(values, lengths)
 
 
-def _block(field: Field, values: Sequence[Any], fill: int) -> Tensor:
-    default = torch.int64 if field.kind in _INTEGRAL else torch.float32
+def _block(field: Field, values: Sequence[Tensor], fill: int) -> Tensor:
     # Position ids of several axes have their tokens last; rows come first while aligning.
     tokens_last = field.kind is Kind.POSITION_IDS
-    tensors = [
-        torch.zeros(0, dtype=default)
-        if isinstance(value, list | tuple) and not value
-        else _supported(tensor_of(field.name, index, value, integral=field.kind in _INTEGRAL))
-        for index, value in enumerate(values)
-    ]
-    block = right_align(
-        [value.movedim(-1, 0) if tokens_last else value for value in tensors],
-        fill=fill,
-        name=field.name,
-        default=default,
+    block = _right_align(
+        field, [value.movedim(-1, 0) if tokens_last else value for value in values], fill
     )
     if field.kind is Kind.ROUTED_EXPERTS and block.numel():
-        padding = ~column_mask([len(value) for value in values], device=block.device)
-        experts = torch.arange(block.shape[-1], dtype=block.dtype, device=block.device)
-        block[padding] = experts
+        padding = ~_column_mask([len(value) for value in values], block.device)
+        block[padding] = torch.arange(block.shape[-1], dtype=block.dtype, device=block.device)
     return block.movedim(1, -1) if tokens_last else block
-
-
-def _supported(tensor: Tensor) -> Tensor:
-    """The tensor, as int64 if torch has hardly any operation for its type."""
-    return tensor.long() if tensor.dtype in _UNSIGNED else tensor
 
 
 def _row_dimension(field: Field, block: Tensor) -> int:
@@ -289,20 +203,42 @@ def _row_dimension(field: Field, block: Tensor) -> int:
     return block.dim() - 1 if field.kind is Kind.POSITION_IDS else 1
 
 
-def _rows_of(left_padded: LeftPadded, name: str, block: Tensor) -> list[Tensor]:
-    dimension = _row_dimension(left_padded.schema[name], block)
-    rows = right_aligned_rows(block.movedim(dimension, 1), left_padded.num_rows(name))
-    return [row.movedim(0, -1) for row in rows] if dimension != 1 else rows
+def _right_align(field: Field, values: Sequence[Tensor], fill: int) -> Tensor:
+    """``[samples, greatest length, ...]`` of values ``[length, ...]``; inverse of `_rows_of`.
+
+    _right_align(field, [tensor([1, 2, 3]), tensor([4])], 0)    [[1, 2, 3], [0, 0, 4]]
+    """
+    # A value without rows may have lost its trailing shape, being made of an empty list.
+    filled = [value for value in values if len(value)]
+    telling = next(iter([*filled, *values]), torch.zeros(0, dtype=field.default_type))
+    lengths = [len(value) for value in values]
+    block = telling.new_full((len(lengths), max(lengths, default=0), *telling.shape[1:]), fill)
+    for index, value in enumerate(values):
+        alike = (value.dtype, value.shape[1:]) == (telling.dtype, telling.shape[1:])
+        if len(value) and not alike:
+            raise SchemaError(
+                field.name,
+                sample_index=index,
+                expected=f"type {telling.dtype} and rows of shape {list(telling.shape[1:])}, like "
+                "the other samples",
+                found=f"type {value.dtype} and rows of shape {list(value.shape[1:])}",
+            )
+    if filled:
+        block[_column_mask(lengths, block.device)] = torch.cat(filled)
+    return block
 
 
-def _warn_of_long_samples(total_lengths: Sequence[int], max_seq_len: int | None) -> None:
-    if max_seq_len is None:
-        return
-    long = [index for index, length in enumerate(total_lengths) if length > max_seq_len]
-    if long:
-        warnings.warn(
-            f"{len(long)} samples are longer than max_seq_len={max_seq_len}, sample {long[0]} "
-            f"first, up to {max(total_lengths)} tokens; none is cut off: increase max_seq_len, or "
-            "shorten prompts and responses before the batch is made",
-            stacklevel=3,
-        )
+def _rows_of(block: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """The last ``lengths[i]`` rows of line i, as views.
+
+    _rows_of([[1, 2, 3], [0, 0, 4]], [3, 1])    [tensor([1, 2, 3]), tensor([4])]
+    """
+    width = block.shape[1]
+    # Not [-length:], which is everything for a length of 0.
+    return [line[width - length :] for line, length in zip(block, lengths, strict=True)]
+
+
+def _column_mask(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """bool ``[number of lengths, greatest length]``, True in the last ``lengths[i]`` columns."""
+    first = max(lengths, default=0) - torch.tensor(lengths, dtype=torch.int64, device=device)
+    return torch.arange(max(lengths, default=0), device=device) >= first[:, None]

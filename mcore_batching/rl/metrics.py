@@ -1,4 +1,4 @@
-"""Metrics of the real samples of a batch, and statistics of the values that a mask leaves.
+"""Metrics of the real samples of a batch, and of the values that a mask leaves.
 
     sample_metrics(batch, ["rewards"], group=data_parallel_group)
     {"rewards/mean": 0.4, "rewards/max": 1.0, "rewards/min": 0.0}
@@ -7,15 +7,14 @@
 
 With a ``group`` each of these is a collective, and counts the values of all ranks together, not a
 mean of means. Every rank makes the same calls, whatever it holds: no sample, or all of them masked.
-What is wrong on one rank is an error on all. Of no value at all a metric is absent, a statistic
-None and a z-score 0.0, never NaN.
+What is wrong on one rank is an error on all. Of no value at all a metric is absent, a mean None and
+a z-score 0.0, never NaN.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +24,9 @@ from torch import Tensor
 from mcore_batching.batch.consensus import Consensus, Statement
 from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.field_checks import num_samples, require_one_per_sample
-from mcore_batching.batch.value_checks import is_tagged
 from mcore_batching.planning.errors import Argument
 from mcore_batching.planning.integers import entries
-from mcore_batching.rl.real_samples import as_numbers, indices_by_group, real_indices
+from mcore_batching.rl.real_samples import as_numbers, real_indices
 
 
 def sample_metrics(
@@ -85,75 +83,6 @@ def _numbers(name: str, values: Any, real: Sequence[int], count: int) -> list[fl
     return as_numbers(name, values, real, use)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupStatistics:
-    """Statistics of the values of one group.
-
-    Attributes:
-        num_values: values of the group, 1 or more.
-        total: their sum.
-        mean: their mean.
-        deviation: their sample standard deviation (``num_values - 1`` degrees of freedom), None
-            for a single value.
-    """
-
-    num_values: int
-    total: float
-    mean: float
-    deviation: float | None
-
-
-def group_statistics(
-    values: Sequence[float],
-    groups: Sequence[Hashable],
-    *,
-    is_padding: Sequence[Any] | None = None,
-) -> dict[Hashable, GroupStatistics]:
-    """Statistics of each group, over its real samples.
-
-    Args:
-        values: one number per sample.
-        groups: the group (uid) of each sample.
-        is_padding: True for padding samples; None if there are none.
-
-    Returns:
-        group to its statistics, in order of first appearance; a group without a real sample is
-        absent.
-
-    Raises:
-        BatchError: not one group, or not one tag, for each value, or a value that is no number.
-        LengthError: a real sample's group is None or not hashable.
-    """
-    values, groups = entries("values", values, BatchError), entries("groups", groups, BatchError)
-    tags = (
-        [False] * len(values)
-        if is_padding is None
-        else entries("is_padding", is_padding, BatchError)
-    )
-    if not len(values) == len(groups) == len(tags):
-        raise BatchError(
-            f"expected one group and one is_padding for each of {len(values)} values, got "
-            f"{len(groups)} groups and {len(tags)} tags"
-        )
-    real = (i for i, tag in enumerate(tags) if not is_tagged("is_padding", i, tag))
-    return {
-        group: _statistics(as_numbers("values", values, members))
-        for group, members in indices_by_group(groups, real).items()
-    }
-
-
-def _statistics(numbers: Sequence[float]) -> GroupStatistics:
-    total = math.fsum(numbers)
-    mean = total / len(numbers)
-    squares = math.fsum((number - mean) ** 2 for number in numbers)
-    return GroupStatistics(
-        num_values=len(numbers),
-        total=total,
-        mean=mean,
-        deviation=math.sqrt(squares / (len(numbers) - 1)) if len(numbers) > 1 else None,
-    )
-
-
 def masked_mean(
     values: Sequence[Tensor], masks: Sequence[Tensor], *, group: dist.ProcessGroup | None = None
 ) -> float | None:
@@ -170,30 +99,8 @@ def masked_mean(
     Raises:
         BatchError: on every rank, if on any there is not one mask of its shape for each tensor.
     """
-    return _kept_and_mean(values, masks, group)[1]
-
-
-def masked_variance(
-    values: Sequence[Tensor],
-    masks: Sequence[Tensor],
-    *,
-    group: dist.ProcessGroup | None = None,
-    correction: int = 0,
-) -> float | None:
-    """Mean squared deviation from the mean, of the values where the mask is not 0.
-
-    Args:
-        values, masks, group: as for `masked_mean`.
-        correction: 1 for the sample variance, with ``count - 1`` degrees of freedom.
-
-    Returns:
-        the variance, None if there are no more values than ``correction``.
-
-    Raises:
-        BatchError: as `masked_mean`.
-    """
-    kept, mean, count = _kept_and_mean(values, masks, group)
-    return _variance(kept, mean, count, group, correction)
+    _, mean, count = _kept_and_mean(values, masks, group)
+    return mean if count else None
 
 
 def masked_zscore(
@@ -220,9 +127,13 @@ def masked_zscore(
         BatchError: as `masked_mean`.
     """
     kept, mean, count = _kept_and_mean(values, masks, group)
-    variance = _variance(kept, mean, count, group, 0)
-    if mean is None or variance is None:
-        mean, variance = 0.0, 0.0
+    # From the deviations, since the difference of large sums of squares loses its digits.
+    squares = Consensus(group).agree(
+        "adding up squared deviations",
+        lambda: sum(float(((value - mean) ** 2).sum()) for value in kept),
+        lambda squares: Statement(total=(squares,)),
+    )
+    variance = squares.total[0] / max(count, 1)
     scale = (variance + epsilon) ** -0.5 if variance + epsilon > 0 else 0.0
     scores = []
     for value, mask in zip(values, masks, strict=True):
@@ -235,8 +146,9 @@ def masked_zscore(
 
 def _kept_and_mean(
     values: Sequence[Tensor], masks: Sequence[Tensor], group: dist.ProcessGroup | None
-) -> tuple[list[Tensor], float | None, int]:
-    """The values where the mask is not 0, flat and in double precision; mean and count of all."""
+) -> tuple[list[Tensor], float, int]:
+    """The values where the mask is not 0, flat and in double precision; mean, 0.0 of none, and
+    count of all ranks' values."""
     agreed = Consensus(group).agree(
         "averaging masked values",
         lambda: _kept(values, masks),
@@ -245,7 +157,7 @@ def _kept_and_mean(
         ),
     )
     total, count = agreed.total
-    return agreed.result, (total / count if count else None), count
+    return agreed.result, total / max(count, 1), count
 
 
 def _kept(values: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
@@ -258,20 +170,3 @@ def _kept(values: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
                 f"{list(mask.shape)}; give each value the mask of its own tokens"
             )
     return [value.detach()[mask != 0].double() for value, mask in zip(values, masks, strict=True)]
-
-
-def _variance(
-    kept: Sequence[Tensor],
-    mean: float | None,
-    count: int,
-    group: dist.ProcessGroup | None,
-    correction: int,
-) -> float | None:
-    # From the deviations, since the difference of large sums of squares loses its digits.
-    agreed = Consensus(group).agree(
-        "adding up squared deviations",
-        lambda: 0.0 if mean is None else sum(float(((v - mean) ** 2).sum()) for v in kept),
-        lambda squares: Statement(total=(squares,)),
-    )
-    (total,) = agreed.total
-    return total / (count - correction) if count > correction else None

@@ -4,7 +4,7 @@
                "loss_masks": [[1, 1]], "uids": ["a"]}, 2, pad_token_id=0)
     {"tokens": [[4, 5, 6], [0, 0]], "total_lengths": [3, 2], "response_lengths": [2, 1],
      "loss_masks": [[1, 1], [0]], "uids": ["a", "padding-a4d1b59e7158-0"],
-     "is_padding": [False, True]}
+     "is_padding": [False, True]}                                            in tensors
 
 `real_samples` takes them off again. This package's own plans take any number of samples and need
 none of this; it is for frameworks that cut a batch into equal parts. A padding sample costs a
@@ -20,27 +20,18 @@ experts; multimodal inputs are there, but empty.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import dataclasses
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from mcore_batching.batch.errors import BatchError, SchemaError
 from mcore_batching.batch.field_checks import read_lengths
 from mcore_batching.batch.fields import FILLED_KINDS, Field, Fill, Kind, declaration_line
-from mcore_batching.batch.placeholder import (
-    check_filled,
-    filled_with,
-    make_placeholder,
-    zero_rows,
-)
+from mcore_batching.batch.placeholder import fabricated, filled_with
 from mcore_batching.batch.schema import DEFAULT_SCHEMA, Schema
-from mcore_batching.batch.value_checks import is_tagged, require_token_id
-from mcore_batching.batch.value_shapes import is_array, is_integral, shape_of
+from mcore_batching.batch.value_checks import require_token_id, tensor_of
+from mcore_batching.batch.value_shapes import is_integral, shape_of
 from mcore_batching.planning.errors import Argument
 from mcore_batching.rl._new_identifiers import new_identifiers
 
@@ -54,50 +45,6 @@ _OTHER_FILLS = {
 
 _TOTAL_LENGTH, _RESPONSE_LENGTH = 2, 1
 
-# A padding sample is one token, and one response token, longer than a placeholder.
-_LENGTHS = ("total_lengths", "response_lengths", "max_seq_lens")
-_WITH_OFFSET = (Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.ROUTED_EXPERTS)
-
-
-def required_batch_multiple(
-    *,
-    data_parallel_size: int,
-    samples_per_prompt: int,
-    actor_mini_batch_size: int,
-    critic_mini_batch_size: int | None = None,
-    actor_trains: bool = True,
-) -> int:
-    """Number of which a batch's size must be a multiple, so that every mini-batch is whole.
-
-    Args:
-        data_parallel_size: ranks that share the batch.
-        samples_per_prompt: trajectories of each prompt.
-        actor_mini_batch_size: prompts in an optimizer step of the policy.
-        critic_mini_batch_size: prompts in one of the critic, None if there is none.
-        actor_trains: False while only the critic is trained, to warm up.
-
-    Returns:
-        the least common multiple of the ranks and of the mini-batches in samples.
-
-    Raises:
-        BatchError: a size is not an integer of 1 or more.
-    """
-    sizes = {
-        "data_parallel_size": data_parallel_size,
-        "samples_per_prompt": samples_per_prompt,
-        "actor_mini_batch_size": actor_mini_batch_size,
-    }
-    if critic_mini_batch_size is not None:
-        sizes["critic_mini_batch_size"] = critic_mini_batch_size
-    for name, size in sizes.items():
-        _require_positive(name, size)
-    multiple = data_parallel_size
-    if actor_trains:
-        multiple = math.lcm(multiple, actor_mini_batch_size * samples_per_prompt)
-    if critic_mini_batch_size is not None:
-        multiple = math.lcm(multiple, critic_mini_batch_size * samples_per_prompt)
-    return multiple
-
 
 def pad_batch(
     batch: Mapping[str, Any],
@@ -106,8 +53,6 @@ def pad_batch(
     *,
     pad_token_id: int,
     response_token_id: int | None = None,
-    identifiers: Iterable[str] = (),
-    first_padding_number: int = 0,
 ) -> dict[str, Any]:
     """The batch with the fewest padding samples behind its own that make its size a multiple.
 
@@ -119,18 +64,17 @@ def pad_batch(
 
     Args:
         batch: field name to one value per sample; at least one sample.
-        multiple: of which the size is to be a multiple, as from `required_batch_multiple`.
+        multiple: of which the size is to be a multiple: the least common one of the ranks and of
+            each mini-batch's samples, say ``math.lcm(ranks, prompts * samples_per_prompt)``.
         schema: the kind of every field, unless its values fit exactly one; and the `Fill` of those
             whose padding samples hold something else than zeros.
         pad_token_id: the prompt token of a padding sample.
         response_token_id: its response token, the end of a sequence for instance; the prompt token
             if None.
-        identifiers: further fields to fill as `Fill.IDENTIFIER`.
-        first_padding_number: counts the padding samples from here, in their identifiers.
 
     Returns:
-        field name to a new list of one value per sample; the values of given samples are the given
-        ones. ``is_padding`` is always there, for given samples as given, else False. New
+        field name to a new list of one value per sample, lists and arrays of numbers as tensors,
+        else the given ones. ``is_padding`` is always there, False where nothing was given. New
         identifiers are texts, beside integers negative integers of 60 bits. They follow from the
         batch's lengths, tokens and identifiers: ranks that pad the same batch make the same, and
         of batches that differ in any of these none is in both. Other metadata is None.
@@ -138,110 +82,61 @@ def pad_batch(
     Raises:
         SchemaError: a value of the batch is not what its kind says, a kind is not known, or an
             undeclared field's name may mean something else than zeros.
-        BatchError: no samples, a `multiple` below 1, a token id that is no integer, or a single
-            name as `identifiers`.
+        BatchError: no samples, a `multiple` below 1, or a token id that is no integer.
     """
-    _require_positive("multiple", multiple)
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+        raise BatchError(
+            Argument("multiple"), f" must be an integer of 1 or more, got {multiple!r}"
+        )
     pad_token_id = require_token_id("pad_token_id", pad_token_id)
     if response_token_id is not None:
         response_token_id = require_token_id("response_token_id", response_token_id)
-    total_lengths, _ = read_lengths(batch)
-    if not total_lengths:
+    if not read_lengths(batch)[0]:
         raise BatchError(
             "expected at least one sample to take types and shapes from, got none: leave the step "
             "out, or plan it with plan_batch, whose placeholders need no example"
         )
     if "is_padding" not in schema:
         schema = schema.declare("is_padding", Kind.PER_SAMPLE)
-    if isinstance(identifiers, str):
-        raise BatchError(
-            Argument("identifiers"),
-            f" must be names of fields, got {identifiers!r:.60}; set ",
-            Argument("identifiers", [identifiers]),
-        )
-    named = set(identifiers)
-    declared = {*schema, *named}
+    declared = set(schema)
     schema = schema.resolve(batch)
-    schema.validate(batch)
+    given = schema.validate(batch)
     for field in schema.values():
         if field.name not in declared:
             _require_zeros(field)
-    given = {key: list(values) for key, values in batch.items() if values is not None}
-    tags = given.get("is_padding", [False] * len(total_lengths))
-    given["is_padding"] = [is_tagged("is_padding", index, tag) for index, tag in enumerate(tags)]
+    num_samples = len(given["total_lengths"])
+    given.setdefault("is_padding", [False] * num_samples)
 
-    num_padding = -len(total_lengths) % multiple
-    template = _padding_sample(given, schema, pad_token_id, response_token_id)
-    filled = {
-        key: [copy.deepcopy(value) for _ in range(num_padding)] for key, value in template.items()
-    }
-    own = {*named, *(key for key in given if schema[key].fill is Fill.IDENTIFIER)}
-    numbers = range(first_padding_number, first_padding_number + num_padding)
-    filled |= new_identifiers(given, own & given.keys(), numbers)
-    check_filled(
-        filled,
-        schema=schema,
-        keys=given,
-        total_lengths=[_TOTAL_LENGTH] * num_padding,
-        response_lengths=[_RESPONSE_LENGTH] * num_padding,
-    )
+    num_padding = -num_samples % multiple
+    filled: dict[str, list[Any]] = {}
+    for key, values in given.items():
+        made = _fabricated(schema[key], _telling_example(values), pad_token_id, response_token_id)
+        filled[key] = [copy.deepcopy(made) for _ in range(num_padding)]
+    filled["is_padding"] = [True] * num_padding
+    own = [key for key in given if schema[key].fill is Fill.IDENTIFIER]
+    filled |= new_identifiers(given, own, num_padding)
+    schema.validate(filled)
     absent = dict.fromkeys(key for key in batch if key not in given)
     return {**absent, **{key: values + filled[key] for key, values in given.items()}}
 
 
-def _require_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise BatchError(Argument(name), f" must be an integer of 1 or more, got {value!r}")
-
-
-def _padding_sample(
-    given: Mapping[str, list[Any]],
-    schema: Schema,
-    pad_token_id: int,
-    response_token_id: int | None,
-) -> dict[str, Any]:
-    """One value for every field: a placeholder's with one more row."""
-    longer = Schema(
-        tuple(
-            dataclasses.replace(field, length_offset=field.length_offset + 1)
-            if field.kind in _WITH_OFFSET
-            else field
-            for field in schema.values()
-        )
-    )
-    examples = {key: [_telling_example(values)] for key, values in given.items()}
-    sample = {
-        key: values[0]
-        for key, values in make_placeholder(
-            longer, given, examples, pad_token_id=pad_token_id
-        ).items()
-    }
-    for key, value in sample.items():
-        if key in _LENGTHS:
-            sample[key] = value + 1
-        elif schema[key].kind in (Kind.TOKENS, Kind.POSITION_IDS):
-            sample[key] = _twice(value)
-        if schema[key].kind is Kind.POSITION_IDS:
-            _count_up(sample[key])
-        sample[key] = _by_fill(
-            schema[key], sample[key], examples[key][0], pad_token_id, response_token_id
-        )
-    sample["is_padding"] = True
-    return sample
-
-
-def _by_fill(
-    field: Field, value: Any, example: Any, pad_token_id: int, response_token_id: int | None
+def _fabricated(
+    field: Field, example: Any, pad_token_id: int, response_token_id: int | None
 ) -> Any:
-    """The value, as a placeholder has it, as the field's fill has it in a padding sample."""
+    """A field's value in a sample of one prompt token and one response token."""
+    value = fabricated(field, example, _TOTAL_LENGTH, _RESPONSE_LENGTH, pad_token_id)
     if field.fill is Fill.ONES and field.kind is Kind.PER_SAMPLE:
         return filled_with(1, value)
     has_ids = field.fill is Fill.TOKEN_IDS
     if has_ids and field.kind is Kind.METADATA:
-        is_row = len(shape_of(example) or ()) == 1 and is_integral(example)
-        return filled_with(pad_token_id, zero_rows(example, 1, torch.int64)) if is_row else None
+        row = None
+        with contextlib.suppress(SchemaError):  # a list of texts, say
+            row = tensor_of(field.name, 0, example)
+        if row is None or not is_integral(row) or row.dim() != 1:
+            return None
+        return [pad_token_id] if isinstance(example, list) else row.new_full((1,), pad_token_id)
     if (has_ids or field.kind is Kind.TOKENS) and response_token_id is not None and len(value):
-        value[-1] = filled_with(response_token_id, value[-1])
+        value[-1] = response_token_id
     return value
 
 
@@ -276,25 +171,3 @@ def _telling_example(values: Sequence[Any]) -> Any:
     present = [value for value in values if value is not None]
     telling = [value for value in present if all(shape_of(value) or (0,))]
     return next(iter(telling or present), None)
-
-
-def _twice(value: Any) -> Any:
-    """A value of one token, ``[1]`` or ``[axes, 1]``, as one of two."""
-    if isinstance(value, Tensor):
-        return torch.cat([value, value], dim=-1)
-    if is_array(value):
-        return value.repeat(2, axis=-1)
-    if value and isinstance(value[0], list):
-        return [_twice(axis) for axis in value]
-    return [*value, *value]
-
-
-def _count_up(positions: Any) -> None:
-    """Make the second of two positions a 1, on every axis."""
-    if isinstance(positions, list) and positions and isinstance(positions[0], list):
-        for axis in positions:
-            axis[-1] = 1
-    elif isinstance(positions, list):
-        positions[-1] = 1
-    else:
-        positions[..., -1] = 1

@@ -19,14 +19,10 @@ from gather_worker import (
 from hypothesis import given, settings
 from spawned import reports_of
 
-from mcore_batching.batch import (
-    DEFAULT_SCHEMA,
-    gather_response,
-    merge_packed,
-    owned_response_mask,
-    pack,
-    response_loss_masks,
-)
+from mcore_batching.batch import DEFAULT_SCHEMA, gather_response, pack
+from mcore_batching.batch.context_parallel import owned_response_mask
+from mcore_batching.batch.loss import response_loss_masks
+from mcore_batching.batch.zigzag import merge_packed
 
 SECONDS = 180  # a rank that waits for another gives up after 120
 

@@ -15,13 +15,12 @@ from mcore_batching.batch import (
     PackedMicroBatch,
     StepTotals,
     make_placeholder,
-    owned_num_tokens,
-    owned_response_mask,
     pack,
     sample_mean,
-    step_totals,
     token_mean,
 )
+from mcore_batching.batch.context_parallel import owned_response_mask
+from mcore_batching.batch.loss import owned_num_tokens, step_totals
 
 
 def make_samples(shapes: list[tuple[int, int]], seed: int) -> dict[str, list[Any]]:

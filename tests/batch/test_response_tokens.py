@@ -10,16 +10,10 @@ from batch_cases import make_samples, sample_shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_batching.batch import (
-    DEFAULT_SCHEMA,
-    PackedMicroBatch,
-    merge_packed,
-    owned_response_mask,
-    pack,
-    response_loss_masks,
-    step_totals,
-    token_mean,
-)
+from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, pack, token_mean
+from mcore_batching.batch.context_parallel import owned_response_mask
+from mcore_batching.batch.loss import response_loss_masks, step_totals
+from mcore_batching.batch.zigzag import merge_packed
 
 
 def rows_of(samples: dict[str, Any], size: int, **options: Any) -> list[PackedMicroBatch]:

@@ -117,7 +117,10 @@ def test_declarations_that_no_batch_could_meet_are_refused(declare: Any, text: s
 )
 def test_batches_that_keep_to_the_schema_pass(kind: Kind, offset: int, values: Any) -> None:
     schema = DEFAULT_SCHEMA.declare("x", kind, length_offset=offset)
-    schema.validate(batch_of("x", values))
+    found = schema.validate(batch_of("x", values))
+    assert ("x" in found) == (values is not None)
+    rows = kind not in (Kind.PER_SAMPLE, Kind.MULTIMODAL, Kind.METADATA)
+    assert not rows or all(isinstance(value, torch.Tensor) for value in found.get("x", ()))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,7 @@ def test_batches_that_keep_to_the_schema_pass(kind: Kind, offset: int, values: A
             [[1, 2, 3, 4, 5], [1, 2, 3]],
             0,
             "2 rows, one per response token",
-            "a list of shape [5]",
+            "a Tensor of shape [5] and type torch.int64",
         ),
         (
             Kind.PER_RESPONSE_TOKEN,
@@ -168,7 +171,7 @@ def test_batches_that_keep_to_the_schema_pass(kind: Kind, offset: int, values: A
             "5 rows, one per token, as [rows, layers, top_k]",
             "a Tensor of shape [5, 2] and type torch.int32",
         ),
-        (Kind.MULTIMODAL, [{}, [1]], 1, "a dict of model inputs, or None", "a list of shape [1]"),
+        (Kind.MULTIMODAL, [{}, [1]], 1, "a dict of model inputs, or None", "list [1]"),
         (Kind.PER_TOKEN, [[1]], None, "2 values, one per sample", "1 values"),
         (Kind.PER_SAMPLE, 3, None, "2 values, one per sample", "3"),
         (Kind.METADATA, "ab", None, "2 values, one per sample", "str 'ab'"),
@@ -241,7 +244,11 @@ def test_an_undeclared_field_is_an_error_with_the_line_that_declares_it() -> Non
 @pytest.mark.parametrize(
     ("name", "values", "found"),
     [
-        ("rewards", [[0.0, 1.0], [0.0, 0.0, 1.0]], "of shape [3] beside a list of shape [2]"),
+        (
+            "rewards",
+            [[0.0, 1.0], [0.0, 0.0, 1.0]],
+            "of shape [3] and type torch.float32 beside a Tensor of ",
+        ),
         ("scores", [0.5, torch.zeros(3)], "of shape [3] and type torch.float32 beside 0.5"),
     ],
 )

@@ -182,7 +182,7 @@ def test_rows_are_inferred_exactly_where_the_lengths_differ(
             Kind.PER_TOKEN,
             [[0.0] * (49 + (i > 2)) for i in range(32)],
             "sample 0: expected 50 rows, one per token, since 29 of 32 samples fit per token, "
-            "found a list of shape [49]",
+            "found a Tensor of shape [49] and type torch.float32",
         ),
         (
             Kind.PER_SAMPLE,

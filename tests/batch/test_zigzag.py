@@ -10,14 +10,7 @@ from batch_cases import boundary_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_batching.batch import (
-    merge_packed,
-    packed_positions,
-    slice_packed,
-    zigzag_merge,
-    zigzag_slice,
-)
-from mcore_batching.batch.zigzag import locate
+from mcore_batching.batch.zigzag import locate, merge_packed, packed_positions, slice_packed
 
 SIZES = (1, 2, 4)
 
@@ -39,7 +32,7 @@ def rows(draw: st.DrawFn) -> tuple[int, list[int]]:
     ("rank", "expected"), [(0, [0, 1, 6, 7]), (1, [2, 3, 4, 5])], ids=["rank 0", "rank 1"]
 )
 def test_a_rank_holds_chunk_r_and_its_mirror_image(rank: int, expected: list[int]) -> None:
-    assert zigzag_slice(torch.arange(8), 2, rank).tolist() == expected
+    assert slice_packed(torch.arange(8), (0, 8), 2, rank).tolist() == expected
     assert packed_positions((0, 8), 2, rank).tolist() == expected
 
 
@@ -53,9 +46,10 @@ def test_each_segment_is_cut_by_itself() -> None:
 def test_merge_undoes_slice_at_boundary_lengths(size: int, dim: int) -> None:
     for length in boundary_lengths(size):
         x = torch.rand(padded(length, size), 3).movedim(0, dim)
-        parts = [zigzag_slice(x, size, rank, dim) for rank in range(size)]
+        offsets = (0, x.shape[dim])
+        parts = [slice_packed(x, offsets, size, rank, dim) for rank in range(size)]
         assert all(part.shape[dim] * size == x.shape[dim] for part in parts)
-        assert torch.equal(zigzag_merge(parts, dim), x)
+        assert torch.equal(merge_packed(parts, offsets, dim), x)
 
 
 @settings(max_examples=300, deadline=None)
@@ -102,15 +96,15 @@ def test_causal_attention_costs_every_rank_the_same(row: tuple[int, list[int]]) 
 
 def test_one_rank_holds_the_row_as_it_is_of_any_length() -> None:
     x = torch.rand(7)
-    assert zigzag_slice(x, 1, 0) is x
-    assert torch.equal(zigzag_merge([x]), x)
+    assert slice_packed(x, (0, 7), 1, 0) is x
+    assert torch.equal(merge_packed([x], (0, 7)), x)
 
 
 def test_a_length_that_does_not_divide_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"6 tokens cannot be cut into 4 equal .* multiple of 4, for example 8"
     ):
-        zigzag_slice(torch.rand(6), 2, 0)
+        slice_packed(torch.rand(6), (0, 6), 2, 0)
     with pytest.raises(ValueError, match="5 tokens cannot be cut into 8 equal"):
         slice_packed(torch.rand(13), (0, 8, 13), 4, 0)
 
@@ -118,13 +112,13 @@ def test_a_length_that_does_not_divide_is_refused() -> None:
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_that_does_not_exist_is_refused(rank: int) -> None:
     with pytest.raises(ValueError, match=f"a rank from 0 to 1, .*got {rank}"):
-        zigzag_slice(torch.arange(8), 2, rank)
+        slice_packed(torch.arange(8), (0, 8), 2, rank)
 
 
 def test_what_is_no_row_or_no_slices_of_one_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a row of 8 tokens, .* got 12"):
         slice_packed(torch.rand(12), (0, 8), 2, 0)
     with pytest.raises(ValueError, match="got no parts"):
-        zigzag_merge([])
+        merge_packed([], (0, 8))
     with pytest.raises(ValueError, match=r"slices of one length, got slices of \[6, 2\]"):
-        zigzag_merge([torch.rand(6), torch.rand(2)])
+        merge_packed([torch.rand(6), torch.rand(2)], (0, 8))

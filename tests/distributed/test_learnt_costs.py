@@ -22,6 +22,7 @@ from mcore_batching.planning.pipeline import pipeline_time
 from mcore_batching.planning.records import read_records
 from mcore_batching.planning.statistics import predicted_step_time
 from mcore_batching.tools import replay
+from mcore_batching.tools.cli import main
 
 DIMS = {"data_parallel": 2, "pipeline_parallel": 2}
 CONFIG = PlannerConfig(max_tokens_per_gpu=CAP, plan_effort=60)
@@ -32,6 +33,8 @@ LEARNT_BY = 5
 LAUNCHES = {"linear": 1.0, "quadratic": 0.002, "per_micro_batch": 200.0, "backward_ratio": 1.5}
 ATTENTION = {"linear": 1.0, "quadratic": 0.08, "per_micro_batch": 4.0, "backward_ratio": 2.5}
 BOTH = {"linear": 1.0, "quadratic": 0.02, "per_micro_batch": 40.0, "backward_ratio": 2.0}
+
+LENGTHS = list(range(2, 80, 2))
 
 Ranks = list[Any]
 
@@ -250,34 +253,28 @@ def test_a_stalled_step_and_nans_spoil_nothing(job: Job, ranks: Ranks) -> None:
 
 
 @on(job("resumed", function="resume", hidden=LAUNCHES, num_steps=4))
-def test_a_resumed_job_plans_by_what_was_learnt(job: Job, ranks: Ranks) -> None:
+def test_a_resumed_job_plans_by_what_was_learnt(job: Job, ranks: Ranks, tmp_path: Path) -> None:
+    """Or another one, and a command, by the file that the first one left."""
     for rank in ranks:
         assert rank["state"] == ranks[0]["state"]
         assert CostModel(**rank["resumed"]) == CostModel(**rank["state"]["cost_model"])
         assert rank["resumed"]["per_micro_batch"] == pytest.approx(200.0, rel=0.1)
+        assert rank["file"] == rank["resumed"]
         # Some rank without its state would plan by another model, and hang the others.
         assert rank["alone"].startswith("PlanMismatchError")
         assert "what was learnt of costs is" in rank["alone"]
         assert rank["flag"].startswith("PlanMismatchError")
         assert "costs are learnt is " in rank["flag"]
         assert rank["unreadable"]["per_micro_batch"] == 256.0  # the first guess
-
-
-@on(
-    Job("calibrated", "kit.timing:calibrated", 4, {"data_parallel": 4}, {"max_tokens": 300}),
-)
-def test_calibration_on_several_ranks_times_rows_that_they_share(job: Job, ranks: Ranks) -> None:
-    """Nothing is said of the figures: ranks on a CPU have its cores and its memory in common."""
-    assert all(rank == ranks[0] for rank in ranks)
-    shared = [row for row in ranks[0]["rows"] if row[1] > 1]
-    # Two chunks a rank of up to four.
-    assert shared == [[n, size] for n in (296, 144, 72, 32, 16) for size in (2, 4)]
-    for tokens, _ in shared:
-        assert [tokens, 1] in ranks[0]["rows"]
-    assert math.isfinite(ranks[0]["overhead"])
-    assert math.isfinite(ranks[0]["fixed"])
-    assert min(ranks[0]["overhead"], ranks[0]["fixed"]) >= 0
-    assert (ranks[0]["overhead"], ranks[0]["fixed"]) != (0.1, 64.0)  # the defaults
+    file, lengths, plan = (tmp_path / name for name in ("cost.json", "lengths.txt", "plan.json"))
+    file.write_text(ranks[0]["cost model"])
+    lengths.write_text("\n".join(map(str, LENGTHS)))
+    flags = f"--dp 2 --pp 2 --max-tokens-per-gpu {CAP} --plan-effort 60 --no-advice".split()
+    assert main(["plan", str(lengths), *flags, "--cost-model", str(file), "--out", str(plan)]) == 0
+    model = CostModel(**ranks[0]["resumed"])
+    expected = plan_step(LENGTHS, ParallelDims(**DIMS), CONFIG, model)
+    assert expected != plan_step(LENGTHS, ParallelDims(**DIMS), CONFIG)
+    assert StepPlan.from_json(plan.read_text()) == expected
 
 
 def predicted_without_transfers(step: dict[str, Any], dims: dict[str, int]) -> float:

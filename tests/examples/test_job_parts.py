@@ -16,7 +16,8 @@ from options import dims_of, parse_arguments, settings_of
 from rollouts import Rollout
 from training import baseline_arguments
 
-from mcore_batching.batch import DEFAULT_SCHEMA, pack, step_totals
+from mcore_batching.batch import DEFAULT_SCHEMA, pack
+from mcore_batching.batch.loss import step_totals
 from mcore_batching.planning import ParallelDims
 
 

@@ -107,7 +107,7 @@ PARTS = [
     ),
     Part(
         "throughput",
-        "calibrate; packed against padded rows; predicted against measured step",
+        "packed against padded rows; predicted against measured step",
         part("throughput"),
     ),
     Part(

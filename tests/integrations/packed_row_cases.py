@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from mcore_batching.batch import make_placeholder, owned_num_tokens, pack
+from mcore_batching.batch import make_placeholder, pack
+from mcore_batching.batch.loss import owned_num_tokens
 from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows, stock_row
 from mcore_batching.integrations.megatron_lm.unpadding import STOCK_SCHEMA
 from mcore_batching.megatron.prepared_step import PreparedRow

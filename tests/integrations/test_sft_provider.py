@@ -74,21 +74,6 @@ def test_datasets_share_the_lines_as_split_says(path, rank):
     assert prompts(other) != prompts(again)
 
 
-def test_a_finished_job_has_nothing_left_to_do_and_can_evaluate(path, rank, capsys):
-    consumed = {"consumed_train_samples": 8, "consumed_valid_samples": 2}
-    train, valid, test = provider.build_sft_datasets(arguments(path, **consumed), (12, 4, 2))
-    assert [len(each) for each in (train, valid, test)] == [12, 4, 2]
-    assert capsys.readouterr().out == ""
-    consumed = {"consumed_train_samples": 12, "consumed_valid_samples": 4}
-    train, valid, test = provider.build_sft_datasets(arguments(path, **consumed), (12, 4, 2))
-    # Stock samplers assert that something is left.
-    assert [len(each) for each in (train, valid, test)] == [13, 6, 2]
-    assert capsys.readouterr().out == (
-        "nothing left to do: 12 of 12 training samples are consumed; raise --train-iters or "
-        "--train-samples to train further\n"
-    )
-
-
 def test_every_file_is_cut_at_the_same_shares(path, tmp_path, rank):
     second = write(
         tmp_path / "b.jsonl", [{"prompt": "p" * n, "completion": ""} for n in range(21, 26)]

@@ -1,12 +1,11 @@
 """Lines of supervised fine-tuning data: found, parsed, refused."""
 
-import os
 import pickle
 
 import pytest
-from sft_cases import BYTES, trained_text, write
+from sft_cases import BYTES, trained_text
 
-from mcore_batching.integrations.megatron_lm.sft import SftDataError, SftRecordError
+from mcore_batching.integrations.megatron_lm.sft import SftDataError
 from mcore_batching.integrations.megatron_lm.sft.conversations import (
     Completion,
     Conversation,
@@ -16,7 +15,7 @@ from mcore_batching.integrations.megatron_lm.sft.dataset import TokenizedLines
 from mcore_batching.integrations.megatron_lm.sft.jsonl import JsonLines
 
 
-def test_records_are_found_by_offset_over_files_and_blank_lines(tmp_path):
+def test_records_are_found_over_files_and_blank_lines(tmp_path):
     first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     first.write_bytes(b'\xef\xbb\xbf{"n": 0}\r\n\n   \n{"n": 1}\n')
     second.write_bytes(b'\n{"n": "' + b"x" * 300_000 + b'"}\n{"n": 3}')
@@ -24,31 +23,10 @@ def test_records_are_found_by_offset_over_files_and_blank_lines(tmp_path):
     assert len(lines) == 4
     assert [lines[index]["n"] for index in range(4)] == [0, 1, "x" * 300_000, 3]
     assert lines[1] == {"n": 1}
-    assert [lines.records_of_file(file) for file in range(2)] == [range(2), range(2, 4)]
+    assert lines.files == [range(2), range(2, 4)]
+    assert pickle.loads(pickle.dumps(lines))[3] == {"n": 3}
     with pytest.raises(IndexError):
         lines[4]
-
-
-def test_lines_are_read_after_pickling_and_in_forked_processes(tmp_path):
-    lines = JsonLines([write(tmp_path / "a.jsonl", [{"n": n} for n in range(100)])])
-    assert lines[7] == {"n": 7}
-    copy = pickle.loads(pickle.dumps(lines))
-    # A descriptor means nothing in another process, and no position in the file is shared.
-    assert copy._files == {}
-    assert copy[8] == {"n": 8}
-    (descriptor,) = lines._files.values()
-    assert os.lseek(descriptor, 0, os.SEEK_CUR) == 0
-    read, written = os.pipe()
-    child = os.fork()
-    if child == 0:
-        good = all(lines[n] == {"n": n} for n in range(100))
-        os.write(written, b"y" if good else b"n")
-        os._exit(0)
-    assert all(lines[n] == {"n": n} for n in reversed(range(100)))
-    os.waitpid(child, 0)
-    assert os.read(read, 1) == b"y"
-    os.close(read)
-    os.close(written)
 
 
 @pytest.mark.parametrize(
@@ -100,5 +78,5 @@ def test_the_three_kinds_of_record():
     assert parse_record({"question": "a", "answer": "b"}) == Completion("a\n", "b")
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "x": 1}]
     assert parse_record({"messages": messages, "prompt": ""}) == Conversation(tuple(messages))
-    with pytest.raises(SftRecordError):
+    with pytest.raises(SftDataError):
         parse_record({"prompt": "a", "answer": "b"})

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sft_cases import BYTES, END, Wrapped, conversation, trained_text, whole_text
 
-from mcore_batching.integrations.megatron_lm.sft import TokenizationError
+from mcore_batching.integrations.megatron_lm.sft import SftDataError
 from mcore_batching.integrations.megatron_lm.sft.conversations import Completion
 from mcore_batching.integrations.megatron_lm.sft.tokenization import (
     SampleTokenizer,
@@ -103,7 +103,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
         return appending([m | {"content": ""} for m in messages[:-1]] + messages[-1:])
 
     turns = ("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")
-    with pytest.raises(TokenizationError, match="what precedes message 2 differently"):
+    with pytest.raises(SftDataError, match="what precedes message 2 differently"):
         SampleTokenizer(Wrapped(template=forgetful))(conversation(*turns))
 
     def thoughtless(messages):
@@ -116,13 +116,13 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
         )
 
     assert trained_text(SampleTokenizer(Wrapped(template=thoughtless))(conversation(*turns[:2])))
-    with pytest.raises(TokenizationError, match="what precedes message 4 differently"):
+    with pytest.raises(SftDataError, match="what precedes message 4 differently"):
         SampleTokenizer(Wrapped(template=thoughtless))(conversation(*turns))
 
     def broken(messages):
         raise RuntimeError("roles must alternate")
 
-    with pytest.raises(TokenizationError, match=r"Wrapped cannot write .* roles must alternate"):
+    with pytest.raises(SftDataError, match=r"Wrapped cannot write .* roles must alternate"):
         SampleTokenizer(Wrapped(template=broken))(conversation(*turns))
 
 
@@ -142,7 +142,7 @@ def test_an_sft_tokenizer_decides_itself_what_is_trained():
 
 
 def test_tokenizers_without_an_end_and_samples_with_nothing_trained_are_refused():
-    with pytest.raises(TokenizationError, match="no end-of-document token"):
+    with pytest.raises(SftDataError, match="no end-of-document token"):
         SampleTokenizer(SimpleNamespace(tokenize=list))
 
     class Silent(Wrapped):
@@ -151,5 +151,5 @@ def test_tokenizers_without_an_end_and_samples_with_nothing_trained_are_refused(
         def tokenize_conversation(self, *arguments, **keywords):
             return [5, 6], [-100, -100]
 
-    with pytest.raises(TokenizationError, match="no token of this sample would be trained"):
+    with pytest.raises(SftDataError, match="no token of this sample would be trained"):
         SampleTokenizer(Silent())(conversation(("assistant", "a")))

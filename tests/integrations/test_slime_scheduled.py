@@ -65,8 +65,8 @@ def test_a_placeholder_is_a_sample_of_one_token_with_an_empty_response(slime: Pa
     assert empty["response_lengths"] == [0]
     assert [each.numel() for each in empty["log_probs"]] == [0]
     assert [float(each) for each in empty["rollout_mask_sums"]] == [0.0]
-    assert empty["rollout_top_p_token_ids"] == [[]]
-    assert empty["rollout_top_p_token_offsets"] == [[0]]
+    assert [each.tolist() for each in empty["rollout_top_p_token_ids"]] == [[]]
+    assert [each.tolist() for each in empty["rollout_top_p_token_offsets"]] == [[0]]
     assert empty["partition"] == [None]
     assert empty["packed_seq_params"] is empty["multimodal_train_inputs"] is None
     count = sum(torch.clamp_min(mask.sum(), 1) for mask in empty["loss_masks"])

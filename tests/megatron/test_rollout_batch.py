@@ -124,3 +124,12 @@ def test_a_step_counts_as_what_cut_it() -> None:
 def test_without_a_batch_size_all_samples_are_one_step() -> None:
     assert batch(3).steps_of([3, 5], 0) == [[0, 1, 2]]
     assert batch(0).steps_of([0, 0], 1) == [[]]
+
+
+def test_samples_are_tensors_in_lists_of_their_own() -> None:
+    """What the caller does to its lists afterwards changes no row."""
+    given = [np.array([1, 2, 3], "uint16"), [4, 5, 6]]
+    read = batch(2, tokens=given)
+    given.clear()
+    assert [value.tolist() for value in read.data["tokens"]] == [[1, 2, 3], [4, 5, 6]]
+    assert all(isinstance(value, torch.Tensor) for value in read.data["tokens"])

@@ -240,10 +240,10 @@ def test_cost_model_refuses(name: str, value: Any, message: str) -> None:
 COSTS = CostModel(linear=2.0, quadratic=0.5, per_micro_batch=3.0, backward_ratio=1.5, window=7)
 
 
-def test_cost_model_round_trip_with_and_without_what_calibrate_notes() -> None:
+def test_cost_model_round_trip_with_and_without_what_a_record_notes() -> None:
     assert CostModel.from_json(COSTS.to_json()) == COSTS
     assert CostModel.from_json("\ufeff" + COSTS.to_json()) == COSTS
-    document = json.loads(COSTS.to_json()) | {"measured_on": "CPU", "seconds_per_unit": 1e-6}
+    document = json.loads(COSTS.to_json()) | {"seconds_per_unit": 1e-6}
     assert CostModel.from_json(json.dumps(document)) == COSTS
     del document["window"]
     assert CostModel.from_json(json.dumps(document)) == dataclasses.replace(COSTS, window=None)
@@ -257,7 +257,7 @@ def test_cost_model_round_trip_with_and_without_what_calibrate_notes() -> None:
         (
             "{}",
             "expected a JSON object with backward_ratio, linear, per_micro_batch, quadratic and "
-            "perhaps window, got '{}'; write one with `mcore-batching calibrate --out`",
+            "perhaps window, got '{}'; take the cost_model.json that a job writes",
         ),
         ('{"linear": 1.0}', "expected a JSON object with backward_ratio, linear"),
         ("[1]", "expected a JSON object with backward_ratio, linear"),

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from mcore_batching.batch import BatchError
-from mcore_batching.rl import masked_mean, masked_variance, masked_zscore, sample_metrics
+from mcore_batching.rl import masked_mean, sample_metrics
+from mcore_batching.rl.metrics import masked_zscore
 
 TIMEOUT = datetime.timedelta(seconds=60)
 NAN = float("nan")
@@ -47,8 +48,6 @@ def statistics(values: Any, masks: Any, group: Any) -> dict[str, Any]:
     """All that is computed from masked values."""
     return {
         "mean": masked_mean(values, masks, group=group),
-        "variance": masked_variance(values, masks, group=group),
-        "sample variance": masked_variance(values, masks, group=group, correction=1),
         "zscore": masked_zscore(values, masks, group=group),
     }
 

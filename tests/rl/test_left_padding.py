@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import numpy as np
@@ -12,16 +11,7 @@ from batch_cases import make_samples, sample_shapes
 from hypothesis import given, settings
 
 from mcore_batching.batch import DEFAULT_SCHEMA, BatchError, Kind, SchemaError, pack
-from mcore_batching.rl import (
-    LeftPadded,
-    left_pad,
-    left_pad_packed,
-    pack_left_padded,
-    pad_batch,
-    response_values,
-    unpad,
-)
-from mcore_batching.rl._right_aligned import right_align, right_aligned_rows
+from mcore_batching.rl import LeftPadded, left_pad, pad_batch, response_values, unpad
 
 PAD, AXES, LAYERS, TOP_K = 999, 3, 2, 4
 
@@ -90,29 +80,14 @@ def test_layout_token_by_token(shapes: list[tuple[int, int]]) -> None:
         assert blocks.response_mask[i].tolist() == [False] * (widest - response) + [True] * response
 
 
-@settings(max_examples=40)
-@given(sample_shapes())
-def test_pack_left_padded_is_the_inverse_of_left_pad_packed(
-    shapes: list[tuple[int, int]],
-) -> None:
-    samples = full_samples(shapes)
-    for size, rank in ((1, 0), (2, 1)):
-        options = {
-            "sample_alignment_tokens": 2 * size,
-            "row_alignment_tokens": 8 * size,
-            "context_parallel_size": size,
-            "context_parallel_rank": rank,
-            "pad_token_id": PAD,
-        }
-        indices = tuple(range(10, 10 + len(shapes)))
-        row = pack(samples, schema=DEFAULT_SCHEMA, sample_indices=indices, **options)
-        blocks = left_pad_packed(row, pad_token_id=PAD)
-        again = pack_left_padded(blocks, sample_indices=indices, **options)
-        for name in ("tokens", "labels", "position_ids", "loss_mask", "cu_seqlens_padded"):
-            assert torch.equal(getattr(again, name), getattr(row, name)), name
-        assert (again.sample_indices, again.total_lengths) == (indices, row.total_lengths)
-        require_same(dict(again.fields), dict(row.fields))
-        require_same(unpad(blocks), samples)
+def test_samples_of_a_packed_row_are_padded_and_packed_again() -> None:
+    samples = full_samples([(5, 2), (3, 3)])
+    options: dict[str, Any] = {"schema": DEFAULT_SCHEMA, "sample_indices": (4, 7)}
+    row = pack(samples, **options)
+    again = pack(unpad(left_pad(row.fields, row.schema, pad_token_id=PAD)), **options)
+    for name in ("tokens", "labels", "position_ids", "loss_mask", "cu_seqlens_padded"):
+        assert torch.equal(getattr(again, name), getattr(row, name)), name
+    require_same(dict(again.fields), samples)
 
 
 def test_skyrl_width_is_that_of_the_longest_sample_not_two_maxima() -> None:
@@ -129,46 +104,15 @@ def test_skyrl_fault_readers_that_slice_from_the_left_get_padding() -> None:
     blocks = left_pad(samples, pad_token_id=PAD)
     block = blocks.blocks["log_probs"]
     assert block[0, :1].tolist() == [0.0]
-    for name in ("log_probs", block):
-        assert response_values(blocks, name, 0).tolist() == [-1.0]
-        assert response_values(blocks, name, 1).tolist() == [-2.0, -3.0, -4.0]
-        # [-0:] is everything.
-        assert response_values(blocks, name, 2).tolist() == []
-        assert [value.tolist() for value in response_values(blocks, name)] == [
-            [-1.0],
-            [-2.0, -3.0, -4.0],
-            [],
-        ]
-
-
-def test_response_values_count_the_offset_of_a_field() -> None:
-    blocks = left_pad(full_samples([(5, 1), (5, 3)]), pad_token_id=PAD)
-    assert response_values(blocks, "rollout_top_p_token_offsets", 0).tolist() == [0, 1]
-    assert response_values(blocks, "values", 1).tolist() == [[100, 101], [102, 103], [104, 105]]
+    # [-0:] is everything.
+    expected = [[-1.0], [-2.0, -3.0, -4.0], []]
+    assert [value.tolist() for value in response_values(blocks, block)] == expected
 
 
 def test_response_values_refuse_what_is_not_aligned_to_responses() -> None:
     blocks = left_pad(make_samples([(5, 1), (5, 3)]), pad_token_id=PAD)
-    with pytest.raises(BatchError, match="per response token, got 'tokens'; name one of loss_mas"):
-        response_values(blocks, "tokens")
     with pytest.raises(BatchError, match=r"shape \[2, 3\].*right-aligned.*got \[2, 5\]"):
         response_values(blocks, torch.zeros(2, 5))
-    for index in (-1, 2):
-        with pytest.raises(BatchError, match=f"a sample from 0 to 1, got index={index}"):
-            response_values(blocks, "loss_masks", index)
-
-
-def test_no_token_is_cut_off_past_max_seq_len() -> None:
-    samples = make_samples([(5, 1), (9, 3), (7, 7)])
-    with pytest.warns(UserWarning, match=r"2 samples are longer than max_seq_len=6, sample 1 fir"):
-        blocks = left_pad(samples, pad_token_id=PAD, max_seq_len=6)
-    require_same(unpad(blocks), samples)
-    row = pack(samples, schema=DEFAULT_SCHEMA, sample_indices=(0, 1, 2))
-    with pytest.warns(UserWarning, match="up to 9 tokens; none is cut off"):
-        left_pad_packed(row, pad_token_id=PAD, max_seq_len=6)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        left_pad(samples, pad_token_id=PAD, max_seq_len=9)
 
 
 def test_padding_of_routed_experts_is_distinct_per_slot() -> None:
@@ -214,7 +158,7 @@ def test_tokens_of_unsigned_types_are_padded_too(make: Any, dtype: str) -> None:
 def test_no_samples_and_no_tokens() -> None:
     blocks = left_pad(make_samples([]), pad_token_id=PAD)
     assert (blocks.tokens.shape, blocks.attention_mask.shape) == ((0, 0), (0, 0))
-    assert unpad(blocks)["tokens"] == response_values(blocks, "loss_masks") == []
+    assert unpad(blocks)["tokens"] == response_values(blocks, blocks.blocks["loss_masks"]) == []
     empty = left_pad(make_samples([(0, 0), (0, 0)]), pad_token_id=PAD)
     assert (empty.tokens.shape, empty.tokens.dtype) == ((2, 0), torch.int64)
 
@@ -238,7 +182,6 @@ def test_blocks_of_ones_own() -> None:
     tokens = torch.tensor([[PAD, PAD, 1, 2], [3, 4, 5, 6]])
     blocks = LeftPadded(blocks={"tokens": tokens}, **parts)
     assert [value.tolist() for value in unpad(blocks)["tokens"]] == [[1, 2], [3, 4, 5, 6]]
-    assert blocks.num_bytes == 8 * 8
     for shape in ((2, 5), (1, 4), (8,)):
         with pytest.raises(SchemaError, match=r"'tokens': expected a block of 2 samples, 4 rows"):
             LeftPadded(blocks={"tokens": torch.zeros(shape)}, **parts)
@@ -255,10 +198,20 @@ def test_values_of_different_types_or_shapes_are_refused() -> None:
 
 def test_gradients_flow_through_alignment_and_back() -> None:
     values = [torch.arange(3.0, requires_grad=True), torch.zeros(0, requires_grad=True)]
-    rows = right_aligned_rows(right_align(values), [3, 0])
+    samples = make_samples([(4, 3), (2, 0)]) | {"log_probs": values}
+    rows = unpad(left_pad(samples, pad_token_id=PAD))["log_probs"]
     (rows[0] * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
     assert values[0].grad is not None
     assert values[0].grad.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_blocks_of_no_values_have_the_type_of_their_kind() -> None:
+    """Lists that are all empty tell none."""
+    samples = {"tokens": [[], []], "total_lengths": [0, 0], "response_lengths": [0, 0]}
+    blocks = left_pad(samples | {"log_probs": [[], []]}, pad_token_id=PAD).blocks
+    assert (blocks["tokens"].dtype, blocks["log_probs"].dtype) == (torch.int64, torch.float32)
+    none = left_pad({key: [] for key in samples}, pad_token_id=PAD)
+    assert (none.tokens.dtype, unpad(none)["tokens"]) == (torch.int64, [])
 
 
 def test_rewards_of_response_tokens_are_aligned_once_declared() -> None:

@@ -15,17 +15,9 @@ from metrics_worker import CASES, MASKS, VALUES, batch_of, reduce_all, shard, st
 from spawned import reports_of
 
 from mcore_batching.batch import BatchError, SchemaError
-from mcore_batching.planning import LengthError
-from mcore_batching.rl import (
-    group_statistics,
-    masked_mean,
-    masked_variance,
-    masked_zscore,
-    pad_batch,
-    real_indices,
-    real_samples,
-    sample_metrics,
-)
+from mcore_batching.rl import masked_mean, pad_batch, real_samples, sample_metrics
+from mcore_batching.rl.metrics import masked_zscore
+from mcore_batching.rl.real_samples import real_indices
 
 # Sums of the same float64 terms in another order.
 ROUNDING = {"rel": 1e-12, "abs": 1e-12}
@@ -46,20 +38,14 @@ def test_statistics_are_those_of_the_values_that_are_left(
     ]
     masks = [torch.tensor([m for _, m in row], dtype=torch.bool) for row in rows]
     kept = [v for row in rows for v, m in row if m]
-    mean, variance = masked_mean(values, masks), masked_variance(values, masks)
-    sample = masked_variance(values, masks, correction=1)
+    mean = masked_mean(values, masks)
     scores = masked_zscore(values, masks, epsilon=1e-8)
     assert [score.shape for score in scores] == [value.shape for value in values]
     if not kept:
-        assert mean is variance is sample is None
+        assert mean is None
         assert all(score.tolist() == [0.0] * len(score) for score in scores)
         return
     assert mean == pytest.approx(plain.fmean(kept), abs=1e-9)
-    assert variance == pytest.approx(plain.pvariance(kept), rel=1e-9, abs=1e-9)
-    if len(kept) > 1:
-        assert sample == pytest.approx(plain.variance(kept), rel=1e-9, abs=1e-9)
-    else:
-        assert sample is None
     scale = math.sqrt(plain.pvariance(kept) + 1e-8)
     for row, score in zip(rows, scores, strict=True):
         expected = [(v - plain.fmean(kept)) / scale if m else 0.0 for v, m in row]
@@ -68,7 +54,7 @@ def test_statistics_are_those_of_the_values_that_are_left(
 
 def test_variance_of_large_values_keeps_its_digits() -> None:
     values = torch.tensor([[1e8, 1e8 + 1]], dtype=torch.float64)
-    assert masked_variance(values, torch.ones(1, 2)) == 0.25
+    assert masked_zscore(values, torch.ones(1, 2), epsilon=0.0)[0].tolist() == [-1.0, 1.0]
 
 
 def test_zscore_keeps_type_and_shape_and_carries_no_gradient() -> None:
@@ -96,7 +82,7 @@ def test_skyrl_fault_the_mean_of_zscores_counts_padding() -> None:
     ],
 )
 def test_masks_that_do_not_fit_are_refused(values: Any, masks: Any, message: str) -> None:
-    for function in (masked_mean, masked_variance, masked_zscore):
+    for function in (masked_mean, masked_zscore):
         with pytest.raises(BatchError, match=message):
             function(values, masks)
 
@@ -154,27 +140,6 @@ def test_a_metric_of_what_is_no_number_a_sample_is_refused(values: Any) -> None:
         sample_metrics({"total_lengths": [2, 2], "rewards": values}, ["rewards"])
 
 
-def test_group_statistics_are_of_real_samples() -> None:
-    found = group_statistics(
-        [1.0, 4.0, 3.0, 100.0, 8.0],
-        ["a", "b", "a", "a", "padding-0"],
-        is_padding=[False, False, 0, torch.tensor(True), 1],
-    )
-    assert list(found) == ["a", "b"]
-    assert (found["a"].num_values, found["a"].total, found["a"].mean) == (2, 4.0, 2.0)
-    assert found["a"].deviation == math.sqrt(2)
-    assert (found["b"].num_values, found["b"].deviation) == (1, None)
-    assert list(group_statistics([1, 2], torch.tensor([7, 7]))) == [7]
-
-
-def test_group_statistics_refuse_what_does_not_fit() -> None:
-    with pytest.raises(BatchError, match="one group and one is_padding for each of 2 values"):
-        group_statistics([1, 2], ["a"])
-    with pytest.raises(LengthError, match="group of sample 1"):
-        group_statistics([1, 2], ["a", None])
-    assert list(group_statistics([1, 2], ["a", None], is_padding=[0, 1])) == ["a"]
-
-
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: Any) -> list[Any]:
     return reports_of(reduce_all, 2, tmp_path_factory.mktemp("masked"))
@@ -185,11 +150,8 @@ def test_statistics_of_two_ranks_are_those_of_all_values(reports: list[Any], cas
     together = [a + b for a, b in zip(shard(case, 0), shard(case, 1), strict=True)]
     expected = statistics(*together, None)
     for rank, report in enumerate(reports):
-        for name in ("mean", "variance", "sample variance"):
-            if expected[name] is None:
-                assert report[case][name] is None
-            else:
-                assert report[case][name] == pytest.approx(expected[name], **ROUNDING), (rank, name)
+        mean = expected["mean"]
+        assert report[case]["mean"] == (mean and pytest.approx(mean, **ROUNDING)), rank
     scores = reports[0][case]["zscore"] + reports[1][case]["zscore"]
     for score, wanted in zip(scores, expected["zscore"], strict=True):
         assert torch.allclose(score, wanted)

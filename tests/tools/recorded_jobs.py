@@ -30,5 +30,5 @@ def recorded_job(directory: Path, seconds: list[float | None]) -> list[StepPlan]
 
 
 def the_file(directory: Path) -> Path:
-    (file,) = directory.iterdir()
+    (file,) = directory.glob("*.jsonl")
     return file

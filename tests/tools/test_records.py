@@ -88,7 +88,7 @@ def test_jobs_have_files_of_their_own(tmp_path: Path) -> None:
     recorders = [StepRecorder(tmp_path) for _ in range(3)]
     for number, recorder in enumerate(recorders):
         recorder.append(plan_step([number + 1], DIMS, CONFIG), [number + 1])
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.glob("*.jsonl"))) == 3
     assert sorted(record.lengths for record in read_records(tmp_path)) == [(1,), (2,), (3,)]
     for recorder in recorders:
         recorder.close()

@@ -227,7 +227,7 @@ def _check_arguments(args: Any) -> None:
     if getattr(args, "dynamic_batch_cost_model", None) == LEARNT:
         raise DynamicBatchArgumentError(
             "--dynamic-batch-cost-model auto learns from passes that this package runs, and the "
-            "framework trains by itself: set it to a file that `mcore-batching calibrate` wrote"
+            "framework trains by itself: set it to fixed, or to a file of CostModel.to_json"
         )
 
 

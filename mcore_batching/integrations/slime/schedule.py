@@ -219,7 +219,7 @@ def _cost_model(args: Any) -> CostModel | None:
     if chosen == "auto":
         raise HookError(
             "dynamic_batch_cost_model auto learns from passes that this package runs, and the "
-            "framework trains by itself: set it to a file that `mcore-batching calibrate` wrote"
+            "framework trains by itself: set it to fixed, or to a file of CostModel.to_json"
         )
     if chosen in (None, "fixed"):
         return None

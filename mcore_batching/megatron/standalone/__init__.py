@@ -1,1 +1,1 @@
-"""Megatron models without a training script: start-up, and timing of a layer stack."""
+"""Megatron models without a training script: start-up."""

@@ -145,7 +145,8 @@ def add_cost_model(parser: CommandParser) -> None:
     parser.add_argument(
         "--cost-model",
         metavar="FILE",
-        help="JSON of what samples and micro-batches cost, as `calibrate` writes it (default: "
+        help="JSON of what samples and micro-batches cost: the cost_model.json that a job writes "
+        "under --dynamic-batch-record (default: "
         "L + L²/24576 for a sample of L tokens, 256 for a micro-batch, backward twice forward)",
     )
 

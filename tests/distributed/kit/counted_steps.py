@@ -18,7 +18,8 @@ from kit.objective import packed_objective
 from kit.samples import make_samples, take
 from mcore_batching.megatron import get_data_iterator, train_step
 from mcore_batching.planning import ParallelDims, group_steps
-from mcore_batching.rl import pad_batch, real_indices
+from mcore_batching.rl import pad_batch
+from mcore_batching.rl.real_samples import real_indices
 
 PROMPTS, TRAJECTORIES, PROMPTS_PER_STEP = 4, 2, 2
 

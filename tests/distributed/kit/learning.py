@@ -202,7 +202,8 @@ def learn(
         for every step its ``plan`` (digest) and ``plan again`` (of the same samples), ``state``
         (what was learnt by then), ``lengths`` and ``ranks`` (of the whole plan), ``whole`` (it in
         JSON), ``hidden`` (the cost model), ``updated``, the whole step's ``seconds`` and
-        ``review``; for the last, on the first rank, what was ``recorded``.
+        ``review``; for the last, on the first rank, what was ``recorded``, and the ``cost model``
+        beside it.
     """
     shape = ParallelDims(**dims)
     longest = CAP * (max_context_parallel or 1)
@@ -256,7 +257,7 @@ def learn(
             review = cost_learner().review
             seen[-1]["review"] = review and {**vars(review), "text": str(review)}
     for file in Path(args.dynamic_batch_record).iterdir():
-        seen[-1]["recorded"] = file.read_text()
+        seen[-1]["recorded" if file.suffix == ".jsonl" else "cost model"] = file.read_text()
     return seen
 
 
@@ -307,20 +308,24 @@ def resume(**parameters: Any) -> dict[str, Any]:
     """`learn`, then plan by what was saved.
 
     Returns:
-        what was saved (``state``), and the model that was planned by, or the error: where every
-        rank goes on from the state (``resumed``), the first alone does (``alone``), the first alone
-        learns no costs (``flag``), a checkpoint holds something else (``unreadable``).
+        what was saved (``state``, ``cost model``), and the model that was planned by, or the error:
+        where every rank goes on from the state (``resumed``), the first alone does (``alone``), the
+        first alone learns no costs (``flag``), a checkpoint holds something else (``unreadable``),
+        every rank is given the file that the job wrote (``file``).
     """
-    learn(**parameters)
+    (told,) = box = [learn(**parameters)[-1].get("cost model", "")]
+    dist.broadcast_object_list(box, src=0)
+    file = Path(tempfile.mkdtemp()) / "cost_model.json"
+    file.write_text(box[0])
     state = json.loads(json.dumps(cost_learner().state_dict()))
-    found: dict[str, Any] = {"state": state}
+    found: dict[str, Any] = {"state": state, "cost model": told}
     shape = ParallelDims(**parameters["dims"])
     first, data = dist.get_rank() == 0, samples(8, 0)
-    for name in ("resumed", "alone", "flag", "unreadable"):
+    for name in ("resumed", "alone", "flag", "unreadable", "file"):
         cost_learners._current = None
         if name != "alone" or first:
             cost_learner().load_state_dict(state)
-        flag = "fixed" if name == "flag" and first else "auto"
+        flag = {"flag": "fixed" if first else "auto", "file": str(file)}.get(name, "auto")
         args = arguments(
             shape,
             max_tokens_per_gpu=CAP,

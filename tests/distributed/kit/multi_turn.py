@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -23,18 +24,13 @@ from kit.model import CLIP_GRAD, adam, local_part, named_parameters, sharded_mod
 from kit.objective import packed_objective, plain_objective
 from kit.reference import plain_adam, plain_log_probs, plain_model
 from kit.samples import VOCABULARY
-from mcore_batching.batch import step_batches, take
+from mcore_batching.batch.select import step_batches, take
 from mcore_batching.megatron import forward_only, get_data_iterator, train_step
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims, PlannerConfig, group_steps, plan_batch
 from mcore_batching.planning.validation import validate_plan
-from mcore_batching.rl import (
-    compute_advantages,
-    pad_batch,
-    real_indices,
-    real_samples,
-    required_batch_multiple,
-)
+from mcore_batching.rl import compute_advantages, pad_batch, real_samples
+from mcore_batching.rl.real_samples import real_indices
 
 TRAJECTORIES_PER_PROMPT = {"verl": 8, "skyrl": 5, "few": 4}
 PROMPTS = {"verl": 45, "skyrl": 256, "few": 15}
@@ -114,11 +110,7 @@ def shares_by_position(
     Returns:
         batches [steps][ranks]. Groups are split over ranks: their advantages are there already.
     """
-    multiple = required_batch_multiple(
-        data_parallel_size=ranks,
-        samples_per_prompt=TRAJECTORIES_PER_PROMPT[system],
-        actor_mini_batch_size=PROMPTS_PER_STEP[system],
-    )
+    multiple = math.lcm(ranks, PROMPTS_PER_STEP[system] * TRAJECTORIES_PER_PROMPT[system])
     batch = with_advantages(batch, steps)
     shares = []
     for part in step_batches(batch, steps):
@@ -151,11 +143,7 @@ def shares_by_group(
     mine = step_batches(with_advantages(joined(mine), own_steps, group), own_steps)
     for step, own in zip(shares, mine, strict=True):
         most = max(len(share["tokens"]) for share in step)
-        step[rank] = (
-            pad_batch(own, most, pad_token_id=0, first_padding_number=rank * most)
-            if padded
-            else own
-        )
+        step[rank] = pad_batch(own, most, pad_token_id=0) if padded else own
     return shares
 
 

@@ -74,6 +74,6 @@ def record(
         train_step(packed_objective, args, model, iterators, counts, optimizer, step=step)
     told = {"error": "", "printed": printed.getvalue(), "recorded": ""}
     if dist.get_rank() == 0:
-        (file,) = directory.iterdir()
+        (file,) = directory.glob("*.jsonl")
         told["recorded"] = file.read_text()
     return told

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import random
 import time
 import unittest.mock
@@ -28,7 +27,6 @@ from mcore_batching.megatron import (
 )
 from mcore_batching.megatron.prepared_step import prepare
 from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
-from mcore_batching.megatron.standalone.calibration import LayerStack, calibrate
 from mcore_batching.planning import ParallelDims
 
 
@@ -47,26 +45,6 @@ def rollouts(num_samples: int, median_tokens: int, seed: int) -> dict[str, list[
         "advantages": [torch.rand(response) - 0.5 for response in responses],
         "rollout_log_probs": [torch.full((response,), -4.0) for response in responses],
         "ref_log_probs": [torch.full((response,), -4.0) for response in responses],
-    }
-
-
-def calibrated(max_tokens: int) -> dict[str, Any]:
-    """The cost model of a small layer stack on this job's ranks, and of the rows that were timed
-    their tokens and the ranks that shared them."""
-    stack = LayerStack(
-        num_layers=1,
-        hidden_size=64,
-        ffn_hidden_size=128,
-        num_attention_heads=4,
-        num_query_groups=2,
-        dtype=torch.float32,
-    )
-    fit, timings = calibrate(stack, max_tokens=max_tokens, repeats=2)
-    return {
-        "cost_model": json.loads(fit.cost_model.to_json()),
-        "overhead": fit.cost_model.context_parallel_overhead,
-        "fixed": fit.cost_model.context_parallel_fixed,
-        "rows": [[sum(each.lengths), each.context_parallel] for each in timings],
     }
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from mcore_batching.integrations.megatron_lm.sft.errors import SftRecordError
+from mcore_batching.integrations.megatron_lm.sft.jsonl import SftDataError
 
 ROLES = ("system", "user", "assistant", "tool")
 TRAINED_ROLE = "assistant"
@@ -55,10 +55,10 @@ def parse_record(record: Any) -> Completion | Conversation:
         record: as ``json.loads`` returned it.
 
     Raises:
-        SftRecordError: the record is of none of the three kinds.
+        SftDataError: the record is of none of the three kinds.
     """
     if not isinstance(record, dict):
-        raise SftRecordError(f"expected {_KINDS}, got {_described(record)}")
+        raise SftDataError(f"expected {_KINDS}, got {_described(record)}")
     if "messages" in record:
         return _conversation(record["messages"])
     for prompt, completion, separator in (
@@ -70,26 +70,26 @@ def parse_record(record: Any) -> Completion | Conversation:
                 _text(record[prompt], prompt) + separator, _text(record[completion], completion)
             )
     keys = ", ".join(map(repr, record)) or "none"
-    raise SftRecordError(f"expected {_KINDS}, got an object with the keys {keys:.200}")
+    raise SftDataError(f"expected {_KINDS}, got an object with the keys {keys:.200}")
 
 
 def _conversation(messages: Any) -> Conversation:
     if not isinstance(messages, list) or not messages:
-        raise SftRecordError(f"'messages' must be a list of messages, got {_described(messages)}")
+        raise SftDataError(f"'messages' must be a list of messages, got {_described(messages)}")
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise SftRecordError(
+            raise SftDataError(
                 f'message {number} must be {{"role": ..., "content": ...}}, got '
                 f"{_described(message)}"
             )
         if message["role"] not in ROLES:
-            raise SftRecordError(
+            raise SftDataError(
                 f"the role of message {number} must be one of {', '.join(ROLES)}, got "
                 f"{_described(message['role'])}"
             )
         _text(message["content"], f"the content of message {number}")
     if all(message["role"] != TRAINED_ROLE for message in messages):
-        raise SftRecordError(
+        raise SftDataError(
             f"a conversation without a message of the {TRAINED_ROLE} has nothing to train on: "
             "leave it out"
         )
@@ -98,7 +98,7 @@ def _conversation(messages: Any) -> Conversation:
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise SftRecordError(f"{name} must be a text, got {_described(value)}")
+        raise SftDataError(f"{name} must be a text, got {_described(value)}")
     return value
 
 

@@ -18,12 +18,7 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from mcore_batching.integrations.megatron_lm.sft.conversations import parse_record
-from mcore_batching.integrations.megatron_lm.sft.errors import (
-    SftDataError,
-    SftRecordError,
-    TokenizationError,
-)
-from mcore_batching.integrations.megatron_lm.sft.jsonl import JsonLines
+from mcore_batching.integrations.megatron_lm.sft.jsonl import JsonLines, SftDataError
 from mcore_batching.integrations.megatron_lm.sft.tokenization import (
     SampleTokenizer,
     SampleTokens,
@@ -54,10 +49,9 @@ class TokenizedLines:
         Raises:
             SftDataError: naming the file and the line.
         """
-        record = self.lines[index]
         try:
-            return self.tokenizer(parse_record(record))
-        except (SftRecordError, TokenizationError) as error:
+            return self.tokenizer(parse_record(self.lines[index]))
+        except SftDataError as error:
             raise self.lines.error(index, str(error)) from error
 
 
@@ -99,7 +93,8 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
 
     Args:
         samples: all samples of the files.
-        members: indices into ``samples`` that are in this dataset, at least one.
+        members: indices into ``samples`` that are in this dataset, at least one; none longer than
+            ``pad_to``.
         split: training, validation or test.
         num_samples: how many are drawn, over all epochs; None: each member once.
         seed: of the epochs' orders, 0 or more; None: in the order of ``members``.
@@ -110,9 +105,6 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
 
     Attributes:
         split: read by Megatron's data loaders.
-
-    Raises:
-        SftDataError: there are no members.
     """
 
     def __init__(
@@ -126,10 +118,6 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
         pad_to: int | None = None,
         attention_mask: bool = False,
     ) -> None:
-        if not len(members):
-            raise SftDataError(
-                f"the {split.name} dataset has no sample: give it one member or more"
-            )
         self.split = split
         self._samples = samples
         self._order = _order(members, num_samples, seed)
@@ -140,25 +128,12 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
         return len(self._order)
 
     def __getitem__(self, index: int) -> Mapping[str, Tensor]:
-        """The sample drawn as number ``index``.
-
-        Raises:
-            SftDataError: its line has changed since the dataset was made, or it is longer than
-                ``pad_to``.
-        """
+        """The sample drawn as number ``index``."""
         sample = self._samples[int(self._order[index])]
         ids = torch.tensor(sample.ids)
         trained = torch.tensor(sample.trained, dtype=torch.float32)
         length = len(ids) - 1
-        if self._pad_to is None:
-            padding = 0
-        elif length <= self._pad_to:
-            padding = self._pad_to - length
-        else:
-            raise SftDataError(
-                f"a sample of length {length} does not fit into pad_to={self._pad_to} tokens: "
-                f"leave it out, or set pad_to to {length} or more"
-            )
+        padding = 0 if self._pad_to is None else self._pad_to - length
         item = {
             # Any id will do for padding: causal attention hides it, and its loss mask is 0.
             "tokens": torch.nn.functional.pad(ids[:-1], (0, padding), value=sample.ids[-1]),

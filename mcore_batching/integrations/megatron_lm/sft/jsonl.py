@@ -1,21 +1,26 @@
-"""Records of JSON-lines files, read by their byte offsets instead of held in memory.
-
-A record costs 8 bytes of memory, whatever its length, and is parsed when it is asked for. Index i
-is the same record in every process. Reading is safe after a fork (data loader workers) and after
-pickling.
-"""
+"""Records of JSON-lines files, in memory: index i is the same record in every process."""
 
 from __future__ import annotations
 
-import os
-from array import array
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
-from mcore_batching.integrations.megatron_lm.sft.errors import SftDataError
-from mcore_batching.planning.json_text import MAX_JSON_CHARACTERS, parse_json
+from mcore_batching.planning.errors import MCoreBatchingError
+from mcore_batching.planning.json_text import parse_json
+
+
+class SftDataError(MCoreBatchingError, ValueError):
+    """Data that cannot be trained on.
+
+    Attributes: `path` of the file and its `line`, counted from 1, each None if no single one is at
+    fault.
+    """
+
+    def __init__(self, problem: str, path: str | None = None, line: int | None = None) -> None:
+        where = ":".join(str(part) for part in (path, line) if part is not None)
+        super().__init__(f"{where}: {problem}" if where else problem)
+        self.path = path
+        self.line = line
 
 
 class JsonLines:
@@ -26,95 +31,51 @@ class JsonLines:
     Args:
         paths: UTF-8 files with one JSON value a line.
 
+    Attributes:
+        files: indices of the records of each file.
+
     Raises:
-        SftDataError: a file cannot be read, holds no record, or has a line of more than 32 MiB.
+        SftDataError: a file cannot be read, or holds no record.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = tuple(paths)
-        self._offsets = [_offsets(path) for path in self.paths]
-        self._starts = [0, *accumulate(map(len, self._offsets))]
-        self._files: dict[str, int] = {}
+        self.files: list[range] = []
+        self._lines: list[tuple[str, int, bytes]] = []
+        for path in self.paths:
+            start = len(self._lines)
+            self._lines += _lines_of(path)
+            self.files.append(range(start, len(self._lines)))
+            if not self.files[-1]:
+                raise SftDataError("holds no record: give a file with one JSON object a line", path)
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return len(self._lines)
 
     def __getitem__(self, index: int) -> Any:
-        """The record of one line.
+        """One record.
 
         Raises:
             SftDataError: the line is not JSON.
         """
-        path, start = self._locate(index)
-        raw = self._line(path, start)
         try:
-            return parse_json(raw.decode("utf-8-sig" if start == 0 else "utf-8"))
+            return parse_json(self._lines[index][2].decode())
         except ValueError as error:
-            raise self.error(index, f"not a line of JSON: {error}") from None
-
-    def records_of_file(self, file: int) -> range:
-        """Indices of the records in file number ``file``."""
-        return range(self._starts[file], self._starts[file + 1])
+            raise SftDataError(f"not a line of JSON: {error}") from None
 
     def error(self, index: int, problem: str) -> SftDataError:
         """An error about one record, with its file and line."""
-        path, start = self._locate(index)
-        with open(path, "rb") as file:
-            preceding = sum(1 for _ in iter(file.readline, b"") if file.tell() <= start)
-        return SftDataError(problem, path, preceding + 1)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_files": {}}
-
-    def __del__(self) -> None:
-        for descriptor in getattr(self, "_files", {}).values():
-            os.close(descriptor)
-
-    def _locate(self, index: int) -> tuple[str, int]:
-        """The file of a record and the byte at which its line begins."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"record {index} of {len(self)}")
-        file = bisect_right(self._starts, index) - 1
-        return self.paths[file], self._offsets[file][index - self._starts[file]]
-
-    def _line(self, path: str, start: int) -> bytes:
-        # pread moves no file position, which forked processes would share.
-        if path not in self._files:
-            self._files[path] = os.open(path, os.O_RDONLY)
-        parts: list[bytes] = []
-        size = 1 << 16
-        while True:
-            part = os.pread(self._files[path], size, start)
-            end = part.find(b"\n")
-            if end >= 0 or not part:
-                return b"".join([*parts, part[:end] if end >= 0 else part])
-            parts.append(part)
-            start += len(part)
-            size *= 2
+        path, line, _ = self._lines[index]
+        return SftDataError(problem, path, line)
 
 
-def _offsets(path: str) -> array[int]:
-    """Byte offsets of the lines of a file that are not blank."""
-    offsets = array("q")
-    start = 0
+def _lines_of(path: str) -> list[tuple[str, int, bytes]]:
+    """Path, number and bytes of each line of a file that is not blank."""
     try:
         with open(path, "rb") as file:
-            lines = iter(lambda: file.readline(MAX_JSON_CHARACTERS + 1), b"")
-            for number, line in enumerate(lines, start=1):
-                if len(line) > MAX_JSON_CHARACTERS:
-                    raise SftDataError(
-                        f"a line may have at most {MAX_JSON_CHARACTERS} bytes: write one record a "
-                        "line",
-                        path,
-                        number,
-                    )
-                if line.strip():
-                    offsets.append(start)
-                start += len(line)
+            lines = file.read().split(b"\n")
     except OSError as error:
         raise SftDataError(
             f"cannot be read: {error.strerror}; --dynamic-batch-data takes JSON-lines files", path
         ) from error
-    if not offsets:
-        raise SftDataError("holds no record: give a file with one JSON object a line", path)
-    return offsets
+    return [(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]

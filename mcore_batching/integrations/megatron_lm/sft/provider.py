@@ -11,17 +11,21 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
 from megatron.core.datasets.utils import Split
 
-from mcore_batching.integrations.megatron_lm.sft.dataset import SftDataset, TokenizedLines
-from mcore_batching.integrations.megatron_lm.sft.errors import SftDataError, TokenizationError
-from mcore_batching.integrations.megatron_lm.sft.jsonl import JsonLines
-from mcore_batching.integrations.megatron_lm.sft.split import (
-    is_first_process,
-    split_records,
-    without_too_long,
+from mcore_batching.integrations.megatron_lm.sft.dataset import (
+    Indices,
+    SftDataset,
+    TokenizedLines,
 )
+from mcore_batching.integrations.megatron_lm.sft.jsonl import JsonLines, SftDataError
 from mcore_batching.integrations.megatron_lm.sft.tokenization import (
     SampleTokenizer,
     byte_level_tokenizer,
@@ -30,6 +34,8 @@ from mcore_batching.megatron.arguments import PREFIX
 
 Datasets = tuple[SftDataset | None, SftDataset | None, SftDataset | None]
 """For training, validation and test."""
+_DEFAULT_SPLIT = "969, 30, 1"
+"""Megatron's own."""
 
 
 def add_sft_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -100,15 +106,15 @@ def build_sft_datasets(
         return None, None, None
     if pad is None:
         pad = not getattr(args, "use_dynamic_batch_size", False)
-    numbers = _numbers_to_draw(args, *train_valid_test_num_samples)
+    numbers = train_valid_test_num_samples
     lines = JsonLines(args.dynamic_batch_data)
     samples = TokenizedLines(lines, _sample_tokenizer(args, tokenizer))
-    shares = split_records(lines, args.split)
+    shares = _split_records(lines, args.split)
     wanted = [
         share if number is None or number > 0 else None
         for share, number in zip(shares, numbers, strict=True)
     ]
-    fitting = without_too_long(samples, wanted, args.seq_length, args.dynamic_batch_on_too_long)
+    fitting = _without_too_long(samples, wanted, args.seq_length, args.dynamic_batch_on_too_long)
     made = [
         None
         if members is None
@@ -158,27 +164,94 @@ def datasets_provider_for(args: Any, provider: Callable[..., Any]) -> Callable[.
     return replacement
 
 
-def _numbers_to_draw(
-    args: Any, train: int | None, valid: int | None, test: int | None
-) -> tuple[int | None, int | None, int | None]:
-    """Samples to draw of each, with some more for a job that has consumed all of its own.
+def _split_records(lines: JsonLines, split: str | None) -> list[Indices | None]:
+    """Records for training, validation and test; None for a share of 0.
 
-    Stock code refuses a dataset that is consumed, which would end the relaunch of a finished job in
-    an assertion. With one sample more it trains no further step, and evaluates as after the last.
+    Every file is cut at the same shares, in its own order, as Megatron cuts its files.
+
+    Args:
+        lines: the records.
+        split: as ``--split`` spells it; None: `_DEFAULT_SPLIT`.
+
+    Raises:
+        SftDataError: ``split`` cannot be read.
     """
-    consumed = getattr(args, "consumed_train_samples", 0)
-    if train and consumed >= train and not getattr(args, "skip_train", False):
-        if is_first_process():
-            print(
-                f"nothing left to do: {consumed} of {train} training samples are consumed; raise "
-                "--train-iters or --train-samples to train further",
-                flush=True,
+    split = split or _DEFAULT_SPLIT
+    try:
+        with np.errstate(invalid="ignore"):
+            vector = parse_and_normalize_split(split)
+        valid = bool(np.isfinite(vector).all())
+    except (AssertionError, ValueError):
+        valid = False
+    if not valid:
+        raise SftDataError(
+            f"--split must give one to three shares of 0 or more, as in '{_DEFAULT_SPLIT}', got "
+            f"{split!r}"
+        )
+    return [
+        None
+        if share is None
+        else np.concatenate([_cut(records, *share) for records in lines.files])
+        for share in convert_split_vector_to_split_matrix(vector)
+    ]
+
+
+def _cut(records: range, start: float, end: float) -> Indices:
+    first, last = (records.start + round(bound * len(records)) for bound in (start, end))
+    return np.arange(first, last, dtype=np.int64)
+
+
+def _without_too_long(
+    samples: TokenizedLines, shares: Sequence[Indices | None], max_length: int, on_too_long: str
+) -> list[Indices | None]:
+    """The members of each share that are not too long.
+
+    Args:
+        samples: of all files.
+        shares: as `_split_records` returns them; None stays None.
+        max_length: of a sample in next-token prediction, one less than its tokens.
+        on_too_long: ``"error"`` or ``"drop"``.
+
+    Raises:
+        SftDataError: a share has no member, or, unless they are to be dropped, some are too long.
+    """
+    fitting: list[Indices | None] = []
+    too_long: list[tuple[int, int]] = []
+    for split, share in zip(Split, shares, strict=True):
+        if share is None:
+            fitting.append(None)
+            continue
+        lengths = np.array([len(samples[int(index)].ids) - 1 for index in share], np.int64)
+        too_long += zip(share[lengths > max_length], lengths[lengths > max_length], strict=True)
+        short = share[lengths <= max_length]
+        fitting.append(short)
+        if not len(share):
+            raise SftDataError(
+                f"--split leaves no record of {', '.join(samples.lines.paths)} for the "
+                f"{split.name} dataset, of which samples are to be drawn: raise its share, or "
+                "set it to 0"
             )
-        train = consumed + 1
-    evaluated = getattr(args, "consumed_valid_samples", 0)
-    if valid and evaluated >= valid:
-        valid = evaluated + (test or 1)  # stock code evaluates as many of each in the end
-    return train, valid, test
+        if on_too_long == "drop" and not len(short):
+            raise SftDataError(
+                f"all {len(share)} samples of the {split.name} dataset are longer than "
+                f"--seq-length {max_length} (the shortest: {min(lengths)}): raise --seq-length"
+            )
+    if too_long:
+        index, length = max(too_long, key=lambda each: each[1])
+        found = (
+            f"{len(too_long)} of {sum(len(share) for share in shares if share is not None)} "
+            f"samples are longer than --seq-length {max_length}; the longest, here, has length "
+            f"{length}"
+        )
+        if on_too_long == "error":
+            raise samples.lines.error(
+                int(index),
+                f"{found}: raise --seq-length, or leave such samples out with "
+                f"{PREFIX}on-too-long drop",
+            )
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"{samples.lines.error(int(index), found)}: left out", flush=True)
+    return fitting
 
 
 def _reads_data(args: Any, vp_stage: int | None = None) -> bool:
@@ -211,7 +284,4 @@ def _sample_tokenizer(args: Any, tokenizer: Any) -> SampleTokenizer:
             f"the tokenizer has {tokenizer.vocab_size} tokens and the model's embedding "
             f"{vocabulary} entries: set --vocab-size to {tokenizer.vocab_size} or more"
         )
-    try:
-        return SampleTokenizer(tokenizer)
-    except TokenizationError as error:
-        raise SftDataError(str(error)) from error
+    return SampleTokenizer(tokenizer)

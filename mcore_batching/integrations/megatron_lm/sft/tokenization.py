@@ -28,7 +28,7 @@ from mcore_batching.integrations.megatron_lm.sft.conversations import (
     Completion,
     Conversation,
 )
-from mcore_batching.integrations.megatron_lm.sft.errors import TokenizationError
+from mcore_batching.integrations.megatron_lm.sft.jsonl import SftDataError
 
 IGNORED_TARGET = -100
 """An ``SFTTokenizer``'s target where a token is not trained."""
@@ -61,13 +61,13 @@ class SampleTokenizer:
         end: the end-of-document token's id.
 
     Raises:
-        TokenizationError: the tokenizer has no end-of-document token.
+        SftDataError: the tokenizer has no end-of-document token.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         end = _optional(tokenizer, "eod")
         if end is None:
-            raise TokenizationError(
+            raise SftDataError(
                 f"{type(tokenizer).__name__} has no end-of-document token (eod), which ends every "
                 "answer: choose a --tokenizer-type that has one"
             )
@@ -79,21 +79,21 @@ class SampleTokenizer:
         """Tokens of one sample.
 
         Raises:
-            TokenizationError: the tokenizer cannot write it.
+            SftDataError: the tokenizer cannot write it.
         """
         try:
             pieces = self._pieces(sample)
-        except TokenizationError:
+        except SftDataError:
             raise
         except Exception as error:  # tokenizers and templates raise anything
-            raise TokenizationError(
+            raise SftDataError(
                 f"{type(self._tokenizer).__name__} cannot write this sample: "
                 f"{type(error).__name__}: {error}"
             ) from error
         ids = [token for piece, _ in pieces for token in piece]
         trained = [learnt for piece, learnt in pieces for _ in piece]
         if not any(trained):
-            raise TokenizationError("no token of this sample would be trained: leave it out")
+            raise SftDataError("no token of this sample would be trained: leave it out")
         if trained[0]:
             ids, trained = [self.end, *ids], [False, *trained]
         return SampleTokens(ids, trained)
@@ -143,7 +143,7 @@ class SampleTokenizer:
             asked = self._rendered(messages[:number], add_generation_prompt=True)
             answered = self._rendered(messages[: number + 1], add_generation_prompt=False)
             if not asked.startswith(written) or not answered.startswith(asked):
-                raise TokenizationError(
+                raise SftDataError(
                     f"the chat template writes what precedes message {number + 1} differently once "
                     "that message is there, so it is not known what the answer is: give the "
                     "conversation turn by turn, as 'prompt' and 'completion', or set "
