@@ -13,6 +13,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
+from mcore_batching.flags import THEMES, add_flags
 from mcore_batching.megatron import arguments, cpu_emulation
 from mcore_batching.megatron.arguments import (
     DEFAULT_TIMEOUT_SECONDS,
@@ -101,7 +102,7 @@ def test_the_timeout_has_its_former_spelling_too() -> None:
 
 
 def test_every_argument_in_the_table_has_its_flag() -> None:
-    parser = add_dynamic_batch_arguments(argparse.ArgumentParser())
+    parser = add_flags(argparse.ArgumentParser(), THEMES)
     assert set(arguments.FLAGS.values()) <= set(parser._option_string_actions)
     settings = {field.name for field in dataclasses.fields(PlannerConfig)}
     assert settings <= set(arguments.FLAGS)

@@ -34,7 +34,10 @@ COMMON = [
     *("--no-bias-dropout-fusion", "--no-bias-swiglu-fusion", "--no-rope-fusion"),
     *("--no-persist-layer-norm", "--no-create-attention-mask-in-dataloader"),
 ]
-FLAG = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", str(CAP)]
+FLAG = [
+    *("--use-dynamic-batch-size", "--max-tokens-per-gpu", str(CAP)),
+    "--dynamic-batch-log-all",
+]
 HALF_THE_CAP_TO_EVALUATE = ["--dynamic-batch-forward-only-max-tokens-per-gpu", str(CAP // 2)]
 EXCHANGE = [*FLAG, "--dynamic-batch-exchange"]
 SHARED = [
