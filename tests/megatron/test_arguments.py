@@ -260,6 +260,13 @@ def test_without_the_flag_there_is_no_cap() -> None:
     assert config.fill == "placeholder"
 
 
+def test_a_loop_of_its_own_without_the_flag_is_told_of_it() -> None:
+    args = parse("--max-tokens-per-gpu", "9")
+    settings = Settings(ParallelDims(), planner_config(args), CostModel())
+    with pytest.raises(DynamicBatchArgumentError, match="set --use-dynamic-batch-size and --max"):
+        StepShard(args, settings, [0, 1], [7, 5], False)
+
+
 def test_missing_cap_says_what_to_set() -> None:
     with pytest.raises(DynamicBatchArgumentError, match="set --max-tokens-per-gpu"):
         planner_config(parse("--use-dynamic-batch-size"))
