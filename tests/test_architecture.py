@@ -29,9 +29,12 @@ LAYERS = {
     "rl": Layer(
         at_any_time=frozenset({"batch", "planning"}), outside=TORCH, outside_deferred=TORCH
     ),
-    "megatron": Layer(at_any_time=frozenset({"batch", "planning"}), outside=None),
-    "integrations": Layer(at_any_time=frozenset({"megatron", "batch", "planning"}), outside=None),
-    "tools": Layer(at_any_time=frozenset({"planning"}), deferred=frozenset({"megatron"})),
+    "flags": Layer(at_any_time=frozenset({"planning"})),
+    "megatron": Layer(at_any_time=frozenset({"batch", "flags", "planning"}), outside=None),
+    "integrations": Layer(
+        at_any_time=frozenset({"megatron", "batch", "flags", "planning"}), outside=None
+    ),
+    "tools": Layer(at_any_time=frozenset({"flags", "planning"}), deferred=frozenset({"megatron"})),
     "run": Layer(deferred=frozenset({"integrations", "megatron"})),
     "__main__": Layer(at_any_time=frozenset({"tools"})),
     "__init__": Layer(

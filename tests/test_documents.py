@@ -1,12 +1,16 @@
-"""Files, imports and commands that the READMEs name exist."""
+"""Files, imports and commands that the READMEs name exist, and the first README's code runs."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from kit.patience import patience
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FOLDERS = ("", "examples", "patches", "tests/*", "mcore_batching/**")
@@ -40,6 +44,52 @@ def test_python_that_is_shown_can_be_imported(path: Path) -> None:
             pytest.importorskip("megatron.core" if "megatron" in str(node.module) else "torch")
             module = __import__(str(node.module), fromlist=["*"])
             assert [each.name for each in node.names if not hasattr(module, each.name)] == []
+
+
+def blocks_of_readme(language: str) -> list[str]:
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+RESULTS = """
+sizes = {name: list(map(len, values)) for name, values in old.items()}
+open(f"rank{torch.distributed.get_rank()}", "w").write(f"{sizes} {sorted(result.metrics)}")
+"""
+
+
+def test_the_readmes_own_loop_runs_as_it_stands(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    from kit.harness import environment
+
+    (loop,) = (block for block in blocks_of_readme("python") if "train_step" in block)
+    (tmp_path / "loop.py").write_text(loop + RESULTS)
+    (flags,) = re.findall(r"# .*torchrun (--nproc-per-node 2) loop.py (.*)", loop)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *flags[0].split()]
+    done = subprocess.run(
+        [*torchrun, "loop.py", *flags[1].split()],
+        cwd=tmp_path,
+        env=environment(2),
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "rank0").read_text() == "{} []"
+    assert (tmp_path / "rank1").read_text() == "{'log_probs': [20, 5, 11, 16]} ['loss', 'policy']"
+
+
+def test_the_readmes_lines_of_fine_tuning_data_are_read() -> None:
+    pytest.importorskip("megatron.core")
+    from mcore_batching.integrations.megatron_lm.sft.conversations import (
+        Completion,
+        Conversation,
+        parse_record,
+    )
+
+    (lines,) = blocks_of_readme("json")
+    read = [parse_record(json.loads(line)) for line in lines.splitlines()]
+    assert [type(each) for each in read] == [Conversation, Completion, Completion]
+    assert read[1:] == [Completion("2 + 2 =", " 4"), Completion("2 + 2?\n", "4")]
 
 
 def test_the_readme_is_for_five_minutes() -> None:

@@ -1,9 +1,9 @@
-"""Draws one optimizer step without and with dynamic micro-batches, from real plans.
+"""Draws one optimizer step of the same samples under the same cap, planned twice.
 
     python examples/figures/step_figure.py
 
-Above: every rank packs its own samples by first-fit and reaches the common number of micro-batches
-with empty ones. Below: the plan of this package for the same samples and the same cap.
+Above: micro-batches packed full and ranks balanced by tokens, as frameworks do. Below: the plan of
+this package. Both on one axis of predicted time, by the same costs.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
-from mcore_batching import ParallelDims, PlannerConfig, StepPlan, plan_step
+from mcore_batching import ParallelDims, PlannerConfig, plan_step
+from mcore_batching.tools.plot import BACKWARD, FORWARD
+from mcore_batching.tools.timeline import StepTimeline, step_timeline
 
-CAP_TOKENS = 4096
-RANKS = 4
-NUM_SAMPLES = 22
-SHARES = (10, 6, 4, 2)
-"""Samples that each data-parallel rank holds: rollouts rarely come in equal numbers."""
+CAP_TOKENS = 8192
+NUM_SAMPLES = 64
+DIMS = ParallelDims(data_parallel=2, pipeline_parallel=4)
 
 
 def lengths_of_samples(seed: int = 5) -> list[int]:
@@ -37,46 +37,36 @@ def lengths_of_samples(seed: int = 5) -> list[int]:
     ]
 
 
-def draw(axes: Axes, plan: StepPlan, lengths: list[int], title: str) -> None:
-    """One row per rank, one box per micro-batch, one bar per sample."""
-    colours = plt.get_cmap("tab20")
-    for rank, micro_batches in enumerate(plan.micro_batches):
-        for slot, micro_batch in enumerate(micro_batches):
-            left = slot * CAP_TOKENS * 1.06
-            axes.add_patch(
-                Rectangle(
-                    (left, rank + 0.1),
-                    CAP_TOKENS,
-                    0.8,
-                    facecolor="white",
-                    edgecolor="0.55",
-                    linewidth=0.8,
-                    hatch="" if micro_batch else "////",
+def planned(balance: str) -> StepTimeline:
+    """The step's passes under a plan made for `balance`."""
+    lengths = lengths_of_samples()
+    config = PlannerConfig(max_tokens_per_gpu=CAP_TOKENS, balance=balance)
+    return step_timeline(plan_step(lengths, DIMS, config), lengths)
+
+
+def draw(axes: Axes, step: StepTimeline, unit: float, title: str) -> None:
+    """One row per stage of each rank, a bar per pass with its micro-batch's number."""
+    for rank in step.ranks:
+        top = rank.rank * (step.stages + 0.6)
+        for timed in rank.passes:
+            start, width = timed.start / unit, (timed.end - timed.start) / unit
+            colour = (BACKWARD if timed.backward else FORWARD)[0]
+            row = top + timed.stage
+            axes.barh(row, width, 0.86, start, color=colour, edgecolor="white", linewidth=0.5)
+            if width > 2.0:
+                place = (start + width / 2, row)
+                axes.annotate(
+                    str(timed.slot), place, color="white", fontsize=6, ha="center", va="center"
                 )
-            )
-            for sample in micro_batch:
-                axes.add_patch(
-                    Rectangle(
-                        (left, rank + 0.1),
-                        lengths[sample],
-                        0.8,
-                        facecolor=colours(sample % 20),
-                        edgecolor="white",
-                        linewidth=0.6,
-                    )
-                )
-                left += lengths[sample]
-    slots = plan.num_microbatches
-    axes.set_xlim(-80, slots * CAP_TOKENS * 1.06)
-    axes.set_ylim(RANKS, 0)
-    axes.set_yticks([rank + 0.5 for rank in range(RANKS)])
-    axes.set_yticklabels([f"rank {rank}" for rank in range(RANKS)])
-    axes.set_xticks([(slot + 0.47) * CAP_TOKENS * 1.06 for slot in range(slots)])
-    axes.set_xticklabels([f"slot {slot}" for slot in range(slots)])
+    end = step.end / unit
+    axes.axvline(end, color="black", linewidth=1, linestyle="--")
+    axes.set_title(f"{title}: ends at {end:.0f}, stages work {step.busy:.0%}", fontsize=10)
+    axes.invert_yaxis()
+    middle = (step.stages - 1) / 2
+    ticks = [rank.rank * (step.stages + 0.6) + middle for rank in step.ranks]
+    axes.set_yticks(ticks, [f"rank {rank.rank}\n4 stages" for rank in step.ranks])
     axes.tick_params(length=0)
-    axes.set_title(title, loc="left", fontsize=10)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    axes.spines[:].set_visible(False)
 
 
 def main() -> None:
@@ -84,43 +74,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("step.png"))
     out = parser.parse_args().out
-    lengths = lengths_of_samples()
-    owners = [rank for rank, share in enumerate(SHARES) for _ in range(share)]
-    dims = ParallelDims(data_parallel=RANKS)
-    as_it_falls = plan_step(
-        lengths,
-        dims,
-        PlannerConfig(
-            max_tokens_per_gpu=CAP_TOKENS, packing="first-fit", fill="placeholder", balance="none"
-        ),
-        owners=owners,
-    )
-    ours = plan_step(lengths, dims, PlannerConfig(max_tokens_per_gpu=CAP_TOKENS), owners=owners)
-    figure, axes = plt.subplots(2, 1, figsize=(8, 4.8), layout="constrained")
-    draw(
-        axes[0],
-        as_it_falls,
-        lengths,
-        "First-fit, then empty micro-batches up to the maximum (crashes, or wrong denominators)",
-    )
-    draw(
-        axes[1],
-        ours,
-        lengths,
-        "mcore_batching: same samples, same cap; split first, placeholders only where nothing "
-        "is left to split",
-    )
-    figure.legend(
-        handles=[
-            Patch(facecolor="0.75", label="samples (one colour each)"),
-            Patch(facecolor="white", edgecolor="0.55", label="room under the cap"),
-            Patch(facecolor="white", edgecolor="0.55", hatch="////", label="no sample"),
-        ],
-        loc="outside lower center",
-        ncols=3,
-        fontsize=8,
-        frameon=False,
-    )
+    theirs, ours = planned("tokens"), planned("auto")
+    unit = theirs.end / 100
+    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 4.6), sharex=True, layout="constrained")
+    draw(above, theirs, unit, "micro-batches packed full, ranks balanced by tokens")
+    draw(below, ours, unit, "mcore_batching, same samples and cap")
+    below.set_xlabel("predicted time")
+    handles = [Patch(color=FORWARD[0], label="forward"), Patch(color=BACKWARD[0], label="backward")]
+    figure.legend(handles=handles, loc="outside lower right", ncols=2, fontsize=8, frameon=False)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=130)
 

@@ -61,6 +61,10 @@ class Schema(Mapping[str, Field]):
         """Number of declared fields."""
         return len(self._by_name)
 
+    def __repr__(self) -> str:
+        """Short: it stands in the signature of every call whose default it is."""
+        return f"<Schema of {len(self)} fields>"
+
     def declare(
         self,
         name: str,

@@ -1,7 +1,4 @@
-"""Flags for Megatron's argument parser, and the planner's settings made from them.
-
-`FLAGS` is the one table from the library's names of arguments to training's flags.
-"""
+"""The flags in Megatron's argument parser, and the planner's settings made from them."""
 
 from __future__ import annotations
 
@@ -17,11 +14,19 @@ from typing import Any
 import torch
 
 from mcore_batching.batch.value_shapes import as_number
+from mcore_batching.flags import (
+    CUDA_ROW_MULTIPLE,
+    ENGINE,
+    PLANNER_DEFAULTS,
+    add_flags,
+)
+from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS as DEFAULT_TIMEOUT_SECONDS
+from mcore_batching.flags import FLAGS as FLAGS
+from mcore_batching.flags import PREFIX as PREFIX
 from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.log_probs import CHUNK_TOKENS
 from mcore_batching.planning import (
-    CHOICES,
     Argument,
     ConfigError,
     CostModel,
@@ -34,186 +39,10 @@ from mcore_batching.planning import (
 from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.json_text import read_document
 
-PREFIX = "--dynamic-batch-"
-
 LEARNT, FIXED = "auto", "fixed"
 """In place of a cost model's file."""
 
-DEFAULT_TIMEOUT_SECONDS = 600.0
 _MOST_TIMEOUT_SECONDS = 10**9  # some 30 years; process groups count nanoseconds in 64 bits
-
-CUDA_ROW_MULTIPLE = 128
-"""Tokens of each rank to a multiple of which rows are padded on CUDA by default: kernels waste no
-part of a tile, and the allocator, which keeps freed blocks by their size, sees few sizes."""
-
-# Choices and defaults of the planner's options are those of `PlannerConfig`.
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "use_dynamic_batch_size": {
-        "action": "store_true",
-        "help": "pack variable-length samples into micro-batches under --max-tokens-per-gpu",
-    },
-    "max_tokens_per_gpu": {
-        "type": int,
-        "default": None,
-        "metavar": "TOKENS",
-        "help": "most padded tokens a micro-batch may put on one GPU; "
-        "a micro-batch holds up to this times the context-parallel size",
-    },
-    "packing": {
-        "help": "how samples are packed under the cap (auto: whichever needs fewer micro-batches)",
-    },
-    "balance": {
-        "help": "what the plan is made for: the end of the pipeline's step (auto), or "
-        "micro-batches packed full and evened out by cost or tokens",
-    },
-    "plan_effort": {
-        "type": int,
-        "metavar": "N",
-        "help": "how long to search for a plan: simulated passes of a micro-batch per sample",
-    },
-    "cost_model": {
-        "default": None,
-        "metavar": "auto|fixed|FILE",
-        "help": "what samples and micro-batches cost on these devices. auto, the default: learnt "
-        "from the times of training's own passes; fixed, the default under --deterministic-mode: "
-        "by the model's shape, so that plans, and with them rounding, are the same in every run; "
-        "or a file of JSON, as the cost_model.json that a job writes under --dynamic-batch-record",
-    },
-    "max_samples_per_row": {
-        "type": int,
-        "metavar": "N",
-        "help": "most samples that share a micro-batch, for kernels and memory that go by their "
-        "number",
-    },
-    "max_inflight_tokens": {
-        "type": int,
-        "metavar": "TOKENS",
-        "help": "most padded tokens whose activations the first pipeline stage may hold at a time",
-    },
-    "fill": {
-        "help": "how a data-parallel rank with too few micro-batches reaches the common count: "
-        "split its own first, or use placeholders at once",
-    },
-    "on_oversize": {
-        "help": "a sample over the cap runs alone in its micro-batch, or is refused",
-    },
-    "pad_each_to": {
-        "type": int,
-        "metavar": "TOKENS",
-        "help": "pad every sample to a multiple of this, beside what parallelism needs",
-    },
-    "pad_total_to": {
-        "type": int,
-        "metavar": "TOKENS",
-        "help": "pad every packed row to a multiple of this (FP8, memory fragmentation); default: "
-        f"on CUDA {CUDA_ROW_MULTIPLE} tokens per tensor- and context-parallel rank, or what of "
-        "them divides the cap, so that it stays what it is",
-    },
-    "max_context_parallel": {
-        "type": int,
-        "metavar": "MAX",
-        "help": "dynamic context parallelism: let each micro-batch be shared by 1, 2, 4, ... up to "
-        "MAX data- and context-parallel ranks, as the plan finds best; a shared one may hold "
-        "--max-tokens-per-gpu on each of them. Implies --dynamic-batch-exchange",
-    },
-    "exchange": {
-        "action": "store_true",
-        "help": "plan the samples of all data-parallel ranks as one, and move them between ranks "
-        "so that these are balanced; without it every rank runs the samples that it has read",
-    },
-    "forward_only_plan": {
-        "choices": ["shared", "own"],
-        "default": "shared",
-        "help": "forward_only runs the micro-batches of training (shared: rounding is then the "
-        "same in both, so an unchanged policy has ratio 1), or others planned for forward passes "
-        "alone",
-    },
-    "log_prob_chunk_tokens": {
-        "type": int,
-        "default": CHUNK_TOKENS,
-        "metavar": "TOKENS",
-        "help": "tokens of which log-probs and entropies hold float32 copies of the logits at a "
-        "time; the default, 512, takes 0.3 GB at a vocabulary of 152k, where 16k tokens take 10, "
-        "and leaves kernels 10 million entries when eight ranks share the vocabulary",
-    },
-    "logits_in_model_dtype": {
-        "action": "store_true",
-        "help": "give losses and forward_only's functions the logits of a half-precision model as "
-        "it makes them, without Megatron's float32 copy of them all: log-probs and entropies of "
-        "this package are the same to the bit; what your own code computes it must cast",
-    },
-    "fuse_output_layer": {
-        "action": "store_true",
-        "help": "multiply by the output layer inside response_log_probs and its siblings, a chunk "
-        "of tokens at a time and again in backward, so that logits of all tokens never exist: "
-        "losses get FusedLogits, which only those functions read",
-    },
-    "forward_only_max_tokens_per_gpu": {
-        "type": int,
-        "default": None,
-        "metavar": "TOKENS",
-        "help": "--max-tokens-per-gpu of forward_only, which keeps no activations for a backward "
-        "pass: it then has a plan of its own, which --dynamic-batch-max-inflight-tokens does not "
-        "bound (default: the plan and the cap of training)",
-    },
-    "record": {
-        "default": None,
-        "metavar": "DIR",
-        "help": "write every training step's lengths, plan and time into this folder, for "
-        "`mcore-batching replay DIR`, and what costs are known into its cost_model.json, for "
-        "`--cost-model` of `mcore-batching` and for --dynamic-batch-cost-model of other jobs",
-    },
-    "consensus_timeout_seconds": {
-        "type": float,
-        "default": DEFAULT_TIMEOUT_SECONDS,
-        "metavar": "SECONDS",
-        "help": "how long to wait for the other ranks to have planned or collated before raising",
-    },
-    "no_failure_watch": {
-        "action": "store_true",
-        "help": "wrap no exception of the model, and leave the ranks that wait for the one that "
-        "raised it to their process groups' time-out: for a debugger on one rank, or a launcher "
-        "that ends the others itself",
-    },
-    "no_planned_shapes": {
-        "action": "store_true",
-        "help": "let pipeline stages exchange the shape of every tensor before they send it, "
-        "instead of taking it from the plan: for models whose stages send each other anything but "
-        "[tokens, 1, hidden size]",
-    },
-    "warm_up_at_cap": {
-        "action": "store_true",
-        "help": "before the first training step run rows of --max-tokens-per-gpu forward and "
-        "backward, as many as the pipeline holds at a time, and leave no trace of them: PyTorch "
-        "then keeps blocks that serve every later row, and a cap that does not fit into memory is "
-        "an error at the start; off by default, since it has not run on a GPU yet",
-    },
-    "on_nonfinite": {
-        "choices": ["error", "skip"],
-        "default": "error",
-        "help": "a loss or gradient of train_step that is NaN or infinite is an error on every "
-        "rank, or its update is skipped on every rank; unchecked as in Megatron under "
-        "--no-check-for-nan-in-loss-and-grad and dynamic loss scaling",
-    },
-}
-
-_SPELLED = {
-    "use_dynamic_batch_size": "--use-dynamic-batch-size",
-    "max_tokens_per_gpu": "--max-tokens-per-gpu",
-    "max_context_parallel": f"{PREFIX}context-parallel",
-}
-
-FLAGS = {name: _SPELLED.get(name, PREFIX + name.replace("_", "-")) for name in _OPTIONS}
-"""Argument of the library to the flag that sets it."""
-
-_FORMER_FLAGS = {"consensus_timeout_seconds": f"{PREFIX}rendezvous-timeout-seconds"}
-
-_PLANNER_DEFAULTS = {
-    option.name: option.default
-    for option in dataclasses.fields(PlannerConfig)
-    if option.default is not dataclasses.MISSING
-}
-"""Fields of `PlannerConfig` that are read from ``args.dynamic_batch_*``."""
 
 
 def flag_of(argument: Argument) -> str:
@@ -232,17 +61,7 @@ def add_dynamic_batch_arguments(parser: argparse.ArgumentParser) -> argparse.Arg
 
     Flags that the parser has already (frameworks define the first two themselves) are left alone.
     """
-    group = parser.add_argument_group("dynamic micro-batches (mcore_batching)")
-    for name, options in _OPTIONS.items():
-        spellings = [FLAGS[name], *([_FORMER_FLAGS[name]] if name in _FORMER_FLAGS else [])]
-        of_planner: dict[str, Any] = {}
-        if name in _PLANNER_DEFAULTS:
-            of_planner["default"] = _PLANNER_DEFAULTS[name]
-        if name in CHOICES:
-            of_planner["choices"] = CHOICES[name]
-        if FLAGS[name] not in parser._option_string_actions:
-            group.add_argument(*spellings, **options, **of_planner)
-    return parser
+    return add_flags(parser, ENGINE)
 
 
 def uses_dynamic_batch_size(args: Any) -> bool:
@@ -330,8 +149,7 @@ def planner_config(args: Any, dims: ParallelDims | None = None) -> PlannerConfig
             "that fit into one GPU's memory in one micro-batch (16384, say)"
         )
     chosen = {
-        name: getattr(args, _attribute(name), default)
-        for name, default in _PLANNER_DEFAULTS.items()
+        name: getattr(args, _attribute(name), default) for name, default in PLANNER_DEFAULTS.items()
     }
     if chosen["pad_total_to"] is None and dims is not None and _runs_on_cuda():
         smallest = dims if max_context_parallel(args) is None else dims.for_rows_on(1)

@@ -47,6 +47,7 @@ from mcore_batching.planning.pipeline import Schedule
 _RANKS = 1 << 20
 """More than there are: a rank travels in the lower digits of a number, behind its value."""
 _STEPS_BETWEEN_MESSAGES = 100
+"""A job of a day prints some hundred lines at most, whatever the reasons are."""
 
 _Rows = list[tuple[int, Timing]]
 """Timed rows with their slots."""
@@ -90,7 +91,7 @@ class CostLearner:
         self._shared_steps: deque[_TimedRows] = deque(maxlen=WINDOW_STEPS)
         self._last: tuple[float, float, float, float] | None = None
         self._num_reviews = 0
-        self._said: dict[str, int] = {}
+        self._said_at: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Learnt costs as numbers in dicts and lists; save it with the model's checkpoint."""
@@ -297,9 +298,9 @@ class CostLearner:
     def _say(self, review: StepReview) -> None:
         """Print why a step did not take what was predicted, where stock code prints its log."""
         self._num_reviews += 1
-        reason, last = review.reason, self._said.get(review.reason, -_STEPS_BETWEEN_MESSAGES)
-        if reason and self._num_reviews - last >= _STEPS_BETWEEN_MESSAGES:
-            self._said[reason] = self._num_reviews
+        said = self._said_at
+        if review.reason and (said is None or self._num_reviews - said >= _STEPS_BETWEEN_MESSAGES):
+            self._said_at = self._num_reviews
             if dist.get_rank() == dist.get_world_size() - 1:
                 print(f"mcore_batching: {review}", flush=True)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mcore_batching.megatron.arguments import naming_the_cap, uses_dynamic_batch_size
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.shards import MicroBatches
 from mcore_batching.planning import (
     ConfigError,
@@ -74,6 +75,11 @@ class StepShard:
             self.ends = shard_ends(self._problem, self._bins)
         else:
             given, everything = getattr(args, "micro_batch_size", None), list(range(len(lengths)))
+            if given is None:
+                raise DynamicBatchArgumentError(
+                    "micro-batches have no size: set --use-dynamic-batch-size and "
+                    "--max-tokens-per-gpu, or micro_batch_size to a number of samples"
+                )
             size = at_least("micro_batch_size", given, 1, ConfigError)
             self._bins = [everything[i : i + size] for i in range(0, len(lengths), size)]
             self.ends = [float(len(self._bins)), float(len(lengths))]

@@ -35,7 +35,8 @@ def group_steps(
     Args:
         groups: the group (uid) of each sample [samples], anything hashable but None; integers of
             NumPy and PyTorch count by their value.
-        groups_per_step: groups of each step, over all ranks.
+        groups_per_step: groups of each step: over all ranks, or of this rank where `groups` are its
+            own samples', as `get_data_iterator` takes steps.
         last: treatment of the groups that are left over: "keep" makes a last, shorter step of
             them, "drop" leaves them out, "error" refuses.
         is_padding: of each sample True if it is a padding sample, as in `pad_batch`'s field; None:

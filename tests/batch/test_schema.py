@@ -57,6 +57,10 @@ def test_a_schema_never_changes() -> None:
         extended["mine"].kind = Kind.METADATA
 
 
+def test_a_default_schema_does_not_fill_the_help_of_a_call() -> None:
+    assert repr(DEFAULT_SCHEMA) == f"<Schema of {len(DEFAULT_SCHEMA)} fields>"
+
+
 def test_declaring_again_replaces() -> None:
     schema = DEFAULT_SCHEMA.declare("rewards", Kind.METADATA)
     assert schema["rewards"].kind is Kind.METADATA

@@ -1,12 +1,13 @@
-"""slime's and verl's own planning functions, and the same with this package in their place.
+"""slime's, verl's and SkyRL's own planning functions, and the same with this package in place.
 
     python tests/benchmarks/bench_integrations.py LENGTHS... [--slime DIR] [--verl DIR]...
+        [--skyrl DIR]
 
 LENGTHS are files of one length a line; DIR a checkout (slime since its pull request 1926) or a
 folder with verl (an unpacked wheel, a checkout). The frameworks' own functions plan every step;
 verl's all-reduces over ranks are carried out by a loop. slime is hooked; what hooked verl plans on
 its ranks is `plan_step` with the samples' owners (`test_verl_micro_batches.py`), of samples that
-verl's own balancing dealt out.
+verl's own balancing dealt out; SkyRL's likewise, of samples in the order in which it deals them.
 
 Figures: the predicted end of the step under the framework's own plan over that under ours, a
 mean over the steps that both planned; steps with a micro-batch of several samples over the cap;
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import io
 import json
 import sys
@@ -131,6 +133,44 @@ def on_verls_ranks(lengths: list[int], dims: ParallelDims, cap: int) -> Ranks:
     return plan_step(lengths, dims, config, owners=owners).micro_batches
 
 
+def skyrl_planner(source: str) -> Planner:
+    """SkyRL's packer on every rank, and its padding micro-batches, always last."""
+    path = Path(source) / "skyrl/train/dataset/bin_packing.py"
+    spec = importlib.util.spec_from_file_location("skyrl_packing", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["skyrl_packing"] = module
+    spec.loader.exec_module(module)
+
+    def plan(lengths: list[int], dims: ParallelDims, cap: int) -> Ranks:
+        owners = skyrl_owners(lengths, dims)
+        ranks = []
+        for rank in range(dims.data_parallel):
+            own = [sample for sample, owner in enumerate(owners) if owner == rank]
+            packed = module.make_seq_packer("balanced", bin_capacity=cap).pack(
+                [lengths[sample] for sample in own]
+            )
+            ranks.append([tuple(own[place] for place in places) for places in packed])
+        most = max(map(len, ranks))
+        if dims.virtual_pipeline > 1 and most % dims.group_size:
+            raise ValueError("Megatron's interleaved schedule cannot run this count")
+        return [(*rank, *[()] * (most - len(rank))) for rank in ranks]
+
+    return plan
+
+
+def skyrl_owners(lengths: list[int], dims: ParallelDims) -> list[int]:
+    """Rank of each sample: SkyRL deals consecutive ones."""
+    return [sample * dims.data_parallel // len(lengths) for sample in range(len(lengths))]
+
+
+def on_skyrls_ranks(lengths: list[int], dims: ParallelDims, cap: int) -> Ranks:
+    """This package's micro-batches of the samples that SkyRL deals to each rank."""
+    config = PlannerConfig(max_tokens_per_gpu=cap)
+    return plan_step(lengths, dims, config, owners=skyrl_owners(lengths, dims)).micro_batches
+
+
 def end_of(ranks: Ranks, lengths: list[int], dims: ParallelDims, cap: int) -> float:
     """Predicted end of the step."""
     step = StepPlan(
@@ -207,6 +247,7 @@ def main() -> int:
     parser.add_argument("lengths", nargs="+", type=Path)
     parser.add_argument("--slime", help="a checkout of slime")
     parser.add_argument("--verl", action="append", default=[], help="a folder with verl")
+    parser.add_argument("--skyrl", help="a checkout of SkyRL")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the records here")
     options = parser.parse_args()
@@ -218,6 +259,8 @@ def main() -> int:
         frameworks["slime --balance-by-flops"] = (by_flops, hooked)
     for source in options.verl:
         frameworks[f"verl in {Path(source).name}"] = (verl_planner(source), on_verls_ranks)
+    if options.skyrl:
+        frameworks["SkyRL"] = (skyrl_planner(options.skyrl), on_skyrls_ranks)
     records = []
     for path in options.lengths:
         whole = read_lengths(str(path))

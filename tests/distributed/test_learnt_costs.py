@@ -10,14 +10,16 @@ import dataclasses
 import itertools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kit.harness import Job
 from kit.learning import CAP, STALLED
 
+from mcore_batching.megatron import cost_learning
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, plan_step
-from mcore_batching.planning.learnt_costs import LearntCosts
+from mcore_batching.planning.learnt_costs import LearntCosts, StepReview
 from mcore_batching.planning.pipeline import pipeline_time
 from mcore_batching.planning.records import read_records
 from mcore_batching.planning.statistics import predicted_step_time
@@ -41,6 +43,29 @@ Ranks = list[Any]
 
 def job(name: str, function: str = "learn", dims: dict[str, int] = DIMS, **parameters: Any) -> Job:
     return Job(f"learn-{name}", f"kit.learning:{function}", 4, dims, {"dims": dims, **parameters})
+
+
+def test_what_was_mispredicted_is_said_once_in_a_hundred_steps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cost_learning.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(cost_learning.dist, "get_world_size", lambda: 1)
+    learner = SimpleNamespace(_num_reviews=0, _said_at=None)
+    slower, off, fine = (
+        StepReview(
+            predicted_seconds=1.0,
+            measured_seconds=measured,
+            passes_over_predicted=passes,
+            slowest_rank=0,
+            slowest_over_predicted=1.0,
+        )
+        for measured, passes in ((2.0, 2.0), (2.0, 1.0), (1.0, 1.0))
+    )
+    said = []
+    for step, review in enumerate([fine, fine, slower, off, *[slower, off] * 100]):
+        cost_learning.CostLearner._say(learner, review)
+        said += [step] * len(capsys.readouterr().out.splitlines())
+    assert said == [2, 102, 202]
 
 
 def on(*jobs: Any) -> pytest.MarkDecorator:

@@ -28,7 +28,7 @@ def _new_job() -> Iterator[None]:
 
 def test_losses_are_joined_by_the_last_steps_statistics() -> None:
     assert with_batching_statistics(LOSSES) == LOSSES
-    step_log.record_step(STATISTICS, plan_seconds=0.5, run_seconds=3.0)
+    step_log.record_step(STATISTICS, plan_seconds=0.5, run_seconds=3.0, log_all=True)
     logged = with_batching_statistics(LOSSES)
     made = STATISTICS
     assert logged.pop("lm loss") is LOSSES["lm loss"]
@@ -51,10 +51,21 @@ def test_losses_are_joined_by_the_last_steps_statistics() -> None:
     assert list(LOSSES) == ["lm loss"]
 
 
+def test_five_values_are_logged_unless_all_are_asked_for() -> None:
+    step_log.record_step(STATISTICS, plan_seconds=0.5, run_seconds=3.0, learnt={"cost": 1.0})
+    assert {*with_batching_statistics({"lm loss": torch.ones(1)})} - {"lm loss"} == {
+        "batching/micro-batches a rank",
+        "batching/fill",
+        "batching/padding",
+        "batching/time over floor",
+        "batching/plan seconds",
+    }
+
+
 def test_memory_is_estimated_where_the_model_s_shape_is_known() -> None:
     shape = ModelShape(layers=2, hidden=8, ffn=32, heads=2, vocab=2**20)
     memory = predicted_memory(STATISTICS, PLAN, shape)
-    step_log.record_step(STATISTICS, plan_seconds=0.5, run_seconds=3.0, memory=memory)
+    step_log.record_step(STATISTICS, plan_seconds=0.5, run_seconds=3.0, memory=memory, log_all=True)
     logged = with_batching_statistics(LOSSES)
     assert logged["batching/tokens in flight"].tolist() == [9.0]
     assert logged["batching/logits GiB"].tolist() == [pytest.approx(9 * 6 / 2**10)]
@@ -71,7 +82,7 @@ def test_ranks_without_losses_log_nothing() -> None:
 def test_the_third_step_is_predicted_from_the_median_of_those_before() -> None:
     predicted = []
     for seconds in (1.0, 3.0, 100.0, 5.0):
-        step_log.record_step(STATISTICS, plan_seconds=0.0, run_seconds=seconds)
+        step_log.record_step(STATISTICS, plan_seconds=0.0, run_seconds=seconds, log_all=True)
         predicted.append(with_batching_statistics(LOSSES).get("batching/predicted step seconds"))
     assert predicted[:2] == [None, None]
     assert [float(each) for each in predicted[2:]] == pytest.approx([2.0, 3.0])

@@ -13,6 +13,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
+from mcore_batching.flags import THEMES, add_flags
 from mcore_batching.megatron import arguments, cpu_emulation
 from mcore_batching.megatron.arguments import (
     DEFAULT_TIMEOUT_SECONDS,
@@ -101,7 +102,7 @@ def test_the_timeout_has_its_former_spelling_too() -> None:
 
 
 def test_every_argument_in_the_table_has_its_flag() -> None:
-    parser = add_dynamic_batch_arguments(argparse.ArgumentParser())
+    parser = add_flags(argparse.ArgumentParser(), THEMES)
     assert set(arguments.FLAGS.values()) <= set(parser._option_string_actions)
     settings = {field.name for field in dataclasses.fields(PlannerConfig)}
     assert settings <= set(arguments.FLAGS)
@@ -257,6 +258,13 @@ def test_without_the_flag_there_is_no_cap() -> None:
     config = planner_config(parse("--max-tokens-per-gpu", "9"))
     assert config.max_tokens_per_gpu > 10**12
     assert config.fill == "placeholder"
+
+
+def test_a_loop_of_its_own_without_the_flag_is_told_of_it() -> None:
+    args = parse("--max-tokens-per-gpu", "9")
+    settings = Settings(ParallelDims(), planner_config(args), CostModel())
+    with pytest.raises(DynamicBatchArgumentError, match="set --use-dynamic-batch-size and --max"):
+        StepShard(args, settings, [0, 1], [7, 5], False)
 
 
 def test_missing_cap_says_what_to_set() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from kit.patience import patience
 
+from mcore_batching.flags import FLAGS, OPTIONS, THEMES
 from mcore_batching.planning import (
     Argument,
     MCoreBatchingError,
@@ -47,6 +48,17 @@ def lengths_file(tmp_path: Path) -> str:
     path = tmp_path / "lengths.txt"
     path.write_text("6\n4\n3\n9\n2\n14\n")
     return str(path)
+
+
+def test_flags_are_printed_by_theme_each_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sorted(name for names in THEMES.values() for name in names) == sorted(OPTIONS)
+    assert main(["flags"]) == 0
+    printed = capsys.readouterr().out
+    titles = [line for line in printed.splitlines() if line.startswith("mcore_batching: ")]
+    assert titles == [f"mcore_batching: {theme}:" for theme in THEMES]
+    of_lines = [line.split()[0].rstrip(",") for line in printed.splitlines() if line[:4] == "  --"]
+    assert sorted(of_lines) == sorted(FLAGS.values())
+    assert "micro-batch per sample (default: 1500)" in " ".join(printed.split())
 
 
 def test_plan_and_check_as_processes(tmp_path: Path, lengths_file: str) -> None:

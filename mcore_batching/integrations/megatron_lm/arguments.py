@@ -9,13 +9,12 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from mcore_batching.flags import THEMES, add_flags
 from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
-from mcore_batching.integrations.megatron_lm.sft.provider import add_sft_arguments
 from mcore_batching.integrations.megatron_lm.start_messages import print_start_messages
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.arguments import (
     PREFIX,
-    add_dynamic_batch_arguments,
     consensus_timeout_seconds,
     exchanges_samples,
     given_cost_model,
@@ -71,8 +70,7 @@ def is_on(args: Any) -> bool:
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the plugin's flags to Megatron's parser."""
-    add_dynamic_batch_arguments(parser)
-    return add_sft_arguments(parser)
+    return add_flags(parser, THEMES)
 
 
 def check_arguments(args: Any) -> None:

@@ -187,6 +187,7 @@ class PackedForwardBackward:
             run_seconds=run_seconds,
             memory=predicted_memory(made, figures.problem, shape),
             learnt=keep_learnt_costs(self._args, figures.predicted_seconds(agreed)),
+            log_all=getattr(self._args, "dynamic_batch_log_all", False),
         )
 
     def _plan(

@@ -1,7 +1,16 @@
 """Statistics of a training step's plan, for Megatron's log line, TensorBoard and W&B.
 
-The planner predicts times in units of cost. A unit's seconds are the median over the steps before,
-so the first two steps have no prediction; learnt costs are in seconds.
+| logged | meaning |
+|---|---|
+| ``batching/micro-batches a rank`` | micro-batches of each data-parallel rank, placeholders too |
+| ``batching/fill`` | real tokens over what the caps of all micro-batches would hold |
+| ``batching/padding`` | share of the tokens in the rows that are padding |
+| ``batching/time over floor`` | predicted end of the step, over a time before which no plan ends |
+| ``batching/plan seconds`` | reading, planning and collating, on this rank |
+
+``--dynamic-batch-log-all`` logs every value of `record_step`, with learnt costs and the predicted
+seconds. The planner predicts times in units of cost: a unit's seconds are the median over the steps
+before, so the first two steps have no prediction. Learnt costs are in seconds.
 
 Stock code prints the first step after every start, a resumed one's too, and does not clear its sums
 then: the next line holds the mean of all steps since the start, that first one included.
@@ -21,6 +30,8 @@ from mcore_batching.planning.memory import PredictedMemory
 
 PREFIX = "batching/"
 REMEMBERED_STEPS = 32
+LOGGED = ("micro-batches a rank", "fill", "padding", "time over floor", "plan seconds")
+"""Without ``--dynamic-batch-log-all``."""
 
 _last_step: dict[str, float] = {}
 """Values of the training step that ran last."""
@@ -35,6 +46,7 @@ def record_step(
     run_seconds: float,
     memory: PredictedMemory | None = None,
     learnt: Mapping[str, float] | None = None,
+    log_all: bool = False,
 ) -> None:
     """Remember the training step that has just run.
 
@@ -44,6 +56,7 @@ def record_step(
         run_seconds: all forward and backward passes, on this rank.
         memory: predicted, where the model's shape is known.
         learnt: further entries, of learnt costs; a prediction among them goes before the median's.
+        log_all: log every value, not those of `LOGGED` alone.
     """
     values = {
         "fill": made.fill,
@@ -67,8 +80,9 @@ def record_step(
         values["predicted step seconds"] = seconds
     if made.step_time:
         _seconds_per_unit.append(run_seconds / made.step_time)
+    values |= dict(learnt or {})
     _last_step.clear()
-    _last_step.update(values | dict(learnt or {}))
+    _last_step.update(values if log_all else {name: values[name] for name in LOGGED})
 
 
 def with_batching_statistics(loss_dict: Mapping[str, Any]) -> dict[str, Any]:

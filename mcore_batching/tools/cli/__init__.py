@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from mcore_batching._version import __version__
 from mcore_batching.planning import MCoreBatchingError
-from mcore_batching.tools.cli import check, compare, plan, replay
+from mcore_batching.tools.cli import check, compare, flags, plan, replay
 from mcore_batching.tools.cli.options import CommandParser, complain
 
 __all__ = ["build_parser", "main"]
@@ -42,6 +42,7 @@ def build_parser() -> CommandParser:
         ("check", check, "check a plan"),
         ("compare", compare, "compare with plainer modes and other frameworks' rules"),
         ("replay", replay, "show a recorded job, and what other plans would have taken"),
+        ("flags", flags, "print the flags of training jobs"),
     ):
         command = commands.add_parser(name, help=help_text, allow_abbrev=False)
         module.add_arguments(command)

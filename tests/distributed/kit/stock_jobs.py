@@ -34,11 +34,12 @@ COMMON = [
     *("--no-bias-dropout-fusion", "--no-bias-swiglu-fusion", "--no-rope-fusion"),
     *("--no-persist-layer-norm", "--no-create-attention-mask-in-dataloader"),
 ]
-FLAG = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", str(CAP)]
+ON = ["--use-dynamic-batch-size", "--dynamic-batch-log-all", "--max-tokens-per-gpu"]
+FLAG = [*ON, str(CAP)]
 HALF_THE_CAP_TO_EVALUATE = ["--dynamic-batch-forward-only-max-tokens-per-gpu", str(CAP // 2)]
 EXCHANGE = [*FLAG, "--dynamic-batch-exchange"]
 SHARED = [
-    *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "96"),
+    *(*ON, "96"),
     "--dynamic-batch-context-parallel",
 ]
 """Samples of up to 192 tokens do not fit on one rank."""
@@ -73,7 +74,7 @@ TP2 = ["--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "4
 CP2 = ["--context-parallel-size", "2"]
 TP2_CP2 = [*TP2, *CP2]
 ONE_ROW = [
-    *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "1024"),
+    *(*ON, "1024"),
     *("--dynamic-batch-balance", "none", "--dynamic-batch-fill", "placeholder"),
 ]
 """All samples of a rank in one micro-batch, beside a placeholder where two are wanted."""

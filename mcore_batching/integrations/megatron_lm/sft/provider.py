@@ -20,6 +20,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 )
 from megatron.core.datasets.utils import Split
 
+from mcore_batching.flags import FINE_TUNING, PREFIX, add_flags
 from mcore_batching.integrations.megatron_lm.sft.dataset import (
     Indices,
     SftDataset,
@@ -30,7 +31,6 @@ from mcore_batching.integrations.megatron_lm.sft.tokenization import (
     SampleTokenizer,
     byte_level_tokenizer,
 )
-from mcore_batching.megatron.arguments import PREFIX
 
 Datasets = tuple[SftDataset | None, SftDataset | None, SftDataset | None]
 """For training, validation and test."""
@@ -43,36 +43,7 @@ def add_sft_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
     Flags that the parser has already are left alone.
     """
-    group = parser.add_argument_group("supervised fine-tuning data (mcore_batching)")
-
-    def add(flag: str, **options: Any) -> None:
-        if flag not in parser._option_string_actions:
-            group.add_argument(flag, **options)
-
-    add(
-        f"{PREFIX}data",
-        nargs="+",
-        default=None,
-        metavar="FILE",
-        help="JSON-lines files to train on, instead of the script's own data: each line "
-        '{"messages": [...]}, {"prompt": ..., "completion": ...} or '
-        '{"question": ..., "answer": ...}; --split holds out a part of every file',
-    )
-    add(
-        f"{PREFIX}on-too-long",
-        choices=["error", "drop"],
-        default="error",
-        help="a sample longer than --seq-length ends the job, or is left out and counted",
-    )
-    add(
-        f"{PREFIX}tokenizer",
-        choices=["megatron", "bytes"],
-        default="megatron",
-        help="tokenizer of --dynamic-batch-data: the job's, or megatron-core's byte-level one, "
-        "for which --tokenizer-type has no name "
-        "(set --tokenizer-type NullTokenizer --vocab-size 258 with it)",
-    )
-    return parser
+    return add_flags(parser, [FINE_TUNING])
 
 
 def build_sft_datasets(

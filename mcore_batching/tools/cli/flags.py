@@ -1,0 +1,36 @@
+"""`mcore-batching flags`: the flags of training jobs, by theme."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from functools import partial
+
+from mcore_batching.flags import THEMES, add_flags
+from mcore_batching.tools.cli.options import CommandParser
+
+
+def add_arguments(parser: CommandParser) -> None:
+    """The command's arguments: none."""
+    parser.description = (
+        "Print the flags of a training job: of `python -m mcore_batching.run SCRIPT`, and of a "
+        "loop whose parser has them by add_dynamic_batch_arguments."
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print them."""
+    del options
+    listed = argparse.ArgumentParser(
+        prog="torchrun … -m mcore_batching.run SCRIPT",
+        usage="%(prog)s --use-dynamic-batch-size --max-tokens-per-gpu TOKENS [more flags]",
+        add_help=False,
+        formatter_class=partial(
+            argparse.HelpFormatter, width=min(100, shutil.get_terminal_size().columns)
+        ),
+    )
+    for flag in add_flags(listed, THEMES)._actions:
+        if flag.default not in (None, False) and "default" not in str(flag.help):
+            flag.help = f"{flag.help} (default: {flag.default})"
+    print(listed.format_help(), end="")
+    return 0
