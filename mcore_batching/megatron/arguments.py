@@ -180,13 +180,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "instead of taking it from the plan: for models whose stages send each other anything but "
         "[tokens, 1, hidden size]",
     },
-    "warm_up_at_cap": {
-        "action": "store_true",
-        "help": "before the first training step run rows of --max-tokens-per-gpu forward and "
-        "backward, as many as the pipeline holds at a time, and leave no trace of them: PyTorch "
-        "then keeps blocks that serve every later row, and a cap that does not fit into memory is "
-        "an error at the start; off by default, since it has not run on a GPU yet",
-    },
     "on_nonfinite": {
         "choices": ["error", "skip"],
         "default": "error",
@@ -289,11 +282,6 @@ def keeps_logits_in_model_dtype(args: Any) -> bool:
 def fuses_output_layer(args: Any) -> bool:
     """True if losses get `FusedLogits` in place of logits."""
     return bool(getattr(args, "dynamic_batch_fuse_output_layer", False))
-
-
-def warms_up_at_cap(args: Any) -> bool:
-    """True if rows at the cap run before the first training step."""
-    return bool(getattr(args, "dynamic_batch_warm_up_at_cap", False))
 
 
 def planner_config(args: Any, dims: ParallelDims | None = None) -> PlannerConfig:

@@ -32,7 +32,7 @@ from mcore_batching.megatron.topology import is_last_stage, model_chunks
 MODEL_INPUTS = ("tokens", "position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded")
 _LOSS_INPUTS = ("labels", "loss_mask", "responses")
 _FIELDS_OF_THE_MODEL = (Kind.MULTIMODAL, Kind.ROUTED_EXPERTS)
-_ALIKE = ("no_planned_shapes", "fuse_output_layer", "warm_up_at_cap")
+_ALIKE = ("no_planned_shapes", "fuse_output_layer")
 """Arguments of the pipeline, which planning does not read."""
 
 

@@ -30,7 +30,6 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.learnt_costs import LearntCosts
-from mcore_batching.planning.tokens import padded_sample_tokens
 
 _LAID_OUT = (Kind.TOKENS, Kind.POSITION_IDS)
 """Kinds of fields that rows are laid out of, which the host does."""
@@ -233,27 +232,6 @@ class MicroBatchSchedule:
         sizes = self.row_sizes(step)
         return [self._row(*each) for each in zip(self.steps[step], sizes, strict=True)]
 
-    def row_of_tokens(self, step: int, tokens: int, size: int) -> PackedMicroBatch:
-        """This rank's slice of a row of so many tokens, packed, on the host.
-
-        The longest of its samples of the step that fits, as often as it fits, and padding; without
-        any, a placeholder and padding.
-
-        Args:
-            step: which optimizer step.
-            tokens: of the full row, a multiple of what rows are padded to.
-            size: context-parallel size of the row.
-        """
-        dims, totals = self.dims.for_rows_on(size), self.rollout_data["total_lengths"]
-        own = {i for indices in self.steps[step] for i in indices}
-        padded = [(padded_sample_tokens(totals[i], dims, self.config), i) for i in own]
-        fitting = [each for each in padded if each[0] <= tokens]
-        if not fitting:
-            return self._row((), size, tokens)
-        longest, index = max(fitting)
-        most = self.config.max_samples_per_row or tokens
-        return self._row((index,) * min(tokens // longest, most), size, tokens)
-
     def counts_once(self, rows: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
         """Of this rank's rows those that no other data-parallel rank counts."""
         if not self.has_sizes_of_rows:
@@ -274,9 +252,7 @@ class MicroBatchSchedule:
         assert self.moves is not None
         return planned[self.moves.own]
 
-    def _row(
-        self, indices: tuple[int, ...], size: int, tokens: int | None = None
-    ) -> PackedMicroBatch:
+    def _row(self, indices: tuple[int, ...], size: int) -> PackedMicroBatch:
         shared = self.moves if self.has_sizes_of_rows else None
         dims = self.dims.for_rows_on(size)
         values = self.samples(indices, list(self.template))
@@ -287,7 +263,7 @@ class MicroBatchSchedule:
             values,
             schema=self.schema,
             sample_alignment_tokens=sample_multiple_tokens(dims, self.config),
-            row_alignment_tokens=tokens or row_multiple_tokens(dims, self.config),
+            row_alignment_tokens=row_multiple_tokens(dims, self.config),
             context_parallel_size=size,
             context_parallel_rank=shared.own % size if shared else self.context_parallel_rank,
             pad_token_id=self.pad_token_id,

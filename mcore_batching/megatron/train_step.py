@@ -35,7 +35,6 @@ from mcore_batching.megatron.fused_output import tensors_of
 from mcore_batching.megatron.log_probs import (
     chunks_of_tokens,
     logits_of_shape,
-    response_log_probs,
 )
 from mcore_batching.megatron.loss_shares import (
     CollectedShares,
@@ -60,7 +59,6 @@ from mcore_batching.megatron.shared_rows import let_rows_have_groups
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
 from mcore_batching.megatron.transfer_shapes import planned_transfers
 from mcore_batching.megatron.validation import check_logits
-from mcore_batching.megatron.warm_up import warm_up_at_cap
 from mcore_batching.megatron.weight_update import (
     check_updates,
     make_ready,
@@ -172,10 +170,6 @@ def train_step(
     prepared = prepare(args, model, _OPERATION, step, schedule, alike=alike)
     model = model_chunks(model)
 
-    def run_largest(rows: PreparedStep) -> Sequence[Exception]:
-        return _forward_backward(_log_probs_alone, args, model, rows).failed
-
-    warm_up_at_cap(args, model, prepared.schedule, step, run_largest)
     with reporting(args, _OPERATION):
         make_ready(model, optimizer)
         checked = is_checked(args, optimizer)
@@ -273,14 +267,6 @@ def _forward_backward(
             forward_only=False,
         )
     return CollectedShares(collected, failed, temperatures, totals.were_read)
-
-
-def _log_probs_alone(
-    logits: Any, micro_batch: PackedMicroBatch, totals: StepTotals
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """A loss that needs log-probs, as any of training, and is 0."""
-    del totals
-    return torch.cat(response_log_probs(logits, micro_batch)).sum() * 0.0, {}
 
 
 def _num_averaged_replicas() -> int:

@@ -33,7 +33,6 @@ from mcore_batching.megatron.transformer_engine import (
     installed_versions,
     low_precision_problems,
 )
-from mcore_batching.megatron.warm_up import check_warm_up
 from mcore_batching.planning import (
     ParallelDims,
     PlannerConfig,
@@ -63,7 +62,6 @@ def check_settings(args: Any, model: Any) -> None:
     consensus_timeout_seconds(args)
     chunks = model_chunks(model)
     check_logits(args, chunks)
-    check_warm_up(args, get_model_config(chunks[0]))
     dims = current_dims(chunks)
     prepare_model(chunks, dims, planner_config(args, dims))
 

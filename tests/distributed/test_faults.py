@@ -457,7 +457,6 @@ ON_ONE_RANK = {
         # The ranks' messages did not fit together: an abort or a hang.
         "other shapes": ("PlanMismatchError", "rank 2: --dynamic-batch-no-planned-shapes is True"),
         "other output layer": ("PlanMismatchError", "rank 2: --dynamic-batch-fuse-output-layer is"),
-        "other warm-up": ("PlanMismatchError", "rank 2: --dynamic-batch-warm-up-at-cap is True"),
         # Learning rates would part.
         "other increment": ("PlanMismatchError", "rank 2: increment is 7, on rank 0 it is None"),
         "data is a list": ("PlanningFailedError", "rank 2: TypeError: rollout_data must be a dict"),

@@ -64,7 +64,6 @@ FLAGS = {
     "--dynamic-batch-on-oversize",
     "--dynamic-batch-pad-each-to",
     "--dynamic-batch-pad-total-to",
-    "--dynamic-batch-warm-up-at-cap",
     "--dynamic-batch-consensus-timeout-seconds",
     "--dynamic-batch-rendezvous-timeout-seconds",
 }

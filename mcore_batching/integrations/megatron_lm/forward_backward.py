@@ -29,7 +29,6 @@ from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows, s
 from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
 from mcore_batching.integrations.megatron_lm.script_forward_step import (
     with_deferred_errors,
-    without_loss,
 )
 from mcore_batching.integrations.megatron_lm.step_figures import StepFigures
 from mcore_batching.integrations.megatron_lm.step_log import record_step
@@ -45,12 +44,11 @@ from mcore_batching.megatron.cost_learners import timed
 from mcore_batching.megatron.data_iterator import protocol_of
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.failure_watch import reporting
-from mcore_batching.megatron.prepared_step import PreparedStep, prepare
+from mcore_batching.megatron.prepared_step import prepare
 from mcore_batching.megatron.recording import recorded
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks, model_shape, vocabulary_size
 from mcore_batching.megatron.transfer_shapes import planned_transfers
-from mcore_batching.megatron.warm_up import warm_up_at_cap
 from mcore_batching.planning import CostModel
 from mcore_batching.planning.memory import predicted_memory
 
@@ -127,40 +125,29 @@ class PackedForwardBackward:
         schedule = prepared.schedule
         count = len(prepared.rows)
 
-        def run(
-            step: PreparedStep, function: Callable[..., Any], *, counts_flops: bool
-        ) -> tuple[Any, list[Exception]]:
-            # Every model chunk of a rank runs every row: one of them counts for all.
-            rows = [
-                PackedRows(stage, counts_flops=counts_flops and number == 0)
-                for number, stage in enumerate(step.iterators(len(chunks)))
-            ]
-            failed: list[Exception] = []
-            made = self._run(
-                forward_step_func=with_deferred_errors(function, failed, self._args),
-                data_iterator=rows if isinstance(model, list) and len(rows) > 1 else rows[0],
-                model=model,
-                num_microbatches=len(step.rows),
-                micro_batch_size=1,
-                forward_only=forward_only,
-                **others,
-            )
-            return made, failed
-
-        def run_largest(step: PreparedStep) -> list[Exception]:
-            return run(step, without_loss(forward_step_func), counts_flops=False)[1]
-
-        plan_seconds = time.monotonic() - started
-        if not forward_only:
-            warm_up_at_cap(self._args, chunks, schedule, 0, run_largest, change=stock_row)
+        # Every model chunk of a rank runs every row: one of them counts for all.
+        rows = [
+            PackedRows(stage, counts_flops=not forward_only and number == 0)
+            for number, stage in enumerate(prepared.iterators(len(chunks)))
+        ]
+        failed: list[Exception] = []
         ready = time.monotonic()
+        plan_seconds = ready - started
         with (
             reporting(self._args, operation),
             planned_transfers(self._args, chunks, prepared, forward_only=forward_only),
             contextlib.nullcontext() if forward_only else recorded(self._args, schedule, 0),
             contextlib.nullcontext() if forward_only else timed(self._args, chunks, prepared),
         ):
-            losses, failed = run(prepared, forward_step_func, counts_flops=not forward_only)
+            losses = self._run(
+                forward_step_func=with_deferred_errors(forward_step_func, failed, self._args),
+                data_iterator=rows if isinstance(model, list) and len(rows) > 1 else rows[0],
+                model=model,
+                num_microbatches=count,
+                micro_batch_size=1,
+                forward_only=forward_only,
+                **others,
+            )
         if forward_only:
             agree_after_pipeline(self._args, operation, failed)
             return losses

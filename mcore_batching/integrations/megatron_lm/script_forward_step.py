@@ -53,22 +53,6 @@ def with_deferred_errors(
     return forward_step
 
 
-def without_loss(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward step with a loss that is 0, and reports nothing."""
-
-    def forward_step(*arguments: Any, **options: Any) -> tuple[Any, Callable[..., Any]]:
-        output, _ = forward_step_func(*arguments, **options)
-
-        def loss(output_tensor: Tensor, *unused: Any, **options: Any) -> tuple[Any, ...]:
-            del unused, options
-            nothing = torch.zeros((), dtype=torch.int, device=output_tensor.device)
-            return output_tensor.float().sum() * 0.0, nothing, {}
-
-        return output, loss
-
-    return forward_step
-
-
 def check_loss(result: Any) -> None:
     """Refuse a loss that is a mean over its micro-batch.
 

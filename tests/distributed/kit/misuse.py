@@ -223,9 +223,6 @@ _WRONG: dict[str, Callable[[_Calls], Any]] = {
     "other output layer": lambda calls: calls.train(
         args=arguments(calls.dims, dynamic_batch_fuse_output_layer=True)
     ),
-    "other warm-up": lambda calls: calls.train(
-        args=arguments(calls.dims, dynamic_batch_warm_up_at_cap=True)
-    ),
     "other increment": lambda calls: calls.train(increment=7),
     "data is a list": lambda calls: get_data_iterator(calls.args, calls.model, [1]),
     "data is nowhere": lambda calls: calls.plan(
