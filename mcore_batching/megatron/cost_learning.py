@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from mcore_batching.batch.figures import Figure, largest, least, rank_total
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.pass_times import TimedStep, is_over, mark, rows_of, seconds_between
 from mcore_batching.megatron.prepared_step import PreparedStep
@@ -173,8 +174,8 @@ class CostLearner:
 
     def evidence(
         self, *, shares_rows: bool = False, in_lockstep: bool = False
-    ) -> tuple[list[float], list[float]]:
-        """This rank's measurements: numbers to be added up over ranks, and to be maximised.
+    ) -> dict[str, Figure]:
+        """This rank's measurements.
 
         Reads the passes of the steps that have ended on the device. The same on every rank:
 
@@ -186,7 +187,7 @@ class CostLearner:
         self._shares_rows, self._in_lockstep = shares_rows, in_lockstep
         self._waiting = None
         newest = None
-        least, costs = [0.0] * NUM_LEAST, [math.inf] * NUM_SLOTS
+        shared, costs = [0.0] * NUM_LEAST, [math.inf] * NUM_SLOTS
         has_news = 0
         while self._unread and all(map(is_over, self._unread[0].marks)):
             has_news, step = 1, self._unread.popleft()
@@ -194,7 +195,7 @@ class CostLearner:
             seconds = step.seconds()
             timings = step.timings(seconds)
             if step.shared is not None and step.shared is self._shared:
-                least = step.shared.least(seconds, self.learnt.factor(self._stage))
+                shared = step.shared.seconds(seconds, self.learnt.factor(self._stage))
             if in_lockstep and step.rivals is None:
                 self._waiting = step, timings
                 costs = costs_of_slots([self._units(timings[slot]) for slot in sorted(timings)])
@@ -206,10 +207,23 @@ class CostLearner:
         self._last = None
         # In thousandths, and the rank behind them: the largest tells both.
         slowest = int(min(1000 * took / expected, 1e6)) * _RANKS if expected else 0
-        largest = [has_news, measured, predicted, slowest + dist.get_rank()]
-        largest += (least if shares_rows else []) + (costs if in_lockstep else [])
         trips, idle = self._trips.told(newest)
-        return [*sums, took, expected, *trips], largest + idle
+        figures = {
+            "steps timed": largest(has_news),
+            "evidence": rank_total(sums),
+            "seconds of passes": rank_total(took),
+            "predicted seconds of passes": rank_total(expected),
+            "seconds of step": largest(measured),
+            "predicted seconds of step": largest(predicted),
+            "slowest rank": largest(slowest + dist.get_rank()),
+            "round trips": rank_total(trips),
+            "idle before round trips": largest(idle),
+        }
+        if shares_rows:
+            figures["seconds of shared passes"] = least(shared)
+        if in_lockstep:
+            figures["costs of slots"] = largest(costs)
+        return figures
 
     def _units(self, timing: Timing) -> float:
         assert self.learnt is not None
@@ -235,46 +249,42 @@ class CostLearner:
             step.predicted_seconds,
         )
 
-    def learn(self, total: Sequence[float], largest: Sequence[float]) -> None:
+    def learn(self, figures: Mapping[str, Any]) -> None:
         """Know what all ranks have measured, the same on every rank; nothing new, nothing changes,
         so that samples that are planned twice have one plan.
 
         Args:
-            total: of the numbers of `evidence`, the sums over all ranks.
-            largest: likewise.
+            figures: what `evidence` gave, joined over all ranks.
         """
         assert self.learnt is not None
-        num_trips = self._trips.count
-        *sums, took, expected = total[: len(total) - 2 * num_trips]
-        has_news, measured, predicted, slowest, *others = largest[: len(largest) - num_trips]
-        if not has_news:
+        if not figures["steps timed"]:
             return
-        least, costs = (
-            (others[:NUM_LEAST], others[NUM_LEAST:]) if self._shares_rows else ([], others)
-        )
+        took, expected = figures["seconds of passes"], figures["predicted seconds of passes"]
         if self._waiting is not None:
             step, timings = self._waiting
-            self._count(step, self._costliest(timings.items(), len(timings), costs))
-        if self._shared is not None and least and self._knows_stages:
-            self._shared_steps.append((self._shared.timings(least), self._rivals))
+            rows = self._costliest(timings.items(), len(timings), figures["costs of slots"])
+            self._count(step, rows)
+        if self._shared is not None and self._shares_rows and self._knows_stages:
+            timed = self._shared.timings(figures["seconds of shared passes"])
+            self._shared_steps.append((timed, self._rivals))
             for each in self._counting(*self._shared_steps[-1]):
                 took += each.forward_seconds + each.backward_seconds
                 expected += (self.learnt.seconds_per_unit or 0.0) * self._units(each)
         self._shared = None
+        measured, predicted = figures["seconds of step"], figures["predicted seconds of step"]
+        slowest = int(figures["slowest rank"])
         if expected and predicted and measured:
             self.review = StepReview(
                 predicted_seconds=predicted,
                 measured_seconds=measured,
                 passes_over_predicted=took / expected,
-                slowest_rank=int(slowest) % _RANKS,
-                slowest_over_predicted=int(slowest) // _RANKS / 1000,
+                slowest_rank=slowest % _RANKS,
+                slowest_over_predicted=slowest // _RANKS / 1000,
             )
             self._say(self.review)
-        transfers = self._trips.learn(
-            total[len(total) - 2 * num_trips :], largest[len(largest) - num_trips :]
-        )
+        transfers = self._trips.learn(figures["round trips"], figures["idle before round trips"])
         shared = [self._counting(*each) for each in self._shared_steps]
-        self.learnt = relearnt(self.learnt, sums, shared, transfers)
+        self.learnt = relearnt(self.learnt, figures["evidence"], shared, transfers)
 
     def _costliest(
         self, rows: Iterable[tuple[int, Timing]], num_slots: int, costs: Sequence[float]

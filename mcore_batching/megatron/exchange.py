@@ -14,6 +14,7 @@ from typing import Any, Literal
 from megatron.core import parallel_state
 
 from mcore_batching.batch.consensus import Statement
+from mcore_batching.batch.figures import largest
 from mcore_batching.megatron.arguments import naming_the_cap
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.planning_protocol import PlanningProtocol, digest_of
@@ -74,11 +75,11 @@ class ExchangingProtocol(PlanningProtocol):
             equal = {"number of steps": len(shard.steps), **batch.comparable()}
             if batch.total_lengths and batch.steps is None:
                 equal["global_batch_size"] = batch.global_batch_size
-            return Statement(equal=equal, largest=[len(shard.integers())])
+            return Statement(equal=equal, figures={"integers": largest(len(shard.integers()))})
 
         agreed = self.consensus.agree("gathering lengths", work, says, failure=PlanningFailedError)
         self.batch, own = agreed.result
-        gathered = self.consensus.gather_integers(own.integers(), agreed.largest[0])
+        gathered = self.consensus.gather_integers(own.integers(), agreed.figures["integers"])
         return list(map(Shard.of_integers, gathered))
 
     def _moved(self, shards: Sequence[Shard]) -> None:

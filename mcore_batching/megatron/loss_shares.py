@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from mcore_batching.batch import StepTotals
 from mcore_batching.batch.consensus import Statement
+from mcore_batching.batch.figures import largest
 from mcore_batching.megatron.consensus import agree_after_pipeline
 from mcore_batching.megatron.flat_values import has_bytes
 from mcore_batching.megatron.nonfinite import skips
@@ -211,14 +212,17 @@ def agreed_shares(
         return Statement(
             equal={"names of metrics": sorted(names)} if shares else {},
             equal_in_stage={"temperature": sorted(collected.temperatures)},
-            # By maxima: what other stages leave out of `equal` costs nothing, what differs does.
-            largest=[int(any(found)), int(not skips(args))],
+            # Not in `equal`: what differs there costs a gather.
+            figures={
+                "faults": largest(int(any(found))),
+                "refusals": largest(int(not skips(args))),
+            },
         )
 
     agreed = agree_after_pipeline(args, operation, collected.failed, work, says)
     names, found = agreed.result
-    has_faults, are_refused = agreed.largest
-    return AgreedShares(names, found, not has_faults, bool(are_refused))
+    figures = agreed.figures
+    return AgreedShares(names, found, not figures["faults"], bool(figures["refusals"]))
 
 
 def summed_metrics(

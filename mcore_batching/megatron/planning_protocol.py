@@ -40,6 +40,7 @@ from megatron.core.utils import get_model_config
 
 from mcore_batching.batch import Schema
 from mcore_batching.batch.consensus import Statement
+from mcore_batching.batch.figures import Figure, largest, least, total
 from mcore_batching.megatron.arguments import (
     forward_only_config,
     given_cost_model,
@@ -64,9 +65,6 @@ from mcore_batching.megatron.validation import prepare_model
 from mcore_batching.planning import CostModel, PlannerConfig, Problem, ShardOutlook
 from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.learnt_costs import LearntCosts
-
-_LONGEST = 2
-"""Where the longest sample stands among the largest numbers of taking stock."""
 
 
 class PlanningProtocol:
@@ -199,21 +197,17 @@ class PlanningProtocol:
             counted = self._counted(batch)
             equal["costs are learnt"] = self._learns
             equal["samples stay on their rank"] = self.scope == "local"
-            sums: list[float] = []
-            maxima: list[float] = []
+            figures = {**counted.figures, "ranks without data": largest(int(batch is None))}
             if self._learns:
                 equal["what was learnt of costs"] = cost_learner(self.model).state_dict()
-                sums, maxima = cost_learner(self.model).evidence(
+                figures |= cost_learner(self.model).evidence(
                     shares_rows=settings.config.max_context_parallel is not None,
                     in_lockstep=settings.dims.expert_parallel > 1,
                 )
-                self._num_measured = len(maxima)
-            largest = [*counted.largest, *maxima, int(batch is None)]
             return dataclasses.replace(
                 counted,
                 equal=equal,
-                largest=largest,
-                rank_total=sums,
+                figures=figures,
                 # What these samples leave open, other ranks' may tell.
                 tell=(batch.told, batch.is_open) if batch is not None else None,
                 asks=batch is not None and batch.is_open,
@@ -225,12 +219,12 @@ class PlanningProtocol:
         if self._learns:
             learner = cost_learner(self.model)
             packed_by = learner.learnt
-            learner.learn(agreed.rank_total, agreed.largest[-1 - self._num_measured : -1])
+            learner.learn(agreed.figures)
             self.learnt = packed_by if self._packs_at_once else learner.learnt
             assert self.learnt is not None
             model = self.learnt.planning_model(self.settings.dims)
             self.settings = dataclasses.replace(self.settings, cost_model=model)
-        self._say_oversize(int(agreed.largest[_LONGEST]))
+        self._say_oversize(agreed.figures["longest sample"])
 
     def _say_oversize(self, longest: int) -> None:
         """Print once a job, where stock code prints its log, that a sample is over the cap.
@@ -282,25 +276,24 @@ class PlanningProtocol:
     def share_data(self) -> None:
         """Hand the data to ranks that lack it, and the fields to ranks without samples."""
         batch, stock = self._given, self._stock
-        *_, somebody_lacks_data = stock.largest
         heard = [each for each in stock.told.values() if each is not None]
         somebody_asks = any(is_open for _, is_open in heard)
-        if somebody_lacks_data:
+        if stock.figures["ranks without data"]:
             batch, stock = self.consensus.share_within_replica(batch, self._counted)
         assert batch is not None
         if somebody_asks:  # then all have heard what each tells
             batch = batch.hearing(told for told, _ in heard)
-        somebody_is_empty, minus_populated, _, *at_once = stock.largest
-        self.shares = stock.total
-        if self._packs_at_once and not (somebody_is_empty or somebody_asks):
-            fields, minus_fields, *latest = at_once[: 2 + len(self._shards[0].ends)]
-            if fields == -minus_fields:  # else packing says which differ
-                self._latest_at_once = latest
-                # Tokens in flight are known when micro-batches are filled.
-                self._is_settled = self.settings.config.max_inflight_tokens is None
-        if somebody_is_empty and -minus_populated < len(self.consensus.ranks):
+        figures = stock.figures
+        somebody_is_empty, populated = figures["ranks without samples"], figures["first populated"]
+        self.shares = figures["samples"]
+        packed = self._packs_at_once and not (somebody_is_empty or somebody_asks)
+        if packed and figures["fields"] == figures["fields, least"]:  # else packing names them
+            self._latest_at_once = figures["ends"]
+            # Tokens in flight are known when micro-batches are filled.
+            self._is_settled = self.settings.config.max_inflight_tokens is None
+        if somebody_is_empty and populated < len(self.consensus.ranks):
             fields_of = batch
-            shared = self.consensus.share(lambda: fields_of.resolved().fields(), -minus_populated)
+            shared = self.consensus.share(lambda: fields_of.resolved().fields(), populated)
             batch = batch.with_fields_of(shared)
         self.batch = batch
 
@@ -313,21 +306,26 @@ class PlanningProtocol:
         """
         lengths = [] if batch is None else batch.total_lengths
         populated = self.consensus.rank if lengths else len(self.consensus.ranks)
-        largest: list[float] = [int(not lengths), -populated, max(lengths, default=0)]
+        figures: dict[str, Figure] = {
+            "ranks without samples": largest(int(not lengths)),
+            "first populated": least(populated),
+            "longest sample": largest(max(lengths, default=0)),
+        }
         if self._packs_at_once:
             if not self._shards or lengths != self._packed_lengths:  # they may be shared meanwhile
                 places, forward = range(len(lengths)), self.forward_only
                 self._shards = [StepShard(self.args, self.settings, places, lengths, forward)]
             self._packed_lengths = lengths
             fields = 0 if batch is None else int(digest_of(batch.comparable())[:12], 16)
-            largest += [fields, -fields, *self._shards[0].ends]
+            figures |= {"fields": largest(fields), "fields, least": least(fields)}
+            figures["ends"] = largest(self._shards[0].ends)
         shares = [len(lengths)]
         if not self.one_step:
             # Each rank knows its own, and the sum over ranks has them all. Beside them there is
             # room for some 90 ranks in a message; those of more take another one.
             place = self.consensus.data_parallel_rank
             shares = [0] * place + shares + [0] * (len(self.consensus.replicas) - 1 - place)
-        return Statement(largest=largest, total=shares)
+        return Statement(figures={**figures, "samples": total(shares)})
 
     def _own_steps(self) -> list[list[int]]:
         """Local sample indices of every step."""
@@ -415,12 +413,13 @@ class PlanningProtocol:
                 equal["global_batch_size"] = batch.global_batch_size
             return Statement(
                 equal=equal,
-                largest=[end for shard in shards for end in shard.ends],
+                figures={"ends": largest([end for shard in shards for end in shard.ends])},
             )
 
         agreed = self.consensus.agree("packing", work, says, failure=PlanningFailedError)
         self.batch, self._shards = agreed.result
-        return agreed.largest
+        ends: list[float] = agreed.figures["ends"]
+        return ends
 
     def _fill(self, latest: list[float]) -> None:
         """Bring every step to the common counts; the worst outlook of all ranks on each."""
@@ -436,15 +435,17 @@ class PlanningProtocol:
             digest = digest_of([self.batch.total_lengths, filled])
             return Statement(
                 equal_in_replica={"samples and plan (sha256)": digest},
-                largest=ends + [outlook.inflight_tokens for outlook in each],
-                # 32 bits at a time, whose sum over any number of replicas travels as one integer.
-                total=[int(digest[i : i + 8], 16) for i in range(0, len(digest), 8)],
+                figures={
+                    "ends": largest(ends),
+                    "tokens in flight": largest([outlook.inflight_tokens for outlook in each]),
+                    # 32 bits at a time, whose sum over replicas travels as one integer.
+                    "plans": total([int(digest[i : i + 8], 16) for i in range(0, len(digest), 8)]),
+                },
             )
 
         agreed = self.consensus.agree("filling", work, says, failure=PlanningFailedError)
-        self.plan_digest = digest_of([agreed.total, agreed.largest])
-        half = len(agreed.largest) // 2
-        worst = map(ShardOutlook, agreed.largest[:half], agreed.largest[half:])
+        self.plan_digest = digest_of(agreed.figures)
+        worst = map(ShardOutlook, agreed.figures["ends"], agreed.figures["tokens in flight"])
         self._outlooks = [[next(worst) for _ in shard.filled] for shard in self._shards]
 
 

@@ -21,6 +21,7 @@ from mcore_batching.batch import (
     step_totals,
 )
 from mcore_batching.batch.consensus import Statement
+from mcore_batching.batch.figures import total
 from mcore_batching.batch.side_by_side import SideBySide
 from mcore_batching.megatron.arguments import FLAGS
 from mcore_batching.megatron.consensus import consensus_of_rows
@@ -209,12 +210,10 @@ def prepare(
                 "samples and plan (sha256)": prepared.schedule.own_digest,
                 **{n: value for n, value in sums.items() if n != "token_weight"},
             },
-            total=list(sums.values()),
+            figures={name: total(value) for name, value in sums.items()},
         )
 
     agreed = consensus_of_rows(args).agree(
         f"{operation}, collating", collate, says, failure=CollationFailedError
     )
-    names = [field.name for field in dataclasses.fields(StepTotals)]
-    totals = StepTotals(**dict(zip(names, agreed.total, strict=True)))
-    return dataclasses.replace(agreed.result, totals=totals)
+    return dataclasses.replace(agreed.result, totals=StepTotals(**agreed.figures))

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from mcore_batching.batch.consensus import Statement
+from mcore_batching.batch.figures import largest
 from mcore_batching.megatron.consensus import JobConsensus
 
 MicroBatches = tuple[tuple[int, ...], ...]
@@ -69,8 +70,8 @@ class GatheredShards:
             agreed = self._consensus.agree(
                 "gathering the plans of all ranks",
                 self._own.integers,
-                lambda integers: Statement(largest=[len(integers)]),
+                lambda integers: Statement(figures={"integers": largest(len(integers))}),
             )
-            gathered = self._consensus.gather_integers(agreed.result, agreed.largest[0])
+            gathered = self._consensus.gather_integers(agreed.result, agreed.figures["integers"])
             self._all = tuple(map(Shard.of_integers, gathered))
         return self._all

@@ -5,8 +5,8 @@ Under dynamic CP they wait in the attention of rows that they share:
     rank 0   [begins.....waits......computes]     took 9 s
     rank 1                     [computes]         took 4 s: what the row costs
 
-Whoever begins last waits for nobody, so a pass costs what the rank that took least time says, and
-the least time of all ranks travels as a maximum with an agreement that there is anyway.
+Whoever begins last waits for nobody, so a pass costs what the rank that took least time says. That
+least time travels as a figure with an agreement that there is anyway.
 
 With expert parallelism they wait in every layer for the rank with most work, so a pass takes as
 long as the costliest row of its slot, and only that row counts. Which one it is depends on the
@@ -133,37 +133,37 @@ class SharedTimes:
         lengths_of_rows = [lengths_of(row) for row in rows]
         return cls(rows, lengths_of_rows, chunks, schedule.moves.own)
 
-    def least(self, seconds: Mapping[Pass, float], factor: float) -> list[float]:
-        """This rank's numbers, of which all ranks are to know the largest.
+    def seconds(self, passes: Mapping[Pass, float], factor: float) -> list[float]:
+        """This rank's numbers, of which all ranks are to know the least.
 
         Args:
-            seconds: of each of its passes.
+            passes: seconds of each.
             factor: time of its stage over that of a mean one.
 
         Returns:
-            minus the seconds of each pass on a mean stage; -inf where it has no part in a row, 0,
-            which is no time, where it could not be told.
+            the seconds of each pass on a mean stage; inf where it has no part in a row, 0, which
+            is no time, where it could not be told.
         """
         numbers = [0.0] * NUM_LEAST
         for place, row in enumerate(self.rows):
             has_part = row.rank <= self.own < row.rank + row.size
             for chunk in range(self.chunks):
                 for backward in (False, True):
-                    took = seconds[backward, chunk, row.slot] / factor if has_part else math.inf
+                    took = passes[backward, chunk, row.slot] / factor if has_part else math.inf
                     is_time = took > 0  # nor NaN
-                    numbers[self._index(place, chunk, backward)] = -took if is_time else 0.0
+                    numbers[self._index(place, chunk, backward)] = took if is_time else 0.0
         return numbers
 
-    def timings(self, largest: Sequence[float]) -> list[tuple[int, Timing]]:
-        """Slot and times of each row that could be told, given the largest of all ranks' numbers.
+    def timings(self, least: Sequence[float]) -> list[tuple[int, Timing]]:
+        """Slot and times of each row that could be told, given the least of all ranks' numbers.
 
         Args:
-            largest: of what `least` gives.
+            least: of what `seconds` gives.
         """
         timings = []
         for place, (row, lengths) in enumerate(zip(self.rows, self.lengths, strict=True)):
             forward, backward = (
-                [-largest[self._index(place, chunk, kind)] for chunk in range(self.chunks)]
+                [least[self._index(place, chunk, kind)] for chunk in range(self.chunks)]
                 for kind in (False, True)
             )
             timing = Timing(
