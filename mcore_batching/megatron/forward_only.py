@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -22,7 +21,6 @@ from mcore_batching.batch.consensus import Statement
 from mcore_batching.megatron.arguments import (
     fuses_output_layer,
     has_own_forward_plan,
-    log_prob_chunk_tokens,
 )
 from mcore_batching.megatron.chunk_forward import run_for_losses
 from mcore_batching.megatron.consensus import agree_after_pipeline, get_consensus
@@ -34,14 +32,13 @@ from mcore_batching.megatron.data_iterator import (
 )
 from mcore_batching.megatron.errors import CollationFailedError, ForwardFailedError
 from mcore_batching.megatron.failure_watch import defer, reporting
-from mcore_batching.megatron.log_probs import chunks_of_tokens, logits_of_shape
+from mcore_batching.megatron.log_probs import logits_of_shape
 from mcore_batching.megatron.logits_function import adapted, real_outputs
 from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep, prepare
-from mcore_batching.megatron.routing_replay import replayed_step
+from mcore_batching.megatron.run_pipeline import run_pipeline
 from mcore_batching.megatron.sample_moves import check_output
 from mcore_batching.megatron.shared_rows import let_rows_have_groups
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
-from mcore_batching.megatron.transfer_shapes import planned_transfers
 from mcore_batching.megatron.validation import check_logits
 
 _OPERATION = "forward_only"
@@ -96,12 +93,7 @@ def forward_only(
     with _evaluation_mode(chunks):
         for step in range(len(schedule.steps)):
             prepared = prepare(args, chunks, _OPERATION, step, lambda: schedule)
-            with (
-                reporting(args, _OPERATION),
-                planned_transfers(args, chunks, prepared, forward_only=True),
-                replayed_step(chunks),
-            ):
-                made, failed, temperatures = _run(function, args, chunks, prepared)
+            made, failed, temperatures = _run(function, args, chunks, prepared)
             outputs += made
             travel = schedule.moves is not None
             names = _agreed_names(args, outputs, failed, temperatures, travel=travel)
@@ -181,7 +173,7 @@ def _evaluation_mode(chunks: list[Any]) -> Iterator[None]:
 
 def _run(
     f: Callable[..., Any], args: Any, chunks: list[Any], prepared: PreparedStep
-) -> tuple[list[_RowOutputs], list[Exception], set[float]]:
+) -> tuple[list[_RowOutputs], list[Exception], Collection[float]]:
     """Outputs of a step's micro-batches on the last stage, in slot order; what ``f`` raised; the
     temperatures that it asked for."""
     failed: list[Exception] = []
@@ -215,18 +207,15 @@ def _run(
 
         return of_chunk, collect
 
-    rows = prepared.iterators(len(chunks))
-    with chunks_of_tokens(log_prob_chunk_tokens(args)) as temperatures:
-        made: list[_RowOutputs] = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=rows if len(rows) > 1 else rows[0],
-            model=chunks if len(chunks) > 1 else chunks[0],
-            num_microbatches=len(prepared.rows),
-            seq_length=getattr(args, "seq_length", 1),  # not read: lengths vary
-            micro_batch_size=1,
-            forward_only=True,
-            collect_non_loss_data=True,
-        )
+    made, temperatures = run_pipeline(
+        args,
+        chunks,
+        prepared,
+        _OPERATION,
+        forward_step,
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
     return made, failed, temperatures
 
 

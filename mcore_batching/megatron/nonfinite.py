@@ -44,14 +44,13 @@ def skips(args: Any) -> bool:
 
 
 @contextlib.contextmanager
-def gradients_measured(model: list[Any], checked: bool) -> Iterator[list[Tensor]]:
-    """Gives a list that gets the largest magnitude of each parameter's gradient [parameters].
+def gradients_measured(model: list[Any], checked: bool, largest: list[Tensor]) -> Iterator[None]:
+    """Append the largest magnitude of each parameter's gradient [parameters], once they are made.
 
-    The tensor stays on the device. Empty unless ``checked``, and without a parameter.
+    The tensor stays on the device. None unless ``checked``, and without a parameter.
     """
-    largest: list[Tensor] = []
     if not checked:
-        yield largest
+        yield
         return
     config = get_model_config(model[0])
     finalize: Callable[..., None] = config.finalize_model_grads_func
@@ -73,7 +72,7 @@ def gradients_measured(model: list[Any], checked: bool) -> Iterator[list[Tensor]
     for wrapper in wrappers:
         wrapper.check_for_nan_in_grad = False
     try:
-        yield largest
+        yield
     finally:
         config.finalize_model_grads_func = finalize
         for wrapper, was_checked in zip(wrappers, were_checked, strict=True):

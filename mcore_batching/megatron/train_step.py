@@ -15,27 +15,22 @@ neither the learning rate nor the consumed samples.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch, StepTotals
-from mcore_batching.megatron.arguments import log_prob_chunk_tokens
 from mcore_batching.megatron.chunk_forward import run_for_losses
-from mcore_batching.megatron.cost_learners import timed
 from mcore_batching.megatron.data_iterator import DataIterator, schedule_of
 from mcore_batching.megatron.failure_watch import defer, reporting
 from mcore_batching.megatron.fused_output import tensors_of
-from mcore_batching.megatron.log_probs import (
-    chunks_of_tokens,
-    logits_of_shape,
-)
+from mcore_batching.megatron.log_probs import logits_of_shape
 from mcore_batching.megatron.loss_shares import (
     CollectedShares,
     WatchedTotals,
@@ -52,12 +47,10 @@ from mcore_batching.megatron.nonfinite import (
     raise_on_all,
 )
 from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep, prepare
-from mcore_batching.megatron.recording import recorded
-from mcore_batching.megatron.routing_replay import replayed_step
+from mcore_batching.megatron.run_pipeline import run_pipeline
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.shared_rows import let_rows_have_groups
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
-from mcore_batching.megatron.transfer_shapes import planned_transfers
 from mcore_batching.megatron.validation import check_logits
 from mcore_batching.megatron.weight_update import (
     check_updates,
@@ -170,17 +163,17 @@ def train_step(
     prepared = prepare(args, model, _OPERATION, step, schedule, alike=alike)
     model = model_chunks(model)
 
-    with reporting(args, _OPERATION):
+    checked = is_checked(args, optimizer)
+    largest: list[Tensor] = []
+
+    @contextlib.contextmanager
+    def ready() -> Iterator[None]:
         make_ready(model, optimizer)
-        checked = is_checked(args, optimizer)
-        with (
-            recorded(args, prepared.schedule, step),
-            timed(args, model, prepared),
-            planned_transfers(args, model, prepared, forward_only=False),
-            gradients_measured(model, checked) as largest,
-            replayed_step(model),
-        ):
-            made = _forward_backward(loss_function, args, model, prepared)
+        with gradients_measured(model, checked, largest):
+            yield
+
+    made = _forward_backward(loss_function, args, model, prepared, ready())
+    with reporting(args, _OPERATION):
         warn_of_unread_totals(made, prepared)
 
     def nonfinite() -> tuple[str, str]:
@@ -212,6 +205,7 @@ def _forward_backward(
     args: Any,
     model: list[Any],
     prepared: PreparedStep,
+    ready: contextlib.AbstractContextManager[None],
 ) -> CollectedShares:
     """Gradients of the step in the model's buffers, and what the loss function did meanwhile.
 
@@ -220,11 +214,10 @@ def _forward_backward(
     """
     failed: list[Exception] = []
     config = get_model_config(model[0])
-    num_microbatches = len(prepared.rows)
     totals = WatchedTotals(**dataclasses.asdict(prepared.totals))
     tokens = max(prepared.totals.num_tokens, 1)
     per_token = bool(config.calculate_per_token_loss)
-    undo = tokens if per_token else num_microbatches * _num_averaged_replicas()
+    undo = tokens if per_token else len(prepared.rows) * _num_averaged_replicas()
 
     def forward_step(
         rows: Iterator[PreparedRow], chunk: Any, *unused: Any
@@ -255,17 +248,9 @@ def _forward_backward(
 
         return made, loss
 
-    rows = prepared.iterators(len(model))
-    with chunks_of_tokens(log_prob_chunk_tokens(args)) as temperatures:
-        collected: list[Mapping[str, Tensor]] = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=rows if len(rows) > 1 else rows[0],
-            model=model if len(model) > 1 else model[0],
-            num_microbatches=num_microbatches,
-            seq_length=getattr(args, "seq_length", 1),  # not read: lengths vary
-            micro_batch_size=1,
-            forward_only=False,
-        )
+    collected, temperatures = run_pipeline(
+        args, model, prepared, _OPERATION, forward_step, forward_only=False, inside=ready
+    )
     return CollectedShares(collected, failed, temperatures, totals.were_read)
 
 

@@ -13,7 +13,6 @@ up to those of the ordinary micro-batches; a placeholder's are 0 and 0.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -40,15 +39,12 @@ from mcore_batching.integrations.megatron_lm.unpadding import (
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.arguments import has_own_forward_plan
 from mcore_batching.megatron.consensus import agree_after_pipeline
-from mcore_batching.megatron.cost_learners import timed
 from mcore_batching.megatron.data_iterator import protocol_of
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.failure_watch import reporting
 from mcore_batching.megatron.prepared_step import prepare
-from mcore_batching.megatron.recording import recorded
+from mcore_batching.megatron.run_pipeline import run_pipeline
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks, model_shape, vocabulary_size
-from mcore_batching.megatron.transfer_shapes import planned_transfers
 from mcore_batching.planning import CostModel
 from mcore_batching.planning.memory import predicted_memory
 
@@ -123,8 +119,6 @@ class PackedForwardBackward:
         )
         prepared = prepare(self._args, chunks, operation, 0, planned, change=stock_row)
         schedule = prepared.schedule
-        count = len(prepared.rows)
-
         # Every model chunk of a rank runs every row: one of them counts for all.
         rows = [
             PackedRows(stage, counts_flops=not forward_only and number == 0)
@@ -133,27 +127,23 @@ class PackedForwardBackward:
         failed: list[Exception] = []
         ready = time.monotonic()
         plan_seconds = ready - started
-        with (
-            reporting(self._args, operation),
-            planned_transfers(self._args, chunks, prepared, forward_only=forward_only),
-            contextlib.nullcontext() if forward_only else recorded(self._args, schedule, 0),
-            contextlib.nullcontext() if forward_only else timed(self._args, chunks, prepared),
-        ):
-            losses = self._run(
-                forward_step_func=with_deferred_errors(forward_step_func, failed, self._args),
-                data_iterator=rows if isinstance(model, list) and len(rows) > 1 else rows[0],
-                model=model,
-                num_microbatches=count,
-                micro_batch_size=1,
-                forward_only=forward_only,
-                **others,
-            )
+        losses, _ = run_pipeline(
+            self._args,
+            chunks,
+            prepared,
+            operation,
+            with_deferred_errors(forward_step_func, failed, self._args),
+            forward_only=forward_only,
+            rows=rows,
+            schedule=self._run,
+            **others,
+        )
         if forward_only:
             agree_after_pipeline(self._args, operation, failed)
             return losses
         figures = StepFigures(schedule)
         agreed = agree_after_pipeline(self._args, operation, failed, figures.own, figures.says)
-        compat.scale_moe_metrics(num_microbatches / count)
+        compat.scale_moe_metrics(num_microbatches / len(prepared.rows))
         torch.cuda.synchronize()
         self._log(figures, agreed, chunks, plan_seconds, time.monotonic() - ready)
         return losses
