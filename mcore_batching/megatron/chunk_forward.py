@@ -13,19 +13,19 @@ from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.arguments import fuses_output_layer, keeps_logits_in_model_dtype
 from mcore_batching.megatron.fused_output import Logits, output_layer
 from mcore_batching.megatron.model_inputs import joined_multimodal_inputs
+from mcore_batching.megatron.options import Options
 from mcore_batching.megatron.routing_replay import replayed
 from mcore_batching.megatron.row_groups import row_group
 
 
 def run_for_losses(
-    args: Any, chunk: Any, row: PackedMicroBatch
+    options: Options, chunk: Any, row: PackedMicroBatch
 ) -> tuple[Tensor, Callable[[Tensor], Logits]]:
     """The chunk's output, and what makes of it, on the last stage, what losses are given."""
-    with output_layer(chunk, fuses_output_layer(args)) as logits_of:
-        return run_chunk(chunk, row, keeps_logits_in_model_dtype(args)), logits_of
+    with output_layer(chunk, options.fuse_output_layer) as logits_of:
+        return run_chunk(chunk, row, options.keeps_logits_in_model_dtype), logits_of
 
 
 def run_chunk(chunk: Any, row: PackedMicroBatch, in_model_dtype: bool = False) -> Tensor:

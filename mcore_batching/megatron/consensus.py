@@ -7,12 +7,10 @@ module's own, so neither the GPU nor Megatron's communicators are involved.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import datetime
 import functools
-import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -24,7 +22,6 @@ from megatron.core import parallel_state
 # Not by `dist.new_group`: slime puts another in its place, whose groups gloo's queries do not know.
 from torch.distributed.distributed_c10d import new_group
 
-from mcore_batching.batch import Field
 from mcore_batching.batch.consensus import (
     Agreement,
     Consensus,
@@ -34,19 +31,9 @@ from mcore_batching.batch.consensus import (
 )
 from mcore_batching.batch.errors import described
 from mcore_batching.batch.rank_messages import RankMessages
-from mcore_batching.megatron import failure_watch
-from mcore_batching.megatron.arguments import (
-    DEFAULT_TIMEOUT_SECONDS,
-    consensus_timeout_seconds,
-    flag_of,
-    max_context_parallel,
-)
-from mcore_batching.megatron.errors import (
-    DynamicBatchArgumentError,
-    ForwardFailedError,
-    PlanMismatchError,
-    PlanningFailedError,
-)
+from mcore_batching.megatron.arguments import flag_of
+from mcore_batching.megatron.errors import PlanMismatchError, PlanningFailedError
+from mcore_batching.megatron.failure_watch import FailureWatch, NoWatch
 from mcore_batching.megatron.flat_values import flat, unflat
 
 Received = TypeVar("Received")
@@ -59,20 +46,16 @@ class JobConsensus(Consensus):
 
     Args:
         timeout_seconds: how long to wait for the other ranks before raising.
-        args: Megatron's arguments, for ``--dynamic-batch-no-failure-watch``.
+        watch: over the failures of all ranks.
 
     Attributes:
         data_parallel_rank: the number of this rank's replica.
-        told_fields: declarations of undeclared fields that the samples of earlier batches told, for
-            those of a batch that leave them open on all ranks.
-        said: what is said once a job and has been, the same on every rank.
     """
 
-    def __init__(self, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, args: Any = None) -> None:
-        self._args = args
+    def __init__(self, timeout_seconds: float, watch: FailureWatch | NoWatch) -> None:
+        self._watch = watch
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self.data_parallel_rank: int = parallel_state.get_data_parallel_rank()
-        self.told_fields: dict[str, Field] = {}
         self._world = world = new_group(backend="gloo", timeout=self._timeout)
         stage = parallel_state.get_pipeline_model_parallel_rank()
         with_rows = parallel_state.get_data_parallel_rank(with_context_parallel=True)
@@ -86,7 +69,6 @@ class JobConsensus(Consensus):
             mismatch=PlanMismatchError,
             spell=flag_of,
         )
-        self.said: set[str] = set()
         self._replica_group: dist.ProcessGroup | None = None
         self._counterpart_group: dist.ProcessGroup | None = None
 
@@ -112,7 +94,7 @@ class JobConsensus(Consensus):
         **errors: Any,
     ) -> Agreement[Result]:
         """`Consensus.agree`; raises `PipelineFailedError`, too, if a pipeline has failed."""
-        with failure_watch.waiting():
+        with self._watch.waiting():
             return super().agree(stage, work, says, **errors)
 
     @property
@@ -142,7 +124,7 @@ class JobConsensus(Consensus):
         has = _gathered(RankMessages(self._world, self._replica), [int(value is not None)])
         having = [rank for rank, (each,) in zip(self._replica, has, strict=True) if each]
         sent: list[Any] = []
-        with failure_watch.reporting(self._args, "sharing data"):
+        with self._watch.reporting("sharing data"):
             if having and len(having) < len(self._replica):
                 own = value if self.rank == having[0] else None
                 sent = _sent(own, having[0], self._replica_group)
@@ -184,7 +166,7 @@ class JobConsensus(Consensus):
             lambda: flat(make()) if self.rank == source else None,
             failure=PlanningFailedError,
         )
-        with failure_watch.reporting(self._args, "sharing data"):
+        with self._watch.reporting("sharing data"):
             box = [None if agreed.result is None else agreed.result.numpy().tobytes()]
             dist.broadcast_object_list(box, src=source, group=self.group)
         return self.agree(
@@ -244,7 +226,7 @@ class JobConsensus(Consensus):
         if self._counterpart_group is None:
             self._counterpart_group = self._own_group(list(zip(*self.replicas, strict=True)))
         group = self._counterpart_group
-        with failure_watch.reporting(self._args, stage):
+        with self._watch.reporting(stage):
             arriving = torch.empty_like(sizes)
             dist.all_to_all_single(arriving, sizes, group=group)
             counts = arriving.tolist()
@@ -266,82 +248,6 @@ class JobConsensus(Consensus):
             if self.rank in ranks:
                 own = group
         return own
-
-
-_current: tuple[Any, weakref.ref[Any], JobConsensus] | None = None
-"""The data-parallel group, the default process group, and their consensus."""
-
-
-def get_consensus(args: Any = None) -> JobConsensus:
-    """The consensus over Megatron's present process groups, made at the first call.
-
-    A collective over all ranks when it has to be made.
-
-    Args:
-        args: Megatron's arguments, for ``--dynamic-batch-consensus-timeout-seconds`` and
-            ``--dynamic-batch-no-failure-watch``; read when it is made.
-
-    Raises:
-        PlanningFailedError: on every rank, if any has a time-out that is none.
-    """
-    global _current
-    groups, world = parallel_state.get_data_parallel_group(), dist.group.WORLD
-    # slime destroys all groups where it offloads a model, and wraps Megatron's, which it remakes.
-    if _current is None or _current[0] is not groups or _current[1]() is not world:
-        seconds = DEFAULT_TIMEOUT_SECONDS
-        # With a wrong one this rank has yet to meet the others, to tell them.
-        with contextlib.suppress(DynamicBatchArgumentError):
-            seconds = consensus_timeout_seconds(args)
-        made = JobConsensus(seconds, args)
-        made.agree(
-            "reading the arguments",
-            lambda: consensus_timeout_seconds(args),
-            failure=PlanningFailedError,
-        )
-        _current = (groups, weakref.ref(world), made)
-    return _current[2]
-
-
-def consensus_of_rows(args: Any) -> JobConsensus:
-    """`get_consensus`, whose replicas run the same rows."""
-    consensus = get_consensus(args)
-    return consensus if max_context_parallel(args) is None else consensus.of_rows
-
-
-def agree_after_pipeline(
-    args: Any,
-    operation: str,
-    failed: Sequence[Exception],
-    work: Callable[[], Any] = lambda: None,
-    says: Callable[[Any], Statement] = no_statement,
-) -> Agreement[Any]:
-    """Raise on every rank what a function of the model's output raised on any.
-
-    A collective over all ranks, once the pipeline has run dry.
-
-    Args:
-        args: Megatron's arguments.
-        operation: the call that ran the pipeline, in words.
-        failed: this rank's exceptions, in the order of micro-batches.
-        work: what else may fail, done where nothing has failed.
-        says: as in `Consensus.agree`.
-
-    Raises:
-        ForwardFailedError: any rank has an exception, or what must be equal differs.
-    """
-
-    def check() -> Any:
-        if failed:
-            raise failed[0]
-        return work()
-
-    return consensus_of_rows(args).agree(
-        f"{operation}, after the pipeline",
-        check,
-        says,
-        failure=ForwardFailedError,
-        mismatch=ForwardFailedError,
-    )
 
 
 def _ranks_by(labels: Sequence[Any]) -> list[list[int]]:

@@ -10,15 +10,11 @@ from typing import Any, Self
 from mcore_batching.batch import DEFAULT_SCHEMA, Field, Schema
 from mcore_batching.batch.consensus import Statement
 from mcore_batching.batch.field_checks import require_one_per_sample
-from mcore_batching.megatron.arguments import (
-    FLAGS,
-    exchanges_samples,
-    has_own_forward_plan,
-    max_context_parallel,
-)
-from mcore_batching.megatron.consensus import get_consensus
+from mcore_batching.megatron.arguments import FLAGS
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, PlanningFailedError
 from mcore_batching.megatron.exchange import ExchangingProtocol
+from mcore_batching.megatron.job import Job, job_of
+from mcore_batching.megatron.options import Options
 from mcore_batching.megatron.planning_protocol import PlanningProtocol
 from mcore_batching.megatron.rollout_batch import REQUIRED_FIELDS
 from mcore_batching.megatron.sample_moves import SampleMoves
@@ -47,7 +43,7 @@ class PlannedRollout:
         self._schedule = schedule
         self._for_forward_passes = None
 
-    def for_forward_passes(self, args: Any, model: Any) -> MicroBatchSchedule:
+    def for_forward_passes(self, job: Job, model: Any) -> MicroBatchSchedule:
         """The schedule of forward passes alone: the same one, or one planned for them.
 
         A collective over all ranks where it has to be made, at the first call under
@@ -55,16 +51,16 @@ class PlannedRollout:
         exchanged stay where training runs them.
 
         Args:
-            args: Megatron's arguments.
+            job: the present one.
             model: this rank's model chunks.
         """
-        if not has_own_forward_plan(args):
+        if not job.options.has_own_forward_plan:
             return self._schedule
         if self._for_forward_passes is None:
             shared = self._schedule
             # Fields that were added need not be the same on all stages, nor does a plan need them.
             own = PlanningProtocol(
-                args,
+                job,
                 model,
                 lambda: {name: shared.rollout_data[name] for name in REQUIRED_FIELDS},
                 schema=Schema(tuple(shared.schema[name] for name in REQUIRED_FIELDS)),
@@ -217,23 +213,24 @@ def get_data_iterator(
     """
 
     def read() -> dict[str, list[Any]] | None:
-        check_forward_plan(args, shares_rows=max_context_parallel(args) is not None)
+        options = Options.of(args)
+        check_forward_plan(options, shares_rows=options.max_context_parallel is not None)
         return rollout_data
 
     return plan_micro_batches(args, model, read, schema=schema, steps=steps, cost_model=cost_model)
 
 
-def check_forward_plan(args: Any, *, shares_rows: bool) -> None:
+def check_forward_plan(options: Options, *, shares_rows: bool) -> None:
     """Refuse a plan of forward passes alone where ranks share rows.
 
     Args:
-        args: Megatron's arguments.
+        options: of the job.
         shares_rows: training was, or is going to be, planned with dynamic CP.
 
     Raises:
         DynamicBatchArgumentError: there would be one.
     """
-    if shares_rows and has_own_forward_plan(args):
+    if shares_rows and options.has_own_forward_plan:
         raise DynamicBatchArgumentError(
             "forward_only has no plan of its own where ranks share rows: unset "
             f"{FLAGS['forward_only_plan']} and {FLAGS['forward_only_max_tokens_per_gpu']}, or "
@@ -241,9 +238,9 @@ def check_forward_plan(args: Any, *, shares_rows: bool) -> None:
         )
 
 
-def protocol_of(args: Any) -> type[PlanningProtocol]:
+def protocol_of(options: Options) -> type[PlanningProtocol]:
     """The protocol by which the arguments ask to plan."""
-    return ExchangingProtocol if exchanges_samples(args) else PlanningProtocol
+    return ExchangingProtocol if options.exchanges_samples else PlanningProtocol
 
 
 def plan_micro_batches(
@@ -273,8 +270,9 @@ def plan_micro_batches(
     Raises:
         CollectiveError: as `get_data_iterator`.
     """
-    schedule = protocol_of(args)(
-        args,
+    job = job_of(args)
+    schedule = protocol_of(job.options)(
+        job,
         model,
         read,
         schema=schema,
@@ -305,16 +303,17 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
         PlanMismatchError: on every rank, if the iterators are not of one `get_data_iterator` call,
             or ranks' samples tell different kinds of a field.
     """
-    consensus = get_consensus()
+    job = job_of()
+    consensus, told_fields = job.consensus, job.memory.told_fields
     if _moves_of(data_iterator) is not None:
-        fields = _moved(data_iterator, fields)
+        fields = _moved(job, data_iterator, fields)
 
     def kinds_of_fields() -> dict[str, Field]:
         _require_dict(fields)
         schedule = schedule_of(data_iterator)
         for name, values in fields.items():
             require_one_per_sample(name, values, schedule.num_samples)
-        return schedule.kinds_of(fields, consensus.told_fields)
+        return schedule.kinds_of(fields, told_fields)
 
     def lacking() -> set[str]:
         return set(fields) - set(schedule_of(data_iterator).schema)
@@ -343,7 +342,7 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
         says,
         failure=PlanningFailedError,
     )
-    consensus.told_fields |= {name: extended.result.schema[name] for name in new}
+    told_fields.update({name: extended.result.schema[name] for name in new})
     rollout_of(data_iterator).replace(extended.result)
 
 
@@ -366,7 +365,7 @@ def _moves_of(data_iterator: Any) -> SampleMoves | None:
 
 
 def _moved(
-    data_iterator: Sequence[DataIterator], fields: Mapping[str, Sequence[Any]]
+    job: Job, data_iterator: Sequence[DataIterator], fields: Mapping[str, Sequence[Any]]
 ) -> Mapping[str, Sequence[Any]]:
     """The fields' values of the samples that this rank runs. A collective over all ranks."""
 
@@ -376,7 +375,7 @@ def _moved(
         assert moves is not None
         return moves, moves.outgoing(fields)
 
-    return get_consensus().exchange(
+    return job.consensus.exchange(
         _ADDING,
         leaving,
         lambda _: Statement(equal=_digest_of(schedule_of(data_iterator))),

@@ -15,7 +15,6 @@ from megatron.core import parallel_state
 
 from mcore_batching.batch.consensus import Statement
 from mcore_batching.batch.figures import largest
-from mcore_batching.megatron.arguments import naming_the_cap
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.planning_protocol import PlanningProtocol, digest_of
 from mcore_batching.megatron.rollout_batch import RolloutBatch
@@ -45,7 +44,7 @@ class ExchangingProtocol(PlanningProtocol):
         """Plan all ranks' samples, and move them."""
         most = self.settings.config.max_context_parallel
         if most is not None:
-            make_row_groups(self.args, self.settings.dims.row_sizes(most))
+            make_row_groups(self.job, self.settings.dims.row_sizes(most))
         self._moved(self._gathered())
 
     def choose(self) -> tuple[MicroBatches, ...]:
@@ -101,7 +100,7 @@ class ExchangingProtocol(PlanningProtocol):
             return GlobalPlan(self._planned(of_step), numbers, of_step)
 
         def work() -> tuple[_Laid, list[Any]]:
-            with naming_the_cap(self.args, forward_only=self.forward_only):
+            with self.job.options.naming_the_cap(forward_only=self.forward_only):
                 plans = tuple(map(plan, range(len(shards[0].steps))))
             runs_on = [
                 sorted(number for made in plans for row in made.rows_on(rank) for number in row)

@@ -32,14 +32,11 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import parallel_state
 
-from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.batch.errors import described, readable
 from mcore_batching.megatron.errors import PipelineFailedError
 
@@ -206,91 +203,46 @@ class FailureWatch:
             self._releasing.join(timeout=GRACE_SECONDS)
 
 
+class NoWatch:
+    """In place of a watch where there is none: ranks that wait for a failed one time out."""
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """As `FailureWatch.waiting`; does nothing."""
+        return contextlib.nullcontext()
+
+    def reporting(self, operation: str) -> contextlib.AbstractContextManager[None]:
+        """As `FailureWatch.reporting`; does nothing."""
+        del operation
+        return contextlib.nullcontext()
+
+    def is_joined(self, what: str, how_many: int) -> bool:
+        """As `FailureWatch.is_joined`; does not wait."""
+        del what, how_many
+        return True
+
+    def stop(self) -> None:
+        """As `FailureWatch.stop`; does nothing."""
+
+
+NO_WATCH = NoWatch()
 _watches = itertools.count()
-_current: tuple[weakref.ref[Any], FailureWatch] | None = None
-"""The default process group and its watch."""
 
 
-def waiting() -> contextlib.AbstractContextManager[None]:
-    """`FailureWatch.waiting` of this job; nothing before its first pipeline."""
-    watch = _present()
-    return contextlib.nullcontext() if watch is None else watch.waiting()
+def watch_of_world() -> FailureWatch | NoWatch:
+    """A new watch over the default process group; made by all its ranks, equally often.
 
-
-def reporting(args: Any, operation: str) -> contextlib.AbstractContextManager[None]:
-    """`FailureWatch.reporting` of this job, nothing without a watch.
-
-    Args:
-        args: Megatron's arguments, for ``--dynamic-batch-no-failure-watch``.
-        operation: the call, in words.
+    `NO_WATCH` where there is one process alone, and where the store cannot be cloned (before
+    PyTorch 2.8).
     """
-    watch = _watch_of(args)
-    return contextlib.nullcontext() if watch is None else watch.reporting(operation)
-
-
-def defer(
-    args: Any,
-    failed: list[Exception],
-    exception: Exception,
-    row: PackedMicroBatch | None = None,
-) -> None:
-    """Keep what a function of the model's output raised, to be raised after the pipeline.
-
-    Args:
-        args: as in `reporting`.
-        failed: of this pipeline so far; the exception is added.
-        exception: what was raised.
-        row: the micro-batch, where rows may have sizes of their own.
-
-    Raises:
-        Exception: itself, where ranks that share the micro-batch have not raised, and so may wait
-            for this one inside the function.
-    """
-    failed.append(exception)
-    size = (
-        parallel_state.get_context_parallel_world_size()
-        if row is None
-        else (row.context_parallel_size)
-    )
-    sharing = size * parallel_state.get_tensor_model_parallel_world_size()
-    watch = _watch_of(args)
-    if watch is not None and sharing > 1:
-        block = parallel_state.get_data_parallel_rank(with_context_parallel=True) // size
-        if not watch.is_joined(f"block {block} of {size} raises", sharing):
-            raise exception
-
-
-def _watch_of(args: Any) -> FailureWatch | None:
-    """The watch over the present default process group, made at the first call on each rank.
-
-    None where it is turned off, where there is one process alone, and where the store cannot be
-    cloned (before PyTorch 2.8).
-    """
-    global _current
-    if getattr(args, "dynamic_batch_no_failure_watch", False):
-        return None
-    world = dist.group.WORLD
-    present = _present()
-    if present is not None or world is None or dist.get_world_size() == 1:
-        return present
+    number = next(_watches)
+    if dist.group.WORLD is None or dist.get_world_size() == 1:
+        return NO_WATCH
     store = dist.distributed_c10d._get_default_store()
     if not hasattr(store, "clone"):
-        return None
+        return NO_WATCH
     # A job that makes its groups anew in the same processes must not read the former failure.
-    own = dist.distributed_c10d.PrefixStore(
-        f"mcore_batching/failure_watch/{next(_watches)}", store.clone()
-    )
-    if _current is not None:
-        _current[1].stop()
-    _current = (weakref.ref(world), FailureWatch(own, dist.get_rank(), dist.get_world_size()))
-    return _current[1]
-
-
-def _present() -> FailureWatch | None:
-    # After an abort there is no group, and the next call is to raise the same error.
-    if _current is not None and dist.group.WORLD in (None, _current[0]()):
-        return _current[1]
-    return None
+    own = dist.distributed_c10d.PrefixStore(f"mcore_batching/failure_watch/{number}", store.clone())
+    return FailureWatch(own, dist.get_rank(), dist.get_world_size())
 
 
 def _described(exception: BaseException) -> str:

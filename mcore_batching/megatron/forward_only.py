@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -18,12 +19,7 @@ from torch import Tensor
 
 from mcore_batching.batch import OrderError, restore_order
 from mcore_batching.batch.consensus import Statement
-from mcore_batching.megatron.arguments import (
-    fuses_output_layer,
-    has_own_forward_plan,
-)
 from mcore_batching.megatron.chunk_forward import run_for_losses
-from mcore_batching.megatron.consensus import agree_after_pipeline, get_consensus
 from mcore_batching.megatron.data_iterator import (
     DataIterator,
     PlannedRollout,
@@ -31,10 +27,11 @@ from mcore_batching.megatron.data_iterator import (
     rollout_of,
 )
 from mcore_batching.megatron.errors import CollationFailedError, ForwardFailedError
-from mcore_batching.megatron.failure_watch import defer, reporting
+from mcore_batching.megatron.job import Job, job_of
 from mcore_batching.megatron.log_probs import logits_of_shape
 from mcore_batching.megatron.logits_function import adapted, real_outputs
-from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep, prepare
+from mcore_batching.megatron.prepare import prepare
+from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep
 from mcore_batching.megatron.run_pipeline import run_pipeline
 from mcore_batching.megatron.sample_moves import check_output
 from mcore_batching.megatron.shared_rows import let_rows_have_groups
@@ -86,17 +83,20 @@ def forward_only(
         ValueError: ``f`` finds the samples' tokens in the logits by their lengths, as slime's
             functions do, and these parallel dims pad samples.
     """
-    chunks, rollout, function = _opened(f, args, model, data_iterator, num_microbatches)
-    schedule = rollout.for_forward_passes(args, chunks)
+    job = job_of(args)
+    chunks, rollout, function = _opened(f, job, model, data_iterator, num_microbatches)
+    with_entropy = getattr(args, "use_rollout_entropy", False)
+    function = functools.partial(function, args=args, with_entropy=with_entropy)
+    schedule = rollout.for_forward_passes(job, chunks)
     outputs: list[_RowOutputs] = []
     names: list[str] = []
     with _evaluation_mode(chunks):
         for step in range(len(schedule.steps)):
-            prepared = prepare(args, chunks, _OPERATION, step, lambda: schedule)
-            made, failed, temperatures = _run(function, args, chunks, prepared)
+            prepared = prepare(job, chunks, _OPERATION, step, lambda: schedule)
+            made, failed, temperatures = _run(function, job, chunks, prepared)
             outputs += made
             travel = schedule.moves is not None
-            names = _agreed_names(args, outputs, failed, temperatures, travel=travel)
+            names = _agreed_names(job, outputs, failed, temperatures, travel=travel)
     if not is_last_stage():
         return {}
     indices = [i for micro_batch in schedule.micro_batches for i in micro_batch]
@@ -108,7 +108,7 @@ def forward_only(
         for name in names
     }
     if schedule.moves is not None:
-        with reporting(args, f"{_OPERATION}, returning outputs"):
+        with job.watch.reporting(f"{_OPERATION}, returning outputs"):
             found = schedule.moves.returned(found)
     return {f"{store_prefix}{name}": values for name, values in found.items()}
 
@@ -123,7 +123,7 @@ class _RowOutputs:
 
 def _opened(
     f: Callable[..., Any],
-    args: Any,
+    job: Job,
     model: Any,
     data_iterator: Sequence[DataIterator],
     num_microbatches: Sequence[int],
@@ -133,26 +133,25 @@ def _opened(
     def work() -> tuple[list[Any], PlannedRollout, Callable[..., Any]]:
         chunks = model_chunks(model)
         get_model_config(chunks[0])
-        check_logits(args, chunks)
+        check_logits(job.options, chunks)
         rollout = rollout_of(data_iterator)
         if rollout.schedule.has_sizes_of_rows:  # the model need not be the one planned with
             let_rows_have_groups(chunks)
-        check_forward_plan(args, shares_rows=rollout.schedule.has_sizes_of_rows)
-        if not has_own_forward_plan(args):
+        check_forward_plan(job.options, shares_rows=rollout.schedule.has_sizes_of_rows)
+        if not job.options.has_own_forward_plan:
             for step in range(len(rollout.schedule.steps)):
                 rollout.schedule.check_step(step, num_microbatches)
-        return chunks, rollout, adapted(f, rollout.schedule, fused=fuses_output_layer(args))
+        return chunks, rollout, adapted(f, rollout.schedule, fused=job.options.fuse_output_layer)
 
     def says(opened: tuple[list[Any], PlannedRollout, Callable[..., Any]]) -> Statement:
         return Statement(
             equal={
                 "plan (sha256)": opened[1].schedule.plan_digest,
-                "plan of its own": has_own_forward_plan(args),
+                "plan of its own": job.options.has_own_forward_plan,
             }
         )
 
-    consensus = get_consensus(args)
-    return consensus.agree(_OPERATION, work, says, failure=CollationFailedError).result
+    return job.consensus.agree(_OPERATION, work, says, failure=CollationFailedError).result
 
 
 @contextlib.contextmanager
@@ -172,7 +171,7 @@ def _evaluation_mode(chunks: list[Any]) -> Iterator[None]:
 
 
 def _run(
-    f: Callable[..., Any], args: Any, chunks: list[Any], prepared: PreparedStep
+    f: Callable[..., Any], job: Job, chunks: list[Any], prepared: PreparedStep
 ) -> tuple[list[_RowOutputs], list[Exception], Collection[float]]:
     """Outputs of a step's micro-batches on the last stage, in slot order; what ``f`` raised; the
     temperatures that it asked for."""
@@ -183,16 +182,14 @@ def _run(
     ) -> tuple[Tensor, Callable[..., Any]]:
         del unused
         row = next(rows).row
-        of_chunk, logits_of = run_for_losses(args, chunk, row)
+        of_chunk, logits_of = run_for_losses(job.options, chunk, row)
 
         def collect(output: Tensor, non_loss_data: bool = True) -> _RowOutputs:
             del non_loss_data
             offered = {
-                "args": args,
                 "unconcat_tokens": row.fields["tokens"],
                 "total_lengths": row.total_lengths,
                 "response_lengths": row.response_lengths,
-                "with_entropy": getattr(args, "use_rollout_entropy", False),
                 "micro_batch": row,
             }
             try:
@@ -201,14 +198,14 @@ def _run(
                     values = real_outputs(f(logits, **offered), row)
             except Exception as exception:
                 # The pipeline has to run dry before all ranks can be told.
-                defer(args, failed, exception, row)
+                job.defer(failed, exception, row)
                 values = {}
             return _RowOutputs(row.is_placeholder, values)
 
         return of_chunk, collect
 
     made, temperatures = run_pipeline(
-        args,
+        job,
         chunks,
         prepared,
         _OPERATION,
@@ -220,7 +217,7 @@ def _run(
 
 
 def _agreed_names(
-    args: Any,
+    job: Job,
     outputs: Sequence[_RowOutputs],
     failed: Sequence[Exception],
     temperatures: Collection[float],
@@ -232,7 +229,7 @@ def _agreed_names(
     A collective over all ranks.
 
     Args:
-        args: Megatron's arguments.
+        job: the present one.
         outputs: of this rank's micro-batches so far; none on other stages than the last.
         failed: what ``f`` raised in them.
         temperatures: that it asked log-probs for.
@@ -268,7 +265,7 @@ def _agreed_names(
         same = {"temperature": sorted(temperatures)}
         return Statement(equal=equal, equal_in_stage=same, tell=names, asks=asks)
 
-    told = agree_after_pipeline(args, _OPERATION, failed, work, says).told
+    told = job.agree_after_pipeline(_OPERATION, failed, work, says).told
     known: list[str] | None = next((real for real, _ in told.values() if real is not None), None)
     if known is None:  # placeholders everywhere
         return list(dict.fromkeys(name for _, names in told.values() for name in names))

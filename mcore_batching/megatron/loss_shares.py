@@ -15,9 +15,8 @@ from torch.autograd.graph import get_gradient_edge
 from mcore_batching.batch import StepTotals
 from mcore_batching.batch.consensus import Statement
 from mcore_batching.batch.figures import largest
-from mcore_batching.megatron.consensus import agree_after_pipeline
 from mcore_batching.megatron.flat_values import has_bytes
-from mcore_batching.megatron.nonfinite import skips
+from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.prepared_step import PreparedStep
 
 
@@ -176,7 +175,7 @@ class AgreedShares:
 
 
 def agreed_shares(
-    args: Any,
+    job: Job,
     operation: str,
     collected: CollectedShares,
     faults: Callable[[], tuple[str, str]],
@@ -188,7 +187,7 @@ def agreed_shares(
     A collective over all ranks.
 
     Args:
-        args: Megatron's arguments.
+        job: the present one.
         operation: the call that ran the pipeline, in words.
         collected: of this rank.
         faults: gives this rank's `nonfinite.faults`.
@@ -215,11 +214,11 @@ def agreed_shares(
             # Not in `equal`: what differs there costs a gather.
             figures={
                 "faults": largest(int(any(found))),
-                "refusals": largest(int(not skips(args))),
+                "refusals": largest(int(not job.options.skips_nonfinite)),
             },
         )
 
-    agreed = agree_after_pipeline(args, operation, collected.failed, work, says)
+    agreed = job.agree_after_pipeline(operation, collected.failed, work, says)
     names, found = agreed.result
     figures = agreed.figures
     return AgreedShares(names, found, not figures["faults"], bool(figures["refusals"]))

@@ -19,15 +19,16 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mcore_batching.batch.consensus import Statement
-from mcore_batching.megatron.consensus import get_consensus
 from mcore_batching.megatron.errors import NonFiniteError
+from mcore_batching.megatron.job import Job
+from mcore_batching.megatron.options import Options
 from mcore_batching.megatron.prepared_step import PreparedStep
 
 _NAMED = 3
 """Micro-batches, or parameters, that a message names; of more it gives the number."""
 
 
-def is_checked(args: Any, optimizer: Any) -> bool:
+def is_checked(options: Options, optimizer: Any) -> bool:
     """True if a step has to be finite, as in Megatron.
 
     ``--no-check-for-nan-in-loss-and-grad`` turns the check off, and so does dynamic loss scaling,
@@ -35,12 +36,7 @@ def is_checked(args: Any, optimizer: Any) -> bool:
     """
     config = getattr(optimizer, "config", None)
     scaled = getattr(config, "fp16", False) and not getattr(config, "loss_scale", None)
-    return bool(getattr(args, "check_for_nan_in_loss_and_grad", True)) and not scaled
-
-
-def skips(args: Any) -> bool:
-    """True if a step that is not finite is skipped: ``--dynamic-batch-on-nonfinite skip``."""
-    return bool(getattr(args, "dynamic_batch_on_nonfinite", "error") == "skip")
+    return bool(options.check_for_nan_in_loss_and_grad) and not scaled
 
 
 @contextlib.contextmanager
@@ -92,18 +88,18 @@ def faults(
     return _loss_fault(collected, prepared), _gradient_fault(largest, model)
 
 
-def raise_on_all(args: Any, operation: str, found: tuple[str, str]) -> None:
+def raise_on_all(job: Job, operation: str, found: tuple[str, str]) -> None:
     """Raise on every rank what is not finite on any. A collective over all ranks.
 
     Args:
-        args: Megatron's arguments.
+        job: the present one.
         operation: the call, in words.
         found: from `faults`, on this rank.
 
     Raises:
         NonFiniteError: always; naming losses, or gradients where all losses are finite.
     """
-    agreed = get_consensus(args).agree(
+    agreed = job.consensus.agree(
         f"{operation}, what is not finite", lambda: found, lambda found: Statement(tell=found)
     )
     losses = {rank: loss for rank, (loss, _) in agreed.told.items() if loss}

@@ -16,7 +16,7 @@ what others know:
    agreement, since all that it follows from has been compared.
 
 So planning takes three collectives of one small message a round, and an optimizer step
-(`prepared_step`, `agree_after_pipeline`) two: the count waits for what every rank packs, the choice
+(`prepare`, `Job.agree_after_pipeline`) two: the count waits for what every rank packs, the choice
 for the outlook on that count, the pipeline for every rank's rows, the update for every rank's loss.
 Where all samples are one step, as in a stock script, 1 and 3 are one agreement unless a rank lacks
 data or samples, and where tokens in flight are not bounded, 4 goes into the step's first. What the
@@ -41,16 +41,10 @@ from megatron.core.utils import get_model_config
 from mcore_batching.batch import Schema
 from mcore_batching.batch.consensus import Statement
 from mcore_batching.batch.figures import Figure, largest, least, total
-from mcore_batching.megatron.arguments import (
-    forward_only_config,
-    given_cost_model,
-    learns_cost_model,
-    planner_config,
-)
-from mcore_batching.megatron.consensus import get_consensus
-from mcore_batching.megatron.cost_learners import cost_learner, has_cost_learner
+from mcore_batching.megatron.cost_learners import learners_of
+from mcore_batching.megatron.cost_learning import CostLearner
 from mcore_batching.megatron.errors import PlanningFailedError
-from mcore_batching.megatron.recording import open_record
+from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.rollout_batch import RolloutBatch
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.shards import GatheredShards, MicroBatches, Shard
@@ -63,7 +57,6 @@ from mcore_batching.megatron.topology import (
 )
 from mcore_batching.megatron.validation import prepare_model
 from mcore_batching.planning import CostModel, PlannerConfig, Problem, ShardOutlook
-from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.learnt_costs import LearntCosts
 
 
@@ -71,7 +64,7 @@ class PlanningProtocol:
     """Planning of samples that stay on their data-parallel rank.
 
     Args:
-        args: Megatron's arguments.
+        job: the present one.
         model: this rank's model chunks.
         read: gives this rank's rollout data; what it raises is raised on every rank.
         schema: the kind of every field.
@@ -102,7 +95,7 @@ class PlanningProtocol:
 
     def __init__(
         self,
-        args: Any,
+        job: Job,
         model: Any,
         read: Callable[[], dict[str, list[Any]] | None],
         *,
@@ -113,7 +106,7 @@ class PlanningProtocol:
         forward_only: bool,
         one_step: bool = False,
     ) -> None:
-        self.args = args
+        self.job = job
         self.model = model
         self.read = read
         self.schema = schema
@@ -122,7 +115,7 @@ class PlanningProtocol:
         self.given_config = config
         self.forward_only = forward_only
         self.one_step = one_step
-        self.consensus = get_consensus(args)
+        self.consensus = job.consensus
         self._shards: list[StepShard] = []
         self._packed_lengths: list[int] = []
         self._latest_at_once: list[float] = []
@@ -166,23 +159,22 @@ class PlanningProtocol:
             chunks = model_chunks(self.model)
             self._check_cost_model()
             dims = current_dims(chunks)
-            config = self.given_config or planner_config(self.args, dims)
+            config = self.given_config or self.job.options.planner_config(dims)
             settings = Settings(
                 dims,
-                forward_only_config(self.args, config) if self.forward_only else config,
+                self.job.options.forward_only_config(config) if self.forward_only else config,
                 self.given_cost_model or self._known_cost_model(chunks),
             )
             prepare_model(chunks, settings.dims, settings.config)
-            open_record(self.args)
             self.settings = settings
             self.vocabulary_size = vocabulary_size(chunks)
             return settings, RolloutBatch.read(
                 self.read(),
-                self.args,
+                self.job.options.global_batch_size,
                 self.schema,
                 self.steps,
                 self.vocabulary_size,
-                self.consensus.told_fields,
+                self.job.memory.told_fields,
             )
 
         def says(stock: tuple[Settings, RolloutBatch | None]) -> Statement:
@@ -193,14 +185,14 @@ class PlanningProtocol:
                 for name, value in part.items()
             }
             # Whoever records gathers the plans of all ranks, which is a collective.
-            equal["steps are recorded"] = open_record(self.args) is not None
+            equal["steps are recorded"] = self.job.recorder is not None
             counted = self._counted(batch)
             equal["costs are learnt"] = self._learns
             equal["samples stay on their rank"] = self.scope == "local"
             figures = {**counted.figures, "ranks without data": largest(int(batch is None))}
             if self._learns:
-                equal["what was learnt of costs"] = cost_learner(self.model).state_dict()
-                figures |= cost_learner(self.model).evidence(
+                equal["what was learnt of costs"] = self._learner.state_dict()
+                figures |= self._learner.evidence(
                     shares_rows=settings.config.max_context_parallel is not None,
                     in_lockstep=settings.dims.expert_parallel > 1,
                 )
@@ -217,10 +209,9 @@ class PlanningProtocol:
         self.settings, self._given = agreed.result
         self._stock = agreed
         if self._learns:
-            learner = cost_learner(self.model)
-            packed_by = learner.learnt
-            learner.learn(agreed.figures)
-            self.learnt = packed_by if self._packs_at_once else learner.learnt
+            packed_by = self._learner.learnt
+            self._learner.learn(agreed.figures)
+            self.learnt = packed_by if self._packs_at_once else self._learner.learnt
             assert self.learnt is not None
             model = self.learnt.planning_model(self.settings.dims)
             self.settings = dataclasses.replace(self.settings, cost_model=model)
@@ -232,7 +223,7 @@ class PlanningProtocol:
         Args:
             longest: tokens of the longest sample of all ranks.
         """
-        config, said = self.settings.config, self.consensus.said
+        config, said = self.settings.config, self.job.memory.said
         if config.on_oversize == "error" or self.forward_only or "oversize" in said:
             return
         problem = Problem.of([longest], self.settings.dims, config)
@@ -252,7 +243,11 @@ class PlanningProtocol:
     def _learns(self) -> bool:
         """True if costs are learnt from the training steps before this one."""
         is_free = self.given_cost_model is None and not self.forward_only
-        return is_free and learns_cost_model(self.args)
+        return is_free and self.job.options.learns_cost_model
+
+    @property
+    def _learner(self) -> CostLearner:
+        return learners_of(self.job).of(self.model)
 
     def _check_cost_model(self) -> None:
         given = self.given_cost_model
@@ -264,13 +259,14 @@ class PlanningProtocol:
 
     def _known_cost_model(self, chunks: list[Any]) -> CostModel:
         """The arguments' cost model, what was learnt by now, or that of the model's shape."""
-        given = given_cost_model(self.args)
+        options = self.job.options
+        given = options.given_cost_model()
         if given is not None:
             return given
-        guess = first_guess(self.args, get_model_config(chunks[0]))
-        is_learnt = has_cost_learner(chunks) if self.forward_only else True
-        if is_learnt and learns_cost_model(self.args):
-            return cost_learner(chunks).begin(guess)
+        guess = first_guess(options.padded_vocab_size, get_model_config(chunks[0]))
+        is_learnt = learners_of(self.job).has(chunks) if self.forward_only else True
+        if is_learnt and options.learns_cost_model:
+            return self._learner.begin(guess)
         return guess
 
     def share_data(self) -> None:
@@ -314,7 +310,9 @@ class PlanningProtocol:
         if self._packs_at_once:
             if not self._shards or lengths != self._packed_lengths:  # they may be shared meanwhile
                 places, forward = range(len(lengths)), self.forward_only
-                self._shards = [StepShard(self.args, self.settings, places, lengths, forward)]
+                self._shards = [
+                    StepShard(self.job.options, self.settings, places, lengths, forward)
+                ]
             self._packed_lengths = lengths
             fields = 0 if batch is None else int(digest_of(batch.comparable())[:12], 16)
             figures |= {"fields": largest(fields), "fields, least": least(fields)}
@@ -370,7 +368,7 @@ class PlanningProtocol:
     def _schedule(
         self, chosen: tuple[MicroBatches, ...], own_digest: str = ""
     ) -> MicroBatchSchedule:
-        self.consensus.told_fields |= self.batch.inferred()
+        self.job.memory.told_fields |= self.batch.inferred()
         return MicroBatchSchedule(
             rollout_data=self.batch.data,
             schema=self.batch.schema,
@@ -379,7 +377,7 @@ class PlanningProtocol:
             dims=self.settings.dims,
             config=self.settings.config,
             context_parallel_rank=parallel_state.get_context_parallel_rank(),
-            pad_token_id=_pad_token_id(self.args),
+            pad_token_id=self.job.options.checked_pad_token_id(),
             vocabulary_size=self.vocabulary_size,
             plan_digest=self.plan_digest,
             samples_per_step=self.batch.global_batch_size,
@@ -397,7 +395,7 @@ class PlanningProtocol:
             batch = self.batch.resolved()
             return batch, [
                 StepShard(
-                    self.args,
+                    self.job.options,
                     self.settings,
                     indices,
                     [batch.total_lengths[i] for i in indices],
@@ -447,12 +445,6 @@ class PlanningProtocol:
         self.plan_digest = digest_of(agreed.figures)
         worst = map(ShardOutlook, agreed.figures["ends"], agreed.figures["tokens in flight"])
         self._outlooks = [[next(worst) for _ in shard.filled] for shard in self._shards]
-
-
-def _pad_token_id(args: Any) -> Any:
-    """Of the tokenizer; 0 where it has none, which some say by a negative number."""
-    given = getattr(args, "pad_token_id", None)
-    return 0 if given is None or (as_integer(given) or 0) < 0 else given
 
 
 def digest_of(value: Any) -> str:

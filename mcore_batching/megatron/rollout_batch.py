@@ -49,7 +49,7 @@ class RolloutBatch:
     def read(
         cls,
         rollout_data: dict[str, list[Any]] | None,
-        args: Any,
+        global_batch_size: Any,
         schema: Schema,
         steps: Iterable[Iterable[int]] | None,
         vocabulary_size: int | None,
@@ -59,7 +59,7 @@ class RolloutBatch:
 
         Args:
             rollout_data: field name to one value per sample.
-            args: Megatron's arguments.
+            global_batch_size: the job's.
             schema: the kind of every field.
             steps: local sample indices of every step.
             vocabulary_size: of the model, where known.
@@ -86,7 +86,7 @@ class RolloutBatch:
                 f"{type(rollout_data).__name__}"
             )
         # Steps of the caller's own need not be of the job's batch size.
-        job_size = getattr(args, "global_batch_size", None) if steps is None else None
+        job_size = global_batch_size if steps is None else None
         given = rollout_data.get("dynamic_global_batch_size", job_size)
         size = None if given is None else at_least("global_batch_size", given, 0, ConfigError)
         data = {

@@ -5,7 +5,7 @@
 
 Blocks of one size are disjoint, and a larger one is made of smaller ones, so each rank is in one
 group of every size. Of the model's context-parallel size and of all ranks it is Megatron's own; the
-others are made by all ranks of the job in one order, and kept for the life of the process. NCCL
+others are made by all ranks of the job in one order, and kept as long as the job. NCCL
 connects a group where its first row is run.
 """
 
@@ -13,35 +13,31 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mcore_batching.batch import PackedMicroBatch
+from mcore_batching.megatron.job import Job, present_memory
 
 DEFAULT_TIMEOUT_MINUTES = 10
 
-_current: tuple[Any, dict[int, dist.ProcessGroup]] | None = None
-"""Megatron's group of the ranks, and the groups among them by size."""
 
-
-def make_row_groups(args: Any, sizes: Sequence[int]) -> None:
+def make_row_groups(job: Job, sizes: Sequence[int]) -> None:
     """Make the groups that are not there yet. A collective over all ranks of the job.
 
     Args:
-        args: Megatron's arguments, for ``--distributed-timeout-minutes``.
+        job: the present one.
         sizes: context-parallel sizes that rows may have, ascending; each divides the number of
             data- and context-parallel ranks. The same on every rank.
     """
-    global _current
     among = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    if _current is None or _current[0] is not among:
-        own = parallel_state.get_context_parallel_group()
-        _current = (among, {among.size(): among, own.size(): own})
-    minutes = getattr(args, "distributed_timeout_minutes", None) or DEFAULT_TIMEOUT_MINUTES
-    missing = [size for size in sizes if size not in _current[1]]
+    own = parallel_state.get_context_parallel_group()
+    groups = job.memory.row_groups
+    groups |= {among.size(): among, own.size(): own}
+    minutes = job.options.distributed_timeout_minutes or DEFAULT_TIMEOUT_MINUTES
+    missing = [size for size in sizes if size not in groups]
     for ranks in _groups_of_all_ranks(among) if missing else ():
         for size in missing:
             for first in range(0, len(ranks), size):
@@ -50,7 +46,7 @@ def make_row_groups(args: Any, sizes: Sequence[int]) -> None:
                 # make by the number of others that these ranks are in, and that may differ.
                 group = dist.new_group(block, timeout=datetime.timedelta(minutes=minutes))
                 if dist.get_rank() in block:
-                    _current[1][size] = group
+                    groups[size] = group
 
 
 def _groups_of_all_ranks(among: dist.ProcessGroup) -> list[list[int]]:
@@ -70,10 +66,8 @@ def row_group(context_parallel_size: int) -> dist.ProcessGroup | None:
     Args:
         context_parallel_size: of the row.
     """
-    if _current is None:
-        return None
-    among = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return _current[1].get(context_parallel_size) if _current[0] is among else None
+    memory = present_memory()
+    return None if memory is None else memory.row_groups.get(context_parallel_size)
 
 
 def context_parallel_group(row: PackedMicroBatch) -> dist.ProcessGroup | None:

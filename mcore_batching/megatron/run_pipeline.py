@@ -9,9 +9,8 @@ from typing import Any
 
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from mcore_batching.megatron.arguments import log_prob_chunk_tokens
-from mcore_batching.megatron.cost_learners import timed
-from mcore_batching.megatron.failure_watch import reporting
+from mcore_batching.megatron.cost_learners import learners_of
+from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.log_probs import chunks_of_tokens
 from mcore_batching.megatron.prepared_step import PreparedStep
 from mcore_batching.megatron.recording import recorded
@@ -20,7 +19,7 @@ from mcore_batching.megatron.transfer_shapes import planned_transfers
 
 
 def run_pipeline(
-    args: Any,
+    job: Job,
     model: list[Any],
     prepared: PreparedStep,
     operation: str,
@@ -35,7 +34,7 @@ def run_pipeline(
     """Run a step's rows forward, and backward unless ``forward_only``.
 
     Args:
-        args: Megatron's arguments.
+        job: the present one.
         model: this rank's model chunks.
         prepared: the step, the same rows on all stages.
         operation: the call, in words.
@@ -54,25 +53,26 @@ def run_pipeline(
         PipelineFailedError: on every rank that can still be reached, if anything raised on any.
     """
     rows = prepared.iterators(len(model)) if rows is None else rows
-    around: list[contextlib.AbstractContextManager[Any]] = [reporting(args, operation)]
+    around: list[contextlib.AbstractContextManager[Any]] = [job.watch.reporting(operation)]
     if not forward_only:
-        around.append(recorded(args, prepared.schedule, prepared.step))
-        around.append(timed(args, model, prepared))
-    around.append(planned_transfers(args, model, prepared, forward_only=forward_only))
+        around.append(recorded(job, prepared.schedule, prepared.step))
+        if job.options.learns_cost_model:
+            around.append(learners_of(job).of(model).timing(prepared))
+    around.append(planned_transfers(job.options, model, prepared, forward_only=forward_only))
     around.append(replayed_step(model))
     if inside is not None:
         around.append(inside)
     with contextlib.ExitStack() as stack:
         for each in around:
             stack.enter_context(each)
-        temperatures = stack.enter_context(chunks_of_tokens(log_prob_chunk_tokens(args)))
+        temperatures = stack.enter_context(chunks_of_tokens(job.options.checked_chunk_tokens()))
         made: list[Any] = (schedule or get_forward_backward_func())(
             forward_step_func=forward_step,
             data_iterator=rows if len(rows) > 1 else rows[0],
             model=model if len(model) > 1 else model[0],
             num_microbatches=len(prepared.rows),
             # Not read, since lengths vary.
-            **{"seq_length": getattr(args, "seq_length", 1), "micro_batch_size": 1, **options},
+            **{"seq_length": job.options.seq_length, "micro_batch_size": 1, **options},
             forward_only=forward_only,
         )
     return made, temperatures

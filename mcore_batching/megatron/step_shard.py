@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
-from mcore_batching.megatron.arguments import naming_the_cap, uses_dynamic_batch_size
+from mcore_batching.megatron.options import Options
 from mcore_batching.megatron.shards import MicroBatches
 from mcore_batching.planning import (
     ConfigError,
@@ -38,8 +37,8 @@ class StepShard:
     """This rank's samples of one optimizer step, and what the planner makes of them.
 
     Args:
-        args: Megatron's arguments; without ``--use-dynamic-batch-size`` micro-batches hold
-            ``micro_batch_size`` samples each.
+        options: without ``--use-dynamic-batch-size`` micro-batches hold ``micro_batch_size``
+            samples each.
         settings: the same on every rank.
         indices: local sample indices of the step.
         lengths: total length of each of them, in tokens.
@@ -53,13 +52,13 @@ class StepShard:
 
     def __init__(
         self,
-        args: Any,
+        options: Options,
         settings: Settings,
         indices: Sequence[int],
         lengths: list[int],
         forward_only: bool,
     ) -> None:
-        with naming_the_cap(args, forward_only=forward_only):
+        with options.naming_the_cap(forward_only=forward_only):
             self._problem = Problem.of(
                 lengths,
                 settings.dims,
@@ -69,12 +68,12 @@ class StepShard:
             )
         self._indices = indices
         self.filled: list[MicroBatches] = []
-        if uses_dynamic_batch_size(args):
+        if options.use_dynamic_batch_size:
             self._bins = pack_shard(self._problem)
             self.ends = shard_ends(self._problem, self._bins)
         else:
-            given, everything = getattr(args, "micro_batch_size", None), list(range(len(lengths)))
-            size = at_least("micro_batch_size", given, 1, ConfigError)
+            everything = list(range(len(lengths)))
+            size = at_least("micro_batch_size", options.micro_batch_size, 1, ConfigError)
             self._bins = [everything[i : i + size] for i in range(0, len(lengths), size)]
             self.ends = [float(len(self._bins)), float(len(lengths))]
 

@@ -28,8 +28,8 @@ from torch import Tensor
 from mcore_batching.batch import PackedMicroBatch, StepTotals
 from mcore_batching.megatron.chunk_forward import run_for_losses
 from mcore_batching.megatron.data_iterator import DataIterator, schedule_of
-from mcore_batching.megatron.failure_watch import defer, reporting
 from mcore_batching.megatron.fused_output import tensors_of
+from mcore_batching.megatron.job import Job, job_of
 from mcore_batching.megatron.log_probs import logits_of_shape
 from mcore_batching.megatron.loss_shares import (
     CollectedShares,
@@ -46,7 +46,8 @@ from mcore_batching.megatron.nonfinite import (
     is_checked,
     raise_on_all,
 )
-from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep, prepare
+from mcore_batching.megatron.prepare import prepare
+from mcore_batching.megatron.prepared_step import PreparedRow, PreparedStep
 from mcore_batching.megatron.run_pipeline import run_pipeline
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.shared_rows import let_rows_have_groups
@@ -144,9 +145,11 @@ def train_step(
             tensors of one value, or other names than elsewhere; nothing is updated.
     """
 
+    job = job_of(args)
+
     def schedule() -> MicroBatchSchedule:
         get_model_config(model_chunks(model)[0])
-        check_logits(args, model_chunks(model))
+        check_logits(job.options, model_chunks(model))
         if not callable(loss_function):
             raise TypeError(f"loss_function must be a function, got {type(loss_function).__name__}")
         check_updates(model_chunks(model), optimizer)
@@ -160,10 +163,10 @@ def train_step(
         is_needed = opt_param_scheduler is not None
         return {"increment": samples_counted(increment, found, is_needed=is_needed)}
 
-    prepared = prepare(args, model, _OPERATION, step, schedule, alike=alike)
+    prepared = prepare(job, model, _OPERATION, step, schedule, alike=alike)
     model = model_chunks(model)
 
-    checked = is_checked(args, optimizer)
+    checked = is_checked(job.options, optimizer)
     largest: list[Tensor] = []
 
     @contextlib.contextmanager
@@ -172,17 +175,17 @@ def train_step(
         with gradients_measured(model, checked, largest):
             yield
 
-    made = _forward_backward(loss_function, args, model, prepared, ready())
-    with reporting(args, _OPERATION):
+    made = _forward_backward(loss_function, job, model, prepared, ready())
+    with job.watch.reporting(_OPERATION):
         warn_of_unread_totals(made, prepared)
 
     def nonfinite() -> tuple[str, str]:
         return faults(made.shares, largest, model, prepared) if checked else ("", "")
 
-    agreed = agreed_shares(args, _OPERATION, made, nonfinite)
+    agreed = agreed_shares(job, _OPERATION, made, nonfinite)
     if agreed.are_refused and not agreed.are_finite:
-        raise_on_all(args, _OPERATION, agreed.faults)
-    with reporting(args, f"{_OPERATION}, after the pipeline"):
+        raise_on_all(job, _OPERATION, agreed.faults)
+    with job.watch.reporting(f"{_OPERATION}, after the pipeline"):
         metrics = summed_metrics(made.shares, agreed.names) if is_last_stage() else {}
         has_samples = prepared.totals.num_samples > 0
         is_skipped = not (has_samples and agreed.are_finite)
@@ -202,7 +205,7 @@ def train_step(
 
 def _forward_backward(
     loss_function: LossFunction,
-    args: Any,
+    job: Job,
     model: list[Any],
     prepared: PreparedStep,
     ready: contextlib.AbstractContextManager[None],
@@ -224,7 +227,7 @@ def _forward_backward(
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]:
         del unused
         prepared_row = next(rows)
-        made, logits_of = run_for_losses(args, chunk, prepared_row.row)
+        made, logits_of = run_for_losses(job.options, chunk, prepared_row.row)
 
         def loss(output: Tensor) -> tuple[Any, ...]:
             reported: dict[str, Tensor] = {}
@@ -237,7 +240,7 @@ def _forward_backward(
                 reported = {name: value.detach().clone() for name, value in reported.items()}
                 scaled = attached(share, *tensors_of(logits)) * undo
             except Exception as exception:
-                defer(args, failed, exception, prepared_row.row)
+                job.defer(failed, exception, prepared_row.row)
                 nothing = output.new_zeros((), dtype=torch.float32)
                 scaled = attached(nothing, *tensors_of(logits))
             if per_token:
@@ -249,7 +252,7 @@ def _forward_backward(
         return made, loss
 
     collected, temperatures = run_pipeline(
-        args, model, prepared, _OPERATION, forward_step, forward_only=False, inside=ready
+        job, model, prepared, _OPERATION, forward_step, forward_only=False, inside=ready
     )
     return CollectedShares(collected, failed, temperatures, totals.were_read)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.options import Options
 from mcore_batching.megatron.prepared_step import PreparedStep
 from mcore_batching.planning import ParallelDims
 from mcore_batching.planning.pass_order import stage_order
@@ -27,7 +28,7 @@ Shape = list[int]
 
 @contextlib.contextmanager
 def planned_transfers(
-    args: Any, model: Sequence[Any], prepared: PreparedStep, *, forward_only: bool
+    options: Options, model: Sequence[Any], prepared: PreparedStep, *, forward_only: bool
 ) -> Iterator[None]:
     """Let the pipeline of a step run without exchanges of shapes.
 
@@ -35,13 +36,13 @@ def planned_transfers(
     Megatron exchanges shapes in a way that is not known here.
 
     Args:
-        args: Megatron's arguments.
+        options: of the job.
         model: this rank's model chunks.
         prepared: the step; its rows are the same on all stages.
         forward_only: no backward passes.
     """
     dims = prepared.schedule.dims
-    if dims.pipeline_parallel == 1 or getattr(args, "dynamic_batch_no_planned_shapes", False):
+    if dims.pipeline_parallel == 1 or options.no_planned_shapes:
         yield
         return
     config = get_model_config(model[0])

@@ -11,16 +11,11 @@ from typing import Any
 from megatron.core.utils import get_model_config
 
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.arguments import (
-    consensus_timeout_seconds,
-    fuses_output_layer,
-    log_prob_chunk_tokens,
-    planner_config,
-)
 from mcore_batching.megatron.attention.latent_gradients import fix_latent_gradients
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.fused_output import check_can_be_fused
 from mcore_batching.megatron.layer_checks import layer_problems
+from mcore_batching.megatron.options import Options
 from mcore_batching.megatron.shared_rows import (
     dims_of_rows,
     let_rows_have_groups,
@@ -59,21 +54,21 @@ def check_settings(args: Any, model: Any) -> None:
     Raises:
         DynamicBatchArgumentError: listing every problem with what to set instead.
     """
-    consensus_timeout_seconds(args)
-    chunks = model_chunks(model)
-    check_logits(args, chunks)
+    options, chunks = Options.of(args), model_chunks(model)
+    options.checked_timeout_seconds()
+    check_logits(options, chunks)
     dims = current_dims(chunks)
-    prepare_model(chunks, dims, planner_config(args, dims))
+    prepare_model(chunks, dims, options.planner_config(dims))
 
 
-def check_logits(args: Any, chunks: list[Any]) -> None:
+def check_logits(options: Options, chunks: list[Any]) -> None:
     """Refuse flags of log-probabilities that this model cannot have.
 
     Raises:
         DynamicBatchArgumentError: naming what to change.
     """
-    log_prob_chunk_tokens(args)
-    if fuses_output_layer(args):
+    options.checked_chunk_tokens()
+    if options.fuse_output_layer:
         check_can_be_fused(chunks)
 
 

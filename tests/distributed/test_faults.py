@@ -863,8 +863,12 @@ def test_every_stage_masks_its_own_tokens(job: Job, ranks: list[dict[str, Any]])
 def test_groups_that_a_framework_destroys_and_makes_anew(
     job: Job, ranks: list[list[dict[str, Any]]]
 ) -> None:
-    """As slime does where it offloads a model: ranks agree and watch over the present ones."""
-    for before, *later in ranks:
+    """As slime does where it offloads a model: ranks agree and watch over the present ones, and the
+    job goes on. A new job knows nothing of the former."""
+    for rank, (before, *later, new) in enumerate(ranks):
+        remembered = [number["remembered"] for number in (before, *later, new)]
+        # It is the last rank that says so, of a sample of the first batch already.
+        assert remembered == [["PER_TOKEN", False]] * 3 + [["unknown", rank == 1]]
         assert [number["watching"] for number in later] == [[False, True], [False, False, True]]
         for number in (before, *later):
             assert number["outputs"] == before["outputs"] != []

@@ -16,12 +16,9 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.arguments import (
     PREFIX,
     add_dynamic_batch_arguments,
-    consensus_timeout_seconds,
-    exchanges_samples,
-    given_cost_model,
-    planner_config,
 )
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.options import Options
 from mcore_batching.megatron.transformer_engine import installed_versions
 from mcore_batching.megatron.validation import check_model_config
 from mcore_batching.planning import ConfigError, ParallelDims, ParallelDimsError
@@ -86,8 +83,9 @@ def check_arguments(args: Any) -> None:
     Raises:
         DynamicBatchArgumentError: listing every problem with what to set instead.
     """
+    options = Options.of(args)
     if not is_on(args):
-        if exchanges_samples(args):
+        if options.exchanges_samples:
             raise DynamicBatchArgumentError(
                 f"{PREFIX}exchange and {PREFIX}context-parallel move samples of dynamic "
                 f"micro-batches: set {FLAG} as well"
@@ -96,9 +94,9 @@ def check_arguments(args: Any) -> None:
     problems = _problems(args)
     try:
         dims = _parallel_dims(args)
-        planner = planner_config(args, dims)
-        given_cost_model(args)
-        consensus_timeout_seconds(args)
+        planner = options.planner_config(dims)
+        options.given_cost_model()
+        options.checked_timeout_seconds()
     except (DynamicBatchArgumentError, ConfigError, ParallelDimsError) as error:
         problems.append(str(error))
     if problems:

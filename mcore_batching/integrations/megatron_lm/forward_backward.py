@@ -37,11 +37,10 @@ from mcore_batching.integrations.megatron_lm.unpadding import (
     unpadded_samples,
 )
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.arguments import has_own_forward_plan
-from mcore_batching.megatron.consensus import agree_after_pipeline
 from mcore_batching.megatron.data_iterator import protocol_of
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.prepared_step import prepare
+from mcore_batching.megatron.job import Job, job_of
+from mcore_batching.megatron.prepare import prepare
 from mcore_batching.megatron.run_pipeline import run_pipeline
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks, model_shape, vocabulary_size
@@ -113,11 +112,17 @@ class PackedForwardBackward:
         chunks = model_chunks(model)
         started = time.monotonic()
         operation = "evaluation" if forward_only else "training"
-        own_plan = forward_only and has_own_forward_plan(self._args)
+        job = job_of(self._args)
+        own_plan = forward_only and job.options.has_own_forward_plan
         planned = self._plan(
-            chunks, data_iterator, num_microbatches, is_training=not forward_only, own_plan=own_plan
+            job,
+            chunks,
+            data_iterator,
+            num_microbatches,
+            is_training=not forward_only,
+            own_plan=own_plan,
         )
-        prepared = prepare(self._args, chunks, operation, 0, planned, change=stock_row)
+        prepared = prepare(job, chunks, operation, 0, planned, change=stock_row)
         schedule = prepared.schedule
         # Every model chunk of a rank runs every row: one of them counts for all.
         rows = [
@@ -128,28 +133,29 @@ class PackedForwardBackward:
         ready = time.monotonic()
         plan_seconds = ready - started
         losses, _ = run_pipeline(
-            self._args,
+            job,
             chunks,
             prepared,
             operation,
-            with_deferred_errors(forward_step_func, failed, self._args),
+            with_deferred_errors(forward_step_func, failed, job),
             forward_only=forward_only,
             rows=rows,
             schedule=self._run,
             **others,
         )
         if forward_only:
-            agree_after_pipeline(self._args, operation, failed)
+            job.agree_after_pipeline(operation, failed)
             return losses
         figures = StepFigures(schedule)
-        agreed = agree_after_pipeline(self._args, operation, failed, figures.own, figures.says)
+        agreed = job.agree_after_pipeline(operation, failed, figures.own, figures.says)
         compat.scale_moe_metrics(num_microbatches / len(prepared.rows))
         torch.cuda.synchronize()
-        self._log(figures, agreed, chunks, plan_seconds, time.monotonic() - ready)
+        self._log(job, figures, agreed, chunks, plan_seconds, time.monotonic() - ready)
         return losses
 
     def _log(
         self,
+        job: Job,
         figures: StepFigures,
         agreed: Agreement[Any],
         chunks: list[Any],
@@ -157,17 +163,18 @@ class PackedForwardBackward:
         run_seconds: float,
     ) -> None:
         made = figures.statistics(agreed)
-        shape = model_shape(self._args, get_model_config(chunks[0]))
+        shape = model_shape(self._args.padded_vocab_size, get_model_config(chunks[0]))
         record_step(
             made,
             plan_seconds=plan_seconds,
             run_seconds=run_seconds,
             memory=predicted_memory(made, figures.problem, shape),
-            learnt=keep_learnt_costs(self._args, figures.predicted_seconds(agreed)),
+            learnt=keep_learnt_costs(self._args, job, figures.predicted_seconds(agreed)),
         )
 
     def _plan(
         self,
+        job: Job,
         chunks: list[Any],
         data_iterator: Any,
         num_microbatches: int,
@@ -176,8 +183,8 @@ class PackedForwardBackward:
         own_plan: bool,
     ) -> Callable[[], MicroBatchSchedule]:
         """Gives this rank's packed micro-batches of the step, in the agreement before it runs."""
-        protocol = protocol_of(self._args)(
-            self._args,
+        protocol = protocol_of(job.options)(
+            job,
             chunks,
             lambda: self._read(data_iterator, num_microbatches, vocabulary_size(chunks)),
             schema=STOCK_SCHEMA,

@@ -15,13 +15,13 @@ from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.chunk_forward import padding_mask
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.failure_watch import defer
+from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.model_inputs import changed_inputs
 from mcore_batching.megatron.row_groups import row_group
 
 
 def with_deferred_errors(
-    forward_step_func: Callable[..., Any], failed: list[Exception], args: Any
+    forward_step_func: Callable[..., Any], failed: list[Exception], job: Job
 ) -> Callable[..., tuple[Tensor, Callable[..., Any]]]:
     """The forward step, with errors of its loss function collected instead of raised.
 
@@ -31,7 +31,7 @@ def with_deferred_errors(
     Args:
         forward_step_func: the script's.
         failed: gets the exceptions.
-        args: Megatron's arguments.
+        job: the present one.
     """
 
     def forward_step(data_iterator: PackedRows, chunk: Any, *rest: Any, **options: Any) -> Any:
@@ -43,7 +43,7 @@ def with_deferred_errors(
                 result = loss_function(output_tensor, *arguments, **keywords)
                 check_loss(result)
             except Exception as exception:
-                defer(args, failed, exception, data_iterator.current)
+                job.defer(failed, exception, data_iterator.current)
                 zero = output_tensor.float().sum() * 0.0
                 return zero, torch.zeros((), dtype=torch.int, device=zero.device), {}
             return result

@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import HashStore
 
 from mcore_batching.megatron import compat, cpu_emulation
 from mcore_batching.megatron.attention.specs import packed_layer_spec, uses_transformer_engine
+from mcore_batching.megatron.job import job_of
 from mcore_batching.megatron.row_groups import make_row_groups, row_group
 from mcore_batching.megatron.shared_rows import let_rows_have_groups
 from mcore_batching.megatron.standalone.bootstrap import (
@@ -90,7 +91,7 @@ def calibrate(
     sizes = dims.row_sizes(dims.data_parallel)
     model = _stack(stack)
     if len(sizes) > 1:
-        make_row_groups(None, sizes)
+        make_row_groups(job_of(), sizes)
         let_rows_have_groups([model])
     # By what is timed, since a row that is shared may be among the others.
     timed = {(tuple(lengths), 1): None for lengths in rows or rows_to_time(max_tokens)}

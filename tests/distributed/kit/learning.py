@@ -21,6 +21,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 
 from kit.blocking_p2p import Link, blocking_p2p
 from kit.exactness import arguments
+from kit.groups import forget_job
 from kit.model import adam, transformer_config
 from kit.objective import packed_objective
 from kit.operations import passes_of
@@ -29,7 +30,6 @@ from mcore_batching.integrations.megatron_lm.learnt_costs import take_over_learn
 from mcore_batching.megatron import (
     CollectiveError,
     cost_learner,
-    cost_learners,
     get_data_iterator,
     pass_times,
     schedule_of,
@@ -317,7 +317,7 @@ def resume(**parameters: Any) -> dict[str, Any]:
     shape = ParallelDims(**parameters["dims"])
     first, data = dist.get_rank() == 0, samples(8, 0)
     for name in ("resumed", "alone", "flag", "unreadable"):
-        cost_learners._current = None
+        forget_job()
         if name != "alone" or first:
             cost_learner().load_state_dict(state)
         flag = "fixed" if name == "flag" and first else "auto"

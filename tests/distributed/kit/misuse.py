@@ -29,6 +29,7 @@ from mcore_batching.megatron import (
     train_step,
 )
 from mcore_batching.megatron.arguments import DEFAULT_TIMEOUT_SECONDS
+from mcore_batching.megatron.job import job_of
 from mcore_batching.megatron.planning_protocol import PlanningProtocol
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
@@ -377,7 +378,7 @@ def fields_differ_in_one_step(dims: dict[str, Any], reference: str) -> str:
     options: dict[str, Any] = {"steps": None, "cost_model": None, "forward_only": False}
     try:
         PlanningProtocol(
-            args, model, lambda: samples, schema=DEFAULT_SCHEMA, one_step=True, **options
+            job_of(args), model, lambda: samples, schema=DEFAULT_SCHEMA, one_step=True, **options
         ).run()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
