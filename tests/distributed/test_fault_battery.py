@@ -19,7 +19,7 @@ from kit.forked import End, run_forked
 from kit.harness import Job, JobFailedError, results, run_jobs
 from kit.stock_jobs import FIXED, FLAG, PP2, TP2, TP2_CP2, VPP2, job, steps
 
-from mcore_batching.megatron.failure_watch import EXIT_CODE
+from mcore_batching.megatron.job.failure_watch import EXIT_CODE
 
 pytestmark = pytest.mark.long
 

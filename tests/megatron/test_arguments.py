@@ -13,17 +13,18 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
-from mcore_batching.megatron import arguments, cpu_emulation, options
-from mcore_batching.megatron.arguments import (
+from mcore_batching.megatron import cpu_emulation
+from mcore_batching.megatron.checks.transformer_engine import Versions, installed_versions
+from mcore_batching.megatron.checks.validation import check_model_config
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.job import arguments, options
+from mcore_batching.megatron.job.arguments import (
     DEFAULT_TIMEOUT_SECONDS,
     add_dynamic_batch_arguments,
     flag_of,
 )
-from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.options import Options
-from mcore_batching.megatron.step_shard import Settings, StepShard
-from mcore_batching.megatron.transformer_engine import Versions, installed_versions
-from mcore_batching.megatron.validation import check_model_config
+from mcore_batching.megatron.job.options import Options
+from mcore_batching.megatron.rollout.step_shard import Settings, StepShard
 from mcore_batching.planning import (
     Argument,
     ConfigError,

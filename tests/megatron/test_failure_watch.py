@@ -16,8 +16,9 @@ import torch.distributed as dist
 from kit.patience import patience
 
 from mcore_batching.batch.errors import LONGEST_TEXT
-from mcore_batching.megatron import PipelineFailedError, PlanningFailedError, failure_watch
-from mcore_batching.megatron.failure_watch import EXIT_CODE, FailureWatch, watch_of_world
+from mcore_batching.megatron import PipelineFailedError, PlanningFailedError
+from mcore_batching.megatron.job import failure_watch
+from mcore_batching.megatron.job.failure_watch import EXIT_CODE, FailureWatch, watch_of_world
 
 
 @pytest.fixture(autouse=True)
@@ -239,7 +240,7 @@ def test_one_process_has_no_watch() -> None:
 STUCK = """
 import time
 import torch.distributed as dist
-from mcore_batching.megatron import failure_watch
+from mcore_batching.megatron.job import failure_watch
 failure_watch.POLL_SECONDS, failure_watch.GRACE_SECONDS = 0.01, 0.1
 store = dist.HashStore()
 ours, theirs = (failure_watch.FailureWatch(store, rank, num_ranks=2) for rank in range(2))

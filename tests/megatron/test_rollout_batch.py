@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_batching.batch import DEFAULT_SCHEMA
-from mcore_batching.megatron.rollout_batch import RolloutBatch, places_in_order
+from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch, places_in_order
 from mcore_batching.planning import ConfigError
 
 STEPS = [[3, 1], [0, 2]]

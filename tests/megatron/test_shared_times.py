@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_batching.megatron.shared_times import (
+from mcore_batching.megatron.learning.shared_times import (
     NUM_LEAST,
     NUM_SLOTS,
     Rivals,

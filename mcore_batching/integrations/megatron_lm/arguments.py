@@ -13,14 +13,14 @@ from mcore_batching.integrations.megatron_lm.script_batches import use_packed_ba
 from mcore_batching.integrations.megatron_lm.sft.provider import add_sft_arguments
 from mcore_batching.integrations.megatron_lm.start_messages import print_start_messages
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.arguments import (
+from mcore_batching.megatron.checks.transformer_engine import installed_versions
+from mcore_batching.megatron.checks.validation import check_model_config
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.job.arguments import (
     PREFIX,
     add_dynamic_batch_arguments,
 )
-from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.options import Options
-from mcore_batching.megatron.transformer_engine import installed_versions
-from mcore_batching.megatron.validation import check_model_config
+from mcore_batching.megatron.job.options import Options
 from mcore_batching.planning import ConfigError, ParallelDims, ParallelDimsError
 
 FLAG = "--use-dynamic-batch-size"

@@ -37,12 +37,12 @@ from mcore_batching.integrations.megatron_lm.unpadding import (
     unpadded_samples,
 )
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.data_iterator import protocol_of
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.job import Job, job_of
-from mcore_batching.megatron.prepare import prepare
-from mcore_batching.megatron.run_pipeline import run_pipeline
-from mcore_batching.megatron.schedule import MicroBatchSchedule
+from mcore_batching.megatron.job.job import Job, job_of
+from mcore_batching.megatron.rollout.data_iterator import protocol_of
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.megatron.step.prepare import prepare
+from mcore_batching.megatron.step.run_pipeline import run_pipeline
 from mcore_batching.megatron.topology import model_chunks, model_shape, vocabulary_size
 from mcore_batching.planning import CostModel
 from mcore_batching.planning.memory import predicted_memory

@@ -31,10 +31,10 @@ from mcore_batching.integrations.megatron_lm.script_batches import (
 from mcore_batching.integrations.megatron_lm.sft.provider import datasets_provider_for
 from mcore_batching.integrations.megatron_lm.step_log import with_batching_statistics
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.arguments import PREFIX
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.options import Options
+from mcore_batching.megatron.job.arguments import PREFIX
+from mcore_batching.megatron.job.options import Options
 
 _installed: Installation | None = None
 

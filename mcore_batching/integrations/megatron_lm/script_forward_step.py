@@ -13,11 +13,11 @@ from torch import Tensor
 from mcore_batching.batch.value_shapes import describe
 from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.chunk_forward import padding_mask
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.job import Job
-from mcore_batching.megatron.model_inputs import changed_inputs
-from mcore_batching.megatron.row_groups import row_group
+from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.job.row_groups import row_group
+from mcore_batching.megatron.step.chunk_forward import padding_mask
+from mcore_batching.megatron.step.model_inputs import changed_inputs
 
 
 def with_deferred_errors(

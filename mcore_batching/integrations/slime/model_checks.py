@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from mcore_batching.megatron import compat
+from mcore_batching.megatron.checks.validation import prepare_packed_model
 from mcore_batching.megatron.errors import PlanningFailedError
-from mcore_batching.megatron.job import job_of
+from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.topology import model_chunks
-from mcore_batching.megatron.validation import prepare_packed_model
 
 
 def checking_model(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,8 +24,8 @@ from mcore_batching.batch.consensus import Statement
 from mcore_batching.integrations.replacements import HookError
 from mcore_batching.integrations.slime.zero_count_mask import zero_count_mask
 from mcore_batching.megatron.errors import CollationFailedError
-from mcore_batching.megatron.job import job_of
-from mcore_batching.megatron.logits_function import checked_outputs
+from mcore_batching.megatron.job.job import job_of
+from mcore_batching.megatron.step.logits_function import checked_outputs
 
 _OPERATION = "forward_only"
 

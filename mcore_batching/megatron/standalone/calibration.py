@@ -28,9 +28,9 @@ from torch._C._distributed_c10d import HashStore
 
 from mcore_batching.megatron import compat, cpu_emulation
 from mcore_batching.megatron.attention.specs import packed_layer_spec, uses_transformer_engine
-from mcore_batching.megatron.job import job_of
-from mcore_batching.megatron.row_groups import make_row_groups, row_group
-from mcore_batching.megatron.shared_rows import let_rows_have_groups
+from mcore_batching.megatron.checks.shared_rows import let_rows_have_groups
+from mcore_batching.megatron.job.job import job_of
+from mcore_batching.megatron.job.row_groups import make_row_groups, row_group
 from mcore_batching.megatron.standalone.bootstrap import (
     initialize_model_parallel,
     initialize_process_group,

@@ -26,16 +26,16 @@ from kit.samples import make_samples, share, take
 from mcore_batching.batch import SchemaError, token_mean
 from mcore_batching.megatron import (
     add_fields,
-    exchange,
     forward_only,
     get_data_iterator,
     response_log_probs,
     schedule_of,
     train_step,
 )
-from mcore_batching.megatron.data_iterator import rollout_of
-from mcore_batching.megatron.failure_watch import FailureWatch
-from mcore_batching.megatron.job import job_of
+from mcore_batching.megatron.job.failure_watch import FailureWatch
+from mcore_batching.megatron.job.job import job_of
+from mcore_batching.megatron.rollout import exchange
+from mcore_batching.megatron.rollout.data_iterator import rollout_of
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
 

@@ -31,13 +31,13 @@ from mcore_batching.megatron import (
     CollectiveError,
     cost_learner,
     get_data_iterator,
-    pass_times,
     schedule_of,
     train_step,
 )
-from mcore_batching.megatron.data_iterator import plan_micro_batches
-from mcore_batching.megatron.pass_times import rows_of
-from mcore_batching.megatron.row_groups import row_group
+from mcore_batching.megatron.job.row_groups import row_group
+from mcore_batching.megatron.learning import pass_times
+from mcore_batching.megatron.learning.pass_times import rows_of
+from mcore_batching.megatron.rollout.data_iterator import plan_micro_batches
 from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
 from mcore_batching.planning import CostModel, ParallelDims
 

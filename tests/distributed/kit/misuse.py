@@ -28,9 +28,9 @@ from mcore_batching.megatron import (
     response_log_probs,
     train_step,
 )
-from mcore_batching.megatron.arguments import DEFAULT_TIMEOUT_SECONDS
-from mcore_batching.megatron.job import job_of
-from mcore_batching.megatron.planning_protocol import PlanningProtocol
+from mcore_batching.megatron.job.arguments import DEFAULT_TIMEOUT_SECONDS
+from mcore_batching.megatron.job.job import job_of
+from mcore_batching.megatron.rollout.planning_protocol import PlanningProtocol
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
 

@@ -17,11 +17,11 @@ from kit.exactness import arguments
 from kit.model import transformer_config
 from kit.samples import VOCABULARY
 from mcore_batching.megatron import get_data_iterator, schedule_of
-from mcore_batching.megatron.chunk_forward import run_chunk
-from mcore_batching.megatron.job import job_of
-from mcore_batching.megatron.prepare import prepare
+from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
-from mcore_batching.megatron.transfer_shapes import planned_transfers
+from mcore_batching.megatron.step.chunk_forward import run_chunk
+from mcore_batching.megatron.step.prepare import prepare
+from mcore_batching.megatron.step.transfer_shapes import planned_transfers
 from mcore_batching.planning import ParallelDims
 
 Operation = list[Any]

@@ -24,11 +24,11 @@ from mcore_batching.megatron import (
     schedule_of,
     train_step,
 )
-from mcore_batching.megatron.failure_watch import NO_WATCH
-from mcore_batching.megatron.job import job_of
-from mcore_batching.megatron.prepare import prepare
+from mcore_batching.megatron.job.failure_watch import NO_WATCH
+from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
 from mcore_batching.megatron.standalone.calibration import LayerStack, calibrate
+from mcore_batching.megatron.step.prepare import prepare
 from mcore_batching.planning import ParallelDims
 
 

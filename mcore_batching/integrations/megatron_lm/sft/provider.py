@@ -26,7 +26,7 @@ from mcore_batching.integrations.megatron_lm.sft.tokenization import (
     SampleTokenizer,
     byte_level_tokenizer,
 )
-from mcore_batching.megatron.arguments import PREFIX
+from mcore_batching.megatron.job.arguments import PREFIX
 
 Datasets = tuple[SftDataset | None, SftDataset | None, SftDataset | None]
 """For training, validation and test."""

@@ -20,7 +20,7 @@ from megatron.core.datasets.utils import Split
 from mcore_batching.integrations.megatron_lm.sft.dataset import Indices, TokenizedLines
 from mcore_batching.integrations.megatron_lm.sft.errors import SftDataError
 from mcore_batching.integrations.megatron_lm.sft.jsonl import JsonLines
-from mcore_batching.megatron.arguments import PREFIX
+from mcore_batching.megatron.job.arguments import PREFIX
 
 DEFAULT_SPLIT = "969, 30, 1"
 """Megatron's own default."""
