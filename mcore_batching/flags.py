@@ -50,7 +50,6 @@ THEMES = {
         "consensus_timeout_seconds",
         "no_failure_watch",
         "no_planned_shapes",
-        "warm_up_at_cap",
     ),
     "recorded jobs": ("record",),
     "stock scripts: the log": ("log_all",),
@@ -192,13 +191,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "let pipeline stages exchange the shape of every tensor before they send it, "
         "instead of taking it from the plan: for models whose stages send each other anything but "
         "[tokens, 1, hidden size]",
-    },
-    "warm_up_at_cap": {
-        "action": "store_true",
-        "help": "before the first training step run rows of --max-tokens-per-gpu forward and "
-        "backward, as many as the pipeline holds at a time, and leave no trace of them: PyTorch "
-        "then keeps blocks that serve every later row, and a cap that does not fit into memory is "
-        "an error at the start; off by default, since it has not run on a GPU yet",
     },
     "on_nonfinite": {
         "choices": ["error", "skip"],

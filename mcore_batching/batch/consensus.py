@@ -4,21 +4,26 @@
     agreed = consensus.agree(
         "reading the batch",
         lambda: read(path),
-        lambda batch: Statement(equal={"fields": sorted(batch)}, tell=len(batch["tokens"])),
+        lambda batch: Statement(
+            equal={"fields": sorted(batch)},
+            figures={"samples": total(len(batch["tokens"]))},
+        ),
     )
-    agreed.result           # this rank's batch
-    agreed.told             # {0: 12, 1: 9}: what every rank told, by global rank
+    agreed.result               # this rank's batch
+    agreed.figures["samples"]   # of all ranks together
 
 A rank that raises while others wait in a collective leaves them waiting. So what may fail is done
 inside `Consensus.agree`: it exchanges how the work went before anybody goes on.
 
 While all goes well and alike, that is one message of 1 KB in each of ⌈log2 ranks⌉ rounds, which
-says so and carries maxima and sums. Only where a rank failed, or differs, or asks what others tell,
-do all of them gather everybody's statement: one object for each rank, on each rank.
+says so and carries figures (`mcore_batching.batch.figures`). Only where a rank failed, or differs,
+or asks what others tell, do all of them gather everybody's statement: one object for each rank, on
+each rank.
 """
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +42,7 @@ from mcore_batching.batch._summary import (
     residue_of,
 )
 from mcore_batching.batch.errors import BatchError, described, readable
+from mcore_batching.batch.figures import Figure, numbers_of, values_of
 from mcore_batching.batch.rank_messages import RankMessages, carries_host_messages
 from mcore_batching.planning.errors import Argument, MCoreBatchingError
 
@@ -83,10 +89,8 @@ class Statement:
         tell: what ranks that ask are to know of this one; small, and every rank can unpickle it.
         asks: True if this rank needs to know what the others tell; None: if it tells something
             itself. Whatever one asks for, all gather.
-        largest: numbers of which every rank is to know the largest; as many on each rank.
-        total: numbers of which every rank is to know the sum over replicas; as many on each rank,
-            and the same on all ranks of a replica.
-        rank_total: numbers of which every rank is to know the sum over all ranks; as many on each.
+        figures: numbers by name of which every rank is to know the largest, the least or the sum of
+            all ranks; the same names, kinds and counts on each.
     """
 
     equal: Mapping[str, Any] = field(default_factory=dict)
@@ -94,9 +98,7 @@ class Statement:
     equal_in_stage: Mapping[str, Any] = field(default_factory=dict)
     tell: Any = None
     asks: bool | None = None
-    largest: Sequence[float] = ()
-    total: Sequence[float] = ()
-    rank_total: Sequence[float] = ()
+    figures: Mapping[str, Figure] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -107,16 +109,12 @@ class Agreement(Generic[Result]):
         result: what this rank's work returned.
         told: every rank's `Statement.tell`, by global rank, in the order of the group; this rank's
             alone if no rank asked.
-        largest: of each number in `Statement.largest`, the largest of all ranks.
-        total: of each number in `Statement.total`, the sum over replicas.
-        rank_total: of each number in `Statement.rank_total`, the sum over ranks.
+        figures: of all ranks, by name.
     """
 
     result: Result
     told: dict[int, Any]
-    largest: list[Any]
-    total: list[Any]
-    rank_total: list[Any]
+    figures: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -130,9 +128,7 @@ class _Note:
     equal_in_replica: dict[str, str] = field(default_factory=dict)
     equal_in_stage: dict[str, str] = field(default_factory=dict)
     tell: bytes = b""
-    largest: Sequence[float] = ()
-    total: Sequence[float] = ()
-    rank_total: Sequence[float] = ()
+    figures: Mapping[str, Figure] = field(default_factory=dict)
 
 
 def no_statement(result: object) -> Statement:
@@ -223,9 +219,7 @@ class Consensus:
             note = _Note(stage, error=self._described(exception))
         numbers = self._settled(note)
         if numbers is not None:
-            sums, count = list(numbers.sums), len(note.total)
-            own = {self.rank: told}
-            return Agreement(result, own, list(numbers.maxima), sums[:count], sums[count:])
+            return Agreement(result, {self.rank: told}, values_of(note.figures, numbers))
         notes = self._gather(note)
         if isinstance(cause, SystemExit):
             raise cause
@@ -238,16 +232,13 @@ class Consensus:
         if failures:
             raise failure(failures) from cause
         self._compare(notes, mismatch or self._mismatch)
-        firsts = [notes[replica[0]] for replica in self.replicas]
-        return Agreement(
-            result,
-            told={rank: pickle.loads(each.tell) for rank, each in notes.items()},
-            largest=[max(each) for each in zip(*(n.largest for n in notes.values()), strict=True)],
-            total=[sum(each) for each in zip(*(n.total for n in firsts), strict=True)],
-            rank_total=[
-                sum(each) for each in zip(*(n.rank_total for n in notes.values()), strict=True)
-            ],
+        firsts = {replica[0] for replica in self.replicas}
+        numbers = functools.reduce(
+            Numbers.joined,
+            [numbers_of(each.figures, is_first=rank in firsts) for rank, each in notes.items()],
         )
+        told = {rank: pickle.loads(each.tell) for rank, each in notes.items()}
+        return Agreement(result, told, values_of(note.figures, numbers))
 
     def do_alike(
         self,
@@ -272,15 +263,13 @@ class Consensus:
             return self.agree(stage, work, failure=failure).result
 
     def _settled(self, note: _Note) -> Numbers | None:
-        """Maxima and sums, where nobody failed, differs or asks; None where notes are needed."""
+        """Joined figures, where nobody failed, differs or asks; None where notes are needed."""
         if self._messages is None:
             return None
-        is_first = self._in_replica[1] == 0
-        total = [each if is_first else 0 for each in note.total]
-        numbers = Numbers(note.largest, [*total, *note.rank_total])
+        numbers = numbers_of(note.figures, is_first=self._in_replica[1] == 0)
         head, rest = numbers.split(NUMBERS_IN_SUMMARY)
         own = Summary(
-            digest_of(note.stage, len(note.largest), len(note.total), len(note.rank_total)),
+            digest_of(note.stage, _shapes(note)),
             digest_if_any(note.equal),
             residue_of("replica", note.equal_in_replica, *self._in_replica)
             + residue_of("stage", note.equal_in_stage, *self._in_stage),
@@ -297,7 +286,7 @@ class Consensus:
 
     def _compare(self, notes: Mapping[int, _Note], mismatch: type[CollectiveError]) -> None:
         _require_equal({rank: note.equal for rank, note in notes.items()}, mismatch)
-        _require_equal({rank: _counts(note) for rank, note in notes.items()}, mismatch)
+        _require_equal({rank: {"figures": _shapes(note)} for rank, note in notes.items()}, mismatch)
         failures: dict[int, str] = {}
         for replica in self.replicas:
             failures |= _differences({rank: notes[rank].equal_in_replica for rank in replica})
@@ -340,18 +329,13 @@ def _noted(stage: str, statement: Statement) -> _Note:
         equal_in_replica={n: repr(value) for n, value in statement.equal_in_replica.items()},
         equal_in_stage={n: repr(value) for n, value in statement.equal_in_stage.items()},
         tell=pickle.dumps(statement.tell),
-        largest=list(statement.largest),
-        total=list(statement.total),
-        rank_total=list(statement.rank_total),
+        figures=statement.figures,
     )
 
 
-def _counts(note: _Note) -> dict[str, str]:
-    return {
-        "how many numbers it told, for the largest of all ranks,": repr(len(note.largest)),
-        "how many numbers it told, for the sum over replicas,": repr(len(note.total)),
-        "how many numbers it told, for the sum over ranks,": repr(len(note.rank_total)),
-    }
+def _shapes(note: _Note) -> str:
+    """Names of a rank's figures, and what else ranks must agree on to join them."""
+    return ", ".join(f"{name} ({each.shape})" for name, each in sorted(note.figures.items()))
 
 
 def _require_equal(said: Mapping[int, Mapping[str, str]], mismatch: type[CollectiveError]) -> None:

@@ -6,18 +6,10 @@ environment it lets the CPU stand in for CUDA, in this process, whatever launche
 
 from mcore_batching.batch.consensus import CollectiveError
 from mcore_batching.megatron import cpu_request as cpu_request  # before megatron.core is imported
-from mcore_batching.megatron.arguments import add_dynamic_batch_arguments
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
 from mcore_batching.megatron.attention.specs import packed_layer_spec, use_packed_attention
-from mcore_batching.megatron.cost_learners import cost_learner
-from mcore_batching.megatron.cost_learning import CostLearner
+from mcore_batching.megatron.checks.validation import check_settings, prepare_packed_model
 from mcore_batching.megatron.cpu_emulation import enable as _let_the_cpu_stand_in
-from mcore_batching.megatron.data_iterator import (
-    DataIterator,
-    add_fields,
-    get_data_iterator,
-    schedule_of,
-)
 from mcore_batching.megatron.errors import (
     CollationFailedError,
     DynamicBatchArgumentError,
@@ -27,16 +19,24 @@ from mcore_batching.megatron.errors import (
     PlanMismatchError,
     PlanningFailedError,
 )
-from mcore_batching.megatron.forward_only import forward_only
-from mcore_batching.megatron.fused_output import FusedLogits
-from mcore_batching.megatron.log_probs import (
+from mcore_batching.megatron.job.arguments import add_dynamic_batch_arguments
+from mcore_batching.megatron.job.row_groups import context_parallel_group
+from mcore_batching.megatron.learning.cost_learners import cost_learner
+from mcore_batching.megatron.learning.cost_learning import CostLearner
+from mcore_batching.megatron.logits.fused_output import FusedLogits
+from mcore_batching.megatron.logits.log_probs import (
     response_entropy,
     response_log_probs,
     response_log_probs_and_entropy,
 )
-from mcore_batching.megatron.row_groups import context_parallel_group
-from mcore_batching.megatron.train_step import TrainStepResult, train_step
-from mcore_batching.megatron.validation import check_settings, prepare_packed_model
+from mcore_batching.megatron.rollout.data_iterator import (
+    DataIterator,
+    add_fields,
+    get_data_iterator,
+    schedule_of,
+)
+from mcore_batching.megatron.step.forward_only import forward_only
+from mcore_batching.megatron.step.train_step import TrainStepResult, train_step
 
 if cpu_request.is_requested():
     _let_the_cpu_stand_in(force=cpu_request.is_forced())

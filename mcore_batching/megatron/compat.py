@@ -380,21 +380,6 @@ def scale_moe_metrics(factor: float) -> None:
         _values_of(recorded).mul_(factor)
 
 
-@contextlib.contextmanager
-def kept_moe_metrics() -> Iterator[None]:
-    """Forget what routers record inside of a ``with`` block."""
-    before = {name: _values_of(recorded).clone() for name, recorded in _moe_metrics().items()}
-    try:
-        yield
-    finally:
-        metrics = _moe_metrics()
-        for name in list(metrics):
-            if name in before:
-                _values_of(metrics[name]).copy_(before[name])
-            else:
-                del metrics[name]
-
-
 def _moe_metrics() -> dict[str, Any]:
     """Megatron's own dict of what routers have recorded since the last report, by name."""
     try:

@@ -34,11 +34,11 @@ def current_dims(model: list[Any]) -> ParallelDims:
     )
 
 
-def model_shape(args: Any, config: Any) -> ModelShape:
-    """The `ModelShape` of a model whose vocabulary is ``args.padded_vocab_size``.
+def model_shape(vocabulary: int, config: Any) -> ModelShape:
+    """The `ModelShape` of a model.
 
     Args:
-        args: Megatron's arguments.
+        vocabulary: its entries, padding included.
         config: the model's `TransformerConfig`.
     """
     ffn = config.ffn_hidden_size
@@ -53,7 +53,7 @@ def model_shape(args: Any, config: Any) -> ModelShape:
         heads=config.num_attention_heads,
         groups=config.num_query_groups,
         head_dim=config.kv_channels,
-        vocab=args.padded_vocab_size,
+        vocab=vocabulary,
         gated=config.gated_linear_unit,
         recompute=config.recompute_granularity == "full",
         bytes_per_value=2 if half else 4,
@@ -61,11 +61,11 @@ def model_shape(args: Any, config: Any) -> ModelShape:
     )
 
 
-def first_guess(args: Any, config: Any) -> CostModel:
+def first_guess(vocabulary: int | None, config: Any) -> CostModel:
     """The cost model of a model's shape, before any pass of it was timed.
 
     Args:
-        args: Megatron's arguments; the output layer is left out where they do not give its size.
+        vocabulary: entries, padding included; None leaves the output layer out.
         config: the model's. One that is no `TransformerConfig`, or of no transformer's shape, as
             without attention, gives the default costs.
     """
@@ -82,7 +82,7 @@ def first_guess(args: Any, config: Any) -> CostModel:
             heads=config.num_attention_heads,
             groups=config.num_query_groups,
             head_dim=config.kv_channels,
-            vocab=getattr(args, "padded_vocab_size", None) or 0,
+            vocab=vocabulary or 0,
             gated=config.gated_linear_unit,
             experts_per_token=config.moe_router_topk if experts else 1,
             experts_held=experts // config.expert_model_parallel_size if experts else 1,

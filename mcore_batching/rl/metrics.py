@@ -24,6 +24,7 @@ from torch import Tensor
 from mcore_batching.batch.consensus import Consensus, Statement
 from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.field_checks import num_samples, require_one_per_sample
+from mcore_batching.batch.figures import largest, least, total
 from mcore_batching.planning.errors import Argument
 from mcore_batching.planning.integers import entries
 from mcore_batching.rl.real_samples import as_numbers, real_indices
@@ -57,22 +58,22 @@ def sample_metrics(
     def says(numbers: list[list[float]]) -> Statement:
         return Statement(
             equal={"fields": list(fields)},
-            total=[each for of_field in numbers for each in (len(of_field), sum(of_field))],
-            largest=[
-                each
-                for of_field in numbers
-                for each in (max(of_field, default=-math.inf), -min(of_field, default=math.inf))
-            ],
+            figures={
+                "counts": total([len(each) for each in numbers]),
+                "sums": total([sum(each) for each in numbers]),
+                "maxima": largest([max(each, default=-math.inf) for each in numbers]),
+                "minima": least([min(each, default=math.inf) for each in numbers]),
+            },
         )
 
     agreed = Consensus(group).agree("summing up metrics", numbers, says)
     metrics: dict[str, float] = {}
-    for index, name in enumerate(fields):
-        count, total = agreed.total[2 * index : 2 * index + 2]
+    found = (agreed.figures[name] for name in ("counts", "sums", "maxima", "minima"))
+    for name, count, added, most, fewest in zip(fields, *found, strict=True):
         if count:
-            metrics[f"{name}/mean"] = total / count
-            metrics[f"{name}/max"] = agreed.largest[2 * index]
-            metrics[f"{name}/min"] = -agreed.largest[2 * index + 1]
+            metrics[f"{name}/mean"] = added / count
+            metrics[f"{name}/max"] = most
+            metrics[f"{name}/min"] = fewest
     return metrics
 
 
@@ -128,12 +129,12 @@ def masked_zscore(
     """
     kept, mean, count = _kept_and_mean(values, masks, group)
     # From the deviations, since the difference of large sums of squares loses its digits.
-    squares = Consensus(group).agree(
+    agreed = Consensus(group).agree(
         "adding up squared deviations",
         lambda: sum(float(((value - mean) ** 2).sum()) for value in kept),
-        lambda squares: Statement(total=(squares,)),
+        lambda squares: Statement(figures={"squares": total(squares)}),
     )
-    variance = squares.total[0] / max(count, 1)
+    variance = agreed.figures["squares"] / max(count, 1)
     scale = (variance + epsilon) ** -0.5 if variance + epsilon > 0 else 0.0
     scores = []
     for value, mask in zip(values, masks, strict=True):
@@ -153,11 +154,14 @@ def _kept_and_mean(
         "averaging masked values",
         lambda: _kept(values, masks),
         lambda kept: Statement(
-            total=(sum(float(v.sum()) for v in kept), sum(v.numel() for v in kept))
+            figures={
+                "sum": total(sum(float(v.sum()) for v in kept)),
+                "count": total(sum(v.numel() for v in kept)),
+            }
         ),
     )
-    total, count = agreed.total
-    return agreed.result, total / max(count, 1), count
+    count = agreed.figures["count"]
+    return agreed.result, agreed.figures["sum"] / max(count, 1), count
 
 
 def _kept(values: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:

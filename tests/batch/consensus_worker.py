@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_batching.batch.consensus import Consensus, DisagreementError, Statement
+from mcore_batching.batch.figures import largest, least, rank_total, total
 from mcore_batching.batch.rank_messages import RankMessages
 from mcore_batching.planning.errors import Argument, ConfigError
 
@@ -86,15 +87,21 @@ def plan(rank: int) -> dict[str, dict[str, Any]]:
             equal={"cap": 8},
             equal_in_replica={"samples": rank == 2},
             tell=("rank", rank),
-            largest=[rank, -rank],
-            total=[10 + (rank == 2), 0.5],
-            rank_total=[rank, 0.25],
+            figures={
+                "last": largest(rank),
+                "ranks": least([rank, 5]),
+                "samples": total([10 + (rank == 2), 0.5]),
+                "shares": rank_total([rank, 0.25]),
+            },
         ),
         "value differs": Statement(equal={"cap": 8 if rank != 1 else 9, "fill": "split"}),
         "left out": Statement(equal={"names": ["a"]} if rank else {}),
         "replica differs": Statement(equal_in_replica={"samples": rank}),
-        "number of sums differs": Statement(total=[0] * rank),
-        "number of sums over ranks differs": Statement(rank_total=[0] * (1 + (rank == 2))),
+        "number of sums differs": Statement(figures={"tokens": total([0] * rank)}),
+        "name of a figure differs": Statement(figures={"cost" if rank else "time": least(0)}),
+        "kind of a figure differs": Statement(
+            figures={"rows": (rank_total if rank == 2 else total)(0)}
+        ),
     }
     for name, statement in statements.items():
         cases[name] = {"work": fine, "says": lambda _, s=statement: s}
@@ -123,32 +130,50 @@ def wide_statements(rank: int) -> dict[str, Statement]:
             equal={"cap": 8, "fill": "split"},
             equal_in_replica={"samples": replica},
             equal_in_stage={"temperature": 1.0} if rank == 1 else {},
-            largest=[rank, -rank, 0.1 * rank, -math.inf, math.inf if rank == 4 else 0],
-            total=[2**53 + 1, 0.1 * replica, 0 if replica else 0.5, replica - 1],
-            rank_total=[rank, 0.25 * rank],
+            figures={
+                "b": largest([rank, 0.1 * rank, -math.inf, math.inf if rank == 4 else 0]),
+                "d": least([rank, 0.1 * rank, -math.inf if rank == 4 else 0]),
+                "a": total([2**53 + 1, 0.1 * replica, 0 if replica else 0.5, replica - 1]),
+                "c": rank_total([rank, 0.25 * rank]),
+            },
         ),
         "more numbers than a summary holds": Statement(
-            largest=[rank * (-1) ** i + i for i in range(150)],
-            total=[replica * i for i in range(80)],
-            rank_total=[rank * i for i in range(40)],
+            figures={
+                "b": largest([rank * (-1) ** i + i for i in range(130)]),
+                "d": least([rank * (-1) ** i + i for i in range(20)]),
+                "a": total([replica * i for i in range(80)]),
+                "c": rank_total([rank * i for i in range(40)]),
+            },
         ),
-        "as many numbers as a summary holds": Statement(largest=[rank] * 60, total=[1] * 40),
+        "as many numbers as a summary holds": Statement(
+            figures={"most": largest([rank] * 60), "all": total([1] * 40)}
+        ),
         "said by some": Statement(equal={"names": ["a"]} if rank in (1, 4) else {}),
         "nobody asks": Statement(tell=rank, asks=False),
-        "one asks": Statement(tell=rank, asks=rank == 5, total=[1], rank_total=[rank]),
+        "one asks": Statement(
+            tell=rank,
+            asks=rank == 5,
+            figures={"b": total([1]), "c": rank_total(rank), "a": least(rank)},
+        ),
         "said in part": Statement(equal={"a": 1} if rank < 4 else {"b": 2}),
-        "nan on rank 0": Statement(largest=[math.nan if rank == 0 else rank]),
-        "nan on rank 4": Statement(largest=[math.nan if rank == 4 else rank]),
-        "nan among many": Statement(largest=[0] * 120 + [math.nan if rank == 4 else rank]),
-        "nan in a sum": Statement(total=[math.nan if replica == 1 else 1.0]),
-        "integers beyond 64 bits": Statement(largest=[2**70 + rank], total=[2**65]),
-        "a sum beyond 64 bits": Statement(total=[2**62]),
-        "a number of another kind": Statement(largest=[torch.tensor(rank)]),
+        "nan on rank 0": Statement(figures={"most": largest([math.nan if rank == 0 else rank])}),
+        "nan on rank 4": Statement(figures={"most": largest([math.nan if rank == 4 else rank])}),
+        "nan among many": Statement(
+            figures={"most": largest([0] * 120 + [math.nan if rank == 4 else rank])}
+        ),
+        "nan in a sum": Statement(figures={"sum": total(math.nan if replica == 1 else 1.0)}),
+        "integers beyond 64 bits": Statement(
+            figures={"most": largest([2**70 + rank]), "sum": total(2**65)}
+        ),
+        "a sum beyond 64 bits": Statement(figures={"sum": total([2**62])}),
+        "a number of another kind": Statement(figures={"most": largest([torch.tensor(rank)])}),
         "said by some and differs": Statement(equal={"names": [rank]} if rank in (1, 4) else {}),
         "one replica differs": Statement(equal_in_replica={"samples": rank == 4}),
         "two replicas differ crosswise": Statement(equal_in_replica={"samples": rank in (0, 4)}),
         "one stage differs": Statement(equal_in_stage={"temperature": [0.5 if rank == 5 else 1]}),
-        "number of maxima differs": Statement(largest=[0] * (2 if rank == 3 else 1)),
+        "number of maxima differs": Statement(
+            figures={"most": largest([0] * (2 if rank == 3 else 1))}
+        ),
         "a number of another type differs": Statement(equal={"cap": 8.0 if rank == 2 else 8}),
     }
 
@@ -231,7 +256,7 @@ def outcome_of(call: Callable[[], Any]) -> dict[str, Any]:
             "failures": getattr(error, "failures", None),
             "cause": cause,
         }
-    names = ("result", "told", "largest", "total", "rank_total")
+    names = ("result", "told", "figures")
     return {name: getattr(agreed, name, None) for name in names} | {"type": None}
 
 
@@ -264,7 +289,7 @@ def run_three(rank: int, three: Any, last_two: Any, report: dict[str, Any]) -> N
     if rank:
         subgroup = Consensus(last_two)
         report["subgroup"] = outcome_of(
-            lambda: subgroup.agree("", int, lambda _: Statement(tell=rank, total=[1]))
+            lambda: subgroup.agree("", int, lambda _: Statement(tell=rank, figures={"n": total(1)}))
         )
         report["subgroup fails"] = outcome_of(
             lambda: subgroup.agree("", raises(ValueError("here")) if rank == 2 else int)

@@ -21,6 +21,7 @@ from mcore_batching.batch.consensus import (
     Statement,
 )
 from mcore_batching.batch.errors import LONGEST_TEXT, BatchError
+from mcore_batching.batch.figures import least, total
 
 NUM_RANKS = 6
 
@@ -48,9 +49,7 @@ def test_every_rank_learns_what_was_told(reports: list[dict[str, Any]]) -> None:
         assert report["alike"] == {
             "result": 0,
             "told": {rank: ("rank", rank) for rank in range(3)},
-            "largest": [2, 0],
-            "total": [21, 1.0],
-            "rank_total": [3, 0.75],
+            "figures": {"last": 2, "ranks": [0, 5], "samples": [21, 1.0], "shares": [3, 0.75]},
             "type": None,
         }
 
@@ -115,13 +114,14 @@ def test_what_all_ranks_raise_alike_is_raised_as_it_is(reports: list[dict[str, A
         (
             "number of sums differs",
             {
-                1: "how many numbers it told, for the sum over replicas, is 1, on rank 0 it is 0",
-                2: "how many numbers it told, for the sum over replicas, is 2, on rank 0 it is 0",
+                1: "figures is tokens (total of 1), on rank 0 it is tokens (total of 0)",
+                2: "figures is tokens (total of 2), on rank 0 it is tokens (total of 0)",
             },
         ),
+        ("name of a figure differs", {0: "figures is time (least), on rank 1 it is cost (least)"}),
         (
-            "number of sums over ranks differs",
-            {2: "how many numbers it told, for the sum over ranks, is 2, on rank 0 it is 1"},
+            "kind of a figure differs",
+            {2: "figures is rows (rank total), on rank 0 it is rows (total)"},
         ),
         ("stage differs", {2: "stage is 'sums', on rank 0 it is 'counts'"}),
         ("stage differs and one raises", {2: "stage is 'sums', on rank 0 it is 'counts'"}),
@@ -146,17 +146,16 @@ def test_the_caller_names_the_disagreement(reports: list[dict[str, Any]]) -> Non
 def test_a_part_of_the_ranks_agrees_by_itself(reports: list[dict[str, Any]]) -> None:
     for report in reports[1:]:
         assert report["subgroup"]["told"] == {1: 1, 2: 2}
-        assert report["subgroup"]["total"] == [2]
+        assert report["subgroup"]["figures"] == {"n": 2}
         assert report["subgroup fails"]["failures"] == {2: "ValueError: here"}
 
 
 def test_one_process_needs_no_group() -> None:
     alone = Consensus(None)
     agreed = alone.agree(
-        "", lambda: [1], lambda v: Statement(tell=len(v), largest=v, total=v, rank_total=v)
+        "", lambda: [1], lambda v: Statement(tell=len(v), figures={"a": total(v), "b": least(2)})
     )
-    assert (agreed.result, agreed.told, agreed.largest, agreed.total) == ([1], {0: 1}, [1], [1])
-    assert agreed.rank_total == [1]
+    assert (agreed.result, agreed.told, agreed.figures) == ([1], {0: 1}, {"a": [1], "b": 2})
     with pytest.raises(ZeroDivisionError):
         alone.agree("", lambda: 1 // 0)
 
@@ -193,14 +192,19 @@ def test_maxima_and_sums_are_those_of_all_ranks(wide: list[dict[str, Any]], case
     """As Python's ``max`` and ``sum`` over ranks and replicas, and the same bits on every rank."""
     statements = [wide_statements(rank)[case] for rank in range(NUM_RANKS)]
     firsts = [statements[replica[0]] for replica in WIDE_REPLICAS]
-    largest = [max(each) for each in zip(*(one.largest for one in statements), strict=True)]
-    total = [sum(each) for each in zip(*(one.total for one in firsts), strict=True)]
-    rank_total = [sum(each) for each in zip(*(one.rank_total for one in statements), strict=True)]
+    join = {"largest": max, "least": min, "total": sum, "rank total": sum}
+    expected = {}
+    for name, figure in statements[0].figures.items():
+        parts = [
+            one.figures[name].read(one.figures[name].values)
+            for one in (firsts if figure.kind == "total" else statements)
+        ]
+        columns = zip(*parts, strict=True) if figure.is_list else [parts]
+        joined = list(map(join[figure.kind], columns))
+        expected[name] = joined if figure.is_list else joined[0]
     for report in (rank[case] for rank in wide):
         assert report["type"] is None
-        assert repr(report["largest"]) == repr(largest)
-        assert repr(report["total"]) == repr(total)
-        assert report["rank_total"] == rank_total
+        assert repr(sorted(report["figures"].items())) == repr(sorted(expected.items()))
 
 
 @pytest.mark.parametrize("case", WITHOUT_GATHER)
@@ -233,7 +237,7 @@ def test_who_asks_is_told_and_so_are_all(wide: list[dict[str, Any]]) -> None:
         ("one stage differs", {5: "temperature is [0.5], on rank 2 it is [1]"}),
         (
             "number of maxima differs",
-            {3: "how many numbers it told, for the largest of all ranks, is 2, on rank 0 it is 1"},
+            {3: "figures is most (largest of 2), on rank 0 it is most (largest of 1)"},
         ),
         ("a number of another type differs", {2: "cap is 8.0, on rank 0 it is 8"}),
         ("said by some and differs", {4: "names is [4], on rank 1 it is [1]"}),

@@ -36,6 +36,7 @@ import torch.distributed as dist
 
 from mcore_batching.batch._summary import SUMMARY_BYTES
 from mcore_batching.batch.consensus import Consensus, Statement
+from mcore_batching.batch.figures import largest, least, total
 
 SETTINGS = {f"setting_{i}": i for i in range(30)}
 FIELDS = {"field names": [f"field_{i}" for i in range(8)], "field kinds": ["TOKENS"] * 8}
@@ -47,18 +48,23 @@ LATENCY_SECONDS = 25e-6
 Measured = dict[str, float]
 
 
+TAKEN = {"longest": largest(0), "samples": total(16)}
+
+
 def planned(rank: int) -> list[tuple[str, Statement]]:
     """The agreements of planning (local, in a pipeline) and of a training step."""
     totals = [16, 9000, 8000, 8000.0, 16, 16]
     return [
-        ("taking stock", Statement(equal=SETTINGS, largest=[0, -rank, 0], total=[16])),
-        ("packing", Statement(equal=FIELDS, largest=[4.0, *[1.5e6] * 25])),
+        ("taking stock", Statement(equal=SETTINGS, figures=TAKEN | {"first": least(rank)})),
+        ("packing", Statement(equal=FIELDS, figures={"ends": largest([4.0, *[1.5e6] * 25])})),
         (
             "filling",
             Statement(
                 equal_in_replica=_digest(rank),
-                largest=[1.5e6, 1.4e6, 16384.0, 16384.0],
-                total=[1 << 31] * 2,
+                figures={
+                    "ends": largest([1.5e6, 1.4e6, 16384.0, 16384.0]),
+                    "plans": total([1 << 31] * 2),
+                },
             ),
         ),
         (
@@ -66,7 +72,7 @@ def planned(rank: int) -> list[tuple[str, Statement]]:
             Statement(
                 equal={"plan (sha256)": "0" * 16, "step": 0, "number of micro-batches": 6},
                 equal_in_replica={"num_tokens": rank // RANKS_PER_REPLICA},
-                total=totals,
+                figures={"totals": total(totals)},
             ),
         ),
         ("after the pipeline", Statement(equal={"names of metrics": ["kl", "loss"]})),
@@ -76,19 +82,19 @@ def planned(rank: int) -> list[tuple[str, Statement]]:
 def stock(rank: int) -> list[tuple[str, Statement]]:
     """The agreements of a stock script's step, planning included; the last with its log line."""
     *_, collating, after = planned(rank)
-    counts = [12345, -12345, 4.0, *[1.5e6] * 25, 0]
-    largest, total = [0.0, *[4096.0] * 12], [1.0] * 12
+    counts = [4.0, *[1.5e6] * 25, 0]
+    figures = {"maxima": largest([0.0, *[4096.0] * 12]), "sums": total([1.0] * 12)}
     return [
-        ("taking stock", Statement(equal=SETTINGS, largest=[0, -rank, *counts], total=[16])),
+        ("taking stock", Statement(equal=SETTINGS, figures=TAKEN | {"ends": largest(counts)})),
         (
             collating[0],
             Statement(
                 equal=collating[1].equal,
                 equal_in_replica=_digest(rank) | dict(collating[1].equal_in_replica),
-                total=collating[1].total,
+                figures=collating[1].figures,
             ),
         ),
-        (after[0], Statement(equal=after[1].equal, largest=largest, total=total)),
+        (after[0], Statement(equal=after[1].equal, figures=figures)),
     ]
 
 
@@ -124,8 +130,7 @@ class Gathering:
             "equal": {name: repr(value) for name, value in said.equal.items()},
             "in_replica": {name: repr(value) for name, value in said.equal_in_replica.items()},
             "tell": pickle.dumps(said.tell),
-            "largest": list(said.largest),
-            "total": list(said.total),
+            "figures": {name: figure.values for name, figure in said.figures.items()},
         }
         self.sent_bytes += (self._ranks - 1) * (8 + len(pickle.dumps(note)))
         notes: list[Any] = [None] * self._ranks
@@ -134,9 +139,9 @@ class Gathering:
             assert len({each["equal"].get(name) for each in notes}) == 1
         for each in notes:
             pickle.loads(each["tell"])
-        for kind, combine in (("largest", max), ("total", sum)):
-            for numbers in zip(*(each[kind] for each in notes), strict=True):
-                combine(numbers)
+        for name in note["figures"]:
+            for numbers in zip(*(each["figures"][name] for each in notes), strict=True):
+                max(numbers)
 
 
 class Summaries(Consensus):

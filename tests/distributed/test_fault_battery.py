@@ -19,7 +19,7 @@ from kit.forked import End, run_forked
 from kit.harness import Job, JobFailedError, results, run_jobs
 from kit.stock_jobs import FIXED, FLAG, PP2, TP2, TP2_CP2, VPP2, job, steps
 
-from mcore_batching.megatron.failure_watch import EXIT_CODE
+from mcore_batching.megatron.job.failure_watch import EXIT_CODE
 
 pytestmark = pytest.mark.long
 
@@ -39,7 +39,6 @@ PLANNER: dict[str, dict[str, Any]] = {
 FATAL = {
     "layer, forward": "PipelineFailedError",
     "layer, backward": "PipelineFailedError",
-    "layer, warm-up": "PipelineFailedError",
     "optimizer": "PipelineFailedError",
     "scheduler": "PipelineFailedError",
     "exchange": "PipelineFailedError",
@@ -112,8 +111,6 @@ def test_every_rank_ends_with_the_named_error(
         assert rank.seconds < SECONDS
         if error == "PipelineFailedError" and fault != "SIGKILL":
             assert "out of memory, on purpose" in rank.message
-        if fault == "layer, warm-up":
-            assert "warm-up at --max-tokens-per-gpu " in rank.message
     if fault == "SIGKILL":
         assert faulty.exit_code == -9
     else:

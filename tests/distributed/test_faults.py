@@ -457,7 +457,6 @@ ON_ONE_RANK = {
         # The ranks' messages did not fit together: an abort or a hang.
         "other shapes": ("PlanMismatchError", "rank 2: --dynamic-batch-no-planned-shapes is True"),
         "other output layer": ("PlanMismatchError", "rank 2: --dynamic-batch-fuse-output-layer is"),
-        "other warm-up": ("PlanMismatchError", "rank 2: --dynamic-batch-warm-up-at-cap is True"),
         # Learning rates would part.
         "other increment": ("PlanMismatchError", "rank 2: increment is 7, on rank 0 it is None"),
         "data is a list": ("PlanningFailedError", "rank 2: TypeError: rollout_data must be a dict"),
@@ -864,8 +863,12 @@ def test_every_stage_masks_its_own_tokens(job: Job, ranks: list[dict[str, Any]])
 def test_groups_that_a_framework_destroys_and_makes_anew(
     job: Job, ranks: list[list[dict[str, Any]]]
 ) -> None:
-    """As slime does where it offloads a model: ranks agree and watch over the present ones."""
-    for before, *later in ranks:
+    """As slime does where it offloads a model: ranks agree and watch over the present ones, and the
+    job goes on. A new job knows nothing of the former."""
+    for rank, (before, *later, new) in enumerate(ranks):
+        remembered = [number["remembered"] for number in (before, *later, new)]
+        # It is the last rank that says so, of a sample of the first batch already.
+        assert remembered == [["PER_TOKEN", False]] * 3 + [["unknown", rank == 1]]
         assert [number["watching"] for number in later] == [[False, True], [False, False, True]]
         for number in (before, *later):
             assert number["outputs"] == before["outputs"] != []

@@ -237,21 +237,6 @@ def test_rows_are_not_cut_at_the_length_of_padded_samples(records: list[Ranks]) 
             assert step["grad_norm"] == expected["grad_norm"]
 
 
-@pytest.mark.long
-@runs("vpp2-ep2-dropout", "vpp2-ep2-dropout-warm")
-def test_rows_at_the_cap_before_the_first_step_leave_no_trace(records: list[Ranks]) -> None:
-    """The same to the bit, dropout, evaluation and routers' losses included."""
-    usual, warm = records
-    for record, expected in zip(warm, usual, strict=True):
-        for step, other in zip(record["steps"], expected["steps"], strict=True):
-            same = set(step) - {"batching", "moe"}  # which hold times, and all that was recorded
-            assert {name: step[name] for name in same} == {name: other[name] for name in same}
-            assert step["moe"]["reported"] == other["moe"]["reported"]
-        assert record["evaluations"] == expected["evaluations"]
-        first, other = (ranks["steps"][0]["moe"]["times"] for ranks in (record, expected))
-        assert first == other + 2 * 2 * LAYERS // 2  # two groups of two rows
-
-
 @runs("ep2-auxiliary-loss")
 def test_routers_losses_are_logged_as_means_over_the_micro_batches_that_ran(
     records: list[Ranks],

@@ -13,24 +13,15 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
-from mcore_batching.flags import THEMES, add_flags
-from mcore_batching.megatron import arguments, cpu_emulation
-from mcore_batching.megatron.arguments import (
-    DEFAULT_TIMEOUT_SECONDS,
-    add_dynamic_batch_arguments,
-    exchanges_samples,
-    flag_of,
-    forward_only_config,
-    given_cost_model,
-    has_own_forward_plan,
-    learns_cost_model,
-    log_prob_chunk_tokens,
-    planner_config,
-)
+from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS, THEMES, add_flags
+from mcore_batching.megatron import cpu_emulation
+from mcore_batching.megatron.checks.transformer_engine import Versions, installed_versions
+from mcore_batching.megatron.checks.validation import check_model_config
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.step_shard import Settings, StepShard
-from mcore_batching.megatron.transformer_engine import Versions, installed_versions
-from mcore_batching.megatron.validation import check_model_config
+from mcore_batching.megatron.job import arguments, options
+from mcore_batching.megatron.job.arguments import add_dynamic_batch_arguments, flag_of
+from mcore_batching.megatron.job.options import Options
+from mcore_batching.megatron.rollout.step_shard import Settings, StepShard
 from mcore_batching.planning import (
     Argument,
     ConfigError,
@@ -65,7 +56,6 @@ FLAGS = {
     "--dynamic-batch-on-oversize",
     "--dynamic-batch-pad-each-to",
     "--dynamic-batch-pad-total-to",
-    "--dynamic-batch-warm-up-at-cap",
     "--dynamic-batch-consensus-timeout-seconds",
     "--dynamic-batch-rendezvous-timeout-seconds",
 }
@@ -82,10 +72,11 @@ def test_flags_are_frozen() -> None:
 
 @pytest.mark.parametrize("tokens", ["0", "-3"])
 def test_chunks_of_no_tokens_are_refused(tokens: str) -> None:
-    assert log_prob_chunk_tokens(parse()) == 512
-    assert log_prob_chunk_tokens(parse("--dynamic-batch-log-prob-chunk-tokens", "7")) == 7
+    assert Options.of(parse()).checked_chunk_tokens() == 512
+    seven = parse("--dynamic-batch-log-prob-chunk-tokens", "7")
+    assert Options.of(seven).checked_chunk_tokens() == 7
     with pytest.raises(DynamicBatchArgumentError, match="chunk-tokens must be 1 or more, got"):
-        log_prob_chunk_tokens(parse("--dynamic-batch-log-prob-chunk-tokens", tokens))
+        Options.of(parse("--dynamic-batch-log-prob-chunk-tokens", tokens)).checked_chunk_tokens()
 
 
 def test_flags_that_a_framework_has_are_left_alone() -> None:
@@ -125,9 +116,9 @@ def test_a_value_out_of_range_is_named_as_the_flag(monkeypatch: pytest.MonkeyPat
     def refuse(**settings: Any) -> None:
         raise ConfigError("too small; set ", Argument("pad_each_to", 8))
 
-    monkeypatch.setattr(arguments, "PlannerConfig", refuse)
+    monkeypatch.setattr(options, "PlannerConfig", refuse)
     with pytest.raises(ConfigError, match="too small; set --dynamic-batch-pad-each-to 8"):
-        planner_config(SimpleNamespace(max_tokens_per_gpu=9))
+        Options.of(SimpleNamespace(max_tokens_per_gpu=9)).planner_config()
 
 
 def test_cost_model_from_a_file(tmp_path: Path) -> None:
@@ -135,27 +126,27 @@ def test_cost_model_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     path.write_text(model.to_json())
     from_file = parse("--dynamic-batch-cost-model", str(path))
-    assert given_cost_model(from_file) == model
-    assert not learns_cost_model(from_file)
+    assert Options.of(from_file).given_cost_model() == model
+    assert not Options.of(from_file).learns_cost_model
     for of_no_file in (parse(), parse("--dynamic-batch-cost-model", "fixed"), SimpleNamespace()):
-        assert given_cost_model(of_no_file) is None
+        assert Options.of(of_no_file).given_cost_model() is None
     other = tmp_path / "other.json"
     other.write_text("[]")
     for wrong in (other, tmp_path / "missing.json"):
         with pytest.raises(DynamicBatchArgumentError, match=f"--dynamic-batch-cost-model {wrong}"):
-            given_cost_model(parse("--dynamic-batch-cost-model", str(wrong)))
+            Options.of(parse("--dynamic-batch-cost-model", str(wrong))).given_cost_model()
 
 
 def test_costs_are_learnt_unless_others_are_asked_for() -> None:
     packs = "--use-dynamic-batch-size"
-    assert learns_cost_model(SimpleNamespace())
-    assert learns_cost_model(parse(packs))
-    assert not learns_cost_model(parse())
-    assert not learns_cost_model(parse(packs, "--dynamic-batch-cost-model", "fixed"))
+    assert Options.of(SimpleNamespace()).learns_cost_model
+    assert Options.of(parse(packs)).learns_cost_model
+    assert not Options.of(parse()).learns_cost_model
+    assert not Options.of(parse(packs, "--dynamic-batch-cost-model", "fixed")).learns_cost_model
     deterministic = {"use_dynamic_batch_size": True, "deterministic_mode": True}
-    assert not learns_cost_model(SimpleNamespace(**deterministic))
+    assert not Options.of(SimpleNamespace(**deterministic)).learns_cost_model
     asked = deterministic | {"dynamic_batch_cost_model": "auto"}
-    assert learns_cost_model(SimpleNamespace(**asked))
+    assert Options.of(SimpleNamespace(**asked)).learns_cost_model
 
 
 def test_planner_config_from_flags() -> None:
@@ -164,13 +155,13 @@ def test_planner_config_from_flags() -> None:
         *("--dynamic-batch-fill", "placeholder"),
         *("--dynamic-batch-on-oversize", "error", "--dynamic-batch-pad-total-to", "20"),
     )
-    assert planner_config(args) == PlannerConfig(
+    assert Options.of(args).planner_config() == PlannerConfig(
         max_tokens_per_gpu=100, fill="placeholder", on_oversize="error", pad_total_to=20
     )
     args = parse("--use-dynamic-batch-size", "--max-tokens-per-gpu", "9")
-    assert planner_config(args) == PlannerConfig(max_tokens_per_gpu=9)
+    assert Options.of(args).planner_config() == PlannerConfig(max_tokens_per_gpu=9)
     bare = SimpleNamespace(max_tokens_per_gpu=9)  # a framework's own arguments
-    assert planner_config(bare) == PlannerConfig(max_tokens_per_gpu=9)
+    assert Options.of(bare).planner_config() == PlannerConfig(max_tokens_per_gpu=9)
 
 
 @pytest.mark.parametrize(
@@ -186,19 +177,19 @@ def test_rows_have_a_multiple_on_cuda_that_leaves_the_cap_what_it_is(
     cap: int, dims: ParallelDims, multiple: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = parse("--use-dynamic-batch-size", "--max-tokens-per-gpu", str(cap))
-    on_cpu = planner_config(args, dims)
+    on_cpu = Options.of(args).planner_config(dims)
     assert on_cpu.pad_total_to is None
     with monkeypatch.context() as patch:
         patch.setattr(cpu_emulation, "is_enabled", lambda: False)
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        on_cuda = planner_config(args, dims)
+        on_cuda = Options.of(args).planner_config(dims)
         assert on_cuda == dataclasses.replace(on_cpu, pad_total_to=multiple)
         assert row_capacity_tokens(dims, on_cuda) == row_capacity_tokens(dims, on_cpu)
         args.dynamic_batch_pad_total_to = 1
-        assert planner_config(args, dims).pad_total_to == 1
+        assert Options.of(args).planner_config(dims).pad_total_to == 1
         patch.setattr(cpu_emulation, "is_enabled", lambda: True)
         args.dynamic_batch_pad_total_to = None
-        assert planner_config(args, dims) == on_cpu
+        assert Options.of(args).planner_config(dims) == on_cpu
 
 
 def test_rows_of_one_rank_keep_their_cap_under_dynamic_cp(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,10 +199,10 @@ def test_rows_of_one_rank_keep_their_cap_under_dynamic_cp(monkeypatch: pytest.Mo
     dims = ParallelDims(data_parallel=2, context_parallel=2)
     monkeypatch.setattr(cpu_emulation, "is_enabled", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert planner_config(args, dims).pad_total_to == 128
+    assert Options.of(args).planner_config(dims).pad_total_to == 128
     for size in (1, 2, 4):
         rows = dims.for_rows_on(size)
-        assert row_capacity_tokens(rows, planner_config(args, dims)) == 8320 * size
+        assert row_capacity_tokens(rows, Options.of(args).planner_config(dims)) == 8320 * size
 
 
 FORWARD_CAP = "--dynamic-batch-forward-only-max-tokens-per-gpu"
@@ -221,55 +212,57 @@ def test_forward_passes_have_the_cap_of_training_unless_they_are_given_one() -> 
     words = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "100")
     words += ("--dynamic-batch-max-inflight-tokens", "150", "--dynamic-batch-pad-total-to", "20")
     shared, own = parse(*words), parse(*words, FORWARD_CAP, "400")
-    training = planner_config(own)
-    assert training == planner_config(shared) == forward_only_config(shared, training)
-    assert forward_only_config(own, training) == dataclasses.replace(
+    training = Options.of(own).planner_config()
+    assert training == Options.of(shared).planner_config()
+    assert training == Options.of(shared).forward_only_config(training)
+    assert Options.of(own).forward_only_config(training) == dataclasses.replace(
         training, max_tokens_per_gpu=400, max_inflight_tokens=None
     )
-    assert (has_own_forward_plan(shared), has_own_forward_plan(own)) == (False, True)
-    assert not has_own_forward_plan(SimpleNamespace(max_tokens_per_gpu=9))
+    assert not Options.of(shared).has_own_forward_plan
+    assert Options.of(own).has_own_forward_plan
+    assert not Options.of(SimpleNamespace(max_tokens_per_gpu=9)).has_own_forward_plan
     unpacked = parse("--max-tokens-per-gpu", "9", FORWARD_CAP, "400")
-    assert not has_own_forward_plan(unpacked)
-    assert forward_only_config(unpacked, training) == training
+    assert not Options.of(unpacked).has_own_forward_plan
+    assert Options.of(unpacked).forward_only_config(training) == training
 
 
 def test_a_cap_of_forward_passes_out_of_range_is_refused_before_training() -> None:
     words = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "100", FORWARD_CAP, "0")
     with pytest.raises(ConfigError, match=f"^{FORWARD_CAP} must be 1 or more, got 0; increase"):
-        planner_config(parse(*words))
+        Options.of(parse(*words)).planner_config()
 
 
 def test_a_sample_over_the_cap_of_forward_passes_alone_names_that_cap() -> None:
     words = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "100")
     args = parse(*words, FORWARD_CAP, "20", "--dynamic-batch-on-oversize", "error")
-    training = planner_config(args)
+    training = Options.of(args).planner_config()
     for forward_only in (False, True):
-        config = forward_only_config(args, training) if forward_only else training
+        config = Options.of(args).forward_only_config(training) if forward_only else training
         settings = Settings(ParallelDims(), config, CostModel())
         if forward_only:
             with pytest.raises(OversizeSampleError) as caught:
-                StepShard(args, settings, [0, 1], [30, 5], forward_only)
+                StepShard(Options.of(args), settings, [0, 1], [30, 5], forward_only)
             assert f"set {FORWARD_CAP} to 30 or more, or" in caught.value.text(flag_of)
         else:
-            StepShard(args, settings, [0, 1], [30, 5], forward_only)
+            StepShard(Options.of(args), settings, [0, 1], [30, 5], forward_only)
 
 
 def test_without_the_flag_there_is_no_cap() -> None:
-    config = planner_config(parse("--max-tokens-per-gpu", "9"))
+    config = Options.of(parse("--max-tokens-per-gpu", "9")).planner_config()
     assert config.max_tokens_per_gpu > 10**12
     assert config.fill == "placeholder"
 
 
 def test_a_loop_of_its_own_without_the_flag_is_told_of_it() -> None:
-    args = parse("--max-tokens-per-gpu", "9")
-    settings = Settings(ParallelDims(), planner_config(args), CostModel())
+    options = Options.of(parse("--max-tokens-per-gpu", "9"))
+    settings = Settings(ParallelDims(), options.planner_config(), CostModel())
     with pytest.raises(DynamicBatchArgumentError, match="set --use-dynamic-batch-size and --max"):
-        StepShard(args, settings, [0, 1], [7, 5], False)
+        StepShard(options, settings, [0, 1], [7, 5], False)
 
 
 def test_missing_cap_says_what_to_set() -> None:
     with pytest.raises(DynamicBatchArgumentError, match="set --max-tokens-per-gpu"):
-        planner_config(parse("--use-dynamic-batch-size"))
+        Options.of(parse("--use-dynamic-batch-size")).planner_config()
 
 
 def config(**changes: Any) -> TransformerConfig:
@@ -571,15 +564,15 @@ def test_engines_attention_is_checked_for_every_size_of_a_row() -> None:
 def test_most_ranks_of_a_row_are_read_from_the_flag() -> None:
     words = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "64"]
     args = parse(*words, "--dynamic-batch-context-parallel", "2")
-    assert planner_config(args, ParallelDims(data_parallel=4)).max_context_parallel == 2
-    assert exchanges_samples(args)
-    assert not exchanges_samples(parse(*words))
+    assert Options.of(args).planner_config(ParallelDims(data_parallel=4)).max_context_parallel == 2
+    assert Options.of(args).exchanges_samples
+    assert not Options.of(parse(*words)).exchanges_samples
     args = parse(*words, "--dynamic-batch-context-parallel", "3")
     with pytest.raises(ConfigError, match="set --dynamic-batch-context-parallel to 2"):
-        planner_config(args, ParallelDims(data_parallel=4))
+        Options.of(args).planner_config(ParallelDims(data_parallel=4))
     args = parse("--dynamic-batch-context-parallel", "2")
     with pytest.raises(DynamicBatchArgumentError, match="set --use-dynamic-batch-size and"):
-        planner_config(args)
+        Options.of(args).planner_config()
 
 
 def test_all_problems_are_listed_at_once() -> None:

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.fused_output import check_can_be_fused
+from mcore_batching.megatron.logits.fused_output import check_can_be_fused
 
 
 def test_packed_sequence_parameters_are_what_transformer_engine_expects() -> None:

@@ -10,15 +10,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 from kit.patience import patience
 
 from mcore_batching.batch.errors import LONGEST_TEXT
-from mcore_batching.megatron import PipelineFailedError, PlanningFailedError, failure_watch
-from mcore_batching.megatron.failure_watch import EXIT_CODE, FailureWatch, reporting
+from mcore_batching.megatron import PipelineFailedError, PlanningFailedError
+from mcore_batching.megatron.job import failure_watch
+from mcore_batching.megatron.job.failure_watch import EXIT_CODE, FailureWatch, watch_of_world
 
 
 @pytest.fixture(autouse=True)
@@ -232,7 +232,7 @@ def test_the_interpreter_waits_for_groups_that_are_being_aborted(
 
 def test_one_process_has_no_watch() -> None:
     threads = threading.active_count()
-    with pytest.raises(KeyError), reporting(SimpleNamespace(), "step"):
+    with pytest.raises(KeyError), watch_of_world().reporting("step"):
         raise KeyError("x")
     assert threading.active_count() == threads
 
@@ -240,7 +240,7 @@ def test_one_process_has_no_watch() -> None:
 STUCK = """
 import time
 import torch.distributed as dist
-from mcore_batching.megatron import failure_watch
+from mcore_batching.megatron.job import failure_watch
 failure_watch.POLL_SECONDS, failure_watch.GRACE_SECONDS = 0.01, 0.1
 store = dist.HashStore()
 ours, theirs = (failure_watch.FailureWatch(store, rank, num_ranks=2) for rank in range(2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from mcore_batching.megatron.topology import first_guess
 from mcore_batching.planning import CostModel
 
-ARGS = SimpleNamespace(padded_vocab_size=10)
+VOCABULARY = 10
 SHAPE = {"hidden_size": 8, "ffn_hidden_size": 12, "num_layers": 2, "num_attention_heads": 2}
 SAME = {"hidden": 8, "layers": 2, "heads": 2, "gated": False}
 
@@ -50,12 +49,12 @@ SAME = {"hidden": 8, "layers": 2, "heads": 2, "gated": False}
     ids=("dense", "grouped", "recomputed", "window", "windows", "no-window", "experts"),
 )
 def test_costs_of_a_transformer(config: dict[str, Any], shape: dict[str, Any]) -> None:
-    guess = first_guess(ARGS, TransformerConfig(**SHAPE, **config))
+    guess = first_guess(VOCABULARY, TransformerConfig(**SHAPE, **config))
     assert guess == CostModel.from_model(**SAME | shape)
 
 
 def test_the_output_layer_is_left_out_where_its_size_is_not_known() -> None:
-    guess = first_guess(SimpleNamespace(), TransformerConfig(**SHAPE))
+    guess = first_guess(None, TransformerConfig(**SHAPE))
     assert guess == CostModel.from_model(**SAME, ffn=12)
 
 
@@ -73,9 +72,9 @@ def test_a_model_of_another_shape_has_the_default_costs(odd: dict[str, Any]) -> 
     config = TransformerConfig(**SHAPE)
     for name, value in odd.items():
         setattr(config, name, value)
-    assert first_guess(ARGS, config) == CostModel()
-    assert first_guess(ARGS, ModelParallelConfig()) == CostModel()
+    assert first_guess(VOCABULARY, config) == CostModel()
+    assert first_guess(VOCABULARY, ModelParallelConfig()) == CostModel()
 
 
 def test_latent_attention_is_guessed_by_its_heads() -> None:
-    assert first_guess(ARGS, MLATransformerConfig(**SHAPE)).quadratic > 0
+    assert first_guess(VOCABULARY, MLATransformerConfig(**SHAPE)).quadratic > 0

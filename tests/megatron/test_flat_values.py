@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_batching.megatron.flat_values import flat, unflat
+from mcore_batching.megatron.job.flat_values import flat, unflat
 
 VALUES: dict[str, Any] = {
     "nothing": None,

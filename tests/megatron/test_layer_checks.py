@@ -11,7 +11,7 @@ import pytest
 import torch
 from kit.stand_ins import stood_in
 
-from mcore_batching.megatron.layer_checks import layer_problems
+from mcore_batching.megatron.checks.layer_checks import layer_problems
 from mcore_batching.planning import ParallelDims
 
 MEGATRON = tuple(map(int, version("megatron-core").split(".")[:2]))

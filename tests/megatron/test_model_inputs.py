@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_batching.megatron.model_inputs import changed_inputs, joined_multimodal_inputs
+from mcore_batching.megatron.step.model_inputs import changed_inputs, joined_multimodal_inputs
 
 
 class Model(torch.nn.Module):

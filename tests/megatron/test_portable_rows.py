@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, pack
-from mcore_batching.megatron import prepared_step
-from mcore_batching.megatron.prepared_step import PortableRow
+from mcore_batching.megatron.rows import prepared_step
+from mcore_batching.megatron.rows.prepared_step import PortableRow
 
 
 @pytest.fixture

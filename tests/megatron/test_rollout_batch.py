@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_batching.batch import DEFAULT_SCHEMA
-from mcore_batching.megatron.rollout_batch import RolloutBatch, places_in_order
+from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch, places_in_order
 from mcore_batching.planning import ConfigError
 
 STEPS = [[3, 1], [0, 2]]
@@ -28,9 +27,7 @@ def batch(samples: int, steps: Any = None, size: int | None = None, **fields: An
         "response_lengths": [2] * samples,
         **fields,
     }
-    read = RolloutBatch.read(
-        data, SimpleNamespace(global_batch_size=size), DEFAULT_SCHEMA, steps, 9, {}
-    )
+    read = RolloutBatch.read(data, size, DEFAULT_SCHEMA, steps, 9, {})
     assert read is not None
     return read
 

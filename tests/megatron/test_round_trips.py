@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_batching.megatron.pass_times import TimedStep
-from mcore_batching.megatron.round_trips import NUM_TRIPS, RoundTrips
+from mcore_batching.megatron.learning.pass_times import TimedStep
+from mcore_batching.megatron.learning.round_trips import NUM_TRIPS, RoundTrips
 from mcore_batching.planning import ParallelDims
 from mcore_batching.planning.pipeline import Schedule
 from mcore_batching.planning.transfers import TimedTransfer

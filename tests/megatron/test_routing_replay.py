@@ -20,7 +20,7 @@ from mcore_batching.batch import (
     pack,
 )
 from mcore_batching.megatron import DynamicBatchArgumentError
-from mcore_batching.megatron.routing_replay import replayable
+from mcore_batching.megatron.rows.routing_replay import replayable
 
 FIELD = "rollout_routed_experts"
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mcore_batching.batch import OrderError, SchemaError
-from mcore_batching.megatron.sample_moves import SampleMoves, check_output
+from mcore_batching.megatron.rows.sample_moves import SampleMoves, check_output
 
 # Rank 0 brought 0 1 2, rank 1 brought 3 4, rank 2 nothing; 1 is shared by ranks 0 and 1.
 FIRST = [0, 3, 5, 5]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_batching.megatron.shared_times import (
+from mcore_batching.megatron.learning.shared_times import (
     NUM_LEAST,
     NUM_SLOTS,
     Rivals,
@@ -45,16 +45,16 @@ def passes(own: int, broken: float | None = None) -> dict[Pass, float]:
     return seconds if broken is None else seconds | {Pass("B", 1, 0): broken}
 
 
-def largest(numbers: list[list[float]]) -> list[float]:
-    return [max(each) for each in zip(*numbers, strict=True)]
+def least(numbers: list[list[float]]) -> list[float]:
+    return [min(each) for each in zip(*numbers, strict=True)]
 
 
 def test_a_row_takes_what_the_rank_that_waited_least_took() -> None:
     # Ranks are of two stages, the second of which is twice as slow.
-    numbers = [of_rank(own).least(passes(own), 1.0) for own in (0, 2, 3)]
-    numbers.append(of_rank(1).least({each: 2 * s for each, s in passes(1).items()}, 2.0))
+    numbers = [of_rank(own).seconds(passes(own), 1.0) for own in (0, 2, 3)]
+    numbers.append(of_rank(1).seconds({each: 2 * s for each, s in passes(1).items()}, 2.0))
     assert {len(each) for each in numbers} == {NUM_LEAST}
-    (slot, two), (other_slot, four) = of_rank(0).timings(largest(numbers))
+    (slot, two), (other_slot, four) = of_rank(0).timings(least(numbers))
     assert (slot, two.lengths, two.context_parallel) == (1, (700,), 2)
     assert (other_slot, four.lengths, four.context_parallel) == (0, (900, 800), 4)
     for timing in (two, four):  # of both chunks
@@ -64,12 +64,12 @@ def test_a_row_takes_what_the_rank_that_waited_least_took() -> None:
 @pytest.mark.parametrize("broken", [math.nan, 0.0, -1.0], ids=str)
 def test_a_time_that_is_none_drops_the_row_everywhere(broken: float) -> None:
     numbers = [
-        of_rank(own).least(passes(own, broken if own == 3 else None), 1.0) for own in range(4)
+        of_rank(own).seconds(passes(own, broken if own == 3 else None), 1.0) for own in range(4)
     ]
-    [(slot, _)] = of_rank(0).timings(largest(numbers))
+    [(slot, _)] = of_rank(0).timings(least(numbers))
     assert slot == 1
     # As a rank says that has not read the step yet.
-    assert of_rank(0).timings(largest([*numbers, [0.0] * NUM_LEAST])) == []
+    assert of_rank(0).timings(least([*numbers, [0.0] * NUM_LEAST])) == []
 
 
 def test_of_many_slots_some_are_told() -> None:

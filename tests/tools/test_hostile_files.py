@@ -25,7 +25,7 @@ from mcore_batching.tools import lengths_file
 from mcore_batching.tools.cli import main
 
 PACKAGE = Path(__file__).resolve().parents[2] / "mcore_batching"
-BETWEEN_RANKS = {"batch/consensus.py", "megatron/consensus.py", "megatron/flat_values.py"}
+BETWEEN_RANKS = {"batch/consensus.py", "megatron/job/consensus.py", "megatron/job/flat_values.py"}
 
 RUNS_CODE = {"eval", "exec", "compile", "__import__"}
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

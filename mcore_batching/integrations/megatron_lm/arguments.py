@@ -9,20 +9,14 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from mcore_batching.flags import THEMES, add_flags
+from mcore_batching.flags import PREFIX, THEMES, add_flags
 from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
 from mcore_batching.integrations.megatron_lm.start_messages import print_start_messages
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.arguments import (
-    PREFIX,
-    consensus_timeout_seconds,
-    exchanges_samples,
-    given_cost_model,
-    planner_config,
-)
+from mcore_batching.megatron.checks.transformer_engine import installed_versions
+from mcore_batching.megatron.checks.validation import check_model_config
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.transformer_engine import installed_versions
-from mcore_batching.megatron.validation import check_model_config
+from mcore_batching.megatron.job.options import Options
 from mcore_batching.planning import ConfigError, ParallelDims, ParallelDimsError
 
 FLAG = "--use-dynamic-batch-size"
@@ -84,8 +78,9 @@ def check_arguments(args: Any) -> None:
     Raises:
         DynamicBatchArgumentError: listing every problem with what to set instead.
     """
+    options = Options.of(args)
     if not is_on(args):
-        if exchanges_samples(args):
+        if options.exchanges_samples:
             raise DynamicBatchArgumentError(
                 f"{PREFIX}exchange and {PREFIX}context-parallel move samples of dynamic "
                 f"micro-batches: set {FLAG} as well"
@@ -94,9 +89,9 @@ def check_arguments(args: Any) -> None:
     problems = _problems(args)
     try:
         dims = _parallel_dims(args)
-        planner = planner_config(args, dims)
-        given_cost_model(args)
-        consensus_timeout_seconds(args)
+        planner = options.planner_config(dims)
+        options.given_cost_model()
+        options.checked_timeout_seconds()
     except (DynamicBatchArgumentError, ConfigError, ParallelDimsError) as error:
         problems.append(str(error))
     if problems:

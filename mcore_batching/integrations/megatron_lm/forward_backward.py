@@ -13,7 +13,6 @@ up to those of the ordinary micro-batches; a placeholder's are 0 and 0.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +28,6 @@ from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows, s
 from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
 from mcore_batching.integrations.megatron_lm.script_forward_step import (
     with_deferred_errors,
-    without_loss,
 )
 from mcore_batching.integrations.megatron_lm.step_figures import StepFigures
 from mcore_batching.integrations.megatron_lm.step_log import record_step
@@ -39,18 +37,13 @@ from mcore_batching.integrations.megatron_lm.unpadding import (
     unpadded_samples,
 )
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.arguments import has_own_forward_plan
-from mcore_batching.megatron.consensus import agree_after_pipeline
-from mcore_batching.megatron.cost_learners import timed
-from mcore_batching.megatron.data_iterator import protocol_of
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.failure_watch import reporting
-from mcore_batching.megatron.prepared_step import PreparedStep, prepare
-from mcore_batching.megatron.recording import recorded
-from mcore_batching.megatron.schedule import MicroBatchSchedule
+from mcore_batching.megatron.job.job import Job, job_of
+from mcore_batching.megatron.rollout.data_iterator import protocol_of
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.megatron.step.prepare import prepare
+from mcore_batching.megatron.step.run_pipeline import run_pipeline
 from mcore_batching.megatron.topology import model_chunks, model_shape, vocabulary_size
-from mcore_batching.megatron.transfer_shapes import planned_transfers
-from mcore_batching.megatron.warm_up import warm_up_at_cap
 from mcore_batching.planning import CostModel
 from mcore_batching.planning.memory import predicted_memory
 
@@ -119,60 +112,50 @@ class PackedForwardBackward:
         chunks = model_chunks(model)
         started = time.monotonic()
         operation = "evaluation" if forward_only else "training"
-        own_plan = forward_only and has_own_forward_plan(self._args)
+        job = job_of(self._args)
+        own_plan = forward_only and job.options.has_own_forward_plan
         planned = self._plan(
-            chunks, data_iterator, num_microbatches, is_training=not forward_only, own_plan=own_plan
+            job,
+            chunks,
+            data_iterator,
+            num_microbatches,
+            is_training=not forward_only,
+            own_plan=own_plan,
         )
-        prepared = prepare(self._args, chunks, operation, 0, planned, change=stock_row)
+        prepared = prepare(job, chunks, operation, 0, planned, change=stock_row)
         schedule = prepared.schedule
-        count = len(prepared.rows)
-
-        def run(
-            step: PreparedStep, function: Callable[..., Any], *, counts_flops: bool
-        ) -> tuple[Any, list[Exception]]:
-            # Every model chunk of a rank runs every row: one of them counts for all.
-            rows = [
-                PackedRows(stage, counts_flops=counts_flops and number == 0)
-                for number, stage in enumerate(step.iterators(len(chunks)))
-            ]
-            failed: list[Exception] = []
-            made = self._run(
-                forward_step_func=with_deferred_errors(function, failed, self._args),
-                data_iterator=rows if isinstance(model, list) and len(rows) > 1 else rows[0],
-                model=model,
-                num_microbatches=len(step.rows),
-                micro_batch_size=1,
-                forward_only=forward_only,
-                **others,
-            )
-            return made, failed
-
-        def run_largest(step: PreparedStep) -> list[Exception]:
-            return run(step, without_loss(forward_step_func), counts_flops=False)[1]
-
-        plan_seconds = time.monotonic() - started
-        if not forward_only:
-            warm_up_at_cap(self._args, chunks, schedule, 0, run_largest, change=stock_row)
+        # Every model chunk of a rank runs every row: one of them counts for all.
+        rows = [
+            PackedRows(stage, counts_flops=not forward_only and number == 0)
+            for number, stage in enumerate(prepared.iterators(len(chunks)))
+        ]
+        failed: list[Exception] = []
         ready = time.monotonic()
-        with (
-            reporting(self._args, operation),
-            planned_transfers(self._args, chunks, prepared, forward_only=forward_only),
-            contextlib.nullcontext() if forward_only else recorded(self._args, schedule, 0),
-            contextlib.nullcontext() if forward_only else timed(self._args, chunks, prepared),
-        ):
-            losses, failed = run(prepared, forward_step_func, counts_flops=not forward_only)
+        plan_seconds = ready - started
+        losses, _ = run_pipeline(
+            job,
+            chunks,
+            prepared,
+            operation,
+            with_deferred_errors(forward_step_func, failed, job),
+            forward_only=forward_only,
+            rows=rows,
+            schedule=self._run,
+            **others,
+        )
         if forward_only:
-            agree_after_pipeline(self._args, operation, failed)
+            job.agree_after_pipeline(operation, failed)
             return losses
         figures = StepFigures(schedule)
-        agreed = agree_after_pipeline(self._args, operation, failed, figures.own, figures.says)
-        compat.scale_moe_metrics(num_microbatches / count)
+        agreed = job.agree_after_pipeline(operation, failed, figures.own, figures.says)
+        compat.scale_moe_metrics(num_microbatches / len(prepared.rows))
         torch.cuda.synchronize()
-        self._log(figures, agreed, chunks, plan_seconds, time.monotonic() - ready)
+        self._log(job, figures, agreed, chunks, plan_seconds, time.monotonic() - ready)
         return losses
 
     def _log(
         self,
+        job: Job,
         figures: StepFigures,
         agreed: Agreement[Any],
         chunks: list[Any],
@@ -180,18 +163,19 @@ class PackedForwardBackward:
         run_seconds: float,
     ) -> None:
         made = figures.statistics(agreed)
-        shape = model_shape(self._args, get_model_config(chunks[0]))
+        shape = model_shape(self._args.padded_vocab_size, get_model_config(chunks[0]))
         record_step(
             made,
             plan_seconds=plan_seconds,
             run_seconds=run_seconds,
             memory=predicted_memory(made, figures.problem, shape),
-            learnt=keep_learnt_costs(self._args, figures.predicted_seconds(agreed)),
+            learnt=keep_learnt_costs(self._args, job, figures.predicted_seconds(agreed)),
             log_all=getattr(self._args, "dynamic_batch_log_all", False),
         )
 
     def _plan(
         self,
+        job: Job,
         chunks: list[Any],
         data_iterator: Any,
         num_microbatches: int,
@@ -200,8 +184,8 @@ class PackedForwardBackward:
         own_plan: bool,
     ) -> Callable[[], MicroBatchSchedule]:
         """Gives this rank's packed micro-batches of the step, in the agreement before it runs."""
-        protocol = protocol_of(self._args)(
-            self._args,
+        protocol = protocol_of(job.options)(
+            job,
             chunks,
             lambda: self._read(data_iterator, num_microbatches, vocabulary_size(chunks)),
             schema=STOCK_SCHEMA,

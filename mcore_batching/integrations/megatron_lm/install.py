@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mcore_batching.flags import PREFIX
 from mcore_batching.integrations.megatron_lm.arguments import (
     FLAG,
     add_arguments,
@@ -31,9 +32,9 @@ from mcore_batching.integrations.megatron_lm.script_batches import (
 from mcore_batching.integrations.megatron_lm.sft.provider import datasets_provider_for
 from mcore_batching.integrations.megatron_lm.step_log import with_batching_statistics
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.arguments import PREFIX, learns_cost_model
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.job.options import Options
 
 _installed: Installation | None = None
 
@@ -164,7 +165,7 @@ def _hook_arguments(installation: Installation) -> None:
         check_arguments(args)
         checkpointing = _module("checkpointing")
         name = f"{checkpointing.__name__}.check_checkpoint_args"
-        if learns_cost_model(args) and is_on(args) and name not in installation.hooked:
+        if Options.of(args).learns_cost_model and is_on(args) and name not in installation.hooked:
             check = _original(checkpointing, "check_checkpoint_args")
 
             @functools.wraps(check)

@@ -9,26 +9,28 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_batching.integrations.megatron_lm.arguments import is_on
-from mcore_batching.megatron.arguments import learns_cost_model
-from mcore_batching.megatron.cost_learners import cost_learner
+from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.job.options import Options
+from mcore_batching.megatron.learning.cost_learners import cost_learner, learners_of
 from mcore_batching.planning import ConfigError
 
 _NAME = "dynamic_batch_learnt_costs"
 
 
-def keep_learnt_costs(args: Any, predicted: float) -> dict[str, float]:
+def keep_learnt_costs(args: Any, job: Job, predicted: float) -> dict[str, float]:
     """Let the next checkpoint hold what was learnt.
 
     Args:
-        args: Megatron's arguments.
+        args: Megatron's arguments, which checkpoints hold.
+        job: the present one.
         predicted: seconds of the slowest rank's step that has just run; 0 if not known.
 
     Returns:
         what to log of it; nothing where costs are not learnt.
     """
-    if not learns_cost_model(args):
+    learner = learners_of(job).of(None)
+    if not job.options.learns_cost_model:
         return {}
-    learner = cost_learner()
     if learner.learnt is None:
         return {}
     setattr(args, _NAME, learner.state_dict())
@@ -44,7 +46,7 @@ def take_over_learnt_costs(args: Any, checkpoint_args: Any) -> None:
         args: Megatron's arguments.
         checkpoint_args: those that the checkpoint holds.
     """
-    if not (is_on(args) and learns_cost_model(args)):
+    if not (is_on(args) and Options.of(args).learns_cost_model):
         return
     try:
         cost_learner().load_state_dict(getattr(checkpoint_args, _NAME, {}))

@@ -17,8 +17,8 @@ from megatron.core import parallel_state
 from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.prepared_step import PreparedRow
-from mcore_batching.megatron.row_groups import row_group
+from mcore_batching.megatron.job.row_groups import row_group
+from mcore_batching.megatron.rows.prepared_step import PreparedRow
 
 SIX_FIELDS = (
     "tokens",

@@ -13,15 +13,15 @@ from torch import Tensor
 from mcore_batching.batch.value_shapes import describe
 from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.chunk_forward import padding_mask
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.failure_watch import defer
-from mcore_batching.megatron.model_inputs import changed_inputs
-from mcore_batching.megatron.row_groups import row_group
+from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.job.row_groups import row_group
+from mcore_batching.megatron.step.chunk_forward import padding_mask
+from mcore_batching.megatron.step.model_inputs import changed_inputs
 
 
 def with_deferred_errors(
-    forward_step_func: Callable[..., Any], failed: list[Exception], args: Any
+    forward_step_func: Callable[..., Any], failed: list[Exception], job: Job
 ) -> Callable[..., tuple[Tensor, Callable[..., Any]]]:
     """The forward step, with errors of its loss function collected instead of raised.
 
@@ -31,7 +31,7 @@ def with_deferred_errors(
     Args:
         forward_step_func: the script's.
         failed: gets the exceptions.
-        args: Megatron's arguments.
+        job: the present one.
     """
 
     def forward_step(data_iterator: PackedRows, chunk: Any, *rest: Any, **options: Any) -> Any:
@@ -43,26 +43,10 @@ def with_deferred_errors(
                 result = loss_function(output_tensor, *arguments, **keywords)
                 check_loss(result)
             except Exception as exception:
-                defer(args, failed, exception, data_iterator.current)
+                job.defer(failed, exception, data_iterator.current)
                 zero = output_tensor.float().sum() * 0.0
                 return zero, torch.zeros((), dtype=torch.int, device=zero.device), {}
             return result
-
-        return output, loss
-
-    return forward_step
-
-
-def without_loss(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward step with a loss that is 0, and reports nothing."""
-
-    def forward_step(*arguments: Any, **options: Any) -> tuple[Any, Callable[..., Any]]:
-        output, _ = forward_step_func(*arguments, **options)
-
-        def loss(output_tensor: Tensor, *unused: Any, **options: Any) -> tuple[Any, ...]:
-            del unused, options
-            nothing = torch.zeros((), dtype=torch.int, device=output_tensor.device)
-            return output_tensor.float().sum() * 0.0, nothing, {}
 
         return output, loss
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.validation import has_auxiliary_loss
+from mcore_batching.megatron.checks.validation import has_auxiliary_loss
 
 
 def print_start_messages(args: Any, config: Any) -> None:

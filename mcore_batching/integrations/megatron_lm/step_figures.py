@@ -11,13 +11,14 @@ agreement that there is anyway.
 from __future__ import annotations
 
 from mcore_batching.batch.consensus import Agreement, Statement
-from mcore_batching.megatron.cost_learning import predicted_seconds
-from mcore_batching.megatron.schedule import MicroBatchSchedule
+from mcore_batching.batch.figures import Figure, largest, total
+from mcore_batching.megatron.learning.cost_learning import predicted_seconds
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.planning import StepStatistics, step_statistics
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.statistics import joined_statistics, shard_statistics
 
-_Numbers = tuple[list[float], list[float]]
+_Figures = dict[str, Figure]
 
 
 class StepFigures:
@@ -35,28 +36,28 @@ class StepFigures:
     def __init__(self, schedule: MicroBatchSchedule) -> None:
         self._schedule = schedule
 
-    def own(self) -> _Numbers:
-        """This rank's numbers: to be added up over replicas, and of which to take the largest."""
+    def own(self) -> _Figures:
+        """This rank's part."""
         schedule, micro_batches = self._schedule, self._schedule.steps[0]
         lengths = [int(length) for length in schedule.rollout_data["total_lengths"]]
         self.problem = Problem.of(lengths, schedule.dims, schedule.config, schedule.cost_model)
-        predicted = predicted_seconds(schedule, 0)
+        figures = {"predicted seconds": largest(predicted_seconds(schedule, 0))}
         if schedule.plans:  # every rank knows the plan of all
-            return [], [predicted]
+            return figures
         sums, maxima = shard_statistics(self.problem, micro_batches)
-        return sums, [predicted, *maxima]
+        return {**figures, "plan, sums": total(sums), "plan, maxima": largest(maxima)}
 
-    def says(self, own: _Numbers) -> Statement:
+    def says(self, own: _Figures) -> Statement:
         """This rank's part in the agreement."""
-        sums, maxima = own
-        return Statement(total=sums, largest=maxima)
+        return Statement(figures=own)
 
-    def statistics(self, agreed: Agreement[_Numbers]) -> StepStatistics:
+    def statistics(self, agreed: Agreement[_Figures]) -> StepStatistics:
         """Of the plan over all ranks."""
         if self._schedule.plans:
             return step_statistics(*self._schedule.step_plan(0))
-        return joined_statistics(self.problem, agreed.total, agreed.largest[1:])
+        sums, maxima = agreed.figures["plan, sums"], agreed.figures["plan, maxima"]
+        return joined_statistics(self.problem, sums, maxima)
 
-    def predicted_seconds(self, agreed: Agreement[_Numbers]) -> float:
+    def predicted_seconds(self, agreed: Agreement[_Figures]) -> float:
         """Of the slowest rank by learnt costs; 0 where there are none."""
-        return float(agreed.largest[0])
+        return float(agreed.figures["predicted seconds"])

@@ -30,18 +30,19 @@ from mcore_batching.integrations.slime.rows import (
 )
 from mcore_batching.integrations.slime.zero_count_mask import zero_count_mask
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.arguments import LEARNT, exchanges_samples
-from mcore_batching.megatron.data_iterator import (
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.job.arguments import LEARNT
+from mcore_batching.megatron.job.options import Options
+from mcore_batching.megatron.rollout.data_iterator import (
     DataIterator,
     PlannedRollout,
     plan_micro_batches,
     schedule_of,
 )
-from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.forward_only import forward_only as run_forward_only
-from mcore_batching.megatron.model_inputs import changed_inputs, joined_multimodal_inputs
-from mcore_batching.megatron.rollout_batch import REQUIRED_FIELDS
-from mcore_batching.megatron.schedule import MicroBatchSchedule
+from mcore_batching.megatron.rollout.rollout_batch import REQUIRED_FIELDS
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.megatron.step.forward_only import forward_only as run_forward_only
+from mcore_batching.megatron.step.model_inputs import changed_inputs, joined_multimodal_inputs
 from mcore_batching.megatron.topology import model_chunks
 
 # Only what planning and forward passes read: frameworks also keep values of the whole batch rather
@@ -214,7 +215,7 @@ def _planned(rollout_data: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _check_arguments(args: Any) -> None:
-    if exchanges_samples(args):
+    if Options.of(args).exchanges_samples:
         raise DynamicBatchArgumentError(
             "--dynamic-batch-exchange and --dynamic-batch-context-parallel move samples to other "
             "ranks, and the framework leaves every sample where its rollout data is: unset them"

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch import Schema, SchemaError, make_placeholder
-from mcore_batching.megatron.data_iterator import DataIterator, PlannedRollout
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.schedule import MicroBatchSchedule
+from mcore_batching.megatron.rollout.data_iterator import DataIterator, PlannedRollout
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 
 
 class LiveDataIterator(DataIterator):

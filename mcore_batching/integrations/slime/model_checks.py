@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.consensus import get_consensus
+from mcore_batching.megatron.checks.validation import prepare_packed_model
 from mcore_batching.megatron.errors import PlanningFailedError
+from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.topology import model_chunks
-from mcore_batching.megatron.validation import prepare_packed_model
-
-_checked: weakref.WeakSet[Any] = weakref.WeakSet()
-"""First chunks of models."""
 
 
 def checking_model(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,9 +55,10 @@ def _is_planned(given: dict[str, Any]) -> bool:
 
 
 def _check(args: Any, chunks: list[Any]) -> None:
-    if chunks[0] in _checked:
+    job = job_of(args)
+    if chunks[0] in job.memory.checked_models:
         return
-    get_consensus(args).agree(
+    job.consensus.agree(
         "checking the model", lambda: prepare_packed_model(chunks), failure=PlanningFailedError
     )
-    _checked.add(chunks[0])
+    job.memory.checked_models.add(chunks[0])

@@ -16,9 +16,9 @@ from megatron.core import parallel_state
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, pack
 from mcore_batching.batch.side_by_side import on_host
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.prepared_step import MODEL_INPUTS, PortableRow
-from mcore_batching.megatron.rollout_batch import REQUIRED_FIELDS
-from mcore_batching.megatron.schedule import MicroBatchSchedule
+from mcore_batching.megatron.rollout.rollout_batch import REQUIRED_FIELDS
+from mcore_batching.megatron.rows.prepared_step import MODEL_INPUTS, PortableRow
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.planning import row_multiple_tokens, sample_multiple_tokens
 
 NEEDED_FIELDS = (*REQUIRED_FIELDS, "loss_masks")

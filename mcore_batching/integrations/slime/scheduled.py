@@ -23,10 +23,9 @@ from mcore_batching.batch import Kind, OrderError, Schema, apply_order, make_pla
 from mcore_batching.batch.consensus import Statement
 from mcore_batching.integrations.replacements import HookError
 from mcore_batching.integrations.slime.zero_count_mask import zero_count_mask
-from mcore_batching.megatron.consensus import agree_after_pipeline, get_consensus
 from mcore_batching.megatron.errors import CollationFailedError
-from mcore_batching.megatron.failure_watch import defer, reporting
-from mcore_batching.megatron.logits_function import checked_outputs
+from mcore_batching.megatron.job.job import job_of
+from mcore_batching.megatron.step.logits_function import checked_outputs
 
 _OPERATION = "forward_only"
 
@@ -157,7 +156,8 @@ def forward_only(
     planned = isinstance(data_iterator[0], PlaceholderIterator)
     if not (planned and getattr(args, "use_dynamic_batch_size", False)):
         return run(_Guarded(f, _raise))
-    get_consensus(args).agree(
+    job = job_of(args)
+    job.consensus.agree(
         _OPERATION,
         lambda: _check_plan(data_iterator[0], num_microbatches),
         lambda checked: Statement(equal={"num_microbatches": list(num_microbatches)}),
@@ -166,15 +166,15 @@ def forward_only(
     )
     failed: list[Exception] = []
     # The pipeline has to run dry before all ranks can be told.
-    guarded = _Guarded(f, functools.partial(defer, args, failed))
-    with reporting(args, _OPERATION):
+    guarded = _Guarded(f, functools.partial(job.defer, failed))
+    with job.watch.reporting(_OPERATION):
         made = run(guarded)
 
     def says(nothing: None) -> Statement:
         names = guarded.names  # none on other stages than the last
         return Statement(equal={} if names is None else {"names that f returned": sorted(names)})
 
-    agree_after_pipeline(args, _OPERATION, failed, says=says)
+    job.agree_after_pipeline(_OPERATION, failed, says=says)
     return made
 
 

@@ -71,10 +71,6 @@ def _forward(job: _Job) -> None:
     job.before_layer(job.raises)
 
 
-def _warm_up(job: _Job) -> None:
-    job.layer.register_forward_pre_hook(job.raises)
-
-
 def _backward(job: _Job) -> None:
     def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
         output[0].register_hook(job.raises)
@@ -145,7 +141,6 @@ def _slow(job: _Job) -> None:
 FAULTS: dict[str, Callable[[_Job], None]] = {
     "layer, forward": _forward,
     "layer, backward": _backward,
-    "layer, warm-up": _warm_up,
     "optimizer": _optimizer,
     "scheduler": _scheduler,
     "exchange": _exchange,
@@ -177,7 +172,6 @@ def train(
     found = []
     warned: list[str] = []
     for step in range(3):
-        job.args.dynamic_batch_warm_up_at_cap = step == 1 and fault == "layer, warm-up"
         if step == 1 and fault in FAULTS and dist.get_rank() == dist.get_world_size() - 1:
             FAULTS[fault](job)
         if step == 1 and fault == "disk full" and dist.get_rank() == 0:

@@ -15,7 +15,7 @@ from kit.objective import packed_objective
 from kit.operations import passes_of
 from kit.samples import CAP_TOKENS, make_samples, share, take
 from mcore_batching.megatron import get_data_iterator, schedule_of, train_step
-from mcore_batching.megatron.pass_times import rows_of
+from mcore_batching.megatron.learning.pass_times import rows_of
 from mcore_batching.planning import CostModel, ParallelDims
 
 COSTS = [

@@ -19,7 +19,7 @@ from kit.samples import VOCABULARY
 from mcore_batching.batch.rank_messages import RankMessages
 from mcore_batching.integrations.megatron_lm.forward_backward import PackedForwardBackward
 from mcore_batching.megatron import forward_only, get_data_iterator, schedule_of, train_step
-from mcore_batching.megatron.data_iterator import plan_micro_batches
+from mcore_batching.megatron.rollout.data_iterator import plan_micro_batches
 from mcore_batching.planning import CostModel, ParallelDims
 
 COUNTED: list[tuple[Any, str]] = [

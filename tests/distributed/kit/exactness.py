@@ -26,8 +26,9 @@ from mcore_batching.megatron import (
     schedule_of,
     train_step,
 )
-from mcore_batching.megatron.arguments import has_own_forward_plan
-from mcore_batching.megatron.data_iterator import rollout_of
+from mcore_batching.megatron.job.job import job_of
+from mcore_batching.megatron.job.options import Options
+from mcore_batching.megatron.rollout.data_iterator import rollout_of
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
 from mcore_batching.rl import pad_batch
@@ -152,7 +153,7 @@ def differences(
         data["is_padding"] = []
     iterators, counts = get_data_iterator(args, model, data)
     outputs = forward_only(log_probs_of, args, model, iterators, counts, store_prefix="old_")
-    if has_own_forward_plan(args):  # which fields of the last stage alone do not change
+    if Options.of(args).has_own_forward_plan:  # which fields of the last stage alone do not change
         add_fields(iterators, dict(zip(["teacher_log_probs"], outputs.values(), strict=False)))
         again = forward_only(log_probs_of, args, model, iterators, counts, store_prefix="old_")
         assert all(
@@ -192,7 +193,7 @@ def differences(
     )
     schedule = schedule_of(iterators)
     (step,) = schedule.steps
-    (forward_step,) = rollout_of(iterators).for_forward_passes(args, model).steps
+    (forward_step,) = rollout_of(iterators).for_forward_passes(job_of(args), model).steps
     lengths = schedule.rollout_data["total_lengths"]
     shared = [sum(lengths[i] for i in row) for row in forward_step if len(row) > 1]
     longest = max((samples["total_lengths"][i] for i in mine), default=0)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
+import io
 import os
 import threading
 import time
@@ -20,19 +23,19 @@ from kit.groups import keep_data_parallel_group, remake_groups
 from kit.model import adam, named_parameters, sharded_model
 from kit.objective import packed_objective
 from kit.samples import make_samples, share, take
-from mcore_batching.batch import token_mean
+from mcore_batching.batch import SchemaError, token_mean
 from mcore_batching.megatron import (
     add_fields,
-    exchange,
-    failure_watch,
     forward_only,
     get_data_iterator,
     response_log_probs,
     schedule_of,
     train_step,
 )
-from mcore_batching.megatron.consensus import get_consensus
-from mcore_batching.megatron.data_iterator import rollout_of
+from mcore_batching.megatron.job.failure_watch import FailureWatch
+from mcore_batching.megatron.job.job import job_of
+from mcore_batching.megatron.rollout import exchange
+from mcore_batching.megatron.rollout.data_iterator import rollout_of
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
 
@@ -118,20 +121,40 @@ def groups_made_anew(dims: dict[str, Any], reference: str) -> list[dict[str, Any
         args = arguments(shape)
         iterators, counts = get_data_iterator(args, model, my_samples(dims))
         found = forward_only(log_probs_of, args, model, iterators, counts).get("log_probs", [])
-        watch = failure_watch._watch_of(args)
-        assert watch is not None
+        job = job_of(args)
+        watch = job.watch
+        assert isinstance(watch, FailureWatch)
         seen.append(
             {
                 "outputs": [each.tolist() for each in found],
-                "others": get_consensus(args) not in ended and watch not in ended,
+                "others": job.consensus not in ended and watch not in ended,
                 "watching": [each._thread.is_alive() for each in (*ended[1::2], watch)],
                 "joined": watch.is_joined("here", dist.get_world_size()),
+                "remembered": _remembered(args, model, tells=number == 0),
             }
         )
-        ended += [get_consensus(args), watch]
+        ended += [job.consensus, watch]
         if number < 2 and dist.get_rank() == 0:
             watch._report("of groups that are no more")
-    return seen
+    keep_data_parallel_group()  # another, as where parallelism is set up anew
+    return [*seen, {"remembered": _remembered(args, model, tells=False)}]
+
+
+def _remembered(args: Any, model: Any, *, tells: bool) -> tuple[str, bool]:
+    """The kind of a field that samples leave open unless they tell; True if it is said that one is
+    over the cap."""
+    total, response = (9, 2) if tells else (9, 9)
+    given = {"total_lengths": [total], "response_lengths": [response]}
+    data = {"tokens": [torch.arange(total)], **given, "extra": [torch.zeros(total)]}
+    tight = copy.copy(args)
+    tight.max_tokens_per_gpu = 8
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        try:
+            schema = schedule_of(get_data_iterator(tight, model, data)[0]).schema
+            kind = schema["extra"].kind.name
+        except SchemaError:
+            kind = "unknown"
+    return kind, "over the cap of 8" in said.getvalue()
 
 
 def extra_placeholders(

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mcore_batching.megatron import consensus, cost_learners, row_groups
+from mcore_batching.megatron.job import consensus, job
 from mcore_batching.megatron.standalone.bootstrap import initialize_model_parallel
 from mcore_batching.planning import ParallelDims
 
@@ -101,5 +101,11 @@ def remake_groups(dims: ParallelDims, number: int) -> None:
 def release_groups() -> None:
     """Take back the groups of a finished job."""
     _taken.clear()
-    # Else taken for the next job's, whose groups are the same objects.
-    consensus._current = cost_learners._current = row_groups._current = None
+    forget_job()
+
+
+def forget_job() -> None:
+    """Let the next call begin a new job, though its groups be the same objects."""
+    if job._memory is not None:
+        job._memory.disconnect()
+    job._memory = None

@@ -21,6 +21,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 
 from kit.blocking_p2p import Link, blocking_p2p
 from kit.exactness import arguments
+from kit.groups import forget_job
 from kit.model import adam, transformer_config
 from kit.objective import packed_objective
 from kit.operations import passes_of
@@ -29,15 +30,14 @@ from mcore_batching.integrations.megatron_lm.learnt_costs import take_over_learn
 from mcore_batching.megatron import (
     CollectiveError,
     cost_learner,
-    cost_learners,
     get_data_iterator,
-    pass_times,
     schedule_of,
     train_step,
 )
-from mcore_batching.megatron.data_iterator import plan_micro_batches
-from mcore_batching.megatron.pass_times import rows_of
-from mcore_batching.megatron.row_groups import row_group
+from mcore_batching.megatron.job.row_groups import row_group
+from mcore_batching.megatron.learning import pass_times
+from mcore_batching.megatron.learning.pass_times import rows_of
+from mcore_batching.megatron.rollout.data_iterator import plan_micro_batches
 from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
 from mcore_batching.planning import CostModel, ParallelDims
 
@@ -322,7 +322,7 @@ def resume(**parameters: Any) -> dict[str, Any]:
     shape = ParallelDims(**parameters["dims"])
     first, data = dist.get_rank() == 0, samples(8, 0)
     for name in ("resumed", "alone", "flag", "unreadable", "file"):
-        cost_learners._current = None
+        forget_job()
         if name != "alone" or first:
             cost_learner().load_state_dict(state)
         flag = {"flag": "fixed" if first else "auto", "file": str(file)}.get(name, "auto")

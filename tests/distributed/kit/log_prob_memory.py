@@ -19,8 +19,8 @@ from mcore_batching.megatron import (
     response_log_probs,
     response_log_probs_and_entropy,
 )
-from mcore_batching.megatron.fused_output import FusedLogits
-from mcore_batching.megatron.log_probs import CHUNK_TOKENS
+from mcore_batching.megatron.logits.fused_output import FusedLogits
+from mcore_batching.megatron.logits.log_probs import CHUNK_TOKENS
 
 HIDDEN = 32
 

@@ -20,6 +20,7 @@ from kit.model import adam, named_parameters
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY
 from mcore_batching.batch import DEFAULT_SCHEMA
+from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS
 from mcore_batching.integrations.slime.model_checks import checking_model
 from mcore_batching.megatron import (
     add_fields,
@@ -28,8 +29,8 @@ from mcore_batching.megatron import (
     response_log_probs,
     train_step,
 )
-from mcore_batching.megatron.arguments import DEFAULT_TIMEOUT_SECONDS
-from mcore_batching.megatron.planning_protocol import PlanningProtocol
+from mcore_batching.megatron.job.job import job_of
+from mcore_batching.megatron.rollout.planning_protocol import PlanningProtocol
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
 
@@ -223,9 +224,6 @@ _WRONG: dict[str, Callable[[_Calls], Any]] = {
     "other output layer": lambda calls: calls.train(
         args=arguments(calls.dims, dynamic_batch_fuse_output_layer=True)
     ),
-    "other warm-up": lambda calls: calls.train(
-        args=arguments(calls.dims, dynamic_batch_warm_up_at_cap=True)
-    ),
     "other increment": lambda calls: calls.train(increment=7),
     "data is a list": lambda calls: get_data_iterator(calls.args, calls.model, [1]),
     "data is nowhere": lambda calls: calls.plan(
@@ -380,7 +378,7 @@ def fields_differ_in_one_step(dims: dict[str, Any], reference: str) -> str:
     options: dict[str, Any] = {"steps": None, "cost_model": None, "forward_only": False}
     try:
         PlanningProtocol(
-            args, model, lambda: samples, schema=DEFAULT_SCHEMA, one_step=True, **options
+            job_of(args), model, lambda: samples, schema=DEFAULT_SCHEMA, one_step=True, **options
         ).run()
     except Exception as error:
         return f"{type(error).__name__}: {error}"

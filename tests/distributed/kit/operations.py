@@ -17,10 +17,11 @@ from kit.exactness import arguments
 from kit.model import transformer_config
 from kit.samples import VOCABULARY
 from mcore_batching.megatron import get_data_iterator, schedule_of
-from mcore_batching.megatron.chunk_forward import run_chunk
-from mcore_batching.megatron.prepared_step import prepare
+from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
-from mcore_batching.megatron.transfer_shapes import planned_transfers
+from mcore_batching.megatron.step.chunk_forward import run_chunk
+from mcore_batching.megatron.step.prepare import prepare
+from mcore_batching.megatron.step.transfer_shapes import planned_transfers
 from mcore_batching.planning import ParallelDims
 
 Operation = list[Any]
@@ -96,7 +97,7 @@ def _one_step(
         dynamic_batch_no_planned_shapes=exchange_shapes,
     )
     iterators, (count,) = get_data_iterator(one_each, model, data)
-    prepared = prepare(one_each, model, "timing", 0, lambda: schedule_of(iterators))
+    prepared = prepare(job_of(one_each), model, "timing", 0, lambda: schedule_of(iterators))
 
     def sleep(slot: int, factor: float) -> None:
         if seconds_per_cost:
@@ -118,7 +119,7 @@ def _one_step(
         return output, loss
 
     rows = prepared.iterators(len(model))
-    planned = planned_transfers(one_each, model, prepared, forward_only=forward_only)
+    planned = planned_transfers(job_of().options, model, prepared, forward_only=forward_only)
     with passes_of(model) as passes, planned:
         # The last rank to get here: no pass begins before, on any.
         entered = torch.tensor([time.monotonic()], dtype=torch.float64)

@@ -170,8 +170,6 @@ def _planner(
         chunks = dims["pipeline_parallel"] * dims.get("virtual_pipeline", 1)
         most = draw.one("tokens in flight, rows", [0.5, 1, 2]) * chunks * dims["context_parallel"]
         args["dynamic_batch_max_inflight_tokens"] = math.ceil(most * args["max_tokens_per_gpu"])
-    if args["max_tokens_per_gpu"] < 60 and draw.chance("warm up", 0.06):
-        args["dynamic_batch_warm_up_at_cap"] = True
     return args
 
 

@@ -25,7 +25,8 @@ from kit.random_reference import RandomReference
 from kit.random_run import RandomRun, Samples
 from kit.samples import VOCABULARY
 from kit.shared_rows import mixed_sizes
-from mcore_batching.megatron import CollectiveError, PipelineFailedError, pass_times
+from mcore_batching.megatron import CollectiveError, PipelineFailedError
+from mcore_batching.megatron.learning import pass_times
 from mcore_batching.megatron.standalone.bootstrap import initialize_model_parallel
 from mcore_batching.planning import MCoreBatchingError, ParallelDims
 

@@ -29,14 +29,15 @@ from mcore_batching.megatron import (
     DynamicBatchArgumentError,
     add_fields,
     check_settings,
-    exchange,
     forward_only,
     get_data_iterator,
     response_log_probs,
     schedule_of,
     train_step,
 )
-from mcore_batching.megatron.data_iterator import rollout_of
+from mcore_batching.megatron.job.job import job_of
+from mcore_batching.megatron.rollout import exchange
+from mcore_batching.megatron.rollout.data_iterator import rollout_of
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims, PlannerConfig, StepPlan, validate_plan
 
@@ -110,7 +111,7 @@ def there_and_back(
         for step in range(len(counts))
     ]
     held = schedule_of(iterators).rollout_data["source"]
-    forward = rollout_of(iterators).for_forward_passes(args, model)
+    forward = rollout_of(iterators).for_forward_passes(job_of(args), model)
     return {
         "last_stage": is_last_stage(),
         "equal": {

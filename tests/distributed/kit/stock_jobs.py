@@ -82,7 +82,6 @@ EXPERTS = [
     *("--num-experts", "4", "--moe-router-topk", "2", "--expert-model-parallel-size", "2"),
     *("--moe-token-dispatcher-type", "alltoall", "--ffn-hidden-size", "64"),
 ]
-DROPOUT = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
 NO_AUXILIARY_LOSS = ["--moe-router-load-balancing-type", "none"]
 AUXILIARY_LOSS = [
     *("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "1e-2"),
@@ -101,15 +100,6 @@ JOBS = {
     for each in (
         job("pp2-padded", *steps(20), *PP2),
         job("pp2", *steps(20), *PP2, *FLAG, *FIXED, *HALF_THE_CAP_TO_EVALUATE),
-        job(
-            "vpp2-ep2-dropout",
-            *(*steps(3), *VPP2, *EXPERTS, *AUXILIARY_LOSS, *FLAG, *FIXED, *DROPOUT),
-        ),
-        job(
-            "vpp2-ep2-dropout-warm",
-            *(*steps(3), *VPP2, *EXPERTS, *AUXILIARY_LOSS, *FLAG, *FIXED, *DROPOUT),
-            "--dynamic-batch-warm-up-at-cap",
-        ),
         job("pp2-exchange", *steps(10), *PP2, *EXCHANGE, *FIXED),
         job(
             "pp2-overlapped-reduction",

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import random
 import time
-import unittest.mock
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,14 +18,15 @@ from kit.model import adam, transformer_config
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY
 from mcore_batching.megatron import (
-    failure_watch,
     forward_only,
     get_data_iterator,
     schedule_of,
     train_step,
 )
-from mcore_batching.megatron.prepared_step import prepare
+from mcore_batching.megatron.job.failure_watch import NO_WATCH
+from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
+from mcore_batching.megatron.step.prepare import prepare
 from mcore_batching.planning import ParallelDims
 
 
@@ -51,13 +51,15 @@ def rollouts(num_samples: int, median_tokens: int, seed: int) -> dict[str, list[
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
     """The time in which the failure watch is out of the way: its thread waits for an event."""
-    watch = failure_watch._current
-    failure_watch._current = None
-    with unittest.mock.patch.object(failure_watch, "_watch_of", return_value=None):
-        try:
-            yield
-        finally:
-            failure_watch._current = watch
+    memory = job_of().memory
+    connection = memory.connection
+    assert connection is not None
+    world, consensus, watch = connection
+    memory.connection, consensus._watch = (world, consensus, NO_WATCH), NO_WATCH
+    try:
+        yield
+    finally:
+        memory.connection, consensus._watch = connection, watch
 
 
 def step_share(
@@ -88,7 +90,7 @@ def step_share(
         iterators, counts = get_data_iterator(args, model, data)
         times.append(time.perf_counter())
         # Done once more inside each of the two passes below.
-        prepare(args, model, "timing", 0, lambda planned=iterators: schedule_of(planned))
+        prepare(job_of(args), model, "timing", 0, lambda planned=iterators: schedule_of(planned))
         times.append(time.perf_counter())
         forward_only(log_probs_of, args, model, iterators, counts)
         times.append(time.perf_counter())

@@ -12,8 +12,9 @@ from kit.exactness import arguments
 from kit.faults import small_model
 from mcore_batching.batch import DEFAULT_SCHEMA
 from mcore_batching.megatron import add_fields, get_data_iterator, schedule_of
-from mcore_batching.megatron.planning_protocol import PlanningProtocol
-from mcore_batching.megatron.schedule import MicroBatchSchedule
+from mcore_batching.megatron.job.job import job_of
+from mcore_batching.megatron.rollout.planning_protocol import PlanningProtocol
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.planning import ParallelDims
 
 TELLING, OPEN, EMPTY = [(5, 2), (4, 4), (6, 3)], [(6, 6), (3, 3)], []
@@ -48,7 +49,7 @@ def told_fields(
         """As in a stock script."""
         options: dict[str, Any] = {"steps": None, "cost_model": None, "forward_only": False}
         return PlanningProtocol(
-            args, model, lambda: given, schema=DEFAULT_SCHEMA, one_step=True, **options
+            job_of(args), model, lambda: given, schema=DEFAULT_SCHEMA, one_step=True, **options
         ).run()
 
     own = shapes[replica]

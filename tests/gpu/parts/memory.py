@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch, StepTotals
 from mcore_batching.megatron import get_data_iterator
-from mcore_batching.megatron.log_probs import CHUNK_TOKENS
+from mcore_batching.megatron.logits.log_probs import CHUNK_TOKENS
 
 VOCABULARY, SMALL, TOKENS = 152064, 1024, 16384
 LIMIT, TOLERANCE = 0.7, 1.15

@@ -1,0 +1,88 @@
+"""Models whose rows have context-parallel sizes of their own: what they need, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.transformer.attention import Attention, SelfAttention
+from megatron.core.utils import unwrap_model
+
+from mcore_batching.flags import FLAGS
+from mcore_batching.megatron import compat
+from mcore_batching.megatron.attention.packed_attention import PackedAttention
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.planning import ParallelDims, PlannerConfig
+
+_SHARED_ROWS = FLAGS["max_context_parallel"]
+
+_POSITIONS_OF_SHARED_ROWS = ("rope", "learned_absolute", "none")
+
+
+def let_rows_have_groups(chunks: list[Any]) -> None:
+    """Let every attention layer follow the row's context-parallel group.
+
+    Raises:
+        DynamicBatchArgumentError: a layer, or the positions, are of a kind that is not known to.
+    """
+    for chunk in chunks:
+        positions = getattr(unwrap_model(chunk), "position_embedding_type", "of an unknown kind")
+        if positions not in _POSITIONS_OF_SHARED_ROWS:
+            raise DynamicBatchArgumentError(
+                f"position embeddings {positions} slice by a fixed context-parallel group: set "
+                f"--position-embedding-type rope, or unset {_SHARED_ROWS}"
+            )
+        for name, module in chunk.named_modules():
+            if type(module).__module__.startswith("megatron.core.ssm"):
+                raise DynamicBatchArgumentError(
+                    f"{name} is a state-space layer, which carries its state over a fixed "
+                    f"context-parallel group: unset {_SHARED_ROWS}"
+                )
+            if not isinstance(module, Attention):
+                continue
+            core = module.core_attention
+            known = isinstance(core, PackedAttention) or compat.is_engines_attention(core)
+            if type(module) is not SelfAttention or not known:
+                raise DynamicBatchArgumentError(
+                    f"{name}, a {type(module).__name__} with {type(core).__name__}, is not known "
+                    f"to follow a row's own context-parallel group: unset {_SHARED_ROWS}, or build "
+                    "the model with mcore_batching.megatron.packed_layer_spec(config)"
+                )
+            compat.let_rows_have_groups(module)
+
+
+def dims_of_rows(dims: ParallelDims, planner: PlannerConfig) -> list[ParallelDims]:
+    """The dims with each context-parallel size that a row may have."""
+    if planner.max_context_parallel is None:
+        return [dims]
+    return [dims.for_rows_on(size) for size in dims.row_sizes(planner.max_context_parallel)]
+
+
+def shared_row_problems(
+    config: Any, dims: ParallelDims, planner: PlannerConfig, *, has_auxiliary_loss: bool
+) -> Iterator[str]:
+    """Settings that do not go with a context-parallel size for every row.
+
+    Args:
+        config: the model's `TransformerConfig`.
+        dims: the job's parallel dims.
+        planner: the planner's settings.
+        has_auxiliary_loss: routers add a loss.
+    """
+    if planner.max_context_parallel is None:
+        return
+    if not config.calculate_per_token_loss:
+        yield (
+            f"under {_SHARED_ROWS} as many ranks work on a token as its row has, and Megatron "
+            "averages over a fixed number: set --calculate-per-token-loss"
+        )
+    if has_auxiliary_loss:
+        yield (
+            "the mixture-of-experts auxiliary losses are computed over a fixed context-parallel "
+            f"group: set --moe-aux-loss-coeff 0 and no --moe-z-loss-coeff, or unset {_SHARED_ROWS}"
+        )
+    if config.multi_latent_attention:
+        yield (
+            "multi-latent attention slices by a fixed context-parallel group: unset "
+            f"--multi-latent-attention or {_SHARED_ROWS}"
+        )

@@ -1,0 +1,282 @@
+"""Settings under which dynamic micro-batches would hang or train wrongly, refused at the start.
+
+All problems are listed at once, each with the setting that solves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from megatron.core.utils import get_model_config
+
+from mcore_batching.megatron import compat
+from mcore_batching.megatron.attention.latent_gradients import fix_latent_gradients
+from mcore_batching.megatron.checks.layer_checks import layer_problems
+from mcore_batching.megatron.checks.shared_rows import (
+    dims_of_rows,
+    let_rows_have_groups,
+    shared_row_problems,
+)
+from mcore_batching.megatron.checks.transformer_engine import (
+    Versions,
+    attention_problems,
+    installed_versions,
+    low_precision_problems,
+)
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.job.options import Options
+from mcore_batching.megatron.logits.fused_output import check_can_be_fused
+from mcore_batching.megatron.topology import current_dims, model_chunks
+from mcore_batching.planning import (
+    ParallelDims,
+    PlannerConfig,
+    row_multiple_tokens,
+    sample_multiple_tokens,
+)
+
+_REFUSED_ROUTING = {
+    "global_aux_loss": "averages over micro-batches, placeholders included",
+    "sinkhorn": "routes a token by all tokens of its micro-batch, padding included",
+    "quantile_balancing": "routes a token by all tokens of its micro-batch, padding included",
+}
+
+
+def check_settings(args: Any, model: Any) -> None:
+    """Refuse flags and model settings under which training would hang or be wrong.
+
+    For the start of a job, once the model is built; `get_data_iterator` checks again.
+
+    Args:
+        args: Megatron's arguments.
+        model: this rank's model chunks.
+
+    Raises:
+        DynamicBatchArgumentError: listing every problem with what to set instead.
+    """
+    options, chunks = Options.of(args), model_chunks(model)
+    options.checked_timeout_seconds()
+    check_logits(options, chunks)
+    dims = current_dims(chunks)
+    prepare_model(chunks, dims, options.planner_config(dims))
+
+
+def check_logits(options: Options, chunks: list[Any]) -> None:
+    """Refuse flags of log-probabilities that this model cannot have.
+
+    Raises:
+        DynamicBatchArgumentError: naming what to change.
+    """
+    options.checked_chunk_tokens()
+    if options.fuse_output_layer:
+        check_can_be_fused(chunks)
+
+
+def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -> None:
+    """Check that the model can run packed rows of varying length, and let its schedule do so.
+
+    Sets ``variable_seq_lengths`` on the model's configuration: ``megatron.training`` forces it
+    off, and with pipeline stages the schedule would otherwise wait for rows of ``seq_length``.
+
+    Raises:
+        DynamicBatchArgumentError: naming what to change.
+    """
+    model_config = get_model_config(model[0])
+    _refuse(
+        [
+            *_config_problems(model_config, dims, config, _engine_of(model)),
+            *layer_problems(model, dims, pads_rows=_pads_rows(dims, config)),
+        ]
+    )
+    if model_config.num_moe_experts:
+        compat.fix_router_masks()
+    if model_config.multi_latent_attention:
+        fix_latent_gradients(model)
+    if config.max_context_parallel is not None:
+        let_rows_have_groups(model)
+    model_config.variable_seq_lengths = True
+
+
+def prepare_packed_model(model: Any) -> None:
+    """Check that a model can run packed rows, whoever makes them, and end Mamba's state in them.
+
+    For frameworks that make rows and take the loss themselves: nothing is asked of the loss.
+
+    Args:
+        model: this rank's model chunks.
+
+    Raises:
+        DynamicBatchArgumentError: listing every problem with what to set instead.
+    """
+    chunks = model_chunks(model)
+    config, dims = get_model_config(chunks[0]), current_dims(chunks)
+    _refuse([*_row_problems(config, dims), *layer_problems(chunks, dims, pads_rows=False)])
+    compat.end_states_with_samples()
+
+
+def _engine_of(chunks: list[Any]) -> Versions | None:
+    by_engine = any(
+        compat.is_engines_attention(each) for chunk in chunks for each in chunk.modules()
+    )
+    return installed_versions() if by_engine else None
+
+
+def _pads_rows(dims: ParallelDims, planner: PlannerConfig) -> bool:
+    return max(sample_multiple_tokens(dims, planner), row_multiple_tokens(dims, planner)) > 1
+
+
+def check_model_config(
+    config: Any,
+    dims: ParallelDims,
+    planner: PlannerConfig,
+    versions: Versions | None = None,
+) -> None:
+    """Refuse a model configuration that would hang, crash or bias the gradients.
+
+    Args:
+        config: the model's `TransformerConfig`.
+        dims: the job's parallel dims.
+        planner: the planner's settings.
+        versions: of Transformer Engine, if its attention is used.
+
+    Raises:
+        DynamicBatchArgumentError: listing every problem with what to set instead.
+    """
+    _refuse(_config_problems(config, dims, planner, versions))
+
+
+def _config_problems(
+    config: Any, dims: ParallelDims, planner: PlannerConfig, versions: Versions | None
+) -> Iterator[str]:
+    yield from _row_problems(config, dims)
+    yield from _loss_problems(config)
+    has_loss = has_auxiliary_loss(config)
+    yield from shared_row_problems(config, dims, planner, has_auxiliary_loss=has_loss)
+    for rows in dims_of_rows(dims, planner):
+        yield from low_precision_problems(config, rows, planner)
+        if versions is not None:
+            yield from attention_problems(config, rows, versions)
+
+
+def _row_problems(config: Any, dims: ParallelDims) -> Iterator[str]:
+    """Of rows of varying length, and of samples that share them."""
+    yield from _pipeline_problems(config, dims)
+    yield from _fixed_size_problems(config)
+    yield from _expert_problems(config)
+
+
+def _refuse(problems: Iterable[str]) -> None:
+    problems = list(dict.fromkeys(problems))
+    if problems:
+        raise DynamicBatchArgumentError(
+            "dynamic micro-batches cannot run with these settings:\n"
+            + "\n".join(f"  - {problem}" for problem in problems)
+        )
+
+
+def has_auxiliary_loss(config: Any) -> bool:
+    """True if routers add a load-balancing loss or a z-loss."""
+    if not config.num_moe_experts:
+        return False
+    coefficient = config.moe_aux_loss_coeff
+    coefficients = coefficient if isinstance(coefficient, list | tuple) else [coefficient]
+    balancing = any("aux_loss" in each for each in _load_balancing_types(config))
+    return bool((balancing and any(coefficients)) or config.moe_z_loss_coeff)
+
+
+def _pipeline_problems(config: Any, dims: ParallelDims) -> Iterator[str]:
+    if dims.virtual_pipeline > 1 and (config.batch_p2p_comm or not config.overlap_p2p_comm):
+        yield (
+            "the interleaved schedule with variable lengths swaps shapes or deadlocks when sends "
+            "and receives are batched (upstream): drop --no-overlap-p2p-communication, that is set "
+            "overlap_p2p_comm=True and batch_p2p_comm=False"
+        )
+    if dims.virtual_pipeline == 1 and dims.pipeline_parallel > 1 and config.overlap_p2p_comm:
+        yield (
+            "the 1F1B schedule does not overlap point-to-point communication: set "
+            "overlap_p2p_comm=False and batch_p2p_comm=True (--no-overlap-p2p-communication), or "
+            "turn on virtual pipeline stages"
+        )
+    if config.overlap_moe_expert_parallel_comm:
+        yield (
+            "overlapped expert-parallel communication asks the forward step for a schedule plan, "
+            "which packed rows do not have: unset --overlap-moe-expert-parallel-comm"
+        )
+
+
+def _fixed_size_problems(config: Any) -> Iterator[str]:
+    if config.enable_cuda_graph or config.external_cuda_graph or config.cuda_graph_impl != "none":
+        yield (
+            "CUDA graphs replay fixed shapes and a fixed number of micro-batches: set "
+            "--cuda-graph-impl none (and unset --enable-cuda-graph, --external-cuda-graph)"
+        )
+    if config.tp_comm_overlap:
+        yield (
+            "overlapped tensor-parallel communication has buffers of seq_length tokens, which rows "
+            "do not have: unset --tp-comm-overlap"
+        )
+    if config.defer_embedding_wgrad_compute:
+        yield (
+            "deferred embedding gradients are gathered as if all rows had the length of the first: "
+            "unset --defer-embedding-wgrad-compute"
+        )
+    if compat.has_sequence_packing(config):
+        yield (
+            "Megatron's own sequence packing would pack a second time: unset "
+            "--sequence-packing-scheduler"
+        )
+
+
+def _loss_problems(config: Any) -> Iterator[str]:
+    if config.mtp_num_layers:
+        yield (
+            "the multi-token-prediction loss is made inside the model, from labels and masks that "
+            "a forward pass for log-probs does not have: unset --mtp-num-layers"
+        )
+    if has_auxiliary_loss(config) and not config.calculate_per_token_loss:
+        yield (
+            "the mixture-of-experts auxiliary losses would be averaged over micro-batches however "
+            "full, placeholders included, and Megatron leaves no place to rescale them: set "
+            "--calculate-per-token-loss"
+        )
+
+
+def _expert_problems(config: Any) -> Iterator[str]:
+    if not config.num_moe_experts:
+        return
+    if config.moe_token_dispatcher_type == "allgather":
+        yield (
+            "the allgather token dispatcher needs equal lengths on all ranks: set "
+            "--moe-token-dispatcher-type alltoall"
+        )
+    if config.moe_token_dispatcher_type == "flex":
+        yield from _flex_dispatcher_problems(config)
+    for routing, effect in _REFUSED_ROUTING.items():
+        if routing in _load_balancing_types(config):
+            yield f"{routing} {effect}: set --moe-router-load-balancing-type aux_loss or none"
+    # A factor of 0 would be a capacity, too.
+    if config.moe_expert_capacity_factor is not None:
+        yield (
+            "with an expert capacity, which tokens are dropped depends on what shares their "
+            "micro-batch: unset --moe-expert-capacity-factor"
+        )
+
+
+def _flex_dispatcher_problems(config: Any) -> Iterator[str]:
+    backend = config.moe_flex_dispatcher_backend
+    if backend == "hybridep" and not compat.pads_uneven_dispatch_inputs(config):
+        yield (
+            "HybridEP expects equally many tokens on all ranks: set "
+            "--moe-hybridep-pad-uneven-dispatch-inputs (from Megatron-LM 0.19 on), or "
+            "--moe-flex-dispatcher-backend deepep"
+        )
+    if backend == "ncclep":
+        yield (
+            "the NCCL expert-parallel dispatcher sizes its buffers by the first row that it sees: "
+            "set --moe-flex-dispatcher-backend deepep"
+        )
+
+
+def _load_balancing_types(config: Any) -> list[str]:
+    kind = config.moe_router_load_balancing_type
+    return [str(each) for each in kind] if isinstance(kind, list | tuple) else [str(kind)]

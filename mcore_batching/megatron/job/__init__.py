@@ -1,0 +1,1 @@
+"""The training job: its settings, process groups, agreement between ranks, and their watch."""

@@ -1,0 +1,279 @@
+"""Agreement between all ranks of a Megatron job, and sharing among its replicas.
+
+A replica is what holds one shard of the batch: all pipeline stages, tensor-parallel and
+context-parallel ranks of one data-parallel rank. Everything travels over gloo groups of this
+module's own, so neither the GPU nor Megatron's communicators are involved.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import datetime
+import functools
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+# Not by `dist.new_group`: slime puts another in its place, whose groups gloo's queries do not know.
+from torch.distributed.distributed_c10d import new_group
+
+from mcore_batching.batch.consensus import (
+    Agreement,
+    Consensus,
+    Result,
+    Statement,
+    no_statement,
+)
+from mcore_batching.batch.errors import described
+from mcore_batching.batch.rank_messages import RankMessages
+from mcore_batching.megatron.errors import PlanMismatchError, PlanningFailedError
+from mcore_batching.megatron.job.arguments import flag_of
+from mcore_batching.megatron.job.failure_watch import FailureWatch, NoWatch
+from mcore_batching.megatron.job.flat_values import flat, unflat
+
+Received = TypeVar("Received")
+
+
+class JobConsensus(Consensus):
+    """Agreement over all ranks; errors spell arguments as training's flags.
+
+    Making one is a collective over all ranks.
+
+    Args:
+        timeout_seconds: how long to wait for the other ranks before raising.
+        watch: over the failures of all ranks.
+
+    Attributes:
+        data_parallel_rank: the number of this rank's replica.
+    """
+
+    def __init__(self, timeout_seconds: float, watch: FailureWatch | NoWatch) -> None:
+        self._watch = watch
+        self._timeout = datetime.timedelta(seconds=timeout_seconds)
+        self.data_parallel_rank: int = parallel_state.get_data_parallel_rank()
+        self._world = world = new_group(backend="gloo", timeout=self._timeout)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        with_rows = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        places: list[Any] = [None] * dist.get_world_size(world)
+        dist.all_gather_object(places, (self.data_parallel_rank, stage, with_rows), group=world)
+        self._places = places
+        super().__init__(
+            world,
+            replicas=_ranks_by([replica for replica, _, _ in places]),
+            stages=_ranks_by([place[:2] for place in places]),
+            mismatch=PlanMismatchError,
+            spell=flag_of,
+        )
+        self._replica_group: dist.ProcessGroup | None = None
+        self._counterpart_group: dist.ProcessGroup | None = None
+
+    @functools.cached_property
+    def of_rows(self) -> JobConsensus:
+        """Itself, where under dynamic CP every context-parallel rank has rows of its own.
+
+        A replica is then what runs the same rows: all stages and tensor-parallel ranks of one data-
+        and context-parallel rank. Not for what replicas share or exchange, which is samples.
+        """
+        made = copy.copy(self)
+        made.regroup(
+            _ranks_by([rank for _, _, rank in self._places]),
+            _ranks_by([(rank, stage) for _, stage, rank in self._places]),
+        )
+        return made
+
+    def agree(
+        self,
+        stage: str,
+        work: Callable[[], Result],
+        says: Callable[[Result], Statement] = no_statement,
+        **errors: Any,
+    ) -> Agreement[Result]:
+        """`Consensus.agree`; raises `PipelineFailedError`, too, if a pipeline has failed."""
+        with self._watch.waiting():
+            return super().agree(stage, work, says, **errors)
+
+    @property
+    def _replica(self) -> Sequence[int]:
+        return self.replicas[self.data_parallel_rank]
+
+    def share_within_replica(
+        self, value: Any, says: Callable[[Any], Statement]
+    ) -> tuple[Any, Agreement[Any]]:
+        """Hand a value to the ranks of each replica that lack it.
+
+        A collective over all ranks.
+
+        Args:
+            value: this rank's value; None where it has none.
+            says: this rank's part in the agreement, made of the replica's value; None where no
+                rank has any.
+
+        Raises:
+            PlanningFailedError: a value cannot be serialised.
+            PlanMismatchError: no rank of some replica has the value.
+            PipelineFailedError: on every rank that can be reached, if a value does not fit into
+                memory on any.
+        """
+        if self._replica_group is None:
+            self._replica_group = self._own_group(self.replicas)
+        has = _gathered(RankMessages(self._world, self._replica), [int(value is not None)])
+        having = [rank for rank, (each,) in zip(self._replica, has, strict=True) if each]
+        sent: list[Any] = []
+        with self._watch.reporting("sharing data"):
+            if having and len(having) < len(self._replica):
+                own = value if self.rank == having[0] else None
+                sent = _sent(own, having[0], self._replica_group)
+
+        def work() -> Any:
+            # What cannot be sent arrives as the exception in words, to be raised with the others.
+            if not sent:
+                return value
+            if isinstance(sent[0], str):
+                raise TypeError(f"rollout_data cannot be sent to other ranks: {sent[0]}")
+            return _read(sent[0])
+
+        agreed = self.agree(
+            "sharing data",
+            work,
+            lambda shared: dataclasses.replace(says(shared), tell=bool(having), asks=not having),
+            failure=PlanningFailedError,
+        )
+        lacking = {
+            ranks[0]: f"no rank of data-parallel rank {replica} (global ranks {list(ranks)}) was "
+            "given rollout_data: pass it on at least one, an empty batch if it has no samples"
+            for replica, ranks in enumerate(self.replicas)
+            if not agreed.told.get(ranks[0], True)
+        }
+        if lacking:
+            raise PlanMismatchError(lacking)
+        return agreed.result, agreed
+
+    def share(self, make: Callable[[], Any], source: int) -> Any:
+        """Hand what global rank ``source`` makes to all ranks. A collective over all ranks.
+
+        Raises:
+            PlanningFailedError: on every rank, if that fails, or what it makes cannot be
+                serialised, or not be read on any.
+            PipelineFailedError: as `share_within_replica`.
+        """
+        agreed = self.agree(
+            "sharing data",
+            lambda: flat(make()) if self.rank == source else None,
+            failure=PlanningFailedError,
+        )
+        with self._watch.reporting("sharing data"):
+            box = [None if agreed.result is None else agreed.result.numpy().tobytes()]
+            dist.broadcast_object_list(box, src=source, group=self.group)
+        return self.agree(
+            "sharing data, received", lambda: _read(box[0]), failure=PlanningFailedError
+        ).result
+
+    def gather_integers(self, own: Sequence[int], longest: int) -> list[list[int]]:
+        """The integers of every data-parallel rank. A collective over all ranks.
+
+        Args:
+            own: the same on all ranks of a replica, none of more than 64 bits.
+            longest: the most that any rank has, agreed on before.
+        """
+        place = self._replica.index(self.rank)
+        counterparts = [ranks[place] for ranks in self.replicas]
+        padded = [len(own), *own, *[0] * (longest - len(own))]
+        gathered = _gathered(RankMessages(self._world, counterparts), padded)
+        return [integers[:count] for count, *integers in gathered]
+
+    def exchange(
+        self,
+        stage: str,
+        work: Callable[[], tuple[Result, Sequence[Any]]],
+        says: Callable[[Result], Statement],
+        received: Callable[[Result, list[Any]], Received],
+    ) -> Received:
+        """Hand each data-parallel rank one value, and get one from each.
+
+        A collective over all ranks: those that hold the same place in their replicas exchange
+        among themselves, so all ranks of a replica end up with the same.
+
+        Args:
+            stage: as for `agree`.
+            work: gives a result, and for every data-parallel rank what to hand to it.
+            says: this rank's part in the agreement, made of the result.
+            received: called with the result and, from every data-parallel rank, what it handed to
+                this one, tensors on the host.
+
+        Returns:
+            what `received` made of it.
+
+        Raises:
+            PlanningFailedError: on every rank, if the work or `received` failed on any, or a value
+                cannot be serialised, or not be read where it arrives.
+            PipelineFailedError: on every rank that can be reached, if what arrives does not fit
+                into memory on any.
+        """
+
+        def serialised() -> tuple[Result, torch.Tensor, torch.Tensor]:
+            result, values = work()
+            outgoing = [flat(value) for value in values]
+            return result, torch.cat(outgoing), torch.tensor([each.numel() for each in outgoing])
+
+        result, leaving, sizes = self.agree(
+            stage, serialised, lambda made: says(made[0]), failure=PlanningFailedError
+        ).result
+        if self._counterpart_group is None:
+            self._counterpart_group = self._own_group(list(zip(*self.replicas, strict=True)))
+        group = self._counterpart_group
+        with self._watch.reporting(stage):
+            arriving = torch.empty_like(sizes)
+            dist.all_to_all_single(arriving, sizes, group=group)
+            counts = arriving.tolist()
+            arrived = torch.empty(sum(counts), dtype=torch.uint8)
+            dist.all_to_all_single(arrived, leaving, counts, sizes.tolist(), group=group)
+        parts = torch.split(arrived, counts)
+        return self.agree(
+            f"{stage}, received",
+            lambda: received(result, list(map(unflat, parts))),
+            failure=PlanningFailedError,
+        ).result
+
+    def _own_group(self, partition: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        """The group of this rank's part, made by all ranks together."""
+        own = None
+        for ranks in partition:
+            # Every rank takes part in making every group, as torch.distributed requires.
+            group = new_group(list(ranks), backend="gloo", timeout=self._timeout)
+            if self.rank in ranks:
+                own = group
+        return own
+
+
+def _ranks_by(labels: Sequence[Any]) -> list[list[int]]:
+    """The ranks of each label, which every rank has one of."""
+    return [
+        [rank for rank, each in enumerate(labels) if each == label] for label in sorted(set(labels))
+    ]
+
+
+def _gathered(messages: RankMessages, own: Sequence[int]) -> list[list[int]]:
+    """The integers of several ranks, of which each gives as many."""
+    return [array("q", each).tolist() for each in messages.gather(array("q", own).tobytes())]
+
+
+def _read(data: bytes | None) -> Any:
+    """The value that `flat` made these bytes of."""
+    return unflat(torch.frombuffer(bytearray(data or b""), dtype=torch.uint8))
+
+
+def _sent(value: Any, source: int, group: dist.ProcessGroup | None) -> list[Any]:
+    """The value of rank ``source`` in bytes, one entry; what is wrong with it if it has none."""
+    box: list[Any] = [None]
+    if value is not None:
+        try:
+            box = [flat(value).numpy().tobytes()]
+        except Exception as exception:
+            box = [described(exception)]
+    dist.broadcast_object_list(box, src=source, group=group)
+    return box

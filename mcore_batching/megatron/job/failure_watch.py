@@ -1,0 +1,258 @@
+"""The end of every rank within seconds of an exception that leaves a pipeline on one of them.
+
+An exception in a layer, in Megatron's schedule or in the optimizer leaves the other ranks waiting
+in a collective, by default for 10 minutes and more. Here the rank on which it happened says so in
+the job's key-value store; a thread on each other rank reads that and releases its main thread:
+
+    rank 2: OutOfMemoryError in a layer -> writes it into the store, raises PipelineFailedError
+    rank 0: its thread reads the store  -> aborts the process groups, so that the collective raises
+            and the main thread raises PipelineFailedError, with rank 2's text
+
+NCCL's communicators can be aborted. Nothing wakes a thread that waits in gloo: such a process
+prints the error and ends with `EXIT_CODE` after `GRACE_SECONDS`. In both cases the job has to be
+started again.
+
+An exception in the loss function need not leave the pipeline (see `train_step`). But a loss
+communicates with tensor- and context-parallel ranks: it does leave it unless all ranks that share
+the micro-batch raise within `ALIKE_SECONDS`.
+
+The main thread pays for two events per call; the thread asks the store every
+`POLL_SECONDS`, and only while the main thread is inside one of the engine's calls.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from mcore_batching.batch.errors import described, readable
+from mcore_batching.megatron.errors import PipelineFailedError
+
+POLL_SECONDS = 0.5
+GRACE_SECONDS = 4.0
+"""Time that a released main thread has to raise before its process is ended."""
+ALIKE_SECONDS = 3.0
+"""Time between the exceptions of ranks that share a micro-batch."""
+EXIT_CODE = 86
+
+_RANKS_PER_POLL_SECONDS = 1024
+_FAILURE = "failure"
+
+
+class FailureWatch:
+    """A rank's eye on the failures of all others.
+
+    Args:
+        store: seen by all ranks, this object by nobody else: a store's client is locked while
+            anybody waits on it.
+        rank: this rank.
+        num_ranks: of the job; beyond a thousand, each asks the store less often.
+    """
+
+    def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._poll_seconds = POLL_SECONDS * max(1.0, num_ranks / _RANKS_PER_POLL_SECONDS)
+        self._failure: dict[int, str] | None = None
+        self._num_pipelines = 0
+        self._times: collections.Counter[str] = collections.Counter()
+        self._inside = threading.Event()
+        self._ending = threading.Event()
+        self._aborting = threading.Lock()
+        self._releasing = threading.Thread(target=self._abort, name="abort", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="failure watch", daemon=True)
+        self._thread.start()
+        # A thread that comes back from C++ into an interpreter that is going down aborts it.
+        atexit.register(self.stop)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A part of the program in which this rank may wait for others.
+
+        Raises:
+            PipelineFailedError: a pipeline has failed on some rank.
+        """
+        self._raise_known(None)
+        self._inside.set()
+        try:
+            yield
+        except Exception as exception:
+            # A rank that ends closes its connections: what this one sees is not the first cause.
+            with contextlib.suppress(RuntimeError):
+                self._read()
+            self._raise_known(exception)
+            raise
+        finally:
+            self._inside.clear()
+        self._raise_known(None)
+
+    @contextlib.contextmanager
+    def reporting(self, operation: str) -> Iterator[None]:
+        """A part of the program whose exceptions the other ranks are to know.
+
+        Args:
+            operation: the call, in words.
+
+        Raises:
+            PipelineFailedError: in place of any `Exception`, or for one on another rank.
+        """
+        self._num_pipelines += 1
+        self._times.clear()
+        with self.waiting():
+            try:
+                yield
+            except BaseException as exception:
+                # Of SystemExit and KeyboardInterrupt, too: the others may wait for this rank.
+                self._report(f"{operation}: {_described(exception)}")
+                raise
+
+    def is_joined(self, what: str, how_many: int) -> bool:
+        """True as soon as so many ranks have come to the same point of the same pipeline.
+
+        Args:
+            what: names the point; ranks come to it equally often, and each time counts.
+            how_many: ranks, this one included; False if they have not come in time.
+        """
+        self._times[what] += 1
+        key = f"{self._num_pipelines}/{what} {self._times[what]}"
+        given_up = time.monotonic() + ALIKE_SECONDS
+        self._store.add(key, 1)
+        while self._store.add(key, 0) < how_many:
+            if time.monotonic() > given_up:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def _report(self, text: str) -> None:
+        note = json.dumps({"rank": self._rank, "text": text})
+        try:
+            # The first one stays: others that fail after it most likely fail for it.
+            self._store.compare_set(_FAILURE, "", note)
+        except RuntimeError as error:
+            # The others see this rank close its connections instead.
+            refused = f"; the job's store took no note of it: {described(error)}"
+            self._failure = {self._rank: text + refused}
+
+    def _read(self) -> None:
+        if self._failure is None and self._store.check([_FAILURE]):
+            note = json.loads(self._store.get(_FAILURE))
+            self._failure = {note["rank"]: note["text"]}
+
+    def _raise_known(self, cause: Exception | None) -> None:
+        if self._failure is not None:
+            self._abort()
+            # Of an error that a StopIteration causes, contextlib raises the StopIteration.
+            hidden = isinstance(cause, StopIteration)
+            raise PipelineFailedError(self._failure) from (None if hidden else cause)
+
+    def _watch(self) -> None:
+        try:
+            while not self._failure:
+                self._inside.wait()
+                if self._ending.wait(self._poll_seconds):
+                    return
+                if self._inside.is_set():
+                    self._read()
+        except RuntimeError:  # the store is gone, and the job with it
+            return
+        self._releasing.start()
+        given_up = time.monotonic() + GRACE_SECONDS
+        while self._inside.is_set():
+            if time.monotonic() > given_up:
+                self._end()
+            if self._ending.wait(0.05):
+                return
+
+    def _abort(self) -> None:
+        """Abort all process groups, once: collectives that wait or are to come raise."""
+        if self._aborting.acquire(blocking=False):
+            # Whatever it raises, the error that is raised or printed next says more.
+            with contextlib.suppress(Exception):
+                dist.distributed_c10d._abort_process_group()
+
+    def _end(self) -> None:
+        error = PipelineFailedError(self._failure or {})
+        print(
+            f"{type(error).__name__}: {error}\nrank {self._rank} waited for it and cannot be "
+            f"released: its process ends with exit code {EXIT_CODE}",
+            file=sys.stderr,
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_CODE)
+
+    def stop(self) -> None:
+        """End the thread, and with it the connection to the store."""
+        atexit.unregister(self.stop)
+        self._ending.set()
+        self._inside.set()
+        self._thread.join(timeout=1.0)
+        if self._releasing.is_alive():
+            self._releasing.join(timeout=GRACE_SECONDS)
+
+
+class NoWatch:
+    """In place of a watch where there is none: ranks that wait for a failed one time out."""
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """As `FailureWatch.waiting`; does nothing."""
+        return contextlib.nullcontext()
+
+    def reporting(self, operation: str) -> contextlib.AbstractContextManager[None]:
+        """As `FailureWatch.reporting`; does nothing."""
+        del operation
+        return contextlib.nullcontext()
+
+    def is_joined(self, what: str, how_many: int) -> bool:
+        """As `FailureWatch.is_joined`; does not wait."""
+        del what, how_many
+        return True
+
+    def stop(self) -> None:
+        """As `FailureWatch.stop`; does nothing."""
+
+
+NO_WATCH = NoWatch()
+_watches = itertools.count()
+
+
+def watch_of_world() -> FailureWatch | NoWatch:
+    """A new watch over the default process group; made by all its ranks, equally often.
+
+    `NO_WATCH` where there is one process alone, and where the store cannot be cloned (before
+    PyTorch 2.8).
+    """
+    number = next(_watches)
+    if dist.group.WORLD is None or dist.get_world_size() == 1:
+        return NO_WATCH
+    store = dist.distributed_c10d._get_default_store()
+    if not hasattr(store, "clone"):
+        return NO_WATCH
+    # A job that makes its groups anew in the same processes must not read the former failure.
+    own = dist.distributed_c10d.PrefixStore(f"mcore_batching/failure_watch/{number}", store.clone())
+    return FailureWatch(own, dist.get_rank(), dist.get_world_size())
+
+
+def _described(exception: BaseException) -> str:
+    """Type, message and the line that raised.
+
+    Of a length that the job's store takes: it refuses some megabytes.
+    """
+    try:
+        text = readable("".join(traceback.format_exception_only(exception)).strip())
+    except Exception:  # its own attributes are no texts
+        text = described(exception)
+    frame = traceback.extract_tb(exception.__traceback__)[-1]
+    return f"{text} ({frame.filename}:{frame.lineno}, in {frame.name})"

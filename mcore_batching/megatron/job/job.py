@@ -1,0 +1,233 @@
+"""`Job`: what the engine knows of the training job, in one object.
+
+    job = job_of(args)          at the start of a public call
+    job.options                 Megatron's arguments, parsed
+    job.consensus, job.watch    agreement between all ranks, and the watch over their failures
+    job.memory                  what calls leave for later ones, as long as Megatron's groups live
+
+A job is as old as Megatron's data-parallel group: where the model's parallelism is set up anew, a
+new job begins, which knows nothing of the former. Where the same groups are connected anew, as by
+slime around an offloaded model, the job goes on and connects anew as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from mcore_batching.batch import Field, PackedMicroBatch
+from mcore_batching.batch.consensus import Agreement, Statement, no_statement
+from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS
+from mcore_batching.megatron.errors import (
+    DynamicBatchArgumentError,
+    ForwardFailedError,
+    PlanningFailedError,
+)
+from mcore_batching.megatron.job.consensus import JobConsensus
+from mcore_batching.megatron.job.failure_watch import (
+    NO_WATCH,
+    FailureWatch,
+    NoWatch,
+    watch_of_world,
+)
+from mcore_batching.megatron.job.options import Options
+from mcore_batching.planning.records import StepRecorder
+
+Kept = TypeVar("Kept")
+
+
+class JobMemory:
+    """What calls leave for later ones, the same on every rank.
+
+    Args:
+        data_parallel_group: Megatron's, with which it ends.
+
+    Attributes:
+        told_fields: declarations of undeclared fields that the samples of earlier batches told, for
+            those of a batch that leave them open on all ranks.
+        said: what is said once a job and has been.
+        checked_models: first chunks of models that packed rows were found to run on.
+        row_groups: ranks that share a row with this one, by their number; none before any are made.
+        recorders: by folder.
+        connection: the default process group, and the consensus and the watch over it; None before
+            the first agreement.
+    """
+
+    def __init__(self, data_parallel_group: Any) -> None:
+        self.data_parallel_group = data_parallel_group
+        self.told_fields: dict[str, Field] = {}
+        self.said: set[str] = set()
+        self.checked_models: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.row_groups: dict[int, dist.ProcessGroup] = {}
+        self.recorders: dict[str, StepRecorder] = {}
+        self._only: dict[type[Any], Any] = {}
+        self.connection: tuple[weakref.ref[Any], JobConsensus, FailureWatch | NoWatch] | None = None
+
+    def only(self, kind: type[Kept]) -> Kept:
+        """The job's only object of a class, made at the first call."""
+        if kind not in self._only:
+            self._only[kind] = kind()
+        kept: Kept = self._only[kind]
+        return kept
+
+    def disconnect(self) -> None:
+        """End the watch's thread."""
+        if self.connection is not None:
+            self.connection[2].stop()
+            self.connection = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The job as one call sees it.
+
+    Attributes:
+        options: Megatron's arguments of the call.
+        memory: of the job.
+    """
+
+    options: Options
+    memory: JobMemory
+
+    @property
+    def consensus(self) -> JobConsensus:
+        """Agreement between all ranks. A collective over them where it has to be made.
+
+        Raises:
+            PlanningFailedError: on every rank, if any has a time-out that is none.
+        """
+        return self._connected()[0]
+
+    @property
+    def consensus_of_rows(self) -> JobConsensus:
+        """The same, whose replicas run the same rows."""
+        has_sizes = self.options.max_context_parallel is not None
+        return self.consensus.of_rows if has_sizes else self.consensus
+
+    @property
+    def watch(self) -> FailureWatch | NoWatch:
+        """Over the failures of all ranks; a collective where `consensus` is."""
+        return NO_WATCH if self.options.no_failure_watch else self._connected()[1]
+
+    def _connected(self) -> tuple[JobConsensus, FailureWatch | NoWatch]:
+        world, connection = dist.group.WORLD, self.memory.connection
+        # After an abort there is no group, and the next call is to raise the same error.
+        if connection is None or (world is not None and connection[0]() is not world):
+            self.memory.disconnect()
+            options, seconds = self.options, DEFAULT_TIMEOUT_SECONDS
+            # With a wrong one this rank has yet to meet the others, to tell them.
+            with contextlib.suppress(DynamicBatchArgumentError):
+                seconds = options.checked_timeout_seconds()
+            watch = NO_WATCH if options.no_failure_watch else watch_of_world()
+            consensus = JobConsensus(seconds, watch)
+            consensus.agree(
+                "reading the arguments",
+                options.checked_timeout_seconds,
+                failure=PlanningFailedError,
+            )
+            connection = self.memory.connection = (weakref.ref(world), consensus, watch)
+        return connection[1:]
+
+    @property
+    def recorder(self) -> StepRecorder | None:
+        """Writes the job's steps on rank 0; None without ``--dynamic-batch-record``.
+
+        Raises:
+            RecordError: the folder cannot be made or written to.
+        """
+        directory, recorders = self.options.record, self.memory.recorders
+        if directory is None:
+            return None
+        if directory not in recorders:
+            recorders[directory] = StepRecorder(directory, writes=dist.get_rank() == 0)
+        return recorders[directory]
+
+    def defer(
+        self, failed: list[Exception], exception: Exception, row: PackedMicroBatch | None = None
+    ) -> None:
+        """Keep what a function of the model's output raised, to be raised after the pipeline.
+
+        Args:
+            failed: of this pipeline so far; the exception is added.
+            exception: what was raised.
+            row: the micro-batch, where rows may have sizes of their own.
+
+        Raises:
+            Exception: itself, where ranks that share the micro-batch have not raised, and so may
+                wait for this one inside the function.
+        """
+        failed.append(exception)
+        size = (
+            parallel_state.get_context_parallel_world_size()
+            if row is None
+            else row.context_parallel_size
+        )
+        sharing = size * parallel_state.get_tensor_model_parallel_world_size()
+        block = parallel_state.get_data_parallel_rank(with_context_parallel=True) // size
+        if sharing > 1 and not self.watch.is_joined(f"block {block} of {size} raises", sharing):
+            raise exception
+
+    def agree_after_pipeline(
+        self,
+        operation: str,
+        failed: Sequence[Exception],
+        work: Callable[[], Any] = lambda: None,
+        says: Callable[[Any], Statement] = no_statement,
+    ) -> Agreement[Any]:
+        """Raise on every rank what a function of the model's output raised on any.
+
+        A collective over all ranks, once the pipeline has run dry.
+
+        Args:
+            operation: the call that ran the pipeline, in words.
+            failed: this rank's exceptions, in the order of micro-batches.
+            work: what else may fail, done where nothing has failed.
+            says: as in `Consensus.agree`.
+
+        Raises:
+            ForwardFailedError: any rank has an exception, or what must be equal differs.
+        """
+
+        def check() -> Any:
+            if failed:
+                raise failed[0]
+            return work()
+
+        return self.consensus_of_rows.agree(
+            f"{operation}, after the pipeline",
+            check,
+            says,
+            failure=ForwardFailedError,
+            mismatch=ForwardFailedError,
+        )
+
+
+_memory: JobMemory | None = None
+"""Of the present job."""
+
+
+def present_memory() -> JobMemory | None:
+    """Of the present job; None where no call has been made in it."""
+    group = parallel_state.get_data_parallel_group() if _memory is not None else None
+    return _memory if _memory is not None and _memory.data_parallel_group is group else None
+
+
+def job_of(args: Any = None) -> Job:
+    """The present job, a new one where Megatron's parallelism was set up anew. Not a collective.
+
+    Args:
+        args: Megatron's arguments; None where nothing is read of them.
+    """
+    global _memory
+    memory = present_memory()
+    if memory is None:
+        if _memory is not None:
+            _memory.disconnect()
+        memory = _memory = JobMemory(parallel_state.get_data_parallel_group())
+    return Job(Options.of(args), memory)

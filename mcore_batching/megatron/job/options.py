@@ -1,0 +1,264 @@
+"""`Options`: Megatron's arguments as far as this package reads them, parsed in one place."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from mcore_batching.batch.value_shapes import as_number
+from mcore_batching.flags import (
+    CUDA_ROW_MULTIPLE,
+    DEFAULT_TIMEOUT_SECONDS,
+    FLAGS,
+    PLANNER_DEFAULTS,
+    PREFIX,
+)
+from mcore_batching.megatron import cpu_emulation
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.job.arguments import FIXED, LEARNT, flag_of
+from mcore_batching.planning import (
+    ConfigError,
+    CostModel,
+    MCoreBatchingError,
+    ParallelDims,
+    PlannerConfig,
+    PlanningError,
+    at_least,
+)
+from mcore_batching.planning.integers import as_integer
+from mcore_batching.planning.json_text import read_document
+from mcore_batching.planning.memory import LOG_PROB_CHUNK_TOKENS
+
+_MOST_TIMEOUT_SECONDS = 10**9  # some 30 years; process groups count nanoseconds in 64 bits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Settings as they were given: read from any arguments, checked where they are used, so that a
+    rank with a wrong one has met the others by then and can tell them.
+
+    Attributes:
+        planner: the fields of `PlannerConfig` that arguments set.
+
+    The others are the arguments of this package (`FLAGS`), then those of Megatron.
+    """
+
+    use_dynamic_batch_size: bool = True
+    max_tokens_per_gpu: Any = None
+    planner: dict[str, Any] = dataclasses.field(default_factory=lambda: dict(PLANNER_DEFAULTS))
+    cost_model: str | None = None
+    exchange: bool = False
+    forward_only_plan: str = "shared"
+    forward_only_max_tokens_per_gpu: Any = None
+    log_prob_chunk_tokens: Any = LOG_PROB_CHUNK_TOKENS
+    logits_in_model_dtype: bool = False
+    fuse_output_layer: bool = False
+    record: str | None = None
+    consensus_timeout_seconds: Any = DEFAULT_TIMEOUT_SECONDS
+    no_failure_watch: bool = False
+    no_planned_shapes: bool = False
+    on_nonfinite: str = "error"
+
+    global_batch_size: Any = None
+    micro_batch_size: Any = None
+    seq_length: int = 1
+    pad_token_id: Any = None
+    padded_vocab_size: int | None = None
+    deterministic_mode: bool = False
+    check_for_nan_in_loss_and_grad: bool = True
+    distributed_timeout_minutes: float | None = None
+
+    @classmethod
+    def of(cls, args: Any) -> Options:
+        """Of Megatron's arguments, or any object with some of them; what is missing is default."""
+
+        def given(names: Iterable[str]) -> dict[str, Any]:
+            found = {name: FLAGS.get(name, name) for name in names}
+            found = {name: flag.lstrip("-").replace("-", "_") for name, flag in found.items()}
+            return {name: getattr(args, at) for name, at in found.items() if hasattr(args, at)}
+
+        own = {each.name for each in dataclasses.fields(cls)} - {"planner"}
+        return cls(planner=PLANNER_DEFAULTS | given(PLANNER_DEFAULTS), **given(own))
+
+    @property
+    def max_context_parallel(self) -> int | None:
+        """Most ranks that may share a row; None without ``--dynamic-batch-context-parallel``."""
+        most: int | None = self.planner["max_context_parallel"]
+        return most
+
+    @property
+    def exchanges_samples(self) -> bool:
+        """True if the samples of all data-parallel ranks are planned as one, and move between
+        them."""
+        return bool(self.exchange) or self.max_context_parallel is not None
+
+    @property
+    def keeps_logits_in_model_dtype(self) -> bool:
+        """True if losses get logits (or `FusedLogits`) in the model's type, not float32 copies."""
+        return bool(self.logits_in_model_dtype or self.fuse_output_layer)
+
+    @property
+    def has_own_forward_plan(self) -> bool:
+        """True if forward passes alone have a plan of their own."""
+        return self.forward_only_plan != "shared" or self.has_own_forward_cap
+
+    @property
+    def has_own_forward_cap(self) -> bool:
+        """True if forward passes alone have a cap of their own."""
+        return self.forward_only_max_tokens_per_gpu is not None and bool(
+            self.use_dynamic_batch_size
+        )
+
+    @property
+    def learns_cost_model(self) -> bool:
+        """True if costs are learnt from training's own passes: unless asked for others.
+
+        Rows that are never packed, without ``--use-dynamic-batch-size``, have no use for them.
+        """
+        default = FIXED if self.deterministic_mode else LEARNT
+        chosen = default if self.cost_model is None else self.cost_model
+        return chosen == LEARNT and bool(self.use_dynamic_batch_size)
+
+    @property
+    def skips_nonfinite(self) -> bool:
+        """True if a step that is not finite is skipped: ``--dynamic-batch-on-nonfinite skip``."""
+        return self.on_nonfinite == "skip"
+
+    def checked_chunk_tokens(self) -> int:
+        """Tokens of which log-probs and entropies hold float32 logits at a time.
+
+        Raises:
+            DynamicBatchArgumentError: less than 1.
+        """
+        tokens = self.log_prob_chunk_tokens
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+            raise DynamicBatchArgumentError(
+                f"{FLAGS['log_prob_chunk_tokens']} must be 1 or more, got {tokens!r}: leave it out "
+                f"for {LOG_PROB_CHUNK_TOKENS}"
+            )
+        return tokens
+
+    def checked_timeout_seconds(self) -> float:
+        """How long a rank waits for the others in an agreement.
+
+        Raises:
+            DynamicBatchArgumentError: no such time.
+        """
+        given = self.consensus_timeout_seconds
+        seconds = as_number(given)
+        if seconds is None or not 1 <= seconds <= _MOST_TIMEOUT_SECONDS:
+            raise DynamicBatchArgumentError(
+                f"{FLAGS['consensus_timeout_seconds']} must be a number of seconds from 1 to "
+                f"{_MOST_TIMEOUT_SECONDS}, got {given!r}: leave it out for "
+                f"{DEFAULT_TIMEOUT_SECONDS:g}"
+            )
+        return seconds
+
+    def checked_pad_token_id(self) -> Any:
+        """Of the tokenizer; 0 where it has none, which some say by a negative number."""
+        given = self.pad_token_id
+        return 0 if given is None or (as_integer(given) or 0) < 0 else given
+
+    def planner_config(self, dims: ParallelDims | None = None) -> PlannerConfig:
+        """The planner's settings.
+
+        Without ``--use-dynamic-batch-size`` there is no cap, and ranks with fewer micro-batches are
+        filled up with placeholders.
+
+        Args:
+            dims: the job's parallel dims, by which CUDA has a default multiple of rows; None: none.
+
+        Raises:
+            DynamicBatchArgumentError: ``--max-tokens-per-gpu`` is missing.
+            ConfigError: a value is out of range.
+        """
+        if not self.use_dynamic_batch_size:
+            if self.max_context_parallel is not None:
+                raise DynamicBatchArgumentError(
+                    f"{FLAGS['max_context_parallel']} plans micro-batches under a cap: set "
+                    "--use-dynamic-batch-size and --max-tokens-per-gpu as well"
+                )
+            return PlannerConfig(
+                max_tokens_per_gpu=sys.maxsize,
+                fill="placeholder",
+                balance="none",
+                pad_each_to=self.planner["pad_each_to"],
+                pad_total_to=self.planner["pad_total_to"],
+            )
+        if self.max_tokens_per_gpu is None:
+            raise DynamicBatchArgumentError(
+                "--use-dynamic-batch-size needs a cap: set --max-tokens-per-gpu to the most tokens "
+                "that fit into one GPU's memory in one micro-batch (16384, say)"
+            )
+        chosen = dict(self.planner)
+        if chosen["pad_total_to"] is None and dims is not None and _runs_on_cuda():
+            smallest = dims if self.max_context_parallel is None else dims.for_rows_on(1)
+            chosen["pad_total_to"] = _default_row_multiple(self.max_tokens_per_gpu, smallest)
+        try:
+            config = PlannerConfig(max_tokens_per_gpu=self.max_tokens_per_gpu, **chosen)
+            if dims is not None:
+                config.check_max_context_parallel(dims)
+            self.forward_only_config(config)
+            return config
+        except MCoreBatchingError as error:
+            error.args = (error.text(flag_of),)
+            raise
+
+    def forward_only_config(self, training: PlannerConfig) -> PlannerConfig:
+        """The planner's settings for forward passes alone: training's, under a cap of their own.
+
+        Raises:
+            ConfigError: the cap is out of range.
+        """
+        if not self.has_own_forward_cap:
+            return training
+        given = self.forward_only_max_tokens_per_gpu
+        cap = at_least("forward_only_max_tokens_per_gpu", given, 1, ConfigError)
+        return dataclasses.replace(training, max_tokens_per_gpu=cap, max_inflight_tokens=None)
+
+    @contextlib.contextmanager
+    def naming_the_cap(self, *, forward_only: bool) -> Iterator[None]:
+        """Let errors of planning name the cap that was planned with."""
+        try:
+            yield
+        except PlanningError as error:
+            if forward_only and self.has_own_forward_cap:
+                error.rename("max_tokens_per_gpu", "forward_only_max_tokens_per_gpu")
+            raise
+
+    def given_cost_model(self) -> CostModel | None:
+        """The cost model in the file of ``--dynamic-batch-cost-model``; None if it names none.
+
+        Raises:
+            DynamicBatchArgumentError: the file cannot be read, or holds no cost model.
+        """
+        chosen = self.cost_model
+        return None if chosen in (None, LEARNT, FIXED) else _read_cost_model(str(chosen))
+
+
+def _runs_on_cuda() -> bool:
+    return torch.cuda.is_available() and not cpu_emulation.is_enabled()
+
+
+def _default_row_multiple(max_tokens_per_gpu: Any, dims: ParallelDims) -> int:
+    """`CUDA_ROW_MULTIPLE` of each rank as far as it divides the cap: none is oversize for it."""
+    cap = as_integer(max_tokens_per_gpu) or 1
+    return dims.context_parallel * math.gcd(CUDA_ROW_MULTIPLE * dims.tensor_parallel, cap)
+
+
+@functools.cache
+def _read_cost_model(path: str) -> CostModel:
+    try:
+        return CostModel.from_json(read_document(path))
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        raise DynamicBatchArgumentError(
+            f"{PREFIX}cost-model {path}: {error}; set it to a file that `mcore-batching calibrate "
+            "--out` wrote, to auto or to fixed"
+        ) from None

@@ -1,0 +1,83 @@
+"""Groups of ranks that share a row whose context-parallel size was planned for it.
+
+    4 data- and context-parallel ranks, rows on up to 4 of them
+    rank 2 is in    [2]    [2 3]    [0 1 2 3]
+
+Blocks of one size are disjoint, and a larger one is made of smaller ones, so each rank is in one
+group of every size. Of the model's context-parallel size and of all ranks it is Megatron's own; the
+others are made by all ranks of the job in one order, and kept as long as the job. NCCL
+connects a group where its first row is run.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from mcore_batching.batch import PackedMicroBatch
+from mcore_batching.megatron.job.job import Job, present_memory
+
+DEFAULT_TIMEOUT_MINUTES = 10
+
+
+def make_row_groups(job: Job, sizes: Sequence[int]) -> None:
+    """Make the groups that are not there yet. A collective over all ranks of the job.
+
+    Args:
+        job: the present one.
+        sizes: context-parallel sizes that rows may have, ascending; each divides the number of
+            data- and context-parallel ranks. The same on every rank.
+    """
+    among = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    own = parallel_state.get_context_parallel_group()
+    groups = job.memory.row_groups
+    groups |= {among.size(): among, own.size(): own}
+    minutes = job.options.distributed_timeout_minutes or DEFAULT_TIMEOUT_MINUTES
+    missing = [size for size in sizes if size not in groups]
+    for ranks in _groups_of_all_ranks(among) if missing else ():
+        for size in missing:
+            for first in range(0, len(ranks), size):
+                block = ranks[first : first + size]
+                # By all ranks of the job, each block: PyTorch tells groups that only their ranks
+                # make by the number of others that these ranks are in, and that may differ.
+                group = dist.new_group(block, timeout=datetime.timedelta(minutes=minutes))
+                if dist.get_rank() in block:
+                    groups[size] = group
+
+
+def _groups_of_all_ranks(among: dist.ProcessGroup) -> list[list[int]]:
+    """The ranks of each group like this one, of other stages and tensor-parallel ranks."""
+    own = torch.tensor(dist.get_process_group_ranks(among), device=torch.cuda.current_device())
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)
+    return [list(ranks) for ranks in sorted({tuple(each.tolist()) for each in gathered})]
+
+
+def row_group(context_parallel_size: int) -> dist.ProcessGroup | None:
+    """The ranks that share a row with this one, in the order of their slices.
+
+    None before any groups are made: rows then have Megatron's own context-parallel group. From then
+    on every row has one, also of one rank: Transformer Engine keeps the last row's.
+
+    Args:
+        context_parallel_size: of the row.
+    """
+    memory = present_memory()
+    return None if memory is None else memory.row_groups.get(context_parallel_size)
+
+
+def context_parallel_group(row: PackedMicroBatch) -> dist.ProcessGroup | None:
+    """The ranks that share a row, in the order of their slices; None where it is on one.
+
+    What `gather_response` takes as its group. Under ``--dynamic-batch-context-parallel`` rows
+    differ in it; without, it is Megatron's context-parallel group.
+
+    Args:
+        row: the micro-batch.
+    """
+    group = row_group(row.context_parallel_size) or parallel_state.get_context_parallel_group()
+    return group if group.size() > 1 else None

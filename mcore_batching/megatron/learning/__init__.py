@@ -1,0 +1,1 @@
+"""What passes cost, learnt while training runs."""

@@ -1,0 +1,1 @@
+"""From rollout data on every rank to a plan that all share."""

@@ -1,0 +1,388 @@
+"""`get_data_iterator`: rollout data on every rank, planned, as iterators over micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
+
+from mcore_batching.batch import DEFAULT_SCHEMA, Field, Schema
+from mcore_batching.batch.consensus import Statement
+from mcore_batching.batch.field_checks import require_one_per_sample
+from mcore_batching.flags import FLAGS
+from mcore_batching.megatron.errors import DynamicBatchArgumentError, PlanningFailedError
+from mcore_batching.megatron.job.job import Job, job_of
+from mcore_batching.megatron.job.options import Options
+from mcore_batching.megatron.rollout.exchange import ExchangingProtocol
+from mcore_batching.megatron.rollout.planning_protocol import PlanningProtocol
+from mcore_batching.megatron.rollout.rollout_batch import REQUIRED_FIELDS
+from mcore_batching.megatron.rows.sample_moves import SampleMoves
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.planning import CostModel
+
+
+class PlannedRollout:
+    """A batch and its plan, shared by the iterators of one `get_data_iterator` call.
+
+    Args:
+        schedule: the batch's micro-batches.
+    """
+
+    def __init__(self, schedule: MicroBatchSchedule) -> None:
+        self._schedule = schedule
+        self._for_forward_passes: MicroBatchSchedule | None = None
+
+    @property
+    def schedule(self) -> MicroBatchSchedule:
+        """The micro-batches of training."""
+        return self._schedule
+
+    def replace(self, schedule: MicroBatchSchedule) -> None:
+        """Go on with another schedule; all iterators walk it from now on."""
+        self._schedule = schedule
+        self._for_forward_passes = None
+
+    def for_forward_passes(self, job: Job, model: Any) -> MicroBatchSchedule:
+        """The schedule of forward passes alone: the same one, or one planned for them.
+
+        A collective over all ranks where it has to be made, at the first call under
+        ``--dynamic-batch-forward-only-plan own`` or a cap of forward passes. Samples that were
+        exchanged stay where training runs them.
+
+        Args:
+            job: the present one.
+            model: this rank's model chunks.
+        """
+        if not job.options.has_own_forward_plan:
+            return self._schedule
+        if self._for_forward_passes is None:
+            shared = self._schedule
+            # Fields that were added need not be the same on all stages, nor does a plan need them.
+            own = PlanningProtocol(
+                job,
+                model,
+                lambda: {name: shared.rollout_data[name] for name in REQUIRED_FIELDS},
+                schema=Schema(tuple(shared.schema[name] for name in REQUIRED_FIELDS)),
+                steps=[sorted(i for indices in step for i in indices) for step in shared.steps],
+                cost_model=shared.cost_model,
+                config=shared.config,
+                forward_only=True,
+            ).run()
+            self._for_forward_passes = dataclasses.replace(
+                own,
+                rollout_data=shared.rollout_data,
+                schema=shared.schema,
+                template=shared.template,
+                # A framework's layout pads samples less than these dims ask for.
+                dims=shared.dims,
+                moves=shared.moves,
+            )
+        return self._for_forward_passes
+
+
+class DataIterator:
+    """Walks through the micro-batches of a `PlannedRollout`, for one virtual pipeline stage.
+
+    The names that frameworks read are kept: ``rollout_data``, ``micro_batch_indices``, ``offset``,
+    ``get_next`` and ``reset``.
+
+    Args:
+        rollout: what to walk through; the iterators of all stages share it.
+    """
+
+    def __init__(self, rollout: PlannedRollout) -> None:
+        self._rollout = rollout
+        self.offset = 0
+
+    @property
+    def rollout_data(self) -> dict[str, list[Any]]:
+        """Field name to one value per sample of this rank."""
+        return self._rollout.schedule.rollout_data
+
+    @property
+    def micro_batch_indices(self) -> list[list[int]]:
+        """Local sample indices of every micro-batch of every step; ``[]`` for a placeholder."""
+        return [list(indices) for indices in self._rollout.schedule.micro_batches]
+
+    def get_next(self, keys: Sequence[str]) -> dict[str, list[Any] | None]:
+        """The next micro-batch as lists of per-sample values.
+
+        Args:
+            keys: fields to return.
+
+        Returns:
+            for each key one value per sample, one fabricated value for a placeholder, None for a
+            key that the rollout data lacks.
+
+        Raises:
+            IndexError: all micro-batches have been drawn; `reset` starts again.
+        """
+        keys = list(keys)
+        schedule = self._rollout.schedule
+        micro_batches = schedule.micro_batches
+        if self.offset >= len(micro_batches):
+            raise IndexError(
+                f"all {len(micro_batches)} micro-batches have been drawn; call reset() first"
+            )
+        present = [key for key in keys if key in schedule.template]
+        values = schedule.samples(micro_batches[self.offset], present)
+        self.offset += 1
+        return {key: values.get(key) for key in keys}
+
+    def reset(self) -> Self:
+        """Start again from the first micro-batch."""
+        self.offset = 0
+        return self
+
+
+def rollout_of(data_iterator: Sequence[DataIterator]) -> PlannedRollout:
+    """The planned batch that the iterators of one call walk through.
+
+    Raises:
+        TypeError: they are not what `get_data_iterator` returned.
+    """
+    first = data_iterator[0] if isinstance(data_iterator, Sequence) and data_iterator else None
+    if not isinstance(first, DataIterator):
+        raise TypeError(
+            "data_iterator must be the list of iterators that get_data_iterator returned, got "
+            f"{type(data_iterator).__name__}"
+        )
+    return first._rollout
+
+
+def schedule_of(data_iterator: Sequence[DataIterator]) -> MicroBatchSchedule:
+    """The micro-batches that the iterators of one call walk through.
+
+    Raises:
+        TypeError: they are not what `get_data_iterator` returned.
+    """
+    return rollout_of(data_iterator).schedule
+
+
+def get_data_iterator(
+    args: Any,
+    model: list[Any],
+    rollout_data: dict[str, list[Any]] | None,
+    *,
+    schema: Schema = DEFAULT_SCHEMA,
+    steps: Iterable[Iterable[int]] | None = None,
+    cost_model: CostModel | None = None,
+) -> tuple[list[DataIterator], list[int]]:
+    """Plan this rank's micro-batches together with all other ranks.
+
+    A collective over all ranks. Each data-parallel rank packs its own samples, the counts are
+    compared, and ranks with fewer micro-batches split theirs, then add placeholders. The count
+    obeys the interleaved schedule's rule, rounded up.
+
+    Under ``--dynamic-batch-exchange``, and ``--dynamic-batch-context-parallel``, which implies it,
+    the samples of all ranks are planned as one, and each moves to the rank that runs it, or to the
+    ranks that share its row. Outputs of `forward_only` come back to the rank and place that their
+    samples came from, and `add_fields` takes fields in that order; what the iterators themselves
+    give (``rollout_data``, ``micro_batch_indices``, `get_next`) is of the samples that run here.
+
+    Args:
+        args: Megatron's arguments: ``max_tokens_per_gpu``, ``global_batch_size`` and the
+            ``dynamic_batch_*`` options. Where ``use_dynamic_batch_size`` is there and False,
+            micro-batches hold ``micro_batch_size`` samples each, however long.
+        model: this rank's model chunks.
+        rollout_data: field name to one value per sample, for the samples of this data-parallel
+            rank; ``tokens``, ``total_lengths`` and ``response_lengths`` are required. The ranks of
+            a replica (pipeline, tensor, context) may all hold it, or only some: it is then sent
+            to those that pass None. A data-parallel rank may have no samples (empty lists).
+        schema: the kind of every field; extend it with `Schema.declare` for fields of your own.
+            Of a field that is not declared the samples tell, of any rank or an earlier batch.
+        steps: local sample indices of every optimizer step, in lists, arrays, tensors or whatever
+            gives them once. None: steps of ``global_batch_size`` samples over all ranks, the last
+            one short, to which each rank gives consecutive samples in proportion to how many it
+            has (``global_batch_size / data_parallel`` where all have as many, and it divides).
+            ``rollout_data["dynamic_global_batch_size"]`` overrides the argument; beside `steps` it
+            is what `train_step` counts each of them as: prompts times trajectories per prompt.
+        cost_model: what samples and micro-batches cost; None: the one in
+            ``--dynamic-batch-cost-model``, or the default one.
+
+    Returns:
+        one iterator per virtual pipeline stage, and the number of micro-batches of each step, the
+        same on every rank.
+
+    Raises:
+        DynamicBatchArgumentError: settings under which training would hang or be wrong.
+        PlanningFailedError: on every rank, if any could not plan (a `SchemaError`, an
+            `OversizeSampleError`, …).
+        PlanMismatchError: on every rank, if they disagree on settings, fields or plan.
+    """
+
+    def read() -> dict[str, list[Any]] | None:
+        options = Options.of(args)
+        check_forward_plan(options, shares_rows=options.max_context_parallel is not None)
+        return rollout_data
+
+    return plan_micro_batches(args, model, read, schema=schema, steps=steps, cost_model=cost_model)
+
+
+def check_forward_plan(options: Options, *, shares_rows: bool) -> None:
+    """Refuse a plan of forward passes alone where ranks share rows.
+
+    Args:
+        options: of the job.
+        shares_rows: training was, or is going to be, planned with dynamic CP.
+
+    Raises:
+        DynamicBatchArgumentError: there would be one.
+    """
+    if shares_rows and options.has_own_forward_plan:
+        raise DynamicBatchArgumentError(
+            "forward_only has no plan of its own where ranks share rows: unset "
+            f"{FLAGS['forward_only_plan']} and {FLAGS['forward_only_max_tokens_per_gpu']}, or "
+            f"{FLAGS['max_context_parallel']}"
+        )
+
+
+def protocol_of(options: Options) -> type[PlanningProtocol]:
+    """The protocol by which the arguments ask to plan."""
+    return ExchangingProtocol if options.exchanges_samples else PlanningProtocol
+
+
+def plan_micro_batches(
+    args: Any,
+    model: list[Any],
+    read: Callable[[], dict[str, list[Any]] | None],
+    *,
+    schema: Schema = DEFAULT_SCHEMA,
+    steps: Iterable[Iterable[int]] | None = None,
+    cost_model: CostModel | None = None,
+    forward_only: bool = False,
+) -> tuple[list[DataIterator], list[int]]:
+    """`get_data_iterator` for rollout data that is yet to be read.
+
+    Args:
+        args: as in `get_data_iterator`.
+        model: this rank's model chunks.
+        read: gives this rank's rollout data; what it raises is raised on every rank.
+        schema: the kind of every field.
+        steps: as in `get_data_iterator`.
+        cost_model: as in `get_data_iterator`.
+        forward_only: plan for forward passes alone, under their own cap if they have one.
+
+    Returns:
+        as `get_data_iterator`.
+
+    Raises:
+        CollectiveError: as `get_data_iterator`.
+    """
+    job = job_of(args)
+    schedule = protocol_of(job.options)(
+        job,
+        model,
+        read,
+        schema=schema,
+        steps=steps,
+        cost_model=cost_model,
+        forward_only=forward_only,
+    ).run()
+    rollout = PlannedRollout(schedule)
+    iterators = [DataIterator(rollout) for _ in range(schedule.dims.virtual_pipeline)]
+    return iterators, schedule.num_microbatches
+
+
+def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Sequence[Any]]) -> None:
+    """Give the samples further fields: what `forward_only` returned, advantages made of it.
+
+    A collective over all ranks, so that a field that does not fit is an error on each. Ranks may
+    add different fields, or none (``{}``): log-probs are made on the last pipeline stage and needed
+    nowhere else. A field that is there already is replaced.
+
+    Args:
+        data_iterator: from `get_data_iterator`; the plan stays as it is.
+        fields: field name to one value per sample of this rank, in the order of the rollout data.
+            Where samples were exchanged, so are these, among ranks of one pipeline stage: the same
+            fields on all of them that have samples.
+
+    Raises:
+        PlanningFailedError: on every rank, if a field does not fit on any (a `SchemaError`).
+        PlanMismatchError: on every rank, if the iterators are not of one `get_data_iterator` call,
+            or ranks' samples tell different kinds of a field.
+    """
+    job = job_of()
+    consensus, told_fields = job.consensus, job.memory.told_fields
+    if _moves_of(data_iterator) is not None:
+        fields = _moved(job, data_iterator, fields)
+
+    def kinds_of_fields() -> dict[str, Field]:
+        _require_dict(fields)
+        schedule = schedule_of(data_iterator)
+        for name, values in fields.items():
+            require_one_per_sample(name, values, schedule.num_samples)
+        return schedule.kinds_of(fields, told_fields)
+
+    def lacking() -> set[str]:
+        return set(fields) - set(schedule_of(data_iterator).schema)
+
+    # What one rank's samples leave open (it may have none), another's may tell.
+    kinds = consensus.agree(
+        _ADDING,
+        kinds_of_fields,
+        lambda own: Statement(
+            equal=_digest_of(schedule_of(data_iterator)),
+            tell=own,
+            asks=not set(own) >= lacking(),
+        ),
+        failure=PlanningFailedError,
+    )
+    told = {name: field for own in kinds.told.values() for name, field in own.items()}
+    new = lacking()
+
+    def says(extended: MicroBatchSchedule) -> Statement:
+        made = {name: extended.schema[name].declaration for name in new}
+        return Statement(equal={f"declaration of field {name!r}": made[name] for name in new})
+
+    extended = consensus.agree(
+        "adding fields, their values",
+        lambda: schedule_of(data_iterator).with_fields(fields, told | kinds.result),
+        says,
+        failure=PlanningFailedError,
+    )
+    told_fields.update({name: extended.result.schema[name] for name in new})
+    rollout_of(data_iterator).replace(extended.result)
+
+
+_ADDING = "adding fields, their kinds"
+
+
+def _require_dict(fields: Any) -> None:
+    if not isinstance(fields, Mapping):
+        raise TypeError(
+            "fields must be a dict of lists, one value per sample ({} where there are none), "
+            f"got {type(fields).__name__}"
+        )
+
+
+def _moves_of(data_iterator: Any) -> SampleMoves | None:
+    """The exchange of samples; None where they were not, or that cannot be told."""
+    with contextlib.suppress(TypeError):
+        return schedule_of(data_iterator).moves
+    return None
+
+
+def _moved(
+    job: Job, data_iterator: Sequence[DataIterator], fields: Mapping[str, Sequence[Any]]
+) -> Mapping[str, Sequence[Any]]:
+    """The fields' values of the samples that this rank runs. A collective over all ranks."""
+
+    def leaving() -> tuple[SampleMoves, list[Any]]:
+        _require_dict(fields)
+        moves = schedule_of(data_iterator).moves
+        assert moves is not None
+        return moves, moves.outgoing(fields)
+
+    return job.consensus.exchange(
+        _ADDING,
+        leaving,
+        lambda _: Statement(equal=_digest_of(schedule_of(data_iterator))),
+        lambda moves, incoming: moves.arranged(incoming),
+    )
+
+
+def _digest_of(schedule: MicroBatchSchedule) -> dict[str, str]:
+    """The digest of a batch's plan, by name: equal on ranks whose iterators are of one call."""
+    return {"plan (sha256)": schedule.plan_digest}

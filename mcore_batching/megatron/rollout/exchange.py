@@ -1,0 +1,136 @@
+"""Planning of all data-parallel ranks' samples as one, and the exchange that it asks for.
+
+Lengths are gathered first, and every rank makes the same plan of them; only then do samples move,
+each once, to the rank that runs it, or to the ranks that share its row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Literal
+
+from megatron.core import parallel_state
+
+from mcore_batching.batch.consensus import Statement
+from mcore_batching.batch.figures import largest
+from mcore_batching.megatron.errors import PlanningFailedError
+from mcore_batching.megatron.job.row_groups import make_row_groups
+from mcore_batching.megatron.rollout.planning_protocol import PlanningProtocol, digest_of
+from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
+from mcore_batching.megatron.rows.sample_moves import Columns, SampleMoves
+from mcore_batching.megatron.rows.schedule import GlobalPlan, MicroBatchSchedule
+from mcore_batching.megatron.rows.shards import MicroBatches, Shard
+from mcore_batching.planning import StepPlan, plan_step
+
+_Laid = tuple[tuple[GlobalPlan, ...], SampleMoves, str]
+"""Plans, where their samples move, and the plans' digest."""
+
+
+class ExchangingProtocol(PlanningProtocol):
+    """Planning over all ranks' samples, which move where the plan wants them.
+
+    Samples are numbered through, data-parallel rank after data-parallel rank:
+
+        rank 0 holds samples 0 1 2, rank 1 holds 3 4
+        plan: rank 0 runs ((1, 4),), rank 1 ((0, 3), (2,))
+        moved: 4 to rank 0, 0 and 2 to rank 1
+    """
+
+    scope: Literal["local", "global"] = "global"
+
+    def lay_out(self) -> None:
+        """Plan all ranks' samples, and move them."""
+        most = self.settings.config.max_context_parallel
+        if most is not None:
+            make_row_groups(self.job, self.settings.dims.row_sizes(most))
+        self._moved(self._gathered())
+
+    def choose(self) -> tuple[MicroBatches, ...]:
+        """Every step's micro-batches of this rank, as indices of the samples it now holds."""
+        local = {number: place for place, number in enumerate(self._moves.held)}
+        own = self._moves.own
+        return tuple(
+            tuple(tuple(local[number] for number in row) for row in made.rows_on(own))
+            for made in self._plans
+        )
+
+    def conclude(self) -> MicroBatchSchedule:
+        """The schedule, which also knows where outputs go."""
+        made = super().conclude()
+        return dataclasses.replace(made, moves=self._moves, plans=self._plans)
+
+    def _gathered(self) -> list[Shard]:
+        """The lengths and steps of every data-parallel rank."""
+
+        def work() -> tuple[RolloutBatch, Shard]:
+            batch = self.batch.resolved()
+            steps = tuple((tuple(step),) for step in self._own_steps())
+            return batch, Shard(batch.total_lengths, steps)
+
+        def says(made: tuple[RolloutBatch, Shard]) -> Statement:
+            batch, shard = made
+            equal = {"number of steps": len(shard.steps), **batch.comparable()}
+            if batch.total_lengths and batch.steps is None:
+                equal["global_batch_size"] = batch.global_batch_size
+            return Statement(equal=equal, figures={"integers": largest(len(shard.integers()))})
+
+        agreed = self.consensus.agree("gathering lengths", work, says, failure=PlanningFailedError)
+        self.batch, own = agreed.result
+        gathered = self.consensus.gather_integers(own.integers(), agreed.figures["integers"])
+        return list(map(Shard.of_integers, gathered))
+
+    def _moved(self, shards: Sequence[Shard]) -> None:
+        """Plan, hand over what the plan wants elsewhere, and hold what it wants here."""
+        lengths = [length for shard in shards for length in shard.lengths]
+        first = list(accumulate((len(shard.lengths) for shard in shards), initial=0))
+        dims = self.settings.dims
+        num_ranks = self.settings.config.num_ranks(dims)
+        sharing = num_ranks // dims.data_parallel
+        own = parallel_state.get_data_parallel_rank(with_context_parallel=sharing > 1)
+
+        def plan(step: int) -> GlobalPlan:
+            numbers = [
+                start + index
+                for start, shard in zip(first, shards, strict=False)
+                for index in shard.steps[step][0]
+            ]
+            of_step = [lengths[number] for number in numbers]
+            return GlobalPlan(self._planned(of_step), numbers, of_step)
+
+        def work() -> tuple[_Laid, list[Any]]:
+            with self.job.options.naming_the_cap(forward_only=self.forward_only):
+                plans = tuple(map(plan, range(len(shards[0].steps))))
+            runs_on = [
+                sorted(number for made in plans for row in made.rows_on(rank) for number in row)
+                for rank in range(num_ranks)
+            ]
+            moves = SampleMoves(own, first, runs_on, sharing)
+            digest = digest_of([made.plan.digest() for made in plans])
+            return (plans, moves, digest), moves.outgoing(self.batch.data)
+
+        def says(made: _Laid) -> Statement:
+            # The ranks of a replica each heard of their own counterparts' lengths.
+            of_all = {"lengths of all samples (sha256)": digest_of(lengths)}
+            return Statement(equal={"plan (sha256)": made[2], **of_all})
+
+        def received(made: _Laid, incoming: list[Any]) -> tuple[_Laid, Columns]:
+            return made, made[1].arranged(incoming)
+
+        (self._plans, self._moves, self.plan_digest), arranged = self.consensus.exchange(
+            "planning all samples", work, says, received
+        )
+        data = {name: arranged.get(name, []) for name in self.batch.template}
+        held = [lengths[number] for number in self._moves.held]
+        self.batch = dataclasses.replace(self.batch, data=data, total_lengths=held)
+
+    def _planned(self, lengths: Sequence[int]) -> StepPlan:
+        settings = self.settings
+        return plan_step(
+            lengths,
+            settings.dims,
+            settings.config,
+            settings.cost_model,
+            forward_only=self.forward_only,
+        )

@@ -1,0 +1,223 @@
+"""One replica's rollout data: read, checked, and cut into optimizer steps."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mcore_batching.batch import Field, Schema, make_placeholder
+from mcore_batching.batch.field_checks import read_lengths
+from mcore_batching.batch.infer import infer_fields
+from mcore_batching.batch.value_checks import require_vocabulary
+from mcore_batching.planning import Argument, ConfigError, at_least
+from mcore_batching.planning.integers import as_integer
+
+REQUIRED_FIELDS = ("tokens", "total_lengths", "response_lengths")
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutBatch:
+    """The rollout data of one replica, read and checked.
+
+    Attributes:
+        data: field name to one value per sample.
+        schema: the kind of every field.
+        template: one fabricated sample, empty if this rank has no samples to copy it from.
+        total_lengths: tokens of every sample.
+        global_batch_size: samples of a step over all ranks, None for all; of the caller's own
+            steps what each counts as, None where nothing says.
+        vocabulary_size: entries of the model's vocabulary; None: not known.
+        steps: the caller's own local sample indices of every step, if given.
+        told: declarations of undeclared fields, as far as these samples, earlier batches and, once
+            they are heard of, the other ranks tell.
+        is_open: these samples leave the kind of some field to others.
+    """
+
+    data: dict[str, list[Any]]
+    schema: Schema
+    template: dict[str, list[Any]]
+    total_lengths: list[int]
+    global_batch_size: int | None
+    steps: list[list[int]] | None
+    vocabulary_size: int | None
+    told: Mapping[str, Field]
+    is_open: bool
+
+    @classmethod
+    def read(
+        cls,
+        rollout_data: dict[str, list[Any]] | None,
+        global_batch_size: Any,
+        schema: Schema,
+        steps: Iterable[Iterable[int]] | None,
+        vocabulary_size: int | None,
+        told: Mapping[str, Field],
+    ) -> RolloutBatch | None:
+        """Read what the caller gave; None if this rank was given nothing.
+
+        Args:
+            rollout_data: field name to one value per sample.
+            global_batch_size: the job's.
+            schema: the kind of every field.
+            steps: local sample indices of every step.
+            vocabulary_size: of the model, where known.
+            told: what earlier batches told of undeclared fields.
+
+        Raises:
+            TypeError: it is no dict, or ``schema`` is no `Schema`.
+            KeyError: a required field is missing.
+            ConfigError: the global batch size is no integer, or negative, or ``steps`` are no lists
+                of sample indices.
+            ValueError: ``steps`` do not hold every sample once.
+            SchemaError: a field's kind is unknown to any samples, or a value does not fit it.
+        """
+        if not isinstance(schema, Schema):
+            raise TypeError(
+                "schema must be a Schema, such as DEFAULT_SCHEMA.declare(name, kind), got "
+                f"{type(schema).__name__}"
+            )
+        if rollout_data is None:
+            return None
+        if not isinstance(rollout_data, Mapping):
+            raise TypeError(
+                "rollout_data must be a dict of lists, one value per sample, or None, got "
+                f"{type(rollout_data).__name__}"
+            )
+        # Steps of the caller's own need not be of the job's batch size.
+        job_size = global_batch_size if steps is None else None
+        given = rollout_data.get("dynamic_global_batch_size", job_size)
+        size = None if given is None else at_least("global_batch_size", given, 0, ConfigError)
+        data = {
+            key: value
+            for key, value in rollout_data.items()
+            if value is not None and key != "dynamic_global_batch_size"
+        }
+        missing = [key for key in REQUIRED_FIELDS if key not in data]
+        if missing:
+            raise KeyError(
+                f"rollout_data lacks {', '.join(missing)}; it needs {', '.join(REQUIRED_FIELDS)}, "
+                "one value per sample (empty lists on a rank without samples)"
+            )
+        lengths, _ = read_lengths(data)
+        listed = None if steps is None else _read_steps(steps, len(lengths))
+        is_open = False
+        if lengths:
+            told, is_open = infer_fields(schema, data, told)
+        batch = cls(data, schema, {}, lengths, size or None, listed, vocabulary_size, told, is_open)
+        return batch.resolved() if lengths and not is_open else batch
+
+    def resolved(self) -> RolloutBatch:
+        """Itself with the kind of every field known, its values checked, and a template.
+
+        Raises:
+            SchemaError: a field's kind is still unknown, or a value does not fit it.
+        """
+        if self.template:
+            return self
+        schema = self.schema.resolve(self.data, self.told)
+        data = schema.validate(self.data)
+        if self.vocabulary_size is not None:
+            require_vocabulary("tokens", data["tokens"], self.vocabulary_size)
+        template = make_placeholder(schema, list(data), data)
+        return dataclasses.replace(self, data=data, schema=schema, template=template)
+
+    def comparable(self) -> dict[str, Any]:
+        """Names and declarations of the fields, which all ranks must have alike."""
+        names = sorted(self.template)
+        return {
+            "field names": names,
+            **{f"declaration of field {name!r}": self.schema[name].declaration for name in names},
+        }
+
+    def inferred(self) -> dict[str, Field]:
+        """The declarations that samples told."""
+        return {name: self.schema[name] for name in self.template if name in self.told}
+
+    def hearing(self, others: Iterable[Mapping[str, Field]]) -> RolloutBatch:
+        """Itself, where fields that its samples leave open are what the first of others tells."""
+        told = {name: field for each in [*others][::-1] for name, field in each.items()}
+        return dataclasses.replace(self, told=told | {**self.told})
+
+    def fields(self) -> tuple[Schema, dict[str, list[Any]], int | None]:
+        """Schema, template and batch size, for a rank without samples."""
+        return self.schema, self.template, self.global_batch_size
+
+    def with_fields_of(
+        self, fields: tuple[Schema, dict[str, list[Any]], int | None]
+    ) -> RolloutBatch:
+        """Itself if it has samples, else with the fields and batch size of a rank that has."""
+        if self.total_lengths:
+            return self
+        schema, template, size = fields
+        return dataclasses.replace(
+            self,
+            schema=schema,
+            template=template,
+            data={key: [] for key in template},
+            global_batch_size=size,
+        )
+
+    def steps_of(self, shares: Sequence[int], rank: int) -> list[list[int]]:
+        """Local sample indices of every step.
+
+        Args:
+            shares: samples of every data-parallel rank.
+            rank: which of them this one is.
+        """
+        if self.steps is not None:
+            return self.steps
+        size = self.global_batch_size or max(sum(shares), 1)
+        # A batch without samples is a step of placeholders alone.
+        steps: list[list[int]] = [[] for _ in range(max(-(-sum(shares) // size), 1))]
+        for index, place in enumerate(places_in_order(shares, rank)):
+            steps[place // size].append(index)
+        return steps
+
+
+def places_in_order(shares: Sequence[int], rank: int) -> list[int]:
+    """Where a rank's samples stand among those of all ranks, ascending.
+
+        shares 4 2    rank 0: 0 2 3 5    rank 1: 1 4
+
+    The middle of sample i is (2i + 1) / 2n of the way through a share of n. All samples are in
+    order of their middles, equal ones by rank, so that any number of the first are spread over the
+    ranks like the whole. Counted in integers, as ranks must agree to the last sample.
+
+    Args:
+        shares: samples of every rank.
+        rank: whose.
+    """
+    own = shares[rank]
+    return [
+        sum(
+            # How many of a rank's middles come before this one; equal ones count on lower ranks.
+            ((2 * index + 1) * share + own - (other >= rank)) // (2 * own)
+            for other, share in enumerate(shares)
+        )
+        for index in range(own)
+    ]
+
+
+def _read_steps(steps: Any, num_samples: int) -> list[list[int]]:
+    """The caller's steps as lists, which every sample is in once."""
+    read: list[list[int | None]] = [[None]]
+    with contextlib.suppress(TypeError):
+        read = [[as_integer(index) for index in step] for step in steps]
+    given = [index for step in read for index in step if index is not None]
+    if len(given) < sum(map(len, read)):
+        raise ConfigError(
+            Argument("steps"),
+            f" must be one list of sample indices for each optimizer step, got {steps!r:.60}; set ",
+            Argument("steps"),
+            " to [[0, 1], [2, 3]], say, or to None for steps of ",
+            Argument("global_batch_size"),
+            " samples",
+        )
+    if sorted(given) != list(range(num_samples)):
+        raise ValueError(
+            f"steps must hold each of this rank's {num_samples} samples exactly once, got indices "
+            f"{given}; of group_steps' steps padding samples are left out: give real_samples(batch)"
+        )
+    return [[index for index in step if index is not None] for step in read]

@@ -1,0 +1,112 @@
+"""This rank's samples of one optimizer step, packed and filled by the planner."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.job.options import Options
+from mcore_batching.megatron.rows.shards import MicroBatches
+from mcore_batching.planning import (
+    ConfigError,
+    CostModel,
+    ParallelDims,
+    PlannerConfig,
+    Problem,
+    ShardOutlook,
+    at_least,
+    fill_shard,
+    pack_shard,
+    shard_ends,
+    shard_outlook,
+    soonest_counts,
+    soonest_filling,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The planner's arguments beside the lengths; the same on every rank."""
+
+    dims: ParallelDims
+    config: PlannerConfig
+    cost_model: CostModel
+
+
+class StepShard:
+    """This rank's samples of one optimizer step, and what the planner makes of them.
+
+    Args:
+        options: without ``--use-dynamic-batch-size`` micro-batches hold ``micro_batch_size``
+            samples each.
+        settings: the same on every rank.
+        indices: local sample indices of the step.
+        lengths: total length of each of them, in tokens.
+        forward_only: plan for forward passes alone.
+
+    Attributes:
+        ends: of `shard_ends`; of which all ranks need the largest.
+        filled: the micro-batches with each number that is left to choose from, as local sample
+            indices, from `fill` on.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        settings: Settings,
+        indices: Sequence[int],
+        lengths: list[int],
+        forward_only: bool,
+    ) -> None:
+        with options.naming_the_cap(forward_only=forward_only):
+            self._problem = Problem.of(
+                lengths,
+                settings.dims,
+                settings.config,
+                settings.cost_model,
+                forward_only=forward_only,
+            )
+        self._indices = indices
+        self.filled: list[MicroBatches] = []
+        if options.use_dynamic_batch_size:
+            self._bins = pack_shard(self._problem)
+            self.ends = shard_ends(self._problem, self._bins)
+        else:
+            given, everything = options.micro_batch_size, list(range(len(lengths)))
+            if given is None:
+                raise DynamicBatchArgumentError(
+                    "micro-batches have no size: set --use-dynamic-batch-size and "
+                    "--max-tokens-per-gpu, or micro_batch_size to a number of samples"
+                )
+            size = at_least("micro_batch_size", given, 1, ConfigError)
+            self._bins = [everything[i : i + size] for i in range(0, len(lengths), size)]
+            self.ends = [float(len(self._bins)), float(len(lengths))]
+
+    def fill(self, latest: Sequence[float]) -> list[ShardOutlook]:
+        """Bring the micro-batches to the numbers of `soonest_counts`.
+
+        Args:
+            latest: the largest of each of `ends` over all ranks.
+
+        Returns:
+            the outlook with each number.
+        """
+        problem = self._problem
+        made = [
+            fill_shard(problem, self._bins, count)
+            for count in soonest_counts(latest, problem.dims, problem.config)
+        ]
+        self.filled = [
+            tuple(tuple(self._indices[i] for i in places) for places in micro_batches)
+            for micro_batches in made
+        ]
+        return [shard_outlook(problem, micro_batches) for micro_batches in made]
+
+    def chosen(self, outlooks: Sequence[ShardOutlook]) -> MicroBatches:
+        """Local sample indices of the micro-batches with which the step ends first.
+
+        Args:
+            outlooks: with each number, the worst of all ranks.
+        """
+        return self.filled[soonest_filling(outlooks, self._problem.config)]

@@ -1,0 +1,146 @@
+"""One optimizer step, collated before the pipeline starts.
+
+Whatever is wrong with the data shows while every rank can still be told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_batching.batch import Kind, PackedMicroBatch, StepTotals
+from mcore_batching.batch.loss import owned_num_tokens, step_totals
+from mcore_batching.batch.side_by_side import SideBySide
+from mcore_batching.megatron.rows.routing_replay import replayable
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.megatron.topology import is_last_stage
+
+MODEL_INPUTS = ("tokens", "position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded")
+_LOSS_INPUTS = ("labels", "loss_mask", "responses")
+_FIELDS_OF_THE_MODEL = (Kind.MULTIMODAL, Kind.ROUTED_EXPERTS)
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedRow:
+    """A packed micro-batch and what is known of it before it is on the device.
+
+    Attributes:
+        row: the micro-batch.
+        owned_num_tokens: trainable tokens that this context-parallel rank predicts.
+    """
+
+    row: PackedMicroBatch
+    owned_num_tokens: int
+
+
+class PortableRow:
+    """A packed micro-batch whose tensors go to the device in one copy, those that are read there.
+
+    Args:
+        row: on the host.
+        names: of the attributes that go; the others stay on the host.
+        device: where they go.
+    """
+
+    def __init__(self, row: PackedMicroBatch, names: Collection[str], device: torch.device) -> None:
+        self._row, self._names, self._device = row, names, device
+        tensors: list[Tensor] = []
+
+        def collect(tensor: Tensor) -> Tensor:
+            tensors.append(tensor)
+            return tensor
+
+        row.mapped(collect, names)
+        self._tensors = SideBySide(tensors, pin_memory=device.type == "cuda")
+
+    @classmethod
+    def of_stage(cls, row: PackedMicroBatch) -> PortableRow:
+        """With what this pipeline stage reads.
+
+        Every stage reads the model's inputs, the last one alone what losses are made of: other
+        stages have multimodal inputs and routed experts as their only fields, and labels and masks
+        on the host.
+        """
+        names = [*MODEL_INPUTS, "fields"]
+        if is_last_stage():
+            names += _LOSS_INPUTS
+        else:
+            fields = row.fields.items()
+            kept = {k: v for k, v in fields if row.schema[k].kind in _FIELDS_OF_THE_MODEL}
+            row = dataclasses.replace(row, fields=kept)
+        return cls(row, names, torch.device(torch.cuda.current_device()))
+
+    def on_device(self) -> PackedMicroBatch:
+        """The row on the device. The host does not wait for the copy."""
+        moved = iter(self._tensors.on(self._device))
+        return self._row.mapped(lambda tensor: next(moved), self._names)
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedStep:
+    """The collated micro-batches of a step, and what the step's denominators add up to.
+
+    Attributes:
+        schedule: where the step comes from.
+        step: which optimizer step.
+        rows: packed micro-batches of this rank, in slot order, on the host.
+        portable_rows: the same, ready for the device.
+        totals: over all samples of the step on all ranks.
+    """
+
+    schedule: MicroBatchSchedule
+    step: int
+    rows: list[PreparedRow]
+    portable_rows: list[PortableRow]
+    totals: StepTotals
+
+    @classmethod
+    def of_rows(
+        cls,
+        schedule: MicroBatchSchedule,
+        step: int,
+        rows: Sequence[PackedMicroBatch],
+        chunks: list[Any],
+        change: Callable[[PackedMicroBatch], PackedMicroBatch],
+    ) -> PreparedStep:
+        """Of packed rows on the host; the totals are this rank's alone.
+
+        Args:
+            schedule: where they come from.
+            step: which optimizer step.
+            rows: in slot order.
+            chunks: this rank's model chunks.
+            change: from a row to the one that the model and the loss get.
+
+        Raises:
+            SchemaError: a row's routed experts cannot be replayed.
+        """
+        prepared = [
+            PreparedRow(change(replayable(chunks, row)), owned_num_tokens(row)) for row in rows
+        ]
+        portable = [PortableRow.of_stage(each.row) for each in prepared]
+        return cls(schedule, step, prepared, portable, step_totals(schedule.counts_once(rows)))
+
+    def iterators(self, count: int) -> list[Iterator[PreparedRow]]:
+        """One iterator per virtual pipeline stage over the rows, moved to the device as drawn.
+
+        Each stage draws every row; the copy on the device is made once and dropped when the last
+        stage has drawn it.
+        """
+        on_device: dict[int, tuple[PreparedRow, int]] = {}
+
+        def draw() -> Iterator[PreparedRow]:
+            both = zip(self.rows, self.portable_rows, strict=True)
+            for slot, (prepared, portable) in enumerate(both):
+                moved, drawn = on_device.pop(slot, (None, 0))
+                if moved is None:
+                    moved = dataclasses.replace(prepared, row=portable.on_device())
+                if drawn + 1 < count:
+                    on_device[slot] = (moved, drawn + 1)
+                yield moved
+
+        return [draw() for _ in range(count)]

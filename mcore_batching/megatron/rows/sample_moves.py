@@ -1,0 +1,219 @@
+"""The origins of samples, the ranks that run them, and the way of their values there and back.
+
+Samples of all data-parallel ranks are numbered through. One whose row is shared runs on several:
+
+    rank 0 held samples 0 1 2, rank 1 held 3 4          first    [0, 3, 5]
+    1 is cut over both ranks, 4 runs on rank 0          runs_on  [[1, 2, 4], [0, 1, 3]]
+    fields    4 and 1 to rank 0 (its own), 0 and 1 to rank 1
+    outputs   of 1 from rank 0 alone, the first that runs it; of 4 back to rank 1
+
+Under dynamic CP beside ``--context-parallel-size``, the context-parallel ranks of a data-parallel
+rank all bring its samples, and each runs rows of its own: fields come from the ranks at the same
+place, outputs go back to all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from mcore_batching.batch import OrderError, SchemaError
+from mcore_batching.batch.value_shapes import count_of, describe
+from mcore_batching.megatron.job.flat_values import as_bytes, has_bytes
+
+_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+"""Of outputs, which travel as their number here."""
+
+Columns = dict[str, list[Any]]
+"""Field name to one value per sample."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleMoves:
+    """The samples of a batch over all data-parallel ranks. The same on every rank but for `own`.
+
+    Attributes:
+        own: this rank of those that have rows of their own: the data-parallel ones; under dynamic
+            CP the data- and context-parallel ones.
+        first: number of each data-parallel rank's first sample, and the number of all samples.
+        runs_on: the samples that each rank with rows of its own runs, ascending.
+        sharing: ranks with rows of their own that brought the same samples.
+    """
+
+    own: int
+    first: Sequence[int]
+    runs_on: Sequence[Sequence[int]]
+    sharing: int = 1
+
+    @property
+    def held(self) -> Sequence[int]:
+        """The samples that this rank runs."""
+        return self.runs_on[self.own]
+
+    @property
+    def brought(self) -> range:
+        """The samples that came from this rank."""
+        return self._brought_by(self.own)
+
+    def _brought_by(self, rank: int) -> range:
+        replica = rank // self.sharing
+        return range(self.first[replica], self.first[replica + 1])
+
+    def outgoing(self, columns: Mapping[str, Sequence[Any]]) -> list[tuple[list[int], Columns]]:
+        """The samples of this rank to hand to each data-parallel rank: their numbers and values.
+
+        To that of its ranks which has this one's place among those that brought the same.
+
+        Raises:
+            SchemaError: a field has not one value for each sample that came from this rank.
+        """
+        for name, values in columns.items():
+            count = count_of(values)
+            if count != len(self.brought):
+                raise SchemaError(
+                    name,
+                    expected=f"one value for each of the {len(self.brought)} samples that this "
+                    "rank was given",
+                    found=describe(values) if count is None else f"{count} values",
+                )
+        parts, brought = [], self.brought
+        for runs in self.runs_on[self.own % self.sharing :: self.sharing]:
+            numbers = [number for number in runs if number in brought]
+            places = [number - brought.start for number in numbers]
+            parts.append((numbers, {n: [v[i] for i in places] for n, v in columns.items()}))
+        return parts
+
+    def arranged(self, incoming: Sequence[tuple[list[int], Columns]]) -> Columns:
+        """Values of the samples that this rank runs, in their order, from what each handed to it.
+
+        Raises:
+            SchemaError: a field lacks the values of some of them.
+        """
+        of_field: dict[str, dict[int, Any]] = {}
+        for numbers, columns in incoming:
+            for name, column in columns.items():
+                of_field.setdefault(name, {}).update(zip(numbers, column, strict=True))
+        for name, values in of_field.items():
+            lacking = [number for number in self.held if number not in values]
+            if lacking:
+                ranks = sorted({self._origin(number) for number in lacking})
+                raise SchemaError(
+                    name,
+                    expected="values of the samples of all data-parallel ranks",
+                    found=f"none of ranks {ranks}: give the field on them too",
+                )
+        return {name: [values[n] for n in self.held] for name, values in of_field.items()}
+
+    def returned(self, columns: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
+        """Outputs of the samples that came from this rank, in the order in which they came.
+
+        A collective over the ranks with rows of their own. Tensors stay on the device, and travel
+        as bytes.
+
+        Args:
+            columns: for the same names on every rank one tensor per sample that this rank runs,
+                each of which passed `check_output`.
+        """
+        names = sorted(columns)
+        place = {number: index for index, number in enumerate(self.held)}
+        headers: list[list[int]] = []
+        bodies: list[list[Tensor]] = []
+        for rank in range(len(self.runs_on)):
+            values = [columns[n][place[i]] for i in self._sent(self.own, rank) for n in names]
+            headers.append([number for value in values for number in _header(value)])
+            bodies.append([as_bytes(value) for value in values])
+        device = torch.device(torch.cuda.current_device())
+        arrived = [
+            part.tolist()
+            for part in self._exchanged([torch.tensor(h, dtype=torch.int64) for h in headers])
+        ]
+        empty = torch.empty(0, dtype=torch.uint8, device=device)
+        flat = [torch.cat([empty, *(value.to(device) for value in body)]) for body in bodies]
+        data = self._exchanged(flat)
+        found: dict[tuple[int, str], Tensor] = {}
+        for rank, (header, body) in enumerate(zip(arrived, data, strict=True)):
+            keys = [(number, name) for number in self._sent(rank, self.own) for name in names]
+            found |= zip(keys, _tensors(header, body), strict=True)
+        return {name: [found[number, name] for number in self.brought] for name in names}
+
+    def _origin(self, number: int) -> int:
+        return next(r for r, end in enumerate(self.first[1:]) if number < end)
+
+    @functools.cached_property
+    def _first_runner(self) -> dict[int, int]:
+        backwards = reversed(list(enumerate(self.runs_on)))
+        return {number: rank for rank, runs in backwards for number in runs}
+
+    def _sent(self, source: int, target: int) -> list[int]:
+        """The samples of `target` whose outputs come from `source`."""
+        brought, runner = self._brought_by(target), self._first_runner
+        return [n for n in self.runs_on[source] if n in brought and runner[n] == source]
+
+    def _exchanged(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The parts that each rank had for this one. A collective over them."""
+        device = torch.device(torch.cuda.current_device())
+        group = parallel_state.get_data_parallel_group(with_context_parallel=self.sharing > 1)
+        sizes = torch.tensor([part.numel() for part in parts], device=device)
+        arriving = torch.empty_like(sizes)
+        dist.all_to_all_single(arriving, sizes, group=group)
+        counts = arriving.tolist()
+        sent = torch.cat(list(parts)).to(device)
+        received = torch.empty(sum(counts), dtype=sent.dtype, device=device)
+        own_counts = [part.numel() for part in parts]
+        dist.all_to_all_single(received, sent, counts, own_counts, group=group)
+        return list(torch.split(received, counts))
+
+
+def check_output(name: str, value: Any) -> None:
+    """Refuse an output that cannot travel.
+
+    Raises:
+        OrderError: it is no tensor of numbers one beside the other.
+    """
+    if not isinstance(value, Tensor):
+        kind = type(value).__name__
+    elif value.dtype in _DTYPES and has_bytes(value):
+        return
+    else:
+        nested = "nested " if value.is_nested else ""
+        kind = f"a {nested}{type(value).__name__} of {value.dtype}, {value.layout}, {value.device}"
+    raise OrderError(
+        f"the function given to forward_only returned {kind} for {name!r}, which cannot go "
+        "back to the rank that its sample came from: return dense tensors of real numbers"
+    )
+
+
+def _header(value: Tensor) -> list[int]:
+    return [_DTYPES.index(value.dtype), int(value.is_cpu), value.dim(), *value.shape]
+
+
+def _tensors(header: Sequence[int], body: Tensor) -> list[Tensor]:
+    """The tensors whose headers and bytes lie one behind the other."""
+    numbers, start, made = iter(header), 0, []
+    for code in numbers:
+        dtype, was_on_host = _DTYPES[code], next(numbers)
+        shape = [next(numbers) for _ in range(next(numbers))]
+        size = dtype.itemsize * torch.Size(shape).numel()
+        # Cloned, since bytes in the middle of others need not be aligned.
+        value = body[start : start + size].clone().view(dtype).reshape(shape)
+        made.append(value.cpu() if was_on_host else value)
+        start += size
+    return made

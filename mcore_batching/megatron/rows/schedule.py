@@ -1,0 +1,273 @@
+"""This rank's rollout data and the micro-batches that are made of it, step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from mcore_batching.batch import (
+    Field,
+    Kind,
+    PackedMicroBatch,
+    Schema,
+    make_placeholder,
+    pack,
+)
+from mcore_batching.batch.infer import infer_fields
+from mcore_batching.batch.side_by_side import on_host
+from mcore_batching.batch.value_checks import require_vocabulary
+from mcore_batching.megatron.rows.sample_moves import SampleMoves
+from mcore_batching.megatron.rows.shards import MicroBatches, Shard
+from mcore_batching.planning import (
+    CostModel,
+    ParallelDims,
+    PlannerConfig,
+    StepPlan,
+    row_multiple_tokens,
+    sample_multiple_tokens,
+)
+from mcore_batching.planning.integers import as_integer
+from mcore_batching.planning.learnt_costs import LearntCosts
+
+_LAID_OUT = (Kind.TOKENS, Kind.POSITION_IDS)
+"""Kinds of fields that rows are laid out of, which the host does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalPlan:
+    """One step's plan of the samples of all data-parallel ranks.
+
+    Attributes:
+        plan: its samples are places in `numbers`.
+        numbers: number of each sample of the step, over all ranks and steps.
+        lengths: total length of each of them, in tokens.
+    """
+
+    plan: StepPlan
+    numbers: list[int]
+    lengths: list[int]
+
+    def rows_on(self, rank: int) -> MicroBatches:
+        """A rank's micro-batches, as numbers of samples."""
+        return tuple(tuple(self.numbers[i] for i in row) for row in self.plan.micro_batches[rank])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MicroBatchSchedule:
+    """This rank's rollout data and the micro-batches made of it.
+
+    Attributes:
+        rollout_data: field name to one value per sample of this rank.
+        schema: the kind of every field.
+        template: values of one sample, from a rank that has any: what a placeholder looks like.
+        steps: for every optimizer step, its micro-batches: tuples of local sample indices, ``()``
+            for a placeholder. All ranks have the same number of micro-batches in a step.
+        dims: the job's parallel dims.
+        config: the planner's settings.
+        context_parallel_rank: which slice of every row this rank holds, where rows have the size
+            of the dims.
+        pad_token_id: token that fills padding and placeholders.
+        vocabulary_size: entries of the model's vocabulary; None: not known.
+        plan_digest: of the plans of all data-parallel ranks together; the same on every rank.
+        own_digest: of this replica's samples and plan, where its ranks have yet to compare it.
+        gather_shards: gives those of every data-parallel rank, the first time as a collective.
+        scope: "local" if every sample stayed on its rank, "global" if they were exchanged.
+        cost_model: what the plan was made by.
+        learnt: of which it is a part, where costs are learnt; else None.
+        samples_per_step: what a step counts as: the global batch size that cut the steps, or that
+            came with steps of the caller's own; None: neither.
+        moves: where samples came from and where they run, in the scope "global" alone.
+        plans: of every step, likewise.
+    """
+
+    rollout_data: dict[str, list[Any]]
+    schema: Schema
+    template: dict[str, list[Any]]
+    steps: tuple[MicroBatches, ...]
+    dims: ParallelDims
+    config: PlannerConfig
+    context_parallel_rank: int
+    pad_token_id: int
+    vocabulary_size: int | None
+    plan_digest: str
+    gather_shards: Callable[[], tuple[Shard, ...]]
+    scope: Literal["global", "local"]
+    cost_model: CostModel
+    learnt: LearntCosts | None = None
+    samples_per_step: int | None = None
+    own_digest: str = ""
+    moves: SampleMoves | None = None
+    plans: tuple[GlobalPlan, ...] = ()
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """Of every data-parallel rank. A collective over all ranks the first time."""
+        return self.gather_shards()
+
+    @property
+    def num_samples(self) -> int:
+        """Samples on this rank, over all steps."""
+        return len(self.rollout_data["total_lengths"])
+
+    @property
+    def num_microbatches(self) -> list[int]:
+        """Micro-batches of every step."""
+        return [len(step) for step in self.steps]
+
+    @functools.cached_property
+    def micro_batches(self) -> MicroBatches:
+        """Local sample indices of the micro-batches of all steps, one behind the other."""
+        return tuple(indices for step in self.steps for indices in step)
+
+    def check_step(self, step: int, num_microbatches: Sequence[int]) -> None:
+        """Refuse a step that was not planned, or a count that belongs to another plan.
+
+        Args:
+            step: which optimizer step.
+            num_microbatches: of every step, as the caller holds them.
+
+        Raises:
+            IndexError: there is no such step.
+            ValueError: the count is not this step's, or there is none.
+        """
+        planned = self.num_microbatches
+        if as_integer(step) not in range(len(planned)):
+            raise IndexError(
+                f"step must be 0 to {len(planned) - 1}, got {step!r}: this batch was planned in "
+                f"{len(planned)} steps"
+            )
+        try:
+            given: Any = num_microbatches[step]
+        except (TypeError, LookupError):
+            given = f"nothing of it, it is {num_microbatches!r}"
+        if given != planned[step]:
+            raise ValueError(
+                f"step {step} was planned with {planned[step]} micro-batches, and num_microbatches "
+                f"says {given}: pass on what get_data_iterator returned, with its iterators"
+            )
+
+    def step_plan(self, step: int) -> tuple[StepPlan, list[int]]:
+        """One step's plan over all data-parallel ranks, and the lengths that it refers to.
+
+        The same on every rank. A collective over all ranks the first time, whatever the step.
+
+        Args:
+            step: which optimizer step.
+
+        Returns:
+            the plan; total length of each sample of the step [samples], in tokens, rank after
+            rank.
+        """
+        if self.plans:
+            return self.plans[step].plan, self.plans[step].lengths
+        lengths: list[int] = []
+        ranks = []
+        for shard in self.shards:
+            held = sorted(i for micro_batch in shard.steps[step] for i in micro_batch)
+            number = {local: len(lengths) + place for place, local in enumerate(held)}
+            lengths += [shard.lengths[local] for local in held]
+            ranks.append(tuple(tuple(number[i] for i in ids) for ids in shard.steps[step]))
+        plan = StepPlan(
+            micro_batches=tuple(ranks),
+            num_microbatches=len(self.steps[step]),
+            sample_indices=tuple(range(len(lengths))),
+            dims=self.dims,
+            config=self.config,
+            scope=self.scope,
+            cost_model=self.cost_model,
+        )
+        return plan, lengths
+
+    def kinds_of(
+        self, fields: Mapping[str, Sequence[Any]], told: Mapping[str, Field]
+    ) -> dict[str, Field]:
+        """Declarations of undeclared fields, as far as this rank's samples or earlier batches tell.
+
+        Raises:
+            SchemaError: the values of a field fit no kind, or one that must be declared.
+        """
+        return infer_fields(self.schema, self.rollout_data | dict(fields), told)[0]
+
+    def with_fields(
+        self, fields: Mapping[str, Sequence[Any]], kinds: Mapping[str, Field]
+    ) -> MicroBatchSchedule:
+        """Itself with further fields, or with other values of those it has.
+
+        Args:
+            fields: field name to one value per sample.
+            kinds: declarations of fields that the schema does not declare.
+
+        Raises:
+            SchemaError: a field's kind is unknown, or its values do not fit the samples.
+        """
+        data = self.rollout_data | {name: list(values) for name, values in fields.items()}
+        schema = self.schema
+        for name in fields:
+            if name in kinds and name not in schema:
+                schema = schema.with_field(kinds[name])
+        schema = schema.resolve(data, kinds)
+        data = schema.validate(data)
+        if "tokens" in fields and self.vocabulary_size is not None:
+            require_vocabulary("tokens", data["tokens"], self.vocabulary_size)
+        examples = {name: values or self.template.get(name) for name, values in data.items()}
+        template = make_placeholder(schema, list(data), examples)
+        return dataclasses.replace(self, rollout_data=data, schema=schema, template=template)
+
+    def samples(self, indices: Sequence[int], keys: Sequence[str]) -> dict[str, list[Any]]:
+        """The values of some samples, or of one fabricated sample where ``indices`` is empty."""
+        if not indices:
+            return make_placeholder(
+                self.schema, keys, self.template, pad_token_id=self.pad_token_id
+            )
+        return {key: [self.rollout_data[key][i] for i in indices] for key in keys}
+
+    def rows(self, step: int) -> list[PackedMicroBatch]:
+        """This rank's slices of a step's micro-batches, packed, on the host.
+
+        Raises:
+            SchemaError: a value does not fit its field.
+        """
+        sizes = self.row_sizes(step)
+        return [self._row(*each) for each in zip(self.steps[step], sizes, strict=True)]
+
+    def counts_once(self, rows: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
+        """Of this rank's rows those that no other data-parallel rank counts."""
+        if not self.has_sizes_of_rows:
+            return list(rows)
+        return [row for row in rows if row.context_parallel_rank == 0]
+
+    @property
+    def has_sizes_of_rows(self) -> bool:
+        """True if every row has a context-parallel size of its own (dynamic CP)."""
+        return self.config.max_context_parallel is not None
+
+    def row_sizes(self, step: int) -> Sequence[int]:
+        """Context-parallel size of each of a step's micro-batches on this rank."""
+        if not self.has_sizes_of_rows:
+            return [self.dims.context_parallel] * len(self.steps[step])
+        planned = self.plans[step].plan.context_parallel
+        assert planned is not None
+        assert self.moves is not None
+        return planned[self.moves.own]
+
+    def _row(self, indices: tuple[int, ...], size: int) -> PackedMicroBatch:
+        shared = self.moves if self.has_sizes_of_rows else None
+        dims = self.dims.for_rows_on(size)
+        values = self.samples(indices, list(self.template))
+        for name in values:
+            if self.schema[name].kind in _LAID_OUT or name in ("loss_masks", "is_padding"):
+                values[name] = on_host(values[name])
+        return pack(
+            values,
+            schema=self.schema,
+            sample_alignment_tokens=sample_multiple_tokens(dims, self.config),
+            row_alignment_tokens=row_multiple_tokens(dims, self.config),
+            context_parallel_size=size,
+            context_parallel_rank=shared.own % size if shared else self.context_parallel_rank,
+            pad_token_id=self.pad_token_id,
+            sample_indices=indices,
+            is_placeholder=not indices,
+            validated=True,  # as it was read, or as the field was added
+        )

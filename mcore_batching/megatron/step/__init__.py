@@ -1,0 +1,1 @@
+"""One step: its rows through Megatron's pipeline, forward alone or with an update."""

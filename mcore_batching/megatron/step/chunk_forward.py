@@ -1,0 +1,90 @@
+"""The forward pass of one packed row through one model chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch import Tensor
+
+from mcore_batching.batch import PackedMicroBatch
+from mcore_batching.megatron import compat
+from mcore_batching.megatron.job.options import Options
+from mcore_batching.megatron.job.row_groups import row_group
+from mcore_batching.megatron.logits.fused_output import Logits, output_layer
+from mcore_batching.megatron.rows.routing_replay import replayed
+from mcore_batching.megatron.step.model_inputs import joined_multimodal_inputs
+
+
+def run_for_losses(
+    options: Options, chunk: Any, row: PackedMicroBatch
+) -> tuple[Tensor, Callable[[Tensor], Logits]]:
+    """The chunk's output, and what makes of it, on the last stage, what losses are given."""
+    with output_layer(chunk, options.fuse_output_layer) as logits_of:
+        return run_chunk(chunk, row, options.keeps_logits_in_model_dtype), logits_of
+
+
+def run_chunk(chunk: Any, row: PackedMicroBatch, in_model_dtype: bool = False) -> Tensor:
+    """The chunk's output for a packed row.
+
+    Every chunk gets the packed-sequence parameters, middle stages included: without them their
+    attention would cross samples.
+
+    Args:
+        chunk: a model chunk, wrapped or not.
+        row: this context-parallel rank's slice of the micro-batch, on the device.
+        in_model_dtype: logits as the model makes them; else Megatron's half-precision wrapper
+            copies them to float32.
+
+    Returns:
+        logits ``[1, local tokens, local vocabulary]`` from the last stage's last chunk, hidden
+        states from the others.
+    """
+    arguments: dict[str, Any] = {
+        "input_ids": row.tokens,
+        "position_ids": row.position_ids,
+        "attention_mask": None,
+        "labels": None,
+        "packed_seq_params": compat.packed_seq_params(
+            row.cu_seqlens_padded,
+            row.max_seqlen,
+            row.host_cu_seqlens_padded,
+            row_group(row.context_parallel_size),
+        ),
+    }
+    if get_model_config(chunk).num_moe_experts:
+        arguments["padding_mask"] = padding_mask(chunk, row)
+    if in_model_dtype and has_half_precision_wrapper(chunk):
+        arguments["fp32_output"] = False
+    multimodal = joined_multimodal_inputs(row.fields.get("multimodal_train_inputs") or [])
+    with replayed(chunk, row):
+        output: Tensor = chunk(**arguments, **multimodal)
+    return output
+
+
+def has_half_precision_wrapper(chunk: Any) -> bool:
+    """True if a chunk is, or wraps, Megatron's `Float16Module`."""
+    module = chunk
+    while module is not None and not isinstance(module, Float16Module):
+        module = getattr(module, "module", None)
+    return module is not None
+
+
+def padding_mask(chunk: Any, row: PackedMicroBatch) -> Tensor:
+    """Bool ``[1, tokens]``, True for padding; a placeholder is padding throughout.
+
+    The first stage takes the mask of all tokens and scatters it itself under sequence parallelism,
+    later stages expect their own tokens.
+    """
+    mask = torch.ones_like(row.padding_mask) if row.is_placeholder else row.padding_mask
+    scatters = get_attr_wrapped_model(chunk, "pre_process")
+    if scatters or not get_model_config(chunk).sequence_parallel:
+        return mask
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    own: Tensor = mask.chunk(size, dim=1)[rank].contiguous()
+    return own

@@ -1,0 +1,280 @@
+"""`forward_only`: log-probs and the like for all samples, in the order they came in.
+
+Every real sample of the rank has exactly one output, at its own index; a placeholder's output is
+dropped. A function that returns too few or too many is an error, never a `None`. A rank without
+samples returns empty lists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from mcore_batching.batch import OrderError, restore_order
+from mcore_batching.batch.consensus import Statement
+from mcore_batching.megatron.checks.shared_rows import let_rows_have_groups
+from mcore_batching.megatron.checks.validation import check_logits
+from mcore_batching.megatron.errors import CollationFailedError, ForwardFailedError
+from mcore_batching.megatron.job.job import Job, job_of
+from mcore_batching.megatron.logits.log_probs import logits_of_shape
+from mcore_batching.megatron.rollout.data_iterator import (
+    DataIterator,
+    PlannedRollout,
+    check_forward_plan,
+    rollout_of,
+)
+from mcore_batching.megatron.rows.prepared_step import PreparedRow, PreparedStep
+from mcore_batching.megatron.rows.sample_moves import check_output
+from mcore_batching.megatron.step.chunk_forward import run_for_losses
+from mcore_batching.megatron.step.logits_function import adapted, real_outputs
+from mcore_batching.megatron.step.prepare import prepare
+from mcore_batching.megatron.step.run_pipeline import run_pipeline
+from mcore_batching.megatron.topology import is_last_stage, model_chunks
+
+_OPERATION = "forward_only"
+
+
+@torch.no_grad()
+def forward_only(
+    f: Callable[..., Any],
+    args: Any,
+    model: list[Any],
+    data_iterator: Sequence[DataIterator],
+    num_microbatches: Sequence[int],
+    store_prefix: str = "",
+) -> dict[str, list[Tensor]]:
+    """Run all micro-batches forward and collect what ``f`` makes of the logits.
+
+    A collective over all ranks. The model is in evaluation mode meanwhile.
+
+    Args:
+        f: called on the last stage as ``f(logits, args=, unconcat_tokens=, total_lengths=,
+            response_lengths=, with_entropy=)``, and with ``micro_batch=`` (the
+            `PackedMicroBatch`) if it takes that; keywords that it does not take are left out.
+            Returns a dict of lists with one tensor per sample of the micro-batch (one for a
+            placeholder), or a pair whose second element is such a dict. The same names for every
+            micro-batch on every rank; for a placeholder it may leave names out.
+        args: Megatron's arguments.
+        model: this rank's model chunks.
+        data_iterator: from `get_data_iterator`.
+        num_microbatches: from `get_data_iterator`; not read where forward
+            passes have a plan of their own, under ``--dynamic-batch-forward-only-plan own`` or
+            ``--dynamic-batch-forward-only-max-tokens-per-gpu``.
+        store_prefix: put before every key of the result.
+
+    Returns:
+        on the last stage, for each key of ``f`` one tensor per sample of this rank, in the order of
+        the rollout data, each in memory of its own and without a gradient; ``{}`` on other stages.
+
+    Raises:
+        CollationFailedError: on every rank, if the arguments could not be read or the samples not
+            be collated on any.
+        ForwardFailedError: on every rank, if ``f`` raised on any, did not return one output per
+            sample (an `OrderError`), or returned other names than elsewhere.
+        PipelineFailedError: on every rank that can still be reached, if the model raised on any,
+            or exchanged outputs did not fit into memory.
+        ValueError: ``f`` finds the samples' tokens in the logits by their lengths, as slime's
+            functions do, and these parallel dims pad samples.
+    """
+    job = job_of(args)
+    chunks, rollout, function = _opened(f, job, model, data_iterator, num_microbatches)
+    with_entropy = getattr(args, "use_rollout_entropy", False)
+    function = functools.partial(function, args=args, with_entropy=with_entropy)
+    schedule = rollout.for_forward_passes(job, chunks)
+    outputs: list[_RowOutputs] = []
+    names: list[str] = []
+    with _evaluation_mode(chunks):
+        for step in range(len(schedule.steps)):
+            prepared = prepare(job, chunks, _OPERATION, step, lambda: schedule)
+            made, failed, temperatures = _run(function, job, chunks, prepared)
+            outputs += made
+            travel = schedule.moves is not None
+            names = _agreed_names(job, outputs, failed, temperatures, travel=travel)
+    if not is_last_stage():
+        return {}
+    indices = [i for micro_batch in schedule.micro_batches for i in micro_batch]
+    real = [each.values for each in outputs if not each.is_placeholder]
+    found = {
+        name: restore_order(
+            [value for values in real for value in values[name]], indices, schedule.num_samples
+        )
+        for name in names
+    }
+    if schedule.moves is not None:
+        with job.watch.reporting(f"{_OPERATION}, returning outputs"):
+            found = schedule.moves.returned(found)
+    return {f"{store_prefix}{name}": values for name, values in found.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowOutputs:
+    """The outputs of ``f`` for one micro-batch: name to one value per real sample."""
+
+    is_placeholder: bool
+    values: dict[str, list[Tensor]]
+
+
+def _opened(
+    f: Callable[..., Any],
+    job: Job,
+    model: Any,
+    data_iterator: Sequence[DataIterator],
+    num_microbatches: Sequence[int],
+) -> tuple[list[Any], PlannedRollout, Callable[..., Any]]:
+    """Model chunks, batch and adapted ``f``, once every rank has read its arguments."""
+
+    def work() -> tuple[list[Any], PlannedRollout, Callable[..., Any]]:
+        chunks = model_chunks(model)
+        get_model_config(chunks[0])
+        check_logits(job.options, chunks)
+        rollout = rollout_of(data_iterator)
+        if rollout.schedule.has_sizes_of_rows:  # the model need not be the one planned with
+            let_rows_have_groups(chunks)
+        check_forward_plan(job.options, shares_rows=rollout.schedule.has_sizes_of_rows)
+        if not job.options.has_own_forward_plan:
+            for step in range(len(rollout.schedule.steps)):
+                rollout.schedule.check_step(step, num_microbatches)
+        return chunks, rollout, adapted(f, rollout.schedule, fused=job.options.fuse_output_layer)
+
+    def says(opened: tuple[list[Any], PlannedRollout, Callable[..., Any]]) -> Statement:
+        return Statement(
+            equal={
+                "plan (sha256)": opened[1].schedule.plan_digest,
+                "plan of its own": job.options.has_own_forward_plan,
+            }
+        )
+
+    return job.consensus.agree(_OPERATION, work, says, failure=CollationFailedError).result
+
+
+@contextlib.contextmanager
+def _evaluation_mode(chunks: list[Any]) -> Iterator[None]:
+    """No dropout, and none of Megatron's timers, which expect a training step."""
+    config = get_model_config(chunks[0])
+    was_training = [chunk.training for chunk in chunks]
+    timers, config.timers = config.timers, None
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        config.timers = timers
+        for chunk, training in zip(chunks, was_training, strict=True):
+            chunk.train(training)
+
+
+def _run(
+    f: Callable[..., Any], job: Job, chunks: list[Any], prepared: PreparedStep
+) -> tuple[list[_RowOutputs], list[Exception], Collection[float]]:
+    """Outputs of a step's micro-batches on the last stage, in slot order; what ``f`` raised; the
+    temperatures that it asked for."""
+    failed: list[Exception] = []
+
+    def forward_step(
+        rows: Iterator[PreparedRow], chunk: Any, *unused: Any
+    ) -> tuple[Tensor, Callable[..., Any]]:
+        del unused
+        row = next(rows).row
+        of_chunk, logits_of = run_for_losses(job.options, chunk, row)
+
+        def collect(output: Tensor, non_loss_data: bool = True) -> _RowOutputs:
+            del non_loss_data
+            offered = {
+                "unconcat_tokens": row.fields["tokens"],
+                "total_lengths": row.total_lengths,
+                "response_lengths": row.response_lengths,
+                "micro_batch": row,
+            }
+            try:
+                logits = logits_of(output)
+                with logits_of_shape(logits):
+                    values = real_outputs(f(logits, **offered), row)
+            except Exception as exception:
+                # The pipeline has to run dry before all ranks can be told.
+                job.defer(failed, exception, row)
+                values = {}
+            return _RowOutputs(row.is_placeholder, values)
+
+        return of_chunk, collect
+
+    made, temperatures = run_pipeline(
+        job,
+        chunks,
+        prepared,
+        _OPERATION,
+        forward_step,
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+    return made, failed, temperatures
+
+
+def _agreed_names(
+    job: Job,
+    outputs: Sequence[_RowOutputs],
+    failed: Sequence[Exception],
+    temperatures: Collection[float],
+    *,
+    travel: bool,
+) -> list[str]:
+    """The names that ``f`` returns for real samples, of whichever rank has any.
+
+    A collective over all ranks.
+
+    Args:
+        job: the present one.
+        outputs: of this rank's micro-batches so far; none on other stages than the last.
+        failed: what ``f`` raised in them.
+        temperatures: that it asked log-probs for.
+        travel: outputs go back to other ranks.
+
+    Raises:
+        ForwardFailedError: ``f`` raised, or returned what cannot travel, or its names differ
+            between micro-batches or ranks, or a placeholder has one that real samples lack.
+    """
+
+    def work() -> tuple[list[str] | None, list[str]]:
+        real_values = [each.values for each in outputs if not each.is_placeholder]
+        real = [list(values) for values in real_values]
+        for names in real:
+            if set(names) != set(real[0]):
+                raise OrderError(
+                    f"the function given to forward_only returned {sorted(names)} for one "
+                    f"micro-batch and {sorted(real[0])} for another: return the same names for all"
+                )
+        if travel:
+            for values in real_values:
+                for name, of_samples in values.items():
+                    for value in of_samples:
+                        check_output(name, value)
+        extra = {name: None for each in outputs if each.is_placeholder for name in each.values}
+        return (real[0] if real else None), list(extra)
+
+    def says(names: tuple[list[str] | None, list[str]]) -> Statement:
+        real, extra = names
+        equal = {} if real is None else {"names that f returned": sorted(real)}
+        # Stages without logits need no names, and ranks with real samples know them.
+        asks = is_last_stage() and (real is None or not set(extra) <= set(real))
+        same = {"temperature": sorted(temperatures)}
+        return Statement(equal=equal, equal_in_stage=same, tell=names, asks=asks)
+
+    told = job.agree_after_pipeline(_OPERATION, failed, work, says).told
+    known: list[str] | None = next((real for real, _ in told.values() if real is not None), None)
+    if known is None:  # placeholders everywhere
+        return list(dict.fromkeys(name for _, names in told.values() for name in names))
+    unknown = {
+        rank: f"f returned {sorted(set(names) - set(known))} for a placeholder alone: return names "
+        f"of {sorted(known)}, as for real samples"
+        for rank, (_, names) in told.items()
+        if not set(names) <= set(known)
+    }
+    if unknown:
+        raise ForwardFailedError(unknown)
+    return known

@@ -1,0 +1,119 @@
+"""The function that `forward_only` is given: how it is called, and what it must return."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_batching.batch import OrderError, PackedMicroBatch
+from mcore_batching.batch.value_shapes import count_of, describe
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.planning import sample_multiple_tokens
+
+
+def adapted(
+    f: Callable[..., Any], schedule: MicroBatchSchedule, *, fused: bool = False
+) -> Callable[..., Any]:
+    """``f`` for all keywords that are offered, with logits in the layout that it expects.
+
+    A function that does not take ``micro_batch`` expects the samples' tokens one behind the other,
+    padded to twice the context-parallel size at most: slime's layout.
+
+    Raises:
+        TypeError: ``f`` is no function.
+        ValueError: that layout cannot be had.
+    """
+    if not callable(f):
+        raise TypeError(f"f must be a function of the logits, got {type(f).__name__}")
+    takes = inspect.signature(f).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
+    size = schedule.dims.context_parallel
+    padded_to = sample_multiple_tokens(schedule.dims, schedule.config)
+    by_lengths = "micro_batch" not in takes
+    if by_lengths and schedule.has_sizes_of_rows:
+        raise ValueError(
+            f"{getattr(f, '__name__', f)} does not take micro_batch, so it finds tokens by "
+            "lengths, and --dynamic-batch-context-parallel cuts each row in its own way: let it "
+            "take micro_batch (gather_response and response_log_probs do)"
+        )
+    if by_lengths and size > 1 and padded_to != 2 * size:
+        raise ValueError(
+            f"{getattr(f, '__name__', f)} does not take micro_batch, so it finds tokens by lengths "
+            f"padded to {2 * size}, but samples are padded to {padded_to}: let it take micro_batch "
+            "(gather_response and response_log_probs do), or turn off sequence parallelism and "
+            "--dynamic-batch-pad-each-to"
+        )
+
+    if by_lengths and fused:
+        raise ValueError(
+            f"{getattr(f, '__name__', f)} does not take micro_batch, so it reads logits, which "
+            "--dynamic-batch-fuse-output-layer never makes: let it take micro_batch and call "
+            "response_log_probs, or unset the flag"
+        )
+
+    def with_offered(logits: Tensor, **offered: Any) -> Any:
+        if by_lengths and size == 1 and padded_to > 1:
+            logits = _without_padding(logits, offered["micro_batch"])
+        return f(logits, **{k: v for k, v in offered.items() if takes_all or k in takes})
+
+    return with_offered
+
+
+def _without_padding(logits: Tensor, row: PackedMicroBatch) -> Tensor:
+    """Logits of the samples' tokens alone, of a row that is not cut."""
+    starts = row.host_cu_seqlens_padded
+    held = zip(starts, row.total_lengths, strict=False)
+    # Not by a mask: the host would wait for the device to count.
+    return torch.cat([logits[:, start : start + length] for start, length in held], dim=1)
+
+
+def real_outputs(made: Any, row: PackedMicroBatch) -> dict[str, list[Tensor]]:
+    """The outputs of ``f`` for the real samples of a row, tensors copied.
+
+    A slice of the logits would keep them all in memory, and so would what has a gradient.
+
+    Raises:
+        OrderError: no dict of lists, or not one output per sample.
+    """
+    outputs = checked_outputs(made, len(row.total_lengths))
+    return {
+        key: [
+            value.detach().clone() if isinstance(value, Tensor) else value
+            for value in values[: row.num_samples]
+        ]
+        for key, values in outputs.items()
+    }
+
+
+def checked_outputs(made: Any, num_samples: int) -> dict[str, list[Tensor]]:
+    """The outputs of ``f`` for the samples of a micro-batch, a placeholder's included.
+
+    Raises:
+        OrderError: no dict of lists, or not one output per sample.
+    """
+    outputs = made[1] if isinstance(made, tuple) and len(made) == 2 else made
+    if not isinstance(outputs, Mapping):
+        raise OrderError(
+            "the function given to forward_only must return a dict of lists, or a pair whose "
+            f"second element is one, got {type(outputs).__name__}"
+        )
+    for key, values in outputs.items():
+        if not isinstance(key, str):
+            raise OrderError(
+                f"the function given to forward_only returned the key {key!r}: name outputs by "
+                "texts"
+            )
+        count = count_of(values)
+        if count != num_samples or any(value is None for value in values):
+            found = describe(values) if count is None else f"{count} values"
+            if count == num_samples:
+                found += ", some of them None,"
+            raise OrderError(
+                f"the function given to forward_only returned {found} for {key!r} in a micro-batch "
+                f"of {num_samples} samples; return one tensor for each, a placeholder's included"
+            )
+    return {key: list(values) for key, values in outputs.items()}

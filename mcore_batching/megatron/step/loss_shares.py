@@ -1,0 +1,245 @@
+"""A loss function's shares of the loss and of metrics: checked, attached, agreed on, added up."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from mcore_batching.batch import StepTotals
+from mcore_batching.batch.consensus import Statement
+from mcore_batching.batch.figures import largest
+from mcore_batching.megatron.job.flat_values import has_bytes
+from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.rows.prepared_step import PreparedStep
+
+
+def checked_shares(made: Any, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss function's result as scalars: share of the loss, shares of metrics by name.
+
+    Args:
+        made: the result.
+        device: the model's, where the scalars are added up.
+
+    Raises:
+        TypeError: it is no pair of a loss and a dict by name, one of them is no tensor, or the loss
+            is of a type that has no gradient.
+        ValueError: a tensor has not one value.
+    """
+    if not (isinstance(made, tuple | list) and len(made) == 2 and isinstance(made[1], Mapping)):
+        raise TypeError(
+            "the loss function must return (share of the loss, dict of shares of metrics), got "
+            f"{type(made).__name__}"
+        )
+    share = _scalar("the loss", made[0], device)
+    if not share.is_floating_point():
+        # Its backward pass would be left out, and the stages before would wait for a gradient.
+        raise TypeError(
+            f"the loss must be of a floating-point type, got {share.dtype}: return logits.new_zeros"
+            "(()), not torch.tensor(0), where there is none"
+        )
+    metrics = {}
+    for name, value in made[1].items():
+        if not isinstance(name, str):
+            raise TypeError(f"the loss function returned the key {name!r}: name metrics by texts")
+        metrics[name] = _scalar(f"metric {name!r}", value, device)
+    return share, metrics
+
+
+def _scalar(name: str, value: Any, device: torch.device) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{name} must be a tensor of one value, got {type(value).__name__}: return shares as "
+            "tensors, the loss attached to the graph"
+        )
+    if value.numel() != 1:
+        raise ValueError(
+            f"{name} must be a tensor of one value, got shape {list(value.shape)}: return "
+            "token_mean(...), or a sum over the step's totals"
+        )
+    if value.is_complex() or not has_bytes(value):
+        raise TypeError(
+            f"{name} must be a dense tensor of a real number, got {type(value).__name__} of "
+            f"{value.dtype}, {value.layout}, {value.device}"
+        )
+    return value.reshape(()).to(device)
+
+
+def attached(share: Tensor, *tensors: Tensor) -> Tensor:
+    """``share``, with a gradient of 0 by each of the tensors that it does not depend on.
+
+    So that every gradient hook fires even where the share is a constant. Where it is not, nothing
+    is added: a zero gradient of the logits takes as much memory as they do.
+    """
+    made = share
+    for tensor in tensors:
+        if tensor.requires_grad and not _depends(share, tensor):
+            # An empty sum: 0 times an infinite entry would be NaN.
+            made = made + tensor.reshape(-1)[:0].sum().to(share.dtype)
+    return made
+
+
+def _depends(value: Tensor, on: Tensor) -> bool:
+    """True if backward from ``value`` comes to ``on``, by a walk over the graph between them."""
+    if not value.requires_grad:
+        return False
+    edge, goal = get_gradient_edge(value), get_gradient_edge(on)
+    wanted = (goal.node, goal.output_nr)
+    waiting: list[tuple[Any, int]] = [(edge.node, edge.output_nr)]
+    seen = set()
+    while waiting:
+        found = waiting.pop()
+        if found == wanted:
+            return True
+        node = found[0]
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting.extend(node.next_functions)
+    return False
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectedShares:
+    """Results and doings of a loss function in a step on this rank, empty on other stages.
+
+    Attributes:
+        shares: of each micro-batch by name, ``loss`` among them.
+        failed: what it raised, in the order of micro-batches.
+        temperatures: that it asked log-probs for.
+        read_totals: True if it read any of the step's totals.
+    """
+
+    shares: Sequence[Mapping[str, Tensor]]
+    failed: Sequence[Exception]
+    temperatures: Collection[float]
+    read_totals: bool
+
+
+class WatchedTotals(StepTotals):
+    """A step's totals that know whether anybody has read them."""
+
+    were_read = False
+
+    def __getattribute__(self, name: str) -> Any:
+        """Any attribute; one of the totals counts as read."""
+        if name in StepTotals.__dataclass_fields__:
+            object.__setattr__(self, "were_read", True)
+        return super().__getattribute__(name)
+
+    def __eq__(self, other: object) -> bool:
+        """As `StepTotals`, which these are."""
+        return isinstance(other, StepTotals) and vars(self) | vars(other) == vars(self)
+
+    __hash__ = StepTotals.__hash__
+
+
+def warn_of_unread_totals(collected: CollectedShares, prepared: PreparedStep) -> None:
+    """Warn of a loss function that cannot know what the step adds up to, where that matters.
+
+    Right for a sum over a constant of the whole step, so no error. Most such functions average over
+    their own micro-batch, as stock ones do, and add up to a loss that grows with the micro-batches.
+    """
+    step = prepared.totals.num_tokens
+    is_part = any(0 < row.owned_num_tokens < step for row in prepared.rows)
+    if collected.shares and is_part and not (collected.read_totals or collected.failed):
+        warnings.warn(
+            "the loss function never reads the step's totals: if it averages over its own "
+            "micro-batch, the loss is too large by the number of micro-batches. Return a share of "
+            "the step's mean: token_mean(values, micro_batch, totals), sample_mean(...), or a sum "
+            "divided by totals.token_weight",
+            stacklevel=3,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class AgreedShares:
+    """A step's metrics and faults, as all ranks know them before the optimizer's step.
+
+    Attributes:
+        names: of the metrics, on ranks of the last stage.
+        faults: `nonfinite.faults` of this rank.
+        are_finite: True if all ranks are without faults.
+        are_refused: True if any rank does not skip steps with faults.
+    """
+
+    names: list[str]
+    faults: tuple[str, str]
+    are_finite: bool
+    are_refused: bool
+
+
+def agreed_shares(
+    job: Job,
+    operation: str,
+    collected: CollectedShares,
+    faults: Callable[[], tuple[str, str]],
+) -> AgreedShares:
+    """Agree on the metrics' names, the same for every micro-batch, and on what is not finite.
+
+    And on the temperatures, among the ranks that share rows and layers.
+
+    A collective over all ranks.
+
+    Args:
+        job: the present one.
+        operation: the call that ran the pipeline, in words.
+        collected: of this rank.
+        faults: gives this rank's `nonfinite.faults`.
+
+    Raises:
+        ForwardFailedError: the loss function raised, or names or temperatures differ.
+    """
+    shares = collected.shares
+
+    def work() -> tuple[list[str], tuple[str, str]]:
+        for each in shares:
+            if set(each) != set(shares[0]):
+                raise ValueError(
+                    f"the loss function returned metrics {sorted(each)} for one micro-batch and "
+                    f"{sorted(shares[0])} for another: return the same names for all"
+                )
+        return (list(shares[0]) if shares else []), faults()
+
+    def says(made: tuple[list[str], tuple[str, str]]) -> Statement:
+        names, found = made
+        return Statement(
+            equal={"names of metrics": sorted(names)} if shares else {},
+            equal_in_stage={"temperature": sorted(collected.temperatures)},
+            # Not in `equal`: what differs there costs a gather.
+            figures={
+                "faults": largest(int(any(found))),
+                "refusals": largest(int(not job.options.skips_nonfinite)),
+            },
+        )
+
+    agreed = job.agree_after_pipeline(operation, collected.failed, work, says)
+    names, found = agreed.result
+    figures = agreed.figures
+    return AgreedShares(names, found, not figures["faults"], bool(figures["refusals"]))
+
+
+def summed_metrics(
+    collected: Sequence[Mapping[str, Tensor]], names: Sequence[str]
+) -> dict[str, float]:
+    """Shares of all micro-batches, added up over them and over the ranks of the stage.
+
+    A collective over the data- and context-parallel ranks of the last stage.
+
+    Args:
+        collected: shares of each micro-batch by name.
+        names: of them, the same on every rank, in any order.
+    """
+    order = sorted(names)
+    sums = torch.stack(
+        [torch.stack([each[name].double() for each in collected]).sum() for name in order]
+    )
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    torch.distributed.all_reduce(sums, group=group)
+    total = dict(zip(order, sums.tolist(), strict=True))
+    return {name: total[name] for name in names}

@@ -1,0 +1,150 @@
+"""Losses and gradients that are NaN or infinite, found on all ranks before the optimizer's step.
+
+As Megatron's own check, gradients are looked at before ranks add theirs up, so that the rank can be
+named. Where the reduction overlaps the backward pass that is too late: then all ranks that share
+the parameters find it. Megatron's check raises on one rank inside the pipeline, where the others
+wait; it is off meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from mcore_batching.batch.consensus import Statement
+from mcore_batching.megatron.errors import NonFiniteError
+from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.job.options import Options
+from mcore_batching.megatron.rows.prepared_step import PreparedStep
+
+_NAMED = 3
+"""Micro-batches, or parameters, that a message names; of more it gives the number."""
+
+
+def is_checked(options: Options, optimizer: Any) -> bool:
+    """True if a step has to be finite, as in Megatron.
+
+    ``--no-check-for-nan-in-loss-and-grad`` turns the check off, and so does dynamic loss scaling,
+    whose optimizer skips infinite gradients itself.
+    """
+    config = getattr(optimizer, "config", None)
+    scaled = getattr(config, "fp16", False) and not getattr(config, "loss_scale", None)
+    return bool(options.check_for_nan_in_loss_and_grad) and not scaled
+
+
+@contextlib.contextmanager
+def gradients_measured(model: list[Any], checked: bool, largest: list[Tensor]) -> Iterator[None]:
+    """Append the largest magnitude of each parameter's gradient [parameters], once they are made.
+
+    The tensor stays on the device. None unless ``checked``, and without a parameter.
+    """
+    if not checked:
+        yield
+        return
+    config = get_model_config(model[0])
+    finalize: Callable[..., None] = config.finalize_model_grads_func
+    wrappers = [chunk.ddp_config for chunk in model if hasattr(chunk, "ddp_config")]
+    overlaps = any(wrapper.overlap_grad_reduce for wrapper in wrappers)
+    were_checked = [wrapper.check_for_nan_in_grad for wrapper in wrappers]
+
+    def finalize_and_measure(*arguments: Any, **options: Any) -> None:
+        if overlaps:
+            finalize(*arguments, **options)
+        gradients = [gradient for _, gradient in _gradients(model)]
+        if gradients:
+            norms = torch._foreach_norm(gradients, math.inf)
+            largest.append(torch.stack([norm.float() for norm in norms]))
+        if not overlaps:
+            finalize(*arguments, **options)
+
+    config.finalize_model_grads_func = finalize_and_measure
+    for wrapper in wrappers:
+        wrapper.check_for_nan_in_grad = False
+    try:
+        yield
+    finally:
+        config.finalize_model_grads_func = finalize
+        for wrapper, was_checked in zip(wrappers, were_checked, strict=True):
+            wrapper.check_for_nan_in_grad = was_checked
+
+
+def faults(
+    collected: Sequence[Mapping[str, Tensor]],
+    largest: Sequence[Tensor],
+    model: list[Any],
+    prepared: PreparedStep,
+) -> tuple[str, str]:
+    """Losses and gradients of this rank that are not finite, in words; each "" if all is well.
+
+    Waits for the device, once for the losses of all micro-batches and once for all gradients.
+    """
+    return _loss_fault(collected, prepared), _gradient_fault(largest, model)
+
+
+def raise_on_all(job: Job, operation: str, found: tuple[str, str]) -> None:
+    """Raise on every rank what is not finite on any. A collective over all ranks.
+
+    Args:
+        job: the present one.
+        operation: the call, in words.
+        found: from `faults`, on this rank.
+
+    Raises:
+        NonFiniteError: always; naming losses, or gradients where all losses are finite.
+    """
+    agreed = job.consensus.agree(
+        f"{operation}, what is not finite", lambda: found, lambda found: Statement(tell=found)
+    )
+    losses = {rank: loss for rank, (loss, _) in agreed.told.items() if loss}
+    gradients = {rank: gradient for rank, (_, gradient) in agreed.told.items() if gradient}
+    raise NonFiniteError(losses or gradients)
+
+
+def _loss_fault(collected: Sequence[Mapping[str, Tensor]], prepared: PreparedStep) -> str:
+    if not collected:
+        return ""
+    losses: list[float] = torch.stack([each["loss"].float() for each in collected]).tolist()
+    replica = parallel_state.get_data_parallel_rank()
+    samples = prepared.schedule.steps[prepared.step]
+    return _listed(
+        [
+            f"the loss of micro-batch {slot} (samples {list(samples[slot])} of data-parallel rank "
+            f"{replica}) is {loss}"
+            for slot, loss in enumerate(losses)
+            if not math.isfinite(loss)
+        ]
+    )
+
+
+def _gradient_fault(largest: Sequence[Tensor], model: list[Any]) -> str:
+    if not largest or bool(largest[0].isfinite().all()):
+        return ""
+    found = zip(_gradients(model), largest[0].tolist(), strict=True)
+    return _listed(
+        [
+            f"the gradient of {name} is {value}"
+            for (name, _), value in found
+            if not math.isfinite(value)
+        ]
+    )
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = len(texts) - _NAMED
+    return "; ".join([*texts[:_NAMED], *([f"and {more} more"] if more > 0 else [])])
+
+
+def _gradients(model: list[Any]) -> Iterator[tuple[str, Tensor]]:
+    """Name and gradient of each parameter of this rank that has one."""
+    for chunk in model:
+        for name, parameter in chunk.named_parameters():
+            gradient = getattr(parameter, "main_grad", parameter.grad)
+            if gradient is not None:
+                yield name, gradient

@@ -1,0 +1,82 @@
+"""`prepare`: a step collated on every rank, or on none."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron.core.utils import get_model_config
+
+from mcore_batching.batch import PackedMicroBatch, StepTotals
+from mcore_batching.batch.consensus import Statement
+from mcore_batching.batch.figures import total
+from mcore_batching.flags import FLAGS
+from mcore_batching.megatron.errors import CollationFailedError
+from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.rows.prepared_step import PreparedStep
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.megatron.topology import model_chunks
+
+_ALIKE = ("no_planned_shapes", "fuse_output_layer")
+"""Arguments of the pipeline, which planning does not read."""
+
+
+def prepare(
+    job: Job,
+    model: Any,
+    operation: str,
+    step: int,
+    schedule: Callable[[], MicroBatchSchedule],
+    *,
+    change: Callable[[PackedMicroBatch], PackedMicroBatch] = lambda row: row,
+    alike: Callable[[MicroBatchSchedule], Mapping[str, Any]] = lambda schedule: {},
+) -> PreparedStep:
+    """Collate all micro-batches of a step, and go on only if every rank could.
+
+    A collective over all ranks.
+
+    Args:
+        job: the present one.
+        model: this rank's model chunks, not read before the schedule is given.
+        operation: the call that is about to run the step, in words; the same on every rank.
+        step: which optimizer step.
+        schedule: gives the schedule; what it raises is raised on every rank.
+        change: from a row to the one that the model and the loss get.
+        alike: gives further values by name, the same on every rank.
+
+    Raises:
+        CollationFailedError: on every rank, if finding or collating the step failed on any.
+        PlanMismatchError: on every rank, if they are not about to run the same step.
+    """
+
+    def collate() -> PreparedStep:
+        found = schedule()
+        return PreparedStep.of_rows(found, step, found.rows(step), model_chunks(model), change)
+
+    def says(prepared: PreparedStep) -> Statement:
+        sums = dataclasses.asdict(prepared.totals)
+        per_token = bool(get_model_config(model_chunks(model)[0]).calculate_per_token_loss)
+        return Statement(
+            equal={
+                "plan (sha256)": prepared.schedule.plan_digest,
+                "step": step,
+                "number of micro-batches": len(prepared.rows),
+                # Ranks that differ in these would wait for messages that nobody sends, or scale
+                # their gradients differently.
+                "calculate_per_token_loss": per_token,
+                **{FLAGS[name]: getattr(job.options, name) for name in _ALIKE},
+                **alike(prepared.schedule),
+            },
+            # The weight is a sum of floats, which another device adds up in another order.
+            equal_in_replica={
+                "samples and plan (sha256)": prepared.schedule.own_digest,
+                **{n: value for n, value in sums.items() if n != "token_weight"},
+            },
+            figures={name: total(value) for name, value in sums.items()},
+        )
+
+    agreed = job.consensus_of_rows.agree(
+        f"{operation}, collating", collate, says, failure=CollationFailedError
+    )
+    return dataclasses.replace(agreed.result, totals=StepTotals(**agreed.figures))

@@ -1,0 +1,78 @@
+"""`run_pipeline`: the one place that calls Megatron's schedule, for training, forward passes alone
+and stock scripts, inside of everything that has to hold meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.learning.cost_learners import learners_of
+from mcore_batching.megatron.logits.log_probs import chunks_of_tokens
+from mcore_batching.megatron.rows.prepared_step import PreparedStep
+from mcore_batching.megatron.rows.routing_replay import replayed_step
+from mcore_batching.megatron.step.recording import recorded
+from mcore_batching.megatron.step.transfer_shapes import planned_transfers
+
+
+def run_pipeline(
+    job: Job,
+    model: list[Any],
+    prepared: PreparedStep,
+    operation: str,
+    forward_step: Callable[..., Any],
+    *,
+    forward_only: bool,
+    inside: contextlib.AbstractContextManager[Any] | None = None,
+    rows: Sequence[Iterator[Any]] | None = None,
+    schedule: Callable[..., Any] | None = None,
+    **options: Any,
+) -> tuple[list[Any], Collection[float]]:
+    """Run a step's rows forward, and backward unless ``forward_only``.
+
+    Args:
+        job: the present one.
+        model: this rank's model chunks.
+        prepared: the step, the same rows on all stages.
+        operation: the call, in words.
+        forward_step: called as Megatron calls it.
+        forward_only: no backward passes.
+        inside: entered last, where the other ranks are told what it raises.
+        rows: one iterator per model chunk; None: over the prepared rows.
+        schedule: from ``get_forward_backward_func``; None: that which it gives now.
+        options: further arguments of the schedule.
+
+    Returns:
+        on the last stage what the loss function returned for each row, in slot order; the
+        temperatures that it asked log-probs for.
+
+    Raises:
+        PipelineFailedError: on every rank that can still be reached, if anything raised on any.
+    """
+    rows = prepared.iterators(len(model)) if rows is None else rows
+    around: list[contextlib.AbstractContextManager[Any]] = [job.watch.reporting(operation)]
+    if not forward_only:
+        around.append(recorded(job, prepared.schedule, prepared.step))
+        if job.options.learns_cost_model:
+            around.append(learners_of(job).of(model).timing(prepared))
+    around.append(planned_transfers(job.options, model, prepared, forward_only=forward_only))
+    around.append(replayed_step(model))
+    if inside is not None:
+        around.append(inside)
+    with contextlib.ExitStack() as stack:
+        for each in around:
+            stack.enter_context(each)
+        temperatures = stack.enter_context(chunks_of_tokens(job.options.checked_chunk_tokens()))
+        made: list[Any] = (schedule or get_forward_backward_func())(
+            forward_step_func=forward_step,
+            data_iterator=rows if len(rows) > 1 else rows[0],
+            model=model if len(model) > 1 else model[0],
+            num_microbatches=len(prepared.rows),
+            # Not read, since lengths vary.
+            **{"seq_length": job.options.seq_length, "micro_batch_size": 1, **options},
+            forward_only=forward_only,
+        )
+    return made, temperatures

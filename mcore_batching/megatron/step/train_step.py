@@ -1,0 +1,266 @@
+"""`train_step`: one optimizer step over its micro-batches, exact whatever the packing.
+
+The loss function returns shares (see `mcore_batching.batch.loss`): what it returns for all
+micro-batches of all ranks adds up to the step's loss. Megatron's schedules and its data-parallel
+wrapper divide losses in ways of their own; `train_step` multiplies by exactly what they divide by:
+
+- with ``calculate_per_token_loss`` gradients are summed and then divided by the tokens of the
+  step, counted as the micro-batches report them;
+- without it each micro-batch is divided by their number, and ranks are averaged.
+
+Megatron's scheduler counts an optimizer step as a global batch of samples, however many it held.
+So does `train_step`: turns of a trajectory, samples of a short last step and padding samples change
+neither the learning rate nor the consumed samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from mcore_batching.batch import PackedMicroBatch, StepTotals
+from mcore_batching.megatron.checks.shared_rows import let_rows_have_groups
+from mcore_batching.megatron.checks.validation import check_logits
+from mcore_batching.megatron.job.job import Job, job_of
+from mcore_batching.megatron.logits.fused_output import tensors_of
+from mcore_batching.megatron.logits.log_probs import logits_of_shape
+from mcore_batching.megatron.rollout.data_iterator import DataIterator, schedule_of
+from mcore_batching.megatron.rows.prepared_step import PreparedRow, PreparedStep
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.megatron.step.chunk_forward import run_for_losses
+from mcore_batching.megatron.step.loss_shares import (
+    CollectedShares,
+    WatchedTotals,
+    agreed_shares,
+    attached,
+    checked_shares,
+    summed_metrics,
+    warn_of_unread_totals,
+)
+from mcore_batching.megatron.step.nonfinite import (
+    faults,
+    gradients_measured,
+    is_checked,
+    raise_on_all,
+)
+from mcore_batching.megatron.step.prepare import prepare
+from mcore_batching.megatron.step.run_pipeline import run_pipeline
+from mcore_batching.megatron.step.weight_update import (
+    check_updates,
+    make_ready,
+    samples_counted,
+    updated,
+)
+from mcore_batching.megatron.topology import is_last_stage, model_chunks
+
+_OPERATION = "train_step"
+
+LossFunction = Callable[[Any, PackedMicroBatch, StepTotals], tuple[Tensor, Mapping[str, Tensor]]]
+"""``(logits, micro_batch, totals) -> (share of the loss, name to share of a metric)``; logits are a
+tensor, or `FusedLogits` under ``--dynamic-batch-fuse-output-layer``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainStepResult:
+    """The outcome of one optimizer step.
+
+    Attributes:
+        metrics: name to the mean over the step, ``loss`` among them; on ranks of the last
+            pipeline stage, empty elsewhere.
+        grad_norm: norm of all gradients before clipping; None where the optimizer gives none.
+        update_successful: False if the step was skipped, which leaves weights, optimizer and
+            scheduler alone: by the optimizer (overflow in mixed precision), for a loss or gradient
+            that is not finite, on request, or because the step has no sample on any rank, padding
+            samples aside.
+        totals: what the samples of the step add up to, over all ranks.
+        num_microbatches: forward passes of this rank, placeholders included.
+        consumed_samples: samples that the step counts as, to be added to Megatron's
+            ``args.consumed_train_samples``, skipped or not: 0 without any sample, else the
+            increment; None where it is not known.
+    """
+
+    metrics: dict[str, float]
+    grad_norm: float | None
+    update_successful: bool
+    totals: StepTotals
+    num_microbatches: int
+    consumed_samples: int | None
+
+
+def train_step(
+    loss_function: LossFunction,
+    args: Any,
+    model: list[Any],
+    data_iterator: Sequence[DataIterator],
+    num_microbatches: Sequence[int],
+    optimizer: Any,
+    opt_param_scheduler: Any = None,
+    *,
+    step: int = 0,
+    increment: int | None = None,
+) -> TrainStepResult:
+    """Forward, backward and one update over the micro-batches of one optimizer step.
+
+    A collective over all ranks. A step without samples, or of padding samples alone, updates
+    nothing: an optimizer with momentum would move the weights without a gradient. A step of samples
+    without trainable tokens is an update, as it is unpacked.
+
+    Args:
+        loss_function: called on the last stage with the logits
+            ``[1, local tokens, local vocabulary]`` (float32 unless
+            ``--dynamic-batch-logits-in-model-dtype``), the micro-batch and the step's totals;
+            returns this micro-batch's share of the loss and shares of metrics, each a tensor of one
+            value, with the same names for every micro-batch on every rank, placeholders included.
+        args: Megatron's arguments.
+        model: this rank's model chunks in Megatron's data-parallel wrapper.
+        data_iterator: from `get_data_iterator`.
+        num_microbatches: from `get_data_iterator`.
+        optimizer: Megatron's optimizer.
+        opt_param_scheduler: Megatron's scheduler, advanced by `increment` if the weights were
+            updated; None: none.
+        step: which of the schedule's steps.
+        increment: samples that the step counts as in the scheduler's ``lr_decay_steps``, over all
+            ranks: what Megatron multiplies ``train_iters`` by. Where a trajectory has several
+            samples, prompts per step times trajectories per prompt. None: the global batch size
+            that cut the steps, or ``rollout_data["dynamic_global_batch_size"]`` beside ``steps`` of
+            your own; without it a scheduler needs `increment`.
+
+    Raises:
+        ConfigError: `increment` is not an integer of 1 or more, or is needed and not there; a
+            `CollationFailedError` where not on all ranks.
+        NonFiniteError: on every rank, if a loss or gradient is NaN or infinite on any; nothing is
+            updated.
+        PipelineFailedError: on every rank that can still be reached, if the model, the schedule or
+            the optimizer raised on any.
+        CollationFailedError: on every rank, if the arguments could not be read or the samples not
+            be collated on any.
+        ForwardFailedError: on every rank, if the loss function raised on any, or returned no
+            tensors of one value, or other names than elsewhere; nothing is updated.
+    """
+
+    job = job_of(args)
+
+    def schedule() -> MicroBatchSchedule:
+        get_model_config(model_chunks(model)[0])
+        check_logits(job.options, model_chunks(model))
+        if not callable(loss_function):
+            raise TypeError(f"loss_function must be a function, got {type(loss_function).__name__}")
+        check_updates(model_chunks(model), optimizer)
+        found = schedule_of(data_iterator)
+        found.check_step(step, num_microbatches)
+        if found.has_sizes_of_rows:
+            let_rows_have_groups(model_chunks(model))
+        return found
+
+    def alike(found: MicroBatchSchedule) -> dict[str, Any]:
+        is_needed = opt_param_scheduler is not None
+        return {"increment": samples_counted(increment, found, is_needed=is_needed)}
+
+    prepared = prepare(job, model, _OPERATION, step, schedule, alike=alike)
+    model = model_chunks(model)
+
+    checked = is_checked(job.options, optimizer)
+    largest: list[Tensor] = []
+
+    @contextlib.contextmanager
+    def ready() -> Iterator[None]:
+        make_ready(model, optimizer)
+        with gradients_measured(model, checked, largest):
+            yield
+
+    made = _forward_backward(loss_function, job, model, prepared, ready())
+    with job.watch.reporting(_OPERATION):
+        warn_of_unread_totals(made, prepared)
+
+    def nonfinite() -> tuple[str, str]:
+        return faults(made.shares, largest, model, prepared) if checked else ("", "")
+
+    agreed = agreed_shares(job, _OPERATION, made, nonfinite)
+    if agreed.are_refused and not agreed.are_finite:
+        raise_on_all(job, _OPERATION, agreed.faults)
+    with job.watch.reporting(f"{_OPERATION}, after the pipeline"):
+        metrics = summed_metrics(made.shares, agreed.names) if is_last_stage() else {}
+        has_samples = prepared.totals.num_samples > 0
+        is_skipped = not (has_samples and agreed.are_finite)
+        update_successful, grad_norm = updated(model, optimizer, skip=is_skipped)
+        counted = samples_counted(increment, prepared.schedule) if has_samples else 0
+        if update_successful and opt_param_scheduler is not None:
+            opt_param_scheduler.step(increment=counted)
+    return TrainStepResult(
+        metrics=metrics,
+        grad_norm=grad_norm,
+        update_successful=update_successful,
+        totals=prepared.totals,
+        num_microbatches=len(prepared.rows),
+        consumed_samples=counted,
+    )
+
+
+def _forward_backward(
+    loss_function: LossFunction,
+    job: Job,
+    model: list[Any],
+    prepared: PreparedStep,
+    ready: contextlib.AbstractContextManager[None],
+) -> CollectedShares:
+    """Gradients of the step in the model's buffers, and what the loss function did meanwhile.
+
+    A micro-batch for which it raised counts as 0, since the pipeline has to run dry before all
+    ranks can be told.
+    """
+    failed: list[Exception] = []
+    config = get_model_config(model[0])
+    totals = WatchedTotals(**dataclasses.asdict(prepared.totals))
+    tokens = max(prepared.totals.num_tokens, 1)
+    per_token = bool(config.calculate_per_token_loss)
+    undo = tokens if per_token else len(prepared.rows) * _num_averaged_replicas()
+
+    def forward_step(
+        rows: Iterator[PreparedRow], chunk: Any, *unused: Any
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]:
+        del unused
+        prepared_row = next(rows)
+        made, logits_of = run_for_losses(job.options, chunk, prepared_row.row)
+
+        def loss(output: Tensor) -> tuple[Any, ...]:
+            reported: dict[str, Tensor] = {}
+            logits = logits_of(output)
+            try:
+                with logits_of_shape(logits):
+                    made = loss_function(logits, prepared_row.row, totals)
+                share, metrics = checked_shares(made, output.device)
+                reported = {"loss": share, **metrics}
+                reported = {name: value.detach().clone() for name, value in reported.items()}
+                scaled = attached(share, *tensors_of(logits)) * undo
+            except Exception as exception:
+                job.defer(failed, exception, prepared_row.row)
+                nothing = output.new_zeros((), dtype=torch.float32)
+                scaled = attached(nothing, *tensors_of(logits))
+            if per_token:
+                owned = prepared_row.owned_num_tokens
+                count = torch.full((), owned, dtype=torch.int, device=output.device)
+                return scaled, count, reported
+            return scaled, reported
+
+        return made, loss
+
+    collected, temperatures = run_pipeline(
+        job, model, prepared, _OPERATION, forward_step, forward_only=False, inside=ready
+    )
+    return CollectedShares(collected, failed, temperatures, totals.were_read)
+
+
+def _num_averaged_replicas() -> int:
+    """Data-parallel ranks over which gradients are averaged without per-token loss.
+
+    The wrapper averages over context-parallel ranks, too, which the schedule has already undone.
+    """
+    size: int = parallel_state.get_data_parallel_world_size()
+    return size

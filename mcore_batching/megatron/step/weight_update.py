@@ -1,0 +1,80 @@
+"""Optimizer and scheduler of a train step: made ready, updated or left alone, and advanced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.utils import get_model_config
+
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.planning import Argument, ConfigError, at_least
+
+
+def check_updates(model: list[Any], optimizer: Any) -> None:
+    """Refuse what Megatron would fail over in the middle of a step.
+
+    Raises:
+        TypeError: the model is not wrapped, or the optimizer is not Megatron's.
+    """
+    if not all(hasattr(chunk, "zero_grad_buffer") for chunk in model):
+        raise TypeError(
+            "model must be wrapped in Megatron's DistributedDataParallel, got "
+            f"{', '.join(type(chunk).__name__ for chunk in model)}"
+        )
+    if not all(hasattr(optimizer, name) for name in ("zero_grad", "scale_loss", "step")):
+        raise TypeError(
+            "optimizer must be Megatron's, from get_megatron_optimizer, got "
+            f"{type(optimizer).__name__}"
+        )
+
+
+def make_ready(model: list[Any], optimizer: Any) -> None:
+    """Zero the gradients, and set the hooks that ``megatron.training`` sets, where nobody has."""
+    _zero_gradients(model, optimizer)
+    config = get_model_config(model[0])
+    if config.grad_scale_func is None:
+        config.grad_scale_func = optimizer.scale_loss
+    if config.finalize_model_grads_func is None:
+        config.finalize_model_grads_func = finalize_model_grads
+    ddp_config = getattr(model[0], "ddp_config", None)
+    if config.no_sync_func is None and getattr(ddp_config, "overlap_grad_reduce", False):
+        no_sync = [chunk.no_sync for chunk in model]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+
+def updated(model: list[Any], optimizer: Any, *, skip: bool) -> tuple[bool, float | None]:
+    """Step the optimizer, or drop the gradients; update successful, and the gradients' norm."""
+    if skip:
+        _zero_gradients(model, optimizer)
+        return False, None
+    update_successful, grad_norm, _ = optimizer.step()
+    return bool(update_successful), None if grad_norm is None else float(grad_norm)
+
+
+def _zero_gradients(model: list[Any], optimizer: Any) -> None:
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+
+
+def samples_counted(
+    given: int | None, schedule: MicroBatchSchedule, *, is_needed: bool = False
+) -> int | None:
+    """Samples that a step counts as; None where neither the caller nor the schedule says.
+
+    Raises:
+        ConfigError: the caller's is not an integer of 1 or more, or nobody says and it `is_needed`.
+    """
+    if given is not None:
+        return at_least("increment", given, 1, ConfigError)
+    if schedule.samples_per_step is None and is_needed:
+        raise ConfigError(
+            "the steps were not cut by ",
+            Argument("global_batch_size"),
+            ", so nothing says how many samples one counts as in opt_param_scheduler; set ",
+            Argument("increment"),
+            " to what lr_decay_steps counts a step as: prompts per step times trajectories per "
+            "prompt, however many samples they have (1 where it counts steps)",
+        )
+    return schedule.samples_per_step
