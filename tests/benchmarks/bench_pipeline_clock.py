@@ -54,6 +54,7 @@ SHARED_LAYOUTS: dict[str, dict[str, int]] = {
     "DP2 x PP2": {"data_parallel": 2, "pipeline_parallel": 2},
     "DP2 x PP2 x VPP2": {"data_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2},
     "DP4": {"data_parallel": 4},
+    "DP2 x PP2 x EP2": {"data_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 2},
 }
 
 

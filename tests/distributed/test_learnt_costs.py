@@ -17,7 +17,7 @@ import pytest
 from kit.harness import Job
 from kit.learning import CAP, STALLED
 
-from mcore_batching.megatron import cost_learning
+from mcore_batching.megatron.learning import cost_learning
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, plan_step
 from mcore_batching.planning.learnt_costs import LearntCosts, StepReview
 from mcore_batching.planning.pipeline import pipeline_time
