@@ -24,7 +24,8 @@ from mcore_batching.megatron.job.arguments import (
     flag_of,
 )
 from mcore_batching.megatron.job.options import Options
-from mcore_batching.megatron.rollout.step_shard import Settings, StepShard
+from mcore_batching.megatron.rollout.settings import Settings
+from mcore_batching.megatron.rollout.step_shard import StepShard
 from mcore_batching.planning import (
     Argument,
     ConfigError,
