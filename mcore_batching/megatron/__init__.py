@@ -29,9 +29,9 @@ from mcore_batching.megatron.logits.log_probs import (
     response_log_probs,
     response_log_probs_and_entropy,
 )
+from mcore_batching.megatron.rollout.add_fields import add_fields
 from mcore_batching.megatron.rollout.data_iterator import (
     DataIterator,
-    add_fields,
     get_data_iterator,
     schedule_of,
 )

@@ -21,7 +21,8 @@ from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job import arguments, options
 from mcore_batching.megatron.job.arguments import add_dynamic_batch_arguments, flag_of
 from mcore_batching.megatron.job.options import Options
-from mcore_batching.megatron.rollout.step_shard import Settings, StepShard
+from mcore_batching.megatron.rollout.settings import Settings
+from mcore_batching.megatron.rollout.step_shard import StepShard
 from mcore_batching.planning import (
     Argument,
     ConfigError,

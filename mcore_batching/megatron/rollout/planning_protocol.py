@@ -33,9 +33,7 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.utils import get_model_config
 
 from mcore_batching.batch import Schema
 from mcore_batching.batch.consensus import Statement
@@ -46,16 +44,12 @@ from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.learning.cost_learners import learners_of
 from mcore_batching.megatron.learning.cost_learning import CostLearner
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
-from mcore_batching.megatron.rollout.step_shard import Settings, StepShard
+from mcore_batching.megatron.rollout.settings import Settings, say_oversize
+from mcore_batching.megatron.rollout.step_shard import StepShard
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.rows.shards import GatheredShards, MicroBatches, Shard
-from mcore_batching.megatron.topology import (
-    current_dims,
-    first_guess,
-    model_chunks,
-    vocabulary_size,
-)
-from mcore_batching.planning import CostModel, PlannerConfig, Problem, ShardOutlook
+from mcore_batching.megatron.topology import model_chunks, vocabulary_size
+from mcore_batching.planning import CostModel, PlannerConfig, ShardOutlook
 from mcore_batching.planning.learnt_costs import LearntCosts
 
 
@@ -121,7 +115,6 @@ class PlanningProtocol:
         self._is_settled = False
         self._outlooks: list[list[ShardOutlook]] = []
         self.learnt: LearntCosts | None = None
-        self._num_measured = 0
 
     def run(self) -> MicroBatchSchedule:
         """All steps of the protocol. A collective over all ranks.
@@ -156,13 +149,12 @@ class PlanningProtocol:
 
         def work() -> tuple[Settings, RolloutBatch | None]:
             chunks = model_chunks(self.model)
-            self._check_cost_model()
-            dims = current_dims(chunks)
-            config = self.given_config or self.job.options.planner_config(dims)
-            settings = Settings(
-                dims,
-                self.job.options.forward_only_config(config) if self.forward_only else config,
-                self.given_cost_model or self._known_cost_model(chunks),
+            settings = Settings.of(
+                self.job,
+                chunks,
+                self.given_config,
+                self.given_cost_model,
+                forward_only=self.forward_only,
             )
             prepare_model(chunks, settings.dims, settings.config)
             self.settings = settings
@@ -214,29 +206,8 @@ class PlanningProtocol:
             assert self.learnt is not None
             model = self.learnt.planning_model(self.settings.dims)
             self.settings = dataclasses.replace(self.settings, cost_model=model)
-        self._say_oversize(agreed.figures["longest sample"])
-
-    def _say_oversize(self, longest: int) -> None:
-        """Print once a job, where stock code prints its log, that a sample is over the cap.
-
-        Args:
-            longest: tokens of the longest sample of all ranks.
-        """
-        config, said = self.settings.config, self.job.memory.said
-        if config.on_oversize == "error" or self.forward_only or "oversize" in said:
-            return
-        problem = Problem.of([longest], self.settings.dims, config)
-        if problem.oversize:
-            said.add("oversize")
-            over = problem.oversize_error()
-            if dist.get_rank() == dist.get_world_size() - 1:
-                print(
-                    f"mcore_batching: a sample has {over.length} tokens, {over.padded_length} "
-                    f"after padding, over the cap of {over.cap} of a micro-batch: it runs alone, "
-                    "as all such samples do, and takes the memory of its length; "
-                    f"--max-tokens-per-gpu {over.needed_max_tokens_per_gpu} would hold it",
-                    flush=True,
-                )
+        if not self.forward_only:
+            say_oversize(self.job, self.settings, agreed.figures["longest sample"])
 
     @property
     def _learns(self) -> bool:
@@ -247,26 +218,6 @@ class PlanningProtocol:
     @property
     def _learner(self) -> CostLearner:
         return learners_of(self.job).of(self.model)
-
-    def _check_cost_model(self) -> None:
-        given = self.given_cost_model
-        if given is not None and not isinstance(given, CostModel):
-            raise TypeError(
-                f"cost_model must be a CostModel or None, got {type(given).__name__}: pass "
-                "CostModel.from_json(text), or name its file in --dynamic-batch-cost-model"
-            )
-
-    def _known_cost_model(self, chunks: list[Any]) -> CostModel:
-        """The arguments' cost model, what was learnt by now, or that of the model's shape."""
-        options = self.job.options
-        given = options.given_cost_model()
-        if given is not None:
-            return given
-        guess = first_guess(options.padded_vocab_size, get_model_config(chunks[0]))
-        is_learnt = learners_of(self.job).has(chunks) if self.forward_only else True
-        if is_learnt and options.learns_cost_model:
-            return self._learner.begin(guess)
-        return guess
 
     def share_data(self) -> None:
         """Hand the data to ranks that lack it, and the fields to ranks without samples."""

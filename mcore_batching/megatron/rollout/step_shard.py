@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.options import Options
+from mcore_batching.megatron.rollout.settings import Settings
 from mcore_batching.megatron.rows.shards import MicroBatches
 from mcore_batching.planning import (
     ConfigError,
-    CostModel,
-    ParallelDims,
-    PlannerConfig,
     Problem,
     ShardOutlook,
     at_least,
@@ -23,15 +20,6 @@ from mcore_batching.planning import (
     soonest_counts,
     soonest_filling,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """The planner's arguments beside the lengths; the same on every rank."""
-
-    dims: ParallelDims
-    config: PlannerConfig
-    cost_model: CostModel
 
 
 class StepShard:

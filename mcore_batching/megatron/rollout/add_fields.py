@@ -1,0 +1,118 @@
+"""`add_fields`: further fields for samples that are planned already."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mcore_batching.batch import Field
+from mcore_batching.batch.consensus import Statement
+from mcore_batching.batch.field_checks import require_one_per_sample
+from mcore_batching.megatron.errors import PlanningFailedError
+from mcore_batching.megatron.job.job import Job, job_of
+from mcore_batching.megatron.rollout.data_iterator import DataIterator, rollout_of, schedule_of
+from mcore_batching.megatron.rows.sample_moves import SampleMoves
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+
+_ADDING = "adding fields, their kinds"
+
+
+def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Sequence[Any]]) -> None:
+    """Give the samples further fields: what `forward_only` returned, advantages made of it.
+
+    A collective over all ranks, so that a field that does not fit is an error on each. Ranks may
+    add different fields, or none (``{}``): log-probs are made on the last pipeline stage and needed
+    nowhere else. A field that is there already is replaced.
+
+    Args:
+        data_iterator: from `get_data_iterator`; the plan stays as it is.
+        fields: field name to one value per sample of this rank, in the order of the rollout data.
+            Where samples were exchanged, so are these, among ranks of one pipeline stage: the same
+            fields on all of them that have samples.
+
+    Raises:
+        PlanningFailedError: on every rank, if a field does not fit on any (a `SchemaError`).
+        PlanMismatchError: on every rank, if the iterators are not of one `get_data_iterator` call,
+            or ranks' samples tell different kinds of a field.
+    """
+    job = job_of()
+    consensus, told_fields = job.consensus, job.memory.told_fields
+    if _moves_of(data_iterator) is not None:
+        fields = _moved(job, data_iterator, fields)
+
+    def kinds_of_fields() -> dict[str, Field]:
+        _require_dict(fields)
+        schedule = schedule_of(data_iterator)
+        for name, values in fields.items():
+            require_one_per_sample(name, values, schedule.num_samples)
+        return schedule.kinds_of(fields, told_fields)
+
+    def lacking() -> set[str]:
+        return set(fields) - set(schedule_of(data_iterator).schema)
+
+    # What one rank's samples leave open (it may have none), another's may tell.
+    kinds = consensus.agree(
+        _ADDING,
+        kinds_of_fields,
+        lambda own: Statement(
+            equal=_digest_of(schedule_of(data_iterator)),
+            tell=own,
+            asks=not set(own) >= lacking(),
+        ),
+        failure=PlanningFailedError,
+    )
+    told = {name: field for own in kinds.told.values() for name, field in own.items()}
+    new = lacking()
+
+    def says(extended: MicroBatchSchedule) -> Statement:
+        made = {name: extended.schema[name].declaration for name in new}
+        return Statement(equal={f"declaration of field {name!r}": made[name] for name in new})
+
+    extended = consensus.agree(
+        "adding fields, their values",
+        lambda: schedule_of(data_iterator).with_fields(fields, told | kinds.result),
+        says,
+        failure=PlanningFailedError,
+    )
+    told_fields.update({name: extended.result.schema[name] for name in new})
+    rollout_of(data_iterator).replace(extended.result)
+
+
+def _require_dict(fields: Any) -> None:
+    if not isinstance(fields, Mapping):
+        raise TypeError(
+            "fields must be a dict of lists, one value per sample ({} where there are none), "
+            f"got {type(fields).__name__}"
+        )
+
+
+def _moves_of(data_iterator: Any) -> SampleMoves | None:
+    """The exchange of samples; None where they were not, or that cannot be told."""
+    with contextlib.suppress(TypeError):
+        return schedule_of(data_iterator).moves
+    return None
+
+
+def _moved(
+    job: Job, data_iterator: Sequence[DataIterator], fields: Mapping[str, Sequence[Any]]
+) -> Mapping[str, Sequence[Any]]:
+    """The fields' values of the samples that this rank runs. A collective over all ranks."""
+
+    def leaving() -> tuple[SampleMoves, list[Any]]:
+        _require_dict(fields)
+        moves = schedule_of(data_iterator).moves
+        assert moves is not None
+        return moves, moves.outgoing(fields)
+
+    return job.consensus.exchange(
+        _ADDING,
+        leaving,
+        lambda _: Statement(equal=_digest_of(schedule_of(data_iterator))),
+        lambda moves, incoming: moves.arranged(incoming),
+    )
+
+
+def _digest_of(schedule: MicroBatchSchedule) -> dict[str, str]:
+    """The digest of a batch's plan, by name: equal on ranks whose iterators are of one call."""
+    return {"plan (sha256)": schedule.plan_digest}

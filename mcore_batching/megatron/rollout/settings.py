@@ -1,0 +1,95 @@
+"""What the planner is given beside the lengths: dims, configuration and costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.utils import get_model_config
+
+from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.learning.cost_learners import learners_of
+from mcore_batching.megatron.topology import current_dims, first_guess
+from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The planner's arguments beside the lengths; the same on every rank."""
+
+    dims: ParallelDims
+    config: PlannerConfig
+    cost_model: CostModel
+
+    @classmethod
+    def of(
+        cls,
+        job: Job,
+        chunks: list[Any],
+        config: PlannerConfig | None,
+        cost_model: CostModel | None,
+        *,
+        forward_only: bool,
+    ) -> Settings:
+        """Of a job and one of its models.
+
+        Args:
+            job: the present one.
+            chunks: this rank's model chunks.
+            config: the planner's settings for training; None: by the arguments.
+            cost_model: None: the arguments', what was learnt by now, or that of the model's shape.
+            forward_only: plan for forward passes alone, under their own cap if they have one.
+
+        Raises:
+            DynamicBatchArgumentError: an argument is missing, or no cost model can be read.
+            ConfigError: a value is out of range.
+            TypeError: the cost model is none.
+        """
+        if cost_model is not None and not isinstance(cost_model, CostModel):
+            raise TypeError(
+                f"cost_model must be a CostModel or None, got {type(cost_model).__name__}: pass "
+                "CostModel.from_json(text), or name its file in --dynamic-batch-cost-model"
+            )
+        dims = current_dims(chunks)
+        config = config or job.options.planner_config(dims)
+        if forward_only:
+            config = job.options.forward_only_config(config)
+        return cls(dims, config, cost_model or _known_cost_model(job, chunks, forward_only))
+
+
+def _known_cost_model(job: Job, chunks: list[Any], forward_only: bool) -> CostModel:
+    given = job.options.given_cost_model()
+    if given is not None:
+        return given
+    guess = first_guess(job.options.padded_vocab_size, get_model_config(chunks[0]))
+    learners = learners_of(job)
+    is_learnt = learners.has(chunks) if forward_only else True
+    if is_learnt and job.options.learns_cost_model:
+        return learners.of(chunks).begin(guess)
+    return guess
+
+
+def say_oversize(job: Job, settings: Settings, longest: int) -> None:
+    """Print once a job, where stock code prints its log, that a sample is over the cap.
+
+    Args:
+        job: the present one.
+        settings: of training.
+        longest: tokens of the longest sample of all ranks.
+    """
+    config, said = settings.config, job.memory.said
+    if config.on_oversize == "error" or "oversize" in said:
+        return
+    problem = Problem.of([longest], settings.dims, config)
+    if problem.oversize:
+        said.add("oversize")
+        over = problem.oversize_error()
+        if dist.get_rank() == dist.get_world_size() - 1:
+            print(
+                f"mcore_batching: a sample has {over.length} tokens, {over.padded_length} "
+                f"after padding, over the cap of {over.cap} of a micro-batch: it runs alone, "
+                "as all such samples do, and takes the memory of its length; "
+                f"--max-tokens-per-gpu {over.needed_max_tokens_per_gpu} would hold it",
+                flush=True,
+            )
