@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch.errors import BatchError, SchemaError
+from mcore_batching.batch.field_checks import checked_values
 from mcore_batching.batch.fields import Kind
 from mcore_batching.batch.packed import PackedMicroBatch
 from mcore_batching.batch.response_tokens import loss_masks, predicted_positions, response_tokens
@@ -62,8 +63,8 @@ def pack(
         context_parallel_rank: this rank among them.
         pad_token_id: fills padding, and labels where there is no next token.
         is_placeholder: the one sample is fabricated; its loss mask is all zero.
-        validated: the samples are of a batch that ``schema.validate`` returned, and are not
-            checked again.
+        validated: the samples are of a batch that ``schema.validate`` returned; of them only what
+            lies in the row itself is checked again.
 
     Returns:
         the row, on the device of the first sample's tokens.
@@ -77,6 +78,8 @@ def pack(
     fields = dict(samples) if validated else schema.validate(samples)
     totals, responses = fields["total_lengths"], fields["response_lengths"]
     indices = _read_indices(sample_indices, len(totals), is_placeholder)
+    if validated:
+        _require_lengths(fields, schema)
     device = fields["tokens"][0].device
     row = Row(totals, padded_offsets(totals, sample_alignment_tokens, row_alignment_tokens))
     pad_token_id = require_token_id("pad_token_id", pad_token_id)
@@ -120,6 +123,15 @@ def pack(
         context_parallel_size=context_parallel_size,
         context_parallel_rank=context_parallel_rank,
     )
+
+
+def _require_lengths(fields: Mapping[str, Any], schema: Schema) -> None:
+    # Values replaced since they were validated would shift the row, silently, if of another length.
+    for name, values in fields.items():
+        if schema[name].kind in (Kind.TOKENS, Kind.POSITION_IDS):
+            checked_values(
+                schema[name], values, fields["total_lengths"], fields["response_lengths"]
+            )
 
 
 def _read_indices(
