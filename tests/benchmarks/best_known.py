@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -58,7 +59,7 @@ def cases(data: Path) -> Iterator[tuple[Lengths, int, ParallelDims]]:
         "long-tailed": Lengths("long-tailed", long, 200_000),
         "short questions": Lengths("short questions", short, 4096),
         "code-like": Lengths("code-like", code, 8192),
-    }
+    } | made_up()
     for name, samples, dims in (
         ("azure_conv", 512, PP4),
         ("azure_conv", 512, PP8),
@@ -70,9 +71,35 @@ def cases(data: Path) -> Iterator[tuple[Lengths, int, ParallelDims]]:
         ("code-like", 512, PP4),
         ("σ 1.3", 512, PP4),
         ("σ 1.3 uncut", 512, PP4),
+        ("truncated reasoning", 512, PP4),
+        ("truncated reasoning", 256, PP8),
+        ("uniform", 256, PP4),
+        ("powers of two", 512, PP8),
     ):
         if name in by_name:
             yield by_name[name], samples, dims
+
+
+def made_up() -> dict[str, Lengths]:
+    """Kinds of lengths on which nothing in the search was chosen."""
+    draw = random.Random(11)
+
+    def reasoning() -> int:
+        """Answers, chains of thought, and a tenth that ran into the limit on new tokens."""
+        kind = draw.random()
+        if kind < 0.1:
+            return 32768
+        median, sigma = (1200, 0.6) if kind < 0.7 else (7000, 0.5)
+        return min(32768, int(median * draw.lognormvariate(0, sigma)) + 1)
+
+    reasoned = [reasoning() for _ in range(20_000)]
+    even = [draw.randint(64, 16384) for _ in range(20_000)]
+    powers = [256 << draw.randrange(8) for _ in range(20_000)]
+    return {
+        "truncated reasoning": Lengths("truncated reasoning", reasoned, 34816),
+        "uniform": Lengths("uniform", even, 24576),
+        "powers of two": Lengths("powers of two", powers, 40960),
+    }
 
 
 def known() -> Known:
