@@ -551,6 +551,7 @@ KNOWN_ENDS = {
         None,
         183_989,
     ),
+    "forward only, interleaved": (LOG_NORMAL, 16_384, INTERLEAVED, None, 76_755),
     "fewer samples than slots": ([3000] * 24, 16_384, INTERLEAVED, None, 92_622),
     "one sample in each slot": ([3000] * 200, 16_384, DEEP, None, 619_398),
 }
@@ -562,5 +563,6 @@ def test_no_kind_of_problem_ends_later_than_it_once_did(name: str) -> None:
     """By more than 1 %; a search has ended late in each."""
     lengths, cap, dims, bound, end = KNOWN_ENDS[name]
     config = PlannerConfig(max_tokens_per_gpu=cap, max_inflight_tokens=bound)
-    step = plan_step(lengths, dims, config)
-    assert predicted_step_time(step, lengths) <= 1.01 * end
+    forward_only = name.startswith("forward only")
+    step = plan_step(lengths, dims, config, forward_only=forward_only)
+    assert predicted_step_time(step, lengths, forward_only=forward_only) <= 1.01 * end

@@ -55,6 +55,7 @@ class Targets:
         self._group = 1 if dims.virtual_pipeline == 1 else dims.group_size
         self._units = -(-count // self._group)
         self._stages = stages = 2 if dims.virtual_pipeline > 1 else dims.pipeline_parallel
+        self._forward_only = problem.forward_only
         self.even = dims.pipeline_parallel == 1 or problem.forward_only or not ratio
         self.even = self.even or first >= 1.0
         self._ceiling = _ceiling(objective, count)
@@ -135,10 +136,16 @@ class Targets:
         return sizes, long
 
     def _even(self, work: float, longest: float) -> list[float]:
-        if not longest:
-            return [work / self.count] * self.count
-        sizes = [(work - longest) / max(1, self.count - 1)] * self.count
-        sizes[self.count // 2] = longest
+        """All as large, but for one in the middle like the longest. Forward alone its whole group
+        is: at each chunk of the interleaved schedule the others of the group wait for it."""
+        many = 1 if longest else 0
+        group = min(self._group, self.count)
+        if longest and self._forward_only:
+            fits = work - group * longest >= self._least * (self.count - group)
+            many = group if fits else 1
+        first = self.count // 2 // max(1, many) * many
+        sizes = [(work - many * longest) / max(1, self.count - many)] * self.count
+        sizes[first : first + many] = [longest] * many
         return sizes
 
     def _under_ceiling(self, sizes: list[float], work: float) -> list[float]:
