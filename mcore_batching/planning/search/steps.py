@@ -34,9 +34,6 @@ DAMPING = 0.7
 end 0.04 % later in the mean, up to 1.8 % in the worst of 28."""
 CLEARLY_SOONER = 0.995
 """End over that of the best round so far which is worth a further round."""
-HELD_IN_THE_MEAN = 0.7
-"""Tokens in flight in the mean of a step over the most: a bound on these leaves out numbers of
-slots that are too small for it, or nearly."""
 SMALL = 8
 """One in so many samples, the cheapest, are small: each slot is to hold one of them. With 4 and 16
 ends differ by 0.04 % in the mean."""
@@ -93,9 +90,6 @@ class Steps:
         self._least = ordered_sum(small) / max(1, len(small))
         self._work = ordered_sum(problem.costs) / self.ranks
         self._levels = self._levels_of_slots() if objective.lockstep else []
-        self.longest_rank: tuple[float, float] | None = None
-        """Costs of a long and a short sample: a step ends no sooner than a rank of the one and, in
-        each other slot, the other."""
         self.passes = 2
         """Times that samples are swapped after each deal."""
         self.made: dict[Kind, Made] = {}
@@ -128,10 +122,6 @@ class Steps:
         most = -(-problem.num_samples // self.ranks)
         if bound is None:
             most = min(most, MOST_SLOTS_PER_STAGE * dims.pipeline_parallel)
-        elif not problem.forward_only:
-            # As many micro-batches as stages hold so many tokens in the mean, at least.
-            held = sum(problem.tokens) * dims.pipeline_parallel / (self.ranks * bound)
-            fewest = max(fewest, min(most, int(HELD_IN_THE_MEAN * held)))
         return steps_of_counts(fewest, max(fewest, most), dims)
 
     @property
@@ -225,24 +215,12 @@ class Steps:
             return None
         ranks = [slots[at : at + kind.num_slots] for at in range(0, len(slots), kind.num_slots)]
         step = objective.candidate(self._arranged(ranks, made))
-        end = self._end(step)
+        end = step.end if all(map(objective.fits_in_memory, step.ranks)) else math.inf
         if end < made.end or made.step is None:
             made.end, made.step = end, step
         if not objective.lockstep:
             made.offsets = self._evened(made.offsets, step.ends)
         return end
-
-    def _end(self, step: Candidate) -> float:
-        if not all(map(self.objective.fits_in_memory, step.ranks)):
-            return math.inf
-        if self.longest_rank is None:
-            return step.end
-        long, short = self.longest_rank
-        if self._problem.num_samples < self.ranks * len(step.ranks[0]):
-            short = self._problem.cost_model.per_micro_batch
-        costs = [short] * len(step.ranks[0])
-        costs[len(costs) // 2] = long
-        return max(step.end, self.objective.end_of(costs))
 
     def _targets(self, kind: Kind, made: Made) -> list[float]:
         problem = self._problem
@@ -259,19 +237,16 @@ class Steps:
             if abs(lacking) < 0.001 * work:
                 break
             works = [each + lacking for each in works]
-        made.offsets = [each - work for each in works]
         return list(itertools.chain.from_iterable(sizes))
 
     def _evened(self, offsets: Sequence[float], ends: Sequence[float]) -> list[float]:
         problem = self._problem
         passes = 1.0 if problem.forward_only else 1.0 + problem.cost_model.backward_ratio
         mean = ordered_sum(ends) / len(ends)
-        moved = [
+        return [
             offset - DAMPING * (end - mean) / passes
             for offset, end in zip(offsets, ends, strict=True)
         ]
-        middle = ordered_sum(moved) / len(moved)
-        return [offset - middle for offset in moved]
 
     def _arranged(self, ranks: list[Slots], made: Made) -> list[Slots]:
         """The slots of all ranks without needless placeholders, in an order that ends soon and
@@ -372,19 +347,14 @@ def steps_of_counts(fewest: int, most: int, dims: ParallelDims) -> list[int]:
 
 def thinned(steps: Steps, ranks: int) -> Steps:
     """Steps of about so many of the ranks, and as many of the samples, from which much is learnt
-    about those of all."""
+    about those of all. The costliest is among them: steps end no sooner than it."""
     problem = steps.objective.problem
     one_in = steps.ranks // ranks
     few = steps.ranks // one_in
     dims = dataclasses.replace(
-        problem.dims,
-        data_parallel=few,
-        context_parallel=problem.dims.context_parallel,
-        expert_parallel=few if steps.objective.lockstep else 1,
+        problem.dims, data_parallel=few, expert_parallel=few if steps.objective.lockstep else 1
     )
-    samples = problem.subset(steps.order[one_in // 2 :: one_in])
+    samples = problem.subset(steps.order[::one_in])
     objective = Objective(dataclasses.replace(samples, dims=dims))
     objective.effort = steps.objective.effort
-    made = Steps(objective)
-    made.longest_rank = steps.alone[0], steps.alone[-1]
-    return made
+    return Steps(objective)
