@@ -80,7 +80,7 @@ def _made(objective: Objective) -> list[Candidate]:
     for kind in order:
         if perfect or (whole.soonest and objective.effort < keep):
             break
-        perfect = whole.make(kind, in_vain=3, keep=keep)
+        perfect = whole.make(kind, in_vain=3, keep=keep / 2)
     found = [whole.step(kind) for kind in whole.soonest]
     if not perfect and not _has_order(whole) and not objective.spent:
         found += filter(None, map(whole.folded, whole.counts()[:3]))

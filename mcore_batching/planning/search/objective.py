@@ -14,7 +14,7 @@ from mcore_batching.planning.bounds import step_time_floor, way_of_longest
 from mcore_batching.planning.pipeline import Clock
 from mcore_batching.planning.problem import Problem
 
-EFFORT = 80
+EFFORT = 70
 """A step may take `plan_effort` times the root of so many, times samples and stages of all ranks,
 times 4 more than a rank's stages: 590 for 512 samples on DP8×PP4, 4,000 for 16,384 on DP64×PP8.
 With 60 steps end 0.06 % later in the mean."""

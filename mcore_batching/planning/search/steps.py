@@ -90,6 +90,9 @@ class Steps:
         self._least = ordered_sum(small) / max(1, len(small))
         self._work = ordered_sum(problem.costs) / self.ranks
         self._levels = self._levels_of_slots() if objective.lockstep else []
+        self.longest_rank: tuple[float, float] | None = None
+        """Costs of a long and a short sample: a step ends no sooner than a rank of the one and, in
+        each other slot, the other."""
         self.passes = 2
         """Times that samples are swapped after each deal."""
         self.made: dict[Kind, Made] = {}
@@ -215,12 +218,24 @@ class Steps:
             return None
         ranks = [slots[at : at + kind.num_slots] for at in range(0, len(slots), kind.num_slots)]
         step = objective.candidate(self._arranged(ranks, made))
-        end = step.end if all(map(objective.fits_in_memory, step.ranks)) else math.inf
+        end = self._end(step)
         if end < made.end or made.step is None:
             made.end, made.step = end, step
         if not objective.lockstep:
             made.offsets = self._evened(made.offsets, step.ends)
         return end
+
+    def _end(self, step: Candidate) -> float:
+        if not all(map(self.objective.fits_in_memory, step.ranks)):
+            return math.inf
+        if self.longest_rank is None:
+            return step.end
+        long, short = self.longest_rank
+        if self._problem.num_samples < self.ranks * len(step.ranks[0]):
+            short = self._problem.cost_model.per_micro_batch
+        costs = [short] * len(step.ranks[0])
+        costs[len(costs) // 2] = long
+        return max(step.end, self.objective.end_of(costs))
 
     def _targets(self, kind: Kind, made: Made) -> list[float]:
         problem = self._problem
@@ -347,14 +362,16 @@ def steps_of_counts(fewest: int, most: int, dims: ParallelDims) -> list[int]:
 
 def thinned(steps: Steps, ranks: int) -> Steps:
     """Steps of about so many of the ranks, and as many of the samples, from which much is learnt
-    about those of all. The costliest is among them: steps end no sooner than it."""
+    about those of all."""
     problem = steps.objective.problem
     one_in = steps.ranks // ranks
     few = steps.ranks // one_in
     dims = dataclasses.replace(
         problem.dims, data_parallel=few, expert_parallel=few if steps.objective.lockstep else 1
     )
-    samples = problem.subset(steps.order[::one_in])
+    samples = problem.subset(steps.order[one_in // 2 :: one_in])
     objective = Objective(dataclasses.replace(samples, dims=dims))
     objective.effort = steps.objective.effort
-    return Steps(objective)
+    made = Steps(objective)
+    made.longest_rank = steps.alone[0], steps.alone[-1]
+    return made
