@@ -81,7 +81,7 @@ def _latest_end(problems: list[Problem], bins: list[list[list[int]]], count: int
     return worst_outlook(map(shard_outlook, problems, filled)).end
 
 
-@pytest.mark.parametrize(("seed", "ranks", "stages", "samples"), [(0, 4, 4, 16), (6, 4, 4, 16)])
+@pytest.mark.parametrize(("seed", "ranks", "stages", "samples"), [(0, 4, 4, 16), (7, 4, 4, 16)])
 def test_the_count_is_the_one_at_which_the_latest_rank_ends_soonest(
     seed: int, ranks: int, stages: int, samples: int
 ) -> None:
@@ -324,16 +324,16 @@ def test_a_bound_that_no_rank_keeps_is_refused_at_once(
     assert time.process_time() - started < 12
 
 
-@pytest.mark.parametrize(("bound", "first"), [(290, 16), (262, 333), (261, None)])
+@pytest.mark.parametrize(("bound", "first"), [(290, 16), (170, 32), (165, None)])
 def test_a_bound_is_kept_by_whatever_number_of_micro_batches_keeps_it(
     bound: int, first: int | None
 ) -> None:
-    """With 9 micro-batches beyond whole groups of 12; 333 are the first of them that are tried."""
+    """With 8 micro-batches beyond whole groups of 12 for instance, of which 32 are the fewest."""
     lengths = [10, 50, 12, 10, 10, 50, 50, 19, 50, 49, 10, 64]
     dims = ParallelDims(pipeline_parallel=4, virtual_pipeline=4, microbatch_group_size=12)
     config = PlannerConfig(max_tokens_per_gpu=128, max_inflight_tokens=bound)
     problem = Problem.of(lengths, dims, config)
-    counts = steps_of_counts(1, 1000, dims)
+    counts = steps_of_counts(1, 300, dims)
     ends = dict(zip(counts, ends_by_count(problem, counts), strict=True))
     assert min((count for count in counts if ends[count] < math.inf), default=None) == first
     kept = [count for count in counts if best_slots(problem, count) is not None]
@@ -342,6 +342,6 @@ def test_a_bound_is_kept_by_whatever_number_of_micro_batches_keeps_it(
         both = ParallelDims(
             data_parallel=2, pipeline_parallel=4, virtual_pipeline=4, microbatch_group_size=12
         )
-        owners = [0] * len(lengths) + [1] * 333
-        plan = plan_step(lengths + [1] * 333, both, config, owners=owners)
-        assert step_statistics(plan, lengths + [1] * 333).peak_inflight_tokens <= bound
+        owners = [0] * len(lengths) + [1] * 32
+        plan = plan_step(lengths + [1] * 32, both, config, owners=owners)
+        assert step_statistics(plan, lengths + [1] * 32).peak_inflight_tokens <= bound

@@ -14,11 +14,9 @@ from mcore_batching.planning.cost import ordered_sum
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.objective import Objective, Slots
 
-EFFORT_OF_DEAL, EFFORT_OF_SWAPS = 6, 6
+EFFORT_OF_DEAL = 6
 """Dealing a sample, and looking for what a slot may swap, take about as long as so many simulated
 passes."""
-CLOSER = 0.9
-"""A swap is made if it leaves so much of what two slots are apart, or less."""
 SMALLEST = 8
 """Samples of a slot that may be swapped, the cheapest: a bound on time for slots of hundreds."""
 WORTH_TELLING = 0.1
@@ -49,7 +47,7 @@ def deal(
         samples of each slot; None if they do not fit.
     """
     problem = objective.problem
-    objective.effort -= EFFORT_OF_DEAL * len(order) + EFFORT_OF_SWAPS * passes * len(targets)
+    objective.effort -= EFFORT_OF_DEAL * (len(order) + passes * len(targets))
     costs, tokens, most = problem.costs, problem.tokens, problem.max_samples
     fixed, capacity = problem.cost_model.per_micro_batch, problem.capacity
     lacking = [(fixed - size, slot) for slot, size in enumerate(targets) if size > fixed]
@@ -166,7 +164,7 @@ def swap(slots: Slots, over: list[float], room: list[int], problem: Problem, ski
         back = [(costs[sample], sample) for sample in taken[-SMALLEST:]]
         if len(given) > 1 and len(taken) < most - 1:
             back.append((0.0, -1))
-        off, found = CLOSER * half, (-1, -1)
+        off, found = half, (-1, -1)
         for sample in given[-SMALLEST:]:
             cost = costs[sample] - half
             for less, other in back:

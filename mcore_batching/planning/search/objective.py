@@ -6,6 +6,7 @@ the same place everywhere. One unit is one pass of one micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,26 +14,12 @@ from mcore_batching.planning.bounds import step_time_floor, way_of_longest
 from mcore_batching.planning.pipeline import Clock
 from mcore_batching.planning.problem import Problem
 
-MOST_SAMPLES_COUNTED = 4096
-"""Effort grows with the samples of a step up to here: a bound on the seconds that a plan takes."""
-MANY_COUNTED, ONE_IN = 1024, 8
-"""Beyond so many samples one in so many counts. With one in 16, 16,384 samples on DP64×PP8 are
-planned in two thirds of the time and end up to 4 % later."""
-FEWEST_COUNTED, FEW_COUNTED = 128, 1024
-"""Effort of few samples or deep pipelines is that of more samples, within these limits. With 24, 8
-samples in 8 stages end up to 2.3 % later than with 16 times the effort; now 0.5 %."""
-SOME_COUNTED = 64, 4, 256
-"""Beyond so many samples each counts so many times, up to so many: steps of 128 samples end 0.5 %
-sooner."""
-EFFORT_IN_ROUNDS = 1.1
-"""So many times the effort where ranks run by themselves in rounds: 512 samples take 0.2 s. With
-1.33 steps end 0.05 % sooner, with 1 as much later."""
-EFFORT_OTHERWISE = 1.3
-"""Likewise under the interleaved schedule and forward only. With 1, in 2 of 150 random problems,
-both interleaved, a rule that keeps the cap ended 0.2 and 0.3 % sooner; now 0.12 % at most."""
-EFFORT_IN_LOCKSTEP = 1.6
-"""So many times the effort where ranks run in lockstep: a move rarely helps, since it takes the
-costliest of a slot. With 1.2 steps end 0.04 % later than with 1.5, with 2 at most 0.1 % sooner."""
+EFFORT = 70
+"""A step may take `plan_effort` times the root of so many, times samples and stages of all ranks,
+times 4 more than a rank's stages: 590 for 512 samples on DP8×PP4, 4,000 for 16,384 on DP64×PP8.
+With 60 steps end 0.06 % later in the mean."""
+FEW_COUNTED = 1024
+"""Under dynamic CP steps of few samples take as much as those of so many at most."""
 EFFORT_UNDER_BOUND = 3
 """So many times the effort under a bound on tokens in flight, where most steps hold too many: with
 2, an interleaved one ended 4 % later, with 1 15 %."""
@@ -75,13 +62,11 @@ class Objective:
         """The problem with all context-parallel sizes."""
         dims = problem.dims
         self.lockstep = dims.in_lockstep
-        in_rounds = dims.virtual_pipeline == 1 and not problem.forward_only
-        times = EFFORT_IN_ROUNDS if in_rounds else EFFORT_OTHERWISE
-        if self.lockstep:
-            times = EFFORT_IN_LOCKSTEP
-        self.effort = problem.config.plan_effort * _counted(problem, times)
+        depth = dims.pipeline_parallel * dims.virtual_pipeline
+        size = problem.num_samples + dims.data_parallel * depth
+        self.effort = problem.config.plan_effort * math.sqrt(EFFORT * size * (4 + depth))
         passes = 1 if problem.forward_only else 2
-        self._effort_per_slot = passes * dims.pipeline_parallel * dims.virtual_pipeline
+        self._effort_per_slot = passes * depth
         bound = problem.config.max_inflight_tokens
         placeholders = 2 * dims.pipeline_parallel + dims.virtual_pipeline * dims.group_size
         if bound is not None and bound >= placeholders * problem.placeholder_tokens + sum(
@@ -135,19 +120,3 @@ class Objective:
         """True if the first stage of a rank with these slots holds no more than it may."""
         bound = self.max_inflight_tokens
         return bound is None or self.problem.inflight_tokens(slots) <= bound
-
-
-def _counted(problem: Problem, share: float) -> float:
-    """Samples that effort is counted for: such a share of them, but where candidates cost more."""
-    samples, dims = problem.num_samples, problem.dims
-    # What a candidate costs grows with the stages, also where samples are few.
-    stages = dims.pipeline_parallel * dims.virtual_pipeline
-    ranks_in_flight = dims.data_parallel * dims.pipeline_parallel // 2
-    passes = stages * max(ranks_in_flight, samples // 8)
-    few, times, some = SOME_COUNTED
-    counted = max(samples, min(max(passes, FEWEST_COUNTED), FEW_COUNTED))
-    counted = max(counted, min(few + times * (samples - few), some))
-    if counted > MANY_COUNTED:
-        counted = MANY_COUNTED + (counted - MANY_COUNTED) // ONE_IN
-    counted = min(counted, MOST_SAMPLES_COUNTED)
-    return max(share * counted, min(stages * ranks_in_flight, FEW_COUNTED))

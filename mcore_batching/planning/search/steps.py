@@ -34,9 +34,6 @@ DAMPING = 0.7
 end 0.04 % later in the mean, up to 1.8 % in the worst of 28."""
 CLEARLY_SOONER = 0.995
 """End over that of the best round so far which is worth a further round."""
-HELD_IN_THE_MEAN = 0.7
-"""Tokens in flight in the mean of a step over the most: a bound on these leaves out numbers of
-slots that are too small for it, or nearly."""
 SMALL = 8
 """One in so many samples, the cheapest, are small: each slot is to hold one of them. With 4 and 16
 ends differ by 0.04 % in the mean."""
@@ -128,10 +125,6 @@ class Steps:
         most = -(-problem.num_samples // self.ranks)
         if bound is None:
             most = min(most, MOST_SLOTS_PER_STAGE * dims.pipeline_parallel)
-        elif not problem.forward_only:
-            # As many micro-batches as stages hold so many tokens in the mean, at least.
-            held = sum(problem.tokens) * dims.pipeline_parallel / (self.ranks * bound)
-            fewest = max(fewest, min(most, int(HELD_IN_THE_MEAN * held)))
         return steps_of_counts(fewest, max(fewest, most), dims)
 
     @property
@@ -259,19 +252,16 @@ class Steps:
             if abs(lacking) < 0.001 * work:
                 break
             works = [each + lacking for each in works]
-        made.offsets = [each - work for each in works]
         return list(itertools.chain.from_iterable(sizes))
 
     def _evened(self, offsets: Sequence[float], ends: Sequence[float]) -> list[float]:
         problem = self._problem
         passes = 1.0 if problem.forward_only else 1.0 + problem.cost_model.backward_ratio
         mean = ordered_sum(ends) / len(ends)
-        moved = [
+        return [
             offset - DAMPING * (end - mean) / passes
             for offset, end in zip(offsets, ends, strict=True)
         ]
-        middle = ordered_sum(moved) / len(moved)
-        return [offset - middle for offset in moved]
 
     def _arranged(self, ranks: list[Slots], made: Made) -> list[Slots]:
         """The slots of all ranks without needless placeholders, in an order that ends soon and
@@ -377,10 +367,7 @@ def thinned(steps: Steps, ranks: int) -> Steps:
     one_in = steps.ranks // ranks
     few = steps.ranks // one_in
     dims = dataclasses.replace(
-        problem.dims,
-        data_parallel=few,
-        context_parallel=problem.dims.context_parallel,
-        expert_parallel=few if steps.objective.lockstep else 1,
+        problem.dims, data_parallel=few, expert_parallel=few if steps.objective.lockstep else 1
     )
     samples = problem.subset(steps.order[one_in // 2 :: one_in])
     objective = Objective(dataclasses.replace(samples, dims=dims))

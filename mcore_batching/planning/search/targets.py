@@ -24,14 +24,14 @@ from mcore_batching.planning.search.objective import Objective
 
 STEEPER = 0.25
 """First size over the usual one, before a long sample: what is before it only delays it."""
-LOWEST, LOWEST_OF_GROUPS = (0.2, 0.5), 0.6
-"""Last size over the plateau: 1.25 stages over slots within these limits; of groups always this.
-As a linear program has it, whose ends differ by less than 0.3 % for half or twice as much."""
+LOWEST = 0.5, 1.25
+"""Last size over the plateau: the second times stages over slots, or groups, but no more than the
+first. As a linear program has it, whose ends differ by less than 0.3 % for half or twice it."""
 MOST_SCALED = 8.0
 """So many times as large slots may be made where the cap keeps others small."""
 TINY = 1e-9
 """Not to divide by nothing."""
-HALVINGS = 6
+HALVINGS = 10
 """Of an interval in which targets are looked for that add up to a work."""
 
 
@@ -55,6 +55,7 @@ class Targets:
         self._group = 1 if dims.virtual_pipeline == 1 else dims.group_size
         self._units = -(-count // self._group)
         self._stages = stages = 2 if dims.virtual_pipeline > 1 else dims.pipeline_parallel
+        self._forward_only = problem.forward_only
         self.even = dims.pipeline_parallel == 1 or problem.forward_only or not ratio
         self.even = self.even or first >= 1.0
         self._ceiling = _ceiling(objective, count)
@@ -66,10 +67,8 @@ class Targets:
         self._growth = (1.0 if gentle else max(ratio, 1.0 / ratio)) / (stages - 1)
         span = 4 * stages if gentle else 2 * stages
         self._decay = (span - 1.4) / (span + 1.4)
-        lowest = LOWEST_OF_GROUPS
-        if self._group == 1:
-            lowest = 0.1 if gentle else min(LOWEST[1], max(LOWEST[0], 1.25 * stages / self._units))
-        self._lowest = lowest
+        most, times = LOWEST
+        self._lowest = lowest = min(most, times * stages / self._units)
         self._powers = [1.0]
         for _ in range(self._units):
             self._powers.append(self._powers[-1] * self._decay)
@@ -135,10 +134,16 @@ class Targets:
         return sizes, long
 
     def _even(self, work: float, longest: float) -> list[float]:
-        if not longest:
-            return [work / self.count] * self.count
-        sizes = [(work - longest) / max(1, self.count - 1)] * self.count
-        sizes[self.count // 2] = longest
+        """All as large, but for one in the middle like the longest. Forward alone its whole group
+        is: at each chunk of the interleaved schedule the others of the group wait for it."""
+        many = 1 if longest else 0
+        group = min(self._group, self.count)
+        if longest and self._forward_only:
+            fits = work - group * longest >= self._least * (self.count - group)
+            many = group if fits else 1
+        first = self.count // 2 // max(1, many) * many
+        sizes = [(work - many * longest) / max(1, self.count - many)] * self.count
+        sizes[first : first + many] = [longest] * many
         return sizes
 
     def _under_ceiling(self, sizes: list[float], work: float) -> list[float]:
@@ -302,7 +307,7 @@ def lockstep_targets(
         return within
 
     low, high = 0.0, MOST_SCALED
-    for _ in range(2 * HALVINGS):
+    for _ in range(HALVINGS):
         middle = (low + high) / 2.0
         low, high = (middle, high) if ordered_sum(scaled(middle)) < work else (low, middle)
     return scaled(high)
