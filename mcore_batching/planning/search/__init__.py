@@ -5,12 +5,11 @@
 alone. Reading order: `objective` (what is minimised), `targets` (how large each slot is to be),
 `deal` (samples are dealt to targets), `steps` (in rounds that even out ranks), `choice` (numbers of
 slots and shapes that are tried), `moves` on `clocks` (single samples are moved), `one_rank` (a rank
-that keeps its samples). Under dynamic CP: `shared_rows` (what is simulated), `shared_forms`,
-`form_search` and `dynamic_search`.
+that keeps its samples). Under dynamic CP: `shared_rows` (what is simulated) and `dynamic_cp`.
 """
 
 from mcore_batching.planning.search.choice import search
-from mcore_batching.planning.search.dynamic_search import check_inflight_tokens, search_dynamic
+from mcore_batching.planning.search.dynamic_cp import check_inflight_tokens, search_dynamic
 from mcore_batching.planning.search.moves import improve
 from mcore_batching.planning.search.objective import Objective, Slots
 from mcore_batching.planning.search.one_rank import best_slots, ends_by_count

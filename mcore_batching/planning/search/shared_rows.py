@@ -11,12 +11,11 @@ from mcore_batching.planning.bounds import step_time_floor
 from mcore_batching.planning.pipeline import clocks_of
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.objective import FEW_COUNTED, Candidate, Objective, Sizes
+from mcore_batching.planning.search.steps import MOST_SLOTS_PER_STAGE
 
 EFFORT_OF_A_PASS, EFFORT_OF_A_RANK = 2.0, 1.3
 """A pass of all ranks takes about as long as so many simulated passes of one, and so many more for
 each rank."""
-LIKE_SAMPLES = 16
-"""Effort of few samples is that of so many for each rank and stage."""
 EFFORT_OF_SHARING = 4
 """So many times the effort, beside that for steps of one size: those that wait for each other are
 simulated together, at several times the cost. Steps of 512 samples of mooncake_conv end 3 % sooner
@@ -35,8 +34,9 @@ class SharedObjective(Objective):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.on_ranks[1])
         self.whole = problem
-        steps = problem.num_ranks * problem.dims.pipeline_parallel
-        few = problem.config.plan_effort * min(LIKE_SAMPLES * steps, FEW_COUNTED)
+        # Few samples get the effort of one for each slot of the longest step.
+        slots = problem.num_ranks * problem.dims.pipeline_parallel * MOST_SLOTS_PER_STAGE
+        few = problem.config.plan_effort * min(slots, FEW_COUNTED)
         self.effort = EFFORT_OF_SHARING * max(self.effort, few)
         self.max_inflight_tokens = problem.config.max_inflight_tokens
         self._floor = step_time_floor(problem) * (1.0 + 1e-9)
