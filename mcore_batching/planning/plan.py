@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from mcore_batching.planning import plan_document
@@ -321,7 +321,7 @@ def _document(
     return {
         "format": plan_document.FORMAT,
         "version": plan_document.VERSION,
-        "layout": asdict(first.dims),
+        "layout": plan_document.options_of(first.dims),
         "config": plan_document.options_of(first.config),
         "scope": first.scope,
         "num_samples": num_samples,

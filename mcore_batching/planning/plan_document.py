@@ -37,19 +37,24 @@ VERSION = 1
 _Settings = TypeVar("_Settings", ParallelDims, PlannerConfig)
 
 
-def options_of(config: PlannerConfig) -> dict[str, Any]:
-    """The options as JSON. Options newer than version 1 of the format are written only where they
-    are not at their default, so that the digests of older plans stay what they were."""
-    options = asdict(config)
-    for newer in (
-        "plan_effort",
-        "max_samples_per_row",
-        "max_inflight_tokens",
-        "max_context_parallel",
-    ):
-        if options[newer] == PlannerConfig.__dataclass_fields__[newer].default:
-            del options[newer]
-    return options
+NEWER_OPTIONS = {
+    "waits_for_sends",
+    "plan_effort",
+    "max_samples_per_row",
+    "max_inflight_tokens",
+    "max_context_parallel",
+}
+"""Added since version 1 of the format. Left out at their defaults: old plans keep their digests."""
+
+
+def options_of(settings: ParallelDims | PlannerConfig) -> dict[str, Any]:
+    """The "layout" or the "config" of a document."""
+    defaults = {option.name: option.default for option in fields(settings)}
+    return {
+        name: value
+        for name, value in asdict(settings).items()
+        if name not in NEWER_OPTIONS or value != defaults[name]
+    }
 
 
 def digest(document: dict[str, Any]) -> str:

@@ -38,6 +38,7 @@ from mcore_batching.planning.errors import Argument, PlanningError
 from mcore_batching.planning.integers import at_least
 from mcore_batching.planning.json_text import MAX_JSON_CHARACTERS, open_text, parse_json
 from mcore_batching.planning.plan import StepPlan, step_from_data
+from mcore_batching.planning.plan_document import options_of
 from mcore_batching.planning.problem import check_lengths
 from mcore_batching.planning.statistics import predicted_step_time
 from mcore_batching.planning.validation import validate_plan
@@ -130,7 +131,7 @@ class StepRecorder:
         header = {
             "format": FORMAT,
             "version": VERSION,
-            "layout": asdict(plan.dims),
+            "layout": options_of(plan.dims),
             "config": asdict(plan.config),
             "cost_model": asdict(model),
         }

@@ -33,6 +33,15 @@ STEP = StepPlan(
 PLAN = Plan(steps=(STEP,), num_samples=6)
 
 
+def test_newer_sizes_are_written_where_they_are_not_at_their_default() -> None:
+    """So a job of megatron-core 0.17 keeps what its schedule does, older plans their digests."""
+    dims = ParallelDims(data_parallel=2, waits_for_sends=False)
+    step = dataclasses.replace(STEP, dims=dims)
+    assert "waits_for_sends" not in STEP.to_json()
+    assert StepPlan.from_json(step.to_json()).dims == dims
+    assert step.digest() != STEP.digest()
+
+
 def test_json_is_the_documented_format() -> None:
     document = json.loads(STEP.to_json())
     assert document == {
