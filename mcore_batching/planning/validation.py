@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from mcore_batching.planning.errors import InvariantError
+from mcore_batching.planning.errors import InvariantError, shortened
 from mcore_batching.planning.plan import Plan, StepPlan
 from mcore_batching.planning.problem import check_lengths
 from mcore_batching.planning.tokens import padded_row_tokens, padded_sample_tokens
@@ -54,7 +54,7 @@ def _validate_step(step: StepPlan, lengths: Sequence[int], index: int | None) ->
     if beyond:
         raise InvariantError(
             "exact cover",
-            f"the step covers samples {_listed(beyond)}, but only {len(lengths)} lengths were "
+            f"the step covers samples {shortened(beyond)}, but only {len(lengths)} lengths were "
             "given; pass the lengths of the whole batch",
             indices=tuple(beyond),
             step=index,
@@ -93,7 +93,7 @@ def _check_blocks(step: StepPlan, index: int | None) -> None:
             samples = step.micro_batches[rank][slot]
             first = rank // size * size if size in legal else rank
             if size not in legal:
-                fault = f"the context-parallel size {size} is none of {_listed(legal)}"
+                fault = f"the context-parallel size {size} is none of {shortened(legal)}"
             elif size > 1 and not samples:
                 fault = f"a placeholder has the context-parallel size {size}, expected 1"
             elif sizes[first][slot] != size or step.micro_batches[first][slot] != samples:
@@ -112,7 +112,7 @@ def _check_dropped(dropped: Sequence[int], found: Iterable[int]) -> None:
     if both:
         raise InvariantError(
             "exact cover",
-            f"samples {_listed(both)} are listed as dropped, but a step runs them",
+            f"samples {shortened(both)} are listed as dropped, but a step runs them",
             indices=tuple(both),
         )
 
@@ -133,7 +133,7 @@ def _check_cover(
         if samples:
             raise InvariantError(
                 "exact cover",
-                f"samples {_listed(samples)} are {where} {fault}",
+                f"samples {shortened(samples)} are {where} {fault}",
                 indices=tuple(samples),
                 step=step,
             )
@@ -190,7 +190,7 @@ def _check_cap(step: StepPlan, lengths: Sequence[int], index: int | None) -> Non
             continue
         raise InvariantError(
             "cap",
-            f"samples {_listed(samples)} take {tokens} padded tokens, the cap is {cap}",
+            f"samples {shortened(samples)} take {tokens} padded tokens, the cap is {cap}",
             indices=samples,
             step=index,
             rank=rank,
@@ -205,7 +205,7 @@ def _check_samples_per_row(step: StepPlan, index: int | None) -> None:
             raise InvariantError(
                 "cap",
                 f"{len(samples)} samples share a micro-batch, at most max_samples_per_row="
-                f"{most} may: samples {_listed(samples)}",
+                f"{most} may: samples {shortened(samples)}",
                 indices=samples,
                 step=index,
                 rank=rank,
@@ -224,16 +224,9 @@ def _check_split_before_placeholder(step: StepPlan, index: int | None) -> None:
                 raise InvariantError(
                     "split before placeholder",
                     f"slot {micro_batches.index(())} is a placeholder, but samples "
-                    f"{_listed(samples)} share a micro-batch that could have been split",
+                    f"{shortened(samples)} share a micro-batch that could have been split",
                     indices=samples,
                     step=index,
                     rank=rank,
                     slot=slot,
                 )
-
-
-def _listed(samples: Iterable[int], limit: int = 10) -> str:
-    """Sample indices for a message, cut short."""
-    samples = list(samples)
-    shown = ", ".join(map(str, samples[:limit]))
-    return shown if len(samples) <= limit else f"{shown} and {len(samples) - limit} more"

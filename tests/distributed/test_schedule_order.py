@@ -147,6 +147,8 @@ def test_ranks_that_share_a_row_wait_for_each_other_as_simulated(
     neither."""
     for rows in ("one rank", "dynamic CP"):
         clocks = [rank[rows] for rank in ranks]
+        interleaved = job.parameters["dims"].get("virtual_pipeline", 1) > 1
+        assert {c["waits_for_sends"] for c in clocks} == {not (interleaved and BEFORE_0_18)}
         assert {size for clock in clocks for size in clock["sizes"]} > {1} or rows == "one rank"
         (steps,) = zip(*(clock["passes"] for clock in clocks), strict=True)
         began = min(start for passes in steps for *_, start, _ in passes)
