@@ -1,11 +1,14 @@
 """A plan checked against the invariants, whoever made it.
 
-A plan that passes covers its samples exactly once, lists those that it drops, keeps every
-micro-batch to the cap and to the most samples that may share it, gives every rank the same legal
-number of micro-batches, and has a placeholder beside a micro-batch that could be split only if it
-was made with `fill="placeholder"`. Under dynamic CP the ranks that share a micro-batch are a block
-from a multiple of its size on, which all list the same, and a placeholder is of one rank; one
-beside shared micro-batches alone is legal. No check calls the planner.
+A plan that passes
+- covers every sample exactly once, or lists it as dropped;
+- keeps every micro-batch to the cap and to `max_samples_per_row`;
+- gives every rank the same number of micro-batches, one that the schedule can run;
+- has no placeholder on a rank that could split a micro-batch, but under `fill="placeholder"`;
+- under dynamic CP: ranks that share a row of size c are a block from a multiple of c on and list
+  the same samples; a placeholder has size 1.
+
+No check calls the planner.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ def validate_plan(plan: Plan | StepPlan, lengths: Sequence[int]) -> None:
     if len(lengths) != plan.num_samples:
         raise InvariantError(
             "exact cover",
-            f"the plan is for {plan.num_samples} samples, but {len(lengths)} lengths were given; "
-            "pass the lengths that it was made from",
+            f"the plan has {plan.num_samples} samples, got {len(lengths)} lengths; pass those that "
+            "it was made from",
         )
     for index, step in enumerate(plan.steps):
         _check_blocks(step, index)
@@ -73,7 +76,7 @@ def _placed(step: StepPlan) -> list[int]:
 
 
 def _check_blocks(step: StepPlan, index: int | None) -> None:
-    """Check that ranks that share a micro-batch agree about it, so that it can be counted once."""
+    """Check that all ranks of a block list the same micro-batch, so that it is counted once."""
     sizes, most = step.context_parallel, step.config.max_context_parallel
     if (sizes is None) != (most is None):
         raise InvariantError(
@@ -181,6 +184,7 @@ def _check_cap(step: StepPlan, lengths: Sequence[int], index: int | None) -> Non
         return padded_row_tokens(sum(padded), of_size[size], config)
 
     for rank, slot, size, samples in step.rows():
+        # A sample over the cap of every size may be alone in its row.
         tokens, cap = row_tokens(samples, size), config.cap_tokens(of_size[size])
         if tokens <= cap or (
             len(samples) == 1

@@ -221,7 +221,7 @@ def test_cost_model_of_a_models_shape() -> None:
         ("linear", -1.0, "linear must be finite and 0 or more, got -1.0"),
         ("quadratic", float("nan"), "quadratic must be finite and 0 or more, got nan"),
         ("per_micro_batch", float("inf"), "per_micro_batch must be finite and 0 or more, got inf"),
-        ("linear", 1e308, "linear must be 1e+100 or less, got 1e+308; costs are in any unit"),
+        ("linear", 1e308, "linear must be 1e+100 or less, got 1e+308; scale all costs down"),
         ("backward_ratio", "2", "backward_ratio must be a number, got '2'"),
         ("linear", True, "linear must be a number, got True"),
     ],
