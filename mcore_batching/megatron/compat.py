@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -303,6 +304,15 @@ def around_passes(mark: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         schedules.forward_step, schedules.backward_step = forward, backward
+
+
+def waits_for_sends(config: Any) -> bool:
+    """True if the interleaved schedule waits for an output's transfer before it frees the output.
+
+    From 0.18 on; earlier it freed at once, and could free a tensor that was on its way.
+    """
+    major, minor = map(int, megatron.core.__version__.split(".")[:2])
+    return bool((major, minor) >= (0, 18) and config.deallocate_pipeline_outputs)
 
 
 def counts_operations_of_samples() -> bool:

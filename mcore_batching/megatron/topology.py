@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 
+from mcore_batching.megatron.compat import waits_for_sends
 from mcore_batching.planning import ConfigError, CostModel, ParallelDims
 from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.memory import ModelShape
@@ -31,6 +32,7 @@ def current_dims(model: list[Any]) -> ParallelDims:
         expert_parallel=parallel_state.get_expert_model_parallel_world_size(),
         sequence_parallel=bool(config.sequence_parallel),
         microbatch_group_size=config.microbatch_group_size_per_vp_stage if virtual > 1 else None,
+        waits_for_sends=virtual == 1 or waits_for_sends(config),
     )
 
 

@@ -1,8 +1,8 @@
 """Lower bounds on the number of bins of any packing, and on the end of any plan's step.
 
-No packing of the sizes uses fewer bins than `bin_lower_bound`. No plan that keeps to the cap, and
-to the most samples of a row, has fewer micro-batches with samples than `micro_batch_lower_bound`,
-or ends its step sooner than `step_time_floor`.
+No packing uses fewer bins than `bin_lower_bound`. No plan that keeps to the cap and to
+`max_samples_per_row` has fewer micro-batches with samples than `micro_batch_lower_bound`, or a
+shorter makespan than `step_time_floor`.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ def bin_lower_bound(sizes: Sequence[int], capacity: int) -> int:
 
 
 def micro_batch_lower_bound(problem: Problem) -> int:
-    """Micro-batches that no packing goes below: one per oversize sample, and of the rest L2, or as
-    many as hold the samples by their number."""
+    """Lower bound on the micro-batches of any packing: one per oversize sample and L2 of the rest,
+    or the bound by the number of samples if that is larger."""
     fitting = [tokens for i, tokens in enumerate(problem.tokens) if i not in problem.oversize]
     by_tokens = len(problem.oversize) + bin_lower_bound(fitting, problem.capacity)
     return max(by_tokens, problem.fewest_rows)
 
 
 def step_time_floor(problem: Problem) -> float:
-    """A time before which no plan's step can end, stages being equal, in units of cost.
+    """Lower bound on the makespan of any plan on equal stages, in units of cost.
 
-    The larger of two: the mean work per rank, in the fewest micro-batches that can hold it, with
-    the shortest way of a first micro-batch down to the last stage and of a last one back; and the
-    way of the longest sample through all stages and back, at its best context-parallel size.
+    The larger of two times: mean work per rank in the fewest micro-batches, plus filling and
+    draining the pipeline with empty ones; and the longest sample's way through all stages and back,
+    at its best context-parallel size.
     """
     longest = max(range(problem.num_samples), key=problem.lengths.__getitem__, default=None)
     alone = problem.cost_model.per_micro_batch
@@ -76,14 +76,14 @@ def step_time_floor(problem: Problem) -> float:
 def floor_of_totals(
     problem: Problem, work: float, fewest_rows: int, costliest_sample: float
 ) -> float:
-    """`step_time_floor` of any samples of which the totals are known.
+    """`step_time_floor` from totals.
 
     Args:
-        problem: of some of them; gives dims, config and cost model.
-        work: forward cost of all samples, over all ranks that share each.
-        fewest_rows: micro-batches that hold them, at least.
-        costliest_sample: forward cost of a micro-batch of the longest sample alone; of none
-            where there is no sample.
+        problem: gives dims, config and cost model.
+        work: forward cost of all samples, summed over the ranks that share each.
+        fewest_rows: lower bound on the number of micro-batches.
+        costliest_sample: forward cost of the longest sample alone in a micro-batch; of an empty one
+            if there is no sample.
     """
     dims, model = problem.dims, problem.cost_model
     stages, ranks = dims.pipeline_parallel, problem.num_ranks
@@ -95,13 +95,12 @@ def floor_of_totals(
 
 
 def way_of_longest(problem: Problem) -> float:
-    """The longest sample's way through all stages and back, and the passes of the other
-    micro-batches that the first stage runs before and after it, without their samples.
+    """The longest sample's way through all stages and back, plus the fixed costs of the other
+    micro-batches that the first stage runs before and after it; 0 without plain 1F1B.
 
-    Of K micro-batches on P stages, where p run before it, the first stage runs p forward and
-    p - P + 1 backward passes before its forward pass, and K - P - p forward and K - 1 - p backward
-    passes after its backward pass, or none where that is less. No rank has fewer micro-batches than
-    `fewest_rows` makes, and more take no less. Without a pipeline of plain stages it is 0.
+    Of K micro-batches on P stages, p of them before the sample's, the first stage runs p forward
+    and max(0, p - P + 1) backward passes before its forward pass, and max(0, K - P - p) forward and
+    K - 1 - p backward passes after its backward pass. K is the least that `fewest_rows` allows.
     """
     dims, model = problem.dims, problem.cost_model
     if dims.virtual_pipeline > 1 or problem.forward_only or not problem.num_samples:

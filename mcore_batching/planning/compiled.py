@@ -23,7 +23,7 @@ Table = MutableSequence[Numbers]
 
 
 def kernel(function: Function) -> Function:
-    """A function over numbers and tables, compiled where that can be."""
+    """Decorator: compiles a function over numbers and tables at its first call, with numba."""
     chosen: Callable[..., Any] | None = None
 
     @functools.wraps(function)
@@ -48,7 +48,7 @@ def integers(values: Sequence[int]) -> Integers:
 
 
 def table(rows: int, columns: int, value: float = 0.0) -> Table:
-    """So many rows of the same number."""
+    """`rows` rows of `columns` times `value`."""
     if _compiler():
         return cast("Table", _arrays().full((rows, columns), value))
     return [[value] * columns for _ in range(rows)]

@@ -37,38 +37,34 @@ class PlannerConfig:
     """
 
     max_tokens_per_gpu: int
-    """Most padded tokens one GPU holds of a micro-batch. The cap of a micro-batch is this times the
-    context-parallel size."""
+    """Most padded tokens of a micro-batch on one GPU. The cap is this times the context-parallel
+    size."""
     packing: Packing = "auto"
-    """Rule by which samples are packed; "auto" packs by both and keeps the fewer micro-batches."""
+    """How samples are packed; "auto" tries both rules and keeps the fewer micro-batches."""
     balance: Balance = "auto"
-    """Objective of the plan. "pipeline": a search for the earliest end of the step. "cost" and
-    "tokens": packed micro-batches, spread evenly by the cost model or by padded tokens. "none":
-    packed micro-batches, dealt out in the order of packing. "auto" is "pipeline", and "cost" where
-    `packing` or `fill` say what goes into a micro-batch."""
+    """"pipeline": a search for the shortest makespan. "cost", "tokens": packed micro-batches,
+    spread evenly by cost or padded tokens. "none": packed micro-batches in the order of packing.
+    "auto": "pipeline", but "cost" where `packing` or `fill` is set."""
     fill: Fill = "split"
-    """Way in which a rank with too few micro-batches reaches the common count: "split" splits the
-    costliest ones and adds placeholders only once all hold a single sample; "placeholder" never
-    splits."""
+    """How a rank with too few micro-batches reaches the common count: "split" splits the costliest,
+    with placeholders only once all hold one sample; "placeholder" never splits."""
     on_oversize: OnOversize = "own-bin"
     """A sample over the cap runs alone in its micro-batch ("own-bin") or is refused ("error")."""
     pad_each_to: int | None = None
-    """Each sample's padded length is also a multiple of this, in tokens."""
+    """Samples are padded to a multiple of this as well, in tokens."""
     pad_total_to: int | None = None
-    """Each micro-batch's padded length is also a multiple of this, in tokens."""
+    """Micro-batches are padded to a multiple of this as well, in tokens."""
     plan_effort: int = 1500
-    """Length of the search, in simulated passes of a micro-batch per sample of the step; under
-    dynamic CP so long for each context-parallel size that may be best, and four times as long for
-    steps of several. The same effort gives the same plan everywhere."""
+    """Length of the search: simulated passes per sample of the step. Under dynamic CP this counts
+    for each context-parallel size that may be best, and four times for steps of mixed sizes."""
     max_samples_per_row: int | None = None
-    """Most samples that share a micro-batch; None: no bound but the cap."""
+    """Most samples of a micro-batch; None: no bound but the cap."""
     max_inflight_tokens: int | None = None
-    """Most padded tokens whose activations the first pipeline stage may hold at a time, over its
-    context-parallel ranks; None: no bound but the cap of each micro-batch."""
+    """Most padded tokens in flight on the first pipeline stage, over its context-parallel ranks;
+    None: no bound."""
     max_context_parallel: int | None = None
-    """Most data- and context-parallel ranks that may share a micro-batch, a power of two or all of
-    them: each micro-batch has a context-parallel size of its own (dynamic CP). None: off, all have
-    the size of the dims."""
+    """Largest context-parallel size of a micro-batch under dynamic CP: a power of two, or all data-
+    and context-parallel ranks. None: no dynamic CP, all have the size of the dims."""
 
     def __post_init__(self) -> None:
         """Check ranges and choices."""
@@ -89,19 +85,13 @@ class PlannerConfig:
             if not (isinstance(value, str) and value in choices):
                 raise ConfigError(
                     Argument(name),
-                    f" must be one of {', '.join(map(repr, choices))}, got {value!r:.60}; set ",
-                    Argument(name),
-                    " to one of these",
+                    f" must be one of {', '.join(map(repr, choices))}, got {value!r:.60}",
                 )
 
         if self.balance == "pipeline" and (self.packing != "auto" or self.fill != "split"):
             raise ConfigError(
                 Argument("balance", "pipeline"),
-                " decides itself what goes into a micro-batch, got ",
-                Argument("packing", self.packing),
-                " and ",
-                Argument("fill", self.fill),
-                "; set ",
+                " packs by itself; set ",
                 Argument("packing", "auto"),
                 " and ",
                 Argument("fill", "split"),
@@ -117,12 +107,12 @@ class PlannerConfig:
         )
 
     def cap_tokens(self, dims: ParallelDims) -> int:
-        """The most padded tokens that a micro-batch may hold over its context-parallel ranks."""
+        """Most padded tokens of a micro-batch, over its context-parallel ranks."""
         return self.max_tokens_per_gpu * dims.context_parallel
 
     def num_ranks(self, dims: ParallelDims) -> int:
-        """Ranks that have micro-batches of their own: data-parallel ones; under dynamic CP data-
-        and context-parallel ones."""
+        """Ranks that a plan has a list for: data-parallel; under dynamic CP data- times
+        context-parallel."""
         dynamic = self.max_context_parallel is not None
         return dims.data_context_parallel if dynamic else dims.data_parallel
 
@@ -138,8 +128,7 @@ class PlannerConfig:
         if most != ranks and (most > ranks or most & (most - 1)):
             raise ConfigError(
                 Argument("max_context_parallel"),
-                f" must be a power of two, or all of the {ranks} data- and context-parallel ranks, "
-                f"got {most}; set ",
+                f" must be a power of two or all {ranks} ranks, got {most}; set ",
                 Argument("max_context_parallel"),
                 f" to {1 << (min(most, ranks).bit_length() - 1)}",
             )

@@ -36,12 +36,12 @@ RIDGE_TOKENS = 256
 on an H200, 281 on a B200, 295 on an H100, dense bfloat16 rate over bandwidth of their data sheets.
 A micro-batch of fewer tokens takes no less time (Williams et al., "Roofline", 2009)."""
 _ALSO_WRITTEN = {"seconds_per_unit"}
-"""What a job's record notes beside the coefficients."""
+"""Keys that a job writes beside the coefficients."""
 _NEWER = ("context_parallel_overhead", "context_parallel_fixed")
-"""Coefficients that documents of before dynamic CP lack; written where not at their defaults."""
+"""Coefficients of dynamic CP; left out of the JSON at their defaults, as in older documents."""
 _COEFFICIENTS = ("linear", "quadratic", "per_micro_batch", "backward_ratio", *_NEWER)
 _MAX_COEFFICIENT = 1e100
-"""Up to it costs are finite, whatever the number of samples and their lengths."""
+"""Costs of any batch stay finite up to it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,12 +64,11 @@ class CostModel:
     """Tokens that each token attends to at most, itself included (a sliding window); None: all
     before it."""
     context_parallel_overhead: float = 0.1
-    """Share by which a micro-batch's work over all of its ranks grows with each doubling of its
-    context-parallel size: communication that nothing hides, and kernels that get small. The
-    default is an assumption, which a job that shares rows replaces by what it measures."""
+    """Growth of a micro-batch's total work with each doubling of its context-parallel size, by
+    exposed communication and smaller kernels. An assumption until a job measures it."""
     context_parallel_fixed: float = 64.0
-    """Cost of each such doubling, whatever the micro-batch holds: the latency of its rounds of
-    communication. The default, a quarter of `per_micro_batch`'s, is an assumption likewise."""
+    """Cost of each doubling whatever the micro-batch holds: latency of communication. A quarter of
+    `per_micro_batch`, an assumption until a job measures it."""
 
     def __post_init__(self) -> None:
         """Check that each coefficient is a number of 0 to `_MAX_COEFFICIENT`."""
@@ -86,8 +85,7 @@ class CostModel:
             if number > _MAX_COEFFICIENT:
                 raise ConfigError(
                     Argument(name),
-                    f" must be {_MAX_COEFFICIENT:g} or less, got {number}; costs are in any unit, "
-                    "so scale all of them down",
+                    f" must be {_MAX_COEFFICIENT:g} or less, got {number}; scale all costs down",
                 )
             object.__setattr__(self, name, number)
         if self.window is not None:
@@ -170,7 +168,7 @@ class CostModel:
         """The cost model that `to_json` wrote, or a job into its record.
 
         Raises:
-            ConfigError: text that is none, or that lacks a coefficient (`window` may be left out).
+            ConfigError: no JSON object, or one without a coefficient (`window` may be left out).
         """
         try:
             raw = parse_json(text)
@@ -224,7 +222,7 @@ class CostModel:
 
 
 def in_units_of(model: CostModel, unit: float) -> CostModel:
-    """The same costs in units so many times as large.
+    """The same costs in units `unit` times as large.
 
     Raises:
         ConfigError: a cost is too large in them.

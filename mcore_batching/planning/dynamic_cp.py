@@ -28,8 +28,7 @@ Sizes = tuple[tuple[int, ...], ...]
 def of_one_size(
     step: StepPlan, dims: ParallelDims, config: PlannerConfig, cost_model: CostModel
 ) -> StepPlan:
-    """A plan made for one context-parallel size as a plan under dynamic CP. Its placeholders are of
-    one rank each.
+    """A plan made for one context-parallel size, as a plan under dynamic CP.
 
     Args:
         step: planned for `dims.for_rows_on(size)`.
@@ -80,10 +79,10 @@ def packed_on_least_ranks(problem: Problem) -> tuple[tuple[MicroBatches, ...], S
 def _last_slots(
     shared: Sequence[tuple[int, tuple[int, ...]]], ranks: int, count: int
 ) -> list[list[tuple[int, tuple[int, ...]] | None]]:
-    """Size and samples of shared micro-batches [ranks][count], from the last slot on; None where
-    none is. By descending size, so that each begins at a multiple of its size."""
+    """Size and samples of shared micro-batches [ranks][count], filled from the last slot on; None
+    for the other places."""
     blocks: list[list[tuple[int, tuple[int, ...]] | None]] = [[None] * count for _ in range(ranks)]
-    place = 0
+    place = 0  # counts ranks through the slots; by descending size, each row is at a multiple of it
     for size, samples in sorted(shared, key=lambda block: (-block[0], block[1])):
         for rank in range(place % ranks, place % ranks + size):
             blocks[rank][count - 1 - place // ranks] = size, samples

@@ -14,7 +14,7 @@ Every error survives pickling with its message and attributes, so that a rank ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,16 @@ def printable(text: str) -> str:
         each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
         for each in text
     )
+
+
+def shortened(entries: Sequence[object], limit: int = 10, separator: str = ", ") -> str:
+    """The first entries of a list for a message, and how many more there are.
+
+    >>> shortened([3, 17, 4], limit=2)
+    '3, 17 and 1 more'
+    """
+    shown = separator.join(map(str, entries[:limit]))
+    return f"{shown} and {len(entries) - limit} more" if len(entries) > limit else shown
 
 
 def _rebuild(

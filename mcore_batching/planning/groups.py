@@ -1,4 +1,4 @@
-"""Optimizer steps that hold whole groups: the samples of so many prompts, however many there are.
+"""Optimizer steps of whole groups: all samples of a fixed number of prompts.
 
     groups           a a b c c c d      groups_per_step 2
     group_steps      [0, 1, 2], [3, 4, 5, 6]
@@ -37,14 +37,13 @@ def group_steps(
             NumPy and PyTorch count by their value.
         groups_per_step: groups of each step: over all ranks, or of this rank where `groups` are its
             own samples', as `get_data_iterator` takes steps.
-        last: treatment of the groups that are left over: "keep" makes a last, shorter step of
-            them, "drop" leaves them out, "error" refuses.
-        is_padding: of each sample True if it is a padding sample, as in `pad_batch`'s field; None:
-            none is.
+        last: what becomes of groups left over: "keep" runs them as a shorter last step, "drop"
+            leaves them out, "error" refuses.
+        is_padding: True for each padding sample [samples], as in `pad_batch`'s field; None: none.
 
     Returns:
-        sample indices, ascending [steps][samples of the step], of padding samples none; no step
-        for no samples.
+        sample indices, ascending [steps][samples of the step], without padding samples; no
+        step for no samples.
 
     Raises:
         LengthError: `groups_per_step` below 1, a uid that is None or not hashable, `last` none of
@@ -54,9 +53,7 @@ def group_steps(
     if not isinstance(last, str) or last not in get_args(LastStep):
         raise LengthError(
             Argument("last"),
-            f" must be one of {', '.join(get_args(LastStep))}, got {last!r}; set ",
-            Argument("last", "keep"),
-            " to run the groups left over as a shorter step",
+            f" must be one of {', '.join(get_args(LastStep))}, got {last!r}",
         )
     place: dict[Hashable, int] = {}
     steps: list[list[int]] = []
@@ -78,9 +75,8 @@ def group_steps(
             Argument("groups_per_step"),
             " to a divisor, ",
             Argument("last", "keep"),
-            " to run them as a shorter step, or ",
+            " or ",
             Argument("last", "drop"),
-            " to leave their samples out",
         )
     return steps[:-1]
 
@@ -101,8 +97,7 @@ def padding_tags(is_padding: Sequence[Any] | None, num_samples: int) -> list[boo
     if len(read) != num_samples or any(isinstance(tag, str) for tag in tags):
         raise LengthError(
             Argument("is_padding"),
-            f" must be True or False for each of the {num_samples} samples, got "
-            f"{is_padding!r:.60}; pass the field of that name of the batch",
+            f" must hold True or False for each of {num_samples} samples, got {is_padding!r:.60}",
         )
     return read
 
@@ -124,8 +119,8 @@ def group_key(group: Hashable, index: int) -> Hashable:
         return number
     if group is None or not _is_hashable(group):
         raise LengthError(
-            f"the group of sample {index} must be hashable and not None, got {group!r:.60}; give "
-            "every sample its prompt's uid, or say by is_padding that it is a padding sample",
+            f"the group of sample {index} must be hashable and not None, got {group!r:.60}; set "
+            "its prompt's uid, or is_padding",
             index=index,
         )
     return group

@@ -34,9 +34,7 @@ def at_least(name: str, value: Any, minimum: int, error: type[PlanningError]) ->
     if number is None:
         raise error(
             Argument(name),
-            f" must be an integer, got {value!r} ({type(value).__name__}); set ",
-            Argument(name),
-            f" to an integer of {minimum} or more",
+            f" must be an integer, got {value!r} ({type(value).__name__}); set {minimum} or more",
         )
     if number < minimum:
         raise error(
@@ -49,8 +47,8 @@ def entries(name: str, values: Any, error: type[MCoreBatchingError]) -> Sequence
     """The argument `name` as a sequence: itself if it is a list, tuple or range.
 
     Raises:
-        MCoreBatchingError: it has no entries in an order, as a number, a dict or a set has none; of
-            the class `error`.
+        MCoreBatchingError: it is no ordered sequence, as a number, a dict or a set; of the class
+            `error`.
     """
     if isinstance(values, (list, tuple, range)):
         return values
@@ -61,8 +59,7 @@ def entries(name: str, values: Any, error: type[MCoreBatchingError]) -> Sequence
     except TypeError:
         raise error(
             Argument(name),
-            f" must be a sequence, got {type(values).__name__} {values!r:.60}; pass one entry for "
-            "each",
+            f" must be a sequence, got {type(values).__name__} {values!r:.60}",
         ) from None
 
 

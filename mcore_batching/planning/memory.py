@@ -26,7 +26,7 @@ from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.statistics import StepStatistics
 
 LOG_PROB_CHUNK_TOKENS = 512
-"""Tokens whose logits log-probs hold in float32 at a time, three copies of them at most."""
+"""Log-probs work on this many tokens at a time, with up to three copies of float32 logits."""
 
 _IN_CONFIG_JSON: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer"),
@@ -85,7 +85,7 @@ class ModelShape:
         """The shape in a model's ``config.json``, as Hugging Face's models have it.
 
         Raises:
-            ConfigError: text that is none, or that lacks a size.
+            ConfigError: no JSON object, or a size is missing or no integer of 1 or more.
         """
         try:
             raw = parse_json(text)
@@ -100,8 +100,7 @@ class ModelShape:
             value = next((raw[key] for key in keys if raw.get(key) is not None), None)
             if value is None and name not in _OPTIONAL:
                 raise ConfigError(
-                    f"the model's config.json has no {' or '.join(keys)}; give the file of a "
-                    "transformer with that key"
+                    f"the model's config.json has no {' or '.join(keys)}; give a transformer's"
                 )
             found[name] = value
         if raw.get("num_experts_per_tok"):
@@ -111,7 +110,7 @@ class ModelShape:
         return cls(**found)
 
     def activation_bytes_per_token(self, dims: ParallelDims, *, layers: float) -> float:
-        """Bytes that so many layers keep of one token of a rank's part of a row."""
+        """Bytes that `layers` layers keep for one token on a rank."""
         whole = dims.tensor_parallel if dims.sequence_parallel else 1
         if self.recompute:
             return layers * self.bytes_per_value * self.hidden / whole
@@ -126,20 +125,20 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PredictedMemory:
-    """Bytes per rank at the peak of a step, beside weights, gradients and optimizer state."""
+    """Peak bytes per rank, beside weights, gradients and optimizer state."""
 
     first_stage_bytes: float
     """Activations of the first pipeline stage."""
     last_stage_bytes: float
     """Activations of the last stage, the logits of its largest micro-batch, and log-probs."""
     logit_bytes: float
-    """The logits' part of that."""
+    """The logits alone."""
 
 
 def predicted_memory(
     statistics: StepStatistics, step: StepPlan | Problem, shape: ModelShape
 ) -> PredictedMemory:
-    """The memory that a step asks of the first and of the last pipeline stage.
+    """Peak memory of the first and of the last pipeline stage.
 
     Args:
         statistics: of the step, or of several added together.

@@ -1,9 +1,8 @@
 """First-fit and first-fit-decreasing bin packing in O(n log n).
 
-A tournament tree over the bins keeps in each inner node the largest free space below it. Going down
-to the left wherever that side has room finds the first bin that fits, which the textbook scan finds
-by looking at every bin: 100 000 samples take about 0.15 s instead of 20 s in plain Python. Trees
-indexed by free space, the other way to be fast, cost memory and time in proportion to the cap.
+A tournament tree over the bins keeps in each inner node the largest free space below it; going down
+to the left wherever there is room finds the first bin that fits. 100 000 samples take 0.15 s, with
+a scan over all bins 20 s. A tree indexed by free space would grow with the cap.
 
 Guarantees: bin for bin, and in the order inside each bin, what the scan over all bins gives.
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mcore_batching.planning.errors import Argument, ItemTooLargeError, LengthError
+from mcore_batching.planning.errors import ItemTooLargeError, LengthError
 from mcore_batching.planning.integers import as_integer, at_least, entries
 
 
@@ -118,9 +117,7 @@ def checked_sizes(sizes: Sequence[int], capacity: int) -> tuple[list[int], int]:
         size = given if type(given) is int else as_integer(given)
         if size is None or size < 0:
             raise LengthError(
-                f"the size of item {index} must be an integer of 0 or more, got {given!r:.60}; "
-                "correct ",
-                Argument("sizes"),
+                f"the size of item {index} must be an integer of 0 or more, got {given!r:.60}",
                 index=index,
             )
         if size > capacity:

@@ -37,11 +37,9 @@ def order_slots(
 def largest_first(problem: Problem, ranks: tuple[MicroBatches, ...]) -> tuple[MicroBatches, ...]:
     """The same micro-batches, each rank's largest first, where their order takes no time.
 
-    An allocator that is asked for the largest blocks first cuts the smaller ones out of them. Order
-    takes no time on a single stage, and in forward passes alone under 1F1B, which end after all
-    micro-batches on one stage and the longest on each of the others. The others come by descending
-    weight, so that slot j weighs about the same on every rank; with experts spread over ranks whole
-    slots change places.
+    An allocator that meets the largest blocks first cuts the smaller ones out of them. Order costs
+    no time on a single stage, and in forward passes alone under 1F1B. The rest come by descending
+    weight, so that slot j weighs about the same on every rank; in lockstep whole slots move.
 
     Args:
         problem: gives tokens and the schedule.
@@ -74,9 +72,9 @@ def place(
 ) -> tuple[MicroBatches, ...]:
     """Spread a step's micro-batches over ranks [data_parallel][num_microbatches].
 
-    Two assignments are tried, one that evens out ranks best and one that also keeps slots even.
-    With experts spread over ranks every slot waits for its slowest rank, so the sum over slots of
-    the heaviest decides; without, ranks run on their own and the heaviest rank decides.
+    Keeps the better of two assignments: one evens out ranks best, the other slots as well. With
+    expert parallelism the sum over slots of the heaviest micro-batch decides, else the heaviest
+    rank.
 
     Args:
         problem: gives ranks and weights.
@@ -88,7 +86,7 @@ def place(
         return tuple(
             order_slots(bins[rank::ranks], num_microbatches, None) for rank in range(ranks)
         )
-    # Every rank runs as many: only the weight beyond an empty micro-batch's makes a difference.
+    # All ranks run the same number of micro-batches, so their fixed weight makes no difference.
     empty = problem.weight(())
     weights = [problem.weight(samples) - empty for samples in bins]
     # The first candidate wins ties.

@@ -1,21 +1,18 @@
-"""Plans as frozen data.
-
-A plan knows nothing of its readers: checking it (`planning.validation`), measuring it
-(`planning.statistics`), explaining and drawing it (`tools`) are functions elsewhere, and its JSON
-form is that of `planning.plan_document`.
+"""Plans as frozen data. Functions elsewhere check them (`validation`), measure them (`statistics`),
+explain and draw them (`tools`); `plan_document` has the JSON form.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from mcore_batching.planning import plan_document
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
-from mcore_batching.planning.errors import LengthError, PlanFormatError
+from mcore_batching.planning.errors import LengthError, PlanFormatError, shortened
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.problem import check_lengths
 
@@ -24,19 +21,20 @@ MicroBatches = tuple[tuple[int, ...], ...]
 """One rank's micro-batches in slot order: sample indices each, `()` for a placeholder."""
 
 _SHOWN = 16
+"""Entries of a list that `str(plan)` prints."""
 
 
 class Row(NamedTuple):
     """One micro-batch of a step."""
 
     rank: int
-    """Rank that has it; of several that share it the first."""
+    """The rank that has it; the first of those that share it."""
     slot: int
-    """Its number on that rank."""
+    """Its place in the rank's order."""
     size: int
     """Context-parallel size."""
     samples: tuple[int, ...]
-    """None for a placeholder."""
+    """`()` for a placeholder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +46,8 @@ class StepPlan:
 
     micro_batches: tuple[MicroBatches, ...]
     """`micro_batches[rank][slot]` is a tuple of sample indices; `()` is a placeholder. Ranks are
-    data-parallel; under dynamic CP data- and context-parallel, the latter fastest, and those that
-    share a row list the same samples."""
+    data-parallel; under dynamic CP data- and context-parallel, context-parallel fastest, and ranks
+    that share a row list the same samples."""
     num_microbatches: int
     """Micro-batches per rank."""
     sample_indices: tuple[int, ...]
@@ -59,14 +57,14 @@ class StepPlan:
     config: PlannerConfig
     """The options it was made with."""
     context_parallel: tuple[tuple[int, ...], ...] | None = None
-    """Context-parallel size of each micro-batch [ranks][num_microbatches], under dynamic CP alone.
-    Ranks r // c * c to r // c * c + c - 1 share a row of size c of rank r."""
+    """Context-parallel size of each micro-batch [ranks][num_microbatches]; None without dynamic CP.
+    Ranks 4 to 7 share a row of size 4 of rank 6."""
     scope: Scope = "global"
     """"global": samples may go to any rank; "local": each stays on the rank that held it."""
     cost_model: CostModel = field(default_factory=CostModel, compare=False)
-    """The costs it was made by. Not part of its identity: neither in the digest nor the JSON."""
+    """The costs it was made by; in neither the digest nor the JSON."""
     forward_only: bool = field(default=False, compare=False)
-    """Made for forward passes alone. Not part of its identity, like `cost_model`."""
+    """Made for forward passes alone; in neither the digest nor the JSON."""
 
     @property
     def num_samples(self) -> int:
@@ -74,13 +72,13 @@ class StepPlan:
         return len(self.sample_indices)
 
     def row_size(self, rank: int, slot: int) -> int:
-        """Context-parallel size of a micro-batch: ranks that share it."""
+        """Context-parallel size of a micro-batch."""
         if self.context_parallel is None:
             return self.dims.context_parallel
         return self.context_parallel[rank][slot]
 
     def rows(self) -> Iterator[Row]:
-        """Every micro-batch once, rank after rank: a shared one where its first rank has it."""
+        """Every micro-batch once, rank after rank; a shared one at its first rank."""
         for rank, micro_batches in enumerate(self.micro_batches):
             for slot, samples in enumerate(micro_batches):
                 size = self.row_size(rank, slot)
@@ -88,7 +86,7 @@ class StepPlan:
                     yield Row(rank, slot, size, samples)
 
     def digest(self) -> str:
-        """SHA-256 in hex of the plan's content; equal on two ranks exactly if the plans are."""
+        """SHA-256 of the plan's content, in hex."""
         return plan_document.digest(_document([self], self.num_samples, with_samples=True))
 
     def to_json(self) -> str:
@@ -100,19 +98,17 @@ class StepPlan:
         """The plan that `to_json` wrote; also reads a one-step document of `Plan.to_json`.
 
         Raises:
-            PlanFormatError: not a plan, another format or version, more than one step, dropped
-                samples, or (unless `verify_digest` is False) content that the digest does not
-                match.
+            PlanFormatError: not a plan of one step without dropped samples, another version, or
+                (unless `verify_digest` is False) a digest that does not match.
         """
         raw = plan_document.load(text)
         if len(raw["steps"]) != 1:
             raise PlanFormatError(
-                f"expected a plan of one step, got {len(raw['steps'])}; read it with Plan.from_json"
+                f"the plan has {len(raw['steps'])} steps, not one; read it with Plan.from_json"
             )
         if raw["dropped"]:
             raise PlanFormatError(
-                f"expected a plan of all of its samples, got one that drops "
-                f"{len(raw['dropped'])}; read it with Plan.from_json"
+                f"the plan drops {len(raw['dropped'])} samples; read it with Plan.from_json"
             )
         (step,) = raw["steps"]
         samples = step["sample_indices"]
@@ -126,9 +122,15 @@ class StepPlan:
         """The kind of rank that `micro_batches` has a list for."""
         return "data-parallel rank" if self.context_parallel is None else "rank"
 
-    def _size_mark(self, rank: int, slot: int) -> str:
-        size = 1 if self.context_parallel is None else self.context_parallel[rank][slot]
-        return f"×{size}" if size > 1 else ""
+    def _shown_slots(self, rank: int) -> list[str]:
+        """A rank's micro-batches for people: `[3 17]`, under dynamic CP `[3 17]×2`."""
+        sizes = [1] * len(self.micro_batches[rank])
+        if self.context_parallel is not None:
+            sizes = list(self.context_parallel[rank])
+        return [
+            f"[{shortened(samples, _SHOWN, ' ')}]{f'×{size}' if size > 1 else ''}"
+            for samples, size in zip(self.micro_batches[rank], sizes, strict=False)
+        ]
 
     def __str__(self) -> str:
         """The plan for people: a line per rank, long ones cut short."""
@@ -138,14 +140,11 @@ class StepPlan:
             f"{self.num_microbatches} micro-batches per rank, {self.scope} scope, digest "
             f"{self.digest()[:12]}"
         ]
-        for rank, micro_batches in enumerate(self.micro_batches[:_SHOWN]):
-            shown = " ".join(
-                f"[{_abbreviated(samples)}]{self._size_mark(rank, slot)}"
-                for slot, samples in enumerate(micro_batches[:_SHOWN])
-            )
-            lines.append(f"  rank {rank}: {shown}{_more(len(micro_batches))}")
-        if len(self.micro_batches) > _SHOWN:
-            lines.append(f"  {_more(len(self.micro_batches)).strip()} ranks")
+        lines += [
+            f"  rank {rank}: {shortened(self._shown_slots(rank), _SHOWN, ' ')}"
+            for rank in range(len(self.micro_batches))
+        ][:_SHOWN]
+        lines += _left_out(len(self.micro_batches), "ranks")
         return "\n".join(lines)
 
 
@@ -163,13 +162,13 @@ class Plan:
     def __post_init__(self) -> None:
         """Check that the steps belong together."""
         if not self.steps:
-            raise LengthError("a plan needs at least one step, got none; pass steps=(step, ...)")
+            raise LengthError("a plan needs at least one step; pass steps=(step, ...)")
         first = self.steps[0]
         for index, step in enumerate(self.steps):
             if (step.dims, step.config, step.scope) != (first.dims, first.config, first.scope):
                 raise LengthError(
-                    f"all steps of a plan must share dims, config and scope; step {index} "
-                    "differs from step 0; make one Plan for each",
+                    f"step {index} differs from step 0 in dims, config or scope; make one Plan "
+                    "for each",
                     index=index,
                 )
 
@@ -189,16 +188,16 @@ class Plan:
         return self.steps[0].scope
 
     def digest(self) -> str:
-        """SHA-256 in hex of the plan's content; that of its step if there is one step and nothing
-        is dropped."""
+        """SHA-256 of the plan's content, in hex; of a plan of one step without dropped samples that
+        of the step."""
         return plan_document.digest(_document(self.steps, self.num_samples, dropped=self.dropped))
 
     def to_json(self, lengths: Sequence[int] | None = None) -> str:
         """The plan as a `mcore-batching/plan` document.
 
         Args:
-            lengths: total length of each sample of the batch [samples], in tokens, of which the
-                document then carries the digest.
+            lengths: total length of each sample of the batch [samples], in tokens; given, their
+                digest is written as well.
         """
         document = _document(self.steps, self.num_samples, dropped=self.dropped)
         return plan_document.dump(
@@ -210,16 +209,15 @@ class Plan:
         """The plan that `to_json` wrote.
 
         Raises:
-            PlanFormatError: not a plan, another format or version, or (unless `verify_digest` is
-                False) content that the digest does not match.
+            PlanFormatError: not a plan, another version, or (unless `verify_digest` is False) a
+                digest that does not match.
         """
         raw = plan_document.load(text)
         steps = []
         for step in raw["steps"]:
             if step["sample_indices"] is not None:
                 raise PlanFormatError(
-                    "expected a whole batch's plan, got one step out of a batch; read it with "
-                    "StepPlan.from_json"
+                    "the plan is one step out of a batch; read it with StepPlan.from_json"
                 )
             found = {sample for rank in step["ranks"] for samples in rank for sample in samples}
             steps.append(_step(raw, step, sorted(found)))
@@ -242,23 +240,22 @@ class Plan:
                 f"  step {index}: {step.num_samples} samples, {step.num_microbatches} "
                 f"micro-batches per rank, {placeholders} placeholders"
             )
-        if len(self.steps) > _SHOWN:
-            lines.append(f"  {_more(len(self.steps)).strip()} steps")
+        lines += _left_out(len(self.steps), "steps")
         if self.dropped:
             lines.append(
                 f"  dropped with the groups left over: {_counted(len(self.dropped), 'sample')}: "
-                f"{_abbreviated(self.dropped)}"
+                f"{shortened(self.dropped, _SHOWN, ' ')}"
             )
         return "\n".join(lines)
 
 
 def lengths_digest(lengths: Sequence[int]) -> str:
-    """SHA-256 in hex of the lengths [samples] that a plan is made from."""
+    """SHA-256 of lengths [samples], in hex."""
     return hashlib.sha256(",".join(map(str, check_lengths(lengths))).encode("ascii")).hexdigest()
 
 
 def recorded_digests(text: str) -> tuple[str | None, str | None]:
-    """The digests of the plan and of its lengths that a document carries; None for one it lacks.
+    """The digests of plan and lengths in a document; None for one that it lacks.
 
     Raises:
         PlanFormatError: not a plan.
@@ -321,7 +318,7 @@ def _document(
     return {
         "format": plan_document.FORMAT,
         "version": plan_document.VERSION,
-        "layout": asdict(first.dims),
+        "layout": plan_document.options_of(first.dims),
         "config": plan_document.options_of(first.config),
         "scope": first.scope,
         "num_samples": num_samples,
@@ -352,9 +349,5 @@ def _counted(count: int, noun: str) -> str:
     return f"{count} {noun if count == 1 else noun + 's'}"
 
 
-def _abbreviated(samples: Sequence[int]) -> str:
-    return " ".join(map(str, samples[:_SHOWN])) + _more(len(samples))
-
-
-def _more(count: int) -> str:
-    return f" … {count - _SHOWN} more" if count > _SHOWN else ""
+def _left_out(count: int, noun: str) -> list[str]:
+    return [f"  and {count - _SHOWN} more {noun}"] if count > _SHOWN else []

@@ -10,11 +10,10 @@ Optional keys:
 
 - `sample_indices` of a step: the samples of one step out of a batch;
 - `context_parallel` of a step, under dynamic CP alone: the context-parallel size of each rank's
-  micro-batches [ranks][num_microbatches], the ranks of "ranks" being data- and context-parallel;
+  micro-batches [ranks][num_microbatches]; "ranks" then lists data- and context-parallel ranks;
 - `dropped`: the samples that a batch's steps leave out;
-- `lengths_digest`: SHA-256 in hex of the lengths that the plan was made from, by which `check`
-  tells them from others that would fit as well; there where `to_json` was given the lengths, and no
-  part of what `digest` covers, so that a plan's digest does not depend on it.
+- `lengths_digest`: SHA-256 of the lengths that the plan was made from, by which `check` tells them
+  from others; written if `to_json` was given the lengths, and not covered by `digest`.
 """
 
 from __future__ import annotations
@@ -37,19 +36,24 @@ VERSION = 1
 _Settings = TypeVar("_Settings", ParallelDims, PlannerConfig)
 
 
-def options_of(config: PlannerConfig) -> dict[str, Any]:
-    """The options as JSON. Options newer than version 1 of the format are written only where they
-    are not at their default, so that the digests of older plans stay what they were."""
-    options = asdict(config)
-    for newer in (
-        "plan_effort",
-        "max_samples_per_row",
-        "max_inflight_tokens",
-        "max_context_parallel",
-    ):
-        if options[newer] == PlannerConfig.__dataclass_fields__[newer].default:
-            del options[newer]
-    return options
+NEWER_OPTIONS = {
+    "waits_for_sends",
+    "plan_effort",
+    "max_samples_per_row",
+    "max_inflight_tokens",
+    "max_context_parallel",
+}
+"""Added since version 1 of the format. Left out at their defaults: old plans keep their digests."""
+
+
+def options_of(settings: ParallelDims | PlannerConfig) -> dict[str, Any]:
+    """The "layout" or the "config" of a document."""
+    defaults = {option.name: option.default for option in fields(settings)}
+    return {
+        name: value
+        for name, value in asdict(settings).items()
+        if name not in NEWER_OPTIONS or value != defaults[name]
+    }
 
 
 def digest(document: dict[str, Any]) -> str:
@@ -77,8 +81,8 @@ def check_digest(recorded: str | None, found: str) -> None:
         )
     if recorded != found:
         raise PlanFormatError(
-            f"the plan's digest is {recorded}, but its content gives {found}: it was changed after "
-            "it was written; plan again, or pass verify_digest=False to read it anyway"
+            f"the plan's digest is {recorded}, its content's {found}: it was changed; plan again, "
+            "or pass verify_digest=False"
         )
 
 
@@ -97,13 +101,12 @@ def load(text: str) -> dict[str, Any]:
         raise PlanFormatError(f"expected a JSON object, got {type(raw).__name__}")
     if raw.get("format") != FORMAT:
         raise PlanFormatError(
-            f'expected "format": "{FORMAT}", got {raw.get("format")!r}; pass a file that '
-            "`mcore-batching plan --out` or `to_json` wrote"
+            f'expected "format": "{FORMAT}", got {raw.get("format")!r}; pass a file of '
+            "`mcore-batching plan --out`"
         )
     if raw.get("version") != VERSION or isinstance(raw.get("version"), bool):
         raise PlanFormatError(
-            f'expected plan "version" {VERSION}, got {raw.get("version")!r}; read it with the '
-            "release that wrote it, or plan again"
+            f'expected plan "version" {VERSION}, got {raw.get("version")!r}; plan again'
         )
     return read(raw)
 

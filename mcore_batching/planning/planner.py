@@ -1,8 +1,9 @@
 """From lengths to plans.
 
-Any number of samples, zero included, gives a plan on any `ParallelDims`; too few samples never
-raise. No sample is left out unless `last="drop"` asks for it, and then the plan lists it. The same
-input gives the same plan everywhere.
+Guarantees
+- Any number of samples, 0 included, gives a plan on any `ParallelDims`.
+- No sample is left out, but under `last="drop"`, and then the plan lists it.
+- The same input gives the same plan everywhere.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from mcore_batching.planning.shard import (
 )
 
 MAX_SEARCHED_PASSES = 2 * 10**8
-"""Samples of a step times `plan_effort`: some 130,000 samples at the default effort. A pass takes
-about a microsecond, so that such a search ends within minutes."""
+"""Limit on samples of a step times `plan_effort`: 130,000 samples at the default effort. At about a
+microsecond per pass such a search ends within minutes."""
 
 
 def plan_step(
@@ -54,25 +55,23 @@ def plan_step(
 ) -> StepPlan:
     """Plan one optimizer step.
 
-    Without `owners` the plan is global: samples are packed together, split until every rank can
-    have the same number of micro-batches, and spread evenly over ranks and slots. With `owners` it
-    is local: every sample stays on the rank that holds it, each rank packs its own, and ranks with
-    fewer micro-batches than the fullest one split theirs and then add placeholders.
+    Without `owners` the plan is global: samples may go to any rank. With `owners` it is local: each
+    rank packs its own samples, and ranks with fewer micro-batches than the fullest one split
+    theirs, then add placeholders.
 
-    By default a search decides how many micro-batches there are, what is in them and in which order
-    they run, so that the slowest rank's pipeline ends first (with expert parallelism: so that
-    slots, each as slow as its slowest rank, do); where order takes no time the largest comes first.
-    With `balance="cost"` or "tokens" packed micro-batches are spread evenly, in the order of
-    descending weight; with "none" they keep the order of packing. A rank's last micro-batch is real
-    if it has any sample.
+    By default a search chooses the number, the samples and the order of micro-batches for the
+    shortest makespan: the straggler's pipeline, or with expert parallelism slots in lockstep. Where
+    order costs no time a rank's largest micro-batch runs first. `balance="cost"` or "tokens" packs
+    and spreads micro-batches evenly, heaviest first; "none" keeps the order of packing. A rank's
+    last micro-batch is never a placeholder if it has a sample.
 
     Args:
         lengths: total length of each sample [samples], in tokens; may be empty.
         dims: sizes of the parallel groups.
         config: cap and policies.
         cost_model: costs of samples and micro-batches; the default `CostModel()` if None.
-        owners: the data-parallel rank that holds each sample [samples], or None.
-        forward_only: plan for forward passes alone, as for old and reference log-probs.
+        owners: the data-parallel rank that holds each sample [samples]; None: any may run it.
+        forward_only: plan forward passes alone, as for old and reference log-probs.
 
     Raises:
         LengthError: a length or an owner is out of range.
@@ -99,41 +98,37 @@ def plan_batch(
     forward_only: bool = False,
     on_step: Callable[[int, int], None] | None = None,
 ) -> Plan:
-    """Plan the steps of one batch: a number of samples each, a number of groups each, or one step.
+    """Plan the steps of one batch, cut by `samples_per_step` or `groups_per_step`; else one step.
 
     Args:
-        lengths: total length of each sample of the batch [samples], in tokens; may be empty, which
-            gives one step of placeholders.
+        lengths: total length of each sample of the batch [samples], in tokens; none give one step
+            of placeholders.
         dims: sizes of the parallel groups.
         config: cap and policies.
         cost_model: costs of samples and micro-batches; the default `CostModel()` if None.
         samples_per_step: samples of each step over all ranks, in the order of `lengths`; the last
-            step takes what is left. None makes one step of all.
+            step takes the rest.
         owners: as in `plan_step`.
         groups: the group (uid) of each sample [samples], with `groups_per_step`.
-        groups_per_step: groups of each step over all ranks, as in `group_steps`; not together with
-            `samples_per_step`.
-        last: treatment of groups left over, as in `group_steps`; those dropped are listed in
-            `Plan.dropped`.
-        is_padding: which samples are padding samples, as in `group_steps`, with `groups`; they are
-            in no step, and are listed as dropped.
+        groups_per_step: groups of each step over all ranks, as in `group_steps`.
+        last: what becomes of groups left over, as in `group_steps`; `Plan.dropped` lists those
+            dropped.
+        is_padding: the padding samples, as in `group_steps`; they are in no step, and dropped.
         forward_only: as in `plan_step`.
-        on_step: called after each step with the steps planned so far and all of them.
+        on_step: called after each step with the number of steps planned, and of all steps.
 
     Raises:
-        As `plan_step`; LengthError also for `samples_per_step` below 1, for groups that
-            `group_steps` refuses or that are not one per sample, for arguments that exclude each
+        As `plan_step`; LengthError also for steps or groups that do not fit the samples or each
             other, and if `last="drop"` leaves no step.
     """
     problem = Problem.of(lengths, dims, config, cost_model, forward_only=forward_only)
     if owners is not None:
         if config.max_context_parallel is not None:
             raise ConfigError(
-                "samples that stay where they are cannot share ranks; leave ",
+                "dynamic CP moves samples between ranks; leave out ",
                 Argument("owners"),
                 " or ",
                 Argument("max_context_parallel"),
-                " out",
             )
         owners = check_owners(owners, problem.num_samples, dims.data_parallel)
     if groups is None and groups_per_step is None and last == "keep" and is_padding is None:
@@ -156,13 +151,12 @@ def plan_batch(
 def _check_search(config: PlannerConfig, num_samples: int) -> None:
     if config.searches and num_samples * config.plan_effort > MAX_SEARCHED_PASSES:
         raise ConfigError(
-            f"a search for {num_samples} samples in a step with ",
             Argument("plan_effort", config.plan_effort),
-            f" may simulate at most {MAX_SEARCHED_PASSES} passes; decrease ",
+            f" is too much for {num_samples} samples in a step; decrease ",
             Argument("plan_effort"),
-            f" to {MAX_SEARCHED_PASSES // num_samples}, set ",
+            f" to {MAX_SEARCHED_PASSES // num_samples}, decrease ",
             Argument("samples_per_step"),
-            " lower, or ",
+            ", or set ",
             Argument("balance", "cost"),
         )
 
@@ -187,19 +181,22 @@ def _whole_groups(
 ) -> list[Sequence[int]]:
     if samples_per_step is not None:
         raise LengthError(
-            "steps are cut either by ",
+            "got both ",
             Argument("samples_per_step"),
-            " or by ",
-            Argument("groups"),
             " and ",
-            Argument("groups_per_step"),
-            ", got both; leave ",
+            Argument("groups"),
+            "; leave out ",
             Argument("samples_per_step"),
-            " out to keep the samples of a prompt together",
+            " to keep a prompt's samples together",
         )
     if groups is None or groups_per_step is None:
         absent = Argument("groups" if groups is None else "groups_per_step")
         raise LengthError(
+            "steps of whole groups need ",
+            absent,
+            "; set ",
+            absent,
+            ", or leave out ",
             Argument("groups"),
             ", ",
             Argument("groups_per_step"),
@@ -207,18 +204,12 @@ def _whole_groups(
             Argument("last"),
             " and ",
             Argument("is_padding"),
-            " go together, but ",
-            absent,
-            " is not set; set ",
-            absent,
-            ", or none of them",
         )
     groups = entries("groups", groups, LengthError)
     if len(groups) != num_samples:
         raise LengthError(
             Argument("groups"),
-            f" must name one group for each of the {num_samples} samples, got {len(groups)} "
-            "entries; pass them in the order of lengths",
+            f" has {len(groups)} entries for {num_samples} samples; give one for each",
         )
     steps: list[Sequence[int]] = list(
         group_steps(groups, groups_per_step, last=last, is_padding=is_padding)
@@ -227,10 +218,8 @@ def _whole_groups(
         raise LengthError(
             "the batch has fewer groups than ",
             Argument("groups_per_step", groups_per_step),
-            ", so dropping those left over leaves no step at all; set ",
+            "; decrease it, or set ",
             Argument("last", "keep"),
-            ", or decrease ",
-            Argument("groups_per_step"),
         )
     return steps or [range(0)]
 
@@ -244,11 +233,12 @@ def _plan_samples(batch: Problem, samples: Sequence[int], owners: Sequence[int] 
         owners: the rank that holds each sample of the batch; None: samples may go to any rank.
     """
     sizes = None
-    if owners is None and batch.config.max_context_parallel is not None:
-        micro_batches, sizes = _plan_dynamic(batch.subset(samples))
-        ranks = tuple(_renamed(rank, samples) for rank in micro_batches)
-    elif owners is None:
-        micro_batches = _plan_global(batch.subset(samples))
+    if owners is None:
+        problem = batch.subset(samples)
+        if batch.config.max_context_parallel is None:
+            micro_batches = _plan_global(problem)
+        else:
+            micro_batches, sizes = _plan_dynamic(problem)
         ranks = tuple(_renamed(rank, samples) for rank in micro_batches)
     else:
         shards: list[list[int]] = [[] for _ in range(batch.dims.data_parallel)]
@@ -271,16 +261,18 @@ def _plan_samples(batch: Problem, samples: Sequence[int], owners: Sequence[int] 
 
 def _plan_global(problem: Problem) -> tuple[MicroBatches, ...]:
     dims = problem.dims
+    # With fewer samples than ranks, plan as many ranks as there are samples; the others get
+    # placeholders alone. Experts must still divide the ranks planned.
     together = dims.expert_parallel
     useful = -(-max(problem.num_samples, 1) // together) * together
-    if dims.data_parallel > useful:  # no sample shares a rank, and the others have placeholders
+    if dims.data_parallel > useful:
         fewer = dataclasses.replace(problem, dims=dataclasses.replace(dims, data_parallel=useful))
         found = _plan_global(fewer)
         return *found, *(((),) * len(found[0]),) * (dims.data_parallel - useful)
     plain = _packed_and_placed(problem)
     if not problem.config.searches or not problem.num_samples:
         if problem.config.max_inflight_tokens is not None:
-            # Refuses a plan that holds more.
+            # Nothing to choose from, but it raises where the bound is broken.
             worst = worst_outlook(shard_outlook(problem, rank) for rank in plain)
             soonest_filling([worst], problem.config)
         return plain
@@ -291,7 +283,7 @@ def _plan_global(problem: Problem) -> tuple[MicroBatches, ...]:
 
 
 def _searched(problem: Problem, plain: tuple[MicroBatches, ...] | None = None) -> list[Slots]:
-    """The step that the search finds, from what `_packed_and_placed` makes."""
+    """Slots of each rank by the search, which starts from three packed plans."""
     by_tokens = dataclasses.replace(problem.config, balance="tokens")
     in_order = dataclasses.replace(problem.config, packing="first-fit", balance="none")
     starts = (
@@ -326,8 +318,11 @@ def _packed_and_placed(problem: Problem) -> tuple[MicroBatches, ...]:
 
 
 def _plan_local(shards: Sequence[Problem]) -> tuple[MicroBatches, ...]:
-    """Every rank's micro-batches, made of its own samples, as many as the latest rank ends soonest
-    with."""
+    """Micro-batches of each rank, made of its own samples, in the number that suits the straggler.
+
+    The same calls as in a job whose ranks know their own lengths alone (see `shard`), with `max`
+    for the all-reduce.
+    """
     packed = [pack_shard(shard) for shard in shards]
     ends = [shard_ends(shard, bins) for shard, bins in zip(shards, packed, strict=True)]
     latest = [max(each) for each in zip(*ends, strict=True)]
@@ -343,5 +338,5 @@ def _plan_local(shards: Sequence[Problem]) -> tuple[MicroBatches, ...]:
 
 
 def _renamed(rank: MicroBatches, samples: Sequence[int]) -> MicroBatches:
-    """The same micro-batches with positions in `samples` replaced by the samples found there."""
+    """Micro-batches of positions in `samples`, as micro-batches of the samples there."""
     return tuple(tuple(samples[position] for position in samples_of) for samples_of in rank)

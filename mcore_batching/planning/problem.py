@@ -35,16 +35,15 @@ from mcore_batching.planning.tokens import (
     sample_multiple_tokens,
 )
 
-# Beyond this a length is certainly not in tokens; below it, costs are far from overflow.
 MAX_LENGTH_TOKENS = 2**40
+"""A longer length is certainly not in tokens; up to it costs stay far from overflow."""
 
 
 @dataclass(frozen=True)
 class Problem:
     """The samples of one step and what they are planned for; made by `Problem.of`.
 
-    Samples are positions in `lengths`. A micro-batch is a sequence of samples, a placeholder an
-    empty one.
+    A sample is a position in `lengths`, a micro-batch a sequence of samples, a placeholder `()`.
     """
 
     lengths: tuple[int, ...]
@@ -68,19 +67,18 @@ class Problem:
         *,
         forward_only: bool = False,
     ) -> Problem:
-        """The problem of these samples, all of its parts checked against each other.
+        """The problem of these samples, its parts checked against each other.
 
         Args:
             lengths: total length of each sample [samples], in tokens; may be empty.
             dims: sizes of the parallel groups.
             config: cap, padding, policies and effort.
-            cost_model: the default `CostModel()` if None.
-            forward_only: plan for forward passes alone.
+            cost_model: `CostModel()` if None.
+            forward_only: plan forward passes alone.
 
         Raises:
-            LengthError: a length is out of range; it names the sample.
-            ConfigError: the cap leaves no room for a single token, or `forward_only` is neither
-                True nor False.
+            LengthError: a length is out of range; names the sample.
+            ConfigError: the cap leaves no room for a token, or `forward_only` is no boolean.
             OversizeSampleError: a sample exceeds the cap under `on_oversize="error"`.
         """
         if not isinstance(forward_only, bool):
@@ -91,7 +89,7 @@ class Problem:
         config.check_max_context_parallel(dims)
         problem = cls(checked, dims, config, cost_model or CostModel(), forward_only)
         if config.max_context_parallel is not None:
-            _ = problem.on_ranks[1].capacity  # raises
+            _ = problem.on_ranks[1].capacity  # raises where no token fits
         if problem.oversize and config.on_oversize == "error":
             raise problem.oversize_error()
         return problem
@@ -127,12 +125,12 @@ class Problem:
 
     @cached_property
     def max_samples(self) -> int:
-        """Most samples of a micro-batch; all of them where there is no bound."""
+        """Most samples of a micro-batch."""
         return self.config.max_samples_per_row or max(1, self.num_samples)
 
     @cached_property
     def tokens(self) -> list[int]:
-        """Padded tokens of each sample [samples]; one alignment unit for a sample of none."""
+        """Padded tokens of each sample [samples]; an empty one is padded like one of 1 token."""
         multiple = sample_multiple_tokens(self.dims, self.config)
         return [round_up(length or 1, multiple) for length in self.lengths]
 
@@ -144,9 +142,11 @@ class Problem:
 
     @cached_property
     def on_ranks(self) -> dict[int, Problem]:
-        """By context-parallel size, ascending, the same samples in micro-batches of that size
-        alone, with costs of one of its ranks: one under dynamic CP for each size that a micro-batch
-        may have, else this problem."""
+        """{CP size: this problem as if every micro-batch had that size}, by ascending size.
+
+        Costs are those on one rank of the micro-batch. Without dynamic CP the only entry is this
+        problem itself.
+        """
         most = self.config.max_context_parallel
         if most is None:
             return {self.dims.context_parallel: self}
@@ -169,7 +169,7 @@ class Problem:
 
     @cached_property
     def row_sizes(self) -> tuple[int, ...]:
-        """Context-parallel sizes under which a micro-batch has room for a token, ascending."""
+        """Context-parallel sizes whose micro-batches have room for a placeholder, ascending."""
         return tuple(
             size
             for size, rows in self.on_ranks.items()
@@ -183,25 +183,25 @@ class Problem:
 
     @cached_property
     def least_costs(self) -> list[float]:
-        """Forward cost of each sample [samples] over all ranks that share it, at least."""
+        """Least forward cost of each sample [samples], summed over the ranks that share it."""
         if self.config.max_context_parallel is None:
             return self.costs
         return [size * self.on_ranks[size].costs[i] for i, size in enumerate(self.least_sizes)]
 
     @cached_property
     def least_sizes(self) -> list[int]:
-        """Least context-parallel size under which each sample [samples] fits the cap; the largest
-        for one that fits none."""
+        """Least context-parallel size under which each sample [samples] fits the cap; for an
+        oversize sample the largest."""
         *smaller, largest = self.row_sizes
-        fitting = ((size, self.on_ranks[size].oversize) for size in smaller)
         least = [largest] * self.num_samples
-        for size, oversize in reversed(list(fitting)):
+        for size in reversed(smaller):
+            oversize = self.on_ranks[size].oversize
             least = [old if i in oversize else size for i, old in enumerate(least)]
         return least
 
     @cached_property
     def oversize(self) -> frozenset[int]:
-        """The samples that exceed the cap by themselves; each has a micro-batch of its own."""
+        """The samples that exceed the cap; each is alone in its micro-batch."""
         if self.config.max_context_parallel is not None:
             return frozenset.intersection(
                 *(self.on_ranks[size].oversize for size in self.row_sizes)
@@ -211,9 +211,10 @@ class Problem:
 
     @cached_property
     def fewest_rows(self) -> int:
-        """Micro-batches that cannot be gone below, by the sums of tokens and of samples alone; a
-        shared one counts for each of its ranks."""
+        """Lower bound on the number of micro-batches, from the totals of tokens and samples; one
+        that c ranks share counts c times."""
         if self.config.max_context_parallel is not None:
+            # Padding depends on the size, so real tokens are counted.
             lengths = [max(n, 1) for i, n in enumerate(self.lengths) if i not in self.oversize]
             by_tokens = -(-sum(lengths) // self.config.max_tokens_per_gpu)
             largest = self.row_sizes[-1] * len(self.oversize)
@@ -240,23 +241,23 @@ class Problem:
         return self.cost_model.per_micro_batch + total
 
     def weight(self, samples: Sequence[int]) -> float:
-        """The quantity that `config.balance` evens out: padded tokens for "tokens", else cost."""
+        """What `config.balance` evens out: padded tokens for "tokens", else cost."""
         if self.config.balance == "tokens":
             return float(self.row_tokens(samples))
         return self.cost(samples)
 
     def inflight_tokens(self, micro_batches: Sequence[Sequence[int]], *, stage: int = 0) -> float:
-        """Most padded tokens whose activations a stage holds at a time.
+        """Most padded tokens in flight on a stage.
 
         Args:
-            micro_batches: of one rank, in slot order; a placeholder counts with its padding.
+            micro_batches: of one rank, in slot order; placeholders count with their padding.
             stage: pipeline rank.
         """
         tokens = [self.row_tokens(samples) or self.placeholder_tokens for samples in micro_batches]
         return inflight_tokens(tokens, self.dims, forward_only=self.forward_only, stage=stage)
 
     def oversize_error(self) -> OversizeSampleError:
-        """The error that names the longest of the oversize samples, and the cap that would do."""
+        """The error for the longest oversize sample, with the cap that it needs."""
         if self.config.max_context_parallel is not None:
             return self.on_ranks[self.row_sizes[-1]].oversize_error()
         worst = max(self.oversize, key=lambda sample: (self.lengths[sample], -sample))
@@ -276,23 +277,15 @@ def check_lengths(lengths: Sequence[int]) -> list[int]:
     """The lengths [samples] in tokens, as Python ints.
 
     Raises:
-        LengthError: an entry is no integer, is negative, or is beyond `MAX_LENGTH_TOKENS`; it names
-            the sample.
+        LengthError: an entry is no integer from 0 to `MAX_LENGTH_TOKENS`; names the sample.
     """
     checked: list[int] = []
     for index, length in enumerate(entries("lengths", lengths, LengthError)):
         number = length if type(length) is int else as_integer(length)
-        if number is None:
+        if number is None or not 0 <= number <= MAX_LENGTH_TOKENS:
             raise LengthError(
-                f"the length of sample {index} must be an integer number of tokens, got "
-                f"{length!r} ({type(length).__name__}); correct ",
-                Argument("lengths"),
-                index=index,
-            )
-        if not 0 <= number <= MAX_LENGTH_TOKENS:
-            raise LengthError(
-                f"the length of sample {index} must be between 0 and {MAX_LENGTH_TOKENS} tokens, "
-                f"got {number}; correct entry {index} of ",
+                f"the length of sample {index} must be an integer from 0 to {MAX_LENGTH_TOKENS}, "
+                f"got {length!r:.60}; correct ",
                 Argument("lengths"),
                 index=index,
             )
@@ -304,25 +297,22 @@ def check_owners(owners: Sequence[int], num_samples: int, data_parallel: int) ->
     """The data-parallel rank that holds each sample [samples], as Python ints.
 
     Raises:
-        LengthError: not one owner per sample, or an owner that is no rank of the layout.
+        LengthError: not one owner per sample, or an owner that is no data-parallel rank.
     """
     owners = entries("owners", owners, LengthError)
     if len(owners) != num_samples:
         raise LengthError(
             Argument("owners"),
-            f" must name one rank for each of the {num_samples} samples, got {len(owners)} "
-            "entries; pass them in the order of lengths",
+            f" has {len(owners)} entries for {num_samples} samples; give one for each",
         )
     checked: list[int] = []
     for index, owner in enumerate(owners):
         rank = as_integer(owner)
         if rank is None or not 0 <= rank < data_parallel:
             raise LengthError(
-                f"the owner of sample {index} must be a data-parallel rank from 0 to "
-                f"{data_parallel - 1}, got {owner!r}; correct ",
+                f"the owner of sample {index} must be a rank from 0 to {data_parallel - 1}, got "
+                f"{owner!r:.60}; correct ",
                 Argument("owners"),
-                " or set ",
-                Argument("data_parallel"),
                 index=index,
             )
         checked.append(rank)

@@ -7,11 +7,10 @@ A job writes one file of JSON lines into a folder:
     {"step": 0, "lengths": [...], "scope": "global", "ranks": [[[3, 17], [5]], ...],
      "predicted": 8120.5, "measured_seconds": 1.25}
 
-The first line holds for the steps after it and is repeated when one of its parts changes. A step's
+The first line holds for the steps after it, and is repeated when a part of it changes. A step's
 samples are numbered from 0 in the order of the batch; `predicted` is in units of cost;
-`measured_seconds` is null where nothing was measured. Under learnt costs, whose model changes from
-step to step, `seconds_per_unit` is there as well: of a unit on a mean pipeline stage, one token's
-work, with what transfers add to it.
+`measured_seconds` is null where nothing was measured. Under learnt costs, which change from step to
+step, `seconds_per_unit` is the time of one token's work on a mean pipeline stage.
 
 Beside it lies `cost_model.json`: the cost model of the last step, in the form that `CostModel`'s
 `from_json`, ``--cost-model`` and ``--dynamic-batch-cost-model`` read.
@@ -38,6 +37,7 @@ from mcore_batching.planning.errors import Argument, PlanningError
 from mcore_batching.planning.integers import at_least
 from mcore_batching.planning.json_text import MAX_JSON_CHARACTERS, open_text, parse_json
 from mcore_batching.planning.plan import StepPlan, step_from_data
+from mcore_batching.planning.plan_document import options_of
 from mcore_batching.planning.problem import check_lengths
 from mcore_batching.planning.statistics import predicted_step_time
 from mcore_batching.planning.validation import validate_plan
@@ -130,7 +130,7 @@ class StepRecorder:
         header = {
             "format": FORMAT,
             "version": VERSION,
-            "layout": asdict(plan.dims),
+            "layout": options_of(plan.dims),
             "config": asdict(plan.config),
             "cost_model": asdict(model),
         }
@@ -158,7 +158,7 @@ class StepRecorder:
             if self._header is None or self._header["cost_model"] != header["cost_model"]:
                 _write_cost_model(self._folder, model, seconds_per_unit)
         except OSError as error:
-            # Other ranks are in the middle of a step and would wait for this one for ever.
+            # Raising here would leave the other ranks waiting inside their step.
             warnings.warn(
                 f"{self._file.name}: {error}; no more steps are recorded", RuntimeWarning, 2
             )
@@ -175,7 +175,7 @@ class StepRecorder:
 
 
 def _write_cost_model(folder: Path, model: CostModel, seconds_per_unit: float | None) -> None:
-    """Write the file that other jobs and commands take; whoever reads it meets no half of it."""
+    """Replace the file for other jobs and commands, whole."""
     document = json.loads(model.to_json()) | {"seconds_per_unit": seconds_per_unit}
     beside = folder / f".{COST_MODEL_FILE}-{os.getpid()}.tmp"
     beside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -231,7 +231,7 @@ def _read_file(file: Path) -> Iterator[StepRecord]:
 
 
 def _lines(file: Path) -> Iterator[str]:
-    """The lines of a file, of one too long no more than shows that."""
+    """The lines of a file; of one that is too long only a part, which shows it."""
     try:
         with open_text(file) as lines:
             yield from iter(lambda: lines.readline(MAX_JSON_CHARACTERS + 1), "")

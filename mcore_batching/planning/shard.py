@@ -7,10 +7,9 @@
         micro_batches = fill_shard(problem, bins, count)
         worst = all_reduce_max(shard_outlook(problem, micro_batches))
 
-and then the micro-batches that `soonest_filling` picks by the worst outlooks; only a bound on
-tokens in flight leaves two of them to pick from. `plan_step` with `owners` is these calls for each
-rank and nothing else, so a rank that sees only its own lengths reaches the plan that one who sees
-all of them makes.
+and then `soonest_filling` picks among them by the worst outlooks; there are two of them only under
+a bound on tokens in flight. `plan_step` with `owners` makes the same calls for each rank, so a rank
+that knows its own lengths alone reaches the same plan.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ from mcore_batching.planning.search import (
 )
 
 MOST_COUNTED = 1 << 16
-"""Micro-batches up to which ranks choose their number under a bound on tokens in flight, which more
-of them keep to more easily."""
+"""Largest number of micro-batches that ranks consider under a bound on tokens in flight: the more
+there are, the fewer tokens each holds."""
 
 
 def pack_shard(problem: Problem) -> list[list[int]]:
-    """Samples packed under the cap, as few micro-batches as the packing rule finds.
+    """Samples packed under the cap by the packing rule.
 
     Returns:
-        the micro-batches' samples, ascending inside each: packed ones in the order in which the
-        packing opened them, then oversize samples, each alone. No samples give no micro-batches.
+        samples of each micro-batch, ascending: packed ones in the order in which packing opened
+        them, then each oversize sample alone.
     """
     fitting = [i for i in range(problem.num_samples) if i not in problem.oversize]
     sizes = [problem.tokens[i] for i in fitting]
@@ -73,20 +72,16 @@ def _pack(sizes: Sequence[int], problem: Problem) -> list[list[int]]:
 
 
 def shard_ends(problem: Problem, bins: Sequence[Sequence[int]]) -> list[float]:
-    """How soon one rank's step would end, by the number of micro-batches of all ranks.
-
-    A number that is best for one rank need not be for ranks that hold other samples: the one at
-    which the latest of them ends soonest is best for the step.
+    """Predicted ends of one rank's step for each number of micro-batches that ranks choose among.
 
     Args:
         problem: this rank's samples.
         bins: of `pack_shard`.
 
     Returns:
-        the number of `bins`, and of samples; then, where micro-batches are shaped for a pipeline,
-        the predicted end, in units of cost, with as many as there are `bins`, and with each of the
-        numbers that ranks choose among, infinite where this rank's samples do not fit. As many on
-        every rank of a job.
+        number of `bins`, and of samples; where a search shapes micro-batches for a pipeline, then
+        the end with `len(bins)` micro-batches and the end with each number to choose from, infinite
+        where the samples do not fit. In units of cost; equally long on all ranks of a job.
     """
     held = [float(len(bins)), float(problem.num_samples)]
     if not _shapes_slots(problem.dims, problem.config):
@@ -100,16 +95,16 @@ def shard_ends(problem: Problem, bins: Sequence[Sequence[int]]) -> list[float]:
 
 
 def soonest_counts(latest: Sequence[float], dims: ParallelDims, config: PlannerConfig) -> list[int]:
-    """The number of micro-batches with which the latest rank's step ends soonest.
+    """The number of micro-batches with the earliest end of the straggler.
 
     Args:
-        latest: the largest of each number of `shard_ends` over all ranks.
-        dims: parallel dims, as in every rank's problem.
-        config: the planner's settings, likewise.
+        latest: element-wise maximum of `shard_ends` over all ranks.
+        dims: of every rank's problem.
+        config: of every rank's problem.
 
     Returns:
-        a single number; under a bound on tokens in flight the fewest that hold the samples as well,
-        since what ranks hold is known only once micro-batches are made.
+        one number; under a bound on tokens in flight also the fewest that hold the samples, since
+        tokens in flight are known only once micro-batches are filled.
     """
     held, samples, *ends = latest
     fewest, most = (dims.round_up_num_microbatches(max(1, int(n))) for n in (held, samples))
@@ -118,7 +113,7 @@ def soonest_counts(latest: Sequence[float], dims: ParallelDims, config: PlannerC
     packed, *known = ends
     counts = _counts(dims, config)
     end, soonest = min(zip(known, counts, strict=True))
-    # The next number above the fewest may be a seventh more, for nothing.
+    # Counts to choose from are up to a seventh apart: the fewest itself may be as good.
     is_next = soonest == min((count for count in counts if count >= fewest), default=fewest)
     if end == math.inf or (is_next and packed <= end):
         soonest = fewest
@@ -131,19 +126,17 @@ def soonest_counts(latest: Sequence[float], dims: ParallelDims, config: PlannerC
 def fill_shard(
     problem: Problem, bins: Sequence[Sequence[int]], num_microbatches: int
 ) -> MicroBatches:
-    """Bring one rank's micro-batches to the count that all ranks agreed on, in slot order.
+    """One rank's micro-batches in slot order, brought to the count that all ranks agreed on.
 
     Args:
-        problem: this rank's samples; `config.fill` says whether to split before adding
-            placeholders, `config.balance` by what to order.
+        problem: this rank's samples; `config.fill` and `config.balance` say how.
         bins: of `pack_shard`; may be empty.
         num_microbatches: the common count, `len(bins)` or more.
 
     Returns:
-        exactly `num_microbatches` tuples of samples; `()` is a placeholder. In a pipeline they are
-        in the order that ends soonest; else real ones by descending weight, with
-        `balance="none"` in the order of packing. The default `balance` puts the largest before
-        them where order takes no time. The last is real if there is a sample.
+        samples of each of the `num_microbatches`; `()` is a placeholder. In a pipeline in the order
+        that ends soonest, else the largest first, then by descending weight; with
+        `balance="none"` in the order of packing. The last is real if there is a sample.
 
     Raises:
         LengthError: there are more `bins` than `num_microbatches`.
@@ -151,8 +144,8 @@ def fill_shard(
     if len(bins) > num_microbatches:
         raise LengthError(
             Argument("num_microbatches"),
-            f" must be at least the {len(bins)} micro-batches this shard packs into, got "
-            f"{num_microbatches}; set it to the maximum over all ranks",
+            f" must be at least this rank's {len(bins)} micro-batches, got {num_microbatches}; "
+            "set the maximum over all ranks",
         )
     plain = _split_and_order(problem, bins, num_microbatches)
     if not problem.config.searches or problem.dims.in_lockstep:
@@ -189,11 +182,11 @@ class ShardOutlook:
     end: float
     """End of the rank's step by itself, in units of cost."""
     inflight_tokens: float
-    """Most padded tokens whose activations its first pipeline stage holds at a time."""
+    """Most padded tokens in flight on its first pipeline stage."""
 
 
 def shard_outlook(problem: Problem, micro_batches: Sequence[Sequence[int]]) -> ShardOutlook:
-    """The end of one rank's step, and the tokens that it holds meanwhile.
+    """The end of one rank's step, and its peak of tokens in flight.
 
     Args:
         problem: this rank's samples.
@@ -206,23 +199,20 @@ def shard_outlook(problem: Problem, micro_batches: Sequence[Sequence[int]]) -> S
 
 
 def worst_outlook(outlooks: Iterable[ShardOutlook]) -> ShardOutlook:
-    """The latest end and the most tokens in flight of all ranks, not always of the same one."""
+    """The latest end and the most tokens in flight over all ranks."""
     ends, inflight = zip(*((each.end, each.inflight_tokens) for each in outlooks), strict=True)
     return ShardOutlook(end=max(ends), inflight_tokens=max(inflight))
 
 
 def soonest_filling(outlooks: Sequence[ShardOutlook], config: PlannerConfig) -> int:
-    """The number of micro-batches with which the step ends first.
+    """Index of the filling with the earliest end of the step, the first of equals.
 
     Args:
-        outlooks: with each of `soonest_counts`, the worst of all ranks.
+        outlooks: for each of `soonest_counts`, the worst over all ranks.
         config: gives `max_inflight_tokens`.
 
-    Returns:
-        its index; the first of equals.
-
     Raises:
-        InflightBoundError: under each of them some rank holds more tokens in flight than it may.
+        InflightBoundError: every filling breaks the bound on some rank.
     """
     bound = _inflight_bound(config)
     least = min(outlook.inflight_tokens for outlook in outlooks)
@@ -240,7 +230,7 @@ def _shapes_slots(dims: ParallelDims, config: PlannerConfig) -> bool:
 
 
 def _counts(dims: ParallelDims, config: PlannerConfig) -> list[int]:
-    """Numbers of micro-batches that ranks choose among, without knowing what others hold."""
+    """Numbers of micro-batches to choose from; the same on every rank, whatever it holds."""
     most = MOST_SLOTS_PER_STAGE * dims.pipeline_parallel
     return steps_of_counts(1, most if config.max_inflight_tokens is None else MOST_COUNTED, dims)
 

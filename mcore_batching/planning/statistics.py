@@ -42,18 +42,17 @@ class StepStatistics:
     slot_maxima_cost: float
     """Sum over slots of the costliest micro-batch of the slot: the time of ranks in lockstep."""
     step_time: float
-    """Predicted end of the step, in units of cost: `predicted_step_time`."""
+    """Predicted makespan, in units of cost: `predicted_step_time`."""
     floor_time: float
-    """Time before which no plan's step ends, in units of cost: `step_time_floor`."""
+    """Lower bound on any plan's makespan, in units of cost: `step_time_floor`."""
     peak_inflight_tokens: float
-    """Most padded tokens whose activations a first pipeline stage holds at a time, over all ranks;
-    of several steps the most of any. Under dynamic CP a row of size c counts with 1 / c for each of
-    the dims' context-parallel ranks."""
+    """Most padded tokens in flight on a first pipeline stage; the most of any rank and step.
+    Counted over the dims' context-parallel ranks, also for a row on more or fewer of them."""
     last_stage_inflight_tokens: float
-    """Likewise, of a last pipeline stage."""
+    """Most padded tokens in flight on a last pipeline stage, counted in the same way."""
     largest_row_tokens: int
-    """Padded tokens of the largest micro-batch, of which a last stage makes logits, counted like
-    those; of several steps the most of any."""
+    """Padded tokens of the largest micro-batch, whose logits a last stage makes, counted in the
+    same way."""
 
     @property
     def fill(self) -> float:
@@ -79,7 +78,7 @@ class StepStatistics:
 
     @property
     def time_over_floor(self) -> float:
-        """Predicted end of the step over the time before which no plan's step ends."""
+        """Predicted makespan over its lower bound."""
         return _ratio(self.step_time, self.floor_time)
 
     def __add__(self, other: StepStatistics) -> StepStatistics:
@@ -146,8 +145,8 @@ def shard_statistics(
         micro_batches: this rank's.
 
     Returns:
-        numbers to add up over data-parallel ranks, and numbers of which to take the largest; as
-        many on every rank.
+        numbers to sum over data-parallel ranks, and numbers to take the maximum of; equally many on
+        every rank.
     """
     costs = [problem.cost(samples) for samples in micro_batches]
     tokens = [problem.row_tokens(samples) for samples in micro_batches]
@@ -179,18 +178,18 @@ def shard_statistics(
 def joined_statistics(
     problem: Problem, sums: Sequence[float], maxima: Sequence[float]
 ) -> StepStatistics:
-    """`step_statistics` of a step of which each rank knows its own micro-batches alone.
+    """`step_statistics` where each rank knows its own micro-batches alone.
 
     Args:
         problem: of any rank; gives dims, config and cost model.
-        sums: over all ranks, of the first numbers of `shard_statistics`.
-        maxima: over all ranks, of the second ones.
+        sums: the first numbers of `shard_statistics`, summed over ranks.
+        maxima: its second numbers, each the maximum over ranks.
     """
     samples, placeholders, oversize, real, padded, *costs, fitting = sums
     all_work, least_work = costs
     work, end, first_inflight, last_inflight, largest_row, costliest, *slots = maxima
     dims, config, ranks = problem.dims, problem.config, problem.num_ranks
-    if problem.dims.in_lockstep:
+    if problem.dims.in_lockstep:  # no rank's own end, but that of each slot's costliest
         end = Clock(slots, problem.schedule).end
     per_row = config.max_samples_per_row or max(1, int(samples))
     by_tokens = -(-int(fitting) // problem.capacity)
@@ -222,8 +221,9 @@ def predicted_step_time(
     *,
     forward_only: bool | None = None,
 ) -> float:
-    """End of the slowest rank's pipeline; with expert parallelism, that of slots in lockstep. Ranks
-    that share a micro-batch wait for each other in it.
+    """Predicted makespan of a step: the end of the straggler's pipeline.
+
+    With expert parallelism slots run in lockstep; ranks that share a row wait for each other in it.
 
     Args:
         step: the plan.
@@ -271,12 +271,12 @@ def step_problem(
 def micro_batch_costs(
     step: StepPlan, problem: Problem, ranks: Sequence[Sequence[Sequence[int]]]
 ) -> list[list[float]]:
-    """Forward cost of each micro-batch [ranks][slots], of a shared one on each of its ranks.
+    """Forward cost of each micro-batch [ranks][slots]; a shared one costs each of its ranks.
 
     Args:
         step: the plan.
         problem: of `step_problem`.
-        ranks: likewise.
+        ranks: of `step_problem`.
     """
     return [
         [
@@ -298,6 +298,7 @@ def _held_tokens(
             size = step.row_size(rank, slot)
             rows = problem.on_ranks[size]
             tokens = rows.row_tokens(samples) or rows.placeholder_tokens
+            # Each rank of the row holds tokens / size; counted over the dims' ranks.
             held[-1].append(tokens * step.dims.context_parallel // size)
     return held
 

@@ -63,10 +63,7 @@ def row_capacity_tokens(dims: ParallelDims, config: PlannerConfig) -> int:
     placeholder = placeholder_tokens(dims, config)
     if placeholder > cap:
         raise ConfigError(
-            f"the smallest micro-batch takes {placeholder} padded tokens (context_parallel="
-            f"{dims.context_parallel}, tensor_parallel={dims.tensor_parallel}, sequence_parallel="
-            f"{dims.sequence_parallel}, pad_each_to={config.pad_each_to}, pad_total_to="
-            f"{config.pad_total_to}), the cap is {cap}; set ",
+            f"the smallest micro-batch takes {placeholder} padded tokens, the cap is {cap}; set ",
             Argument("max_tokens_per_gpu"),
             f" to {needed_max_tokens_per_gpu(1, dims, config)} or more, or lower ",
             Argument("pad_each_to"),

@@ -1,11 +1,14 @@
 """A plan checked against the invariants, whoever made it.
 
-A plan that passes covers its samples exactly once, lists those that it drops, keeps every
-micro-batch to the cap and to the most samples that may share it, gives every rank the same legal
-number of micro-batches, and has a placeholder beside a micro-batch that could be split only if it
-was made with `fill="placeholder"`. Under dynamic CP the ranks that share a micro-batch are a block
-from a multiple of its size on, which all list the same, and a placeholder is of one rank; one
-beside shared micro-batches alone is legal. No check calls the planner.
+A plan that passes
+- covers every sample exactly once, or lists it as dropped;
+- keeps every micro-batch to the cap and to `max_samples_per_row`;
+- gives every rank the same number of micro-batches, one that the schedule can run;
+- has no placeholder on a rank that could split a micro-batch, but under `fill="placeholder"`;
+- under dynamic CP: ranks that share a row of size c are a block from a multiple of c on and list
+  the same samples; a placeholder has size 1.
+
+No check calls the planner.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from mcore_batching.planning.errors import InvariantError
+from mcore_batching.planning.errors import InvariantError, shortened
 from mcore_batching.planning.plan import Plan, StepPlan
 from mcore_batching.planning.problem import check_lengths
 from mcore_batching.planning.tokens import padded_row_tokens, padded_sample_tokens
@@ -37,8 +40,8 @@ def validate_plan(plan: Plan | StepPlan, lengths: Sequence[int]) -> None:
     if len(lengths) != plan.num_samples:
         raise InvariantError(
             "exact cover",
-            f"the plan is for {plan.num_samples} samples, but {len(lengths)} lengths were given; "
-            "pass the lengths that it was made from",
+            f"the plan has {plan.num_samples} samples, got {len(lengths)} lengths; pass those that "
+            "it was made from",
         )
     for index, step in enumerate(plan.steps):
         _check_blocks(step, index)
@@ -54,7 +57,7 @@ def _validate_step(step: StepPlan, lengths: Sequence[int], index: int | None) ->
     if beyond:
         raise InvariantError(
             "exact cover",
-            f"the step covers samples {_listed(beyond)}, but only {len(lengths)} lengths were "
+            f"the step covers samples {shortened(beyond)}, but only {len(lengths)} lengths were "
             "given; pass the lengths of the whole batch",
             indices=tuple(beyond),
             step=index,
@@ -73,7 +76,7 @@ def _placed(step: StepPlan) -> list[int]:
 
 
 def _check_blocks(step: StepPlan, index: int | None) -> None:
-    """Check that ranks that share a micro-batch agree about it, so that it can be counted once."""
+    """Check that all ranks of a block list the same micro-batch, so that it is counted once."""
     sizes, most = step.context_parallel, step.config.max_context_parallel
     if (sizes is None) != (most is None):
         raise InvariantError(
@@ -93,7 +96,7 @@ def _check_blocks(step: StepPlan, index: int | None) -> None:
             samples = step.micro_batches[rank][slot]
             first = rank // size * size if size in legal else rank
             if size not in legal:
-                fault = f"the context-parallel size {size} is none of {_listed(legal)}"
+                fault = f"the context-parallel size {size} is none of {shortened(legal)}"
             elif size > 1 and not samples:
                 fault = f"a placeholder has the context-parallel size {size}, expected 1"
             elif sizes[first][slot] != size or step.micro_batches[first][slot] != samples:
@@ -112,7 +115,7 @@ def _check_dropped(dropped: Sequence[int], found: Iterable[int]) -> None:
     if both:
         raise InvariantError(
             "exact cover",
-            f"samples {_listed(both)} are listed as dropped, but a step runs them",
+            f"samples {shortened(both)} are listed as dropped, but a step runs them",
             indices=tuple(both),
         )
 
@@ -133,7 +136,7 @@ def _check_cover(
         if samples:
             raise InvariantError(
                 "exact cover",
-                f"samples {_listed(samples)} are {where} {fault}",
+                f"samples {shortened(samples)} are {where} {fault}",
                 indices=tuple(samples),
                 step=step,
             )
@@ -181,6 +184,7 @@ def _check_cap(step: StepPlan, lengths: Sequence[int], index: int | None) -> Non
         return padded_row_tokens(sum(padded), of_size[size], config)
 
     for rank, slot, size, samples in step.rows():
+        # A sample over the cap of every size may be alone in its row.
         tokens, cap = row_tokens(samples, size), config.cap_tokens(of_size[size])
         if tokens <= cap or (
             len(samples) == 1
@@ -190,7 +194,7 @@ def _check_cap(step: StepPlan, lengths: Sequence[int], index: int | None) -> Non
             continue
         raise InvariantError(
             "cap",
-            f"samples {_listed(samples)} take {tokens} padded tokens, the cap is {cap}",
+            f"samples {shortened(samples)} take {tokens} padded tokens, the cap is {cap}",
             indices=samples,
             step=index,
             rank=rank,
@@ -205,7 +209,7 @@ def _check_samples_per_row(step: StepPlan, index: int | None) -> None:
             raise InvariantError(
                 "cap",
                 f"{len(samples)} samples share a micro-batch, at most max_samples_per_row="
-                f"{most} may: samples {_listed(samples)}",
+                f"{most} may: samples {shortened(samples)}",
                 indices=samples,
                 step=index,
                 rank=rank,
@@ -224,16 +228,9 @@ def _check_split_before_placeholder(step: StepPlan, index: int | None) -> None:
                 raise InvariantError(
                     "split before placeholder",
                     f"slot {micro_batches.index(())} is a placeholder, but samples "
-                    f"{_listed(samples)} share a micro-batch that could have been split",
+                    f"{shortened(samples)} share a micro-batch that could have been split",
                     indices=samples,
                     step=index,
                     rank=rank,
                     slot=slot,
                 )
-
-
-def _listed(samples: Iterable[int], limit: int = 10) -> str:
-    """Sample indices for a message, cut short."""
-    samples = list(samples)
-    shown = ", ".join(map(str, samples[:limit]))
-    return shown if len(samples) <= limit else f"{shown} and {len(samples) - limit} more"

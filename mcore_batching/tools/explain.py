@@ -21,6 +21,7 @@ from mcore_batching.planning import (
     step_statistics,
     validate_plan,
 )
+from mcore_batching.planning.errors import shortened
 from mcore_batching.planning.statistics import micro_batch_costs
 from mcore_batching.tools.report import FLOOR, counted
 from mcore_batching.tools.suggestions import suggestions
@@ -73,7 +74,7 @@ def explain(
     if plan.dropped:
         paragraphs.append(
             f"dropped with the groups left over: {counted(len(plan.dropped), 'sample')}: "
-            f"{_abbreviated(plan.dropped)}"
+            f"{shortened(plan.dropped, _SHOWN, ' ')}"
         )
     return "\n".join(paragraphs)
 
@@ -184,7 +185,8 @@ def _oversize(step: StepPlan, problem: Problem) -> Iterator[str]:
         samples = [step.sample_indices[position] for position in sorted(problem.oversize)]
         yield (
             f"oversize, each alone in its micro-batch: {counted(len(samples), 'sample')} over "
-            f"{max(rows.capacity for rows in _usable(problem))} tokens: {_abbreviated(samples)}"
+            f"{max(rows.capacity for rows in _usable(problem))} tokens: "
+            + shortened(samples, _SHOWN, " ")
         )
 
 
@@ -309,8 +311,3 @@ def _longest(problem: Problem) -> int:
 def _stages(step: StepPlan) -> str:
     number = step.dims.pipeline_parallel
     return f"{number} stages" if number > 1 else "the one stage"
-
-
-def _abbreviated(samples: Sequence[int]) -> str:
-    more = f" … {len(samples) - _SHOWN} more" if len(samples) > _SHOWN else ""
-    return " ".join(map(str, samples[:_SHOWN])) + more

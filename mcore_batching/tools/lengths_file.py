@@ -103,10 +103,9 @@ def _refuse_column(column: str | None, argument: Argument, source: str) -> None:
     if column is not None:
         raise LengthsFileError(
             argument,
-            f" is for .csv and .jsonl files, but {source} is read as text, one value per line; "
-            "leave ",
+            f" is for .csv and .jsonl files, not for {source}; leave out ",
             argument,
-            " out, or rename the file",
+            ", or rename the file",
         )
 
 
@@ -120,7 +119,7 @@ def _no_column(
 
 
 def _bounded(file: TextIO, source: str) -> Iterator[str]:
-    """The lines of a file, no longer and no more than there may be."""
+    """The lines of a file, within the limits on their length and number."""
     lines = iter(lambda: file.readline(MAX_JSON_CHARACTERS + 1), "")
     try:
         for number, line in enumerate(lines, start=1):
@@ -177,8 +176,8 @@ def _read_json_lines(
             raise LengthsFileError(f"{source}:{line}: not a line of JSON: {error}") from None
         if not isinstance(record, dict):
             raise LengthsFileError(
-                f"{source}:{line}: expected a JSON object, got {text!r:.60}; write values that "
-                "stand alone into a .txt file"
+                f"{source}:{line}: expected a JSON object, got {text!r:.60}; use .txt for bare "
+                "values"
             )
         if column is None or column not in record:
             raise _no_column(f"{source}:{line}", "key", column, argument, record)

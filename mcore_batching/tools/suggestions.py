@@ -31,9 +31,9 @@ Changes = tuple[Argument, ...]
 """Arguments to set together, with their new values."""
 
 EFFORT = 300
-"""Most `plan_effort` of a plan that a step is only held against: a fifth of the default."""
+"""Largest `plan_effort` of a plan that is only compared: a fifth of the default."""
 LEAST_GAIN = 1.01
-"""Below a hundredth a gain is not worth changing a job's parallel dims for."""
+"""A gain under 1 % is not worth changing a job's parallel dims for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,8 @@ def suggestions(
     Args:
         step: a valid plan made for all ranks together.
         lengths: total length of each sample of the whole batch [samples], in tokens.
-        seconds: time to take; no other change is tried once the next would exceed it, if it takes
-            as long as those before on average. The first is always tried.
+        seconds: time limit, by the mean time of the changes tried so far; the first is always
+            tried.
     """
     started = time.monotonic()
     now = step_statistics(step, lengths).step_time

@@ -23,8 +23,8 @@ class RankTimeline:
     rank: int
     """As `StepPlan.micro_batches` numbers it."""
     passes: tuple[Operation, ...]
-    """Of all its stages, stage after stage, each in its order. An operation ends with this rank's
-    own work, though with expert parallelism its slot goes on."""
+    """Stage after stage, each in the order it runs. With expert parallelism a pass ends with this
+    rank's own work, before its slot does."""
     tokens: tuple[int, ...]
     """Padded tokens of each micro-batch [num_microbatches], 0 for a placeholder; under dynamic CP
     of this rank's part of it."""
@@ -35,7 +35,7 @@ class RankTimeline:
     end: float
     """End of its last pass, in units of cost."""
     busy: float
-    """Share of its stages' time until the step's end in which they work."""
+    """Share of the makespan in which its stages work, 1 less the bubble."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class StepTimeline:
 
     @property
     def busy(self) -> float:
-        """Share of all stages' time until the step's end in which they work."""
+        """Share of the makespan in which stages work, 1 less the bubble."""
         return sum(rank.busy for rank in self.ranks) / len(self.ranks)
 
     def extremes(self) -> dict[str, RankTimeline]:
@@ -94,6 +94,7 @@ def step_timeline(
     problem, ranks = step_problem(step, lengths, cost_model)
     costs = micro_batch_costs(step, problem, ranks)
     schedule = problem.schedule
+    # In lockstep one clock has the pace of all ranks; each rank's own passes end earlier within it.
     clocks = clocks_of(costs, schedule, step.context_parallel)
     at_the_pace = [clock.operations(rank) for clock in clocks for rank in range(len(clock.ends))]
     if schedule.dims.in_lockstep:
@@ -109,6 +110,7 @@ def step_timeline(
         tuple(step.row_size(rank, slot) for slot in range(step.num_microbatches))
         for rank in range(len(ranks))
     ]
+    # Tokens of a row are shown whole, but under dynamic CP those of this rank's part.
     parts = (
         sizes if step.context_parallel is not None else [[1] * step.num_microbatches] * len(ranks)
     )

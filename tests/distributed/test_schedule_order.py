@@ -78,9 +78,6 @@ def test_simulated_order_is_megatrons(job: Job, ranks: list[Any]) -> None:
 
 
 BEFORE_0_18 = tuple(map(int, version("megatron-core").split(".")[:2])) < (0, 18)
-WAITS_FOR_SENDS = pytest.mark.skipif(
-    BEFORE_0_18, reason="before megatron-core 0.18 the schedule did not wait for what it sent"
-)
 SECONDS_PER_COST = 0.02
 
 
@@ -110,7 +107,7 @@ def clock_of(name: str) -> Job:
 )
 def test_no_pass_ends_before_the_simulation_says(job: Job, ranks: list[Any]) -> None:
     """Passes sleep what they cost. So Megatron has every wait that the simulation has."""
-    dims = ParallelDims(**job.parameters["dims"])
+    dims = ParallelDims(**job.parameters["dims"], waits_for_sends=not BEFORE_0_18)
     chunks = dims.virtual_pipeline
     for number, (costs, forward_only) in enumerate(job.parameters["steps"]):
         ended = {
@@ -120,7 +117,7 @@ def test_no_pass_ends_before_the_simulation_says(job: Job, ranks: list[Any]) -> 
         }
         # Each chunk sleeps the whole cost.
         whole = [chunks * cost for cost in costs]
-        schedule = Schedule(dims=dims, forward_only=forward_only, waits_for_sends=not BEFORE_0_18)
+        schedule = Schedule(dims=dims, forward_only=forward_only)
         for o in Clock(whole, schedule).operations():
             end = ended[o.stage, o.kind, o.chunk, o.slot]
             assert end >= SECONDS_PER_COST * o.end * (1 - 1e-9), o
@@ -138,10 +135,7 @@ DP2_PP2 = {"data_parallel": 2, "pipeline_parallel": 2}
     "job",
     [
         asleep("dp2-pp2", **DP2_PP2),
-        pytest.param(
-            asleep("dp2-pp2-vpp2", **DP2_PP2, virtual_pipeline=2),
-            marks=[pytest.mark.long, WAITS_FOR_SENDS],
-        ),
+        pytest.param(asleep("dp2-pp2-vpp2", **DP2_PP2, virtual_pipeline=2), marks=pytest.mark.long),
         pytest.param(asleep("dp4", data_parallel=4), marks=pytest.mark.long),
     ],
     ids=str,
@@ -153,6 +147,8 @@ def test_ranks_that_share_a_row_wait_for_each_other_as_simulated(
     neither."""
     for rows in ("one rank", "dynamic CP"):
         clocks = [rank[rows] for rank in ranks]
+        interleaved = job.parameters["dims"].get("virtual_pipeline", 1) > 1
+        assert {c["waits_for_sends"] for c in clocks} == {not (interleaved and BEFORE_0_18)}
         assert {size for clock in clocks for size in clock["sizes"]} > {1} or rows == "one rank"
         (steps,) = zip(*(clock["passes"] for clock in clocks), strict=True)
         began = min(start for passes in steps for *_, start, _ in passes)

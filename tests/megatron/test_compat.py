@@ -6,6 +6,7 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+import megatron.core
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -46,6 +47,24 @@ def test_validate_args_is_replaced_where_it_was_imported_by_name() -> None:
     later, until_017 = SimpleNamespace(), SimpleNamespace(validate_args=print)
     assert compat.modules_with_validate_args(arguments, later) == [arguments]
     assert compat.modules_with_validate_args(arguments, until_017) == [arguments, until_017]
+
+
+@pytest.mark.parametrize(
+    ("version", "frees_outputs", "waits"),
+    [
+        ("0.17.1", True, False),
+        ("0.18.0rc1", True, True),
+        ("0.19.2", True, True),
+        ("0.19.2", False, False),
+        ("1.0.0", True, True),
+    ],
+)
+def test_who_waits_for_sends(
+    version: str, frees_outputs: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(megatron.core, "__version__", version)
+    config = SimpleNamespace(deallocate_pipeline_outputs=frees_outputs)
+    assert compat.waits_for_sends(config) is waits
 
 
 def test_options_that_a_release_lacks_are_off() -> None:

@@ -29,7 +29,7 @@ def played(
     dims, ranks = schedule.dims, range(len(costs[0]))
     stages = range(dims.pipeline_parallel)
     orders = [[(stage, *what) for what in schedule.order(stage, len(costs))] for stage in stages]
-    has_waits = dims.virtual_pipeline > 1 and schedule.waits_for_sends
+    has_waits = dims.virtual_pipeline > 1 and dims.waits_for_sends
     waits = waited_for(orders, dims) if has_waits else {}
     left = {(rank, stage): list(orders[stage]) for rank in ranks for stage in stages}
     times: dict[tuple[int, Node], tuple[float, float]] = {}

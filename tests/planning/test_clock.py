@@ -64,7 +64,10 @@ def steps(draw: st.DrawFn) -> Step:
     chunks = draw(st.sampled_from([1, 1, 2, 3, 4])) if stages > 1 else 1
     group = draw(st.none() | st.integers(stages, stages + 2)) if chunks > 1 else None
     dims = ParallelDims(
-        pipeline_parallel=stages, virtual_pipeline=chunks, microbatch_group_size=group
+        pipeline_parallel=stages,
+        virtual_pipeline=chunks,
+        microbatch_group_size=group,
+        waits_for_sends=draw(st.booleans()),
     )
     kind = draw(st.sampled_from(["", "", "forward only", "split"]))
     dice = random.Random(draw(st.integers(0, 10**9)))
@@ -75,7 +78,6 @@ def steps(draw: st.DrawFn) -> Step:
         splits_backward=kind == "split" and chunks == 1,
         backward_ratio=draw(st.sampled_from([2.0, 2.0, 1.0, 0.0, 3.7])),
         factors=tuple(factors) if draw(st.booleans()) else (),
-        waits_for_sends=draw(st.booleans()),
     )
     ranks = draw(st.sampled_from([1, 1, 2, 4]))
     count = dims.round_up_num_microbatches(draw(st.integers(1, 10)))

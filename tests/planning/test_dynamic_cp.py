@@ -243,7 +243,7 @@ def test_a_largest_size_that_no_row_can_have_is_refused(most: int, ranks: int, a
 
 
 def test_what_dynamic_cp_does_not_go_with_is_refused() -> None:
-    with pytest.raises(ConfigError, match="leave owners or max_context_parallel out"):
+    with pytest.raises(ConfigError, match="leave out owners or max_context_parallel"):
         plan_step(LENGTHS, DIMS, CONFIG, owners=[0, 1, 2, 3])
 
 

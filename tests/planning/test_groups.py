@@ -142,7 +142,7 @@ def test_padding_samples_alone_are_a_step_of_placeholders(last: LastStep) -> Non
 
 @pytest.mark.parametrize("is_padding", [[True], "no", [0, "no"], [0, [1]]])
 def test_tags_of_padding_samples_that_are_none(is_padding: Any) -> None:
-    with pytest.raises(LengthError, match="is_padding must be"):
+    with pytest.raises(LengthError, match="is_padding must"):
         group_steps(["a", "b"], 1, is_padding=is_padding)
 
 
@@ -214,7 +214,7 @@ def test_dropped_samples_are_listed() -> None:
     assert plan.digest() != plan.steps[0].digest()
     assert "dropped with the groups left over: 2 samples: 2 4" in explain(plan, [3, 4, 5, 6, 7])
     assert "dropped with the groups left over: 2 samples: 2 4" in str(plan)
-    with pytest.raises(PlanFormatError, match=r"that drops 2; read it with Plan\.from_json"):
+    with pytest.raises(PlanFormatError, match=r"drops 2 samples; read it with Plan\.from_json"):
         StepPlan.from_json(plan.to_json())
 
 
@@ -246,17 +246,17 @@ def test_arguments_that_exclude_or_need_each_other() -> None:
     def plan(**arguments: object) -> None:
         plan_batch([3, 4], ParallelDims(), CONFIG, **arguments)  # type: ignore[arg-type]
 
-    with pytest.raises(LengthError, match="leave samples_per_step out"):
+    with pytest.raises(LengthError, match="leave out samples_per_step"):
         plan(groups=[0, 1], groups_per_step=1, samples_per_step=1)
-    with pytest.raises(LengthError, match="groups_per_step is not set"):
+    with pytest.raises(LengthError, match="set groups_per_step"):
         plan(groups=[0, 1])
-    with pytest.raises(LengthError, match="groups is not set"):
+    with pytest.raises(LengthError, match="set groups,"):
         plan(groups_per_step=1)
-    with pytest.raises(LengthError, match="groups is not set"):
+    with pytest.raises(LengthError, match="set groups,"):
         plan(last="drop")
-    with pytest.raises(LengthError, match="each of the 2 samples, got 3 entries"):
+    with pytest.raises(LengthError, match="groups has 3 entries for 2 samples"):
         plan(groups=[0, 1, 1], groups_per_step=1)
-    with pytest.raises(LengthError, match="leaves no step at all; set last='keep'"):
+    with pytest.raises(LengthError, match="decrease it, or set last='keep'"):
         plan(groups=[0, 1], groups_per_step=3, last="drop")
 
 

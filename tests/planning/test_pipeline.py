@@ -22,6 +22,7 @@ from mcore_batching.planning.pipeline import (
     Operation,
     Schedule,
     inflight_tokens,
+    passes,
     pipeline_operations,
     pipeline_time,
 )
@@ -152,6 +153,12 @@ def test_the_orders_of_two_stages_written_out() -> None:
     first, last = "F0 F1 B0 W0 F2 B1 W1 B2 W2", "F0 B0 F1 B1 W0 F2 B2 W1 W2"
     assert written(plain, 0, 3, split=True).replace(".0", "") == first
     assert written(plain, 1, 3, split=True).replace(".0", "") == last
+
+
+def test_split_backward_passes_take_their_own_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "SHARE_OF_INPUTS", 0.25)  # equal shares could be swapped unseen
+    schedule = Schedule(dims=ParallelDims(pipeline_parallel=2), splits_backward=True)
+    assert [schedule.share(0, kind, 0) for kind in ("F", "B", "W")] == [1.0, 0.5, 1.5]
 
 
 @examples(200)

@@ -33,6 +33,15 @@ STEP = StepPlan(
 PLAN = Plan(steps=(STEP,), num_samples=6)
 
 
+def test_newer_sizes_are_written_where_they_are_not_at_their_default() -> None:
+    """So a job of megatron-core 0.17 keeps what its schedule does, older plans their digests."""
+    dims = ParallelDims(data_parallel=2, waits_for_sends=False)
+    step = dataclasses.replace(STEP, dims=dims)
+    assert "waits_for_sends" not in STEP.to_json()
+    assert StepPlan.from_json(step.to_json()).dims == dims
+    assert step.digest() != STEP.digest()
+
+
 def test_json_is_the_documented_format() -> None:
     document = json.loads(STEP.to_json())
     assert document == {
@@ -161,7 +170,7 @@ STEP_DOCUMENT = json.loads(PLAN.to_json())["steps"][0]
             edited(steps=[{**STEP_DOCUMENT, "ranks": [[[0, True]]]}]),
             "a sample index at step 0, rank 0, slot 0 must be an integer of 0 or more, got True",
         ),
-        (edited(num_samples=7), "it was changed after it was written"),
+        (edited(num_samples=7), "it was changed; plan again"),
         (edited(digest=None), 'the plan carries no "digest"'),
     ],
 )
@@ -179,14 +188,14 @@ def test_the_digest_check_can_be_left_out() -> None:
 
 def test_several_steps_are_no_step_and_one_of_several_is_no_batch() -> None:
     plan = plan_batch(LENGTHS, ParallelDims(data_parallel=2), STEP.config, samples_per_step=4)
-    with pytest.raises(PlanFormatError, match="expected a plan of one step, got 2; read it with"):
+    with pytest.raises(PlanFormatError, match="has 2 steps, not one; read it with"):
         StepPlan.from_json(plan.to_json())
     with pytest.raises(PlanFormatError, match=r"one step out of a batch; read it with StepPlan"):
         Plan.from_json(plan.steps[1].to_json())
 
 
 def test_steps_of_a_plan_belong_together() -> None:
-    with pytest.raises(LengthError, match="a plan needs at least one step, got none"):
+    with pytest.raises(LengthError, match="a plan needs at least one step"):
         Plan(steps=(), num_samples=0)
     other = dataclasses.replace(STEP, scope="local")
     with pytest.raises(LengthError, match="step 1 differs from step 0"):
@@ -212,10 +221,10 @@ def test_str_of_a_large_plan_is_short() -> None:
     config = PlannerConfig(max_tokens_per_gpu=10, balance="tokens")
     step = plan_step(lengths, ParallelDims(data_parallel=64), config)
     assert len(str(step)) < 20_000
-    assert "… 48 more ranks" in str(step)
+    assert "and 48 more ranks" in str(step)
     plan = plan_batch(lengths, ParallelDims(), config, samples_per_step=100)
     assert len(str(plan)) < 5000
-    assert "… 184 more steps" in str(plan)
+    assert "and 184 more steps" in str(plan)
 
 
 def test_a_bound_on_samples_is_part_of_the_plan_only_where_it_is_set() -> None:

@@ -165,7 +165,7 @@ def test_a_plan_covers_its_batch_over_all_steps() -> None:
     assert (error.invariant, error.indices) == ("exact cover", (2, 3))
     error = refusal(plan, [5, 6, 7])
     assert error.invariant == "exact cover"
-    assert "for 4 samples, but 3 lengths were given" in str(error)
+    assert "has 4 samples, got 3 lengths" in str(error)
 
 
 @examples(1000)

@@ -60,7 +60,7 @@ BAD = "expected a length in tokens, an integer from 0 to 1099511627776, got"
         ("a.txt", "٣\n", None, f"{{path}}:1: {BAD} '٣'"),
         ("a.txt", "9" * 5000, None, f"{{path}}:1: {BAD} '999"),
         ("a.txt", "1099511627777", None, f"{{path}}:1: {BAD} '1099511627777'"),
-        ("a.txt", "3\n", "n", "column is for .csv and .jsonl files, but {path} is read as text"),
+        ("a.txt", "3\n", "n", "column is for .csv and .jsonl files, not for {path}"),
         (
             "a.csv",
             "a,b\n1,2\n",
@@ -82,7 +82,12 @@ BAD = "expected a length in tokens, an integer from 0 to 1099511627776, got"
             "{path}:1: column is not set; set column to one of 'n'",
         ),
         ("a.jsonl", '{"n": 3}\n{"n"\n', "n", "{path}:2: not a line of JSON"),
-        ("a.jsonl", "3\n", "n", "{path}:1: expected a JSON object, got '3'; write values that"),
+        (
+            "a.jsonl",
+            "3\n",
+            "n",
+            "{path}:1: expected a JSON object, got '3'; use .txt for bare values",
+        ),
     ],
 )
 def test_what_is_refused(

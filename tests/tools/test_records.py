@@ -160,7 +160,7 @@ def change(document: dict, key: str, value: object) -> dict:
         (1, "lengths", ["x"], ":2: .*the length of sample 0 must be an integer"),
         (1, "lengths", [50.7], ":2: .*the length of sample 0 must be an integer .* got 50.7"),
         (1, "lengths", [float("inf")], ":2: .*the length of sample 0 must be an integer"),
-        (1, "lengths", [10**400], ":2: .*the length of sample 0 must be between 0 and"),
+        (1, "lengths", [10**400], ":2: .*the length of sample 0 must be an integer"),
         (1, "lengths", [True], ":2: .*the length of sample 0 must be an integer"),
         (1, "step", 1.5, ":2: .*step must be an integer"),
         *(

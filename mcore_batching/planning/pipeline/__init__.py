@@ -1,18 +1,18 @@
 """Pipeline schedules as data, and the one clock that tells when their passes end.
 
-passes       what each stage runs, in which order, and what of a micro-batch's cost it takes
-program      the passes of all stages, each after those that it waits for
-clock        when they end, and end after changes; of one pipeline, or of ranks that share rows
-operations   a step's passes with their times, and what a stage holds at a time
+passes          what each stage runs, in which order, and its share of a micro-batch's cost
+program         the passes of all stages, numbered, and which wait for which
+clock           when the passes of one pipeline end, also after changes of costs
+coupled_clock   the same for ranks that share rows
+operations      a step's passes with their times, and the tokens in flight on a stage
 """
 
 from __future__ import annotations
 
-from mcore_batching.planning.pipeline.clock import (
+from mcore_batching.planning.pipeline.clock import Clock, Operation
+from mcore_batching.planning.pipeline.coupled_clock import (
     Blocks,
-    Clock,
     CoupledClock,
-    Operation,
     blocks_of,
     clocks_of,
 )

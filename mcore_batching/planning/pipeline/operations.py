@@ -1,4 +1,4 @@
-"""A step's passes with their times, its end, and what a stage holds at a time."""
+"""A step's passes with their times, its end, and the tokens in flight on a stage."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ def pipeline_operations(
     """Every pass of one data-parallel rank's step, with its times.
 
     Args:
-        forward_costs: of each micro-batch on a mean stage [num_microbatches]; a model chunk takes
-            its share of them.
-        dims: gives stages and chunks.
+        forward_costs: of each micro-batch on a mean stage [num_microbatches], over all its chunks.
+        dims: stages and chunks.
         backward_ratio: cost of a backward pass over its forward pass.
         forward_only: no backward passes.
-        transfer: time that a transfer between stages takes.
+        transfer: time of a transfer between stages.
         factors: cost of each model chunk over that of a mean one [stages][chunks]; empty: equal.
 
     Returns:
-        operations of all stages, each stage's in its order, stage after stage.
+        passes of stage 0 in the order it runs them, then those of stage 1, ...
 
     Raises:
         ParallelDimsError: the schedule cannot run this many micro-batches.
@@ -53,7 +52,7 @@ def pipeline_time(
     backward_ratio: float = 2.0,
     forward_only: bool = False,
 ) -> float:
-    """End of the last of `pipeline_operations`."""
+    """End of the last pass of `pipeline_operations`."""
     schedule = Schedule(dims=dims, backward_ratio=backward_ratio, forward_only=forward_only)
     return Clock(forward_costs, schedule).end
 
@@ -61,16 +60,16 @@ def pipeline_time(
 def inflight_tokens(
     slot_tokens: Sequence[int], dims: ParallelDims, *, forward_only: bool = False, stage: int = 0
 ) -> float:
-    """Most tokens whose activations a stage holds at a time.
+    """Peak of the tokens whose activations a stage holds.
 
-    A micro-batch is held from its forward to its backward pass, by each model chunk its share of
-    the layers. Under 1F1B stage s of P holds P - s micro-batches.
+    A micro-batch is in flight from its forward to its backward pass; each model chunk holds its
+    share of the stage's layers. Under 1F1B stage s of P has P - s micro-batches in flight.
 
     Args:
         slot_tokens: padded tokens of each micro-batch [num_microbatches].
-        dims: gives stages and chunks.
-        forward_only: a micro-batch is held during its own pass alone.
-        stage: pipeline rank; the first holds most.
+        dims: stages and chunks.
+        forward_only: a micro-batch is in flight during its own pass alone.
+        stage: pipeline rank; stage 0 holds most.
     """
     if forward_only:
         return float(max(slot_tokens))
@@ -86,5 +85,5 @@ def inflight_tokens(
 
 @functools.lru_cache(maxsize=64)
 def _order(dims: ParallelDims, stage: int, count: int) -> list[tuple[bool, int]]:
-    """A stage's passes: forward or not, and the slot."""
+    """A stage's passes in order: whether forward, and the slot."""
     return [(each.kind == "F", each.slot) for each in Schedule(dims=dims).order(stage, count)]

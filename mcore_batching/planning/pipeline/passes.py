@@ -1,5 +1,4 @@
-"""Pipeline schedules: which passes each stage runs, in which order, and what of a micro-batch's
-cost each takes.
+"""Pipeline schedules: which passes each stage runs, in which order, at which share of the cost.
 
 The orders are those of `megatron.core.pipeline_parallel.schedules` (1F1B of Narayanan et al.,
 "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, and its interleaved form); a
@@ -7,8 +6,11 @@ test reads them off real runs. Split backward passes are those of zero-bubble sc
 et al., "Zero Bubble Pipeline Parallelism", 2023), which stock Megatron does not have.
 
     F   forward
-    B   backward; where it is split, of the inputs alone, for which the stage before waits
-    W   backward of the weights, for which nobody waits
+    B   backward; where it is split, for the inputs alone, which the stage before waits for
+    W   backward for the weights, which nobody waits for
+
+    1F1B, 2 stages, 3 micro-batches     stage 0   F0 F1 B0 F2 B1 B2     one forward in warm-up
+                                        stage 1   F0 B0 F1 B1 F2 B2     none
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from mcore_batching.planning.parallel_dims import ParallelDims
 
 Kind = Literal["F", "B", "W"]
 SHARE_OF_INPUTS = 0.5
-"""Share of a backward pass that makes the gradient of the inputs: as many multiplications as that
-of the weights outside attention, more in it."""
+"""Part of a split backward pass that B takes. Outside attention both gradients take the same number
+of multiplications; attention has no weights, so its true share is a little larger."""
 
 
 class Pass(NamedTuple):
-    """What a stage runs at a time."""
+    """One micro-batch in one model chunk of a stage."""
 
     kind: Kind
     chunk: int
@@ -37,22 +39,19 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A pipeline schedule, and what its passes cost; everything else follows from it."""
+    """A pipeline schedule with the relative costs of its passes."""
 
     dims: ParallelDims
-    """Give the stages, the model chunks and the micro-batch group size."""
+    """Stages, model chunks and micro-batch group size."""
     forward_only: bool = False
     backward_ratio: float = 2.0
     """Cost of a whole backward pass over its forward pass."""
     factors: tuple[tuple[float, ...], ...] = ()
     """Cost of each model chunk over that of a mean one [stages][chunks]; empty: all equal."""
     splits_backward: bool = False
-    """Backward passes are split, in the order of ZB-H1."""
-    waits_for_sends: bool = True
-    """The interleaved schedule waits for what it sent, as from megatron-core 0.18 on. An earlier
-    one, up to 11 % faster where costs are unequal, could free a tensor that was on its way."""
+    """Backward passes are split into B and W, in the order of ZB-H1."""
     times_transfers: bool = False
-    """Transfers between stages take time; else none."""
+    """False: transfers between stages take no time."""
 
     def share(self, stage: int, kind: Kind, chunk: int) -> float:
         """Cost of a pass over the forward cost of its micro-batch on a mean stage."""
@@ -80,6 +79,7 @@ class Schedule:
         chunks, group = range(dims.virtual_pipeline), dims.group_size
         forward: list[Pass] = []
         backward: list[Pass] = []
+        # A chunk runs a whole group of slots before the next chunk does.
         for first in range(0, num_microbatches, group):
             slots = range(first, min(first + group, num_microbatches))
             forward += [Pass("F", chunk, slot) for chunk in chunks for slot in slots]
@@ -95,14 +95,14 @@ class Schedule:
         return _with_weights(order, most_held) if self.splits_backward else order
 
     def warm_up(self, stage: int, num_microbatches: int) -> int:
-        """Forward passes of a stage before those that alternate with backward passes."""
+        """Forward passes of a stage in warm-up; after them forward and backward alternate."""
         behind, chunks = self.dims.pipeline_parallel - stage - 1, self.dims.virtual_pipeline
         passes = behind if chunks == 1 else 2 * behind + (chunks - 1) * self.dims.group_size
         most = chunks * num_microbatches
         return most if self.forward_only else min(passes, most)
 
     def needs(self, stage: int, what: Pass) -> tuple[int, Pass] | None:
-        """The stage and the pass whose result a pass takes; None for the first."""
+        """Stage and pass whose result a pass takes; None for the first pass of the model."""
         kind, chunk, slot = what
         last_stage, last_chunk = self.dims.pipeline_parallel - 1, self.dims.virtual_pipeline - 1
         if kind == "F":
@@ -119,8 +119,11 @@ class Schedule:
 
 
 def _with_weights(order: list[Pass], most_held: int) -> list[Pass]:
-    """The same order with gradients of weights: made where the stage could not hold another
-    micro-batch without, and after each backward pass once there are no forward passes left."""
+    """The same order with W passes, as late as memory allows.
+
+    A micro-batch is held from F to W. A W runs before an F that would exceed `most_held`, and after
+    each B once all F have run; the rest come last.
+    """
     made: list[Pass] = []
     due: list[Pass] = []
     held, forwards = 0, sum(what.kind == "F" for what in order)

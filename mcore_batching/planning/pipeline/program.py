@@ -1,9 +1,12 @@
 """The passes of all stages, numbered so that each comes after those that it waits for.
 
-A pass begins when its stage is free, its input is there, and transfers have ended that its stage
-waits for. A transfer ends only when the receiver has begun it, too: which is at the end of its pass
-before the one that needs it. Under 1F1B a stage waits for no more than the next input, which comes
-later, unless micro-batches shrink while the pipeline fills; interleaved, also for what it sent.
+A pass starts when its stage is free, its input is there, and the sends that its stage waits for
+have ended. A send ends only once the receiver has posted its receive, which is after the pass
+before the one that needs the input. Under 1F1B these waits change nothing, but where micro-batches
+shrink during warm-up; under the interleaved schedule they do (`_waits_for_sends`).
+
+    F of stage 0, slot 1   waits for   F of stage 0, slot 0   its stage is busy until then
+    F of stage 1, slot 1   waits for   F of stage 1, slot 0 and F of stage 0, slot 1
 """
 
 from __future__ import annotations
@@ -19,25 +22,27 @@ from mcore_batching.planning.pipeline.passes import Pass, Schedule
 
 Place = tuple[int, Pass]
 """A stage and one of its passes."""
-NEAR = 256
-"""A wait that others imply is left out, where these are no more passes away. Interleaved, a pass
-then seldom waits for more than two others. With 0 programs are up to 1.4 times as long."""
+IMPLIED_WAITS_REACH = 256
+"""A wait is left out if another one implies it within this many numbers. Under the interleaved
+schedule most passes are then left with two waits; with 0 programs get up to 1.4 times as long."""
 
 
 class Program:
-    """Numbered passes; the step begins with 0, which takes no time, and ends with the last one.
+    """Numbered passes, with joints between them that take no time.
+
+    Number 0 is a joint, the start of the step; the last one is its end.
 
     Args:
-        schedule: whatever its passes cost.
+        schedule: its order and waits count, its costs do not.
         count: micro-batches of each data-parallel rank.
 
     Attributes:
-        places: stage and pass by number; None of transfers and of what takes no time [numbers].
-        slots: the slot whose cost each has; beyond the last one that of transfers, and then that of
-            what takes no time [numbers].
-        waits: two numbers for which each waits, maybe the same [2][numbers].
+        places: stage and pass of each number [numbers]; None for transfers and joints.
+        slots: slot whose cost each number takes [numbers]; `count` for transfers, `count + 1` for
+            joints.
+        waits: the two numbers that each waits for, which may be equal [2][numbers].
         of_slot: numbers of each slot's passes, ascending [slots].
-        spans: the first of them, and the one after the last [slots].
+        spans: the first of these, and one more than the last [slots].
 
     Raises:
         ParallelDimsError: the schedule cannot run this many micro-batches.
@@ -49,10 +54,13 @@ class Program:
         self._slots: list[int] = []
         self._waits: tuple[list[int], list[int]] = [], []
         self._implied: list[int] = []
-        """Bit n of each number: it comes after that n before it."""
-        self._meet(())
+        """Bit n of entry i: number i comes after number i - n, by any chain of waits."""
+        self._joint(())
         self._number_passes()
-        self._meet(set(range(len(self._slots))) - {each for waits in self._waits for each in waits})
+        # The end waits for every number that no other waits for.
+        self._joint(
+            set(range(len(self._slots))) - {each for waits in self._waits for each in waits}
+        )
         of_slot: list[list[int]] = [[] for _ in range(count + 2)]
         for number, slot in enumerate(self._slots):
             of_slot[slot].append(number)
@@ -63,7 +71,7 @@ class Program:
         self._crossing: dict[int, tuple[Integers, Integers]] = {}
 
     def crossing(self, cut: int) -> tuple[Integers, Integers]:
-        """All pairs of a number below `cut` and one from there on that waits for it."""
+        """The waits of numbers from `cut` on for numbers before it: these, and who waits."""
         if cut not in self._crossing:
             pairs = sorted(
                 {
@@ -78,7 +86,8 @@ class Program:
         return self._crossing[cut]
 
     def _number_passes(self) -> None:
-        """Add all passes, one of each stage in turn, so that those of a slot are close together."""
+        """Add all passes, one of each stage in turn: so the passes of a slot stay close together,
+        and a change of its cost simulates few others."""
         schedule, stages = self._schedule, range(self._schedule.dims.pipeline_parallel)
         orders = [schedule.order(stage, self._count) for stage in stages]
         sends = _waits_for_sends(schedule, orders)
@@ -93,7 +102,7 @@ class Program:
                 needs = [taken, *sends.get(place, ())] if taken else sends.get(place, ())
                 waits = [number.get(each, -1) for each in needs]
                 if -1 in waits:
-                    continue
+                    continue  # not numbered yet: this stage's turn comes again
                 if schedule.times_transfers:
                     waits = [self._arrived(each, stage) for each in waits]
                 number[place] = newest[stage] = self._add(
@@ -105,32 +114,35 @@ class Program:
                 raise ParallelDimsError(f"{schedule} waits for itself; this is a bug")
 
     def _arrived(self, number: int, stage: int) -> int:
-        """The transfer of a pass's result to a stage; the pass itself on its own stage."""
+        """A new transfer of a pass's result to `stage`; the pass itself if it ran there."""
         place = self.places[number]
         if place is None or place[0] == stage:
             return number
         return self._add(None, self._count, (number,))
 
-    def _meet(self, waits: Iterable[int]) -> int:
-        """Number what takes no time."""
+    def _joint(self, waits: Iterable[int]) -> int:
+        """Add a joint, which ends with the last of its waits."""
         return self._add(None, self._count + 1, waits)
 
     def _add(self, place: Place | None, slot: int, waits: Iterable[int]) -> int:
-        """Number what comes next; where it waits for more than two, something else before it."""
+        """Add a number. Where it waits for more than two others, joints gather them first."""
         implied = self._implied
         needed = sorted(set(waits) - {0}) or [0]
-        if len(needed) > 2:
+        if len(needed) > 2:  # leave out those that a later one waits for anyway
             needed = [
                 each
                 for each in needed
                 if not any(implied[later] >> (later - each) & 1 for later in needed if later > each)
             ]
         while len(needed) > 2:
-            needed = [*needed[:-2], self._meet(needed[-2:])]
+            needed = [*needed[:-2], self._joint(needed[-2:])]
         number = len(self._slots)
         implied.append(0)
         for each in needed:
-            implied[number] |= (implied[each] | 1) << (number - each) & (2 << NEAR) - 1
+            # What `each` comes after, moved up by the distance to it; far bits are cut off.
+            implied[number] |= (implied[each] | 1) << (number - each) & (
+                2 << IMPLIED_WAITS_REACH
+            ) - 1
         self.places.append(place)
         self._slots.append(slot)
         self._waits[0].append(needed[0])
@@ -143,7 +155,10 @@ _programs = functools.lru_cache(maxsize=64)(Program)
 
 @functools.lru_cache(maxsize=64)
 def program(schedule: Schedule, count: int) -> tuple[Program, Numbers]:
-    """The program of so many micro-batches, and the time of each number over its slot's cost."""
+    """A program of `count` micro-batches, and each number's time over its slot's cost [numbers].
+
+    Schedules that differ in costs alone share one program.
+    """
     made = _programs(replace(schedule, backward_ratio=1.0, factors=()), count)
     shares = [
         schedule.share(place[0], place[1].kind, place[1].chunk) if place else 1.0
@@ -155,29 +170,32 @@ def program(schedule: Schedule, count: int) -> tuple[Program, Numbers]:
 def _waits_for_sends(
     schedule: Schedule, orders: Sequence[Sequence[Pass]]
 ) -> dict[Place, list[Place]]:
-    """Of each pass of Megatron's interleaved schedule, the passes beside that whose output it takes
-    at whose end a transfer ends that its stage waits for; of another schedule none.
+    """What each pass of Megatron's interleaved schedule waits for beside its own input.
 
-    After the passes of warm-up and cool-down a stage waits for both its neighbours at once; after
-    other forward passes for what it sent, after other backward passes for what it sent the time
-    before.
+    A stage that has sent an output waits until the transfer has ended, which takes a pass of the
+    receiver's to end, too. During warm-up and cool-down it waits for sends and receives of both
+    neighbours at once; in steady state after a forward pass for what it just sent, and after a
+    backward pass for what it sent one backward pass earlier.
 
     Args:
-        schedule: any.
-        orders: passes of each stage.
+        schedule: any; others than the interleaved one have no such waits.
+        orders: passes of each stage, in the order it runs them.
+
+    Returns:
+        {a pass: the passes, of other stages, after which its stage's transfers end}.
     """
     last_stage, last_chunk = schedule.dims.pipeline_parallel - 1, schedule.dims.virtual_pipeline - 1
-    if last_chunk == 0 or schedule.splits_backward or not schedule.waits_for_sends:
+    if last_chunk == 0 or schedule.splits_backward or not schedule.dims.waits_for_sends:
         return {}
     passes = [{kind: [p for p in order if p.kind == kind] for kind in "FB"} for order in orders]
     count = len(passes[0]["F"]) // (last_chunk + 1)
     warm_ups = [schedule.warm_up(stage, count) for stage in range(last_stage + 1)]
 
     def receiver_begins(stage: int, kind: str, number: int) -> list[Place]:
-        """The pass after which the next stage begins to receive what a pass has sent."""
+        """The pass after which the next stage posts its receive of a pass's output."""
         ahead, beyond, final = (1, last_stage, last_chunk) if kind == "F" else (-1, 0, 0)
         receiver, before = stage + ahead, number - 1
-        if stage == beyond:
+        if stage == beyond:  # from here to the next chunk, at the other end of the pipeline
             if passes[stage][kind][number].chunk == final:
                 return []
             receiver, before = last_stage - beyond, number + last_stage
@@ -188,8 +206,8 @@ def _waits_for_sends(
         return []
 
     def received(stage: int, kind: str, number: int) -> list[Place]:
-        """The pass from which the stage that begins a chunk receives, for a later pass, after one
-        of its own."""
+        """The pass whose output the stage at which a chunk begins receives after one of its own; it
+        is needed in a later pass."""
         sender, final = (last_stage, last_chunk) if kind == "F" else (0, 0)
         of_sender = number - last_stage
         if stage != last_stage - sender or of_sender < 0:
@@ -206,7 +224,7 @@ def _waits_for_sends(
             kind, number = what.kind, numbers_of[what.kind]
             numbers_of[kind] += 1
             sent = receiver_begins(stage, kind, number)
-            if kind == "B" and number < steady:
+            if kind == "B" and number < steady:  # wait one backward pass late
                 sent, unfinished = unfinished, sent
             elif kind == "B" or number < warm_ups[stage]:
                 sent = sent + received(stage, kind, number)

@@ -40,9 +40,10 @@ def asleep(
 
     Returns:
         of both plans ("one rank", "dynamic CP") the ``sizes`` of this rank's rows; as predicted,
-        the ``order`` of this rank's passes, their ends in seconds (``pass_ends``) and that of the
-        step (``predicted``); of every timed step ``passes`` (what ran, its start and its end, on a
-        clock that all ranks read) and ``step_seconds``, of all of it.
+        the ``order`` of this rank's passes, their ends in seconds (``pass_ends``), that of the
+        step (``predicted``), and whether the schedule ``waits_for_sends``; of every timed step
+        ``passes`` (what ran, its start and its end, on a clock that all ranks read) and
+        ``step_seconds``, of all of it.
     """
     shape = ParallelDims(**dims)
     model = quick_model(shape, 2 * max(LENGTHS))
@@ -71,6 +72,7 @@ def asleep(
             "predicted": seconds_per_unit * timeline.end,
             "pass_ends": [seconds_per_unit * each.end for each in own],
             "order": [[p.kind, p.chunk, p.slot] for p in own],
+            "waits_for_sends": schedule.step_plan(0)[0].dims.waits_for_sends,
             "passes": [],
             "step_seconds": [],
         }
