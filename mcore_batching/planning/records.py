@@ -11,7 +11,7 @@ The first line holds for the steps after it and is repeated when one of its part
 samples are numbered from 0 in the order of the batch; `predicted` is in units of cost;
 `measured_seconds` is null where nothing was measured. Under learnt costs, whose model changes from
 step to step, `seconds_per_unit` is there as well: of a unit on a mean pipeline stage, one token's
-work, with what transfers add to it.
+work.
 
 Beside it lies `cost_model.json`: the cost model of the last step, in the form that `CostModel`'s
 `from_json`, ``--cost-model`` and ``--dynamic-batch-cost-model`` read.

@@ -43,8 +43,7 @@ from mcore_batching.batch.figures import Figure, largest, least, total
 from mcore_batching.megatron.checks.validation import prepare_model
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.job import Job
-from mcore_batching.megatron.learning.cost_learners import learners_of
-from mcore_batching.megatron.learning.cost_learning import CostLearner
+from mcore_batching.megatron.learning.cost_learning import CostLearner, learners_of
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
 from mcore_batching.megatron.rollout.step_shard import Settings, StepShard
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
@@ -212,8 +211,7 @@ class PlanningProtocol:
             self._learner.learn(agreed.figures)
             self.learnt = packed_by if self._packs_at_once else self._learner.learnt
             assert self.learnt is not None
-            model = self.learnt.planning_model(self.settings.dims)
-            self.settings = dataclasses.replace(self.settings, cost_model=model)
+            self.settings = dataclasses.replace(self.settings, cost_model=self.learnt.cost_model)
         self._say_oversize(agreed.figures["longest sample"])
 
     def _say_oversize(self, longest: int) -> None:
