@@ -21,8 +21,7 @@ from mcore_batching.megatron.errors import (
 )
 from mcore_batching.megatron.job.arguments import add_dynamic_batch_arguments
 from mcore_batching.megatron.job.row_groups import context_parallel_group
-from mcore_batching.megatron.learning.cost_learners import cost_learner
-from mcore_batching.megatron.learning.cost_learning import CostLearner
+from mcore_batching.megatron.learning.cost_learning import CostLearner, cost_learner
 from mcore_batching.megatron.logits.fused_output import FusedLogits
 from mcore_batching.megatron.logits.log_probs import (
     response_entropy,

@@ -1,13 +1,27 @@
-"""What a job has learnt of what passes cost, and steps as they were predicted by it.
+"""What passes cost, learnt from the times of a job's own passes; the same on every rank.
 
-`mcore_batching.planning.cost_learning` learns it.
+Each rank sums up the passes that it timed over its last steps (`evidence`); the sums of all ranks,
+added up, give the next model (`relearnt`):
+
+    step t      rank 0: passes timed -> evidence ┐
+                rank 1: passes timed -> evidence ┴ added up -> relearnt, on both: plan of step t + 1
+
+The fit is one ridge regression without negative coefficients, of a mean pipeline stage's forward
+and backward pass together: cost of a micro-batch, of a token, of a pair of tokens, and, where ranks
+share rows, the two costs of communication. It is held to the model before, so what the rows cannot
+tell apart, such as a row's fixed cost from its tokens' where all rows are full, stays as it was.
+
+One rule keeps noise, a stalled step and a slow rank out: a row counts the less, the further its
+time is off the rank's usual one (`slowness`, of three steps, of which one is outvoted and two in a
+row are not). Errors are relative to the measured time, so what stalls for k times as long
+counts 1 / k even then; where stages differ by 20 % from their mean, times are learnt 8 % low.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mcore_batching.planning.cost import CostModel, ordered_sum
@@ -16,116 +30,103 @@ from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline import pipeline_time
 from mcore_batching.planning.plan import StepPlan
 from mcore_batching.planning.statistics import predicted_step_time
-from mcore_batching.planning.transfers import Transfer, with_transfers
 
-TOLD_FROM = 0.1
-"""Share by which a step's measured time differs from its prediction where a log is to say so."""
-
+WINDOW_STEPS = 8
+"""Steps whose passes count. The oldest weighs 3 %, so more would change nothing."""
+DECAY = 0.6
+"""Weight of a step over that of the next one: the last one has less than half of the weight of
+three steps or more, the last two have more than half of eight."""
+TOLERANCE = 0.2
+"""Share by which a row may be off the usual time and count in full: twice as far off, a quarter."""
+ANCHOR = 0.01
+"""Weight of the model before over that of the window's passes. Halved, noise moves plans more;
+doubled, a wrong first guess is found out a step or two later."""
+OFF_BEFORE = 0.2
+"""Share of a row's time by which the model before is taken to be off; where that leaves it surer
+than the window's passes with their noise, it weighs more than `ANCHOR`."""
+_LEAST_SHARE = 1e-3
+"""Of a row's time, the least that its tokens are taken to need: the unit must not vanish."""
+LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e6
+"""Of a pass that a clock can have told: less than its steps, eleven days. Sums of squares of times
+between them are numbers."""
 _MOST = 1e18
-"""Of a time, a cost, a factor or a number of steps that was learnt, and of 1 over one but steps."""
+"""Of a cost or time that was learnt, and of 1 over one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """The measured times of one row."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each sequence of the row."""
+    forward_seconds: float
+    """One forward pass."""
+    backward_seconds: float
+    """The backward pass after it."""
+    context_parallel: int = 1
+    """Ranks that the row is cut over."""
+
+    @property
+    def seconds(self) -> float:
+        """Both passes."""
+        return self.forward_seconds + self.backward_seconds
+
+    @property
+    def is_usable(self) -> bool:
+        """True if both times may have been measured."""
+        both = self.forward_seconds, self.backward_seconds
+        return all(LEAST_SECONDS <= seconds <= MOST_SECONDS for seconds in both)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearntCosts:
-    """Knowledge of what passes cost; the same on every rank.
-
-    Raises:
-        ConfigError: a time or a factor is not finite and positive.
-    """
+    """Knowledge of what passes cost; the same on every rank."""
 
     cost_model: CostModel
     """Of a whole stage, in units of one token's forward work outside attention."""
     seconds_per_unit: float | None = None
     """Of a mean stage; None before anything was learnt."""
-    stage_factors: tuple[float, ...] = ()
-    """Time of each pipeline stage over that of the mean one [stages]; empty: all equal."""
-    transfers: tuple[Transfer, ...] = ()
-    """From each pipeline stage to the next, or back [stages - 1]; empty: none was timed."""
-    num_steps: int = field(default=0)
-    """Times that the model was learnt anew."""
-
-    def __post_init__(self) -> None:
-        """Check that times and factors are positive."""
-        seconds = () if self.seconds_per_unit is None else (self.seconds_per_unit,)
-        for value in (*seconds, *self.stage_factors):
-            if type(value) not in (int, float) or not 0 < value < math.inf:
-                raise ConfigError(
-                    f"learnt times and factors must be finite and positive, got {value!r}; start "
-                    "without what was learnt"
-                )
-        if self.num_steps < 0:
-            raise ConfigError(
-                f"num_steps of learnt costs must be 0 or more, got {self.num_steps}; start without "
-                "what was learnt"
-            )
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> LearntCosts:
-        """Learnt costs from the dict of `to_data`.
+        """Learnt costs from the dict of `to_data`; what else it holds, as of old, is left out.
 
         Raises:
-            ConfigError: something else.
+            ConfigError: something else, or numbers that nobody learnt: some, squared, are none.
         """
         try:
             made = cls(
                 cost_model=CostModel(**data["cost_model"]),
                 seconds_per_unit=data["seconds_per_unit"],
-                stage_factors=tuple(data["stage_factors"]),
-                # What was saved before transfers were learnt has none.
-                transfers=tuple(Transfer(**each) for each in data.get("transfers", ())),
-                num_steps=int(data["num_steps"]),
             )
-            made._check_plausible()
+            costs = [v for k, v in asdict(made.cost_model).items() if k != "window"]
+            speed = made.seconds_per_unit
+            numbers = [each for each in (*costs, 1.0 if speed is None else speed) if each != 0]
+            if not all(1 / _MOST <= each <= _MOST for each in numbers):
+                raise ValueError(f"numbers must be 0 or from {1 / _MOST:g} to {_MOST:g}")
+            if made.cost_model.linear == 0 or speed == 0:
+                raise ValueError("linear and seconds_per_unit must be above 0")
         except (TypeError, KeyError, ValueError, OverflowError) as error:
             raise ConfigError(
                 f"expected learnt costs as state_dict gave them, got {data!r:.80} ({error})"
             ) from None
         return made
 
-    def _check_plausible(self) -> None:
-        """Refuse numbers that nobody learnt: some, squared, are none."""
-        model = self.cost_model
-        numbers = [self.seconds_per_unit, model.linear, model.quadratic, model.per_micro_batch]
-        numbers += [model.backward_ratio, model.context_parallel_overhead]
-        numbers += [model.context_parallel_fixed, *self.stage_factors]
-        for each in self.transfers:
-            numbers += [each.seconds, each.seconds_per_token]
-        beyond = [each for each in numbers if each and not 1 / _MOST <= each <= _MOST]
-        if beyond or not model.linear or self.num_steps > _MOST:
-            raise ValueError(
-                f"numbers must be from {1 / _MOST:g} to {_MOST:g} or 0, and linear above 0, got "
-                f"{beyond or self.num_steps}"
-            )
-
     def to_data(self) -> dict[str, Any]:
         """Itself as a dict of numbers, for JSON or a checkpoint."""
-        return asdict(self) | {
-            "stage_factors": list(self.stage_factors),
-            "transfers": [asdict(each) for each in self.transfers],
-        }
-
-    def factor(self, stage: int) -> float:
-        """Time of a stage over that of the mean one."""
-        return self.stage_factors[stage] if self.stage_factors else 1.0
+        return asdict(self)
 
     def units(self, lengths: Iterable[int], context_parallel: int = 1) -> float:
-        """Cost of both passes, on each rank of a row, of one that holds samples of these
-        lengths."""
-        model = (
-            self.cost_model if context_parallel == 1 else self.cost_model.on_ranks(context_parallel)
-        )
+        """Cost of both passes of a row of these lengths, on each of its ranks."""
+        model = self.cost_model
+        if context_parallel > 1:
+            model = model.on_ranks(context_parallel)
         return model.micro_batch(lengths) * (1.0 + model.backward_ratio)
-
-    def planning_model(self, dims: ParallelDims) -> CostModel:
-        """The cost model to plan with: its passes take longer by transfers that nothing hides."""
-        if self.seconds_per_unit is None:
-            return self.cost_model
-        return with_transfers(self.cost_model, self.transfers, self.seconds_per_unit, dims)
 
     def predicted_seconds(self, rows: Sequence[Sequence[int]], dims: ParallelDims) -> float | None:
         """Predicted time of one data-parallel rank's step; None before anything was learnt.
 
-        The simulated stages are equal. A slow one holds up all rows but the first to arrive.
+        Stages are taken to be equal, and transfers between them to take no time.
 
         Args:
             rows: lengths of the samples of each micro-batch, slot after slot.
@@ -133,10 +134,9 @@ class LearntCosts:
         """
         if self.seconds_per_unit is None:
             return None
-        model = self.planning_model(dims)
-        costs = [model.micro_batch(lengths) for lengths in rows]
-        units = pipeline_time(costs, dims, backward_ratio=model.backward_ratio)
-        return self.seconds_per_unit * (units + self._held_up([self.units(row) for row in rows]))
+        costs = [self.cost_model.micro_batch(lengths) for lengths in rows]
+        ratio = self.cost_model.backward_ratio
+        return self.seconds_per_unit * pipeline_time(costs, dims, backward_ratio=ratio)
 
     def predicted_seconds_of_plan(self, plan: StepPlan, lengths: Sequence[int]) -> float | None:
         """Predicted time of the slowest rank's step, ranks that share a row waiting for each other.
@@ -147,69 +147,193 @@ class LearntCosts:
         """
         if self.seconds_per_unit is None:
             return None
-        held_up = max(
-            self._held_up(
-                [
-                    self.units([lengths[i] for i in samples], plan.row_size(rank, slot))
-                    for slot, samples in enumerate(of_rank)
-                ]
-            )
-            for rank, of_rank in enumerate(plan.micro_batches)
-        )
-        units = predicted_step_time(plan, lengths, self.planning_model(plan.dims))
-        return self.seconds_per_unit * (units + held_up)
-
-    def _held_up(self, units: Sequence[float]) -> float:
-        """By how much the slowest stage makes a rank's rows later, given their units."""
-        slower = max(self.stage_factors, default=1.0) - 1.0
-        return slower * ordered_sum(units) * (1.0 - 1.0 / len(units))
-
-    def on_stages(self, num_stages: int) -> LearntCosts:
-        """Itself for a pipeline of so many stages, equal ones if it was learnt on another."""
-        factors = self.stage_factors if len(self.stage_factors) == num_stages else ()
-        transfers = self.transfers if len(self.transfers) == num_stages - 1 else ()
-        return replace(self, stage_factors=factors, transfers=transfers)
+        return self.seconds_per_unit * predicted_step_time(plan, lengths, self.cost_model)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepReview:
-    """A step as it was predicted and as it went, over all ranks."""
+def slowness(steps: Sequence[Sequence[Timing]], learnt: LearntCosts) -> float:
+    """Time of a rank's passes over that of a mean stage's; 1 where nothing is known."""
+    if learnt.seconds_per_unit is None:
+        return 1.0
+    return _usual(_compared(steps, learnt))
 
-    predicted_seconds: float
-    """Of all forward and backward passes, from the first to the end of the last."""
-    measured_seconds: float
-    """Likewise, on the slowest rank."""
-    passes_over_predicted: float
-    """Time of all ranks' passes over its prediction."""
-    slowest_rank: int
-    """The rank whose passes took the longest, against their prediction."""
-    slowest_over_predicted: float
-    """Time of its passes over their prediction; 0 where ranks shared all rows."""
 
-    @property
-    def measured_over_predicted(self) -> float:
-        """Time of the step over its prediction."""
-        return self.measured_seconds / self.predicted_seconds
+_Compared = list[tuple[int, Timing, float]]
+"""Of usable rows the age in steps, the row, and its time over the predicted one."""
 
-    @property
-    def reason(self) -> str:
-        """Why the step was off by more than `TOLD_FROM`; empty if it was not."""
-        if abs(self.measured_over_predicted - 1) <= TOLD_FROM:
-            return ""
-        if self.slowest_over_predicted > (1 + TOLD_FROM) * max(self.passes_over_predicted, 1.0):
-            return "a rank is slower than the others"
-        if abs(self.passes_over_predicted - 1) > TOLD_FROM / 2:
-            return "costs have changed, or are not learnt yet"
-        return "time between passes: the host, or transfers that have changed"
 
-    def __str__(self) -> str:
-        """One line for a log."""
-        text = (
-            f"a step took {self.measured_seconds:.3g} s, {self.measured_over_predicted:.2f} times "
-            f"the predicted {self.predicted_seconds:.3g} s; its passes took "
-            f"{self.passes_over_predicted:.2f} times what was predicted"
-        )
-        if self.slowest_over_predicted:
-            text += f", on rank {self.slowest_rank}, the slowest, "
-            text += f"{self.slowest_over_predicted:.2f} times"
-        return f"{text}: {self.reason}" if self.reason else text
+def _compared(steps: Sequence[Sequence[Timing]], learnt: LearntCosts) -> _Compared:
+    speed = learnt.seconds_per_unit or 1.0
+    return [
+        (age, row, row.seconds / (speed * units))
+        for age, rows in enumerate(reversed(steps))
+        for row in rows
+        if row.is_usable and (units := learnt.units(row.lengths, row.context_parallel)) > 0
+    ]
+
+
+def _usual(compared: _Compared) -> float:
+    """The usual ratio in the last three steps: one of them is outvoted, two in a row are not.
+
+    Two fifths of the rows are below it, not half, as other rows may stall beside a whole step.
+    """
+    ratios = sorted(ratio for age, _, ratio in compared if age < 3)
+    return ratios[2 * len(ratios) // 5] if ratios else 1.0
+
+
+_NUM_COSTS = 5
+"""Unknowns of the fit: seconds of a micro-batch, a token and a pair; the change of
+`context_parallel_overhead`; seconds of a doubling of ranks (`context_parallel_fixed`)."""
+
+
+def evidence(
+    steps: Sequence[Sequence[Timing]], learnt: LearntCosts, usual: float | None = None
+) -> list[float]:
+    """One rank's part in the next model; parts of ranks are added up.
+
+    Args:
+        steps: timed rows of the rank's last steps that no other rank shares, the newest step last.
+        learnt: the same on every rank.
+        usual: time of a usual row over the predicted one; None: the rank's `slowness`.
+
+    Returns:
+        sums: matrix and right side of the normal equations, then forward's and backward's shares of
+        times, and weights.
+    """
+    costs = range(_NUM_COSTS)
+    sums = [0.0] * (_NUM_COSTS * (_NUM_COSTS + 1) + 3)
+    compared = _compared(steps, learnt)
+    usual = _usual(compared) if usual is None else usual
+    is_known = learnt.seconds_per_unit is not None
+    for age, row, ratio in compared:
+        off = abs(ratio / usual - 1.0)
+        weight = DECAY**age
+        if is_known and off > TOLERANCE:
+            weight *= (TOLERANCE / off) ** 2
+        # The row's time is the sum of feature * cost; over the measured time it should be 1.
+        x = [value / row.seconds for value in _features(row, learnt)]
+        terms = [x[i] * x[j] for i in costs for j in costs] + x
+        terms += [row.forward_seconds / row.seconds, row.backward_seconds / row.seconds, 1.0]
+        for number, term in enumerate(terms):
+            sums[number] += weight * term
+    return sums
+
+
+def _features(row: Timing, learnt: LearntCosts) -> list[float]:
+    """Numbers that, times the unknown costs, are a row's time on each of its ranks.
+
+    Overhead o multiplies work: (1 + o)^d, d being the doublings from one rank to the row's. It is
+    made linear about the present o, in the change of which the fit is.
+    """
+    model, size = learnt.cost_model, row.context_parallel
+    tokens = float(sum(row.lengths))
+    pairs = ordered_sum(
+        replace(model, linear=0.0, quadratic=1.0).sample(length) for length in row.lengths
+    )
+    if size == 1:
+        return [1.0, tokens, pairs, 0.0, 0.0]
+    doublings = (size - 1).bit_length()
+    steep = doublings / size
+    for _ in range(doublings - 1):
+        steep *= 1.0 + model.context_parallel_overhead
+    grown = steep / doublings * (1.0 + model.context_parallel_overhead)
+    seconds = (learnt.seconds_per_unit or 1.0) * (1.0 + model.backward_ratio)
+    work = seconds * (model.linear * tokens + model.quadratic * pairs)
+    return [1.0, tokens * grown, pairs * grown, work * steep, float(doublings)]
+
+
+def relearnt(
+    learnt: LearntCosts, sums: Sequence[float], shared: Sequence[Sequence[Timing]] = ()
+) -> LearntCosts:
+    """The model after another step.
+
+    Args:
+        learnt: the model before, by which the evidence was summed up.
+        sums: `evidence` of all ranks, added up.
+        shared: rows of the last steps that several ranks share, the newest step last, as timed on
+            a mean stage without waiting; the same on every rank.
+
+    Returns:
+        a new one; the same if no pass was timed.
+    """
+    # The few rows that ranks share are compared with what other rows have told of speed, if any do.
+    if learnt.seconds_per_unit is not None or not any(sums):
+        both = zip(sums, evidence(shared, learnt, usual=1.0), strict=True)
+        sums = [own + together for own, together in both]
+    *sums, forward, backward, count = sums
+    if not (forward > 0 and backward > 0):
+        return learnt
+    n, model, ratio = _NUM_COSTS, learnt.cost_model, backward / forward
+    matrix, right = [list(sums[n * i : n * i + n]) for i in range(n)], list(sums[n * n :])
+    before = [model.per_micro_batch, model.linear, model.quadratic]
+    before += [0.0, model.context_parallel_fixed]
+    # Only the proportions of the model before are held on to: speed is known well at once.
+    square = ordered_sum(before[i] * _dot(matrix[i], before) for i in range(n))
+    scale = _dot(right, before) / square if square > 0 else 1.0
+    floor = [0.0] * n
+    floor[1] = _LEAST_SHARE * right[1] / matrix[1][1] if right[1] > 0 else 0.0
+    floor[3] = -model.context_parallel_overhead
+    guess = [scale * each for each in before]
+    costs = _ridge(matrix, right, guess, floor, ANCHOR)
+    error = count + ordered_sum(
+        x * (_dot(row, costs) - 2.0 * y) for x, row, y in zip(costs, matrix, right, strict=True)
+    )
+    anchor = error / (count * count * OFF_BEFORE * OFF_BEFORE)
+    if anchor > ANCHOR:
+        costs = _ridge(matrix, right, guess, floor, min(anchor, 1.0))
+    fixed, token, pair, change, doubling = costs
+    if not 0 < token < math.inf:
+        return learnt
+    return LearntCosts(
+        cost_model=replace(
+            model,
+            linear=1.0,
+            quadratic=pair / token,
+            per_micro_batch=fixed / token,
+            backward_ratio=ratio,
+            context_parallel_overhead=model.context_parallel_overhead + change,
+            # A scale of seconds that no shared row told is none.
+            context_parallel_fixed=doubling / token if matrix[4][4] else before[4],
+        ),
+        seconds_per_unit=token / (1.0 + ratio),
+    )
+
+
+def _ridge(
+    matrix: Sequence[Sequence[float]],
+    right: Sequence[float],
+    guess: Sequence[float],
+    floor: Sequence[float],
+    anchor: float,
+) -> list[float]:
+    """The x of at least `floor` with the least `x @ matrix @ x - 2 * right @ x`, held to a guess.
+
+    An unknown of which the equations tell nothing becomes its guess. Those that fall below their
+    floor are put there one by one.
+    """
+    n = range(len(right))
+    held = [anchor * matrix[i][i] or 1.0 for i in n]
+    rows = [[matrix[i][j] + held[i] * (i == j) for j in n] for i in n]
+    for i in n:
+        rows[i].append(right[i] + held[i] * guess[i])
+    while True:
+        x = _solved(rows)
+        below = [i for i in n if x[i] < floor[i]]
+        if not below:
+            return x
+        worst = max(below, key=lambda i: (floor[i] - x[i]) * math.sqrt(matrix[i][i] + held[i]))
+        rows[worst] = [float(worst == j) for j in n] + [floor[worst]]
+
+
+def _solved(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Solution of equations [n][n + 1]; a positive definite matrix needs no exchange of rows."""
+    left = [list(row) for row in rows]
+    for i, pivot in enumerate(left):
+        for j, row in enumerate(left):
+            if j != i and row[i] != 0.0:
+                factor = row[i] / pivot[i]
+                left[j] = [a - factor * b for a, b in zip(row, pivot, strict=True)]
+    return [row[-1] / row[i] for i, row in enumerate(left)]
+
+
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    return ordered_sum(a * b for a, b in zip(left, right, strict=True))

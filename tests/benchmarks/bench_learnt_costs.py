@@ -48,11 +48,7 @@ def main() -> None:
             fixed, learnt = (steps(dims, hidden, options, kind) for kind in ("fixed", "auto"))
             seconds = [sum(step["seconds"] for step in each) for each in (fixed, learnt)]
             counts = [statistics.mean(step["count"] for step in each) for each in (fixed, learnt)]
-            off = statistics.median(
-                review["measured_seconds"] / review["predicted_seconds"]
-                for review in (step["review"] for step in learnt)
-                if review is not None
-            )
+            off = statistics.median(step["seconds"] / step["predicted"] for step in learnt)
             print(
                 f"{layout:<12}{name:<22}{seconds[0]:>9.2f}{seconds[1]:>10.2f}"
                 f"{seconds[0] / seconds[1]:>16.3f}{counts[0]:>23.1f},{counts[1]:>6.1f}{off:>25.2f}",
@@ -81,8 +77,12 @@ def steps(
     )
     with tempfile.TemporaryDirectory() as scratch:
         ranks = results(run_jobs([job], Path(scratch))[job.name])
-    slowest = [max(each, key=lambda step: step["seconds"]) for each in zip(*ranks, strict=True)]
-    return [step | {"count": len(step["ranks"][0])} for step in slowest[_KNOWN_FROM:]]
+    slowest = [
+        {key: max(step[key] for step in each) for key in ("seconds", "predicted")}
+        | {"count": len(each[0]["ranks"][0])}
+        for each in zip(*ranks, strict=True)
+    ]
+    return slowest[_KNOWN_FROM:]
 
 
 if __name__ == "__main__":

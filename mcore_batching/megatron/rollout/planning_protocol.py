@@ -41,8 +41,7 @@ from mcore_batching.batch.figures import Figure, largest, least, total
 from mcore_batching.megatron.checks.validation import prepare_model
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.job import Job
-from mcore_batching.megatron.learning.cost_learners import learners_of
-from mcore_batching.megatron.learning.cost_learning import CostLearner
+from mcore_batching.megatron.learning.cost_learning import CostLearner, learners_of
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
 from mcore_batching.megatron.rollout.settings import Settings, say_oversize
 from mcore_batching.megatron.rollout.step_shard import StepShard
@@ -204,8 +203,7 @@ class PlanningProtocol:
             self._learner.learn(agreed.figures)
             self.learnt = packed_by if self._packs_at_once else self._learner.learnt
             assert self.learnt is not None
-            model = self.learnt.planning_model(self.settings.dims)
-            self.settings = dataclasses.replace(self.settings, cost_model=model)
+            self.settings = dataclasses.replace(self.settings, cost_model=self.learnt.cost_model)
         if not self.forward_only:
             say_oversize(self.job, self.settings, agreed.figures["longest sample"])
 

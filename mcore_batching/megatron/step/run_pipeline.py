@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mcore_batching.megatron.job.job import Job
-from mcore_batching.megatron.learning.cost_learners import learners_of
+from mcore_batching.megatron.learning.cost_learning import learners_of
 from mcore_batching.megatron.logits.log_probs import chunks_of_tokens
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.rows.routing_replay import replayed_step

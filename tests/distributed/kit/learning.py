@@ -19,7 +19,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 
-from kit.blocking_p2p import Link, blocking_p2p
 from kit.exactness import arguments
 from kit.groups import forget_job
 from kit.model import adam, transformer_config
@@ -36,6 +35,7 @@ from mcore_batching.megatron import (
 )
 from mcore_batching.megatron.job.row_groups import row_group
 from mcore_batching.megatron.learning import pass_times
+from mcore_batching.megatron.learning.cost_learning import predicted_seconds
 from mcore_batching.megatron.learning.pass_times import rows_of
 from mcore_batching.megatron.rollout.data_iterator import plan_micro_batches
 from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
@@ -51,7 +51,7 @@ class HiddenCosts:
 
     Args:
         seconds_per_unit: of the hidden model.
-        sleeps: False advances a clock that this process's passes alone move, and transfers.
+        sleeps: False advances a clock that this process's passes alone move.
     """
 
     def __init__(self, seconds_per_unit: float, sleeps: bool) -> None:
@@ -63,7 +63,6 @@ class HiddenCosts:
         self.sizes: Sequence[int] = ()
         self.model = CostModel()
         self.slower = 1.0
-        self.transfers_slower = 1.0
         self.chunks = 1
         self.breaks_clock = False
 
@@ -73,14 +72,6 @@ class HiddenCosts:
             self.breaks_clock = False
             return math.nan
         return self._ahead + (time.perf_counter() if self.sleeps else self._now)
-
-    def now(self) -> float:
-        """The same time on all ranks, for transfers."""
-        return self._now
-
-    def wait_until(self, seconds: float) -> None:
-        """End of a transfer."""
-        self._now = max(self._now, seconds)
 
     def takes(self, backward: bool, slot: int, start: float) -> None:
         """Let a pass take its time, which its own computing is part of.
@@ -112,21 +103,6 @@ def own_clock(hidden: HiddenCosts) -> Iterator[None]:
         yield
     finally:
         pass_times.time = clock
-
-
-@contextlib.contextmanager
-def _links(hidden: HiddenCosts, transfer: Sequence[float] | None) -> Iterator[None]:
-    """Let transfers take so many seconds, and per token; as long as gloo's for None."""
-    if transfer is None:
-        yield
-        return
-    fixed, per_token = transfer
-
-    def seconds(tensor: torch.Tensor) -> float:
-        return hidden.transfers_slower * (fixed + per_token * tensor.shape[0])
-
-    with blocking_p2p(60.0, Link(seconds, None if hidden.sleeps else hidden)):
-        yield
 
 
 def samples(count: int, seed: int, longest: int = CAP) -> dict[str, list[Any]]:
@@ -176,7 +152,6 @@ def learn(
     seconds_per_unit: float = 1e-5,
     max_context_parallel: int | None = None,
     cost_model: str | None = None,
-    transfer: list[float] | None = None,
 ) -> list[dict[str, Any]]:
     """Train while the costs are hidden; what each step was planned by, and how it went.
 
@@ -195,15 +170,13 @@ def learn(
         seconds_per_unit: of the hidden model.
         max_context_parallel: ranks that may share a row; samples are up to so many times the cap.
         cost_model: None: costs are learnt, as where nothing else is asked for.
-        transfer: seconds of one between stages, and per token; in step `STALLED` of a job with
-            faults 20 times as long. None: they are gloo's own.
 
     Returns:
         for every step its ``plan`` (digest) and ``plan again`` (of the same samples), ``state``
         (what was learnt by then), ``lengths`` and ``ranks`` (of the whole plan), ``whole`` (it in
         JSON), ``hidden`` (the cost model), ``updated``, the whole step's ``seconds`` and
-        ``review``; for the last, on the first rank, what was ``recorded``, and the ``cost model``
-        beside it.
+        those ``predicted`` (of this rank, or all); for the last, on the first rank, what was
+        ``recorded``, and the ``cost model`` beside it.
     """
     shape = ParallelDims(**dims)
     longest = CAP * (max_context_parallel or 1)
@@ -222,7 +195,7 @@ def learn(
     costs.chunks = shape.virtual_pipeline
     last = dist.get_rank() == dist.get_world_size() - 1
     seen = []
-    with own_clock(costs), _links(costs, transfer):
+    with own_clock(costs):
         for step in range(num_steps):
             seed = 1000 * step + parallel_state.get_data_parallel_rank()
             data = samples(num_samples, seed, longest)
@@ -233,7 +206,6 @@ def learn(
             costs.model = _grown(CostModel(**hidden), (1 + drift) ** step)
             at_fault = faults and last and step == STALLED
             costs.slower = 1.0 if slower is None else slower[dist.get_rank()]
-            costs.transfers_slower = 20 if faults and step == STALLED else 1
             costs.slower *= (3 if sleeps else 50) if step == 0 else 20 if at_fault else 1
             plan, lengths = schedule.step_plan(0)
             seen.append(
@@ -241,6 +213,7 @@ def learn(
                     "plan": schedule.plan_digest,
                     "plan again": schedule_of(again).plan_digest,
                     "state": cost_learner().state_dict(),
+                    "predicted": predicted_seconds(schedule, 0),
                     "lengths": lengths,
                     "ranks": plan.micro_batches,
                     "whole": plan.to_json(),
@@ -254,8 +227,6 @@ def learn(
                 result = train_step(_objective(at_fault), args, model, iterators, counts, optimizer)
             seen[-1]["seconds"] = time.monotonic() - started
             seen[-1]["updated"] = result.update_successful
-            review = cost_learner().review
-            seen[-1]["review"] = review and {**vars(review), "text": str(review)}
     for file in Path(args.dynamic_batch_record).iterdir():
         seen[-1]["recorded" if file.suffix == ".jsonl" else "cost model"] = file.read_text()
     return seen

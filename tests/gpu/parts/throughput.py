@@ -15,7 +15,7 @@ import setting
 import torch
 
 from mcore_batching.megatron import get_data_iterator, schedule_of
-from mcore_batching.megatron.cost_learning import predicted_seconds
+from mcore_batching.megatron.learning.cost_learning import predicted_seconds
 
 REPEATS = 5
 TOLERANCE = 0.25
