@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
 from mcore_batching.megatron.job.job import Job
-from mcore_batching.megatron.learning.cost_learners import learners_of
+from mcore_batching.megatron.learning.cost_learning import learners_of
 from mcore_batching.megatron.topology import current_dims, first_guess
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Problem
 
