@@ -20,10 +20,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from mcore_batching.batch import OrderError
+from mcore_batching.batch.consensus import Consensus
 from mcore_batching.integrations.replacements import (
     MARK,
     Hook,
@@ -94,7 +94,7 @@ def _sync_num_microbatches(self: Any) -> int:
         self._token_counts,
         _dims(),
         PlannerConfig(max_tokens_per_gpu=self._max_tokens_per_microbatch),
-        _maxima,
+        Consensus(dist.group.WORLD if dist.is_initialized() else None),
     )
     self._microbatches = [list(samples) for samples in planned if samples]
     return len(planned)
@@ -134,12 +134,3 @@ def _dims() -> ParallelDims:
     stages = groups.get_pipeline_model_parallel_world_size()
     chunks = groups.get_virtual_pipeline_model_parallel_world_size() or 1
     return ParallelDims(pipeline_parallel=stages, virtual_pipeline=chunks)
-
-
-def _maxima(values: list[float]) -> list[float]:
-    if not dist.is_initialized():
-        return values
-    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-    reduced = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
-    return reduced.tolist()

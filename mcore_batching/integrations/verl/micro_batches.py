@@ -15,7 +15,6 @@ Guarantees
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -25,8 +24,10 @@ import torch
 import torch.distributed as dist
 
 from mcore_batching.batch import OrderError
+from mcore_batching.batch.consensus import Consensus, Statement
+from mcore_batching.batch.figures import largest, least
 from mcore_batching.integrations.replacements import HookError
-from mcore_batching.integrations.shards import Maxima, planned_shard, worst
+from mcore_batching.integrations.shards import planned_shard
 from mcore_batching.planning import LengthError, MicroBatches, ParallelDims, PlannerConfig
 
 _MASKS = ("loss_mask", "response_mask")
@@ -64,8 +65,8 @@ def rearrange_micro_batches(
 
     Raises:
         LengthError: on every rank, for a sample over the cap or a rank without samples.
-        HookError: on every rank, if planning failed on another, or a sample would have to be run
-            twice where verl counts its tokens.
+        RankFailedError: on every rank, if reading or planning failed on some.
+        HookError: on every rank: a sample would run twice where verl counts its tokens.
     """
     if force_group_size != 1:
         return original(  # type: ignore[no-any-return]
@@ -81,18 +82,12 @@ def rearrange_micro_batches(
     agrees = dist.is_initialized() and same_micro_num_in_dp and dp_group is not None
     group = dp_group if agrees else None
     multiple = num_batches_divided_by or 1
-    maxima = functools.partial(_maxima, group)
-    lengths = _checked_lengths(batch, max_token_len, maxima)
+    consensus = Consensus(group)
+    lengths = _checked_lengths(batch, max_token_len, consensus)
     dims, config = _settings(max_token_len, multiple, dist.get_world_size(group) if agrees else 1)
-    chosen = planned_shard(
-        lengths,
-        dims,
-        config,
-        maxima,
-        fewest=min_num_micro_batch or 1,
-        multiple=multiple,
-    )
-    _check_repeated(batch, chosen, group)
+    fewest = min_num_micro_batch or 1
+    chosen = planned_shard(lengths, dims, config, consensus, fewest=fewest, multiple=multiple)
+    _check_repeated(batch, chosen, consensus)
     shortest = min(range(len(lengths)), key=lambda sample: (lengths[sample], sample))
     indices = [list(samples) or [shortest] for samples in chosen]
     made = [_select(batch, samples) for samples in indices]
@@ -174,60 +169,51 @@ def _settings(max_token_len: int, multiple: int, ranks: int) -> tuple[ParallelDi
     return dims, PlannerConfig(max_tokens_per_gpu=max(1, max_token_len // context))
 
 
-def _checked_lengths(batch: Any, max_token_len: int, maxima: Maxima) -> list[int]:
-    """Tokens of this rank's samples; refused, on every rank, where no micro-batch can hold one.
+def _checked_lengths(batch: Any, max_token_len: int, consensus: Consensus) -> list[int]:
+    """Tokens of this rank's samples.
 
     Raises:
-        LengthError: naming what to set.
-        HookError: another rank's batch cannot be read. On those where it is, its own error.
+        LengthError: on every rank: a sample is over the cap, or a rank has none.
+        RankFailedError: on every rank: some rank's batch cannot be read.
     """
-    lengths: list[int] = []
-
-    def read() -> list[float]:
-        lengths.extend(_lengths(batch))
-        return [float(max(lengths, default=0)), float(not lengths)]
-
-    longest, none = worst(maxima, 2, read)
-    if none:
-        raise LengthError("a data-parallel rank has no sample: set the mini-batch's size higher")
+    agreed = consensus.agree(
+        "reading lengths",
+        lambda: _lengths(batch),
+        lambda lengths: Statement(
+            figures={"longest": largest(max(lengths, default=0)), "fewest": least(len(lengths))}
+        ),
+    )
+    if not agreed.figures["fewest"]:
+        raise LengthError("a data-parallel rank has no sample: set ppo_mini_batch_size higher")
+    longest = agreed.figures["longest"]
     if longest > max_token_len:
         raise LengthError(
-            f"a sample has {longest:.0f} tokens, and a micro-batch may hold {max_token_len}: set "
-            "ppo_max_token_len_per_gpu (log_prob_max_token_len_per_gpu for log-probs) higher"
+            f"a sample has {longest} tokens, a micro-batch may hold {max_token_len}: set "
+            "ppo_max_token_len_per_gpu (for log-probs log_prob_max_token_len_per_gpu) higher"
         )
-    return lengths
+    return agreed.result
 
 
-def _check_repeated(batch: Any, chosen: MicroBatches, group: Any) -> None:
+def _check_repeated(batch: Any, chosen: MicroBatches, consensus: Consensus) -> None:
     """Refuse to run a sample twice where the loss is divided by the tokens that were run.
 
     Raises:
         HookError: on every rank.
     """
-    (repeats,) = _maxima(group, [float(not all(chosen))])
-    if repeats and batch.get("routed_num_tokens", None) is not None:
+    agreed = consensus.agree(
+        "filling up",
+        lambda: not all(chosen),
+        lambda repeats: Statement(figures={"repeats": largest(int(repeats))}),
+    )
+    if agreed.figures["repeats"] and batch.get("routed_num_tokens", None) is not None:
         raise HookError(
-            f"a data-parallel rank has fewer samples than the {len(chosen)} micro-batches of each, "
-            "and calculate_per_token_loss counts the tokens of those that fill up: set "
-            "ppo_mini_batch_size higher, or ppo_max_token_len_per_gpu"
+            f"a data-parallel rank lacks samples for {len(chosen)} micro-batches, and "
+            "calculate_per_token_loss would count a sample's tokens twice: set "
+            "ppo_mini_batch_size or ppo_max_token_len_per_gpu higher"
         )
-
-
-def _maxima(group: Any, values: list[float]) -> list[float]:
-    if group is None:
-        return values
-    reduced = torch.tensor(values, dtype=torch.float64, device=_device_name())
-    dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
-    return reduced.tolist()
 
 
 def _select(batch: Any, samples: list[int]) -> Any:
     """These samples of a batch, by verl's own function."""
     utilities = importlib.import_module("verl.utils.tensordict_utils")
     return utilities.index_select_tensor_dict(batch, samples)
-
-
-def _device_name() -> str:
-    """The type of device that verl's collectives take tensors on."""
-    name: str = importlib.import_module("verl.utils.device").get_device_name()
-    return name
