@@ -232,7 +232,7 @@ def test_the_plugin_hooks_verl_and_prints_what_is_wrong(
         load_plugin()
     shown = capfd.readouterr().err
     assert "verl keeps its own micro-batches, because" in shown
-    assert "MCORE_BATCHING_VERL='yes' means nothing: set it to 1, or unset it" in shown
+    assert "MCORE_BATCHING_VERL must be 1, 0 or unset, got 'yes'" in shown
     monkeypatch.setenv("MCORE_BATCHING_VERL", "1")
     load_plugin()
     assert "hooked verl.utils.seqlen_balancing.rearrange_micro_batches" in capfd.readouterr().out
@@ -280,7 +280,7 @@ def test_verl_loads_the_plugin_on_import(
     assert done.returncode == 0, done.stderr
     assert f"replaced {replaced}" in done.stdout
     assert ("hooked verl.utils.seqlen_balancing" in done.stdout) == replaced
-    assert ("means nothing: set it to 1" in done.stderr) == (value == "2")
+    assert ("must be 1, 0 or unset" in done.stderr) == (value == "2")
 
 
 def nested(rows: list[torch.Tensor]) -> torch.Tensor:

@@ -1,16 +1,16 @@
-"""Micro-batches of verl's data-parallel ranks, each made of the samples that the rank holds.
+"""verl's ``rearrange_micro_batches``: each data-parallel rank packs the samples that it holds.
 
 Guarantees
-- Every sample of the rank is in one micro-batch, and `restore_dynamic_batch` brings outputs back
-  into their order; another number of rows than the micro-batches hold is an error on that rank.
+- Every sample of the rank is in one micro-batch, and `restore_dynamic_batch` puts outputs back into
+  their order; another number of rows than samples is an error on that rank.
 - No micro-batch of several samples holds more than ``max_token_len`` tokens, padding for tensor and
   context parallelism included.
-- All ranks of ``dp_group`` have equally many, at least ``min_num_micro_batch``, a multiple of
+- All ranks of ``dp_group`` have the same number, at least ``min_num_micro_batch`` and a multiple of
   ``num_batches_divided_by``.
 - In a pipeline, order and contents are those with which the slowest rank's step ends first.
-- Samples too few for that count are no error: the rank's shortest sample then also fills
-  micro-batches of its own under a loss mask of zeros, and `restore_dynamic_batch` drops these rows.
-- What is wrong on one rank is an error on all of the group.
+- Too few samples are no error: the rank repeats its shortest sample, with a loss mask of zeros, in
+  micro-batches that would be empty; `restore_dynamic_batch` drops these rows.
+- An error in planning on one rank is raised on all of the group.
 """
 
 from __future__ import annotations
@@ -49,16 +49,15 @@ def rearrange_micro_batches(
     """The rank's samples in micro-batches. A collective over ``dp_group``.
 
     Args:
-        original: verl's function; makes the micro-batches where consecutive samples belong
-            together (``force_group_size`` above 1).
+        original: verl's function; called if ``force_group_size`` is above 1.
         batch: TensorDict with ``input_ids``, nested or beside an ``attention_mask``.
         max_token_len: most tokens of a micro-batch.
-        dp_group: ranks that need equally many; None: this rank alone.
-        num_batches_divided_by: the interleaved schedule's group of micro-batches.
-        same_micro_num_in_dp: False leaves the other ranks out.
-        min_num_micro_batch: fewest micro-batches.
-        use_dynamic_bsz_balance: for `original`.
-        force_group_size: samples that stay together.
+        dp_group: ranks that need the same number of micro-batches; None: this rank alone.
+        num_batches_divided_by: the number is a multiple of this (interleaved schedule).
+        same_micro_num_in_dp: False plans for this rank alone.
+        min_num_micro_batch: least number of micro-batches.
+        use_dynamic_bsz_balance: passed to `original`.
+        force_group_size: consecutive samples that stay in one micro-batch.
 
     Returns:
         the micro-batches, and the samples in each.
@@ -88,6 +87,7 @@ def rearrange_micro_batches(
     fewest = min_num_micro_batch or 1
     chosen = planned_shard(lengths, dims, config, consensus, fewest=fewest, multiple=multiple)
     _check_repeated(batch, chosen, consensus)
+    # verl runs no empty micro-batch: the shortest sample, masked, takes a placeholder's place.
     shortest = min(range(len(lengths)), key=lambda sample: (lengths[sample], sample))
     indices = [list(samples) or [shortest] for samples in chosen]
     made = [_select(batch, samples) for samples in indices]
@@ -107,11 +107,11 @@ def restore_dynamic_batch(
     Args:
         original: verl's function.
         data: rows of all micro-batches, dense or nested.
-        batch_idx_list: of `rearrange_micro_batches`; of a sample that is there twice, as its own
-            and masked, both rows are the same, and one is kept.
+        batch_idx_list: from `rearrange_micro_batches`. Of a repeated sample the rows are equal, and
+            the first is kept.
 
     Raises:
-        OrderError: on this rank, where there is not one row for each index, or a sample has none.
+        OrderError: on this rank: there is not one row for each index, or a sample has none.
     """
     indices = [sample for samples in batch_idx_list for sample in samples]
     first: dict[int, int] = {}
@@ -121,8 +121,8 @@ def restore_dynamic_batch(
     if missing or len(indices) != data.shape[0]:
         raise OrderError(
             f"expected one row for each of the {len(indices)} samples that the micro-batches "
-            f"hold, got {data.shape[0]}; samples without a row: {missing}: the forward step must "
-            "return one for each sample of its micro-batch",
+            f"hold, got {data.shape[0]}; samples without a row: {missing}: return one row per "
+            "sample",
             missing=tuple(missing),
         )
     if len(first) < len(indices):
@@ -146,7 +146,7 @@ def _lengths(batch: Any) -> list[int]:
 
 
 def _settings(max_token_len: int, multiple: int, ranks: int) -> tuple[ParallelDims, PlannerConfig]:
-    """Settings of a plan, by Megatron's groups if it has any in this process."""
+    """Settings of a plan, from Megatron's groups if there are any in this process."""
     groups = sys.modules.get("megatron.core.parallel_state")
     if groups is None or not groups.model_parallel_is_initialized():
         return ParallelDims(data_parallel=ranks), PlannerConfig(max_tokens_per_gpu=max_token_len)
@@ -162,7 +162,7 @@ def _settings(max_token_len: int, multiple: int, ranks: int) -> tuple[ParallelDi
         context_parallel=context,
         tensor_parallel=tensor,
         expert_parallel=experts,
-        # verl pads every sample for it whether it is on or not.
+        # verl pads samples to a multiple of the tensor-parallel size, with or without it.
         sequence_parallel=tensor > 1,
         microbatch_group_size=max(multiple, stages) if chunks > 1 else None,
     )
@@ -195,7 +195,7 @@ def _checked_lengths(batch: Any, max_token_len: int, consensus: Consensus) -> li
 
 
 def _check_repeated(batch: Any, chosen: MicroBatches, consensus: Consensus) -> None:
-    """Refuse to run a sample twice where the loss is divided by the tokens that were run.
+    """Refuse to repeat a sample where the loss is divided by the number of tokens run.
 
     Raises:
         HookError: on every rank.
