@@ -1,10 +1,10 @@
-"""Summaries of the ranks' statements: messages of a fixed size that combine two by two.
+"""Summaries of the ranks' statements: messages of a fixed size that are joined pairwise.
 
     rank 0  key a1f3  equal 9c20  maxima 3 7  sums 12        key a1f3  equal 9c20
     rank 1  key a1f3  equal 9c20  maxima 4 5  sums 10   ->   maxima 4 7  sums 22
 
-They tell that all ranks say the same, with their maxima and sums, or that some do not; who differs
-and in what is left to the statements themselves.
+A joined summary says that all ranks agree, with their maxima and sums, or only that some differ.
+Which ones, and in what, the statements themselves tell.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Any, TypeVar
 
 from mcore_batching.batch.rank_messages import RankMessages
 
-_DIGEST_BYTES = 16
+_DIGEST_BYTES = 16  # of SHA-256; two different values look equal once in 2**128
 _MODULUS = 1 << 8 * _DIGEST_BYTES
 _NOTHING = bytes(_DIGEST_BYTES)
 _HEAD = struct.Struct(f"<?{_DIGEST_BYTES}s{_DIGEST_BYTES}s{_DIGEST_BYTES}s")
 NUMBERS_IN_SUMMARY = 100
-"""Of a statement with more, the others follow in a message of their own."""
-_NUMBER_BYTES = 9
+"""Figures in the first message (1 KB); further ones cost a second round of messages."""
+_NUMBER_BYTES = 9  # a letter for the type, 8 for the value
 SUMMARY_BYTES = _HEAD.size + 1 + NUMBERS_IN_SUMMARY * _NUMBER_BYTES
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Numbers of which ranks want the maxima, then numbers of which they want the sums.
+    """Numbers to be joined over ranks, by maximum and by sum.
 
     Attributes:
         maxima: int or float, no NaN.
         sums: int or float.
-        fit: False if some number does not fit into 8 bytes or has no maximum; the others are
-            meaningless then.
+        fit: False if a number cannot be sent in 8 bytes, or is a NaN among the maxima; all others
+            are meaningless then.
     """
 
     maxima: Sequence[Any] = ()
@@ -43,7 +43,7 @@ class Numbers:
     fit: bool = True
 
     def joined(self, other: Numbers) -> Numbers:
-        """Those of some ranks and of the ranks behind them."""
+        """Numbers of two sets of ranks, joined."""
         if not (self.fit and other.fit):
             return Numbers(fit=False)
         return Numbers(
@@ -66,7 +66,7 @@ class Numbers:
             return unfit
 
     def like(self, message: bytes) -> Numbers:
-        """Another rank's numbers, as many as these."""
+        """Another rank's numbers, read from its message; the same count as these."""
         if not message[0]:
             return Numbers(fit=False)
         count, most = len(self.maxima) + len(self.sums), len(self.maxima)
@@ -90,12 +90,12 @@ class Summary:
     """A rank's part in an agreement, or that of several ranks.
 
     Attributes:
-        key: digest of what makes two summaries comparable.
-        equal: digest of what must be equal on all ranks; zeros where nothing is said.
-        residue: adds up to 0, modulo 2^128, if the ranks of every replica, and of every stage of
-            it, say the same.
+        key: digest of the stage and the figures' shapes; summaries of different keys do not join.
+        equal: digest of what must be equal on all ranks; zeros if the rank leaves it out.
+        residue: sums over all ranks to 0 mod 2^128 if the ranks of every replica, and of every
+            stage of it, say the same.
         numbers: at most `NUMBERS_IN_SUMMARY`.
-        settles: False if the statements themselves are needed; all else is meaningless then.
+        settles: False if the statements must be gathered; all else is meaningless then.
     """
 
     key: bytes = _NOTHING
@@ -105,7 +105,7 @@ class Summary:
     settles: bool = True
 
     def joined(self, other: Summary) -> Summary:
-        """The summary of some ranks and of the ranks behind them."""
+        """Summaries of two sets of ranks, joined."""
         said = {self.equal, other.equal} - {_NOTHING}
         if not (self.settles and other.settles) or self.key != other.key or len(said) > 1:
             return Summary(settles=False)
@@ -117,13 +117,13 @@ class Summary:
         )
 
     def message(self) -> bytes:
-        """Itself in `SUMMARY_BYTES` bytes."""
+        """`SUMMARY_BYTES` bytes."""
         residue = (self.residue % _MODULUS).to_bytes(_DIGEST_BYTES, "little")
         head = _HEAD.pack(self.settles, self.key, self.equal, residue)
         return (head + self.numbers.message()).ljust(SUMMARY_BYTES, b"\0")
 
     def like(self, message: bytes) -> Summary:
-        """Another rank's summary; its numbers are read if they are as many as these."""
+        """Another rank's summary, read from its message."""
         settles, key, equal, residue = _HEAD.unpack_from(message)
         if not settles or key != self.key:
             return Summary(key, settles=settles)
@@ -150,21 +150,20 @@ def reduced(messages: RankMessages, own: Kind) -> Kind:
 
 
 def digest_of(*texts: Any) -> bytes:
-    """Of texts, numbers and dicts of them, alike however a dict is ordered."""
+    """Digest of texts, numbers and dicts of them, independent of a dict's order."""
     parts = [sorted(each.items()) if isinstance(each, Mapping) else each for each in texts]
     return hashlib.sha256(repr(parts).encode(errors="surrogatepass")).digest()[:_DIGEST_BYTES]
 
 
 def digest_if_any(values: Mapping[str, str]) -> bytes:
-    """The digest of some values; zeros of none, which differs from nobody's."""
+    """Digest of some values; of none zeros, which are not compared."""
     return digest_of(values) if values else _NOTHING
 
 
 def residue_of(what: str, values: Mapping[str, str], number: int, place: int, size: int) -> int:
-    """This rank's part of a sum that is 0 if the ranks of each replica have the same values.
+    """This rank's addend to a sum that is 0 if the ranks of each replica have the same values.
 
-    The others of a replica add their digests, the first takes its own off as many times. The
-    replica's number is in the digest, or else two replicas could make up for each other.
+    In a replica of n ranks with digest d: (1 - n)·d from the first, d from each of the others.
 
     Args:
         what: "replica", or another partition of the ranks.
@@ -173,5 +172,6 @@ def residue_of(what: str, values: Mapping[str, str], number: int, place: int, si
         place: this rank's in the replica.
         size: ranks of the replica.
     """
+    # With the replica's number, so that errors of two replicas cannot cancel.
     digest = int.from_bytes(digest_of(what, number, values), "little")
     return (digest if place else digest * (1 - size)) % _MODULUS

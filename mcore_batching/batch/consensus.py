@@ -12,13 +12,12 @@
     agreed.result               # this rank's batch
     agreed.figures["samples"]   # of all ranks together
 
-A rank that raises while others wait in a collective leaves them waiting. So what may fail is done
-inside `Consensus.agree`: it exchanges how the work went before anybody goes on.
+A rank that raises while others wait in a collective leaves them hanging. So work that may fail runs
+inside `Consensus.agree`, and no rank goes on before it knows that all succeeded.
 
-While all goes well and alike, that is one message of 1 KB in each of ⌈log2 ranks⌉ rounds, which
-says so and carries figures (`mcore_batching.batch.figures`). Only where a rank failed, or differs,
-or asks what others tell, do all of them gather everybody's statement: one object for each rank, on
-each rank.
+Cost: ⌈log2 ranks⌉ rounds of one 1 KB message, which carries figures too
+(`mcore_batching.batch.figures`). Only if a rank failed, differs, or asks what others tell, all
+ranks gather everybody's statement, one pickled object per rank.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ class CollectiveError(MCoreBatchingError, RuntimeError):
     """Base of the errors that all ranks raise together.
 
     Attributes:
-        failures: global rank to what was wrong there, of long texts the first and last
-            characters, `LONGEST_TEXT` together.
+        failures: by global rank, what was wrong there; long texts are cut to `LONGEST_TEXT`.
     """
 
     headline = "a collective step failed"
@@ -66,13 +64,13 @@ class CollectiveError(MCoreBatchingError, RuntimeError):
 
 
 class RankFailedError(CollectiveError, BatchError):
-    """Work that some ranks could not do."""
+    """Work that failed on some ranks."""
 
     headline = "failed on some ranks, so none goes on"
 
 
 class DisagreementError(CollectiveError, BatchError):
-    """Ranks that differ in what must be the same on all."""
+    """Values that differ between ranks and must not."""
 
     headline = "the ranks disagree, so none goes on"
 
@@ -82,15 +80,14 @@ class Statement:
     """One rank's part in an agreement.
 
     Attributes:
-        equal: names to values that must be the same on all ranks; compared by their ``repr``. A
-            name that a rank leaves out is not compared there.
+        equal: values by name that must be the same on all ranks, compared by their ``repr``. A
+            rank that leaves a name out is not compared.
         equal_in_replica: the same, among the ranks of each replica.
         equal_in_stage: the same, among the ranks of each stage of a replica.
-        tell: what ranks that ask are to know of this one; small, and every rank can unpickle it.
-        asks: True if this rank needs to know what the others tell; None: if it tells something
-            itself. Whatever one asks for, all gather.
-        figures: numbers by name of which every rank is to know the largest, the least or the sum of
-            all ranks; the same names, kinds and counts on each.
+        tell: a small picklable object for ranks that ask.
+        asks: True if this rank needs what the others tell; then all ranks gather. None: True if
+            this rank tells something.
+        figures: numbers by name, joined over all ranks; the same names, kinds and counts on each.
     """
 
     equal: Mapping[str, Any] = field(default_factory=dict)
@@ -107,8 +104,7 @@ class Agreement(Generic[Result]):
 
     Attributes:
         result: what this rank's work returned.
-        told: every rank's `Statement.tell`, by global rank, in the order of the group; this rank's
-            alone if no rank asked.
+        told: every rank's `Statement.tell`, by global rank; this rank's alone if no rank asked.
         figures: of all ranks, by name.
     """
 
@@ -119,7 +115,7 @@ class Agreement(Generic[Result]):
 
 @dataclass(frozen=True)
 class _Note:
-    """The outcome of a rank's work, as it travels; values that are only compared go as texts."""
+    """A rank's outcome as it is sent; values that are only compared are sent as texts."""
 
     stage: str
     error: str | None = None
@@ -132,7 +128,7 @@ class _Note:
 
 
 def no_statement(result: object) -> Statement:
-    """The statement of a rank that only has to have succeeded."""
+    """The statement of a rank that says only that it succeeded."""
     del result
     return Statement()
 
@@ -141,12 +137,12 @@ class Consensus:
     """Agreement between the ranks of a process group.
 
     Args:
-        group: the ranks; None for this process alone, which then makes no collective call.
-        replicas: global ranks that hold the same samples, replica by replica, every rank of the
-            group in one of them; None: each rank has samples of its own.
-        stages: global ranks of a replica that run the same layers, likewise; None: the replicas.
+        group: the ranks; None for this process alone, without collective calls.
+        replicas: partition of the group's global ranks into those that hold the same samples; None:
+            each rank has its own.
+        stages: partition into those that also run the same layers; None: the replicas.
         mismatch: the error for values that differ and must not.
-        spell: how messages spell the arguments that they speak of.
+        spell: how messages write an argument, for instance as a command-line flag.
     """
 
     def __init__(
@@ -172,12 +168,7 @@ class Consensus:
             self._messages = RankMessages(group)
 
     def regroup(self, replicas: Sequence[Sequence[int]], stages: Sequence[Sequence[int]]) -> None:
-        """Take other ranks to hold the same samples, and to run the same layers.
-
-        Args:
-            replicas: as in the constructor.
-            stages: as in the constructor.
-        """
+        """Set `replicas` and `stages` anew, as in the constructor."""
         self.replicas, self.stages = replicas, stages
         self._in_replica = self._position_in(self.replicas)
         self._in_stage = self._position_in(self.stages)
@@ -191,20 +182,20 @@ class Consensus:
         failure: type[CollectiveError] = RankFailedError,
         mismatch: type[CollectiveError] | None = None,
     ) -> Agreement[Result]:
-        """Do ``work`` on every rank, and go on only if it went well and alike on all.
+        """Do ``work`` on every rank; return only if it succeeded on all, with equal statements.
 
         A collective over the group.
 
         Args:
-            stage: what is being done, in words; ranks in different stages disagree.
+            stage: what is being done, in words. Ranks in different stages disagree.
             work: what may fail; makes no collective calls.
-            says: this rank's part, made of the work's result.
+            says: this rank's statement, from the work's result.
             failure: the error to raise if ``work`` or ``says`` raised on any rank.
             mismatch: the error to raise if a statement's values differ; None: the constructor's.
 
         Raises:
-            CollectiveError: on every rank, the same: ``failure``, chained to this rank's own
-                exception, or the mismatch. Where all ranks raised alike, that exception itself.
+            CollectiveError: the same on every rank: ``failure``, chained to this rank's own
+                exception, or ``mismatch``. If all ranks raised the same, that exception itself.
             SystemExit: on a rank whose work raised it; the others raise ``failure``.
         """
         cause: BaseException | None = None
@@ -213,10 +204,11 @@ class Consensus:
         try:
             result = work()
             note = _noted(stage, says(result))
-            told = pickle.loads(note.tell)  # as the others hear it, if they can read it
+            told = pickle.loads(note.tell)  # fails here, and not on the others, if it cannot
         except (Exception, SystemExit) as exception:
             cause = exception
             note = _Note(stage, error=self._described(exception))
+        # The usual way: all succeeded, no values differ, and none asks.
         numbers = self._settled(note)
         if numbers is not None:
             return Agreement(result, {self.rank: told}, values_of(note.figures, numbers))
@@ -247,14 +239,14 @@ class Consensus:
         *,
         failure: type[CollectiveError] = RankFailedError,
     ) -> Result:
-        """Do work that follows from what is agreed, so that all ranks can do it or none.
+        """Do deterministic work on agreed input, which fails on all ranks or on none.
 
-        No collective unless it fails: then as `agree`. Should it fail here alone, the others are
-        in their next agreement, and all raise that the stages differ.
+        No collective unless it fails. If it still fails on this rank alone, the others are in
+        their next agreement, and all ranks raise that the stages differ.
 
         Args:
             stage: as for `agree`.
-            work: as for `agree`; may be done twice.
+            work: as for `agree`; done a second time if it fails.
             failure: as for `agree`.
         """
         try:
@@ -263,7 +255,7 @@ class Consensus:
             return self.agree(stage, work, failure=failure).result
 
     def _settled(self, note: _Note) -> Numbers | None:
-        """Joined figures, where nobody failed, differs or asks; None where notes are needed."""
+        """Joined figures by the short messages; None if the ranks must gather their notes."""
         if self._messages is None:
             return None
         numbers = numbers_of(note.figures, is_first=self._in_replica[1] == 0)
@@ -334,7 +326,7 @@ def _noted(stage: str, statement: Statement) -> _Note:
 
 
 def _shapes(note: _Note) -> str:
-    """Names of a rank's figures, and what else ranks must agree on to join them."""
+    """Name, kind and count of a rank's figures, which must be the same to join them."""
     return ", ".join(f"{name} ({each.shape})" for name, each in sorted(note.figures.items()))
 
 
@@ -345,7 +337,7 @@ def _require_equal(said: Mapping[int, Mapping[str, str]], mismatch: type[Collect
 
 
 def _differences(said: Mapping[int, Mapping[str, str]]) -> dict[int, str]:
-    """For each rank that differs from the most common value of a name, in what it does."""
+    """For each rank with another value than most: the names, its values and the usual ones."""
     failures: dict[int, list[str]] = {}
     for name in sorted({name for values in said.values() for name in values}):
         by_rank = {rank: values[name] for rank, values in said.items() if name in values}

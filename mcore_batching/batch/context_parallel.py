@@ -1,8 +1,7 @@
 """Whole responses from the slices of a packed row that context-parallel ranks hold.
 
-The model gives each rank one value per token of its slice, for instance the log-probability of the
-next token. `gather_response` turns them into one tensor per sample with a value for every response
-token, the same on all ranks:
+On each rank the model gives one value per token of its slice, say the log-probability of the next
+token. `gather_response` returns one value per response token, on every rank:
 
     row of one sample, prompt p, response a b c; cp 2     p a b c
     rank 0 has positions 0 and 3                          log p(a), .
@@ -10,8 +9,8 @@ token, the same on all ranks:
     gather_response, on both ranks                        [log p(a), log p(b), log p(c)]
     owned_response_mask                                   [1 0 0] on rank 0, [0 1 1] on rank 1
 
-The first token of a response that is the whole sample is predicted on no rank: its value is 0.0 and
-carries no gradient.
+If the response is the whole sample, nothing predicts its first token: the value is 0.0, without a
+gradient.
 """
 
 from __future__ import annotations
@@ -33,18 +32,17 @@ def gather_response(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> list[Tensor]:
-    """Each sample's values of its response tokens, from the positions that predict them.
+    """Values of each sample's response tokens, whole on every context-parallel rank.
 
-    A collective over ``group``, one per call; none if the row has no response token. So is its
-    backward, which sums the incoming gradients over the ranks, the exact adjoint: if one rank goes
-    backward through the result, all must. A loss that every rank computes in full therefore counts
-    as often as there are ranks: divide it by their number, or sum by `token_mean`, by which each
-    rank counts its own positions.
+    A collective over ``group`` (an all-reduce), and another one in backward, which sums the ranks'
+    gradients: if one rank runs backward through the result, all must. A loss that every rank
+    computes in full is therefore counted once per rank: divide it by the group's size, or use
+    `token_mean`, in which each rank counts only its own positions.
 
     Args:
-        local_stream: ``[T_local, ...]``, at each position of this rank's slice a value that
-            belongs to the next token.
-        micro_batch: the row of which it is a slice.
+        local_stream: ``[T_local, ...]``, at each position of this rank's slice the value of the
+            next token.
+        micro_batch: the row.
         group: the context-parallel group, ranks in the order of their slices; None without
             context parallelism.
 
@@ -53,14 +51,14 @@ def gather_response(
         if every response is empty.
 
     Raises:
-        BatchError: the stream is not as long as the slice, or the group is not of the size for
-            which the row was cut.
+        BatchError: the stream is not as long as the slice, or ``group`` has another size than the
+            row was cut for.
     """
     expected = micro_batch.tokens.shape[1]
     if not local_stream.dim() or local_stream.shape[0] != expected:
         raise BatchError(
-            f"expected local_stream of shape [{expected}, ...], one value per token of this rank's "
-            f"slice, got {list(local_stream.shape)}"
+            f"expected local_stream of shape [{expected}, ...], one value per token of the slice, "
+            f"got {list(local_stream.shape)}"
         )
     positions = micro_batch.responses.owned_positions.to(local_stream.device)
     return gather_own_values(local_stream.index_select(0, positions), micro_batch, group=group)
@@ -69,31 +67,24 @@ def gather_response(
 def gather_own_values(
     own_values: Tensor, micro_batch: PackedMicroBatch, *, group: dist.ProcessGroup | None
 ) -> list[Tensor]:
-    """Each sample's values of its response tokens, from those that this rank predicts.
-
-    The rest of `gather_response`, whose notes on collectives hold here too.
+    """`gather_response`, given only the values at positions that predict a response token.
 
     Args:
         own_values: ``[owned, ...]``, one for each of ``micro_batch.responses.owned_positions``.
         micro_batch: the row.
         group: as for `gather_response`.
-
-    Returns:
-        as `gather_response`.
-
-    Raises:
-        BatchError: the group is not of the size for which the row was cut.
     """
     size = 1 if group is None else group.size()
     if size != micro_batch.context_parallel_size:
         raise BatchError(
-            f"expected a group of {micro_batch.context_parallel_size} ranks, the row's "
-            f"context_parallel_size, got {'no group' if group is None else f'one of {size}'}; set ",
+            f"expected a group of {micro_batch.context_parallel_size} ranks, which share the row, "
+            f"got {'no group' if group is None else f'one of {size}'}; set ",
             Argument("group"),
             " to the context-parallel group",
         )
     responses = micro_batch.responses
     flat = own_values.new_zeros((responses.owned.numel(), *own_values.shape[1:]))
+    # Zeros where another rank predicts the token, so the sum over ranks is the whole response.
     flat = flat.index_copy(0, responses.owned_indices.to(own_values.device), own_values)
     if group is not None and size > 1 and flat.numel():
         flat = cast(Any, _SumOverGroup).apply(flat, group)
@@ -104,8 +95,8 @@ def owned_response_mask(micro_batch: PackedMicroBatch) -> list[Tensor]:
     """Mask of the response tokens that this context-parallel rank predicts.
 
     Returns:
-        bool ``[response_length]`` for each sample, on the tokens' device. Each token is True on
-        exactly one rank, one without a predecessor on none.
+        bool ``[response_length]`` for each sample. A token is True on one rank, on none if it has
+        no predecessor.
     """
     return list(torch.split(micro_batch.responses.owned, micro_batch.response_lengths))
 

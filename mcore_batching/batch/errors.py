@@ -5,36 +5,44 @@ Each is a `ValueError` and survives pickling with its message and attributes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from itertools import islice
 from typing import Any
 
 from mcore_batching.planning.errors import MCoreBatchingError
 
 LONGEST_TEXT = 8000
-"""Characters of an error's text that other ranks are told."""
+"""Characters of an error's text sent to other ranks; 1,000 failing ranks then gather 8 MB."""
 
 
 def described(error: BaseException, text: Callable[[Any], str] = str) -> str:
-    """An error's type and message, as other ranks are told them.
+    """An error's type and message, as sent to other ranks.
 
     Args:
-        error: of any class: its message may raise, or hold any number of any characters.
-        text: gives the message.
+        error: of any class.
+        text: gives the message; may raise.
     """
     name = type(error).__name__
     try:
         return readable(f"{name}: {text(error)}")
     except Exception as another:
+        # A __str__ that raises must not keep this rank from telling the others.
         return f"{name} (its message raised {type(another).__name__})"
 
 
 def readable(text: str) -> str:
-    """A text that can be sent and printed: beyond `LONGEST_TEXT` characters the middle is left out,
-    and halves of characters (lone surrogates) are escaped."""
+    """A text of at most `LONGEST_TEXT` characters (the middle is cut out) that UTF-8 can encode."""
     half, more = LONGEST_TEXT // 2, len(text) - LONGEST_TEXT
     if more > 0:
         text = f"{text[:half]} [{more} characters left out] {text[-half:]}"
+    # Lone surrogates, from file names for instance, cannot be encoded: they are escaped.
     return text.encode(errors="backslashreplace").decode()
+
+
+def listed(items: Collection[object], most: int = 10, separator: str = ", ") -> str:
+    """The first items of a collection, for a message: ``listed(range(12))`` ends "9 and 2 more"."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return separator.join(map(str, islice(items, most))) + more
 
 
 class BatchError(MCoreBatchingError, ValueError):
@@ -42,11 +50,11 @@ class BatchError(MCoreBatchingError, ValueError):
 
 
 class SchemaError(BatchError):
-    """A field that does not hold what its kind says, or whose kind is not known.
+    """A field whose values do not match its kind, or whose kind is not known.
 
-    Attributes: `key` of the field; `sample_index`, the entry concerned, or None if the whole field
-    is; `expected` and `found` in words; `declaration`, the line of code that declares the field
-    (or the lines, one for each possible kind), empty if no declaration would help.
+    Attributes: `key` of the field; `sample_index`, None if the whole field is at fault; `expected`
+    and `found` in words; `declaration`, the line of code that declares the field (one for each
+    possible kind), empty if no declaration would help.
     """
 
     def __init__(
@@ -73,8 +81,8 @@ class SchemaError(BatchError):
 class OrderError(BatchError):
     """Outputs that cannot be put back into the order of the samples.
 
-    Attributes: `missing`, sample indices without an output; `doubled`, indices with more than one;
-    `extra`, indices that no sample has. Each a tuple, empty where that is not the fault.
+    Attributes: tuples of sample indices, empty where that is not the fault: `missing` have no
+    output, `doubled` more than one, `extra` are of no sample.
     """
 
     def __init__(

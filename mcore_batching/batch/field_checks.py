@@ -1,8 +1,8 @@
-"""The entry of a batch: its values are checked here, once, and lists and arrays become tensors.
+"""Validation of a batch against its schema, once, where it enters.
 
-The first value that is not what its field's declaration says raises a `SchemaError` naming field,
-sample, what was expected and what was found. Behind this door there are tensors alone, but for
-numbers per sample, multimodal inputs and metadata.
+The first value that does not match its field's declaration raises a `SchemaError` naming field,
+sample, what was expected and what was found. Lists and arrays become tensors here, so code behind
+this check handles tensors only (but for numbers per sample, multimodal inputs and metadata).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NUM_DIMENSIONS = {
 
 
 def num_samples(batch: Mapping[str, Any]) -> int:
-    """Samples of a batch, padding samples included: values of ``total_lengths``.
+    """Number of samples of a batch, padding samples included: values of ``total_lengths``.
 
     Without that field, values of the first field that is not None; 0 if there is none.
 
@@ -60,7 +60,7 @@ def require_one_per_sample(name: str, values: Any, num_samples: int, use: str = 
         use: purpose of the values, for the error.
 
     Raises:
-        SchemaError: it does not, or it is None.
+        SchemaError: it has another number of values, or is None.
     """
     count = count_of(values)
     if count == num_samples:
@@ -77,14 +77,14 @@ def checked_batch(schema: Mapping[str, Field], batch: Mapping[str, Any]) -> dict
     """The fields of a batch that are not None, as `checked_values` gives them.
 
     Raises:
-        SchemaError: a required field is absent, lengths are not lengths, a field is not declared,
-            or a value is not what its kind says.
+        SchemaError: a required field is absent, a length is no integer of 0 or more, a field is
+            not declared, or a value does not match its kind.
     """
     for field in schema.values():
         if field.required and batch.get(field.name) is None:
             raise SchemaError(
                 field.name,
-                expected="one value per sample, since the schema requires the field",
+                expected="one value per sample (the field is required)",
                 found="no such field in the batch" if field.name not in batch else "None",
             )
     total_lengths, response_lengths = read_lengths(batch)
@@ -98,8 +98,8 @@ def checked_batch(schema: Mapping[str, Field], batch: Mapping[str, Any]) -> dict
                 expected="a declared field",
                 found="no declaration",
                 declaration=declaration_line(name, Kind.PER_RESPONSE_TOKEN),
-                advice="let schema = schema.resolve(batch) infer it, or declare it with its Kind, "
-                "for example",
+                # An example, with the commonest kind of fields that frameworks add.
+                advice="use schema = schema.resolve(batch), or declare its kind, for example",
             )
         checked[name] = checked_values(schema[name], values, total_lengths, response_lengths)
     return checked | {"total_lengths": total_lengths, "response_lengths": response_lengths}
@@ -138,7 +138,7 @@ def read_lengths(batch: Mapping[str, Any]) -> tuple[list[int], list[int]]:
 
 def _read_length(name: str, index: int, value: Any) -> int:
     try:
-        length = operator.index(value)
+        length = operator.index(value)  # also of NumPy and torch; refuses 3.0
     except TypeError:
         length = -1
     if length < 0 or isinstance(value, bool):
@@ -154,14 +154,14 @@ def _read_length(name: str, index: int, value: Any) -> int:
 def checked_values(
     field: Field, values: Any, total_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> list[Any]:
-    """The values of a field, each what the field's kind says.
+    """The values of a field, checked against its kind.
 
     Returns:
-        one per sample: lists and arrays as tensors; tags of padding samples as booleans; metadata
-        and multimodal inputs as they were given.
+        one per sample: lists and arrays as tensors, ``is_padding`` as booleans, metadata and
+        multimodal inputs as given.
 
     Raises:
-        SchemaError: there is not one value per sample, or one is something else.
+        SchemaError: there is not one value per sample, or one does not match the kind.
     """
     require_one_per_sample(field.name, values, len(total_lengths))
     if field.kind in (Kind.METADATA, Kind.MULTIMODAL):
@@ -179,7 +179,7 @@ def checked_values(
                 expected=expected,
                 found=describe(value),
                 declaration=field.declaration,
-                advice="correct the values, or declare the field otherwise than by",
+                advice="correct the values, or this declaration",
             )
     if field.kind is Kind.PER_SAMPLE:
         _require_one_shape(field.name, found, response_lengths)
@@ -190,16 +190,18 @@ def checked_values(
 
 def _value(field: Field, index: int, value: Any) -> Any:
     if isinstance(value, list | tuple) and not value and field.kind is not Kind.PER_SAMPLE:
+        # torch.as_tensor([]) is float32, which token ids must not be.
         return torch.zeros(0, dtype=field.default_type)
     return tensor_of(field.name, index, value)
 
 
 def _require_one_shape(name: str, values: Any, response_lengths: Sequence[int]) -> None:
-    """Refuse values per sample that differ in shape, and rewards as long as the responses."""
+    """Refuse per-sample values of different shapes, and rewards that are per token."""
     shapes = [shape_of(value) for value in values]
     odd = next((index for index, shape in enumerate(shapes) if shape != shapes[0]), None)
     expected = "one number, or tensors of one shape, in all samples"
-    # Where all responses have one length; of one token each, either is the same.
+    # Per-token rewards of responses that happen to share a length also have one shape. With one
+    # token each the two readings are the same.
     as_responses = {(length,) for length in response_lengths} - {(1,)}
     if odd is None and name == "rewards" and shapes and set(shapes) == as_responses:
         odd, expected = 0, "one number per sample (give vectors another name)"
@@ -215,7 +217,7 @@ def _require_one_shape(name: str, values: Any, response_lengths: Sequence[int]) 
 
 
 def unmet(field: Field, value: Any, total_length: int, response_length: int) -> str | None:
-    """The expectation, in words, that a value does not meet; None if it meets them all."""
+    """What a value of the field should be, in words, if this one is not; None if it is."""
     kind = field.kind
     if kind is Kind.METADATA:
         return None

@@ -1,4 +1,4 @@
-"""Declaration of one field: the kind and length of a sample's value, and a fabricated one's."""
+"""Declaration of one field: its values' kind and length, and its value in fabricated samples."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mcore_batching.batch.errors import SchemaError
 
 
 class Kind(enum.Enum):
-    """Kind of a sample's value, from which follows how it is sliced, padded and packed.
+    """Kind of a sample's value: says how it is sliced, padded and packed.
 
-    Shapes in tokens: T is the sample's total length, R its response length.
+    In the shapes below T is the sample's total length and R its response length, in tokens.
     """
 
     TOKENS = "tokens"
@@ -35,21 +35,20 @@ class Kind(enum.Enum):
 
 
 class Fill(enum.Enum):
-    """Values of fabricated samples where their kind alone does not say.
+    """Value of a field in fabricated samples: placeholders and padding samples.
 
-    Rows per token are filled alike in placeholders, which have one token and no response, and in
-    padding samples, which have one of each. All else is of padding samples: a placeholder stands
-    for nobody.
+    A placeholder has one token and no response, a padding sample one prompt and one response token.
+    Values per token are filled in both; `ONES` per sample and `IDENTIFIER` in padding samples only.
     """
 
     ZEROS = "zeros"
-    """Zeros where the kind has numbers, else what the kind says."""
+    """Zeros; ``{}`` for multimodal inputs, None for metadata."""
     ONES = "ones"
-    """For masks of the tokens that are there, and for what marks the last turn of a trajectory."""
+    """For attention masks, and for flags such as "last turn of the trajectory"."""
     TOKEN_IDS = "token ids"
-    """The pad token; the response token in the last row per token or response token."""
+    """The pad token; in a padding sample's last row the response token."""
     IDENTIFIER = "identifier"
-    """A value unlike all others."""
+    """A value that no other sample has, so that the sample is in nobody's group."""
 
 
 INTEGRAL = (Kind.TOKENS, Kind.POSITION_IDS, Kind.ROUTED_EXPERTS)
@@ -61,7 +60,7 @@ FILLED_KINDS = {
     Fill.TOKEN_IDS: (Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.METADATA),
     Fill.IDENTIFIER: (Kind.PER_SAMPLE, Kind.METADATA),
 }
-"""Kinds whose values may be filled so."""
+"""The kinds for which each fill is allowed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +70,14 @@ class Field:
     Attributes:
         name: the field's key in a batch.
         kind: of a sample's value.
-        length_offset: rows beyond the kind's own length, negative for fewer; for the kinds per
-            token, per response token and routed experts.
-        required: every batch has the field.
-        fill: of fabricated samples.
+        length_offset: rows beyond the kind's own length, negative for fewer; for PER_TOKEN,
+            PER_RESPONSE_TOKEN and ROUTED_EXPERTS.
+        required: True if every batch must have the field.
+        fill: its value in fabricated samples.
 
     Raises:
         SchemaError: no batch could meet it: an offset on a kind without rows, kind TOKENS on
-            another field than ``tokens``, a fill that values of the kind cannot have.
+            another field than ``tokens``, or a fill that the kind does not allow.
     """
 
     name: str
@@ -99,7 +98,7 @@ class Field:
         if self.length_offset and self.kind not in _WITH_ROWS:
             raise SchemaError(
                 self.name,
-                expected="length_offset 0, since values of this kind have no rows to count",
+                expected="length_offset 0, since this kind has no rows",
                 found=f"length_offset={self.length_offset} with Kind.{self.kind.name}",
                 declaration=declaration_line(self.name, Kind.PER_TOKEN, self.length_offset),
             )
@@ -115,8 +114,7 @@ class Field:
         if (self.kind is Kind.TOKENS or fixed is not None) and self.kind is not fixed:
             raise SchemaError(
                 self.name,
-                expected="Kind.TOKENS on the field 'tokens' alone, Kind.PER_SAMPLE on "
-                "'total_lengths' and 'response_lengths'",
+                expected=f"Kind.{fixed.name}" if fixed else "Kind.TOKENS on 'tokens' alone",
                 found=f"Kind.{self.kind.name}",
             )
 
@@ -128,11 +126,12 @@ class Field:
             return None
         else:
             natural = total_length
+        # A sample of 0 tokens has no routed experts rather than -1 rows of them.
         return max(0, natural + self.length_offset)
 
     @property
     def default_type(self) -> torch.dtype:
-        """Of values that show none, being of no rows."""
+        """Type of tensors made of empty lists, which show none."""
         return torch.int64 if self.kind in INTEGRAL else torch.float32
 
     @property

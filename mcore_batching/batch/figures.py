@@ -4,7 +4,7 @@
     {"longest": largest(72), "samples": total(5), "seconds": least([0.4, 1.0])}     on rank 1
     {"longest": 72, "samples": 13, "seconds": [0.2, 1.0]}                           joined
 
-One line declares a figure, where it is told; whoever reads it asks by its name.
+A figure is declared where it is sent, in one line, and read by its name.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Figure:
 
     Attributes:
         kind: how ranks join it: "largest", "least", "total" or "rank total".
-        values: as many on every rank; of the least their negatives, whose largest is wanted.
-        is_list: False for a number alone.
+        values: the same count on every rank; negated for "least", which is joined as "largest".
+        is_list: False for a single number.
     """
 
     kind: str
@@ -35,7 +35,7 @@ class Figure:
 
     @property
     def shape(self) -> str:
-        """What ranks must agree on to join it."""
+        """Kind and count, which must be the same on all ranks."""
         return f"{self.kind} of {len(self.values)}" if self.is_list else self.kind
 
     @property
@@ -44,29 +44,29 @@ class Figure:
         return self.kind in ("largest", "least")
 
     def read(self, joined: list[Any]) -> Any:
-        """The figure's value, given its values of all ranks joined."""
+        """The figure's value, from the joined values of all ranks."""
         values = [-each for each in joined] if self.kind == "least" else joined
         return values if self.is_list else values[0]
 
 
 def largest(value: Value) -> Figure:
-    """The largest of all ranks, of each number."""
+    """For each number, the largest of all ranks."""
     return _figure("largest", value)
 
 
 def least(value: Value) -> Figure:
-    """The least of all ranks, of each number."""
+    """For each number, the least of all ranks."""
     figure = _figure("least", value)
     return Figure(figure.kind, [-each for each in figure.values], figure.is_list)
 
 
 def total(value: Value) -> Figure:
-    """The sum over replicas, of each number; the same on all ranks of a replica."""
+    """For each number, the sum over replicas; the ranks of a replica give the same number."""
     return _figure("total", value)
 
 
 def rank_total(value: Value) -> Figure:
-    """The sum over all ranks, of each number."""
+    """For each number, the sum over all ranks."""
     return _figure("rank total", value)
 
 
@@ -80,7 +80,7 @@ def numbers_of(figures: Mapping[str, Figure], *, is_first: bool) -> Numbers:
 
     Args:
         figures: by name.
-        is_first: True on the first rank of each replica, whose totals count.
+        is_first: True on the first rank of each replica, which alone adds to a "total".
     """
     maxima: list[Any] = []
     sums: list[Any] = []
@@ -94,11 +94,11 @@ def numbers_of(figures: Mapping[str, Figure], *, is_first: bool) -> Numbers:
 
 
 def values_of(figures: Mapping[str, Figure], joined: Numbers) -> dict[str, Any]:
-    """Value of each figure by name, given the numbers of all ranks joined.
+    """Each figure's value by name. Inverse of `numbers_of`.
 
     Args:
         figures: of any rank.
-        joined: of what `numbers_of` gave.
+        joined: of all ranks.
     """
     maxima, sums = iter(joined.maxima), iter(joined.sums)
     values = {}

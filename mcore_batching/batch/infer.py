@@ -6,9 +6,9 @@
     numbers, or tensors without dimensions    per sample
     strings, None, dicts of strings           metadata
 
-No guess is ever made. If every response is its whole sample, if there are no samples, if integers
-might be position ids or routed experts, a `SchemaError` lists the kinds that fit and the line that
-declares each, unless other samples tell: those of other ranks, or of earlier batches.
+Nothing is guessed. Where several kinds fit (every response is its whole sample, there are no
+samples, integers may be position ids or routed experts), samples of other ranks or of earlier
+batches may settle it; else a `SchemaError` lists the kinds with the line that declares each.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def infer_field(
     Args:
         name: key of the field.
         batch: field name to one value per sample, with ``total_lengths`` and ``response_lengths``.
-        told: what other samples tell, taken where the values here fit several kinds; None where
-            there are no others.
+        told: declarations inferred from other samples, used where the values here fit several
+            kinds; None where there are no others.
 
     Raises:
         SchemaError: the values fit no kind, several, or one that must be declared.
@@ -62,7 +62,7 @@ def _inferred(
     if told_here is not None:
         found += f"; other samples say {told_here.kind.value}"
     elif told is not None and _is_open(fitting):
-        found += "; nor do other ranks' samples or earlier batches tell"
+        found += "; other ranks and earlier batches do not settle it"
     raise SchemaError(
         name,
         expected="a declared field, or values that fit exactly one kind",
@@ -76,10 +76,10 @@ def _inferred(
 def infer_fields(
     declared: Collection[str], batch: Mapping[str, Any], told: Mapping[str, Field]
 ) -> tuple[dict[str, Field], bool]:
-    """Declarations of a batch's undeclared fields, as far as its samples and `told` say.
+    """Declarations of a batch's undeclared fields, as far as its samples and `told` settle them.
 
     Returns:
-        by name; True if a field is left open, which other samples may tell.
+        declarations by name; True if some field fits several kinds, so other samples are needed.
 
     Raises:
         SchemaError: the values fit no kind, or one that must be declared.
@@ -95,14 +95,14 @@ def infer_fields(
             some_open = True
             continue
         field = _inferred(name, values, batch, told)
-        # Metadata where all samples lack it; elsewhere, or later, they may have multimodal inputs.
+        # All None reads as metadata here, but other ranks may hold multimodal inputs: not told on.
         if any(value is not None for value in values):
             inferred[name] = field
     return inferred, some_open
 
 
 def _is_open(fitting: Sequence[Kind]) -> bool:
-    """True if other samples may tell which of several kinds it is."""
+    """True if several kinds fit, and samples of other lengths could settle which."""
     return len(fitting) > 1 and any(kind in _INFERRED for kind in fitting)
 
 
@@ -110,7 +110,7 @@ def _values_of(name: str, batch: Mapping[str, Any]) -> list[Any]:
     """One per sample, lists and arrays of numbers as tensors."""
     require_one_per_sample(name, batch[name], len(batch["total_lengths"]))
     values = list(batch[name])
-    # Lists that are no tensors fit no kind, as they are.
+    # Lists that cannot become tensors stay lists, which fit no kind.
     with contextlib.suppress(SchemaError):
         values = [tensor_of(name, index, value) for index, value in enumerate(values)]
     return values
@@ -122,7 +122,7 @@ def _require_no_outlier(
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
 ) -> None:
-    """Refuse values that fit no kind by the few that keep them from one.
+    """Blame the first odd sample where more than half of the values fit one kind.
 
     Raises:
         SchemaError: more than half fit some kind.
@@ -156,13 +156,10 @@ def _require_no_outlier(
 
 def _found(values: Any, fitting: Sequence[Kind]) -> str:
     if not len(values):
-        return "an undeclared field of no samples, which may be anything"
+        return "an undeclared field of no samples, which may be any kind"
     example = f"{len(values)} values such as {describe(values[0])}"
     if not fitting:
-        return (
-            f"an undeclared field whose {example} fit no kind by their lengths (as metadata they "
-            "would be carried along as they are)"
-        )
+        return f"an undeclared field whose {example} fit no kind (metadata takes any value)"
     names = " or ".join(kind.value for kind in fitting)
     return f"an undeclared field whose {example} may be {names}"
 
@@ -170,7 +167,7 @@ def _found(values: Any, fitting: Sequence[Kind]) -> str:
 def _fitting_kinds(
     values: Sequence[Any], total_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> list[Kind]:
-    """Kinds that the values may be of."""
+    """The kinds that these values match."""
     if not values:
         return [kind for kind in Kind if kind is not Kind.TOKENS]
     if all(_is_text(value) for value in values):
@@ -186,6 +183,8 @@ def _fitting_kinds(
     if any(shape == () for shape in known):
         return []
     rows = [shape[0] for shape in known]
+    # Position ids and routed experts are integers with a shape of their own; all else is told by
+    # the number of rows.
     integral = all(is_integral(value) for value in values)
     fitting = []
     if rows == list(total_lengths):
@@ -214,7 +213,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _routed_offset(rows: Sequence[int], total_lengths: Sequence[int]) -> int | None:
-    """0, or -1 where the last token's row is left out, as rollout engines do; None if neither."""
+    """``length_offset`` of routed experts: 0, or -1 as of rollout engines; None if neither fits."""
     for offset in (0, -1):
         if list(rows) == [max(0, total + offset) for total in total_lengths]:
             return offset

@@ -1,8 +1,8 @@
 """Shares of a step's loss, which add up to its mean however samples were packed.
 
-A share is one micro-batch's part of a mean over the whole step: its numerator over the *step's*
-denominator. Shares of all micro-batches on all ranks add up to the mean, so means with different
-denominators can be added, and nothing is ever averaged over micro-batches:
+A share is one micro-batch's numerator over the whole *step's* denominator. Shares of all
+micro-batches on all ranks add up to the mean, so losses with different denominators can be added,
+and nothing is averaged over micro-batches:
 
     micro-batch 1    values [6.0, 2.0]    micro-batch 2    values [1.0]
     token_mean       8 / 3                                 1 / 3            sum 3.0
@@ -10,10 +10,10 @@ denominators can be added, and nothing is ever averaged over micro-batches:
 
     loss = token_mean(policy_loss, row, totals) + 0.01 * sample_mean(kl, row, totals)
 
-The share of a placeholder is exactly 0, and it counts 0 in every denominator; so does a padding
-sample (field ``is_padding``). Shares stay attached to the graph even where they are 0. Under
-context parallelism each rank counts the response tokens that it predicts itself. A response token
-without a predecessor (the response is the whole sample) is never predicted and counts nowhere.
+Placeholders and padding samples (field ``is_padding``) add exactly 0 to every numerator and
+denominator; their shares stay attached to the graph. Under context parallelism each rank counts the
+response tokens that it predicts. A token that nothing predicts (the first of a response that is the
+whole sample) counts nowhere.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from mcore_batching.batch.packed import PackedMicroBatch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """Sums over the samples of an optimizer step: the denominators of its means.
+    """Denominators of an optimizer step's means. Totals of ranks can be added.
 
     Attributes:
-        num_samples: real samples, trainable tokens or not.
+        num_samples: real samples, with or without trainable tokens.
         num_trained_samples: samples whose loss mask is not all zero.
         num_tokens: predicted response tokens whose loss mask is not zero.
         token_weight: sum of the loss masks of the predicted response tokens.
@@ -58,18 +58,14 @@ def response_loss_masks(row: PackedMicroBatch) -> list[Tensor]:
     """Loss weight of every response token, 0 where nothing predicts it.
 
     Returns:
-        float32 ``[response_length]`` for each sample; all of them 0 for a padding sample and in a
-        placeholder. The same on all context-parallel ranks. They are the row's own: not to be
-        changed in place.
+        float32 ``[response_length]`` for each sample, all 0 in placeholders and padding samples;
+        the same on all context-parallel ranks. Views: do not change them in place.
     """
     return list(torch.split(row.responses.loss_masks, row.response_lengths))
 
 
 def step_totals(rows: Iterable[PackedMicroBatch]) -> StepTotals:
-    """Totals over this data-parallel rank's micro-batches of a step, each sample counted once.
-
-    The same on all ranks of a replica, context-parallel ones included.
-    """
+    """Totals of this data-parallel rank's micro-batches; the same on its context-parallel ranks."""
     totals = StepTotals()
     for row in rows:
         if row.is_placeholder:
@@ -90,14 +86,14 @@ def token_mean(per_token: Sequence[Tensor], row: PackedMicroBatch, totals: StepT
         token_mean([tensor([6.0, 2.0])], row, StepTotals(token_weight=3.0, ...))    8 / 3
 
     Args:
-        per_token: ``[response_length]`` for each sample of the row, whole responses on every
-            context-parallel rank.
+        per_token: ``[response_length]`` for each sample of the row, as from `gather_response`:
+            whole responses on every context-parallel rank.
         row: the micro-batch.
         totals: of the whole step, over all ranks.
 
     Returns:
-        scalar; the shares of all micro-batches and ranks add up to
-        ``sum(mask * value) / sum(mask)``, to 0 if the step has no trainable token.
+        scalar; shares of all micro-batches and ranks add up to ``sum(mask * value) / sum(mask)``,
+        or to 0 if the step has no trainable token.
 
     Raises:
         BatchError: a value's length is not its sample's response length.
@@ -112,18 +108,18 @@ def sample_mean(
     *,
     over_trained_samples: bool = False,
 ) -> Tensor:
-    """Share of the mean over samples of each sample's own mean over its trainable tokens.
+    """Share of the mean over samples of each sample's mean over its trainable tokens.
 
         sample_mean([tensor([6.0, 2.0])], row, StepTotals(num_samples=2, ...))    4 / 2
 
-    A sample without trainable tokens contributes 0. It counts in the denominator, as it does
-    where frameworks divide by the batch size, unless ``over_trained_samples`` is set.
+    A sample without trainable tokens adds 0, and counts in the denominator, as in frameworks that
+    divide by the batch size, unless ``over_trained_samples`` is set.
 
     Args:
         per_token: as for `token_mean`.
         row: the micro-batch.
         totals: of the whole step, over all ranks.
-        over_trained_samples: divide by the samples that have a trainable token.
+        over_trained_samples: divide by the number of samples that have a trainable token.
 
     Returns:
         scalar; the shares add up to the mean.
@@ -131,17 +127,14 @@ def sample_mean(
     Raises:
         BatchError: a value's length is not its sample's response length.
     """
-    # A sample whose mask is all zero divides 0 by 1, not by 0.
+    # Where the mask is all zero: 0 / 1, not 0 / 0.
     weights = [mask / (mask.sum() + (mask.sum() == 0)) for mask in response_loss_masks(row)]
     count = totals.num_trained_samples if over_trained_samples else totals.num_samples
     return _weighted_sum(per_token, row, weights) / (count or 1)
 
 
 def owned_num_tokens(row: PackedMicroBatch) -> int:
-    """Trainable tokens that this context-parallel rank predicts.
-
-    Adds up over all micro-batches and ranks to ``StepTotals.num_tokens``.
-    """
+    """Trainable tokens that this rank predicts; summed over ranks ``StepTotals.num_tokens``."""
     return int((row.responses.loss_masks.bool() & row.responses.owned).sum())
 
 
@@ -151,7 +144,7 @@ def _weighted_sum(
     if len(per_token) != len(weights):
         raise BatchError(
             f"expected values of {len(weights)} samples, got {len(per_token)}: give one tensor "
-            "for each sample of the micro-batch, a placeholder's included"
+            "per sample, for a placeholder too"
         )
     parts = []
     for i, (value, weight, owned) in enumerate(
@@ -159,11 +152,10 @@ def _weighted_sum(
     ):
         if value.shape != weight.shape:
             raise BatchError(
-                f"sample {i} of the micro-batch: expected values of shape {list(weight.shape)} "
-                f"(its response length), got {list(value.shape)}"
+                f"sample {i} of the row: expected values of shape {list(weight.shape)}, its "
+                f"response length, got {list(value.shape)}"
             )
-        # Not multiplied by a zero mask alone: 0 · inf would turn a masked token into NaN. Not
-        # indexed by it either: the host would wait for the device.
+        # torch.where, since 0 · inf is NaN; not an index, since the host would wait for its size.
         keep = owned & (weight != 0)
         parts.append((torch.where(keep, value.float(), 0.0) * weight).sum())
     return torch.stack(parts).sum()

@@ -3,8 +3,8 @@
     restore_order(["c", "a", "b"], sample_indices=[2, 0, 1], num_samples=3)    ["a", "b", "c"]
     apply_order(["a", "b", "c"], sample_indices=[2, 0, 1])                     ["c", "a", "b"]
 
-The two are each other's inverse. Every sample has exactly one value: nothing is lost, doubled, cut
-off or filled with None, or both raise an `OrderError` that names the indices.
+They are inverses. Every sample has exactly one value, or both raise an `OrderError` that names the
+indices: nothing is cut off, and nothing is filled with None.
 """
 
 from __future__ import annotations
@@ -14,30 +14,29 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import TypeVar
 
-from mcore_batching.batch.errors import BatchError, OrderError
+from mcore_batching.batch.errors import BatchError, OrderError, listed
 from mcore_batching.batch.value_checks import require_index
 from mcore_batching.planning.integers import entries
 
 T = TypeVar("T")
 
-_MAX_MISSING = 10**6  # indices of an error: `num_samples` may be any number
-_MAX_LISTED = 10  # indices of each fault in a message
+_MAX_MISSING = 10**6
+"""Missing indices kept in an error; a wrong `num_samples` may be any number."""
 
 
 def restore_order(values: Sequence[T], sample_indices: Sequence[int], num_samples: int) -> list[T]:
     """Values in plan order, put into origin order. Inverse of `apply_order`.
 
     Args:
-        values: one output per sample, in the order in which the samples were run.
-        sample_indices: origin index of each of them.
+        values: one output per sample, in plan order.
+        sample_indices: origin index of each value.
         num_samples: of the batch; the indices are 0 to ``num_samples - 1``.
 
     Returns:
         ``num_samples`` values: ``result[sample_indices[k]] is values[k]``.
 
     Raises:
-        OrderError: not one index per value, or the indices are not 0 to ``num_samples - 1``, each
-            exactly once.
+        OrderError: the indices are not one per value, and 0 to ``num_samples - 1`` once each.
     """
     sample_indices = _require_permutation(values, sample_indices, num_samples)
     place = {index: k for k, index in enumerate(sample_indices)}
@@ -55,7 +54,7 @@ def apply_order(values: Sequence[T], sample_indices: Sequence[int]) -> list[T]:
         ``result[k] is values[sample_indices[k]]``.
 
     Raises:
-        OrderError: the indices are not 0 to ``len(values) - 1``, each exactly once.
+        OrderError: the indices are not 0 to ``len(values) - 1`` once each.
     """
     values = entries("values", values, BatchError)
     sample_indices = _require_permutation(values, sample_indices, len(values))
@@ -65,7 +64,7 @@ def apply_order(values: Sequence[T], sample_indices: Sequence[int]) -> list[T]:
 def _require_permutation(
     values: Sequence[object], given: Sequence[int], num_samples: int
 ) -> list[int]:
-    """The indices as Python ints."""
+    """The indices as Python ints; they are 0 to ``num_samples - 1`` once each."""
     sample_indices = [
         require_index("sample_indices", index)
         for index in entries("sample_indices", given, BatchError)
@@ -73,6 +72,7 @@ def _require_permutation(
     values = entries("values", values, BatchError)
     num_samples = require_index("num_samples", num_samples)
     counts = Counter(sample_indices)
+    # A generator: with num_samples 2**31 a list would fill the memory.
     absent = (index for index in range(num_samples) if index not in counts)
     missing = tuple(islice(absent, _MAX_MISSING))
     doubled = tuple(sorted(index for index, count in counts.items() if count > 1))
@@ -80,16 +80,15 @@ def _require_permutation(
     if len(values) == len(sample_indices) and not (missing or doubled or extra):
         return sample_indices
     faults = [
-        f"{name} {', '.join(map(str, indices[:_MAX_LISTED]))}"
-        + (f" and {len(indices) - _MAX_LISTED} more" if len(indices) > _MAX_LISTED else "")
+        f"{name} {listed(indices)}"
         for name, indices in (("missing", missing), ("doubled", doubled), ("extra", extra))
         if indices
     ]
     raise OrderError(
-        f"expected one value for each of {num_samples} samples, indices 0 to {num_samples - 1} "
-        f"once each; got {len(values)} values and {len(sample_indices)} sample_indices"
+        f"expected one value for each of {num_samples} samples, got {len(values)} values and "
+        f"{len(sample_indices)} sample_indices"
         + (f" ({'; '.join(faults)})" if faults else "")
-        + "; pass one output for each real sample, none for placeholders",
+        + "; pass one output per real sample, none for placeholders",
         missing=missing,
         doubled=doubled,
         extra=extra,

@@ -1,7 +1,7 @@
 """`pack`: per-sample lists into one packed row (drawn in `mcore_batching.batch.packed`).
 
-Samples never touch: labels, positions and masks stop at a sample's end. A sample may have any
-number of tokens from 0, its response any number from 0 to the whole sample.
+Samples stay apart: labels, position ids and masks end at a sample's end. A sample may have 0 tokens
+or more, its response 0 tokens up to the whole sample.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def pack(
     is_placeholder: bool = False,
     validated: bool = False,
 ) -> PackedMicroBatch:
-    """Pack samples one after the other, and cut the row for a context-parallel rank.
+    """Pack samples into one row, and take a context-parallel rank's slice of it.
 
         row = pack(
             {"tokens": [[1, 2, 3], [4, 5]], "total_lengths": [3, 2], "response_lengths": [2, 1]},
@@ -56,23 +56,23 @@ def pack(
             ones over the response if absent.
         schema: the kind of every field.
         sample_indices: origin index of each sample, empty for a placeholder.
-        sample_alignment_tokens: each sample is padded to a multiple of this; itself a multiple of
-            ``2 * context_parallel_size`` under context parallelism.
+        sample_alignment_tokens: each sample is padded to a multiple of this. Under context
+            parallelism it must be a multiple of ``2 * context_parallel_size``.
         row_alignment_tokens: the row is padded to a multiple of this.
         context_parallel_size: ranks that share the row.
         context_parallel_rank: this rank among them.
         pad_token_id: fills padding, and labels where there is no next token.
-        is_placeholder: the one sample is fabricated; its loss mask is all zero.
-        validated: the samples are of a batch that ``schema.validate`` returned; of them only what
-            lies in the row itself is checked again.
+        is_placeholder: True if the one sample is fabricated; its loss mask is all zero.
+        validated: True if ``schema.validate`` returned these values: only the lengths of what lies
+            in the row are checked again.
 
     Returns:
         the row, on the device of the first sample's tokens.
 
     Raises:
-        SchemaError: a field is not declared, or a value is not what its kind says.
-        BatchError: no samples, not one index per sample, alignments that leave segments which
-            cannot be cut, or a ``pad_token_id`` that is no integer.
+        SchemaError: a field is not declared, or a value does not match its kind.
+        BatchError: no samples, not one index per sample, alignments that do not divide into
+            ``2 * context_parallel_size`` chunks, or a ``pad_token_id`` that is no integer.
     """
     require_alignment(sample_alignment_tokens, row_alignment_tokens, context_parallel_size)
     fields = dict(samples) if validated else schema.validate(samples)
@@ -84,11 +84,12 @@ def pack(
     row = Row(totals, padded_offsets(totals, sample_alignment_tokens, row_alignment_tokens))
     pad_token_id = require_token_id("pad_token_id", pad_token_id)
     tokens = [each.to(device, torch.int64) for each in fields["tokens"]]
+    # Position of the row at which each response token is predicted: one before its own.
     predicted_at = predicted_positions(row.offsets, totals, responses)
     weights = loss_masks(
         fields, responses, predicted_at, is_placeholder=is_placeholder, device=device
     )
-    # A padding sample is padding throughout, so that routers do not count its tokens.
+    # All of a padding sample is masked as padding, so that MoE routers do not count its tokens.
     tags = fields.get("is_padding") or [False] * len(tokens)
     tagged = zip(tokens, tags, strict=True)
 
@@ -143,8 +144,7 @@ def _read_indices(
     )
     if not num_samples:
         raise BatchError(
-            "expected at least one sample, got none: pack make_placeholder(schema, keys, batch) "
-            "with ",
+            "expected at least one sample, got none: pack make_placeholder(...) with ",
             Argument("is_placeholder", True),
             " and ",
             Argument("sample_indices", ()),
@@ -153,16 +153,14 @@ def _read_indices(
     if len(indices) != expected:
         raise BatchError(
             f"expected {expected} sample_indices for {num_samples} samples with "
-            f"is_placeholder={is_placeholder}, got {len(indices)}; set ",
-            Argument("sample_indices"),
-            " to the origin index of each real sample, () for a placeholder",
+            f"is_placeholder={is_placeholder}, got {len(indices)}; give one per real sample",
         )
     return indices
 
 
 def _at_positions(positions: Tensor, values: Tensor, num_tokens: int) -> Tensor:
-    """``[num_tokens]``, each value at its position, those at -1 left out, 0 elsewhere."""
-    kept = positions >= 0
+    """``[num_tokens]``: each value at its position, 0 elsewhere."""
+    kept = positions >= 0  # -1: predicted nowhere
     full = values.new_zeros(num_tokens)
     full[positions[kept].to(values.device)] = values[kept.to(values.device)]
     return full
@@ -186,8 +184,8 @@ def _position_ids(
     if len(axes) > 1:
         raise SchemaError(
             names[0],
-            expected="position ids of the same number of axes for every sample",
+            expected="the same number of axes for every sample",
             found=f"shapes {', '.join(str(list(piece.shape)) for piece in pieces)}",
         )
-    # Axes behind the tokens, so that they are trailing dimensions like any other's.
+    # [axes, tokens] -> [tokens, axes], which lays out like any field with rows, and back.
     return row.lay_out([piece.movedim(-1, 0) for piece in pieces], 0).movedim(0, -1)

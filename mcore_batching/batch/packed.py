@@ -1,4 +1,4 @@
-"""A micro-batch as one packed row, with all that the model, the loss and the order need.
+"""A micro-batch as one packed row: inputs of the model and the loss, and its samples' indices.
 
 Two samples of 3 and 2 tokens (responses 2 and 1), each padded to a multiple of 2, the row to 8:
 
@@ -8,8 +8,8 @@ Two samples of 3 and 2 tokens (responses 2 and 1), each padded to a multiple of 
     loss_mask          1 1 0 0 | 1 0 | 0 0      1 where a response token is predicted
     cu_seqlens_padded  0 4 6 8                  the row's own padding is the last segment
 
-Under context parallelism the row is cut as in `mcore_batching.batch.zigzag`; the offsets are those
-of the full row on every rank.
+Under context parallelism the row is cut as in `mcore_batching.batch.zigzag`, while offsets are of
+the full row on every rank.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class PackedMicroBatch:
         tokens: int64 ``[1, T_local]``.
         labels: int64 ``[1, T_local]``, the next token within the sample, the padding token where
             there is none.
-        position_ids: int64 ``[1, T_local]``, from 0 in each sample and 0 in padding, or what the
-            batch's position ids field says; ``[axes, 1, T_local]`` if that has several axes.
-        loss_mask: float32 ``[1, T_local]``: the mask of the response token that is predicted at
-            this position, 0 elsewhere, in placeholders and in samples that are padding.
+        position_ids: int64 ``[1, T_local]``, counted from 0 in each sample, or the batch's own;
+            ``[axes, 1, T_local]`` if these have several axes. 0 in padding.
+        loss_mask: float32 ``[1, T_local]``: at each position the mask of the response token that it
+            predicts; 0 elsewhere, in placeholders and in padding samples.
         padding_mask: bool ``[1, T_local]``, True for padding, padding samples included.
         cu_seqlens_padded: int32 ``[segments + 1]``, offsets of the padded samples in the full row;
             the row's own padding, where there is any, is one more segment.
@@ -52,9 +52,9 @@ class PackedMicroBatch:
         response_lengths: tokens of each sample's response.
         sample_indices: origin index of each sample, ``()`` in a placeholder.
         is_placeholder: True if the row's one sample is fabricated.
-        responses: the response tokens of all samples: loss weights, and the positions of this rank
-            that predict them.
-        fields: every field that the samples had, one value per sample, as `Schema.validate` has it.
+        responses: loss weights of the response tokens, and the positions of this rank that predict
+            them.
+        fields: every field of the samples, one value per sample, as `Schema.validate` returns it.
         schema: the kinds of the fields.
         context_parallel_size: ranks that share the row.
         context_parallel_rank: this rank among them.
@@ -97,8 +97,8 @@ class PackedMicroBatch:
     def packed(self, key: str, pad_value: float = 0) -> Tensor:
         """A field with rows per token, packed, padded and cut like `tokens`.
 
-        Routed experts are padded, whatever ``pad_value``, with experts that differ from slot to
-        slot and take turns over those in the row.
+        Padding of routed experts ignores ``pad_value``: its experts take turns, so that padding
+        loads all experts evenly.
 
         Args:
             key: a field of kind PER_TOKEN or ROUTED_EXPERTS (or TOKENS).
@@ -115,17 +115,16 @@ class PackedMicroBatch:
         values, field = self[key], self.schema[key]
         if field.kind not in (Kind.TOKENS, Kind.PER_TOKEN, Kind.ROUTED_EXPERTS):
             raise BatchError(
-                f"field {key!r} is declared as Kind.{field.kind.name}, and only fields with rows "
-                "per token can be packed: read its per-sample values from "
-                f"micro_batch[{key!r}], or declare it as Kind.PER_TOKEN if that is what it holds"
+                f"field {key!r} is declared as Kind.{field.kind.name}, which has no rows per "
+                f"token: read micro_batch[{key!r}], or declare it as Kind.PER_TOKEN"
             )
         rows = [value.to(self.tokens.device) for value in values]
         trailing = {tuple(row.shape[1:]) for row in rows if row.shape[0]}
         if len(trailing) > 1 or field.length_offset > 0:
             raise BatchError(
                 f"field {key!r} cannot be packed: expected rows of one shape, at most one per "
-                f"token, found shapes {[list(row.shape) for row in rows]} for samples of "
-                f"{self.total_lengths} tokens; read its values from micro_batch[{key!r}]"
+                f"token of {self.total_lengths}, found {[list(row.shape) for row in rows]}; "
+                f"read micro_batch[{key!r}]"
             )
         row = Row(self.total_lengths, self.host_cu_seqlens_padded)
         padding: Tensor | None = None
@@ -141,7 +140,6 @@ class PackedMicroBatch:
             device: of the copy.
             non_blocking: do not wait for copies from pinned memory.
         """
-
         return self.mapped(lambda tensor: tensor.to(device=device, non_blocking=non_blocking))
 
     def mapped(
@@ -162,11 +160,11 @@ class PackedMicroBatch:
 
 
 def _spread_experts(rows: list[Tensor], num_tokens: int) -> Tensor:
-    """``[tokens, layers, top_k]`` experts for padding, all slots of a token different."""
+    """``[tokens, layers, top_k]`` experts for padding; the top_k of a token all differ."""
     layers, top_k = next((row.shape[1:] for row in rows if row.dim() == 3), (0, 0))
     seen = [row.max().long() + 1 for row in rows if row.numel()]
-    # At least top_k consecutive numbers modulo this are all different. Not a number of the host's,
-    # which would have to wait for it.
+    # top_k consecutive numbers modulo num_experts >= top_k all differ. It stays a tensor: with
+    # .item() the host would wait for the device.
     num_experts = torch.stack(seen).max().clamp(min=max(top_k, 1)) if seen else max(top_k, 1)
     slots = torch.arange(num_tokens * top_k, device=rows[0].device).remainder(num_experts)
     return slots.to(rows[0].dtype).view(num_tokens, 1, top_k).expand(num_tokens, layers, top_k)
@@ -180,7 +178,7 @@ def _map_tensors(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Mapping):
         return {key: _map_tensors(item, move) for key, item in value.items()}
     if type(value) in (list, tuple):
-        if value and isinstance(value[0], int | float):
+        if value and isinstance(value[0], int | float):  # lengths, offsets: nothing to look for
             return value
         return type(value)(_map_tensors(item, move) for item in value)
     return value

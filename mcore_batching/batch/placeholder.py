@@ -1,14 +1,13 @@
 """One fabricated sample for a micro-batch that has no real one.
 
-It has one token and an empty response, so that it contributes to no sum over response tokens, and
-one value for every requested field, of the type, device and trailing shape that real values have;
-without a real sample to copy from, of the kind's default type and shape.
+It has one token and an empty response, so it adds nothing to a sum over response tokens. Every
+requested field gets one value, with the type, device and trailing shape of the real values, or the
+kind's defaults where there are none.
 
     make_placeholder(schema, ["tokens", "loss_masks", "rewards"], batch)
     {"tokens": [tensor([0])], "loss_masks": [tensor([], dtype=torch.int32)], "rewards": [0.0]}
 
-Each value is checked as a real one is: one of a wrong length is found here, and not in some
-`torch.cat` later.
+Each value is checked like a real one, here and not in some `torch.cat` later.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ def make_placeholder(
     Args:
         schema: the kind of every requested field.
         batch_keys: the fields to give a value.
-        example_batch: field name to values of samples whose type, device and trailing shape are
-            taken; a placeholder will do. Fields may be empty, None or absent, and so may the batch.
+        example_batch: field name to values whose type, device and trailing shape are taken; may
+            be another placeholder. Fields may be empty, None or absent, and so may the batch.
         pad_token_id: the one token.
 
     Returns:
-        for each key a list of one value: ``[1]`` tokens; 1 row per token, 0 rows per response
-        token, plus the field's offset, by its fill; 0 per sample; position 0 in the example's
-        number of axes; ``{}`` for multimodal inputs; None for metadata.
+        for each key a list of one value: ``[1]`` for tokens; 1 row per token and 0 rows per
+        response token, plus the field's offset; 0 per sample; position 0 on every axis; ``{}`` for
+        multimodal inputs; None for metadata.
 
     Raises:
         SchemaError: a requested field is not declared, or got no value of the right length.
@@ -56,7 +55,7 @@ def make_placeholder(
         if key not in schema:
             raise SchemaError(
                 key,
-                expected="a declared field, since fabricated samples need to know its kind",
+                expected="a declared field, to fabricate a value",
                 found="no declaration",
                 declaration=declaration_line(key, Kind.PER_RESPONSE_TOKEN),
                 advice="declare it with its Kind, for example",
@@ -71,21 +70,21 @@ def make_placeholder(
 def fabricated(
     field: Field, example: Any, total_length: int, response_length: int, pad_token_id: int
 ) -> Any:
-    """A field's value in a sample that is none.
+    """A field's value in a fabricated sample.
 
     Args:
-        field: whose.
-        example: a value of a sample, or None.
-        total_length: tokens of the sample.
+        field: its declaration.
+        example: a real sample's value, or None.
+        total_length: tokens of the fabricated sample.
         response_length: tokens of its response.
-        pad_token_id: its tokens.
+        pad_token_id: each of its tokens.
     """
     if field.kind is Kind.METADATA:
         return None
     if field.kind is Kind.MULTIMODAL:
         return {}
     if isinstance(example, list | tuple) and not example:
-        example = None
+        example = None  # an empty list shows neither type nor trailing shape
     example = tensor_of(field.name, 0, example)
     if field.kind is Kind.PER_SAMPLE:
         lengths = {"response_lengths": response_length, "total_lengths": total_length}

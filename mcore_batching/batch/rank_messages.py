@@ -1,14 +1,14 @@
 """Small messages over the ranks of a group, in ⌈log2 ranks⌉ rounds of one message each.
 
-gloo's own all-reduce and all-gather hand parts on round a ring: the least message waits for
-``2 (ranks - 1)`` or ``ranks - 1`` others, one after the other. Here ranks pair up over ever longer
-distances (recursive doubling), and every rank sends and receives one message a round:
+gloo's own all-reduce and all-gather use a ring: even a tiny message takes ``2 (ranks - 1)`` or
+``ranks - 1`` sends in a row. Here ranks exchange over doubling distances (recursive doubling), one
+message per rank and round:
 
     4 ranks, reduced      0-1 2-3, then 0-2 1-3
     6 ranks, reduced      1 to 0, 3 to 2; 0-2 4-5, 0-4 2-5; 0 to 1, 2 to 3
     6 ranks, gathered     from the next rank, from two further on, from four further on
 
-All ranks end with the same bytes: every rank combines the same pairs, lower ranks first.
+All ranks end with the same bytes, since every rank combines the same pairs, lower ranks first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-_TAG = 7321  # beside messages of the group's owner, whose tag is 0 unless they choose
+_TAG = 7321  # any but 0, the default that the group's owner may use for messages of its own
 
 
 def carries_host_messages(group: dist.ProcessGroup) -> bool:
@@ -38,7 +38,7 @@ class RankMessages:
         self._group = group
         self._ranks = dist.get_process_group_ranks(group) if ranks is None else list(ranks)
         self._place = self._ranks.index(dist.get_rank())
-        # Until it has arrived, gloo reads a message without keeping it alive.
+        # Kept until the next message: gloo reads the buffer while sending but holds no reference.
         self._leaving = bytearray()
 
     def reduce(self, own: bytes, combine: Callable[[bytes, bytes], bytes]) -> bytes:
@@ -46,11 +46,12 @@ class RankMessages:
 
         Args:
             own: of the same length on every rank, 1 byte or more.
-            combine: of the messages of some ranks and of the ranks that follow these, one of the
-                same length; must be associative up to rounding.
+            combine: joins the messages of lower ranks and of the next higher ones into one of the
+                same length; associative up to rounding.
         """
         size = len(self._ranks)
-        pairs = size - (1 << (size.bit_length() - 1))  # those beyond a power of two fold in first
+        # Ranks beyond a power of two: the first `pairs` odd ranks hand theirs to a neighbour first.
+        pairs = size - (1 << (size.bit_length() - 1))
         place, value = self._place, own
         if place < 2 * pairs and place % 2:
             self._send(place - 1, value)

@@ -8,9 +8,8 @@ padded to a multiple of 2:
     predicted_positions           0  1 -1  4   a at p, b at a, d at c
     loss_masks                    1  1  0  1   c has no predecessor: it weighs nothing
 
-Response token j of a sample with p prompt tokens is predicted at position p - 1 + j of the sample.
-Tokens of a placeholder or of a padding sample (field ``is_padding``) weigh nothing. The loss and
-the row's own mask take their weights from here, made once per micro-batch.
+Response token j of a sample with p prompt tokens is predicted at the sample's position p - 1 + j.
+Tokens of a placeholder or of a padding sample (field ``is_padding``) have weight 0.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ class ResponseTokens:
     """The R response tokens of a row, sample after sample.
 
     Attributes:
-        loss_masks: float32 ``[R]``, the loss weight of each; the same on all context-parallel
-            ranks.
+        loss_masks: float32 ``[R]``, loss weights; the same on all context-parallel ranks.
         owned: bool ``[R]``, True for tokens predicted at a position of this rank's slice.
-        owned_indices: int64 ``[owned]``, indices of those among the R.
+        owned_indices: int64 ``[owned]``, where `owned` is True.
         owned_positions: int64 ``[owned]``, positions of the slice that predict them.
     """
 
@@ -46,7 +44,7 @@ class ResponseTokens:
 def predicted_positions(
     offsets: Sequence[int], total_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> Tensor:
-    """Position in the full row that predicts each response token, -1 if none does.
+    """Position in the full row that predicts each response token; -1 where none does.
 
         predicted_positions([0, 4, 6], [3, 2], [2, 2])    [0 1 -1 4]
 
@@ -62,7 +60,7 @@ def predicted_positions(
     for start, total, response in zip(offsets, total_lengths, response_lengths, strict=False):
         first = start + total - response - 1
         pieces.append(torch.arange(first, first + response, device="cpu"))
-        if response == total:
+        if response == total:  # no prompt: the first token has no predecessor
             pieces[-1][:1] = -1
     return torch.cat(pieces)
 
@@ -116,6 +114,7 @@ def response_tokens(
         context_parallel_size: ranks that share the row.
         context_parallel_rank: this rank among them.
     """
+    # The -1 of tokens that nothing predicts are looked up as 0 and then left out of `owned`.
     rank, local = locate(predicted_at.clamp(min=0), offsets, context_parallel_size)
     owned = (predicted_at >= 0) & (rank == context_parallel_rank)
     device = weights.device

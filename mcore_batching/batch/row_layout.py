@@ -1,4 +1,4 @@
-"""Layout of a packed row: offsets of the padded samples, and per-token values at their places.
+"""Layout of a packed row: offsets of the padded samples, and values placed at them.
 
     samples of 3 and 2 tokens, each padded to a multiple of 2, the row to a multiple of 8
     padded_offsets([3, 2], 2, 8)                        (0, 4, 6, 8)
@@ -25,7 +25,7 @@ from mcore_batching.planning.integers import as_integer, round_up
 def padded_offsets(
     total_lengths: Sequence[int], sample_alignment_tokens: int, row_alignment_tokens: int
 ) -> tuple[int, ...]:
-    """Offsets of the padded samples in a row, one more segment if the row is padded itself.
+    """Offsets of the padded samples in a row; the row's own padding is one more segment.
 
     Args:
         total_lengths: tokens of each sample.
@@ -33,7 +33,7 @@ def padded_offsets(
         row_alignment_tokens: then the row is padded to a multiple of this.
 
     Raises:
-        BatchError: the row has more tokens than int32 offsets can tell.
+        BatchError: the row is too long for int32 offsets.
     """
     offsets = [0]
     for length in total_lengths:
@@ -41,12 +41,11 @@ def padded_offsets(
     end = round_up(offsets[-1], row_alignment_tokens)
     if end >= 2**31:
         raise BatchError(
-            f"a row may have at most {2**31 - 1} tokens, got {len(total_lengths)} samples padded "
-            "to more; decrease ",
+            f"a row may have at most {2**31 - 1} tokens, got {end}; pack fewer samples, or "
+            "decrease ",
             Argument("sample_alignment_tokens"),
             " or ",
             Argument("row_alignment_tokens"),
-            ", or pack fewer samples",
         )
     return (*offsets, end) if end > offsets[-1] else tuple(offsets)
 
@@ -78,6 +77,7 @@ def require_alignment(
             f"{sample_alignment_tokens}; set it to "
             f"{math.lcm(sample_alignment_tokens, multiple)}",
         )
+    # A row alignment that divides the samples' adds no padding, so it need not be cut.
     if row_alignment_tokens % multiple and sample_alignment_tokens % row_alignment_tokens:
         raise BatchError(
             Argument("row_alignment_tokens"),
@@ -111,17 +111,17 @@ class Row:
         *,
         padding: Tensor | None = None,
     ) -> Tensor:
-        """Each sample's piece at its place in the row.
+        """A full row, with each sample's piece at its offset.
 
         Args:
-            pieces: ``[rows, ...]`` for each sample, no longer than the sample.
-            pad_value: between the pieces.
-            padding: ``[tokens of the row, ...]``, between the pieces instead of `pad_value`.
+            pieces: ``[rows, ...]`` for each sample, at most one row per token.
+            pad_value: fills the rest.
+            padding: ``[tokens of the row, ...]``, fills the rest instead of `pad_value`.
 
         Returns:
             ``[tokens of the row, ...]`` of the pieces' type, device and trailing shape.
         """
-        # A piece without rows may have lost its trailing shape, being made of an empty list.
+        # A piece made of an empty list has no trailing shape: take that of one with rows.
         like = next((piece for piece in pieces if piece.shape[0]), pieces[0])
         if padding is not None:
             full = padding.contiguous().clone()

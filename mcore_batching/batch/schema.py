@@ -23,7 +23,7 @@ from mcore_batching.batch.infer import infer_field
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schema(Mapping[str, Field]):
-    """Field names to their declarations; `declare` and `resolve` return new schemas.
+    """Declarations by field name. Frozen: `declare` and `resolve` return new schemas.
 
     Attributes:
         fields: the declarations, one per name.
@@ -62,7 +62,7 @@ class Schema(Mapping[str, Field]):
         return len(self._by_name)
 
     def __repr__(self) -> str:
-        """Short: it stands in the signature of every call whose default it is."""
+        # Short, since help() prints it in every signature that has it as a default.
         return f"<Schema of {len(self)} fields>"
 
     def declare(
@@ -74,14 +74,14 @@ class Schema(Mapping[str, Field]):
         required: bool = False,
         fill: Fill = Fill.ZEROS,
     ) -> Schema:
-        """This schema with one more field, or with another declaration of one it has.
+        """This schema with a field added, or declared anew.
 
         Args:
             name: the field's key in a batch.
             kind: of a sample's value.
-            length_offset: rows beyond the kind's own length.
-            required: every batch has the field.
-            fill: of fabricated samples.
+            length_offset: rows beyond the kind's own length; negative for fewer.
+            required: True if every batch must have the field.
+            fill: its value in fabricated samples.
 
         Raises:
             SchemaError: no batch could meet the declaration.
@@ -91,22 +91,19 @@ class Schema(Mapping[str, Field]):
         )
 
     def with_field(self, field: Field) -> Schema:
-        """`declare` of what is declared elsewhere already."""
+        """`declare`, from a `Field`."""
         return Schema((*(f for f in self.fields if f.name != field.name), field))
 
     def resolve(self, batch: Mapping[str, Any], told: Mapping[str, Field] | None = None) -> Schema:
-        """This schema with a kind for every field of a batch.
+        """This schema with every undeclared field of a batch added, its kind inferred.
 
         Args:
             batch: field name to one value per sample.
-            told: what samples elsewhere tell of undeclared fields, for those whose values here fit
-                several kinds.
-
-        Returns:
-            the schema with the inferred fields added; itself if all were declared.
+            told: declarations that other samples (of other ranks, or of earlier batches) led to;
+                used for fields whose values here fit several kinds.
 
         Raises:
-            SchemaError: the values of an undeclared field fit no kind or several; the message
+            SchemaError: the values of an undeclared field fit no kind, or several; the message
                 lists them with the line that declares each.
         """
         inferred = [
@@ -117,18 +114,18 @@ class Schema(Mapping[str, Field]):
         return Schema((*self.fields, *inferred)) if inferred else self
 
     def validate(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Check that every field of a batch holds what its declaration says.
+        """Check every field of a batch against its declaration.
 
         Args:
             batch: field name to one value per sample.
 
         Returns:
-            the fields that are not None, in lists of their own: values that were lists or arrays
-            of numbers as tensors, lengths as integers.
+            new lists of the fields that are not None; lists and arrays of numbers become tensors,
+            lengths Python ints.
 
         Raises:
-            SchemaError: a required field is absent, a field is not declared, or a value is not
-                what its kind says.
+            SchemaError: a required field is absent, a field is not declared, or a value does not
+                match its kind.
         """
         return checked_batch(self, batch)
 

@@ -1,9 +1,9 @@
-"""Tensors side by side in one buffer of bytes, so that one copy takes them to a device.
+"""Several host tensors in one buffer, moved to a device by one copy.
 
     [1, 2, 3] int64, [0.5] float32          24 bytes, 104 of padding, 4 bytes, 124 of padding
     SideBySide(tensors).on(device)          the same tensors, views of one buffer on the device
 
-A copy from ordinary memory makes the host wait, whatever it asks for: on CUDA the buffer is pinned.
+On CUDA the buffer is pinned: a copy from pageable memory makes the host wait, non_blocking or not.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from mcore_batching.planning.integers import round_up
 
 _ALIGNMENT_BYTES = 128
-"""Kernels read wide from where a tensor begins; PyTorch's own allocator aligns to more."""
+"""Start of each tensor, for kernels' vectorized loads; PyTorch's allocator aligns to 512."""
 
 
 class SideBySide:
     """Copies of host tensors in one buffer.
 
     Args:
-        tensors: of any types and shapes; those that are on a device already, or attached to a graph
-            or no plain tensors, are kept as they are.
-        pin_memory: for copies to a CUDA device.
+        tensors: of any types and shapes. Tensors on a device, with a gradient, or of a subclass
+            stay outside the buffer.
+        pin_memory: True for copies to a CUDA device.
     """
 
     def __init__(self, tensors: Iterable[Tensor], *, pin_memory: bool) -> None:
@@ -34,7 +34,7 @@ class SideBySide:
         for place, tensor in enumerate(self._tensors):
             if _is_copied(tensor):
                 self._places.setdefault(tensor.dtype, []).append(place)
-        # Of every type the entries of each tensor and of the padding behind it, in turn.
+        # By type: elements of the first tensor, of its padding, of the second tensor, ...
         self._sizes: dict[torch.dtype, list[int]] = {}
         for dtype, places in self._places.items():
             counts = [self._tensors[place].numel() for place in places]
@@ -66,8 +66,8 @@ class SideBySide:
         start = 0
         for dtype, places in self._places.items():
             end = start + dtype.itemsize * sum(self._sizes[dtype])
-            # Each part has a version of its own: a change in place of one value is none of its
-            # neighbours' as far as autograd can tell.
+            # unsafe_: views without a shared version counter. Otherwise autograd would take a
+            # change in place of one tensor for a change of all.
             parts = torch.unsafe_split_with_sizes(buffer[start:end].view(dtype), self._sizes[dtype])
             for place, part in zip(places, parts[::2], strict=True):
                 shape = found[place].shape
@@ -77,7 +77,7 @@ class SideBySide:
 
 
 def on_host(values: Sequence[object]) -> list[object]:
-    """The values of a field, tensors on a device brought to the host together.
+    """The values of a field; tensors on a device are copied to the host, all in one copy.
 
     Args:
         values: one per sample, tensors or not.

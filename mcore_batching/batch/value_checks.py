@@ -1,4 +1,4 @@
-"""Values that become tensors: what is none, or says something else than it seems to, is refused.
+"""Checks of single values that would otherwise be misread without an error.
 
 tensor_of("tokens", 0, [[5], [6, 7]])                  SchemaError, lists of different lengths
 require_loss_masks([tensor([1, 0]), tensor([nan])])    SchemaError, sample 1
@@ -22,7 +22,7 @@ from mcore_batching.planning.integers import as_integer
 
 
 def tensor_of(name: str, index: int, value: Any) -> Any:
-    """A sample's value, lists and arrays of numbers as a tensor on their own device.
+    """A sample's value; lists and arrays of numbers become a tensor.
 
     Args:
         name: of the field, for errors.
@@ -30,7 +30,7 @@ def tensor_of(name: str, index: int, value: Any) -> Any:
         value: of any kind.
 
     Raises:
-        SchemaError: lists that hold no numbers, or that differ in length.
+        SchemaError: lists that hold no numbers, or nested lists of different lengths.
     """
     try:
         return plain_value(value)
@@ -44,33 +44,40 @@ def tensor_of(name: str, index: int, value: Any) -> Any:
 
 
 def require_loss_masks(masks: Sequence[Tensor]) -> None:
-    """Check that the loss masks of a batch are weights.
+    """Check that the loss masks of a batch are finite weights of 0 or more.
 
     Args:
         masks: one per sample.
 
     Raises:
-        SchemaError: one has an entry that is negative, infinite or NaN.
+        SchemaError: an entry is negative, infinite or NaN.
     """
-    filled = [each.flatten().double() for each in masks if each.numel()]
-    devices = {each.device for each in filled}
-    # One answer for all of a device's: the host waits for each.
-    if all(_are_weights([each for each in filled if each.device == on]) for on in devices):
-        return
-    index = next(i for i, each in enumerate(masks) if not _are_weights([each.flatten()]))
-    values = masks[index].flatten().tolist()
-    raise SchemaError(
-        "loss_masks",
-        sample_index=index,
-        expected="finite weights of 0 or more",
-        found=str(next(value for value in values if not 0 <= value < math.inf)),
-    )
+    outlier = _first_outside([mask.flatten() for mask in masks], math.inf)
+    if outlier is not None:
+        index, _, value = outlier
+        raise SchemaError(
+            "loss_masks",
+            sample_index=index,
+            expected="finite weights of 0 or more",
+            found=str(value),
+        )
 
 
-def _are_weights(masks: Sequence[Tensor]) -> bool:
-    together = torch.cat(list(masks))
-    # A comparison with NaN is False.
-    return bool(((together >= 0) & (together < math.inf)).all())
+def _first_outside(values: Sequence[Tensor], end: float) -> tuple[int, int, Any] | None:
+    """Sample, place and value of the first entry that is not in ``[0, end)``."""
+
+    def fits(tensor: Tensor) -> bool:
+        # A comparison with NaN is False.
+        return bool(((tensor >= 0) & (tensor < end)).all())
+
+    # One question per device, not per sample: the host waits for each answer.
+    devices = {each.device for each in values if each.numel()}
+    if all(fits(torch.cat([each for each in values if each.device == on])) for on in devices):
+        return None
+    index = next(i for i, each in enumerate(values) if not fits(each))
+    entries = values[index].tolist()
+    place = next(i for i, entry in enumerate(entries) if not 0 <= entry < end)
+    return index, place, entries[place]
 
 
 def require_vocabulary(
@@ -79,16 +86,17 @@ def require_vocabulary(
     vocabulary_size: int,
     weights: Sequence[Tensor] | None = None,
 ) -> None:
-    """Check that token ids are entries of the model's vocabulary.
+    """Check that token ids are in the model's vocabulary.
 
-    Tensor-parallel ranks mask what is not of their own part: an id that is of nobody's would train
-    as a vector of zeros.
+    Each tensor-parallel rank masks ids outside its part of the embedding, so an id outside all
+    parts would train as a vector of zeros, without an error.
 
     Args:
         name: of the field.
         values: token ids of each sample.
         vocabulary_size: entries of the model's embedding, padding included.
-        weights: of each sample one per token; at a weight of 0 any id may stand. None: nowhere.
+        weights: loss weight of each token of each sample; ids of weight 0 are not checked. None:
+            all are.
 
     Raises:
         SchemaError: an id is negative, or `vocabulary_size` or more.
@@ -99,33 +107,26 @@ def require_vocabulary(
             each.masked_fill(weight.flatten().to(each.device) == 0, 0)
             for each, weight in zip(ids, weights, strict=True)
         ]
-    filled = [each for each in ids if each.numel()]
-
-    def are_known(tensor: Tensor) -> bool:
-        return bool(((tensor >= 0) & (tensor < vocabulary_size)).all())
-
-    # One answer for all of a device's: the host waits for each.
-    devices = {each.device for each in filled}
-    if all(are_known(torch.cat([each for each in filled if each.device == on])) for on in devices):
-        return
-    index = next(i for i, each in enumerate(ids) if not are_known(each))
-    listed = ids[index].tolist()
-    place = next(i for i, token in enumerate(listed) if not 0 <= token < vocabulary_size)
-    raise SchemaError(
-        name,
-        sample_index=index,
-        expected=f"token ids of the model's vocabulary, 0 to {vocabulary_size - 1} (use its "
-        f"tokenizer, or build it with vocab_size={max(vocabulary_size, *listed) + 1})",
-        found=f"{listed[place]} at place {place}",
-    )
+    outlier = _first_outside(ids, vocabulary_size)
+    if outlier is not None:
+        index, place, token = outlier
+        needed = max(vocabulary_size, *ids[index].tolist()) + 1
+        raise SchemaError(
+            name,
+            sample_index=index,
+            expected=f"token ids of the model's vocabulary, 0 to {vocabulary_size - 1} (use its "
+            f"tokenizer, or build it with vocab_size={needed})",
+            found=f"{token} at place {place}",
+        )
 
 
 def is_tagged(name: str, index: int, tag: Any) -> bool:
     """A sample's tag, such as ``is_padding``; None counts as False.
 
     Raises:
-        SchemaError: it is not one boolean or number: of a text even "False" would be true.
+        SchemaError: it is not one boolean or number.
     """
+    # Not bool(tag): the text "False" is true.
     number = 0.0 if tag is None else as_number(tag)
     if number is None:
         raise SchemaError(
@@ -138,7 +139,7 @@ def is_tagged(name: str, index: int, tag: Any) -> bool:
 
 
 def require_index(name: str, value: Any) -> int:
-    """An entry of the argument `name`, or itself, as a Python int.
+    """An index given in the argument `name`, as a Python int.
 
     Raises:
         OrderError: it is no integer.
@@ -150,17 +151,15 @@ def require_index(name: str, value: Any) -> int:
 
 
 def require_token_id(name: str, value: Any) -> int:
-    """The argument `name` as the id of a token.
+    """The argument `name` as a token id.
 
     Raises:
-        BatchError: it is no integer, or beyond what int64 holds.
+        BatchError: it is no integer, or does not fit into int64.
     """
     number = as_integer(value)
     if number is None or not -(2**63) <= number < 2**63:
         raise BatchError(
             Argument(name),
-            f" must be the id of a token, an integer, got {value!r:.60}; set ",
-            Argument(name),
-            " to the tokenizer's",
+            f" must be the id of a token, an integer, got {value!r:.60}",
         )
     return number

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-"""Types that torch has hardly any operation for; Megatron's indexed datasets hold uint16."""
+"""Become int64, since torch has few operations for them. Megatron's indexed datasets hold uint16.
+"""
 
 
 def plain_value(value: Any) -> Any:
-    """A list or array of numbers as a tensor of its own type, any other value as it is.
+    """A list or array of numbers as a tensor; any other value as it is.
 
     Raises:
-        TypeError, ValueError, OverflowError, RuntimeError: lists that torch makes no tensor of.
+        TypeError, ValueError, OverflowError, RuntimeError: from `torch.as_tensor`.
     """
     if isinstance(value, list | tuple) or (is_array(value) and len(value.shape)):
         value = torch.as_tensor(value)
@@ -31,7 +32,7 @@ def plain_value(value: Any) -> Any:
 
 
 def shape_of(value: Any) -> tuple[int, ...] | None:
-    """Shape of a tensor, ``()`` of a number; None of all else."""
+    """Shape of a tensor, ``()`` for a number, None for anything else."""
     if isinstance(value, Tensor):
         return tuple(value.shape)
     is_number = value.dtype.kind in "biufc" if is_array(value) else isinstance(value, int | float)
@@ -40,11 +41,12 @@ def shape_of(value: Any) -> tuple[int, ...] | None:
 
 def is_array(value: Any) -> bool:
     """True for a NumPy array or scalar."""
+    # A torch dtype has no `kind`.
     return hasattr(getattr(value, "dtype", None), "kind") and hasattr(value, "shape")
 
 
 def is_integral(value: Any) -> bool:
-    """True for a tensor whose elements are integers, or that has none."""
+    """True for a tensor of an integer type, and for one without elements."""
     return isinstance(value, Tensor) and not (
         value.numel()
         and (value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool)
@@ -52,7 +54,7 @@ def is_integral(value: Any) -> bool:
 
 
 def describe(value: Any) -> str:
-    """A value in the words of an error message: its type and shape, or the value if small."""
+    """A value for an error message: its type and shape, or the value itself if small."""
     if value is None or isinstance(value, bool | int | float):
         return repr(value)
     if isinstance(value, Tensor) or is_array(value):
@@ -62,10 +64,8 @@ def describe(value: Any) -> str:
 
 
 def as_number(value: Any) -> float | None:
-    """A number of any library, or a tensor of one element, as a float; None for all else.
-
-    Texts are none, whatever they spell.
-    """
+    """A number of any library, or a tensor of one element, as a float; None for anything else."""
+    # float("1") would work, but a text in a field of numbers is a mistake.
     texts = is_array(value) and value.dtype.kind not in "biuf"
     if texts or isinstance(value, str | bytes | bytearray):
         return None
@@ -77,7 +77,7 @@ def as_number(value: Any) -> float | None:
 
 def count_of(values: Any) -> int | None:
     """Number of per-sample values of a field; None if it is not a list of values."""
-    if isinstance(values, str | bytes | Mapping):
+    if isinstance(values, str | bytes | Mapping):  # these have a length, but no samples
         return None
     if isinstance(values, Tensor) or is_array(values):
         return int(values.shape[0]) if len(values.shape) else None

@@ -1,15 +1,14 @@
-"""Slices of a row for context-parallel ranks, and the row back from them.
+"""Slices of a packed row for context-parallel ranks, and the row back from them.
 
 A sequence is cut into 2·cp equal chunks; rank r holds chunks r and 2·cp−1−r, so that causal
-attention costs every rank the same. In a packed row each segment is cut by itself:
+attention costs every rank the same. Each segment of a packed row is cut by itself:
 
     row of two segments                     0 1 2 3 | 4 5 6 7 8 9 10 11      cu_seqlens [0, 4, 12]
     slice_packed(row, cu_seqlens, 2, 0)     0     3   4 5           10 11
     slice_packed(row, cu_seqlens, 2, 1)       1 2         6 7 8 9
     merge_packed([rank 0's, rank 1's], cu_seqlens)                           the row again
 
-With one rank the row is its own slice, of any length. A length that does not divide is refused,
-never cut.
+With cp 1 the row is its own slice, of any length. A segment that does not divide is an error.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from mcore_batching.batch.errors import BatchError
 def packed_positions(
     cu_seqlens_padded: Sequence[int], context_parallel_size: int, rank: int
 ) -> Tensor:
-    """Positions within a packed row of the tokens that a context-parallel rank holds.
+    """Positions, in the full row, of the tokens that a context-parallel rank holds.
 
         packed_positions([0, 4, 12], 2, rank=0)    [0 3 4 5 10 11]
 
@@ -57,7 +56,7 @@ def slice_packed(
     rank: int,
     dim: int = 0,
 ) -> Tensor:
-    """The slice of a packed row that a context-parallel rank holds, each segment cut by itself.
+    """A context-parallel rank's slice of a packed row.
 
         slice_packed(arange(12), [0, 4, 12], 2, rank=1)    [1 2 6 7 8 9]
 
@@ -78,13 +77,13 @@ def slice_packed(
     held = _held_chunks(cu_seqlens_padded, context_parallel_size, rank)
     if context_parallel_size == 1:
         return x
-    # Not by an index, which would have to be copied to the row's device.
+    # Narrow, not index_select: its indices would have to be copied to the row's device.
     empty = x.narrow(dim, 0, 0)
     return torch.cat([empty, *(x.narrow(dim, first, end - first) for first, end in held)], dim)
 
 
 def merge_packed(parts: Sequence[Tensor], cu_seqlens_padded: Sequence[int], dim: int = 0) -> Tensor:
-    """The packed row whose slices the ranks hold. Inverse of `slice_packed`.
+    """The packed row, from the slices of all ranks. Inverse of `slice_packed`.
 
         merge_packed([[0 3 4 5 10 11], [1 2 6 7 8 9]], [0, 4, 12])    arange(12)
 
@@ -111,7 +110,7 @@ def merge_packed(parts: Sequence[Tensor], cu_seqlens_padded: Sequence[int], dim:
 def locate(
     positions: Tensor, cu_seqlens_padded: Sequence[int], context_parallel_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Rank and place in that rank's slice of tokens of a packed row.
+    """Which rank holds each token of a packed row, and where in that rank's slice.
 
         locate([0 1 2 11], [0, 4, 12], 2)    ranks [0 1 1 0], places [0 0 1 5]
 
@@ -131,6 +130,7 @@ def locate(
     start = offsets[segment]
     chunk = (offsets[segment + 1] - start) // (2 * context_parallel_size)
     place = (positions - start) // chunk
+    # Rank r holds chunks r and 2·cp−1−r.
     rank = torch.minimum(place, 2 * context_parallel_size - 1 - place)
     in_second = (place >= context_parallel_size).long()
     local = start // context_parallel_size + in_second * chunk + (positions - start) % chunk
@@ -140,15 +140,15 @@ def locate(
 def _held_chunks(
     cu_seqlens_padded: Sequence[int], context_parallel_size: int, rank: int
 ) -> list[tuple[int, int]]:
-    """First token, and the one behind the last, of each stretch of the row that a rank holds.
+    """Start and end, in the full row, of each chunk that a rank holds.
 
     Raises:
         BatchError: a segment's length does not divide, or there is no such rank.
     """
     if not 0 <= rank < context_parallel_size:
         raise BatchError(
-            f"expected a rank from 0 to {context_parallel_size - 1}, since context_parallel_size "
-            f"is {context_parallel_size}; got {rank}"
+            f"expected a rank from 0 to {context_parallel_size - 1}, below context_parallel_size, "
+            f"got {rank}"
         )
     if context_parallel_size == 1:
         return [(0, cu_seqlens_padded[-1])]
@@ -159,8 +159,7 @@ def _held_chunks(
         if rest:
             raise BatchError(
                 f"a sequence of {end - start} tokens cannot be cut into {num_chunks} equal chunks "
-                f"(2 * context_parallel_size); pad it to a multiple of {num_chunks}, "
-                f"for example {(chunk + 1) * num_chunks}"
+                f"(2 * context_parallel_size); pad it to {(chunk + 1) * num_chunks}"
             )
         for place in (rank, num_chunks - 1 - rank):
             held.append((start + place * chunk, start + (place + 1) * chunk))

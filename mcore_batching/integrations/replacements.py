@@ -1,7 +1,7 @@
-"""Functions of a framework replaced by ours wherever they have a name, and put back.
+"""Replace functions of a framework, in every module that imported them, and put them back.
 
-A function is replaced in every loaded module that has it under its name, because ``from .data
-import get_batch`` made a second name for it. Modules loaded later import the replacement.
+``from .data import get_batch`` makes a second reference, so a function is replaced in every loaded
+module that has it under its name. Modules loaded later import the replacement.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mcore_batching.planning.errors import MCoreBatchingError
 Function = Callable[..., Any]
 
 MARK = "_mcore_batching_original"
-"""Attribute of a replacement."""
+"""Attribute that marks a replacement."""
 
 
 class HookError(MCoreBatchingError, ValueError):
@@ -29,7 +29,7 @@ class HookError(MCoreBatchingError, ValueError):
 
 @dataclasses.dataclass
 class _Place:
-    """Mark of a replacement and of its wrappers; not ours any more once it is undone."""
+    """Mark of a replacement; wrappers of it share the object, so undoing reaches them too."""
 
     is_ours: bool = True
 
@@ -50,14 +50,13 @@ class Replacement:
 
 
 class Hook:
-    """Functions of a framework that are replaced. Calling it, or leaving its ``with`` block, undoes
-    that.
+    """Replaced functions of a framework, put back by calling it or by leaving its ``with`` block.
 
     Args:
         modules: searched besides those that are loaded.
         replacements: what to replace.
-        copies: also in functions whose globals are a copy of their module's, as those of classes
-            that Ray sends to other processes are.
+        copies: replace also in copies of a module's globals, as functions have that Ray pickled by
+            value.
 
     Attributes:
         hooked: dotted names of the replaced functions, in order; empty after `undo`.
@@ -80,10 +79,9 @@ class Hook:
                 self.hooked.append(f"{holder['__name__']}.{each.name}")
 
     def undo(self) -> None:
-        """Put the originals back, except where a name has been replaced again since: what is called
-        from there is the original again.
+        """Put the originals back. A second call does nothing.
 
-        A second call does nothing.
+        Where somebody wrapped a replacement since, the wrapper stays and calls the original.
         """
         while self._replacements:
             each = self._replacements.pop()
@@ -114,7 +112,7 @@ class Hook:
         holders = [vars(each) for each in dict.fromkeys([*self._modules, *loaded])]
         if self._copies:
             known = set(map(id, holders))
-            # A dict with builtins is what some function has as its globals.
+            # Only globals of functions have __builtins__; other dicts that refer to it do not.
             holders += [
                 each
                 for each in gc.get_referrers(function)
@@ -131,7 +129,7 @@ def in_place_of(original: Function, ours: Function, place: _Place | None = None)
     Args:
         original: the framework's.
         ours: called until the replacement is undone.
-        place: of another replacement, with which this one is undone.
+        place: the mark of another replacement, to be undone together.
     """
     place = place or _Place()
 
@@ -144,18 +142,18 @@ def in_place_of(original: Function, ours: Function, place: _Place | None = None)
 
 
 def is_replacement(function: Any) -> bool:
-    """True of a function that `in_place_of` made, or that wraps one, until it is undone."""
+    """True for a function that `in_place_of` made, or a wrapper of one, until it is undone."""
     return getattr(function, MARK, _Place(is_ours=False)).is_ours
 
 
 def check_signature(where: str, function: Any, ours: Function, *, whole: bool = False) -> None:
-    """Refuse a function whose callers could not call ours.
+    """Refuse to replace a function of another signature than ours.
 
     Args:
         where: dotted name of the function, for the message.
         function: the framework's.
-        ours: whose parameters are expected; those with a default may be missing.
-        whole: compare keyword-only parameters, too, which otherwise ours alone may have.
+        ours: has the expected parameters; those with a default may be missing.
+        whole: True compares keyword-only parameters too; else ours may have more.
 
     Raises:
         HookError: saying what was expected and what was found.
@@ -178,18 +176,17 @@ def check_signature(where: str, function: Any, ours: Function, *, whole: bool = 
         raise HookError(
             f"{where} cannot be replaced: expected {_shown(where, expected)}, found "
             f"{_shown(where, list(signature.parameters.values()))}: {difference}; hook a version "
-            "of the framework with the expected signature, or put a function with it in its place "
-            "and hook that"
+            "of the framework with that signature"
         )
 
 
 def _difference(found: list[inspect.Parameter], expected: list[inspect.Parameter]) -> str | None:
-    """The first difference of parameters; None if callers cannot tell the two apart."""
+    """The first difference of two signatures; None if ours takes every call that theirs takes."""
     for place, (theirs, ours) in enumerate(zip(found, expected, strict=False), start=1):
         if (theirs.name, theirs.kind, theirs.default) != (ours.name, ours.kind, ours.default):
             return f"parameter {place} is {_bare(theirs)} and not {_bare(ours)}"
     if len(found) > len(expected):
-        return f"there is a further parameter {_bare(found[len(expected)])}"
+        return f"there is one more parameter, {_bare(found[len(expected)])}"
     missing = [each for each in expected[len(found) :] if each.default is each.empty]
     if missing:
         return f"there is no parameter {_bare(missing[0])}"

@@ -1,10 +1,10 @@
-"""Identifiers of padding samples, which no real sample has, nor the padding of another batch.
+"""Identifiers of padding samples, different from those of real samples and of other batches.
 
     {"uids": ["a"], "sample_indices": [0], …}
     {"uids": ["padding-a4d1b59e7158-0"], "sample_indices": [-741512389738495]}
 
-They follow from the batch: ranks that pad the same one need not talk to make the same, and batches
-that are padded apart may be joined later.
+They are derived from a hash of the batch: ranks that pad the same batch get the same ones without
+communication, and batches that are padded separately can be joined later.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 _NUMBER_BITS = 12
+"""Low bits of an integer identifier, below the hash: numbers for 4,096 padding samples."""
 
 
 def new_identifiers(
     batch: Mapping[str, Sequence[Any]], names: Collection[str], count: int
 ) -> dict[str, list[int | str]]:
-    """New values of the named fields, for so many samples.
+    """New values of the named fields, for ``count`` padding samples.
 
     Args:
         batch: field name to one value per sample.
         names: fields of the batch.
-        count: of the new samples.
+        count: number of padding samples.
 
     Returns:
-        field name to texts; to negative integers of 60 bits where the batch has integers.
+        field name to strings, or to negative 60-bit integers where the batch has integers.
     """
     mark = _mark_of(batch, sorted(names)) if count else 0
     made: dict[str, list[int | str]] = {}
@@ -43,7 +44,7 @@ def new_identifiers(
 
 
 def _mark_of(batch: Mapping[str, Sequence[Any]], names: Iterable[str]) -> int:
-    """48 bits that follow from a batch's lengths, tokens and identifiers."""
+    """48-bit hash of a batch's lengths, tokens and identifiers."""
     digest = hashlib.sha256()
     for name in ("total_lengths", "response_lengths", *names):
         digest.update(repr((name, [_plain(value) for value in batch[name]])).encode())
@@ -53,7 +54,7 @@ def _mark_of(batch: Mapping[str, Sequence[Any]], names: Iterable[str]) -> int:
 
 
 def _plain(value: Any) -> int | str | None:
-    """A number of any library as a Python int, a text as it is; None for all else."""
+    """An integer of any library as a Python int, a string as it is; None for anything else."""
     try:
         return operator.index(value)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Advantages of response tokens: the rewards of trajectories, compared within their group.
+"""Advantages of response tokens, from the rewards of the trajectories of each group.
 
     trajectory_ids  [7, 7, 8]    uids  [a, a, a]    rewards  [0, 1, 0]
     loss_masks  [[1], [1, 0], [1]]
@@ -12,9 +12,9 @@
     opo                  r - mean weighted by the trajectories' lengths
     maxrl                (r - mean) / (mean + 1e-6), of rewards of 0 or more
 
-With `step_wise` a sample is one turn of a trajectory. Every trajectory counts once in its group,
-whatever its number of turns; its advantage goes to all of them, through each turn's own mask.
-Padding samples are in no group.
+With `step_wise` a sample is one turn of a trajectory. A trajectory counts once in its group,
+however many turns it has; all of its turns get its advantage, each through its own mask. Padding
+samples are in no group.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_batching.batch.consensus import Consensus, Statement
-from mcore_batching.batch.errors import BatchError
+from mcore_batching.batch.errors import BatchError, listed
 from mcore_batching.batch.field_checks import (
     checked_values,
     num_samples,
@@ -44,8 +44,8 @@ from mcore_batching.rl.real_samples import as_numbers, indices_by_group, real_in
 
 Outcome = Literal["last", "sum"]
 
-_EPSILON = 1e-6  # added to the divisor, as verl and SkyRL do
-_TEMPORAL = ("gae", "reinforce_plus_plus", "reinforce++")
+_EPSILON = 1e-6  # added to the divisor; verl's and SkyRL's default
+_TEMPORAL = ("gae", "reinforce_plus_plus", "reinforce++")  # known names that get their own error
 
 
 def compute_advantages(
@@ -65,28 +65,27 @@ def compute_advantages(
     Args:
         batch: field name to one value per sample: ``total_lengths``, ``response_lengths``,
             ``rewards``, ``uids``, ``loss_masks`` (all ones if absent), ``is_padding`` (none if
-            absent), ``trajectory_ids`` with ``step_wise``. Every group is whole on this rank;
-            that is checked where ``group`` is given.
-        estimator: one of those above.
-        step_wise: a sample is one turn; those with the same ``trajectory_ids`` entry within a group
-            are one trajectory.
-        outcome: the reward of a trajectory: that of its "last" turn (by ``round_number`` where the
-            batch has it, else the last in the batch), or the "sum" over its turns.
-        steps: sample indices of each optimizer step, as from `group_steps`; one step of all if
-            None. As many on every rank.
-        normalize: to mean 0 and variance 1 over the unmasked tokens of each step, of all ranks;
-            None: only under "reinforce_baseline". A sample in no step, which nothing trains, then
-            has advantages of 0.0.
+            absent), ``trajectory_ids`` with ``step_wise``. Every group is whole on one rank, which
+            is checked if ``group`` is given.
+        estimator: a name of the table above.
+        step_wise: True if a sample is one turn; samples of a group with the same ``trajectory_ids``
+            entry are one trajectory.
+        outcome: the reward of a trajectory: that of its "last" turn (largest ``round_number`` if
+            the batch has it, else the last in the batch), or the "sum" over its turns.
+        steps: sample indices of each optimizer step, as from `group_steps`, the same number on
+            every rank; None: all samples are one step.
+        normalize: to mean 0 and variance 1 over the unmasked tokens of each step, on all ranks;
+            None: only under "reinforce_baseline". A sample in no step then gets 0.0.
         group: the data-parallel ranks, each with samples of its own; None for this process alone.
 
     Returns:
         float32 ``[response_length]`` for each sample, 0.0 where the mask is 0.
 
     Raises:
-        BatchError: on every rank, if on any: an estimator that is not offered, several samples of
-            a trajectory without ``step_wise``, a reward that is not finite, a field that is absent
-            or does not fit, or arguments that differ between ranks.
-        SplitGroupError: on every rank: samples of a group are on several of them.
+        BatchError: on every rank, if on any: an unknown estimator, several samples of a trajectory
+            without ``step_wise``, a reward that is not finite, a field that is absent or does not
+            match its kind, or arguments that differ between ranks.
+        SplitGroupError: on every rank: a group has samples on several of them.
     """
     normalize = estimator == "reinforce_baseline" if normalize is None else normalize
 
@@ -127,11 +126,11 @@ def _require_offered(estimator: str, step_wise: bool) -> None:
     reason = " is unknown"
     if estimator in _TEMPORAL and step_wise:
         reason = (
-            " passes advantages from token to token, but with step_wise=True a trajectory is "
-            "spread over samples, whose tokens would never see later rewards"
+            " works from token to token, and with step_wise=True a trajectory's later rewards are "
+            "in other samples"
         )
     elif estimator in _TEMPORAL:
-        reason = " compares no trajectories and is not offered here: use the framework's own"
+        reason = " compares no trajectories: use the framework's own"
     offered = f"; set one of {', '.join(ESTIMATORS)}"
     raise BatchError(Argument("estimator", estimator), reason, offered)
 
@@ -177,7 +176,7 @@ def _trajectories(batch: Mapping[str, Any], uids: Any, step_wise: bool) -> list[
     if not step_wise and batch.get("trajectory_ids") is None:
         return [[index] for index in real]
     ids = _values(batch, "trajectory_ids")
-    # By group first: some number the trajectories of each prompt from 0.
+    # By group first: some frameworks number the trajectories of each prompt from 0.
     trajectories = [
         (trajectory, turns)
         for members in indices_by_group(uids, real).values()
@@ -187,8 +186,7 @@ def _trajectories(batch: Mapping[str, Any], uids: Any, step_wise: bool) -> list[
         if len(turns) > 1 and not step_wise:
             raise BatchError(
                 f"expected one sample per trajectory, got {len(turns)} of trajectory "
-                f"{trajectory!r} (samples {', '.join(map(str, turns[:10]))}); if a sample is one "
-                "turn, set ",
+                f"{trajectory!r} (samples {listed(turns)}); if a sample is one turn, set ",
                 Argument("step_wise", True),
             )
     return [turns for _, turns in trajectories]
@@ -231,7 +229,7 @@ def outcome_advantages(
         if not math.isfinite(reward):
             raise BatchError(
                 f"expected finite rewards, got {reward} for trajectory {index} of group "
-                f"{groups[index]!r}; correct the reward function, or leave the trajectory out"
+                f"{groups[index]!r}; correct the reward, or drop the trajectory"
             )
     for indices in indices_by_group(groups, range(len(rewards))).values():
         if len(indices) < 2:
@@ -257,14 +255,14 @@ def _grpo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
 
 
 def _rloo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    # r - (sum - r) / (n - 1) = (r - mean) · n / (n - 1), without the difference of large sums.
+    # r - (sum - r) / (n - 1) = (r - mean) · n / (n - 1), without a difference of large sums.
     count = len(rewards)
     return [each * count / (count - 1) for each in _minus_mean(rewards, lengths)]
 
 
 def _opo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     total = sum(lengths)
-    if not total:
+    if not total:  # nothing is trained in this group
         return [0.0] * len(rewards)
     weighted = (reward * length for reward, length in zip(rewards, lengths, strict=True))
     baseline = math.fsum(weighted) / total
@@ -275,8 +273,7 @@ def _maxrl(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     if min(rewards) < 0:
         raise BatchError(
             Argument("estimator", "maxrl"),
-            f" divides by the mean of a group's rewards, of which none may be negative, got "
-            f"{min(rewards)}; give rewards of 0 or more, or set ",
+            f" needs rewards of 0 or more, got {min(rewards)}; correct the rewards, or set ",
             Argument("estimator", "grpo"),
         )
     mean = math.fsum(rewards) / len(rewards)

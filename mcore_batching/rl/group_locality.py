@@ -3,8 +3,8 @@
     rank 0  uids [a, a, b]    rank 1  uids [b, c]
     check_groups_are_local(batch, group=data_parallel_group)    SplitGroupError: b on ranks 0 and 1
 
-A group split over ranks would be compared with half of its own rewards, and nothing would look
-wrong. Padding samples belong to no group, whatever their uid.
+Otherwise each rank would compare a reward with only a part of its group, without an error. Padding
+samples belong to no group, whatever their uid.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from typing import Any
 import torch.distributed as dist
 
 from mcore_batching.batch.consensus import Consensus, Statement
-from mcore_batching.batch.errors import BatchError
+from mcore_batching.batch.errors import BatchError, listed
 from mcore_batching.batch.field_checks import num_samples, require_one_per_sample
 from mcore_batching.planning.errors import Argument
 from mcore_batching.rl.real_samples import indices_by_group, real_indices
 
-_MAX_LISTED = 5  # groups in a message
-
 
 class SplitGroupError(BatchError):
-    """Groups whose samples are on several ranks, so that none can compute their statistics.
+    """Groups with samples on several ranks, so that none can compute their statistics.
 
-    Attributes: `ranks_of_group`, global ranks of each such group, by its uid.
+    Attributes: `ranks_of_group`, the global ranks of each such group, by its uid.
     """
 
     def __init__(
@@ -45,11 +43,11 @@ def check_groups_are_local(batch: Mapping[str, Any], *, group: dist.ProcessGroup
     Args:
         batch: field name to one value per sample, of this rank: ``uids``, and ``is_padding`` if any
             are padding samples. A rank may have no samples.
-        group: the data-parallel ranks, each with samples of its own. Ranks that hold the same
-            samples (context-parallel ones, pipeline stages) are not to be in it.
+        group: the data-parallel ranks, without ranks that hold the same samples (context-parallel
+            ranks, pipeline stages).
 
     Raises:
-        SplitGroupError: on every rank, the same: some group is on more than one.
+        SplitGroupError: the same on every rank: some group is on more than one.
         BatchError: on every rank, if on any the uids are absent or cannot be compared.
     """
     agreed = Consensus(group).agree(
@@ -75,8 +73,7 @@ def groups_held(batch: Mapping[str, Any]) -> list[Hashable]:
         pickle.dumps(held)
     except Exception as error:
         raise BatchError(
-            f"the uids cannot be sent to other ranks to be compared ({error}); use texts or "
-            "integers"
+            f"the uids cannot be sent to other ranks ({error}); use strings or integers"
         ) from error
     return held
 
@@ -97,15 +94,11 @@ def require_local(held: Mapping[int, Collection[Hashable]]) -> None:
     split = {each: tuple(ranks) for each, ranks in ranks_of.items() if len(ranks) > 1}
     if not split:
         return
-    listed = [
-        f"{each!r:.60} on ranks {', '.join(map(str, ranks))}"
-        for each, ranks in list(split.items())[:_MAX_LISTED]
-    ]
-    more = f" and {len(split) - _MAX_LISTED} more" if len(split) > _MAX_LISTED else ""
+    found = [f"{each!r:.60} on ranks {', '.join(map(str, ranks))}" for each, ranks in split.items()]
     raise SplitGroupError(
-        f"expected every group whole on one rank, got {'; '.join(listed)}{more}; hand all samples "
-        "of a uid to one rank, or compute advantages before the batch is split; set ",
+        f"expected every group whole on one rank, got {listed(found, 5, '; ')}; give a "
+        "uid's samples to one rank, and set ",
         Argument("group"),
-        " to the data-parallel ranks alone, without context-parallel ones",
+        " to the data-parallel ranks without context-parallel ones",
         ranks_of_group=split,
     )

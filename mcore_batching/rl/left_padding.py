@@ -8,10 +8,10 @@
     response_values(blocks, outputs)         one tensor a sample, of a model's [2, 2, ...]
     unpad(blocks)                            the samples again, their lists as tensors
 
-Every sample ends in the last column, prompt and response in one segment. The width is that of the
-longest sample, max(prompt_i + response_i), not max(prompt) + max(response): where long prompts have
-short answers and the other way round, that is nearly half. Against packed rows it still is padding:
-it costs ``num_samples * width`` tokens, whatever the lengths.
+Every sample ends in the last column, its prompt and response adjacent. The width is that of the
+longest sample, max(prompt_i + response_i). Blocks of width max(prompt) + max(response) are up to
+twice as wide, where long prompts have short responses and the other way round. Packed rows are
+cheaper still: blocks cost ``num_samples * width`` tokens, whatever the lengths.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WITHOUT_ROWS = (Kind.PER_SAMPLE, Kind.MULTIMODAL, Kind.METADATA)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LeftPadded:
-    """Samples whose rows end in the last column.
+    """Samples in blocks, each ending in the last column.
 
     Attributes:
         blocks: ``[samples, rows, ...]`` for each field with rows: ``width`` rows per token,
@@ -55,7 +55,7 @@ class LeftPadded:
     schema: Schema
 
     def __post_init__(self) -> None:
-        """Refuse blocks that are not aligned to these lengths."""
+        """Refuse blocks of another shape."""
         for name, block in self.blocks.items():
             dimension = _row_dimension(self.schema[name], block)
             expected = (self.num_samples, max(self.num_rows(name), default=0))
@@ -93,7 +93,7 @@ class LeftPadded:
 
     @property
     def position_ids(self) -> Tensor:
-        """The batch's own, or ``[samples, width]`` counted from each sample's first token."""
+        """The batch's own, or int64 ``[samples, width]``, 0 at each sample's first token."""
         for name, block in self.blocks.items():
             if self.schema[name].kind is Kind.POSITION_IDS:
                 return block
@@ -111,14 +111,14 @@ def left_pad(
     *,
     pad_token_id: int,
 ) -> LeftPadded:
-    """Blocks of per-sample values.
+    """Left-padded blocks of a batch.
 
-    Padding of tokens is ``pad_token_id``, of routed experts a different expert in every slot, of
-    all else 0.
+    Tokens are padded with ``pad_token_id``, routed experts with the experts 0, 1, … top_k - 1, all
+    else with 0.
 
     Args:
         samples: field name to one value per sample, as for `pack`; may be of no samples.
-        schema: the kind of every field, unless its values fit exactly one.
+        schema: the kind of every field; undeclared ones are inferred.
         pad_token_id: fills the tokens.
 
     Returns:
@@ -126,7 +126,7 @@ def left_pad(
         integers of 16 bits and more.
 
     Raises:
-        SchemaError: a value is not what its kind says, or a field's values differ in type or in
+        SchemaError: a value does not match its kind, or a field's values differ in type or in
             trailing shape.
         BatchError: ``pad_token_id`` is no integer.
     """
@@ -162,9 +162,7 @@ def unpad(left_padded: LeftPadded) -> dict[str, list[Any]]:
 
 
 def response_values(left_padded: LeftPadded, values: Tensor) -> list[Tensor]:
-    """What was computed of the blocks, for the response tokens of each sample.
-
-    Reads the last ``response_length`` columns: ``[:n]`` would be padding, ``[-0:]`` everything.
+    """Per-sample values of response tokens, from a block that a model computed.
 
     Args:
         left_padded: the blocks.
@@ -174,20 +172,20 @@ def response_values(left_padded: LeftPadded, values: Tensor) -> list[Tensor]:
         ``[response_length, ...]`` for each sample, views.
 
     Raises:
-        BatchError: a tensor of another shape.
+        BatchError: ``values`` has another shape.
     """
     lengths = left_padded.response_lengths
     expected = [left_padded.num_samples, max(lengths, default=0)]
     if list(values.shape[:2]) != expected:
         raise BatchError(
-            f"expected values of shape {expected} and any further dimensions, right-aligned to the "
-            f"longest response, got {list(values.shape)}"
+            f"expected values of shape {expected} (and more), right-aligned to the longest "
+            f"response, got {list(values.shape)}"
         )
     return _rows_of(values, lengths)
 
 
 def _block(field: Field, values: Sequence[Tensor], fill: int) -> Tensor:
-    # Position ids of several axes have their tokens last; rows come first while aligning.
+    # Position ids are [axes, tokens]: alignment wants the tokens first.
     tokens_last = field.kind is Kind.POSITION_IDS
     block = _right_align(
         field, [value.movedim(-1, 0) if tokens_last else value for value in values], fill

@@ -1,14 +1,13 @@
-"""Metrics of the real samples of a batch, and of the values that a mask leaves.
+"""Metrics over the real samples of a batch, and over the unmasked values of tensors.
 
     sample_metrics(batch, ["rewards"], group=data_parallel_group)
     {"rewards/mean": 0.4, "rewards/max": 1.0, "rewards/min": 0.0}
 
     masked_mean([tensor([1., 9.]), tensor([3.])], [tensor([1, 0]), tensor([1])])    2.0
 
-With a ``group`` each of these is a collective, and counts the values of all ranks together, not a
-mean of means. Every rank makes the same calls, whatever it holds: no sample, or all of them masked.
-What is wrong on one rank is an error on all. Of no value at all a metric is absent, a mean None and
-a z-score 0.0, never NaN.
+With a ``group`` each of these is a collective over the values of all ranks, not a mean of means.
+Every rank makes the same calls, even with no samples or all of them masked. An error on one rank is
+raised on all. Over no values a metric is absent, a mean None and a z-score 0.0, never NaN.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from mcore_batching.rl.real_samples import as_numbers, real_indices
 def sample_metrics(
     batch: Mapping[str, Any], fields: Sequence[str], *, group: dist.ProcessGroup | None = None
 ) -> dict[str, float]:
-    """Mean, greatest and least value of numbers per sample, over the real samples of all ranks.
+    """Mean, maximum and minimum of per-sample numbers, over the real samples of all ranks.
 
     Args:
         batch: field name to one value per sample.
@@ -45,8 +44,8 @@ def sample_metrics(
         none of them if there is no real sample.
 
     Raises:
-        BatchError: on every rank, if on any a field is absent or has not one number per sample,
-            or if the fields differ between ranks.
+        BatchError: on every rank, if on any a field is absent or does not have one number per
+            sample, or if the fields differ between ranks.
     """
 
     def numbers() -> list[list[float]]:
@@ -87,11 +86,11 @@ def _numbers(name: str, values: Any, real: Sequence[int], count: int) -> list[fl
 def masked_mean(
     values: Sequence[Tensor], masks: Sequence[Tensor], *, group: dist.ProcessGroup | None = None
 ) -> float | None:
-    """Mean of the values where the mask is not 0. Others have no influence, NaN included.
+    """Mean of the values where the mask is not 0; masked values may be NaN.
 
     Args:
-        values: any number of tensors of any shapes; a ``[samples, tokens]`` tensor will do.
-        masks: one for each, of its shape.
+        values: tensors of any shapes, or one ``[samples, tokens]`` tensor.
+        masks: one of the same shape for each.
         group: the ranks whose values count together; None for this process alone.
 
     Returns:
@@ -111,7 +110,7 @@ def masked_zscore(
     group: dist.ProcessGroup | None = None,
     epsilon: float = 1e-8,
 ) -> list[Tensor]:
-    """Deviation from the mean in standard deviations (whitening).
+    """Values normalized to mean 0 and variance 1 over all ranks (whitening).
 
         masked_zscore([tensor([10., 20., 0.])], [tensor([1, 1, 0])])    [tensor([-1., 1., 0.])]
 
@@ -121,14 +120,13 @@ def masked_zscore(
 
     Returns:
         for each tensor one of its shape, device and floating type: ``(value - mean) /
-        sqrt(variance + epsilon)``, with the mean and variance of all ranks, and 0 where the mask
-        is 0.
+        sqrt(variance + epsilon)``, 0 where the mask is 0.
 
     Raises:
         BatchError: as `masked_mean`.
     """
     kept, mean, count = _kept_and_mean(values, masks, group)
-    # From the deviations, since the difference of large sums of squares loses its digits.
+    # From deviations: a difference of two large sums of squares would lose its digits.
     agreed = Consensus(group).agree(
         "adding up squared deviations",
         lambda: sum(float(((value - mean) ** 2).sum()) for value in kept),
@@ -140,7 +138,7 @@ def masked_zscore(
     for value, mask in zip(values, masks, strict=True):
         score = (value.detach().double() - mean) * scale
         floating = value.dtype if value.is_floating_point() else torch.get_default_dtype()
-        # Chosen, not multiplied: 0 · NaN would be NaN.
+        # torch.where, since 0 · NaN is NaN.
         scores.append(torch.where(mask != 0, score, 0.0).to(floating))
     return scores
 
@@ -148,8 +146,7 @@ def masked_zscore(
 def _kept_and_mean(
     values: Sequence[Tensor], masks: Sequence[Tensor], group: dist.ProcessGroup | None
 ) -> tuple[list[Tensor], float, int]:
-    """The values where the mask is not 0, flat and in double precision; mean, 0.0 of none, and
-    count of all ranks' values."""
+    """This rank's unmasked values, flat, in float64; mean (0.0 of none) and count on all ranks."""
     agreed = Consensus(group).agree(
         "averaging masked values",
         lambda: _kept(values, masks),

@@ -1,4 +1,4 @@
-"""Fabricated samples that make the size of a batch divisible.
+"""Padding samples, which make the size of a batch divisible.
 
     pad_batch({"tokens": [[4, 5, 6]], "total_lengths": [3], "response_lengths": [2],
                "loss_masks": [[1, 1]], "uids": ["a"]}, 2, pad_token_id=0)
@@ -6,16 +6,14 @@
      "loss_masks": [[1, 1], [0]], "uids": ["a", "padding-a4d1b59e7158-0"],
      "is_padding": [False, True]}                                            in tensors
 
-`real_samples` takes them off again. This package's own plans take any number of samples and need
-none of this; it is for frameworks that cut a batch into equal parts. A padding sample costs a
-micro-batch two tokens before alignment.
+`real_samples` removes them. They are for frameworks that cut a batch into equal parts; this
+package plans any number of samples. A padding sample costs two tokens before alignment.
 
-It has one prompt token and one response token with a loss mask of zero, so it adds nothing to any
-sum, mean, count or gradient. Its identifiers (uids, trajectory ids, …) are new and unlike each
-other, so it is in no group's statistics. Attention masks are one, and other fields of token ids
-(``input_ids``, ``responses``) hold its two tokens. Other values are zeros, of the type, device,
-trailing shape and number of axes of the real ones; the slots of a routed token are distinct
-experts; multimodal inputs are there, but empty.
+It has one prompt token and one response token with loss mask 0, so it adds nothing to any sum,
+mean, count or gradient. Its identifiers (uids, trajectory ids, …) are new, so it is in no group's
+statistics. Attention masks are 1; other fields of token ids (``input_ids``, ``responses``) hold
+its two tokens; a routed token's experts are distinct; multimodal inputs are ``{}``. All else is 0,
+with the type, device and trailing shape of the real values.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ _OTHER_FILLS = {
     "ids": (Fill.TOKEN_IDS, Fill.IDENTIFIER),
     **dict.fromkeys(("tokens", "sequences", "prompts", "responses", "labels"), (Fill.TOKEN_IDS,)),
 }
-"""Words in the name of a field whose padding samples may need something else than zeros."""
+"""Words in an undeclared field's name that suggest another fill than zeros: it must be declared."""
 
 _TOTAL_LENGTH, _RESPONSE_LENGTH = 2, 1
 
@@ -54,35 +52,31 @@ def pad_batch(
     pad_token_id: int,
     response_token_id: int | None = None,
 ) -> dict[str, Any]:
-    """The batch with the fewest padding samples behind its own that make its size a multiple.
+    """A batch followed by as few padding samples as make its size a multiple.
 
-    For frameworks that cut a batch into equal parts: verl, by its mini-batches and data-parallel
-    ranks; SkyRL, by its ranks. This package's engine plans any number of samples, and needs none.
-
-    The given batch is not changed, its lists are not shared, and fabricated values share memory
-    with nothing.
+    For frameworks that cut a batch into equal parts: verl by mini-batches and data-parallel ranks,
+    SkyRL by ranks. The given batch is not changed, and its lists are not shared.
 
     Args:
         batch: field name to one value per sample; at least one sample.
-        multiple: of which the size is to be a multiple: the least common one of the ranks and of
-            each mini-batch's samples, say ``math.lcm(ranks, prompts * samples_per_prompt)``.
-        schema: the kind of every field, unless its values fit exactly one; and the `Fill` of those
-            whose padding samples hold something else than zeros.
+        multiple: the batch size becomes a multiple of this: the least common multiple of the ranks
+            and a mini-batch's samples, say ``math.lcm(ranks, prompts * samples_per_prompt)``.
+        schema: the kind of every field, undeclared ones are inferred; and the `Fill` of those that
+            are not zeros in padding samples.
         pad_token_id: the prompt token of a padding sample.
-        response_token_id: its response token, the end of a sequence for instance; the prompt token
-            if None.
+        response_token_id: its response token, for instance the end of a sequence; None: the
+            ``pad_token_id``.
 
     Returns:
-        field name to a new list of one value per sample, lists and arrays of numbers as tensors,
-        else the given ones. ``is_padding`` is always there, False where nothing was given. New
-        identifiers are texts, beside integers negative integers of 60 bits. They follow from the
-        batch's lengths, tokens and identifiers: ranks that pad the same batch make the same, and
-        of batches that differ in any of these none is in both. Other metadata is None.
+        field name to a new list of one value per sample; lists and arrays of numbers become
+        tensors. ``is_padding`` is added. New identifiers are strings, or negative 60-bit integers
+        beside integers, derived from the batch's lengths, tokens and identifiers: the same on ranks
+        that pad the same batch, different for different batches. Other metadata is None.
 
     Raises:
-        SchemaError: a value of the batch is not what its kind says, a kind is not known, or an
-            undeclared field's name may mean something else than zeros.
-        BatchError: no samples, a `multiple` below 1, or a token id that is no integer.
+        SchemaError: a value does not match its kind, a kind is not known, or an undeclared field's
+            name suggests another fill than zeros.
+        BatchError: no samples, a ``multiple`` below 1, or a token id that is no integer.
     """
     if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
         raise BatchError(
@@ -141,11 +135,7 @@ def _fabricated(
 
 
 def _require_zeros(field: Field) -> None:
-    """Refuse an undeclared field whose name may mean something else.
-
-    Raises:
-        SchemaError: it may.
-    """
+    """Refuse an undeclared field whose name suggests another fill than zeros."""
     words = field.name.lower().split("_")
     fills = [fill for word in words for fill in _OTHER_FILLS.get(word, ())]
     if words[0] in ("is", "has"):
@@ -158,16 +148,15 @@ def _require_zeros(field: Field) -> None:
     if len(lines) > 1:
         raise SchemaError(
             field.name,
-            expected="a declared field, since by its name a padding sample may need something "
-            "else than zeros",
+            expected="a declared field, since its name suggests another fill than zeros",
             found=f"an undeclared field, {field.kind.value}",
             declaration=" or ".join(lines),
-            advice="declare what its padding samples hold",
+            advice="declare its fill",
         )
 
 
 def _telling_example(values: Sequence[Any]) -> Any:
-    """The first value that shows its trailing shape: an empty list has lost it."""
+    """The first value with rows, which shows its trailing shape; else the first present one."""
     present = [value for value in values if value is not None]
     telling = [value for value in present if all(shape_of(value) or (0,))]
     return next(iter(telling or present), None)

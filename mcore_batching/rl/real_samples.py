@@ -1,4 +1,4 @@
-"""Real samples of a batch, those that are not padding samples, and the groups they belong to."""
+"""Real samples of a batch (all but padding samples), and their groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def real_indices(batch: Mapping[str, Any]) -> list[int]:
         batch: field name to one value per sample; without ``is_padding`` all are real.
 
     Raises:
-        SchemaError: there is not one tag per sample.
+        SchemaError: ``is_padding`` does not have one True or False per sample.
     """
     tags, count = batch.get("is_padding"), num_samples(batch)
     if tags is None:
@@ -32,7 +32,7 @@ def real_indices(batch: Mapping[str, Any]) -> list[int]:
 def as_numbers(
     name: str, values: Sequence[Any], indices: Iterable[int], use: str = ""
 ) -> list[float]:
-    """The values at these indices, one number each; texts are none. `use` is for the error.
+    """The values at these indices as floats; ``use`` ends the error's "one number per sample".
 
     Raises:
         SchemaError: a value is not one number.
@@ -52,10 +52,10 @@ def as_numbers(
 
 
 def real_samples(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch without its padding samples, every field sliced alike.
+    """The batch without its padding samples, in every field.
 
     Raises:
-        SchemaError: a field has not one value per sample.
+        SchemaError: a field does not have one value per sample.
     """
     return take(batch, real_indices(batch))
 
@@ -63,16 +63,16 @@ def real_samples(batch: Mapping[str, Any]) -> dict[str, Any]:
 def indices_by_group(
     groups: Sequence[Hashable], indices: Iterable[int]
 ) -> dict[Hashable, list[int]]:
-    """Those of the indices that belong to each group, groups in order of first appearance.
+    """The indices of each group's samples; groups in order of first appearance.
 
         indices_by_group(["a", "b", "a", "pad"], [0, 1, 2])    {"a": [0, 2], "b": [1]}
 
     Args:
-        groups: the group of every sample; integers of NumPy and PyTorch count by their value.
-        indices: of the samples that count.
+        groups: the group of every sample; integers of NumPy and PyTorch equal Python's.
+        indices: the samples to group.
 
     Raises:
-        LengthError: a group among them is None or not hashable.
+        LengthError: a group is None or not hashable.
     """
     members: dict[Hashable, list[int]] = {}
     for index in indices:

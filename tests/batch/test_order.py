@@ -40,9 +40,8 @@ def test_the_message_names_missing_doubled_and_extra_indices() -> None:
     with pytest.raises(OrderError) as caught:
         restore_order(["a", "b", "c", "d"], [0, 0, 7, 1], 4)
     assert str(caught.value) == (
-        "expected one value for each of 4 samples, indices 0 to 3 once each; got 4 values and 4 "
-        "sample_indices (missing 2, 3; doubled 0; extra 7); pass one output for each real sample, "
-        "none for placeholders"
+        "expected one value for each of 4 samples, got 4 values and 4 sample_indices (missing 2, "
+        "3; doubled 0; extra 7); pass one output per real sample, none for placeholders"
     )
 
 

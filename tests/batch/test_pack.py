@@ -218,7 +218,7 @@ def test_lists_of_rows_are_packed_even_behind_a_sample_without_tokens() -> None:
 def test_position_ids_must_agree() -> None:
     samples = make_samples([(4, 2), (4, 2)])
     samples["position_ids"] = [torch.arange(4), torch.zeros(3, 4, dtype=torch.int64)]
-    with pytest.raises(SchemaError, match="same number of axes for every sample"):
+    with pytest.raises(SchemaError, match="the same number of axes for every sample"):
         pack_on_all_ranks(samples)
     schema = DEFAULT_SCHEMA.declare("mrope", Kind.POSITION_IDS)
     samples["position_ids"] = samples["mrope"] = [torch.arange(4)] * 2

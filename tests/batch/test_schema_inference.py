@@ -209,7 +209,7 @@ def test_other_samples_tell_what_these_leave_open() -> None:
     batch = make_samples(WHOLE_RESPONSES) | {"mine": [torch.rand(5), torch.rand(3)]}
     told = {"mine": Field("mine", Kind.PER_RESPONSE_TOKEN)}
     assert DEFAULT_SCHEMA.resolve(batch, told)["mine"] == told["mine"]
-    with pytest.raises(SchemaError, match="nor do other ranks' samples or earlier batches tell"):
+    with pytest.raises(SchemaError, match="other ranks and earlier batches do not settle it"):
         DEFAULT_SCHEMA.resolve(batch, {})
     with pytest.raises(SchemaError, match="per response token; other samples say per sample"):
         DEFAULT_SCHEMA.resolve(batch, {"mine": Field("mine", Kind.PER_SAMPLE)})

@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "sft": ([*ON, "--sft"], "unset --sft and give the file with --dynamic-batch-data"),
     "documents-without-positions": (
         [*ON, "--reset-attention-mask"],
-        "set --reset-position-ids as well",
+        "needs --reset-position-ids",
     ),
     "skipped-iterations": ([*ON, "--iterations-to-skip", "3"], "--iterations-to-skip"),
     "multi-token-prediction": (
@@ -217,7 +217,7 @@ def test_refused_flags(outcomes: dict[str, str], name: str) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("non-loss", "process_non_loss_data_func runs forward passes on the last rank alone"),
+        ("non-loss", "process_non_loss_data_func runs the model on the last rank alone"),
         ("script", "has no get_batch in its module"),
     ],
 )

@@ -20,8 +20,8 @@ from mcore_batching.planning import CostModel
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"collect_non_loss_data": True}, "process_non_loss_data_func runs forward passes on the"),
-        ({"adjust_tensor_shapes_fn": print}, "a function that adjusts tensor shapes"),
+        ({"collect_non_loss_data": True}, "process_non_loss_data_func runs the model on the"),
+        ({"adjust_tensor_shapes_fn": print}, "adjust_tensor_shapes_fn"),
     ],
 )
 def test_refused_calls(options: dict[str, Any], message: str) -> None:
@@ -67,11 +67,11 @@ def test_labels_that_are_trained_are_of_the_vocabulary() -> None:
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ((torch.ones(()), {}), "it returned a tuple of 2"),
-        (torch.ones(()), "it returned Tensor"),
+        ((torch.ones(()), {}), "got a tuple of 2"),
+        (torch.ones(()), "got Tensor"),
         (
             (torch.ones(()), torch.ones(()), {"accuracy": torch.ones(1)}),
-            r"must give accuracy as \[sum, number of tokens\]",
+            r"must report accuracy as \[sum, number of tokens\]",
         ),
         ((torch.tensor(0), torch.ones(()), {}), r"one value, got .* and type torch.int64"),
         ((torch.ones(2), torch.ones(()), {}), r"tensor of one value, got a Tensor of shape \[2\]"),

@@ -215,7 +215,7 @@ before = names()
 try:
     install(["--use-dynamic-batch-size", *sys.argv[1:]])
 except DynamicBatchArgumentError as error:
-    assert "drop --yaml-cfg" in str(error)
+    assert "--yaml-cfg overrides" in str(error)
 else:
     raise AssertionError("accepted")
 assert changed(before, names()) == []

@@ -131,9 +131,9 @@ def test_samples_that_are_too_long_end_the_job_or_are_counted(path, rank, capsys
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
-        ({"split": "0,0,0"}, "--split must give one to three shares of 0 or more"),
-        ({"split": "1,1,1,1"}, "--split must give"),
-        ({"split": "all"}, "--split must give"),
+        ({"split": "0,0,0"}, "--split must be one to three shares of 0 or more"),
+        ({"split": "1,1,1,1"}, "--split must be"),
+        ({"split": "all"}, "--split must be"),
         ({"split": "99,1,0"}, r"--split leaves no record of .*data\.jsonl for the valid dataset"),
         ({"split": "99,0,1"}, r"--split leaves no record of .*data\.jsonl for the test dataset"),
         ({"padded_vocab_size": 257}, "tokenizer has 258 tokens .* set --vocab-size to 258"),

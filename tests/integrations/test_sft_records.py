@@ -48,7 +48,7 @@ def test_records_are_found_over_files_and_blank_lines(tmp_path):
             b'{"messages": [{"role": "assistant", "content": [1]}]}',
             "content of message 1 must be a text, got list",
         ),
-        (b'{"messages": [{"role": "user", "content": "a"}]}', "nothing to train on"),
+        (b'{"messages": [{"role": "user", "content": "a"}]}', "trains nothing"),
         (b'{"prompt": "a", "completion": "\\ud800"}', "cannot write this sample: Unicode"),
     ],
 )

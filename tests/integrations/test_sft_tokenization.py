@@ -103,7 +103,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
         return appending([m | {"content": ""} for m in messages[:-1]] + messages[-1:])
 
     turns = ("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")
-    with pytest.raises(SftDataError, match="what precedes message 2 differently"):
+    with pytest.raises(SftDataError, match="rewrites what precedes message 2"):
         SampleTokenizer(Wrapped(template=forgetful))(conversation(*turns))
 
     def thoughtless(messages):
@@ -116,7 +116,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
         )
 
     assert trained_text(SampleTokenizer(Wrapped(template=thoughtless))(conversation(*turns[:2])))
-    with pytest.raises(SftDataError, match="what precedes message 4 differently"):
+    with pytest.raises(SftDataError, match="rewrites what precedes message 4"):
         SampleTokenizer(Wrapped(template=thoughtless))(conversation(*turns))
 
     def broken(messages):

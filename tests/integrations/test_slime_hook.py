@@ -151,8 +151,8 @@ def test_all_three_or_none(name: str) -> None:
     with pytest.raises(HookError) as caught:
         mcore_batching.hook(made)
     assert str(caught.value) == (
-        f"{name} is in none of the modules given (rl.data), and get_data_iterator, forward_only, "
-        "get_batch work only together: give the module that has it as well, hook(data, model)"
+        f"{name} is in none of the modules given (rl.data): call hook(data, model) with those that "
+        "have get_data_iterator, forward_only, get_batch"
     )
     assert dict(vars(made)) == before
 
@@ -188,7 +188,7 @@ DIFFERENT = {
         "get_batch",
         "def get_batch(data_iterator, keys, pad_multiplier=128, qkv_format='thd',"
         " allgather_cp=False, dsa=False): ...",
-        "there is a further parameter dsa=False",
+        "there is one more parameter, dsa=False",
     ),
     "one less": (
         "get_data_iterator",

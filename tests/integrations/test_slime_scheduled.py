@@ -153,8 +153,18 @@ def test_slime_calls_init(slime: Path, capfd: Any) -> None:
             "get_data_iterator(data)",
             "parameter 1 is data",
         ),
-        ("data", "get_batch(data_iterator, keys,", "get_batch(iterator, keys,", "is of no version"),
-        ("model", "data_iterator, num_micro", "iterators, num_micro", "is of no version of slime"),
+        (
+            "data",
+            "get_batch(data_iterator, keys,",
+            "get_batch(iterator, keys,",
+            "is of an unknown version",
+        ),
+        (
+            "model",
+            "data_iterator, num_micro",
+            "iterators, num_micro",
+            "is of an unknown version of slime",
+        ),
     ],
 )
 def test_unknown_versions_are_refused_by_name(
@@ -179,5 +189,5 @@ def test_a_function_called_in_another_way_is_refused(slime: Path) -> None:
     found = modules()
     with mcore_batching.hook(found.data, found.model):
         iterators = found.data.get_data_iterator(rollout_data([0, 1, 2]))
-        with pytest.raises(HookError, match="without the keyword total_lengths"):
+        with pytest.raises(HookError, match="without total_lengths"):
             found.model.forward_only(sums, None, None, iterators, [1])

@@ -40,7 +40,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
             "set --reset-attention-mask and --reset-position-ids instead",
         ),
         ({"hybrid_context_parallel": True}, "unset --hybrid-context-parallel"),
-        ({"reset_attention_mask": True}, "set --reset-position-ids as well"),
+        ({"reset_attention_mask": True}, "needs --reset-position-ids"),
         ({"iterations_to_skip": [3]}, "--iterations-to-skip draws batches of a fixed size"),
         ({"logits_load_dir": "/somewhere"}, "unset --logits-load-dir"),
         ({"modelopt_enabled": True}, "ModelOpt distillation expects rows of seq_length"),

@@ -181,12 +181,12 @@ def test_several_samples_of_a_trajectory_need_step_wise() -> None:
 @pytest.mark.parametrize(
     ("estimator", "step_wise", "reason"),
     [
-        ("gae", True, "whose tokens would never see later rewards"),
-        ("reinforce_plus_plus", True, "whose tokens would never see later rewards"),
-        ("reinforce++", True, "whose tokens would never see later rewards"),
-        ("gae", False, "not offered here: use the framework's own"),
-        ("reinforce_plus_plus", False, "not offered here: use the framework's own"),
-        ("reinforce++", False, "not offered here: use the framework's own"),
+        ("gae", True, "later rewards are in other samples"),
+        ("reinforce_plus_plus", True, "later rewards are in other samples"),
+        ("reinforce++", True, "later rewards are in other samples"),
+        ("gae", False, "compares no trajectories: use the framework's own"),
+        ("reinforce_plus_plus", False, "compares no trajectories: use the framework's own"),
+        ("reinforce++", False, "compares no trajectories: use the framework's own"),
         ("ppo", True, "is unknown"),
     ],
 )
@@ -236,7 +236,10 @@ def test_a_trajectory_alone_in_its_group_has_no_advantage() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"estimator": "maxrl", "rewards": [0.5, -1.0]}, "none may be negative, got -1.0; give"),
+        (
+            {"estimator": "maxrl", "rewards": [0.5, -1.0]},
+            "needs rewards of 0 or more, got -1.0; correct",
+        ),
         ({"rewards": [1.0, math.nan]}, "finite rewards, got nan for trajectory 1 of group 'a'"),
         ({"rewards": [math.inf, 0.0]}, "finite rewards, got inf for trajectory 0"),
     ],

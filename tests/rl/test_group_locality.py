@@ -26,10 +26,9 @@ def test_a_split_group_is_the_same_error_on_every_rank(
     assert first["type"] == "SplitGroupError"
     assert first["ranks"] == {"b": (0, 2), "c": (1, 2)}
     assert (
-        "got 'b' on ranks 0, 2; 'c' on ranks 1, 2; hand all samples of a uid to one"
-        in first["message"]
+        "got 'b' on ranks 0, 2; 'c' on ranks 1, 2; give a uid's samples to one" in first["message"]
     )
-    assert "set group to the data-parallel ranks alone" in first["message"]
+    assert "set group to the data-parallel ranks without" in first["message"]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +57,7 @@ def test_uids_are_equal_by_value(reports: list[dict[Any, Any]], caller: str) -> 
     [
         ("no uids on a rank", 1, "SchemaError", "field 'uids': expected 1 values, one per sample"),
         ("no uid of a sample", 2, "LengthError", "must be hashable and not None"),
-        ("uids that do not travel", 0, "BatchError", "use texts or integers"),
+        ("uids that do not travel", 0, "BatchError", "use strings or integers"),
     ],
 )
 def test_what_is_wrong_with_one_ranks_uids_is_an_error_on_all(
@@ -74,7 +73,7 @@ def test_what_is_wrong_with_one_ranks_uids_is_an_error_on_all(
 def test_a_message_lists_a_few_groups_and_the_error_all(reports: list[dict[Any, Any]]) -> None:
     outcome = reports[0]["check", "many split"]
     assert outcome["ranks"] == dict.fromkeys(range(9), (0, 1, 2))
-    assert "4 on ranks 0, 1, 2 and 4 more; hand" in outcome["message"]
+    assert "4 on ranks 0, 1, 2 and 4 more; give" in outcome["message"]
 
 
 def test_ranks_are_named_as_the_job_counts_them(reports: list[dict[Any, Any]]) -> None:

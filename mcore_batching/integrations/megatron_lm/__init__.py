@@ -1,7 +1,7 @@
 """One flag in stock training scripts built on ``megatron.training``.
 
-`install` hooks everything; the other names are what a patched Megatron-LM calls (see ``patches/``).
-Importing this package imports megatron.core; ``megatron.training`` only as it is hooked.
+`install` hooks everything; a patched Megatron-LM (see ``patches/``) calls the other names itself.
+Importing this package imports megatron.core; ``megatron.training`` is imported when hooked.
 """
 
 from mcore_batching.integrations.megatron_lm.arguments import (

@@ -1,4 +1,4 @@
-"""The plugin's flags in stock training scripts, and the settings that they do not go with.
+"""The plugin's flags in stock training scripts, and the settings that cannot be combined with them.
 
 All problems are listed at once, each with the fix, before any process group or model is made.
 """
@@ -27,23 +27,20 @@ _REFUSED = {
         f"the file with {PREFIX}data"
     ),
     "dataloader_inter_document_masking": (
-        "--dataloader-inter-document-masking makes rows of its own: set --reset-attention-mask "
-        "and --reset-position-ids instead, whose documents are packed as samples"
+        "--dataloader-inter-document-masking packs rows itself: set --reset-attention-mask and "
+        "--reset-position-ids instead"
     ),
     "hybrid_context_parallel": (
-        "hybrid context parallelism gives every micro-batch ranks of its own: unset "
-        "--hybrid-context-parallel"
+        "hybrid context parallelism schedules itself: unset --hybrid-context-parallel"
     ),
     "iterations_to_skip": "--iterations-to-skip draws batches of a fixed size: unset it",
-    "logits_load_dir": (
-        "cached teacher logits belong to rows as they were cached: unset --logits-load-dir"
-    ),
+    "logits_load_dir": ("cached teacher logits are of other rows: unset --logits-load-dir"),
     "modelopt_enabled": (
         "ModelOpt distillation expects rows of seq_length: unset --modelopt-enabled"
     ),
     "perform_rl_step": (
-        "Megatron's own RL loop packs sequences itself: unset --perform-rl-step, or build the "
-        "loop on mcore_batching.megatron.get_data_iterator"
+        "Megatron's RL loop packs sequences itself: unset --perform-rl-step, or build a loop on "
+        "mcore_batching.megatron.get_data_iterator"
     ),
     "experimental_attention_variant": (
         "experimental attention variants are untested on packed rows: unset "
@@ -54,11 +51,11 @@ _REFUSED = {
         "--reuse-grad-buf-for-mxfp8-param-ag"
     ),
 }
-"""Arguments that must be unset. Not every release has each: a missing one counts as unset."""
+"""Arguments that must be unset; one that this release lacks counts as unset."""
 
 
 def is_on(args: Any) -> bool:
-    """True if micro-batches are packed: with ``--use-dynamic-batch-size``."""
+    """True under ``--use-dynamic-batch-size``."""
     return bool(getattr(args, "use_dynamic_batch_size", False))
 
 
@@ -68,9 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def check_arguments(args: Any) -> None:
-    """Refuse flags under which training would hang or differ from what it was without packing.
-
-    Prints the `start_messages` of those that run.
+    """Refuse flags under which packed training would hang or differ; print `start_messages`.
 
     Args:
         args: Megatron's arguments, validated.
@@ -82,8 +77,8 @@ def check_arguments(args: Any) -> None:
     if not is_on(args):
         if options.exchanges_samples:
             raise DynamicBatchArgumentError(
-                f"{PREFIX}exchange and {PREFIX}context-parallel move samples of dynamic "
-                f"micro-batches: set {FLAG} as well"
+                f"{PREFIX}exchange and {PREFIX}context-parallel do nothing alone: "
+                f"set {FLAG} as well"
             )
         return
     problems = _problems(args)
@@ -110,11 +105,11 @@ def check_arguments(args: Any) -> None:
 def check_training(
     forward_step_func: Callable[..., Any], process_non_loss_data_func: Any = None
 ) -> None:
-    """Refuse a training script that cannot run packed, before its first step.
+    """Refuse a training script that cannot run packed rows, before its first step.
 
     Args:
         forward_step_func: the script's forward step.
-        process_non_loss_data_func: the one that the script gave to ``pretrain``.
+        process_non_loss_data_func: as the script gave it to ``pretrain``.
 
     Raises:
         DynamicBatchArgumentError: with what to change in the script.
@@ -125,8 +120,8 @@ def check_training(
         return
     if process_non_loss_data_func is not None:
         raise DynamicBatchArgumentError(
-            "process_non_loss_data_func runs forward passes on the last rank alone, where planning "
-            f"with all ranks would hang: do not give it to pretrain, or drop {FLAG}"
+            "process_non_loss_data_func runs the model on the last rank alone, and planning would "
+            f"wait for all: do not give it to pretrain, or unset {FLAG}"
         )
     use_packed_batches(forward_step_func)
 
@@ -152,23 +147,22 @@ def _problems(args: Any) -> list[str]:
     problems = [problem for name, problem in _REFUSED.items() if given(name)]
     if given("reset_attention_mask") and not given("reset_position_ids"):
         problems.append(
-            "--reset-attention-mask alone does not say where documents begin: set "
-            "--reset-position-ids as well"
+            "--reset-attention-mask needs --reset-position-ids, which marks documents: set both"
         )
     if not given("calculate_per_token_loss"):
         problems.append(
-            "without --calculate-per-token-loss Megatron averages over micro-batches, and what "
-            "shares one would change the loss: set --calculate-per-token-loss"
+            "an average over micro-batches would change with packing: set "
+            "--calculate-per-token-loss"
         )
     if given("hybrid_layer_pattern") or given("is_hybrid_model"):
         problems.append(
             "state-space layers carry their state from sample to sample of a row: train a model "
-            "of attention layers, or unset the flag"
+            f"of attention layers, or unset {FLAG}"
         )
-    # A factor of 0 would be a capacity, too.
+    # Not given(): a factor of 0 is a capacity too.
     if getattr(args, "moe_expert_rank_capacity_factor", None) is not None:
         problems.append(
-            "with a capacity, which tokens are dropped depends on what shares their micro-batch: "
-            "unset --moe-expert-rank-capacity-factor"
+            "under an expert capacity packing changes which tokens are dropped: unset "
+            "--moe-expert-rank-capacity-factor"
         )
     return problems

@@ -1,14 +1,14 @@
 """Megatron's forward-backward function over packed rows, for stock training loops.
 
-`wrap_forward_backward` takes the function that ``get_forward_backward_func`` returned. Its wrapper
-draws the ordinary micro-batches from the stock iterators, plans their unpadded samples with all
-other ranks, and runs Megatron's own function over the packed rows, however many there are:
+`wrap_forward_backward` wraps what ``get_forward_backward_func`` returned: it draws the ordinary
+micro-batches from the stock iterators, plans their unpadded samples together with all other ranks,
+and runs Megatron's own function over the packed rows:
 
     8 ordinary micro-batches -> 8 samples -> 3 packed rows -> 3 reports of (loss sum, tokens)
 
-The training loop notices nothing: ``num_microbatches_calculator``, consumed samples, learning rate
-and checkpoints count as before, and the rerun state machine replays the same draws. The reports add
-up to those of the ordinary micro-batches; a placeholder's are 0 and 0.
+The training loop is unchanged: ``num_microbatches_calculator``, consumed samples, learning rate and
+checkpoints count as before, and the rerun state machine replays the same draws. The reports have
+the same sums as those of the ordinary micro-batches; a placeholder's are 0 and 0.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class PackedForwardBackward:
             on the last stage, the loss function's report of every packed micro-batch.
 
         Raises:
-            DynamicBatchArgumentError: an argument asks for something that packed rows do not have.
+            DynamicBatchArgumentError: an argument that packed rows do not support.
             CollectiveError: on every rank, if reading, planning or the loss function failed on any.
             PipelineFailedError: on every rank that can be reached, if the model raised on any.
         """
@@ -124,7 +124,7 @@ class PackedForwardBackward:
         )
         prepared = prepare(job, chunks, operation, 0, planned, change=stock_row)
         schedule = prepared.schedule
-        # Every model chunk of a rank runs every row: one of them counts for all.
+        # Every model chunk of a rank runs every row: only the first counts its tokens.
         rows = [
             PackedRows(stage, counts_flops=not forward_only and number == 0)
             for number, stage in enumerate(prepared.iterators(len(chunks)))
@@ -183,7 +183,7 @@ class PackedForwardBackward:
         is_training: bool,
         own_plan: bool,
     ) -> Callable[[], MicroBatchSchedule]:
-        """Gives this rank's packed micro-batches of the step, in the agreement before it runs."""
+        """Plan the step; the function returned gives this rank's packed micro-batches."""
         protocol = protocol_of(job.options)(
             job,
             chunks,
@@ -205,9 +205,9 @@ class PackedForwardBackward:
         return iteration
 
     def _cost_model_of_rerun(self) -> CostModel | None:
-        """By which this very step was planned before, where Megatron runs it once more.
+        """The cost model of this step's first run, where Megatron reruns the step; else None.
 
-        What was learnt meanwhile would give another plan, and other rounding than is compared.
+        Costs learnt since would give another plan, so other rounding than the rerun compares.
         """
         iteration, cost_model = self._last_planned
         return cost_model if iteration is not None and iteration == self._iteration else None
@@ -222,7 +222,7 @@ class PackedForwardBackward:
             batches, split_documents=getattr(self._args, "reset_attention_mask", False)
         )
         if vocabulary is not None:
-            # Labels that are not trained may be anything, such as -100.
+            # Untrained labels are not checked: they may be -100.
             require_vocabulary("labels", data["labels"], vocabulary, data["loss_mask"])
         # All samples are one step, even where batch-size ramp-up draws fewer than
         # --global-batch-size.
@@ -232,11 +232,11 @@ class PackedForwardBackward:
 def _check_options(collect_non_loss_data: bool, adjust_tensor_shapes_fn: Any) -> None:
     if collect_non_loss_data:
         raise DynamicBatchArgumentError(
-            "process_non_loss_data_func runs forward passes on the last rank alone, where planning "
-            "with all ranks would hang: drop it, or --use-dynamic-batch-size"
+            "process_non_loss_data_func runs the model on the last rank alone, and planning would "
+            "wait for all: unset it, or --use-dynamic-batch-size"
         )
     if adjust_tensor_shapes_fn is not None:
         raise DynamicBatchArgumentError(
-            "a function that adjusts tensor shapes (distillation) expects rows of seq_length: "
-            "unset it, or --use-dynamic-batch-size"
+            "adjust_tensor_shapes_fn (distillation) expects rows of seq_length: unset it, or "
+            "--use-dynamic-batch-size"
         )

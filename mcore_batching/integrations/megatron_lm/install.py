@@ -1,9 +1,8 @@
 """`install`: the plugin in a stock training script, without a patch.
 
-Without any of the plugin's flags on the command line no Megatron name is touched. Without
-``--use-dynamic-batch-size`` but with another one, the parser learns the flags,
-``--dynamic-batch-data`` brings its datasets (padded, as stock code needs them), and nothing else
-changes. `Installation` lists what was replaced and puts the originals back.
+Without the plugin's flags on the command line nothing is replaced. With others than
+``--use-dynamic-batch-size`` only the parser learns them, and ``--dynamic-batch-data`` brings its
+datasets, padded as stock code needs them. `Installation` lists what was replaced and undoes it.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Installation:
         return "mcore_batching: hooked " + ", ".join(self.hooked)
 
     def replace(self, module: Any, name: str, replacement: Any) -> None:
-        """Set a module's name, and remember what it was."""
+        """Replace a module's name, and remember the original."""
         original = getattr(module, name)
         ours = replacement if inspect.isclass(original) else self._undoable(original, replacement)
         self._replaced.append((module, name, original, ours))
@@ -66,7 +65,10 @@ class Installation:
         setattr(module, name, ours)
 
     def _undoable(self, original: Any, replacement: Any) -> Callable[..., Any]:
-        """The replacement until `undo`, then the original: others may hold on to it."""
+        """A function that is the replacement until `undo`, then the original.
+
+        Modules that imported it keep a reference that `undo` cannot reach.
+        """
 
         @functools.wraps(original)
         def current(*arguments: Any, **options: Any) -> Any:
@@ -76,7 +78,7 @@ class Installation:
         return current
 
     def _hook(self, parts: Sequence[Callable[[Installation], None]]) -> None:
-        """Hook those parts that are not yet, all or none."""
+        """Hook the parts that are not hooked yet: all, or after an error none."""
         before = len(self._replaced)
         missing = [part for part in parts if part not in self._parts]
         try:
@@ -88,8 +90,10 @@ class Installation:
         self._parts |= set(missing)
 
     def undo(self) -> None:
-        """Put everything back, except where a name has been replaced again since: what is called
-        from there is Megatron's again. A second call does nothing."""
+        """Put the originals back. A second call does nothing.
+
+        Where somebody wrapped a replacement since, the wrapper stays and calls Megatron's function.
+        """
         global _installed
         self._put_back(0)
         self._is_undone = True
@@ -108,16 +112,16 @@ class Installation:
 def install(
     arguments: Sequence[str] | None = None, *, batch_fields: Sequence[str] | None = None
 ) -> Installation:
-    """Hook the plugin into ``megatron.training``, if the command line asks for it.
+    """Hook the plugin into ``megatron.training``, if the command line has its flags.
 
-    For the first lines of a training script; ``python -m mcore_batching.run SCRIPT`` does it
-    without a change to the script. A further call hooks what those before did not, and returns the
-    same installation. What raises hooks nothing.
+    Call it in the first lines of a training script, or run the unchanged script by
+    ``python -m mcore_batching.run SCRIPT``. A second call hooks what is missing and returns the
+    same installation. After an error nothing is hooked.
 
     Args:
         arguments: the command line; None: this process's.
-        batch_fields: names of the values that the script's ``get_batch`` returns, in order, where
-            they cannot be read from its forward step.
+        batch_fields: names of the values that the script's ``get_batch`` returns, in order; needed
+            only if they cannot be read from its forward step.
 
     Returns:
         the replaced names, to be printed.
@@ -131,8 +135,8 @@ def install(
     enabled = FLAG in given
     if enabled and "--yaml-cfg" in given:
         raise DynamicBatchArgumentError(
-            f"--yaml-cfg replaces what the command line says, {FLAG} included: give Megatron's "
-            "arguments on the command line, and drop --yaml-cfg"
+            f"--yaml-cfg overrides the command line, {FLAG} included: unset it, and give "
+            "Megatron's arguments on the command line"
         )
     parts: list[Callable[[Installation], None]] = []
     if enabled or any(word.startswith((PREFIX, "--max-tokens-per-gpu")) for word in given):
@@ -241,16 +245,16 @@ def _module(name: str) -> Any:
         return importlib.import_module(f"megatron.training.{name}")
     except ImportError as error:
         raise DynamicBatchArgumentError(
-            f"cannot import megatron.training ({error}): megatron-core's wheels ship it from 0.19 "
-            "on; with an older one put a Megatron-LM checkout on PYTHONPATH"
+            f"cannot import megatron.training ({error}): install megatron-core 0.19 or later, or "
+            "put a Megatron-LM checkout on PYTHONPATH"
         ) from error
 
 
 def _original(module: Any, name: str) -> Callable[..., Any]:
     if not hasattr(module, name):
         raise DynamicBatchArgumentError(
-            f"{module.__name__} has no {name}, which every release from 0.16 to 0.19 has: this "
-            "Megatron-LM is another; see patches/ for how to hook it by hand"
+            f"{module.__name__} has no {name}, as Megatron-LM 0.16 to 0.19 have: see patches/ for "
+            "how to hook it by hand"
         )
     original: Callable[..., Any] = getattr(module, name)
     return original

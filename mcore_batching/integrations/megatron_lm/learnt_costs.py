@@ -1,7 +1,7 @@
 """Learnt costs, kept with a stock script's checkpoints.
 
-Megatron saves its arguments in every checkpoint, and hands them to one function when it loads it:
-so what was learnt is one of them, and each checkpoint brings back what was known when it was made.
+Megatron saves its arguments in every checkpoint, and passes them to one function when it loads one.
+So learnt costs are stored as an argument.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _NAME = "dynamic_batch_learnt_costs"
 
 
 def keep_learnt_costs(args: Any, job: Job, predicted: float) -> dict[str, float]:
-    """Let the next checkpoint hold what was learnt.
+    """Store learnt costs where the next checkpoint saves them.
 
     Args:
-        args: Megatron's arguments, which checkpoints hold.
+        args: Megatron's arguments.
         job: the present one.
-        predicted: seconds of the slowest rank's step that has just run; 0 if not known.
+        predicted: predicted seconds of the slowest rank in the last step; 0 if not known.
 
     Returns:
-        what to log of it; nothing where costs are not learnt.
+        figures to log; empty if costs are not learnt.
     """
     learner = learners_of(job).of(None)
     if not job.options.learns_cost_model:
@@ -38,9 +38,9 @@ def keep_learnt_costs(args: Any, job: Job, predicted: float) -> dict[str, float]
 
 
 def take_over_learnt_costs(args: Any, checkpoint_args: Any) -> None:
-    """Go on from what a checkpoint's job had learnt, if this job learns; call it on every rank.
+    """Continue with a checkpoint's learnt costs, if this job learns; call it on every rank.
 
-    What cannot be read, as of another version, is learnt anew: it is worth a few steps, not a job.
+    Costs that cannot be read, say of another version, are learnt anew, in a few steps.
 
     Args:
         args: Megatron's arguments.

@@ -1,6 +1,6 @@
 """Packed rows as the batches of a stock script: the values that its ``get_batch`` returns.
 
-A script unpacks its batch into local names, which say what each value is. Three orders are common:
+A script unpacks its batch into local names, which identify the values. Three orders are common:
 `SIX_FIELDS` up to Megatron-LM 0.17, `TEN_FIELDS` (alphabetical) from 0.18 on, and `SEVEN_FIELDS` on
 its dev branch.
 """
@@ -46,7 +46,7 @@ _NEEDED = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def stock_row(row: PackedMicroBatch) -> PackedMicroBatch:
-    """The row with the labels and the loss mask that stock batches bring, and without fields."""
+    """The row with the labels and loss mask of the stock batches, and without fields."""
     return dataclasses.replace(
         row, labels=row.packed("labels"), loss_mask=row.packed("loss_mask"), fields={}
     )
@@ -57,8 +57,8 @@ class PackedRows(Iterator[PreparedRow]):
 
     Args:
         rows: the prepared rows, moved to the device as they are drawn.
-        counts_flops: True lets stock code add the row's tokens to its statistics of sequence
-            lengths, which it empties after training steps alone.
+        counts_flops: True lets stock code count the row's tokens in its throughput statistics,
+            which it resets after training steps only.
 
     Attributes:
         current: the row drawn last, None before the first.
@@ -75,7 +75,7 @@ class PackedRows(Iterator[PreparedRow]):
         return prepared
 
     def next_fields(self, names: Sequence[str]) -> list[Any]:
-        """The next row's values of these names, in their order; None for those it does not have."""
+        """The next row's values, in the order of the names; None for those it does not have."""
         row = next(self).row
         made: dict[str, Callable[[], Any]] = {
             "tokens": lambda: row.tokens,
@@ -92,25 +92,25 @@ class PackedRows(Iterator[PreparedRow]):
         return [made[name]() if name in made else None for name in names]
 
     def _counted_cu_seqlens(self, row: PackedMicroBatch) -> torch.Tensor:
-        """int32 ``[1, samples + 1]``, from which stock code counts operations.
-
-        ``[1, 1]`` where it is to count nothing at all; of length 0 where the row is a placeholder,
-        or counted by others that share it: each rank has to count something, since what they count
-        is added up over all that did.
-        """
+        """int32 ``[1, samples + 1]``, from which stock code counts FLOPs."""
         if not self._counts_flops:
-            return row.cu_seqlens.new_zeros(1, 1)
+            return row.cu_seqlens.new_zeros(1, 1)  # no sample: stock code counts nothing
         times = 0 if row.is_placeholder else _times_counted(row)
         if times == 0:
+            # Samples of 0 tokens: stock code sums over the ranks that counted, so all must.
             return torch.zeros_like(row.cu_seqlens)[None]
+        # A sample that counts twice is listed twice.
         last = row.cu_seqlens[-1]
         again = [row.cu_seqlens[1:] + last * number for number in range(1, times)]
         return torch.cat([row.cu_seqlens, *again])[None]
 
 
 def _times_counted(row: PackedMicroBatch) -> int:
-    """How often this rank counts a row's samples, whose ranks count them all together as often as
-    the model's own context-parallel size: by that stock code divides the sum over all ranks."""
+    """How often this rank counts a row's samples.
+
+    Stock code divides the sum over ranks by the model's context-parallel size M, so the c ranks of
+    a row must count it M times together; this rank's share is M / c, rounded up or down.
+    """
     if row_group(row.context_parallel_size) is None:
         return 1
     size, rank = row.context_parallel_size, row.context_parallel_rank
@@ -141,16 +141,15 @@ def next_batch(data_iterator: Any, fields: int | Sequence[str]) -> list[Any] | N
     if isinstance(fields, int):
         if fields not in _BY_NUMBER:
             raise DynamicBatchArgumentError(
-                "get_batch returns 6 fields up to Megatron-LM 0.17, 10 from 0.18 on and 7 on its "
-                f"dev branch, got {fields}: give their names, next_batch(data_iterator, "
-                "('tokens', ...))"
+                f"get_batch returns 6, 7 or 10 fields in known scripts, got {fields}: give their "
+                "names, next_batch(data_iterator, ('tokens', ...))"
             )
         fields = _BY_NUMBER[fields]
     return data_iterator.next_fields(fields)
 
 
 def check_fields(names: Sequence[str], where: str) -> None:
-    """Refuse a batch into which a packed row does not fit.
+    """Refuse a batch with unknown names, or without those that packed rows need.
 
     Args:
         names: of the batch's values.
@@ -171,12 +170,12 @@ def check_fields(names: Sequence[str], where: str) -> None:
 
 
 def fits(names: Sequence[str]) -> bool:
-    """True if a packed row fits into a batch of these values."""
+    """True if `check_fields` accepts these names."""
     return _unfit(names) == ([], [])
 
 
 def _unfit(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Names that are not known, and names of what packed rows need that are not there."""
+    """Unknown names, and missing ones that packed rows need."""
     known = {*SEVEN_FIELDS, *TEN_FIELDS}
     lacking = [name for name in _NEEDED if name not in names]
     if "packed_seq_params" not in names and not {"cu_seqlens", "cu_seqlens_padded"} <= {*names}:

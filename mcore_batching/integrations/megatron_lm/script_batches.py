@@ -1,7 +1,7 @@
-"""A training script's ``get_batch``, replaced by one that takes packed rows.
+"""Replace a training script's ``get_batch`` by one that accepts packed rows.
 
-The function is found through the forward step: its globals are where it looks ``get_batch`` up,
-from wherever the script was imported. A batch from an ordinary iterator is read as before.
+It is found in the globals of the script's forward step, wherever the script was imported from. A
+batch of an ordinary iterator is read as before.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _MARK = "_mcore_batching_own"
 
 _declared_fields: tuple[str, ...] | None = None
 _changed: list[tuple[dict[str, Any], Callable[..., Any], Callable[..., Any]]] = []
-"""Globals of scripts, the ``get_batch`` that they had, and the one in its place."""
+"""By script: its globals, its own ``get_batch``, and ours in its place."""
 
 
 def declare_batch_fields(names: Sequence[str]) -> None:
-    """Name the values of a script's ``get_batch``, where its source does not.
+    """Name the values that a script's ``get_batch`` returns, if its source does not.
 
     Args:
         names: in the order in which the script unpacks them.
@@ -38,7 +38,7 @@ def declare_batch_fields(names: Sequence[str]) -> None:
 
 
 def use_packed_batches(forward_step_func: Callable[..., Any]) -> None:
-    """Let a forward step's ``get_batch`` take packed rows. Does nothing the second time.
+    """Let a forward step's ``get_batch`` accept packed rows. A second call does nothing.
 
     A script whose ``get_batch`` calls `next_batch` itself is left alone.
 
@@ -53,8 +53,8 @@ def use_packed_batches(forward_step_func: Callable[..., Any]) -> None:
     original = scope.get("get_batch")
     if not callable(original):
         raise DynamicBatchArgumentError(
-            f"the forward step {function!r} has no get_batch in its module, from which it would "
-            "get packed rows: name the function that reads the batch get_batch"
+            f"the forward step {function!r} has no get_batch in its module: give that name to the "
+            "function that reads the batch"
         )
     if hasattr(original, _MARK) or "next_batch" in _names_used_by(original):
         return
@@ -73,7 +73,7 @@ def use_packed_batches(forward_step_func: Callable[..., Any]) -> None:
 def restore_batches() -> None:
     """Undo `declare_batch_fields`, and `use_packed_batches` in every script.
 
-    Not where ``get_batch`` has been replaced again since: ours reads ordinary batches as before.
+    A ``get_batch`` that somebody wrapped since stays; ours then reads ordinary batches as before.
     """
     global _declared_fields
     _declared_fields = None
@@ -88,12 +88,11 @@ def fields_unpacked_by(forward_step: Callable[..., Any]) -> tuple[str, ...]:
 
         tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator)
 
-    Of a batch that is kept under a name and unpacked in branches, by its length, the longest that
-    packed rows fit into.
+    Where it unpacks the batch in several branches, by its length: the longest that packed rows fit.
 
     Raises:
-        DynamicBatchArgumentError: it does not unpack it, its source cannot be read, or the names
-            leave out what packed rows need.
+        DynamicBatchArgumentError: it does not unpack the batch, its source cannot be read, or
+            names that packed rows need are missing.
     """
     where = f"{getattr(forward_step, '__module__', '')}.{forward_step.__name__}"
     advice = "mcore_batching.install(batch_fields=(...)) with the names of what get_batch returns"
@@ -101,14 +100,12 @@ def fields_unpacked_by(forward_step: Callable[..., Any]) -> tuple[str, ...]:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward_step)))
     except (OSError, SyntaxError) as error:
         raise DynamicBatchArgumentError(
-            f"cannot read the source of {where} ({error}) to see what its get_batch returns: call "
-            f"{advice}"
+            f"cannot read the source of {where} ({error}): call {advice}"
         ) from None
     found = sorted(_unpackings(tree), key=len, reverse=True)
     if not found:
         raise DynamicBatchArgumentError(
-            f"{where} does not unpack get_batch(...) into names, so it is not known what its batch "
-            f"consists of: call {advice}"
+            f"{where} does not unpack get_batch(...) into names: call {advice}"
         )
     fitting = [names for names in found if fits(names)]
     check_fields((fitting or found)[0], where)

@@ -1,4 +1,4 @@
-"""A script's forward step on packed rows: its errors are held back, and its loss must be a sum."""
+"""A script's forward step on packed rows: its errors are deferred, and its loss must be a sum."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def with_deferred_errors(
 ) -> Callable[..., tuple[Tensor, Callable[..., Any]]]:
     """The forward step, with errors of its loss function collected instead of raised.
 
-    An exception in the middle of the pipeline would leave the other ranks waiting. The micro-batch
+    Raised in the middle of the pipeline, they would leave the other ranks waiting. The micro-batch
     counts as 0, and all ranks raise together at the end.
 
     Args:
@@ -54,7 +54,7 @@ def with_deferred_errors(
 
 
 def check_loss(result: Any) -> None:
-    """Refuse a loss that is a mean over its micro-batch.
+    """Refuse a loss that depends on how samples are packed, such as a micro-batch's mean.
 
     Raises:
         DynamicBatchArgumentError: it is no ``(sum, number of tokens, report)``, the sum has no
@@ -62,8 +62,8 @@ def check_loss(result: Any) -> None:
     """
     if not isinstance(result, tuple) or len(result) != 3:
         raise DynamicBatchArgumentError(
-            "the loss function must return (sum over tokens, number of tokens, report), so that "
-            f"packing does not change its mean; it returned {_described(result)}"
+            "the loss function must return (sum over tokens, number of tokens, report), got "
+            f"{_described(result)}"
         )
     loss, _, report = result
     if not torch.is_tensor(loss) or loss.numel() != 1 or not loss.is_floating_point():
@@ -80,8 +80,8 @@ def check_loss(result: Any) -> None:
     single = [key for key, value in report.items() if torch.is_tensor(value) and value.numel() != 2]
     if single:
         raise DynamicBatchArgumentError(
-            f"the loss function's report must give {', '.join(single)} as [sum, number of tokens]: "
-            "a lone value is averaged over micro-batches, however full"
+            f"the loss function must report {', '.join(single)} as [sum, number of tokens], got a "
+            "single value"
         )
 
 
@@ -91,12 +91,11 @@ def _described(result: Any) -> str:
 
 @contextlib.contextmanager
 def row_given(data_iterator: PackedRows, chunk: Any) -> Iterator[None]:
-    """Give the model what stock scripts do not: offsets on the host, the row's own ranks, and a
-    mask of the padding.
+    """Pass the model what stock scripts do not: host offsets, the row's group, a padding mask.
 
-    Attention without Transformer Engine would wait for the device to tell it the offsets, and Mamba
-    layers would carry their state from sample to sample. Without the mask, which
-    mixture-of-experts models take, padding would be routed, and counted in the routers' losses.
+    Attention without Transformer Engine reads the offsets on the host, where it would wait for the
+    device, and Mamba layers end their state at them. By the mask MoE routers neither route nor
+    count padding.
     """
     is_routed = bool(get_model_config(chunk).num_moe_experts)
 
@@ -108,7 +107,7 @@ def row_given(data_iterator: PackedRows, chunk: Any) -> Iterator[None]:
         if not is_routed:
             return inputs
         compat.forget_padded_length(params)
-        # Newer scripts pass the mask of their own padding, None where they made no batch.
+        # Newer scripts pass a mask of their own.
         if row is None or inputs.get("padding_mask") is not None:
             return inputs
         return inputs | {"padding_mask": padding_mask(chunk, row)}

@@ -1,4 +1,4 @@
-"""Messages at the start of a job: accepted settings that train slightly differently when packed."""
+"""Messages at a job's start: accepted settings that behave slightly differently when packed."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Statistics of a training step's plan over all ranks, none of which knows the others' plans.
+"""Statistics of a training step's plan over all ranks, each of which knows only its own part.
 
     figures = StepFigures(schedule)
     agreed = agree_after_pipeline(args, "training", failed, figures.own, figures.says)
     figures.statistics(agreed)     # as `step_statistics` of the plan of all ranks
 
-Each rank's part is a few numbers and one for each micro-batch, whose sums and maxima travel with an
-agreement that there is anyway.
+Each rank sends a few numbers, and one per micro-batch, as figures of the agreement that ends the
+step anyway.
 """
 
 from __future__ import annotations

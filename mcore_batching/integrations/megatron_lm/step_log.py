@@ -8,12 +8,12 @@
 | ``batching/time over floor`` | predicted end of the step, over a time before which no plan ends |
 | ``batching/plan seconds`` | reading, planning and collating, on this rank |
 
-``--dynamic-batch-log-all`` logs every value of `record_step`, with learnt costs and the predicted
-seconds. The planner predicts times in units of cost: a unit's seconds are the median over the steps
-before, so the first two steps have no prediction. Learnt costs are in seconds.
+``--dynamic-batch-log-all`` logs every value of `record_step`, learnt costs and predicted seconds
+included. Predictions are in units of cost; a unit's seconds are the median of the steps before, so
+the first two steps have none. Learnt costs are in seconds.
 
-Stock code prints the first step after every start, a resumed one's too, and does not clear its sums
-then: the next line holds the mean of all steps since the start, that first one included.
+Stock code logs the first step after a start and does not reset its sums then: the next log line is
+a mean over all steps since the start.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from mcore_batching.planning.memory import PredictedMemory
 
 PREFIX = "batching/"
 REMEMBERED_STEPS = 32
+"""Steps in the median of seconds per unit of cost."""
 LOGGED = ("micro-batches a rank", "fill", "padding", "time over floor", "plan seconds")
-"""Without ``--dynamic-batch-log-all``."""
+"""Entries without ``--dynamic-batch-log-all``."""
 
 _last_step: dict[str, float] = {}
 """Values of the training step that ran last."""
@@ -55,8 +56,8 @@ def record_step(
         plan_seconds: reading, planning and collating, on this rank.
         run_seconds: all forward and backward passes, on this rank.
         memory: predicted, where the model's shape is known.
-        learnt: further entries, of learnt costs; a prediction among them goes before the median's.
-        log_all: log every value, not those of `LOGGED` alone.
+        learnt: entries of learnt costs; its predicted seconds replace the median's.
+        log_all: True logs every value, False those of `LOGGED`.
     """
     values = {
         "fill": made.fill,
@@ -74,7 +75,8 @@ def record_step(
     if memory is not None:
         values["activations GiB"] = memory.first_stage_bytes / 2**30
         values["logits GiB"] = memory.logit_bytes / 2**30
-    # Stock code averages the first two steps in one log line, and both must have every entry.
+    # From the third step on: stock code averages the first two in one log line, in which an entry
+    # must be in both.
     if len(_seconds_per_unit) >= 2:
         seconds = statistics.median(_seconds_per_unit) * made.step_time
         values["predicted step seconds"] = seconds

@@ -2,8 +2,8 @@
 
 A stock batch is a dict of tensors ``[micro_batch_size, seq_length]`` (or of lists of tensors of
 any length): ``tokens``, ``labels`` (already shifted by one), ``loss_mask`` and ``position_ids``.
-A row is cut behind its last trained position. Attention is causal, so nothing behind it, padding or
-not, could reach the loss:
+A row is cut after its last trained position: attention is causal, so nothing after it can reach the
+loss:
 
     tokens     [[5, 6, 7, 8, 0, 0],      samples  [5, 6, 7]   # 8 is not trained
                 [9, 4, 0, 0, 0, 0]]               [9]         # no position is trained
@@ -61,8 +61,8 @@ def draw_batches(data_iterator: Any, num_batches: int) -> list[Mapping[str, Any]
                 drawn[-1].append(next(iterator))
             except StopIteration:
                 raise StockDataError(
-                    f"the data iterator ended after {number} of the {num_batches} micro-batches of "
-                    "this step: give it more samples, or lower --train-iters (--eval-iters)"
+                    f"the data iterator ended after {number} of {num_batches} micro-batches: give "
+                    "it more samples, or lower --train-iters (--eval-iters)"
                 ) from None
     return drawn[0]
 
@@ -100,8 +100,8 @@ def _rows(batch: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
     missing = [name for name in FIELDS if batch.get(name) is None]
     if missing:
         raise StockDataError(
-            f"the data iterator's batch lacks {', '.join(missing)}; dynamic micro-batches need "
-            f"{', '.join(FIELDS)}, it has {', '.join(sorted(batch))}"
+            f"the data iterator's batch lacks {', '.join(missing)}, it has "
+            f"{', '.join(sorted(batch))}; yield {', '.join(FIELDS)}"
         )
     for values in zip(*(batch[name] for name in FIELDS), strict=True):
         yield dict(zip(FIELDS, map(torch.as_tensor, values), strict=True))

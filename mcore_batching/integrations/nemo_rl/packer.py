@@ -1,12 +1,12 @@
-"""`hook`: a packer of this package behind NeMo-RL's ``get_packer``, under the name `ALGORITHM`.
+"""`hook`: this package's planner as a packer of NeMo-RL's ``get_packer``, named `ALGORITHM`.
 
-NeMo-RL deals the packer's bins to the data-parallel ranks in turn, and each rank runs its own in
-order. So bin ``slot * ranks + rank`` is that rank's micro-batch in that slot.
+NeMo-RL deals bins to the data-parallel ranks round-robin, and each rank runs its own in order. So
+bin ``slot * ranks + rank`` is that rank's micro-batch in that slot.
 
 Guarantees
 - Every sample is in one bin, and no bin holds more than the capacity.
-- The bins are a multiple of the ranks, for interleaved schedules one that Megatron can run; none is
-  empty, since NeMo-RL cannot run such a micro-batch.
+- The number of bins is a multiple of the ranks, and valid for the interleaved schedule; no bin is
+  empty, since NeMo-RL cannot run an empty micro-batch.
 - Contents and order are those with which the slowest rank's step ends first.
 """
 
@@ -27,7 +27,7 @@ from mcore_batching.integrations.replacements import (
 from mcore_batching.planning import LengthError, ParallelDims, PlannerConfig, StepPlan, plan_step
 
 ALGORITHM = "mcore_batching"
-"""The ``algorithm`` of NeMo-RL's sequence packing for which this packer is made."""
+"""Value of NeMo-RL's ``sequence_packing.algorithm`` that selects this packer."""
 
 _MODULE = "nemo_rl.data.packing.algorithms"
 
@@ -38,7 +38,7 @@ def hook(
     virtual_pipeline: int = 1,
     microbatch_group_size: int | None = None,
 ) -> Hook:
-    """Let NeMo-RL's ``get_packer`` know `ALGORITHM`. In the process of its driver.
+    """Teach NeMo-RL's ``get_packer`` the name `ALGORITHM`. Call it in the driver's process.
 
     Args:
         pipeline_parallel: pipeline stages of the policy.
@@ -50,7 +50,7 @@ def hook(
 
     Raises:
         HookError: it is hooked already, or has another signature in this version.
-        ParallelDimsError: a size that no job has.
+        ParallelDimsError: a size is below 1, or sizes do not fit together.
     """
     dims = ParallelDims(
         pipeline_parallel=pipeline_parallel,
@@ -84,13 +84,14 @@ def _get_packer(
 
 
 def _packer_class(base: Any, dims: ParallelDims) -> Any:
-    """NeMo-RL's base class, with bins planned for these dims."""
+    """A subclass of NeMo-RL's packer with bins planned for these dims."""
 
     class PipelinePacker(base):  # type: ignore[misc]
         def _pack_implementation(self, sequence_lengths: list[int]) -> list[list[int]]:
             self._validate_sequence_lengths(sequence_lengths)
             if not sequence_lengths:
                 return []
+            # NeMo-RL asks for a multiple of the data-parallel ranks.
             over_ranks = dataclasses.replace(dims, data_parallel=self.bin_count_multiple or 1)
             return planned_bins(sequence_lengths, self.bin_capacity, over_ranks)
 
@@ -98,7 +99,7 @@ def _packer_class(base: Any, dims: ParallelDims) -> Any:
 
 
 def planned_bins(lengths: list[int], capacity: int, dims: ParallelDims) -> list[list[int]]:
-    """The samples of each bin, in the order in which bins are dealt to ranks.
+    """The samples of each bin, in the order in which NeMo-RL deals bins to ranks.
 
     Args:
         lengths: of each sample, padded, in tokens.
@@ -110,13 +111,13 @@ def planned_bins(lengths: list[int], capacity: int, dims: ParallelDims) -> list[
     """
     config = PlannerConfig(max_tokens_per_gpu=capacity)
     step = plan_step(lengths, dims, config)
-    if _has_placeholder(step):  # the search may leave a rank emptier than NeMo-RL may
+    if _has_placeholder(step):  # faster, but NeMo-RL cannot run it: every sample on its own rank
         step = plan_step(lengths, dims, dataclasses.replace(config, balance="cost"))
     if _has_placeholder(step):
         raise LengthError(
-            f"{dims.data_parallel} data-parallel ranks need {step.num_microbatches} micro-batches "
-            f"each, and there are {len(lengths)} samples, fewer than one for each: set "
-            "policy.train_global_batch_size higher, or train_mb_tokens lower"
+            f"{len(lengths)} samples for {dims.data_parallel} data-parallel ranks of "
+            f"{step.num_microbatches} micro-batches: set policy.train_global_batch_size higher, or "
+            "train_mb_tokens lower"
         )
     return [list(samples) for slot in zip(*step.micro_batches, strict=True) for samples in slot]
 

@@ -1,15 +1,15 @@
 """`hook`: SkyRL's ``TokenBasedBatchIterator`` with micro-batches that this package plans.
 
 Guarantees
-- Every sample of the rank is in one micro-batch, and SkyRL's ``reorder_and_combine_batches`` brings
-  outputs back into their order; another number of rows than a micro-batch holds is an error on that
-  rank.
-- No micro-batch of several samples holds more tokens than ``max_tokens_per_microbatch``; a longer
-  sample is alone, as in SkyRL.
-- All ranks have equally many: micro-batches are split before SkyRL's padding ones are added, which
-  come last.
+- Every sample of the rank is in one micro-batch, and SkyRL's ``reorder_and_combine_batches`` puts
+  outputs back into their order; an output whose rows are not its micro-batch's samples is an error
+  on that rank.
+- A micro-batch holds at most ``max_tokens_per_microbatch`` tokens; a longer sample is alone, as in
+  SkyRL.
+- All ranks have the same number: micro-batches are split first, then SkyRL's padding ones are
+  added at the end.
 - In a pipeline, order and contents are those with which the slowest rank's step ends first.
-- What is wrong on one rank is an error on all of them.
+- An error in planning on one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from mcore_batching.batch import OrderError
+from mcore_batching.batch.consensus import Consensus
 from mcore_batching.integrations.replacements import (
     MARK,
     Hook,
@@ -38,7 +38,7 @@ from mcore_batching.planning import ParallelDims, PlannerConfig
 _MODULE = "skyrl.backends.skyrl_train.workers.worker_utils"
 _CLASS = "TokenBasedBatchIterator"
 _NAMES = ("_token_counts", "_microbatches", "_sync_num_microbatches", "_num_padding_microbatches")
-"""What SkyRL's ``__init__`` uses, in this order."""
+"""Names that SkyRL's ``__init__`` uses, in this order; another version may do something else."""
 _REORDER = "reorder_and_combine_batches"
 
 
@@ -69,7 +69,7 @@ def hook() -> Hook:
     reordered = functools.partial(_reorder_and_combine_batches, reorder)
     check_signature(f"{where}.{_REORDER}", reorder, reordered, whole=True)
     planned = in_place_of(count, _sync_num_microbatches)
-    place = getattr(planned, MARK)  # undone, the class has both of its own methods again
+    place = getattr(planned, MARK)  # one mark, so that both methods are undone together
     body = {
         _NAMES[2]: planned,
         _REORDER: in_place_of(reorder, reordered, place),
@@ -85,33 +85,33 @@ def _init(self: Any, data: Any, max_tokens_per_microbatch: int) -> None:
 
 
 def _sync_num_microbatches(self: Any) -> int:
-    """Plan the micro-batches, and say how many every rank has. A collective over all ranks.
+    """Plan this rank's micro-batches and return every rank's number. A collective over all ranks.
 
-    SkyRL's ``__init__`` calls it after packing, with the rank's token counts and cap known, and
-    adds padding micro-batches up to the number.
+    SkyRL's ``__init__`` calls it after its own packing, and then adds padding micro-batches up to
+    the number returned.
     """
     planned = planned_shard(
         self._token_counts,
         _dims(),
         PlannerConfig(max_tokens_per_gpu=self._max_tokens_per_microbatch),
-        _maxima,
+        Consensus(dist.group.WORLD if dist.is_initialized() else None),
     )
     self._microbatches = [list(samples) for samples in planned if samples]
     return len(planned)
 
 
 def _reorder_and_combine_batches(original: Callable[..., Any], self: Any, batches: Any) -> Any:
-    """SkyRL's own, of outputs that have as many rows as their micro-batches.
+    """SkyRL's own, after a check that each output has one row per sample.
 
     Raises:
-        OrderError: on this rank, where they have not.
+        OrderError: on this rank, if one has not.
     """
     if len(batches) != len(self):
         raise OrderError(
             f"expected the outputs of {len(self)} micro-batches, got {len(batches)}: return one "
-            "batch for each, those of padding included"
+            "each, for padding too"
         )
-    outputs = zip(self._microbatches, batches, strict=False)  # those of padding come last
+    outputs = zip(self._microbatches, batches, strict=False)  # padding micro-batches come last
     for number, (samples, batch) in enumerate(outputs):
         for name, values in batch.items():
             if values is not None and len(values) != len(samples):
@@ -123,10 +123,10 @@ def _reorder_and_combine_batches(original: Callable[..., Any], self: Any, batche
 
 
 def _dims() -> ParallelDims:
-    """Sizes of the pipeline, by Megatron's groups if it has any in this process.
+    """Pipeline sizes from Megatron's groups, if there are any in this process.
 
-    SkyRL counts tokens without padding and for all context-parallel ranks together, so these sizes
-    are left out.
+    Without the tensor- and context-parallel sizes: SkyRL's cap is for all context-parallel ranks
+    together, in tokens without padding.
     """
     groups = sys.modules.get("megatron.core.parallel_state")
     if groups is None or not groups.model_parallel_is_initialized():
@@ -134,12 +134,3 @@ def _dims() -> ParallelDims:
     stages = groups.get_pipeline_model_parallel_world_size()
     chunks = groups.get_virtual_pipeline_model_parallel_world_size() or 1
     return ParallelDims(pipeline_parallel=stages, virtual_pipeline=chunks)
-
-
-def _maxima(values: list[float]) -> list[float]:
-    if not dist.is_initialized():
-        return values
-    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-    reduced = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
-    return reduced.tolist()

@@ -1,9 +1,8 @@
 """``get_data_iterator``, ``forward_only`` and ``get_batch`` with slime's signatures and row layout.
 
-`mcore_batching.hook` puts them into a framework's modules. Signatures and keys are slime's
-(`slime/backends/megatron_utils/data.py` and `model.py` before its pull request 1860), the layout of
-a row is that of `mcore_batching.integrations.slime.rows`. Other layouts are refused before the
-pipeline starts.
+`mcore_batching.hook` puts them into a framework's modules. They follow slime's
+`backends/megatron_utils/data.py` and `model.py` before its pull request 1860; rows are laid out by
+`mcore_batching.integrations.slime.rows`. Other layouts are refused before the pipeline starts.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ from mcore_batching.megatron.step.forward_only import forward_only as run_forwar
 from mcore_batching.megatron.step.model_inputs import changed_inputs, joined_multimodal_inputs
 from mcore_batching.megatron.topology import model_chunks
 
-# Only what planning and forward passes read: frameworks also keep values of the whole batch rather
-# than of this rank's samples, and log-probs already cut for context parallelism.
+# Only fields that planning and forward passes read. Others may be of the whole batch rather than of
+# this rank's samples, or log-probs that are already cut for context parallelism.
 _PLANNED = (
     *REQUIRED_FIELDS,
     "loss_masks",
@@ -63,17 +62,17 @@ def get_data_iterator(
     *,
     schema: Schema = DEFAULT_SCHEMA,
 ) -> tuple[list[LiveDataIterator], list[int]]:
-    """`mcore_batching.megatron.get_data_iterator` for a framework that pads rows its own way.
+    """`mcore_batching.megatron.get_data_iterator`, with rows padded as slime pads them.
 
     A collective over all ranks.
 
     Args:
-        args: the framework's and Megatron's arguments; ``data_pad_size_multiplier`` is what
-            ``get_batch`` will be given.
+        args: the framework's and Megatron's arguments; ``data_pad_size_multiplier`` must equal the
+            ``pad_multiplier`` of `get_batch`.
         model: this rank's model chunks.
-        rollout_data: field name to one value per sample of this data-parallel rank. Later additions
-            are seen. None where another rank of the replica (pipeline, tensor, context) has it.
-        schema: the kind of every field that ``get_batch`` will be asked for.
+        rollout_data: field name to one value per sample of this data-parallel rank; fields added
+            later are seen. None if another rank of the replica (pipeline, tensor, context) has it.
+        schema: the kind of every field that `get_batch` will be asked for.
 
     Returns:
         one iterator per virtual pipeline stage, and the number of micro-batches of each step.
@@ -81,7 +80,7 @@ def get_data_iterator(
     Raises:
         DynamicBatchArgumentError: an argument asks for another layout.
         CollectiveError: on every rank, if reading or planning failed on any.
-        SchemaError: as the cause of those, or where all ranks agree: a sample has no token.
+        SchemaError: a sample has no token, on every rank; else it is the cause of the above.
     """
     check_layout(getattr(args, "qkv_format", "thd"), getattr(args, "allgather_cp", False))
     _check_arguments(args)
@@ -89,7 +88,8 @@ def get_data_iterator(
     planning_args.dynamic_batch_pad_total_to = row_multiple_of(args)
     iterators, counts = plan_micro_batches(planning_args, model, lambda: _planned(rollout_data))
     planned = schedule_of(iterators)
-    # The row's multiple covers what sequence parallelism needs, so samples are not padded for it.
+    # Rows are padded to a multiple of the tensor-parallel size, which is enough for sequence
+    # parallelism. Samples must not be: slime finds tokens by unpadded lengths.
     schedule = dataclasses.replace(
         planned, dims=dataclasses.replace(planned.dims, sequence_parallel=False)
     )
@@ -106,9 +106,9 @@ def forward_only(
     num_microbatches: Sequence[int],
     store_prefix: str = "",
 ) -> dict[str, list[Tensor]]:
-    """`mcore_batching.megatron.forward_only` with the model called as frameworks call it.
+    """`mcore_batching.megatron.forward_only`, with the model called as slime calls it.
 
-    A collective over all ranks. Iterators are reset, before and for the pass that follows.
+    A collective over all ranks. Resets the iterators before and after the pass.
 
     Args:
         f: the function of the logits.
@@ -127,8 +127,8 @@ def forward_only(
     """
     if getattr(args, "custom_megatron_before_log_prob_hook_path", None):
         raise DynamicBatchArgumentError(
-            "custom_megatron_before_log_prob_hook_path names a function that the framework's own "
-            "forward_only calls, and this one does not: unset it, and call the function before"
+            "this forward_only does not call custom_megatron_before_log_prob_hook_path: unset it, "
+            "and call the function before"
         )
     first, *_ = [live_data_iterator(each).reset() for each in data_iterator]
     with _own_positions(model_chunks(model), first.schedule):
@@ -142,7 +142,7 @@ def get_batch(
     qkv_format: str = "thd",
     allgather_cp: bool = False,
 ) -> dict[str, Any]:
-    """The next micro-batch as a packed row, in the layout that the framework's functions expect.
+    """The next micro-batch as a packed row in slime's layout.
 
     Args:
         data_iterator: from `get_data_iterator`.
@@ -162,7 +162,8 @@ def get_batch(
 
         - ``unconcat_tokens``: tokens of each sample;
         - ``packed_seq_params``;
-        - ``full_loss_masks``: ``[1, local tokens]``, each mask where its token is predicted;
+        - ``full_loss_masks``: ``[1, local tokens]``, each mask at the position that predicts its
+          token;
         - ``dynamic_global_batch_size``, if the rollout data has it.
 
         A placeholder has one token, an empty response and a `zero_count_mask` in ``loss_masks``.
@@ -200,14 +201,15 @@ def _planned(rollout_data: dict[str, Any] | None) -> dict[str, Any] | None:
     """The fields of the rollout data that planning reads.
 
     Raises:
-        SchemaError: a sample has no token. A row gives it one token of padding, so functions that
-            find tokens by lengths would be off by one behind it.
+        SchemaError: a sample has no token.
     """
     if rollout_data is None:
         return None
     planned = {key: rollout_data[key] for key in _PLANNED if rollout_data.get(key) is not None}
     for index, length in enumerate(planned.get("total_lengths", ())):
         if length < 1:
+            # Its segment would hold one token of padding, and slime's functions, which find tokens
+            # by lengths, would read every later sample one token off.
             raise SchemaError(
                 "total_lengths", sample_index=index, expected="at least one token", found="0"
             )
@@ -217,25 +219,25 @@ def _planned(rollout_data: dict[str, Any] | None) -> dict[str, Any] | None:
 def _check_arguments(args: Any) -> None:
     if Options.of(args).exchanges_samples:
         raise DynamicBatchArgumentError(
-            "--dynamic-batch-exchange and --dynamic-batch-context-parallel move samples to other "
-            "ranks, and the framework leaves every sample where its rollout data is: unset them"
+            "the framework cannot move samples to other ranks: unset --dynamic-batch-exchange and "
+            "--dynamic-batch-context-parallel"
         )
     if getattr(args, "dynamic_batch_pad_each_to", None):
         raise DynamicBatchArgumentError(
-            "--dynamic-batch-pad-each-to pads samples, and the framework's functions find tokens "
-            "by the lengths of samples: unset it, and pad rows by --dynamic-batch-pad-total-to"
+            "the framework finds tokens by unpadded lengths: unset --dynamic-batch-pad-each-to, "
+            "and pad rows by --dynamic-batch-pad-total-to"
         )
     if getattr(args, "dynamic_batch_cost_model", None) == LEARNT:
         raise DynamicBatchArgumentError(
-            "--dynamic-batch-cost-model auto learns from passes that this package runs, and the "
-            "framework trains by itself: set it to fixed, or to a file of CostModel.to_json"
+            "costs cannot be learnt, since the framework runs training itself: set "
+            "--dynamic-batch-cost-model to fixed, or to a file of CostModel.to_json"
         )
 
 
 def _own_positions(chunks: list[Any], schedule: MicroBatchSchedule) -> AbstractContextManager[None]:
-    """Give no position ids to models with images, which find the positions of tokens themselves.
+    """Pass no position ids to multimodal models, which compute their own from the images.
 
-    Frameworks give them to no model; one without images takes those of text just as well.
+    slime passes none to any model; for a text model 0, 1, 2, … per sample is the same.
     """
     finds_them = (
         "multimodal_train_inputs" in schedule.template and "position_ids" not in schedule.template

@@ -1,4 +1,4 @@
-"""`hook`: the engine in slime, miles, or a framework that batches by the same three functions.
+"""`hook`: the engine in slime, miles, or a framework with the same three functions.
 
     import slime.backends.megatron_utils.data as data
     import slime.backends.megatron_utils.model as model
@@ -7,13 +7,13 @@
     print(hooked)                               # the names that were replaced
     hooked.undo()                               # or: with mcore_batching.hook(data, model): ...
 
-The framework has to have ``get_data_iterator``, ``forward_only`` and ``get_batch`` with slime's
-signatures; all are checked before any is replaced. They are replaced together: a ``forward_only``
-that knows no placeholders would mistake their outputs for samples'.
+The framework needs ``get_data_iterator``, ``forward_only`` and ``get_batch`` with slime's
+signatures; all are checked before any is replaced. They are replaced together: the framework's own
+``forward_only`` would take placeholders' outputs for samples'.
 
-Where ``get_data_iterator`` takes the rollout data alone (slime), or ``forward_only`` a
-``rollout_id`` (miles), the framework plans before it deals samples out:
-`mcore_batching.integrations.slime.schedule` is the other half there.
+Newer versions (``get_data_iterator`` takes only the rollout data in slime, ``forward_only`` a
+``rollout_id`` in miles) plan in the rollout manager, before samples are dealt to ranks. There
+`mcore_batching.integrations.slime.schedule` is hooked as well.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def init(args: Any) -> None:
         args: the framework's arguments; not read.
 
     Raises:
-        HookError: it has other functions, or neither framework is installed.
+        HookError: neither framework is installed, or its functions have another signature.
     """
     del args
     name = framework(_MODEL)
-    if name == "miles":  # an older one would train by its own plan, and say nothing
+    if name == "miles":  # raises for an older one, which would silently train by its own plan
         planning_modules([name])
     modules = (f"{name}.{each}" for each in (_DATA[name], _MODEL))
     print(hook(*map(importlib.import_module, modules)), flush=True)
@@ -71,23 +71,23 @@ def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
         forward_only(f, args, model, data_iterator, num_microbatches, store_prefix="")
         get_batch(data_iterator, keys, pad_multiplier=128, qkv_format="thd", allgather_cp=False)
 
-    or, in slime since its pull request 1926, ``get_data_iterator(rollout_data)``, in miles since
-    1927 ``forward_only(..., rollout_id)``, each with any further parameters of ``forward_only``,
-    and any of ``get_batch``, which stays.
+    or ``get_data_iterator(rollout_data)`` (slime since its pull request 1926) or
+    ``forward_only(..., rollout_id)`` (miles since 1927); then ``get_batch`` stays the framework's,
+    and further parameters are passed on.
 
-    The framework's own forward step, loss and log-prob functions stay. What they get is slime's
-    layout; see `mcore_batching.integrations.slime.batching` and `.scheduled`.
+    The framework's forward step, loss and log-prob functions stay, and get slime's layout; see
+    `mcore_batching.integrations.slime.batching` and `.scheduled`.
 
     Args:
-        modules: that have the functions, all three between them.
-        schema: the kind of every field that ``get_batch`` is asked for; extend it with
-            `Schema.declare` for fields of your own. None: `mcore_batching.batch.DEFAULT_SCHEMA`.
+        modules: the modules that have the three functions.
+        schema: the kind of every field that ``get_batch`` is asked for; declare your own fields
+            with `Schema.declare`. None: `mcore_batching.batch.DEFAULT_SCHEMA`.
 
     Returns:
         the replaced functions, with `Hook.undo`.
 
     Raises:
-        HookError: a function is missing or hooked already, or its signature is another.
+        HookError: a function is missing, is hooked already, or has another signature.
     """
     from mcore_batching.batch import DEFAULT_SCHEMA
 
@@ -106,20 +106,20 @@ def _holders(modules: Sequence[ModuleType]) -> dict[str, list[ModuleType]]:
     """
     others = [module for module in modules if not isinstance(module, ModuleType)]
     if others:
-        raise HookError(f"expected modules, got {others[0]!r}: import it, and give the module")
+        raise HookError(f"expected modules, got {others[0]!r}: import it first")
     found = {name: [each for each in modules if hasattr(each, name)] for name in NAMES}
     for name, holders in found.items():
         if not holders:
             given = ", ".join(module.__name__ for module in modules) or "none was given"
             raise HookError(
-                f"{name} is in none of the modules given ({given}), and {', '.join(NAMES)} work "
-                "only together: give the module that has it as well, hook(data, model)"
+                f"{name} is in none of the modules given ({given}): call hook(data, model) with "
+                f"those that have {', '.join(NAMES)}"
             )
     return found
 
 
 def _replacements(holders: dict[str, list[ModuleType]], schema: Schema) -> list[Replacement]:
-    """Of a framework that plans where it trains."""
+    """Replacements in a framework that plans where it trains."""
     from mcore_batching.integrations.slime import batching
 
     ours: dict[str, Function] = {
@@ -137,7 +137,7 @@ def _replacements(holders: dict[str, list[ModuleType]], schema: Schema) -> list[
 
 
 def _is_scheduled(holders: dict[str, list[ModuleType]]) -> bool:
-    """True of a framework whose rollout data come with their micro-batches."""
+    """True if the framework plans in its rollout manager."""
     takes = {name: _parameters(getattr(holders[name][0], name)) for name in NAMES}
     return takes["get_data_iterator"] == ("rollout_data",) or "rollout_id" in takes["forward_only"]
 
@@ -145,7 +145,7 @@ def _is_scheduled(holders: dict[str, list[ModuleType]]) -> bool:
 def _scheduled_replacements(
     holders: dict[str, list[ModuleType]], schema: Schema
 ) -> list[Replacement]:
-    """Of a framework whose rollout data come with their micro-batches."""
+    """Replacements in a framework that plans in its rollout manager."""
     from mcore_batching.integrations.slime import scheduled
     from mcore_batching.integrations.slime.model_checks import checking_model
 
@@ -178,8 +178,8 @@ def _check_leading(where: str, function: Any, known: tuple[tuple[str, ...], ...]
         expected = " or ".join(f"{name}({', '.join(each)}, ...)" for each in known)
         found = str(inspect.signature(function)) if callable(function) else type(function).__name__
         raise HookError(
-            f"{where} is of no version of slime or miles that is known: expected {expected}, found "
-            f"{found}; use a version that mcore_batching/integrations/slime/README.md names"
+            f"{where} is of an unknown version of slime or miles: expected {expected}, found "
+            f"{found}; mcore_batching/integrations/slime/README.md lists versions"
         )
 
 

@@ -1,8 +1,7 @@
 """A data iterator over the framework's own ``rollout_data``.
 
-It reads the dict when a micro-batch is drawn, so that fields added after planning (log-probs,
-advantages) are there without a collective. A placeholder gets one value for every key that the dict
-has, of the real ones' type, on the device.
+The dict is read when a micro-batch is drawn, so that fields added after planning (log-probs,
+advantages) are there without a collective. A placeholder gets a value for every requested key.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 
 
 class LiveDataIterator(DataIterator):
-    """A `DataIterator` over the framework's own ``rollout_data``, read when it is drawn from.
+    """A `DataIterator` over the framework's own ``rollout_data``, read on each draw.
 
     Args:
         rollout: the planned batch, shared by all stages' iterators.
@@ -54,13 +53,13 @@ class LiveDataIterator(DataIterator):
 
         Raises:
             IndexError: all micro-batches have been drawn.
-            SchemaError: a field is not declared, or does not have one value per sample. On every
-                rank at its first micro-batch, not only on one that needs a placeholder.
+            SchemaError: on every rank, at the first micro-batch: a field is not declared, or does
+                not have one value per sample.
         """
         return self.draw(keys)[1]
 
     def draw(self, keys: Sequence[str]) -> tuple[tuple[int, ...], dict[str, list[Any] | None]]:
-        """`get_next` behind the samples' indices, ``()`` for a placeholder."""
+        """The samples' indices, ``()`` for a placeholder, and what `get_next` returns."""
         keys = list(keys)
         micro_batches = self.schedule.micro_batches
         if self.offset >= len(micro_batches):
@@ -71,8 +70,8 @@ class LiveDataIterator(DataIterator):
         live = {key: self._live[key] for key in keys if self._live.get(key) is not None}
         present = list(live)
         fabricated = {}
-        # Placeholders are made of declared fields. Without this look at the first micro-batch, an
-        # undeclared field would be an error on the rank alone that comes to need a placeholder.
+        # A placeholder is made once on every rank, needed or not: otherwise an undeclared field
+        # would raise only on the rank that has a placeholder, and leave the others waiting.
         if not indices or tuple(present) not in self._checked:
             fabricated = self._fabricate(present)
             self._checked.add(tuple(present))
@@ -110,8 +109,7 @@ def live_data_iterator(data_iterator: Any) -> LiveDataIterator:
     if not isinstance(data_iterator, LiveDataIterator):
         raise DynamicBatchArgumentError(
             "expected an iterator from the hooked get_data_iterator, got "
-            f"{type(data_iterator).__name__}: call get_data_iterator after mcore_batching.hook, "
-            "and give what it returns to forward_only and get_batch"
+            f"{type(data_iterator).__name__}: call get_data_iterator after mcore_batching.hook"
         )
     return data_iterator
 

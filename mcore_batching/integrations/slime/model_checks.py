@@ -1,8 +1,8 @@
-"""The model of a framework that plans in its rollout manager, looked at where a call shows it.
+"""Checks of the model, for frameworks that plan in their rollout manager.
 
-The manager plans without a model, and the framework makes rows itself. So what no packed row can
-run on is refused at the first call that shows the model, and Mamba layers are told where samples
-end, which slime's and miles' rows leave out.
+The manager has no model, and the framework builds rows itself. So a model that cannot run packed
+rows is refused at the first hooked call that has it, and Mamba layers are told where samples end,
+which slime's and miles' rows do not say.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from mcore_batching.megatron.topology import model_chunks
 
 
 def checking_model(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """`ours`, which looks at the model first: a collective over all ranks, once for each model.
+    """`ours`, with a check of the model before: a collective over all ranks, once per model.
 
-    Only at calls that run the manager's plan. slime's server runs each data-parallel rank by
-    itself.
+    Only in calls that run the manager's plan: slime's server runs data-parallel ranks separately,
+    so a collective would hang.
 
     Args:
         original: the framework's function, for its parameters.
         ours: called with the same arguments.
 
     Returns:
-        the function; raises `PlanningFailedError` on every rank where the model of any cannot run
+        the function; raises `PlanningFailedError` on every rank if any rank's model cannot run
         packed rows.
     """
     signature = inspect.signature(original)

@@ -1,8 +1,8 @@
 """Packed rows in slime's layout, in which its loss and log-prob functions find tokens by lengths.
 
-Each sample is padded to twice the context-parallel size and cut into 2·cp chunks; the row is padded
-on each rank to ``tensor parallel × pad_multiplier`` tokens. With cp 2, of the tokens ``abcde``
-(``abcde...`` with padding) rank 0 holds ``ab..`` and rank 1 ``cde.``.
+Each sample is padded to a multiple of 2·cp and cut into 2·cp chunks; each rank's row is padded to a
+multiple of ``tensor parallel × pad_multiplier`` tokens. With cp 2 and the tokens ``abcde`` (padded
+``abcde...``) rank 0 holds ``ab..`` and rank 1 ``cde.``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.planning import row_multiple_tokens, sample_multiple_tokens
 
 NEEDED_FIELDS = (*REQUIRED_FIELDS, "loss_masks")
-"""The fields that a row is made of."""
+"""Fields needed to build a row."""
 
 
 def packed_row(
@@ -44,7 +44,7 @@ def packed_row(
     local_multiple = pad_multiplier * parallel_state.get_tensor_model_parallel_world_size()
     given = {key: values[key] for key in NEEDED_FIELDS}
     row = pack(
-        # Packed on the device, every sample would make the host wait several times.
+        # pack reads lengths and masks: on the device each read would make the host wait.
         {key: on_host(each) for key, each in given.items() if each is not None},
         schema=DEFAULT_SCHEMA,
         sample_indices=indices,
@@ -79,14 +79,11 @@ def check_layout(qkv_format: str, allgather_cp: bool) -> None:
     """
     problems = []
     if qkv_format != "thd":
-        problems.append(
-            f"qkv_format={qkv_format!r} puts every sample into a row of its own, padded to one "
-            'length: set qkv_format="thd"'
-        )
+        problems.append(f'qkv_format={qkv_format!r} does not pack samples: set qkv_format="thd"')
     if allgather_cp:
         problems.append(
-            "allgather_cp=True cuts the row into one piece per context-parallel rank, and packed "
-            "rows are cut into 2·cp chunks per sample: set allgather_cp=False"
+            "allgather_cp=True cuts rows into one piece per rank, not 2·cp chunks per sample: set "
+            "allgather_cp=False"
         )
     if problems:
         raise DynamicBatchArgumentError("; ".join(problems))

@@ -1,11 +1,11 @@
 """``build_dp_schedule`` of the rollout manager of slime or miles, planned by this package.
 
-Guarantees, beside those of the framework's own (samples of one rollout share a step, samples and
-micro-batches in the same nested lists, trailing rollouts left out):
-- Every micro-batch holds at most the cap in *padded* tokens; a longer sample has one to itself.
-- All ranks have equally many micro-batches, a number that the interleaved schedule can run.
-- Too few samples are no error: what is missing are placeholders, micro-batches without samples,
-  which `mcore_batching.hook` lets the trainer run. Each rank has a sample.
+Guarantees, beside the framework's own (samples of one rollout share a step, the same nested lists,
+trailing rollouts left out):
+- Every micro-batch holds at most the cap in *padded* tokens; a longer sample is alone.
+- All ranks have the same number of micro-batches, valid for the interleaved schedule.
+- Too few samples are no error: micro-batches without samples are placeholders, which the trainer
+  runs by `mcore_batching.hook`. Each rank has at least one sample.
 
 Needs neither PyTorch nor Megatron: it runs in the rollout manager's process.
 """
@@ -50,13 +50,13 @@ _FRAMEWORKS = {
     "slime": f"(its pull request 1926): leave hook_schedule out, {_INIT} is enough",
     "miles": "(its pull request 1927): use a later miles",
 }
-"""Packages that have the function, and what to do where one does not have it yet."""
+"""Packages that have the function, and what to do if an older version lacks it."""
 
 Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
 
 
 def framework(module: str) -> str:
-    """``slime`` or ``miles``: the one that has this module loaded, or else the one installed.
+    """``slime`` or ``miles``: the one with this module loaded, else the one installed.
 
     Raises:
         HookError: neither is.
@@ -65,16 +65,16 @@ def framework(module: str) -> str:
     for name in [*loaded, *_installed()]:
         return name
     raise HookError(
-        f"neither {' nor '.join(_FRAMEWORKS)} is installed: call mcore_batching.hook(data, model) "
-        "with the modules of your framework that have get_data_iterator, get_batch, forward_only"
+        f"neither {' nor '.join(_FRAMEWORKS)} is installed: for another framework call "
+        "mcore_batching.hook with its modules"
     )
 
 
 def planning_modules(names: Sequence[str]) -> list[ModuleType]:
-    """The modules with the function, of those of these frameworks that have it.
+    """The ``dp_schedule`` modules of these frameworks.
 
     Raises:
-        HookError: none of them has it yet.
+        HookError: no framework has one.
     """
     modules, too_old = [], []
     for name in names:
@@ -90,8 +90,8 @@ def planning_modules(names: Sequence[str]) -> list[ModuleType]:
 def hook_schedule() -> Hook | None:
     """Replace ``build_dp_schedule`` in this process, the rollout manager's.
 
-    For Ray's ``worker_process_setup_hook``, or for the module of a rollout function of your own. A
-    process with neither slime nor miles, or one where it is replaced already, is left as it is.
+    For Ray's ``worker_process_setup_hook``, or for the module of your own rollout function. Does
+    nothing in a process without slime and miles, or where it is replaced already.
 
     Raises:
         HookError: this slime or miles has another function, or none.
@@ -142,8 +142,7 @@ def build_dp_schedule(
     """
     if getattr(args, "custom_megatron_init_path", _INIT) is None:
         raise HookError(
-            f"the trainer would not know placeholders of this plan: set {_INIT}, or call it in "
-            "the function that you set there"
+            f"the trainer would not know placeholders: set {_INIT}, or call it in your own init"
         )
     dims, config = parallel_dims(args, train_parallel_config), planner_config(args)
     last = _last_step(args, rollout_indices, global_batch_size, dims.data_parallel)
@@ -157,7 +156,7 @@ def build_dp_schedule(
         last=last,
     )
     plan = planned(config)
-    if _idle_ranks(plan):  # the search may leave a rank empty, the trainer may not
+    if _idle_ranks(plan):  # faster, but the trainer needs a sample on every rank
         plan = planned(dataclasses.replace(config, balance="cost"))
     _check(args, plan, dims)
     partitions: list[list[int]] = [[] for _ in range(dims.data_parallel)]
@@ -199,8 +198,7 @@ def planner_config(args: Any) -> PlannerConfig:
     """
     if getattr(args, "dynamic_batch_context_parallel", None) is not None:
         raise ConfigError(
-            "the framework cuts every row over its own context-parallel ranks: unset "
-            "--dynamic-batch-context-parallel"
+            "the framework's context-parallel size is fixed: unset --dynamic-batch-context-parallel"
         )
     options = {
         each.name: getattr(args, f"dynamic_batch_{each.name}", each.default)
@@ -218,8 +216,8 @@ def _cost_model(args: Any) -> CostModel | None:
     chosen = getattr(args, "dynamic_batch_cost_model", None)
     if chosen == "auto":
         raise HookError(
-            "dynamic_batch_cost_model auto learns from passes that this package runs, and the "
-            "framework trains by itself: set it to fixed, or to a file of CostModel.to_json"
+            "costs cannot be learnt, since the framework runs training itself: set "
+            "dynamic_batch_cost_model to fixed, or to a file of CostModel.to_json"
         )
     if chosen in (None, "fixed"):
         return None
@@ -227,7 +225,7 @@ def _cost_model(args: Any) -> CostModel | None:
 
 
 def _last_step(args: Any, rollouts: Sequence[int], rollouts_per_step: int, ranks: int) -> LastStep:
-    """ "keep" where miles makes a smaller step of the rollouts left over, by its own condition."""
+    """What to do with rollouts left over: "keep" where miles would make a smaller step of them."""
     if not getattr(args, "allow_partial_train_step", False):
         return "drop"
     *_, last = group_steps(rollouts, rollouts_per_step)
@@ -248,16 +246,16 @@ def _check(args: Any, plan: Plan, dims: ParallelDims) -> None:
     idle = _idle_ranks(plan)
     if idle:
         raise HookError(
-            f"data-parallel rank {idle[0]} has no sample in any step, of which the trainer would "
-            f"make its advantages: set --global-batch-size to {dims.data_parallel} rollouts or more"
+            f"data-parallel rank {idle[0]} has no sample, which the trainer cannot run: set "
+            f"--global-batch-size to {dims.data_parallel} rollouts or more"
         )
     empty = any(
         not samples for step in plan.steps for rank in step.micro_batches for samples in rank
     )
     if empty and getattr(args, "enable_mtp_training", False):
         raise HookError(
-            "the loss of multi-token prediction divides by the tokens of a micro-batch, and a "
-            "placeholder has none: unset --enable-mtp-training, or set --global-batch-size higher"
+            "multi-token prediction divides by a micro-batch's tokens, a placeholder has none: "
+            "unset --enable-mtp-training, or set --global-batch-size higher"
         )
 
 

@@ -1,15 +1,14 @@
 """Placeholders for slime's and miles' own ``get_batch``, ``forward_only`` and losses.
 
-Since slime's pull request 1926 and miles' 1927 the rollout manager plans, and the rollout data of a
-rank come with the samples of each micro-batch. One without samples is a placeholder. Here it
-becomes a sample of one token with an empty response, which the framework packs and runs like any
-other: its loss is 0 and stays attached to the graph, its mask adds no token to a count, and
-``forward_only`` leaves its outputs out. The framework's functions all stay what they are.
+Since slime's pull request 1926 and miles' 1927 the rollout manager plans, and a rank's rollout data
+list the samples of each micro-batch. A micro-batch without samples becomes a sample of one token
+with an empty response, which the framework packs and runs like any other: its loss is 0 and stays
+attached to the graph, its mask adds 0 to token counts, and ``forward_only`` drops its outputs.
 
-The framework's ``forward_only`` puts outputs into the order of the samples by what it finds, be it
-too few or too many. So what it finds is checked: before the pass, that the micro-batches hold each
-sample once; after it, that the function of the logits gave one output for each. That an output is
-of the right sample of its micro-batch, nobody can see.
+The framework's ``forward_only`` restores the order of outputs without checking their number. So it
+is checked here: before the pass, that the micro-batches hold each sample once; after it, that the
+function of the logits returned one output per sample. The order of outputs within a micro-batch
+cannot be checked.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ LEADING = {
     "forward_only": (("f", "args", "model", "data_iterator", "num_microbatches"),),
     "get_batch": (("data_iterator", "keys"),),
 }
-"""Parameters that slime's and miles' functions begin with."""
+"""First parameters of slime's and miles' functions."""
 
 
 class _PlaceholderLengths(list[int]):
-    """Total lengths of a placeholder's samples, which go through ``get_batch`` as they are."""
+    """Total lengths of a placeholder; ``get_batch`` passes the object on, so it is recognized."""
 
 
 class PlaceholderIterator:
@@ -51,15 +50,15 @@ class PlaceholderIterator:
 
     def __init__(self, own: Any, schema: Schema) -> None:
         self._own = own
-        # Positions identify samples. Top-p tokens of an empty response are none, though otherwise
-        # there may be several per token.
+        # `partition` holds positions of samples, so identifiers. Top-p tokens are metadata (several
+        # per token) but must be an empty tensor for an empty response, not None.
         self._schema = schema.declare("partition", Kind.METADATA).declare(
             "rollout_top_p_token_ids", Kind.PER_RESPONSE_TOKEN
         )
         self._checked: set[tuple[str, ...]] = set()
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes that the framework's iterator has beside."""
+        """All other attributes are the framework's iterator's."""
         return getattr(self._own, name)
 
     def reset(self) -> PlaceholderIterator:
@@ -72,8 +71,7 @@ class PlaceholderIterator:
 
         Raises:
             IndexError: all micro-batches have been drawn.
-            SchemaError: a field is not declared. On every rank at its first micro-batch, not only
-                on one that has a placeholder.
+            SchemaError: on every rank, at the first micro-batch: a field is not declared.
         """
         data = self._own.rollout_data
         present = tuple(key for key in keys if data.get(key) is not None)
@@ -97,7 +95,7 @@ def get_data_iterator(
 ) -> Any:
     """The result of the framework's function, its iterators with placeholders.
 
-    miles plans some data (of several modalities or adapters) in the trainer: those stay its own.
+    Data that miles plans in the trainer (several modalities or adapters) stay its own.
 
     Args:
         original: the framework's function.
@@ -124,11 +122,11 @@ def forward_only(
     *arguments: Any,
     **keywords: Any,
 ) -> Any:
-    """The framework's forward pass, without what placeholders put out.
+    """The framework's forward pass, without placeholders' outputs.
 
-    A collective over all ranks where the rollout manager has planned. Where not (fixed
-    micro-batches, miles' own plans), what is wrong is raised where it is found: slime's server runs
-    each data-parallel rank by itself.
+    A collective over all ranks if the rollout manager planned. Otherwise (fixed micro-batches,
+    miles' own plans) errors are raised on their own rank: slime's server runs data-parallel ranks
+    separately, so a collective would hang.
 
     Args:
         original: the framework's function.
@@ -141,10 +139,10 @@ def forward_only(
         keywords: of `original`.
 
     Raises:
-        CollationFailedError: on every rank, if on any the micro-batches do not hold each sample
+        CollationFailedError: on every rank, if any rank's micro-batches do not hold each sample
             once (an `OrderError`), or ranks differ in ``num_microbatches``.
-        ForwardFailedError: on every rank, if ``f`` raised on any, did not return one output per
-            sample (an `OrderError`), or returned other names than elsewhere.
+        ForwardFailedError: on every rank, if on any ``f`` raised, did not return one output per
+            sample (an `OrderError`), or returned different names.
         PipelineFailedError: on every rank that can still be reached, if anything else raised.
     """
 
@@ -179,25 +177,21 @@ def forward_only(
 
 
 def _check_plan(iterator: PlaceholderIterator, num_microbatches: Sequence[int]) -> None:
-    """Refuse micro-batches by which outputs would be lost or doubled.
-
-    Raises:
-        OrderError: they do not hold each sample once, or another number of them is to be run.
-    """
+    """Refuse micro-batches that do not hold each sample once, or another number than is to run."""
     micro_batches = iterator.micro_batch_indices
     samples = range(len(iterator.rollout_data["tokens"]))
     try:
         apply_order(samples, [sample for each in micro_batches for sample in each])
     except OrderError as error:
         raise OrderError(
-            f"the rollout data's micro_batch_indices do not hold its {len(samples)} samples once "
-            f"each: missing {list(error.missing)}, doubled {list(error.doubled)}, not there "
-            f"{list(error.extra)}; the rollout manager must plan by build_dp_schedule"
+            f"micro_batch_indices do not hold the {len(samples)} samples once each: missing "
+            f"{list(error.missing)}, doubled {list(error.doubled)}, extra {list(error.extra)}; "
+            "plan by build_dp_schedule"
         ) from error
     if sum(num_microbatches) != len(micro_batches):
         raise OrderError(
-            f"num_microbatches is {list(num_microbatches)}, {sum(num_microbatches)} in all, and "
-            f"micro_batch_indices has {len(micro_batches)}: pass on those of the rollout data"
+            f"num_microbatches {list(num_microbatches)} do not add up to the {len(micro_batches)} "
+            "micro_batch_indices: pass those of the rollout data"
         )
 
 
@@ -206,11 +200,11 @@ def _raise(exception: Exception) -> None:
 
 
 class _Guarded:
-    """The function of the logits, with empty lists for a placeholder and checked ones for others.
+    """The function of the logits, with checked outputs, and empty ones for a placeholder.
 
     Args:
         f: the function.
-        failed: called with what it raised, or with what is wrong with its outputs.
+        failed: called with an exception, of `f` or of the check.
 
     Attributes:
         names: of its outputs; None before its first call.
@@ -223,22 +217,22 @@ class _Guarded:
         self.names: set[str] | None = None
 
     def __call__(self, logits: Any, **keywords: Any) -> Any:
-        """Outputs as Megatron's schedule takes them: alone, or behind a tensor."""
+        """Outputs as Megatron's schedule takes them: a dict, or a tensor and a dict."""
         lengths = keywords.get("total_lengths", ())
         is_placeholder = isinstance(lengths, _PlaceholderLengths)
         output, values = None, {}
         try:
             if "total_lengths" not in keywords:
                 raise HookError(
-                    "forward_only calls its function without the keyword total_lengths, by which "
-                    "placeholders are told apart: this version of the framework is not known"
+                    "forward_only calls its function without total_lengths, which marks "
+                    "placeholders: use a version of the framework that passes it"
                 )
             made = self._f(logits, **keywords)
             values = self._checked(made, len(lengths))
             output = made[0] if isinstance(made, tuple) else None
         except Exception as exception:
             self._failed(exception)
-            # As many as the framework will look for, of whatever name.
+            # Stands in for any name, with one value per sample, until all ranks raise.
             values = collections.defaultdict(lambda: [None] * (not is_placeholder) * len(lengths))
         if is_placeholder:
             for name in values:
@@ -253,7 +247,7 @@ class _Guarded:
             self.names = set(values)
         if self.names != set(values):
             raise OrderError(
-                f"the function given to forward_only returned {sorted(values)} for one "
-                f"micro-batch and {sorted(self.names)} for another: return the same names for all"
+                f"forward_only's function returned {sorted(values)} for one micro-batch, "
+                f"{sorted(self.names)} for another: return the same names for all"
             )
         return values

@@ -1,15 +1,14 @@
 """An empty loss mask that adds 0 to a count of tokens, even where each sample counts at least 1.
 
-Loss functions in the field clamp a sample's number of tokens to 1, so that nothing is divided by 0,
-and then add the clamped numbers up to the denominator of a token mean. A placeholder has no token,
-but the clamp makes it one:
+Frameworks' loss functions clamp a sample's token count to 1, against a division by 0, and then sum
+these counts for a token mean. The clamp would count a placeholder as one token:
 
     mask = zero_count_mask(torch.zeros(0, dtype=torch.int32))
     count = torch.clamp_min(mask.sum(), 1)
     0 + count         # 0: a placeholder adds nothing to a sum of counts
     numerator / count # the numerator, as if the count were 1
 
-Any other operation on the mask or on its sum gives the result of a plain empty mask.
+All other operations on the mask and its sum behave as on a plain empty mask.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _DIVISIONS = (Tensor.div, Tensor.true_divide, torch.div, torch.true_divide)
 
 
 def zero_count_mask(mask: Tensor) -> Tensor:
-    """The mask with a sum that no clamp turns into a token.
+    """The mask, with a sum that stays 0 when clamped to 1.
 
     Args:
         mask: ``[0]``, the loss mask of an empty response.
@@ -61,7 +60,7 @@ class _ZeroCountMask(Tensor):
 
 
 class _ZeroCount(Tensor):
-    """The 0 that a clamp leaves as it is, and that divides like 1."""
+    """A 0 that a clamp leaves unchanged, and that divides like 1."""
 
     @classmethod
     def __torch_function__(

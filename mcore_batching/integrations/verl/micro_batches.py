@@ -1,21 +1,20 @@
-"""Micro-batches of verl's data-parallel ranks, each made of the samples that the rank holds.
+"""verl's ``rearrange_micro_batches``: each data-parallel rank packs the samples that it holds.
 
 Guarantees
-- Every sample of the rank is in one micro-batch, and `restore_dynamic_batch` brings outputs back
-  into their order; another number of rows than the micro-batches hold is an error on that rank.
+- Every sample of the rank is in one micro-batch, and `restore_dynamic_batch` puts outputs back into
+  their order; another number of rows than samples is an error on that rank.
 - No micro-batch of several samples holds more than ``max_token_len`` tokens, padding for tensor and
   context parallelism included.
-- All ranks of ``dp_group`` have equally many, at least ``min_num_micro_batch``, a multiple of
+- All ranks of ``dp_group`` have the same number, at least ``min_num_micro_batch`` and a multiple of
   ``num_batches_divided_by``.
 - In a pipeline, order and contents are those with which the slowest rank's step ends first.
-- Samples too few for that count are no error: the rank's shortest sample then also fills
-  micro-batches of its own under a loss mask of zeros, and `restore_dynamic_batch` drops these rows.
-- What is wrong on one rank is an error on all of the group.
+- Too few samples are no error: the rank repeats its shortest sample, with a loss mask of zeros, in
+  micro-batches that would be empty; `restore_dynamic_batch` drops these rows.
+- An error in planning on one rank is raised on all of the group.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -25,8 +24,10 @@ import torch
 import torch.distributed as dist
 
 from mcore_batching.batch import OrderError
+from mcore_batching.batch.consensus import Consensus, Statement
+from mcore_batching.batch.figures import largest, least
 from mcore_batching.integrations.replacements import HookError
-from mcore_batching.integrations.shards import Maxima, planned_shard, worst
+from mcore_batching.integrations.shards import planned_shard
 from mcore_batching.planning import LengthError, MicroBatches, ParallelDims, PlannerConfig
 
 _MASKS = ("loss_mask", "response_mask")
@@ -48,24 +49,23 @@ def rearrange_micro_batches(
     """The rank's samples in micro-batches. A collective over ``dp_group``.
 
     Args:
-        original: verl's function; makes the micro-batches where consecutive samples belong
-            together (``force_group_size`` above 1).
+        original: verl's function; called if ``force_group_size`` is above 1.
         batch: TensorDict with ``input_ids``, nested or beside an ``attention_mask``.
         max_token_len: most tokens of a micro-batch.
-        dp_group: ranks that need equally many; None: this rank alone.
-        num_batches_divided_by: the interleaved schedule's group of micro-batches.
-        same_micro_num_in_dp: False leaves the other ranks out.
-        min_num_micro_batch: fewest micro-batches.
-        use_dynamic_bsz_balance: for `original`.
-        force_group_size: samples that stay together.
+        dp_group: ranks that need the same number of micro-batches; None: this rank alone.
+        num_batches_divided_by: the number is a multiple of this (interleaved schedule).
+        same_micro_num_in_dp: False plans for this rank alone.
+        min_num_micro_batch: least number of micro-batches.
+        use_dynamic_bsz_balance: passed to `original`.
+        force_group_size: consecutive samples that stay in one micro-batch.
 
     Returns:
         the micro-batches, and the samples in each.
 
     Raises:
         LengthError: on every rank, for a sample over the cap or a rank without samples.
-        HookError: on every rank, if planning failed on another, or a sample would have to be run
-            twice where verl counts its tokens.
+        RankFailedError: on every rank, if reading or planning failed on some.
+        HookError: on every rank: a sample would run twice where verl counts its tokens.
     """
     if force_group_size != 1:
         return original(  # type: ignore[no-any-return]
@@ -81,18 +81,13 @@ def rearrange_micro_batches(
     agrees = dist.is_initialized() and same_micro_num_in_dp and dp_group is not None
     group = dp_group if agrees else None
     multiple = num_batches_divided_by or 1
-    maxima = functools.partial(_maxima, group)
-    lengths = _checked_lengths(batch, max_token_len, maxima)
+    consensus = Consensus(group)
+    lengths = _checked_lengths(batch, max_token_len, consensus)
     dims, config = _settings(max_token_len, multiple, dist.get_world_size(group) if agrees else 1)
-    chosen = planned_shard(
-        lengths,
-        dims,
-        config,
-        maxima,
-        fewest=min_num_micro_batch or 1,
-        multiple=multiple,
-    )
-    _check_repeated(batch, chosen, group)
+    fewest = min_num_micro_batch or 1
+    chosen = planned_shard(lengths, dims, config, consensus, fewest=fewest, multiple=multiple)
+    _check_repeated(batch, chosen, consensus)
+    # verl runs no empty micro-batch: the shortest sample, masked, takes a placeholder's place.
     shortest = min(range(len(lengths)), key=lambda sample: (lengths[sample], sample))
     indices = [list(samples) or [shortest] for samples in chosen]
     made = [_select(batch, samples) for samples in indices]
@@ -112,11 +107,11 @@ def restore_dynamic_batch(
     Args:
         original: verl's function.
         data: rows of all micro-batches, dense or nested.
-        batch_idx_list: of `rearrange_micro_batches`; of a sample that is there twice, as its own
-            and masked, both rows are the same, and one is kept.
+        batch_idx_list: from `rearrange_micro_batches`. Of a repeated sample the rows are equal, and
+            the first is kept.
 
     Raises:
-        OrderError: on this rank, where there is not one row for each index, or a sample has none.
+        OrderError: on this rank: there is not one row for each index, or a sample has none.
     """
     indices = [sample for samples in batch_idx_list for sample in samples]
     first: dict[int, int] = {}
@@ -126,8 +121,8 @@ def restore_dynamic_batch(
     if missing or len(indices) != data.shape[0]:
         raise OrderError(
             f"expected one row for each of the {len(indices)} samples that the micro-batches "
-            f"hold, got {data.shape[0]}; samples without a row: {missing}: the forward step must "
-            "return one for each sample of its micro-batch",
+            f"hold, got {data.shape[0]}; samples without a row: {missing}: return one row per "
+            "sample",
             missing=tuple(missing),
         )
     if len(first) < len(indices):
@@ -151,7 +146,7 @@ def _lengths(batch: Any) -> list[int]:
 
 
 def _settings(max_token_len: int, multiple: int, ranks: int) -> tuple[ParallelDims, PlannerConfig]:
-    """Settings of a plan, by Megatron's groups if it has any in this process."""
+    """Settings of a plan, from Megatron's groups if there are any in this process."""
     groups = sys.modules.get("megatron.core.parallel_state")
     if groups is None or not groups.model_parallel_is_initialized():
         return ParallelDims(data_parallel=ranks), PlannerConfig(max_tokens_per_gpu=max_token_len)
@@ -167,67 +162,58 @@ def _settings(max_token_len: int, multiple: int, ranks: int) -> tuple[ParallelDi
         context_parallel=context,
         tensor_parallel=tensor,
         expert_parallel=experts,
-        # verl pads every sample for it whether it is on or not.
+        # verl pads samples to a multiple of the tensor-parallel size, with or without it.
         sequence_parallel=tensor > 1,
         microbatch_group_size=max(multiple, stages) if chunks > 1 else None,
     )
     return dims, PlannerConfig(max_tokens_per_gpu=max(1, max_token_len // context))
 
 
-def _checked_lengths(batch: Any, max_token_len: int, maxima: Maxima) -> list[int]:
-    """Tokens of this rank's samples; refused, on every rank, where no micro-batch can hold one.
+def _checked_lengths(batch: Any, max_token_len: int, consensus: Consensus) -> list[int]:
+    """Tokens of this rank's samples.
 
     Raises:
-        LengthError: naming what to set.
-        HookError: another rank's batch cannot be read. On those where it is, its own error.
+        LengthError: on every rank: a sample is over the cap, or a rank has none.
+        RankFailedError: on every rank: some rank's batch cannot be read.
     """
-    lengths: list[int] = []
-
-    def read() -> list[float]:
-        lengths.extend(_lengths(batch))
-        return [float(max(lengths, default=0)), float(not lengths)]
-
-    longest, none = worst(maxima, 2, read)
-    if none:
-        raise LengthError("a data-parallel rank has no sample: set the mini-batch's size higher")
+    agreed = consensus.agree(
+        "reading lengths",
+        lambda: _lengths(batch),
+        lambda lengths: Statement(
+            figures={"longest": largest(max(lengths, default=0)), "fewest": least(len(lengths))}
+        ),
+    )
+    if not agreed.figures["fewest"]:
+        raise LengthError("a data-parallel rank has no sample: set ppo_mini_batch_size higher")
+    longest = agreed.figures["longest"]
     if longest > max_token_len:
         raise LengthError(
-            f"a sample has {longest:.0f} tokens, and a micro-batch may hold {max_token_len}: set "
-            "ppo_max_token_len_per_gpu (log_prob_max_token_len_per_gpu for log-probs) higher"
+            f"a sample has {longest} tokens, a micro-batch may hold {max_token_len}: set "
+            "ppo_max_token_len_per_gpu (for log-probs log_prob_max_token_len_per_gpu) higher"
         )
-    return lengths
+    return agreed.result
 
 
-def _check_repeated(batch: Any, chosen: MicroBatches, group: Any) -> None:
-    """Refuse to run a sample twice where the loss is divided by the tokens that were run.
+def _check_repeated(batch: Any, chosen: MicroBatches, consensus: Consensus) -> None:
+    """Refuse to repeat a sample where the loss is divided by the number of tokens run.
 
     Raises:
         HookError: on every rank.
     """
-    (repeats,) = _maxima(group, [float(not all(chosen))])
-    if repeats and batch.get("routed_num_tokens", None) is not None:
+    agreed = consensus.agree(
+        "filling up",
+        lambda: not all(chosen),
+        lambda repeats: Statement(figures={"repeats": largest(int(repeats))}),
+    )
+    if agreed.figures["repeats"] and batch.get("routed_num_tokens", None) is not None:
         raise HookError(
-            f"a data-parallel rank has fewer samples than the {len(chosen)} micro-batches of each, "
-            "and calculate_per_token_loss counts the tokens of those that fill up: set "
-            "ppo_mini_batch_size higher, or ppo_max_token_len_per_gpu"
+            f"a data-parallel rank lacks samples for {len(chosen)} micro-batches, and "
+            "calculate_per_token_loss would count a sample's tokens twice: set "
+            "ppo_mini_batch_size or ppo_max_token_len_per_gpu higher"
         )
-
-
-def _maxima(group: Any, values: list[float]) -> list[float]:
-    if group is None:
-        return values
-    reduced = torch.tensor(values, dtype=torch.float64, device=_device_name())
-    dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
-    return reduced.tolist()
 
 
 def _select(batch: Any, samples: list[int]) -> Any:
     """These samples of a batch, by verl's own function."""
     utilities = importlib.import_module("verl.utils.tensordict_utils")
     return utilities.index_select_tensor_dict(batch, samples)
-
-
-def _device_name() -> str:
-    """The type of device that verl's collectives take tensors on."""
-    name: str = importlib.import_module("verl.utils.device").get_device_name()
-    return name

@@ -1,7 +1,7 @@
-"""verl's plugin of this package: importing it hooks verl if ``MCORE_BATCHING_VERL`` is 1.
+"""Entry point of group ``verl.plugins``: hooks verl if ``MCORE_BATCHING_VERL`` is 1.
 
-verl loads the entry points of group ``verl.plugins`` while it is imported, and logs their errors
-where nobody looks. So they are printed here.
+verl loads such entry points while it is imported, and only logs their errors. So they are printed
+here.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ def hook_if_asked() -> None:
     """`hook` verl under ``MCORE_BATCHING_VERL=1``; nothing where it is unset, empty or 0.
 
     Raises:
-        HookError: another value, or a version of verl that is not known. Printed as well.
+        HookError: another value, or verl's functions have another signature. Printed as well.
     """
     value = os.environ.get(VARIABLE, "")
     if value in ("", "0"):
         return
     try:
         if value != "1":
-            raise HookError(f"{VARIABLE}={value!r} means nothing: set it to 1, or unset it")
+            raise HookError(f"{VARIABLE} must be 1, 0 or unset, got {value!r}")
         print(hook(), flush=True)
     except Exception:
         print("mcore_batching: verl keeps its own micro-batches, because", file=sys.stderr)

@@ -67,7 +67,7 @@ ENDS = {
     "one too many": _WRONG_COUNT,
     "a None": r".*OrderError: .* returned \d values, some of them None, for 'log_probs'",
     "a failure": r".*ZeroDivisionError: in f",
-    "a name more later": r".*OrderError: .* \['log_probs', 'mine'\] for one micro-batch and",
+    "a name more later": r".*OrderError: .* \['log_probs', 'mine'\] for one micro-batch",
     "no sample": "right",
     "a sample twice": r".*OrderError: .*micro_batch_indices .* doubled \[0\]",
     "a sample left out": r".*OrderError: .*micro_batch_indices .* missing \[\d",

@@ -6,8 +6,8 @@
 | ``{"prompt": ..., "completion": ...}`` | trained on the completion |
 | ``{"question": ..., "answer": ...}`` | the same, with a line break behind the question |
 
-Other keys are ignored. Where a record has several of these, the first kind counts. Texts are taken
-as they stand, white space included.
+Other keys are ignored. A record with the keys of several kinds is of the first. Texts are used
+unchanged, white space included.
 """
 
 from __future__ import annotations
@@ -90,8 +90,7 @@ def _conversation(messages: Any) -> Conversation:
         _text(message["content"], f"the content of message {number}")
     if all(message["role"] != TRAINED_ROLE for message in messages):
         raise SftDataError(
-            f"a conversation without a message of the {TRAINED_ROLE} has nothing to train on: "
-            "leave it out"
+            f"a conversation without a message of the {TRAINED_ROLE} trains nothing: leave it out"
         )
     return Conversation(tuple(messages))
 

@@ -1,8 +1,8 @@
-"""A dataset of supervised fine-tuning samples, as Megatron's data loaders expect one.
+"""A dataset of supervised fine-tuning samples for Megatron's data loaders.
 
-Index i is the same sample in every process and every run with the same seed, files and tokenizer,
-however many samples are drawn, so that a resumed job continues with the right sample. Each epoch
-holds every sample once, in its own order. Padding changes no trained token, and nothing is cut off.
+Index i is the same sample in every process and run with the same seed, files and tokenizer, however
+many samples are drawn, so a resumed job continues with the right sample. Each epoch holds every
+sample once, in its own order. No sample is cut off.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
         length = len(ids) - 1
         padding = 0 if self._pad_to is None else self._pad_to - length
         item = {
-            # Any id will do for padding: causal attention hides it, and its loss mask is 0.
+            # Any id pads: it has loss mask 0, and causal attention hides it from real tokens.
             "tokens": torch.nn.functional.pad(ids[:-1], (0, padding), value=sample.ids[-1]),
             "labels": torch.nn.functional.pad(ids[1:], (0, padding), value=sample.ids[-1]),
             "loss_mask": torch.nn.functional.pad(trained[1:], (0, padding)),

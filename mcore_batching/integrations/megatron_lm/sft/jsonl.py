@@ -12,8 +12,7 @@ from mcore_batching.planning.json_text import parse_json
 class SftDataError(MCoreBatchingError, ValueError):
     """Data that cannot be trained on.
 
-    Attributes: `path` of the file and its `line`, counted from 1, each None if no single one is at
-    fault.
+    Attributes: `path` of the file and its `line`, counted from 1; None if not of a single one.
     """
 
     def __init__(self, problem: str, path: str | None = None, line: int | None = None) -> None:

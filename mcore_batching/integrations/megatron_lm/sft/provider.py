@@ -1,7 +1,7 @@
 """The datasets provider of ``--dynamic-batch-data``, and its flags.
 
 Without ``--dynamic-batch-data`` a script keeps its own datasets. With it, the ranks that read data
-in stock scripts, and no others, read and tokenize all files once at the start: for the lengths.
+in stock scripts read and tokenize all files once at the start, to know the lengths.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def build_sft_datasets(
         tokenizer: writes the samples; None: as ``--dynamic-batch-tokenizer`` says.
 
     Returns:
-        training, validation and test dataset; None for one of which no sample is to be drawn, or
-        whose share of ``--split`` is 0; three times None on ranks that read no data.
+        training, validation and test dataset; None for one of 0 samples or a share of 0, and all
+        None on ranks that read no data.
 
     Raises:
-        SftDataError: a file, a line or a share of the files that cannot be used.
+        SftDataError: a file, a line or ``--split`` cannot be used.
     """
     if not args.dynamic_batch_data:
         raise SftDataError(f"no file to train on: set {PREFIX}data to JSON-lines files")
@@ -112,12 +112,12 @@ def datasets_provider(
     return build_sft_datasets(get_args(), train_valid_test_num_samples, vp_stage=vp_stage)
 
 
-# With this mark stock code calls it on every rank, not on tensor-parallel rank 0 alone.
+# Megatron's mark for providers to be called on every rank, not only on tensor-parallel rank 0.
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
 def datasets_provider_for(args: Any, provider: Callable[..., Any]) -> Callable[..., Any]:
-    """The provider to give to stock code in place of a script's own.
+    """The datasets provider to pass to stock code.
 
     Args:
         args: Megatron's arguments.
@@ -156,8 +156,8 @@ def _split_records(lines: JsonLines, split: str | None) -> list[Indices | None]:
         valid = False
     if not valid:
         raise SftDataError(
-            f"--split must give one to three shares of 0 or more, as in '{_DEFAULT_SPLIT}', got "
-            f"{split!r}"
+            f"--split must be one to three shares of 0 or more, got {split!r}; set for instance "
+            f"'{_DEFAULT_SPLIT}'"
         )
     return [
         None
@@ -199,8 +199,7 @@ def _without_too_long(
         if not len(share):
             raise SftDataError(
                 f"--split leaves no record of {', '.join(samples.lines.paths)} for the "
-                f"{split.name} dataset, of which samples are to be drawn: raise its share, or "
-                "set it to 0"
+                f"{split.name} dataset: raise its share, or set it to 0"
             )
         if on_too_long == "drop" and not len(short):
             raise SftDataError(

@@ -1,11 +1,10 @@
 """Token ids of a sample and its trained tokens, by any of Megatron's tokenizers.
 
-Trained are the completion and the end mark behind it; in a conversation, the assistant's messages
-and the end mark behind each. Trained and untrained text is tokenized apart, as at inference, where
-the model continues a tokenized prompt: no token lies across the border.
+Trained are the completion, or the assistant's messages, and the end token after each. Trained and
+untrained text is tokenized separately, as at inference: no token spans the border.
 
-The first trained token needs one before it that predicts it: a sample without a prompt begins with
-the token that the tokenizer puts before every text or, without one, with the end-of-document token.
+The first trained token needs a predecessor: a sample without a prompt begins with the tokenizer's
+begin token or, without one, with the end-of-document token.
 
 Conversations are written by the tokenizer's chat template, if it has one; by an ``SFTTokenizer`` in
 its own way; and otherwise, with ``EOD`` for the tokenizer's end-of-document token, as
@@ -68,8 +67,8 @@ class SampleTokenizer:
         end = _optional(tokenizer, "eod")
         if end is None:
             raise SftDataError(
-                f"{type(tokenizer).__name__} has no end-of-document token (eod), which ends every "
-                "answer: choose a --tokenizer-type that has one"
+                f"{type(tokenizer).__name__} has no end-of-document token (eod): choose a "
+                "--tokenizer-type that has one"
             )
         self.end: int = end
         self._tokenizer = tokenizer
@@ -144,10 +143,9 @@ class SampleTokenizer:
             answered = self._rendered(messages[: number + 1], add_generation_prompt=False)
             if not asked.startswith(written) or not answered.startswith(asked):
                 raise SftDataError(
-                    f"the chat template writes what precedes message {number + 1} differently once "
-                    "that message is there, so it is not known what the answer is: give the "
-                    "conversation turn by turn, as 'prompt' and 'completion', or set "
-                    "--chat-template to one that only appends"
+                    f"the chat template rewrites what precedes message {number + 1}: set "
+                    "--chat-template to one that only appends, or give each turn as 'prompt' and "
+                    "'completion'"
                 )
             pieces.append((self._ids(asked[len(written) :]), False))
             pieces.append((self._ids(answered[len(asked) :]), True))
@@ -181,7 +179,7 @@ def byte_level_tokenizer() -> Any:
 
     return MegatronTokenizer.from_pretrained(
         metadata_path={"library": "byte-level"},
-        # Special tokens get the ids from the end of the vocabulary on, the first one the last.
+        # Special tokens get ids from 256 on, in reverse order: <end> 256, <pad> 257.
         vocab_size=256,
         special_tokens=["<pad>", "<end>"],
         _eos_id=256,
@@ -190,11 +188,12 @@ def byte_level_tokenizer() -> Any:
 
 
 def _added_to_every_text(tokenizer: Any, end: int) -> tuple[list[int], list[int]]:
-    """The tokens that a tokenizer puts before and behind any text: its tokens of the empty text."""
+    """Tokens that a tokenizer adds before and after any text, from its tokens of the empty text."""
     try:
         added = list(tokenizer.tokenize(""))
     except Exception:  # some refuse an empty text
         return [], []
+    # What comes from the end token on is added after the text.
     before = next((at for at, token in enumerate(added) if token == end), len(added))
     return added[:before], added[before:]
 
