@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from mcore_batching import ParallelDims, PlannerConfig, plan_step
-from mcore_batching.tools.plot import BACKWARD, FORWARD
+from mcore_batching.tools.plot import PASSES
 from mcore_batching.tools.timeline import StepTimeline, step_timeline
 
 CAP_TOKENS = 8192
@@ -50,7 +50,7 @@ def draw(axes: Axes, step: StepTimeline, unit: float, title: str) -> None:
         top = rank.rank * (step.stages + 0.6)
         for timed in rank.passes:
             start, width = timed.start / unit, (timed.end - timed.start) / unit
-            colour = (BACKWARD if timed.backward else FORWARD)[0]
+            _, (colour, *_) = PASSES[timed.kind]
             row = top + timed.stage
             axes.barh(row, width, 0.86, start, color=colour, edgecolor="white", linewidth=0.5)
             if width > 2.0:
@@ -80,7 +80,7 @@ def main() -> None:
     draw(above, theirs, unit, "micro-batches packed full, ranks balanced by tokens")
     draw(below, ours, unit, "mcore_batching, same samples and cap")
     below.set_xlabel("predicted time")
-    handles = [Patch(color=FORWARD[0], label="forward"), Patch(color=BACKWARD[0], label="backward")]
+    handles = [Patch(color=PASSES[kind][1][0], label=PASSES[kind][0]) for kind in ("F", "B")]
     figure.legend(handles=handles, loc="outside lower right", ncols=2, fontsize=8, frameon=False)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=130)
