@@ -19,9 +19,6 @@ EFFORT_OF_DEAL = 6
 passes."""
 SMALLEST = 8
 """Samples of a slot that may be swapped, the cheapest: a bound on time for slots of hundreds."""
-WORTH_TELLING = 0.1
-"""What a rank's slots got beyond their targets is told to its other slots once it is so many times
-the overhead of a micro-batch for each."""
 
 
 def deal(
@@ -77,7 +74,7 @@ def deal(
             if room[slot] < wanted:
                 heapq.heappop(lacking)
                 heapq.heappush(waiting, (-room[slot], lack, slot))
-            elif less > WORTH_TELLING * fixed:
+            elif less > 0.0:
                 counted[slot] += less
                 heapq.heapreplace(lacking, (lack + less, slot))
             else:
