@@ -339,7 +339,7 @@ def test_rerun_step_is_the_same_step(records: list[Ranks]) -> None:
             ("data-ends",),
             0,
             "PlanningFailedError",
-            "rank 0: StockDataError: the data iterator ended after 0 of the 4 micro-batches",
+            "rank 0: StockDataError: the data iterator ended after 0 of 4 micro-batches",
             id="data-ends",
         ),
     ],

@@ -19,15 +19,15 @@ from mcore_batching.planning.search.objective import Candidate, Objective, Slots
 from mcore_batching.planning.search.steps import EVEN, FIRSTS, USUAL, Kind, Steps, thinned
 
 FEW_RANKS, ENOUGH_SAMPLES = 8, 1024
-"""From twice as many ranks on, numbers of slots are compared on so many of them, or on fewer that
-hold so many samples together, two at least; half as many samples are compared as they are."""
+"""Numbers of slots are compared on a thinned problem of 8 ranks from 16 ranks on: every R/8-th
+sample, on fewer ranks (two at least) where 1024 samples are left on them."""
 EFFORT_OF_MOVES = 0.5
-"""Share of the effort that is left for moves: with less no further kind of step is made, nor a
-further round of one. With 0.4 steps end 0.04 % later in the mean."""
+"""Share of the effort kept for moves: the search for better kinds of steps ends there. With 0.4
+steps end 0.04 % later in the mean."""
 CAREFUL = 6
-"""Times that samples are swapped after a deal whose step may be the result."""
+"""Passes of swaps after a deal whose step may be the result; 2 where numbers of slots are compared."""
 MOST_MOVED = 4
-"""Samples are moved in the best steps of so many numbers of slots."""
+"""Steps, of different numbers of slots, in which samples are moved before the better half goes on."""
 
 
 def search(

@@ -27,15 +27,17 @@ from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.objective import Candidate, Objective
 
 GIVE_UP_AFTER = 12000
-"""Moves in a row of which none made the step better."""
+"""Stop after so many moves in a row of which none made any pipeline end sooner."""
 EFFORT_OF_A_TRY = 40
-"""A move that is refused unsimulated takes about as long as so many simulated passes."""
+"""A move that is refused unsimulated costs as much effort as 40 simulated passes, about its CPU
+time."""
 EFFORT_OF_A_SHARED_PASS = 1.5
-"""Likewise one pass of each of the ranks that wait for each other."""
+"""Effort of one pass of one rank among ranks that wait for each other, which are simulated side by
+side."""
 MOST_CHAINS = 32
-"""Chains that are remembered of each pipeline."""
+"""Critical paths remembered per pipeline."""
 ROUNDED = 1.0 + 1e-12
-"""Ends that differ by no more are the same: they are sums in another order."""
+"""Ends closer than this are equal: they add up the same costs in another order."""
 
 NOWHERE = -2
 """A place that no chain passes."""
