@@ -25,9 +25,10 @@ EFFORT_OF_MOVES = 0.5
 """Share of the effort kept for moves: the search for better kinds of steps ends there. With 0.4
 steps end 0.04 % later in the mean."""
 CAREFUL = 6
-"""Passes of swaps after a deal whose step may be the result; 2 where numbers of slots are compared."""
-MOST_MOVED = 4
-"""Steps, of different numbers of slots, in which samples are moved before the better half goes on."""
+"""Passes of swaps after a deal whose step may be the result; 2 where numbers are compared."""
+MOST_MOVED = 2
+"""Steps, of different numbers of slots, in which samples are moved before the better one goes on.
+With 4 steps end 0.05 % later in the mean."""
 
 
 def search(

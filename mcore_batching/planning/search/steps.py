@@ -25,8 +25,7 @@ FIRSTS = (0.06, 0.1, 0.16, 0.25, 0.4, 0.6)
 """Sizes of the first slot over the plateau that are tried. With one of them alone steps end 0.5 %
 later."""
 USUAL = 0.25
-"""The one by which numbers of slots are compared. With 0.16 or 0.4 steps end 0.05 % later at most in
-the mean."""
+"""The one by which numbers of slots are compared. With 0.16 or 0.4 steps end up to 0.05 % later."""
 EVEN = 1.0
 """All slots equally large: the kind of step that holds the fewest tokens in flight."""
 DAMPING = 0.7
@@ -38,10 +37,10 @@ SMALL = 8
 """The cheapest eighth of the samples are small; each slot is to hold at least their mean. With a
 fourth or a sixteenth the mean moves by 0.01 %."""
 MOST_SLOTS_PER_STAGE = 16
-"""Most micro-batches tried per stage and rank: beyond them the bubble is under a sixteenth."""
+"""Most micro-batches tried per stage: beyond them the bubble is under a sixteenth."""
 STEPS_OF_COUNTS = 7
-"""Numbers of slots tried grow by a seventh each. By a fourth: steps end 0.08 % later in the mean; by
-a fourteenth: no sooner."""
+"""Numbers of slots tried grow by a seventh each. By a fourth, steps end 0.08 % later in the mean;
+by a fourteenth, no sooner."""
 
 
 class Kind(NamedTuple):

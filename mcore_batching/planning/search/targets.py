@@ -23,7 +23,7 @@ from mcore_batching.planning.pipeline import inflight_tokens
 from mcore_batching.planning.search.objective import Objective
 
 STEEPER = 0.25
-"""Before a long sample the first slot is a quarter of the usual: what runs before it only delays it.
+"""Before a long sample the first slot is a quarter of the usual: whatever precedes it delays it.
 With an eighth or a half the mean moves by 0.02 %, single steps by 0.6 %."""
 LOWEST = 0.5, 1.25
 """Last slot over the plateau: 1.25 · stages / slots (groups), at most 0.5, as a linear program has
