@@ -136,6 +136,15 @@ def test_plans_keep_every_invariant(
         assert slots[-1] or not any(slots), "a rank's last micro-batch is real if any is"
 
 
+@pytest.mark.parametrize(("lengths", "ranks"), [([0, 9000], 4), ([0, 2000, 300], 8)])
+def test_a_rank_beside_shared_rows_ends_with_a_row_of_its_own(
+    lengths: list[int], ranks: int
+) -> None:
+    dims = ParallelDims(data_parallel=ranks, pipeline_parallel=2, virtual_pipeline=4)
+    step = plan_step(lengths, dims, PlannerConfig(max_tokens_per_gpu=10001, max_context_parallel=2))
+    assert all(slots[-1] or not any(slots) for slots in step.micro_batches)
+
+
 @examples(100)
 @given(dynamic_cases(), st.data())
 def test_validation_names_what_a_change_breaks(

@@ -405,7 +405,7 @@ class FormSearch:
 
 def _make_last_real(rows: list[Slots], sizes: Sizes) -> None:
     """Put the slot that most ranks share last where a rank has a placeholder there that it need
-    not have."""
+    not have; one that then has a placeholder there, a micro-batch of its own."""
     count = len(rows[0])
     if not any(any(slots) and not slots[-1] for slots in rows):
         return
@@ -413,3 +413,8 @@ def _make_last_real(rows: list[Slots], sizes: Sizes) -> None:
     for slots, own in zip(rows, sizes, strict=True):
         slots[shared], slots[-1] = slots[-1], slots[shared]
         own[shared], own[-1] = own[-1], own[shared]
+        if not slots[-1]:
+            # A micro-batch that nobody shares may run in any of the rank's own slots.
+            alone = [slot for slot in range(count) if own[slot] == 1 and slots[slot]]
+            last = alone[-1] if alone else -1
+            slots[last], slots[-1] = slots[-1], slots[last]
