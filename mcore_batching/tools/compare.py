@@ -115,8 +115,9 @@ class Outcome:
 def planners(dims: ParallelDims, config: PlannerConfig) -> Iterator[Planner]:
     """This package's search first, then its plainer modes, then the rules.
 
-    Under dynamic CP rules without it plan by the dims' context-parallel size for all; each other
-    size for all, planned by this package, and Megatron's rule for dynamic CP are there as well.
+    Under dynamic CP rules without it plan by the dims' context-parallel size for all, or by the
+    largest below it that rows may have; each other size for all, planned by this package, and
+    Megatron's rule for dynamic CP are there as well.
     """
 
     def mode(balance: Literal["pipeline", "cost", "tokens", "none"]) -> PlanFunction:
@@ -127,8 +128,10 @@ def planners(dims: ParallelDims, config: PlannerConfig) -> Iterator[Planner]:
     def by_rule(rule: Rule) -> PlanFunction:
         if config.max_context_parallel is None:
             return lambda *step: rule_plan(rule, *step)
+        sizes = dims.row_sizes(config.max_context_parallel)
+        rows = dims.for_rows_on(max(size for size in sizes if size <= dims.context_parallel))
         return lambda lengths, dims, config, model: of_one_size(
-            rule_plan(rule, lengths, dims, replace(config, max_context_parallel=None)),
+            rule_plan(rule, lengths, rows, replace(config, max_context_parallel=None)),
             dims,
             config,
             model,

@@ -438,10 +438,17 @@ def megatron_dynamic_plan(
     cost_model: CostModel | None = None,
 ) -> StepPlan:
     """`rule_plan` of Megatron's rule for dynamic CP, which knows no largest size. A slot's larger
-    groups come first, so that each begins at a multiple of its size."""
+    groups come first, so that each begins at a multiple of its size.
+
+    Raises:
+        RuleFailureError: a group of a size that rows cannot have on so many ranks, as 2 of 3.
+    """
     ranks = dims.data_context_parallel
     lengths = [max(1, length) for length in lengths]
     slots = megatron_dynamic_slots(lengths, ranks, config.max_tokens_per_gpu)
+    odd = {group.size for groups in slots for group in groups} - {*dims.row_sizes(ranks)}
+    if odd:
+        raise RuleFailureError(f"a row on {min(odd)} of {ranks} ranks does not divide them")
     # Samples and size of each rank's micro-batch [slots][ranks].
     rows = [
         [

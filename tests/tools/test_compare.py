@@ -156,6 +156,18 @@ def test_csv_and_json_hold_every_field(outcomes: list[compare.Outcome]) -> None:
     ]
 
 
+@pytest.mark.parametrize(("ranks", "context", "most"), [(2, 4, 2), (4, 3, 2), (3, 1, 3)], ids=str)
+def test_every_planner_is_shown_where_dynamic_cp_lacks_a_rules_size(
+    ranks: int, context: int, most: int
+) -> None:
+    """The rule's own size is above the largest, or no row can have it on so many ranks."""
+    dims = ParallelDims(data_parallel=ranks, context_parallel=context)
+    config = PlannerConfig(max_tokens_per_gpu=4096, max_context_parallel=most, plan_effort=1)
+    found = compare.compare([[5000, 1091, 590, 554, 1131, 524]], dims, config)
+    assert by_name(found, compare.OURS).planned
+    assert len(found) == len(list(compare.planners(dims, config)))
+
+
 def test_draws() -> None:
     assert compare.draw_steps([3, 4, 5]) == [[3, 4, 5]]
     assert compare.draw_steps([3, 4, 5], 2) == [[3, 4], [5]]
