@@ -134,7 +134,8 @@ def test_cost_model_from_a_file(tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text("[]")
     for wrong in (other, tmp_path / "missing.json"):
-        with pytest.raises(DynamicBatchArgumentError, match=f"--dynamic-batch-cost-model {wrong}"):
+        said = f"--dynamic-batch-cost-model {wrong}: .*a job writes under --dynamic-batch-record"
+        with pytest.raises(DynamicBatchArgumentError, match=said):
             Options.of(parse("--dynamic-batch-cost-model", str(wrong))).given_cost_model()
 
 

@@ -259,6 +259,6 @@ def _read_cost_model(path: str) -> CostModel:
         return CostModel.from_json(read_document(path))
     except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise DynamicBatchArgumentError(
-            f"{PREFIX}cost-model {path}: {error}; set it to a file that `mcore-batching calibrate "
-            "--out` wrote, to auto or to fixed"
+            f"{PREFIX}cost-model {path}: {error}; set it to the cost_model.json that a job writes "
+            f"under {PREFIX}record, to auto or to fixed"
         ) from None
