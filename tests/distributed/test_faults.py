@@ -592,11 +592,15 @@ def test_wrong_call_on_all_ranks_is_the_error_itself(job: Job, ranks: list[list[
     [job("wrong-timeouts", "wrong_timeouts", {"data_parallel": 2}, 2, module="misuse")],
     ids=str,
 )
-def test_a_time_out_that_is_none_is_named_on_all(job: Job, ranks: list[dict[str, str]]) -> None:
-    """Before there is anything by which ranks agree."""
+def test_a_time_out_that_is_none_is_named_on_all(
+    job: Job, ranks: list[tuple[dict[str, str], int]]
+) -> None:
+    """Before there is anything by which ranks agree; of the watches made for it one is left."""
     assert ranks[0] == ranks[1]
-    assert len(ranks[0]) == 10
-    for name, said in ranks[0].items():
+    errors, num_watches = ranks[0]
+    assert num_watches == 1
+    assert len(errors) == 10
+    for name, said in errors.items():
         text = "--dynamic-batch-consensus-timeout-seconds must be a number of seconds from 1 to "
         assert text in said
         assert f"got {name.split()[0]}" in said.replace("'", "")

@@ -125,12 +125,16 @@ class Job:
             with contextlib.suppress(DynamicBatchArgumentError):
                 seconds = options.checked_timeout_seconds()
             watch = NO_WATCH if options.no_failure_watch else watch_of_world()
-            consensus = JobConsensus(seconds, watch)
-            consensus.agree(
-                "reading the arguments",
-                options.checked_timeout_seconds,
-                failure=PlanningFailedError,
-            )
+            try:
+                consensus = JobConsensus(seconds, watch)
+                consensus.agree(
+                    "reading the arguments",
+                    options.checked_timeout_seconds,
+                    failure=PlanningFailedError,
+                )
+            except BaseException:
+                watch.stop()  # the next call makes another
+                raise
             connection = self.memory.connection = (weakref.ref(world), consensus, watch)
         return connection[1:]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -338,8 +339,9 @@ def returns_less(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     }
 
 
-def wrong_timeouts(dims: dict[str, Any], reference: str) -> dict[str, str]:
-    """What planning says where the last rank, or every rank, has a time-out that is none."""
+def wrong_timeouts(dims: dict[str, Any], reference: str) -> tuple[dict[str, str], int]:
+    """What planning says where the last rank, or every rank, has a time-out that is none; the
+    failure watches that run once it has succeeded."""
     model, data = small_model(dims, reference), my_samples(dims)
     last, found = dist.get_world_size() - 1, {}
     for given in (0, -1, float("nan"), float("inf"), "soon"):
@@ -352,7 +354,8 @@ def wrong_timeouts(dims: dict[str, Any], reference: str) -> dict[str, str]:
             except Exception as error:
                 found[f"{given} on {len(at_fault)}"] = f"{type(error).__name__}: {error}"
     get_data_iterator(arguments(ParallelDims(**dims)), model, data)
-    return found
+    watches = [each for each in threading.enumerate() if each.name == "failure watch"]
+    return found, len(watches)
 
 
 def stages_read_other_samples(dims: dict[str, Any], reference: str) -> str:
