@@ -46,6 +46,9 @@ OFF_BEFORE = 0.2
 than the window's passes with their noise, it weighs more than `ANCHOR`."""
 _LEAST_SHARE = 1e-3
 """Of a row's time, the least that its tokens are taken to need: the unit must not vanish."""
+_MOST_OVERHEAD = 3.0
+"""Of `context_parallel_overhead`: twice the ranks then take twice as long, and nothing is shared.
+The fit is linear about the present one, so a stalled row could raise it without end."""
 LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e6
 """Of a pass that a clock can have told: less than its steps, eleven days. Sums of squares of times
 between them are numbers."""
@@ -290,7 +293,7 @@ def relearnt(
             quadratic=pair / token,
             per_micro_batch=fixed / token,
             backward_ratio=ratio,
-            context_parallel_overhead=model.context_parallel_overhead + change,
+            context_parallel_overhead=min(model.context_parallel_overhead + change, _MOST_OVERHEAD),
             # A scale of seconds that no shared row told is none.
             context_parallel_fixed=doubling / token if matrix[4][4] else before[4],
         ),
