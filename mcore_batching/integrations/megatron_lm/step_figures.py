@@ -1,7 +1,7 @@
 """Statistics of a training step's plan over all ranks, each of which knows only its own part.
 
     figures = StepFigures(schedule)
-    agreed = agree_after_pipeline(args, "training", failed, figures.own, figures.says)
+    agreed = job.agree_after_pipeline("training", failed, figures.own, figures.says)
     figures.statistics(agreed)     # as `step_statistics` of the plan of all ranks
 
 Each rank sends a few numbers, and one per micro-batch, as figures of the agreement that ends the
