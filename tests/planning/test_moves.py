@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import replace
 
@@ -169,7 +170,7 @@ def test_improving_never_ends_a_step_later(problem: Step, times: float | None) -
     before = objective.candidate(plain.micro_batches)
     if times and before.ranks[0]:
         held = max(map(objective.problem.inflight_tokens, before.ranks))
-        objective.max_inflight_tokens = int(times * held)
+        objective.max_inflight_tokens = math.ceil(times * held)  # model chunks hold parts
     after = improve(before, objective)
     assert after.end <= before.end
     assert after.ends == pytest.approx(objective.candidate(after.ranks).ends, rel=1e-12)
