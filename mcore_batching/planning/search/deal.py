@@ -87,13 +87,12 @@ def deal(
         own.append(sample)
         # Less than nothing in a slot that may take no further sample.
         room[slot] = -1 if len(own) >= most else room[slot] - size
-        more = lack + costs[sample]
-        if more > 0.0 and spills:
-            more = more if lack < 0.0 else costs[sample]
-            spilt[slot // per_rank] += more / (per_rank - 1)
-            counted[slot] += more / (per_rank - 1)
-            more = lack + costs[sample]
-        heapq.heapreplace(lacking, (more, slot))
+        beyond = lack + costs[sample]
+        if beyond > 0.0 and spills:
+            spill = (beyond if lack < 0.0 else costs[sample]) / (per_rank - 1)
+            spilt[slot // per_rank] += spill
+            counted[slot] += spill
+        heapq.heapreplace(lacking, (beyond, slot))
     over = [
         fixed + ordered_sum(costs[sample] for sample in own) - size
         for own, size in zip(slots, targets, strict=True)

@@ -18,8 +18,6 @@ EFFORT = 70
 """Effort of a step is `plan_effort` · √(70 · (samples + stages of all ranks) · (4 + stages)): 550
 simulated passes for each unit of `plan_effort` with 512 samples on DP8×PP4, 3,700 with 16,384 on
 DP64×PP8. With 60 steps end 0.06 % later in the mean."""
-FEW_COUNTED = 1024
-"""Under dynamic CP steps of few samples take as much as those of so many at most."""
 EFFORT_UNDER_BOUND = 3
 """Effort is tripled under a bound on tokens in flight, which most steps tried break. Doubled only,
 one interleaved step ended 4 % later; not at all, 15 %."""

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from mcore_batching.planning.bounds import step_time_floor
 from mcore_batching.planning.pipeline import clocks_of
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.search.objective import FEW_COUNTED, Candidate, Objective, Sizes
+from mcore_batching.planning.search.objective import Candidate, Objective, Sizes
 from mcore_batching.planning.search.steps import MOST_SLOTS_PER_STAGE
 
 EFFORT_OF_A_PASS, EFFORT_OF_A_RANK = 2.0, 1.3
 """A pass of all ranks takes about as long as so many simulated passes of one, and so many more for
 each rank."""
+FEW_COUNTED = 1024
+"""Steps of few samples take as much effort as those of so many at most."""
 EFFORT_OF_SHARING = 4
 """So many times the effort, beside that for steps of one size: those that wait for each other are
 simulated together, at several times the cost. Steps of 512 samples of mooncake_conv end 3 % sooner

@@ -63,7 +63,6 @@ class Made:
     step: Candidate | None = None
     offsets: Sequence[float] = ()
     """Work that each rank is to have beyond the mean in the next round [ranks]."""
-    rounds: int = 0
     ways: list[int] = field(default_factory=list)
     """In which each rank's groups of slots are ordered under the interleaved schedule."""
 
@@ -208,7 +207,6 @@ class Steps:
         """The end of the step of one more deal, infinite if it does not fit into memory; None if
         samples do not fit into slots."""
         objective = self.objective
-        made.rounds += 1
         targets = self._targets(kind, made)
         slots = deal(self.order, targets, objective, passes=self.passes, per_rank=kind.num_slots)
         if slots is None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mcore_batching.planning.cost import ordered_sum
 from mcore_batching.planning.pipeline import inflight_tokens
@@ -203,21 +203,9 @@ class Targets:
             usual = 1.0 - self._lowest if last < self._units else (1.0 - self._lowest) / self._decay
             least, most = most, min(most, usual)
         if enough(STEEPER, last, most):
-            for _ in range(HALVINGS):
-                middle_lack = math.sqrt(least * most)
-                if enough(STEEPER, last, middle_lack):
-                    most = middle_lack
-                else:
-                    least = middle_lack
-            return STEEPER, last, most
-        low_rise, high_rise = STEEPER, 1.0
-        for _ in range(HALVINGS):
-            rise = math.sqrt(low_rise * high_rise)
-            if enough(rise, last, most):
-                high_rise = rise
-            else:
-                low_rise = rise
-        return high_rise, last, most
+            lacking = _least(least, most, lambda lacking: enough(STEEPER, last, lacking))
+            return STEEPER, last, lacking
+        return _least(STEEPER, 1.0, lambda rise: enough(rise, last, most)), last, most
 
     def _reaching(self, longest: float, steeper: float, last: int, lacking: float) -> list[float]:
         """Sizes of units of which the largest is the longest sample's.
@@ -236,6 +224,14 @@ class Targets:
         if self._group == 1:
             return sizes
         return [size for size in sizes for _ in range(self._group)][: self.count]
+
+
+def _least(low: float, high: float, does: Callable[[float], bool]) -> float:
+    """About the least number above `low` that does, given that `high` does."""
+    for _ in range(HALVINGS):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if does(middle) else (middle, high)
+    return high
 
 
 def _ceiling(objective: Objective, count: int) -> float:
