@@ -14,6 +14,8 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
+from functools import reduce
+from operator import add
 
 from mcore_batching.planning.errors import Argument, ConfigError
 from mcore_batching.planning.integers import at_least
@@ -25,10 +27,7 @@ def ordered_sum(values: Iterable[float]) -> float:
 
     The built-in `sum` compensates rounding from Python 3.12 on and does not before.
     """
-    total = 0.0
-    for value in values:
-        total += value
-    return total
+    return reduce(add, values, 0.0)
 
 
 RIDGE_TOKENS = 256

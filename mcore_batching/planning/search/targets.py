@@ -75,6 +75,7 @@ class Targets:
         for _ in range(self._units):
             self._powers.append(self._powers[-1] * self._decay)
         self._first, self._rise = first, self._rising(first)
+        self._steep = self._rising(STEEPER * first)
         self._usual = self._sizes(self._rise, self._units - 1, 1.0 - lowest)
         self._usual_sum = self._sum(self._usual)
 
@@ -92,8 +93,10 @@ class Targets:
 
     def _sizes(self, rise: Sequence[float], last: int, lacking: float) -> list[float]:
         """Sizes of units, rising, and falling until one lacks so much of the plateau."""
-        falling = (1.0 - lacking * power for power in self._powers[last::-1])
-        sizes = [min(up, down) for up, down in zip(rise, falling, strict=False)]
+        sizes = [
+            up if up < (down := 1.0 - lacking * power) else down
+            for up, power in zip(rise, self._powers[last::-1], strict=False)
+        ]
         return sizes + [0.0] * (self._units - 1 - last)
 
     def _sum(self, sizes: Sequence[float]) -> float:
@@ -186,39 +189,47 @@ class Targets:
         sizes[at] = longest
         return sizes
 
-    def _shape_around(self, work: float, longest: float) -> tuple[float, int, float]:
-        """Size of the first slot, the last unit before the end, and what it lacks, as `_reaching`
-        takes them: those that add up to the work, or hardly more."""
+    def _shape_around(self, work: float, longest: float) -> tuple[list[float], int, float]:
+        """The rise, the last unit before the end, and what it lacks, as `_reaching` takes them:
+        those that add up to the work, or hardly more."""
 
-        def enough(steeper: float, last: int, lacking: float) -> bool:
-            return self._sum(self._reaching(longest, steeper, last, lacking)) >= work
+        def enough(rise: list[float], last: int, lacking: float) -> bool:
+            return self._sum(self._reaching(longest, rise, last, lacking)) >= work
 
-        first = min(self._stages, self._units)
+        steep, first = self._steep, min(self._stages, self._units)
         low, last = first, max(first, self._units - 1)
         while low < last:
             middle = (low + last) // 2
-            low, last = (low, middle) if enough(STEEPER, middle, 1.0) else (middle + 1, last)
+            low, last = (low, middle) if enough(steep, middle, 1.0) else (middle + 1, last)
         least, most = 1.0 / self._decay if last > first else 1.0, 1.0
-        if not enough(STEEPER, last, most):
+        if not enough(steep, last, most):
             usual = 1.0 - self._lowest if last < self._units else (1.0 - self._lowest) / self._decay
             least, most = most, min(most, usual)
-        if enough(STEEPER, last, most):
-            lacking = _least(least, most, lambda lacking: enough(STEEPER, last, lacking))
-            return STEEPER, last, lacking
-        return _least(STEEPER, 1.0, lambda rise: enough(rise, last, most)), last, most
+        if enough(steep, last, most):
+            return steep, last, _least(least, most, lambda lacking: enough(steep, last, lacking))
 
-    def _reaching(self, longest: float, steeper: float, last: int, lacking: float) -> list[float]:
+        def rising(steeper: float) -> list[float]:
+            return self._rising(steeper * self._first)
+
+        gentlest = _least(STEEPER, 1.0, lambda steeper: enough(rising(steeper), last, most))
+        return rising(gentlest), last, most
+
+    def _reaching(
+        self, longest: float, rise: list[float], last: int, lacking: float
+    ) -> list[float]:
         """Sizes of units of which the largest is the longest sample's.
 
         Args:
             longest: cost of its micro-batch.
-            steeper: first size over the usual one.
+            rise: sizes up to the plateau, relative to it.
             last: the last unit before sizes fall to nothing.
             lacking: what that one lacks of the plateau, over the plateau.
         """
-        sizes = self._sizes(self._rising(steeper * self._first), last, lacking)
-        scale, most = longest / max(*sizes, TINY), self._ceiling if self._bounded else longest
-        return [max(self._least, min(most, size * scale)) for size in sizes]
+        sizes = self._sizes(rise, last, lacking)
+        least, scale = self._least, longest / max(*sizes, TINY)
+        most = max(least, self._ceiling if self._bounded else longest)
+        scaled = [size * scale for size in sizes]
+        return [least if size < least else size if size < most else most for size in scaled]
 
     def _of_slots(self, sizes: list[float]) -> list[float]:
         if self._group == 1:
