@@ -48,51 +48,24 @@ def deal(
     objective.effort -= EFFORT_OF_DEAL * (len(order) + passes * len(targets))
     costs, tokens, most = problem.costs, problem.tokens, problem.max_samples
     fixed, capacity = problem.cost_model.per_micro_batch, problem.capacity
-    lacking = [(fixed - size, slot) for slot, size in enumerate(targets) if size > fixed]
-    if not lacking:
-        lacking = [(fixed - size, slot) for slot, size in enumerate(targets) if size >= 0.0]
-    heapq.heapify(lacking)
-    empty = len(lacking)
+    lacking = _Lacking(targets, objective, per_rank)
+    empty = len(lacking.heap)
     slots: Slots = [[] for _ in targets]
-    room = [capacity] * len(targets)
-    # Slots without room for the last sample, the most room first.
-    waiting: list[tuple[int, float, int]] = []
-    spills = per_rank > 1 and not objective.lockstep
-    spilt = [0.0] * (len(targets) // per_rank)
-    counted = [0.0] * len(targets)
+    room = lacking.room
     for number, sample in enumerate(order):
         if len(order) - number <= empty:
             _fill_empty(order[number:], slots, room, targets, objective, per_rank)
             break
         size = tokens[sample]
-        wanted = min(size, capacity)
-        while waiting and -waiting[0][0] >= wanted:
-            _, lack, slot = heapq.heappop(waiting)
-            heapq.heappush(lacking, (lack, slot))
-        while lacking:
-            lack, slot = lacking[0]
-            less = spilt[slot // per_rank] - counted[slot]
-            if room[slot] < wanted:
-                heapq.heappop(lacking)
-                heapq.heappush(waiting, (-room[slot], lack, slot))
-            elif less > 0.0:
-                counted[slot] += less
-                heapq.heapreplace(lacking, (lack + less, slot))
-            else:
-                break
-        if not lacking:
+        slot = lacking.most(size if size < capacity else capacity)
+        if slot < 0:
             return None
         own = slots[slot]
         empty -= not own
         own.append(sample)
         # Less than nothing in a slot that may take no further sample.
         room[slot] = -1 if len(own) >= most else room[slot] - size
-        beyond = lack + costs[sample]
-        if beyond > 0.0 and spills:
-            spill = (beyond if lack < 0.0 else costs[sample]) / (per_rank - 1)
-            spilt[slot // per_rank] += spill
-            counted[slot] += spill
-        heapq.heapreplace(lacking, (beyond, slot))
+        lacking.give(costs[sample])
     over = [
         fixed + ordered_sum(costs[sample] for sample in own) - size
         for own, size in zip(slots, targets, strict=True)
@@ -100,6 +73,61 @@ def deal(
     for turn in range(passes):
         swap(slots, over, room, problem, turn // 2)
     return slots
+
+
+class _Lacking:
+    """Slots while samples are dealt to them, the one that lacks most of its target first.
+
+    Args:
+        targets, objective, per_rank: as in `deal`.
+    """
+
+    def __init__(self, targets: Sequence[float], objective: Objective, per_rank: int) -> None:
+        fixed = objective.problem.cost_model.per_micro_batch
+        heap = [(fixed - size, slot) for slot, size in enumerate(targets) if size > fixed]
+        if not heap:
+            heap = [(fixed - size, slot) for slot, size in enumerate(targets) if size >= 0.0]
+        heapq.heapify(heap)
+        self.heap = heap
+        """What a slot has beyond its target, below 0 while it lacks some, and its number."""
+        self.room = [objective.problem.capacity] * len(targets)
+        """Tokens that fit [slots]."""
+        # Slots without room for the last sample, the most room first.
+        self._waiting: list[tuple[int, float, int]] = []
+        self._per_rank = per_rank
+        self._spills = per_rank > 1 and not objective.lockstep
+        self._spilt = [0.0] * (len(targets) // per_rank)
+        self._counted = [0.0] * len(targets)
+
+    def most(self, wanted: int) -> int:
+        """The slot that lacks most of those with room for so many tokens; -1 if none has."""
+        heap, waiting, room = self.heap, self._waiting, self.room
+        while waiting and -waiting[0][0] >= wanted:
+            _, beyond, slot = heapq.heappop(waiting)
+            heapq.heappush(heap, (beyond, slot))
+        while heap:
+            beyond, slot = heap[0]
+            less = self._spilt[slot // self._per_rank] - self._counted[slot]
+            if room[slot] < wanted:
+                heapq.heappop(heap)
+                heapq.heappush(waiting, (-room[slot], beyond, slot))
+            elif less > 0.0:
+                self._counted[slot] += less
+                heapq.heapreplace(heap, (beyond + less, slot))
+            else:
+                return slot
+        return -1
+
+    def give(self, cost: float) -> None:
+        """So much to the slot that `most` found; what it gets beyond its target, the other slots of
+        its rank are to have less."""
+        before, slot = self.heap[0]
+        beyond = before + cost
+        if beyond > 0.0 and self._spills:
+            spill = (beyond if before < 0.0 else cost) / (self._per_rank - 1)
+            self._spilt[slot // self._per_rank] += spill
+            self._counted[slot] += spill
+        heapq.heapreplace(self.heap, (beyond, slot))
 
 
 def _fill_empty(
