@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import random
@@ -229,6 +230,60 @@ def learn(
             seen[-1]["updated"] = result.update_successful
     for file in Path(args.dynamic_batch_record).iterdir():
         seen[-1]["recorded" if file.suffix == ".jsonl" else "cost model"] = file.read_text()
+    return seen
+
+
+def in_turns(
+    dims: dict[str, Any],
+    steps: list[list[tuple[int, int]]],
+    cap: int,
+    kinds: list[str],
+    objective: str,
+    hidden_size: int,
+) -> list[dict[str, tuple[float, int]]]:
+    """Train on each step's samples once by each kind of cost model, in turns; nothing sleeps.
+
+    Args:
+        dims: of the job.
+        steps: total and response length of the samples that a data-parallel rank has [steps].
+        cap: tokens of a micro-batch.
+        kinds: values of ``--dynamic-batch-cost-model``.
+        objective: of `kit.objective`.
+        hidden_size: of a dense model of 4 layers.
+
+    Returns:
+        of each step and kind the seconds of `train_step`, and the number of micro-batches.
+    """
+    shape = ParallelDims(**dims)
+    config = transformer_config(
+        "dense", hidden_size=hidden_size, ffn_hidden_size=4 * hidden_size, **pipeline_config(shape)
+    )
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    model = build_model(config, vocab_size=VOCABULARY, max_sequence_length=cap, ddp=ddp)
+    optimizer = adam(model, distributed=False)
+    loss = functools.partial(packed_objective, name=objective)
+    rank, ranks = parallel_state.get_data_parallel_rank(), shape.data_parallel
+    seen = []
+    for number, lengths in enumerate(steps):
+        torch.manual_seed(number)
+        data = samples_of([total for total, _ in lengths[rank::ranks]])
+        data["response_lengths"] = responses = [each for _, each in lengths[rank::ranks]]
+        for field in ("advantages", "rollout_log_probs", "ref_log_probs"):
+            data[field] = [torch.full((each,), 0.5) for each in responses]
+        took = {}
+        for kind in kinds if number % 2 else kinds[::-1]:
+            args = arguments(
+                shape,
+                max_tokens_per_gpu=cap,
+                dynamic_batch_cost_model=kind,
+                dynamic_batch_exchange=shape.data_parallel > 1,
+            )
+            iterators, counts = get_data_iterator(args, model, data)
+            dist.barrier()
+            started = time.monotonic()
+            train_step(loss, args, model, iterators, counts, optimizer)
+            took[kind] = (time.monotonic() - started, counts[0])
+        seen.append(took)
     return seen
 
 
