@@ -9,7 +9,7 @@ those of whole steps from the fifth on, when costs are known, on the slowest ran
 predicted are the passes alone. Stages of a tiny model compute for some milliseconds beside.
 
 ``--real``: nothing sleeps. A model of 4 layers trains on 2 processes, on each step's samples once
-by either kind, in turns: fine-tuning on questions and answers (GSM8K's test set, a byte a token) and
+by either kind, in turns: fine-tuning on questions and answers (GSM8K's test set, a byte a token),
 policy gradients on rollouts (example solutions, four to a question). Printed is the median of
 fixed over auto, step by step from the fifth on, with its quartiles.
 """
