@@ -26,7 +26,7 @@ from mcore_batching.tools.cli import main
 from mcore_batching.tools.cli.options import CommandParser, UsageError
 from mcore_batching.tools.lengths_file import LengthsFileError
 from mcore_batching.tools.picture import PlotError
-from mcore_batching.tools.rules import RuleFailureError
+from mcore_batching.tools.rule_parts import RuleFailureError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

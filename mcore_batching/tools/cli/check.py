@@ -30,6 +30,7 @@ def run(options: argparse.Namespace) -> int:
     except InvariantError as error:
         complain(f"{options.plan}: {error.text(options.spell)}")
         return 1
+    # Other lengths may satisfy every invariant by chance, so their digest has the last word.
     recorded, of_lengths = recorded_digests(text)
     if of_lengths not in (None, lengths_digest(lengths)):
         complain(
@@ -44,6 +45,7 @@ def run(options: argparse.Namespace) -> int:
             f"gives {found}: the plan was changed after it was written"
         )
         return 1
+    # Only what was checked is claimed: with `fill="placeholder"` nothing is split.
     held = ["exact cover", "cap", "equal count"]
     if plan.config.fill == "split":
         held.append("split before placeholder")

@@ -29,6 +29,7 @@ def run(options: argparse.Namespace) -> int:
             argparse.HelpFormatter, width=min(100, shutil.get_terminal_size().columns)
         ),
     )
+    # argparse has a formatter that adds defaults, but to every flag, `False` and `None` included.
     for flag in add_flags(listed, THEMES)._actions:
         if flag.default not in (None, False) and "default" not in str(flag.help):
             flag.help = f"{flag.help} (default: {flag.default})"

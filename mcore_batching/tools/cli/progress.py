@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 
 FIRST_SECONDS, EVERY_SECONDS = 3.0, 0.5
+"""Until the first line, so that short work stays silent, and between two."""
 
 
 @contextlib.contextmanager
@@ -36,7 +37,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     over, started = threading.Event(), time.monotonic()
 
     def show() -> None:
-        width = 0
+        width = 0  # of the longest line so far, which a shorter one must overwrite
         while not over.wait(EVERY_SECONDS if width else FIRST_SECONDS):
             line = f"{what}: {_so_far(*parts, time.monotonic() - started)}"
             _overwrite(f"{line:<{width}}")
@@ -45,6 +46,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
             _overwrite(" " * width)
             _overwrite("")
 
+    # A daemon: Ctrl-C must not wait for it.
     thread = threading.Thread(target=show, daemon=True)
     thread.start()
     try:
