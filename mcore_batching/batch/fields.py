@@ -98,7 +98,7 @@ class Field:
         if self.length_offset and self.kind not in _WITH_ROWS:
             raise SchemaError(
                 self.name,
-                expected="length_offset 0, since this kind has no rows",
+                expected="length_offset=0 of a kind without rows",
                 found=f"length_offset={self.length_offset} with Kind.{self.kind.name}",
                 declaration=declaration_line(self.name, Kind.PER_TOKEN, self.length_offset),
             )
@@ -110,6 +110,7 @@ class Field:
                 f"{', '.join(f'Fill.{fill.name}' for fill in offered)}",
                 found=str(self.fill),
             )
+        # Packing reads these three by name, so their kinds are not the user's to choose.
         fixed = _STRUCTURAL.get(self.name)
         if (self.kind is Kind.TOKENS or fixed is not None) and self.kind is not fixed:
             raise SchemaError(

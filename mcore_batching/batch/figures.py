@@ -57,6 +57,7 @@ def largest(value: Value) -> Figure:
 def least(value: Value) -> Figure:
     """For each number, the least of all ranks."""
     figure = _figure("least", value)
+    # Negated, so that messages need maxima and sums alone.
     return Figure(figure.kind, [-each for each in figure.values], figure.is_list)
 
 
@@ -84,10 +85,12 @@ def numbers_of(figures: Mapping[str, Figure], *, is_first: bool) -> Numbers:
     """
     maxima: list[Any] = []
     sums: list[Any] = []
+    # By name, not in the order of the dict, which may differ between ranks.
     for _, figure in sorted(figures.items()):
         if figure.has_maxima:
             maxima += figure.values
         else:
+            # Ranks of a replica hold the same samples, which must count once.
             counts = is_first or figure.kind == "rank total"
             sums += figure.values if counts else [0] * len(figure.values)
     return Numbers(maxima, sums)

@@ -78,6 +78,7 @@ class PlannerConfig:
             "max_context_parallel",
         ):
             value = getattr(self, name)
+            # None is a value of the others, and as a Python int the config prints as JSON.
             if value is not None or name in ("max_tokens_per_gpu", "plan_effort"):
                 object.__setattr__(self, name, at_least(name, value, 1, ConfigError))
         for name, choices in CHOICES.items():
@@ -87,7 +88,7 @@ class PlannerConfig:
                     Argument(name),
                     f" must be one of {', '.join(map(repr, choices))}, got {value!r:.60}",
                 )
-
+        # "auto" gives way to `packing` or `fill`; "pipeline" was asked for, as they were.
         if self.balance == "pipeline" and (self.packing != "auto" or self.fill != "split"):
             raise ConfigError(
                 Argument("balance", "pipeline"),
@@ -108,6 +109,7 @@ class PlannerConfig:
 
     def cap_tokens(self, dims: ParallelDims) -> int:
         """Most padded tokens of a micro-batch, over its context-parallel ranks."""
+        # Each of them holds an equal part of every sample.
         return self.max_tokens_per_gpu * dims.context_parallel
 
     def num_ranks(self, dims: ParallelDims) -> int:

@@ -15,7 +15,7 @@ from mcore_batching.planning.integers import at_least
 MAX_RANKS = 2**17
 """More GPUs than any job has. Beyond, even few samples take minutes: a plan has a list per rank."""
 MAX_CHUNKS = 1024
-"""More chunks over all stages than any model has layers."""
+"""Limit of chunks over all stages: more than any model has layers, each of which a clock passes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +58,7 @@ class ParallelDims:
             "tensor_parallel",
             "expert_parallel",
         ):
+            # As Python ints: a frozen dataclass that was given NumPy's would not print as JSON.
             object.__setattr__(
                 self, name, at_least(name, getattr(self, name), 1, ParallelDimsError)
             )
@@ -81,12 +82,7 @@ class ParallelDims:
             raise ParallelDimsError(
                 f"{within * self.pipeline_parallel} ranks are more than {MAX_RANKS}; decrease ",
                 Argument("data_parallel"),
-                ", ",
-                Argument("pipeline_parallel"),
-                ", ",
-                Argument("context_parallel"),
-                " or ",
-                Argument("tensor_parallel"),
+                " or another size",
             )
         if within % self.expert_parallel:
             raise ParallelDimsError(

@@ -97,6 +97,7 @@ class LeftPadded:
         for name, block in self.blocks.items():
             if self.schema[name].kind is Kind.POSITION_IDS:
                 return block
+        # Padding counts nothing, so the first token is at 0 on every line.
         return (self.attention_mask.long().cumsum(1) - 1).clamp(min=0)
 
     def num_rows(self, name: str) -> list[int]:
@@ -111,19 +112,12 @@ def left_pad(
     *,
     pad_token_id: int,
 ) -> LeftPadded:
-    """Left-padded blocks of a batch.
-
-    Tokens are padded with ``pad_token_id``, routed experts with the experts 0, 1, … top_k - 1, all
-    else with 0.
+    """Left-padded blocks of a batch, on the device and of the type of each field's values.
 
     Args:
         samples: field name to one value per sample, as for `pack`; may be of no samples.
         schema: the kind of every field; undeclared ones are inferred.
-        pad_token_id: fills the tokens.
-
-    Returns:
-        the blocks, each on the device and of the type of the field's values; int64 for unsigned
-        integers of 16 bits and more.
+        pad_token_id: fills the tokens; all else is filled with 0.
 
     Raises:
         SchemaError: a value does not match its kind, or a field's values differ in type or in
@@ -178,8 +172,7 @@ def response_values(left_padded: LeftPadded, values: Tensor) -> list[Tensor]:
     expected = [left_padded.num_samples, max(lengths, default=0)]
     if list(values.shape[:2]) != expected:
         raise BatchError(
-            f"expected values of shape {expected} (and more), right-aligned to the longest "
-            f"response, got {list(values.shape)}"
+            f"expected values of shape {expected}, right-aligned, got {list(values.shape)}"
         )
     return _rows_of(values, lengths)
 
@@ -191,6 +184,7 @@ def _block(field: Field, values: Sequence[Tensor], fill: int) -> Tensor:
         field, [value.movedim(-1, 0) if tokens_last else value for value in values], fill
     )
     if field.kind is Kind.ROUTED_EXPERTS and block.numel():
+        # The experts 0, 1, … top_k - 1: a router that replays routes wants distinct ones.
         padding = ~_column_mask([len(value) for value in values], block.device)
         block[padding] = torch.arange(block.shape[-1], dtype=block.dtype, device=block.device)
     return block.movedim(1, -1) if tokens_last else block

@@ -65,6 +65,7 @@ def sample_metrics(
             },
         )
 
+    # Sums and counts travel, not means: ranks have different numbers of samples.
     agreed = Consensus(group).agree("summing up metrics", numbers, says)
     metrics: dict[str, float] = {}
     found = (agreed.figures[name] for name in ("counts", "sums", "maxima", "minima"))
@@ -133,7 +134,7 @@ def masked_zscore(
         lambda squares: Statement(figures={"squares": total(squares)}),
     )
     variance = agreed.figures["squares"] / max(count, 1)
-    scale = (variance + epsilon) ** -0.5 if variance + epsilon > 0 else 0.0
+    scale = (variance + epsilon) ** -0.5 if variance + epsilon > 0 else 0.0  # epsilon may be 0
     scores = []
     for value, mask in zip(values, masks, strict=True):
         score = (value.detach().double() - mean) * scale
@@ -167,7 +168,8 @@ def _kept(values: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
     for index, (value, mask) in enumerate(zip(values, masks, strict=True)):
         if value.shape != mask.shape:
             raise BatchError(
-                f"expected a mask of shape {list(value.shape)} for value {index}, got "
-                f"{list(mask.shape)}; give each value the mask of its own tokens"
+                f"mask {index} has shape {list(mask.shape)}, its value {list(value.shape)}; give "
+                "each value its own mask"
             )
+    # Picked, not multiplied: 0 · NaN is NaN. In float64, where a million addends keep their digits.
     return [value.detach()[mask != 0].double() for value, mask in zip(values, masks, strict=True)]

@@ -105,7 +105,7 @@ def test_numbers_of_other_libraries_count_by_value() -> None:
 
 @pytest.mark.parametrize("group", [None, ["a"], ("a", ["b"]), {}])
 def test_a_uid_that_cannot_be_told_apart_is_refused(group: object) -> None:
-    with pytest.raises(LengthError, match=r"group of sample 1 must be hashable and not None") as e:
+    with pytest.raises(LengthError, match=r"group of sample 1 must be hashable, got") as e:
         group_steps(["a", group], 1)  # type: ignore[list-item]
     assert e.value.index == 1
 
@@ -246,7 +246,7 @@ def test_arguments_that_exclude_or_need_each_other() -> None:
     def plan(**arguments: object) -> None:
         plan_batch([3, 4], ParallelDims(), CONFIG, **arguments)  # type: ignore[arg-type]
 
-    with pytest.raises(LengthError, match="leave out samples_per_step"):
+    with pytest.raises(LengthError, match="leave out one of them"):
         plan(groups=[0, 1], groups_per_step=1, samples_per_step=1)
     with pytest.raises(LengthError, match="set groups_per_step"):
         plan(groups=[0, 1])

@@ -181,9 +181,9 @@ def test_several_samples_of_a_trajectory_need_step_wise() -> None:
 @pytest.mark.parametrize(
     ("estimator", "step_wise", "reason"),
     [
-        ("gae", True, "later rewards are in other samples"),
-        ("reinforce_plus_plus", True, "later rewards are in other samples"),
-        ("reinforce++", True, "later rewards are in other samples"),
+        ("gae", True, "needs rewards that with step_wise=True"),
+        ("reinforce_plus_plus", True, "needs rewards that with step_wise=True"),
+        ("reinforce++", True, "needs rewards that with step_wise=True"),
         ("gae", False, "compares no trajectories: use the framework's own"),
         ("reinforce_plus_plus", False, "compares no trajectories: use the framework's own"),
         ("reinforce++", False, "compares no trajectories: use the framework's own"),

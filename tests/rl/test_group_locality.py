@@ -56,7 +56,7 @@ def test_uids_are_equal_by_value(reports: list[dict[Any, Any]], caller: str) -> 
     ("case", "at_fault", "error", "text"),
     [
         ("no uids on a rank", 1, "SchemaError", "field 'uids': expected 1 values, one per sample"),
-        ("no uid of a sample", 2, "LengthError", "must be hashable and not None"),
+        ("no uid of a sample", 2, "LengthError", "must be hashable, got"),
         ("uids that do not travel", 0, "BatchError", "use strings or integers"),
     ],
 )

@@ -197,6 +197,6 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(reports: list[Any]) -> Non
         for name, text in (
             ("field", "SchemaError: field 'rewards': expected 2 values, one per sample"),
             ("tags", "SchemaError: field 'is_padding': expected 2 values, one per sample"),
-            ("mask", "BatchError: expected a mask of shape [2] for value 0, got [3]"),
+            ("mask", "BatchError: mask 0 has shape [3], its value [2]"),
         ):
             assert f"rank 1: {text}" in report["error", name]

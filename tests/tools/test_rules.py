@@ -330,7 +330,7 @@ def test_megatron_dynamic_cp() -> None:
     config = PlannerConfig(max_tokens_per_gpu=56, max_context_parallel=4)
     plan = megatron_dynamic_plan([100, 90, 8, 6, 60], dims, config)
     validate_plan(plan, [100, 90, 8, 6, 60])
-    with pytest.raises(RuleFailureError, match="needs more than the 4 ranks; set max_tokens_per"):
+    with pytest.raises(RuleFailureError, match="need more than 4 ranks; set max_tokens_per"):
         megatron_dynamic_slots([500], 4, 50)
     with pytest.raises(RuleFailureError, match="without samples"):
         megatron_dynamic_plan([], dims, config)
