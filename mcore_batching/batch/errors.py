@@ -28,6 +28,7 @@ def described(error: BaseException, text: Callable[[Any], str] = str) -> str:
 
 def readable(text: str) -> str:
     """A text of at most `LONGEST_TEXT` characters (the middle is cut out) that UTF-8 can encode."""
+    # The beginning names the error, the end of a traceback the line.
     half, more = LONGEST_TEXT // 2, len(text) - LONGEST_TEXT
     if more > 0:
         text = f"{text[:half]} [{more} characters left out] {text[-half:]}"

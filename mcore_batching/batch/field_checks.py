@@ -82,6 +82,7 @@ def checked_batch(schema: Mapping[str, Field], batch: Mapping[str, Any]) -> dict
                 expected="one value per sample",
                 found="no such field" if field.name not in batch else "None",
             )
+    # First, since all other fields are checked against them.
     total_lengths, response_lengths = read_lengths(batch)
     checked: dict[str, list[Any]] = {}
     for name, values in batch.items():
@@ -185,6 +186,7 @@ def checked_values(
 
 
 def _value(field: Field, index: int, value: Any) -> Any:
+    # A response of no tokens, say.
     if isinstance(value, list | tuple) and not value and field.kind is not Kind.PER_SAMPLE:
         # torch.as_tensor([]) is float32, which token ids must not be.
         return torch.zeros(0, dtype=field.default_type)

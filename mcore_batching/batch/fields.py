@@ -95,6 +95,7 @@ class Field:
                 expected=f"a kind, one of {', '.join(f'Kind.{kind.name}' for kind in Kind)}",
                 found=repr(self.kind),
             )
+        # Packing would not look at it: an offset that is ignored hides a mistake.
         if self.length_offset and self.kind not in _WITH_ROWS:
             raise SchemaError(
                 self.name,
@@ -121,6 +122,7 @@ class Field:
 
     def num_rows(self, total_length: int, response_length: int) -> int | None:
         """Rows of a value, for a sample of these lengths; None for a kind without rows."""
+        # Position ids of several axes have their rows, one per token, last.
         if self.kind is Kind.PER_RESPONSE_TOKEN:
             natural = response_length
         elif self.kind in (Kind.METADATA, Kind.MULTIMODAL, Kind.PER_SAMPLE):
@@ -133,6 +135,7 @@ class Field:
     @property
     def default_type(self) -> torch.dtype:
         """Type of tensors made of empty lists, which show none."""
+        # torch.tensor([]) is float32, which embeddings and gathers refuse as indices.
         return torch.int64 if self.kind in INTEGRAL else torch.float32
 
     @property

@@ -72,7 +72,7 @@ def rank_total(value: Value) -> Figure:
 
 
 def _figure(kind: str, value: Value) -> Figure:
-    is_list = isinstance(value, Sequence)
+    is_list = isinstance(value, Sequence)  # a single number comes back as one
     return Figure(kind, list(value) if isinstance(value, Sequence) else [value], is_list)
 
 
@@ -103,6 +103,7 @@ def values_of(figures: Mapping[str, Figure], joined: Numbers) -> dict[str, Any]:
         figures: of any rank.
         joined: of all ranks.
     """
+    # In the order in which `numbers_of` laid them out.
     maxima, sums = iter(joined.maxima), iter(joined.sums)
     values = {}
     for name, figure in sorted(figures.items()):

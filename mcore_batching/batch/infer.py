@@ -93,7 +93,7 @@ def infer_fields(
             continue
         values = _values_of(name, batch)
         if name not in told and _is_open(_fitting_kinds(values, *lengths)):
-            some_open = True
+            some_open = True  # no error yet: another rank's samples may settle it
             continue
         field = _inferred(name, values, batch, told)
         # All None reads as metadata here, but other ranks may hold multimodal inputs: not told on.
@@ -128,9 +128,10 @@ def _require_no_outlier(
     Raises:
         SchemaError: more than half fit some kind.
     """
-    # "Sample 7 has 5 rows" helps more than "no kind fits" where the others are plain.
+    # "Sample 7 has 5 rows" helps more than "no kind fits" where the others are plain. More than
+    # half, since two equal halves would blame either.
     shapes = [shape_of(value) for value in values]
-    rows = [shape[0] if shape else None for shape in shapes]
+    rows = [shape[0] if shape else None for shape in shapes]  # None of a number
     fits = {
         Kind.PER_TOKEN: [r == length for r, length in zip(rows, total_lengths, strict=True)],
         Kind.PER_RESPONSE_TOKEN: [
@@ -189,6 +190,7 @@ def _fitting_kinds(
     # the number of rows.
     integral = all(is_integral(value) for value in values)
     fitting = []
+    # All kinds that fit, not the first: which of them it is only a declaration or others can tell.
     if rows == list(total_lengths):
         fitting.append(Kind.PER_TOKEN)
     if rows == list(response_lengths):

@@ -129,6 +129,7 @@ class Schema(Mapping[str, Field]):
             SchemaError: a required field is absent, a field is not declared, or a value does not
                 match its kind.
         """
+        # All fields at once, since lengths of one are checked against those of another.
         return checked_batch(self, batch)
 
 

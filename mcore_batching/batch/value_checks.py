@@ -64,7 +64,7 @@ def _first_outside(values: Sequence[Tensor], end: float) -> tuple[int, int, Any]
         return bool(((tensor >= 0) & (tensor < end)).all())
 
     # One question per device, not per sample: the host waits for each answer.
-    devices = {each.device for each in values if each.numel()}
+    devices = {each.device for each in values if each.numel()}  # empty ones need no answer
     if all(fits(torch.cat([each for each in values if each.device == on])) for on in devices):
         return None
     index = next(i for i, each in enumerate(values) if not fits(each))
@@ -94,7 +94,7 @@ def require_vocabulary(
     # Megatron would not notice: each tensor-parallel rank masks ids outside its part of the
     # embedding, and one outside all parts trains as a vector of zeros.
     ids = [value.long().flatten() for value in values]
-    if weights is not None:
+    if weights is not None:  # a label that no loss looks at may be anything, such as -100
         ids = [
             each.masked_fill(weight.flatten().to(each.device) == 0, 0)
             for each, weight in zip(ids, weights, strict=True)
@@ -102,7 +102,7 @@ def require_vocabulary(
     outlier = _first_outside(ids, vocabulary_size)
     if outlier is not None:
         index, place, token = outlier
-        needed = max(vocabulary_size, *ids[index].tolist()) + 1
+        needed = max(vocabulary_size, *ids[index].tolist()) + 1  # for this sample at least
         raise SchemaError(
             name,
             sample_index=index,

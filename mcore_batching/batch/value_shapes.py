@@ -25,6 +25,7 @@ def plain_value(value: Any) -> Any:
     Raises:
         TypeError, ValueError, OverflowError, RuntimeError: from `torch.as_tensor`.
     """
+    # Scalars of NumPy stay numbers: a tensor without dimensions is a value of another kind.
     if isinstance(value, list | tuple) or (is_array(value) and len(value.shape)):
         value = torch.as_tensor(value)
     return value.long() if isinstance(value, Tensor) and value.dtype in _UNSIGNED else value
@@ -47,6 +48,7 @@ def is_array(value: Any) -> bool:
 
 def is_integral(value: Any) -> bool:
     """True for a tensor of an integer type, and for one without elements."""
+    # An empty list became a float tensor without saying anything of its type.
     return isinstance(value, Tensor) and not (
         value.numel()
         and (value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool)

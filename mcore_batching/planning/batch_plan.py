@@ -16,6 +16,7 @@ from mcore_batching.planning.plan import (
     counted,
     document_of,
     left_out,
+    rank_noun,
     step_of,
 )
 
@@ -103,7 +104,7 @@ class Plan:
         lines = [
             f"Plan: {counted(self.num_samples, 'sample')} in "
             f"{counted(len(self.steps), 'step')} on "
-            f"{counted(len(self.steps[0].micro_batches), self.steps[0].rank_noun)}, "
+            f"{counted(len(self.steps[0].micro_batches), rank_noun(self.steps[0]))}, "
             f"{self.scope} scope, digest {self.digest()[:12]}"
         ]
         for index, step in enumerate(self.steps[:MOST_SHOWN]):

@@ -74,7 +74,8 @@ def _compiler() -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
     try:
         import numba
 
-        # Without fast math every operation is IEEE's, in the order written.
+        # Without fast math every operation is IEEE's, in the order written: the same plan as
+        # without numba.
         compile_ = functools.partial(numba.njit, cache=True)
         compile_(_nothing)()  # raises where what is compiled cannot be kept
     except Exception:

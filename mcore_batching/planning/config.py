@@ -115,6 +115,7 @@ class PlannerConfig:
     def num_ranks(self, dims: ParallelDims) -> int:
         """Ranks that a plan has a list for: data-parallel; under dynamic CP data- times
         context-parallel."""
+        # Under dynamic CP a context-parallel rank may have rows that its neighbours do not share.
         dynamic = self.max_context_parallel is not None
         return dims.data_context_parallel if dynamic else dims.data_parallel
 
@@ -127,7 +128,7 @@ class PlannerConfig:
         most, ranks = self.max_context_parallel, dims.data_context_parallel
         if most is None:
             return
-        if most != ranks and (most > ranks or most & (most - 1)):
+        if most != ranks and (most > ranks or most & (most - 1)):  # not a power of two
             raise ConfigError(
                 Argument("max_context_parallel"),
                 f" must be a power of two or all {ranks} ranks, got {most}; set ",

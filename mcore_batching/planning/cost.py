@@ -78,7 +78,7 @@ class CostModel:
                 raise ConfigError(Argument(name), f" must be a number, got {value!r}")
             try:
                 number = float(value)
-            except OverflowError:
+            except OverflowError:  # an integer of 400 digits
                 number = math.inf
             if not (math.isfinite(number) and number >= 0):
                 raise ConfigError(Argument(name), f" must be finite and 0 or more, got {number}")
@@ -117,27 +117,26 @@ class CostModel:
             layers: of the whole model.
             heads: query heads.
             groups: key-value heads; None: as many as query heads.
-            head_dim: size of a head; None: hidden / heads.
-            vocab: entries of the output layer; 0 leaves it out.
-            gated: True if the feed-forward layer has a gate (SwiGLU).
+            head_dim: of each; None: hidden / heads.
+            vocab: entries of the output layer.
+            gated: whether the feed-forward layer has a gate (SwiGLU).
             experts_per_token: experts that a token is sent to.
             experts_held: experts of a layer whose weights a rank has.
             shared_ffn: inner size of experts that every token is sent to.
             window: most tokens that each token attends to; None: no bound.
-            recompute: True if activations are computed anew before a backward pass.
+            recompute: whether activations are computed anew before a backward pass.
 
         Raises:
-            ConfigError: a size is no integer, or below 1 (0 for `vocab` and `shared_ffn`).
+            ConfigError: a size is out of range.
         """
         groups, dim = groups or heads, head_dim or hidden // max(heads, 1)
         sizes = {"hidden": hidden, "ffn": ffn, "layers": layers, "heads": heads, "groups": groups}
         sizes |= {"head_dim": dim, "experts_per_token": experts_per_token}
-        for name, size in (sizes | {"experts_held": experts_held}).items():
-            at_least(name, size, 1, ConfigError)
-        for name, size in (("vocab", vocab), ("shared_ffn", shared_ffn)):
-            at_least(name, size, 0, ConfigError)
-        projections = hidden * dim * (2 * heads + 2 * groups)
-        of_ffn = (3 if gated else 2) * hidden
+        least = dict.fromkeys([*sizes, "experts_held"], 1) | {"vocab": 0, "shared_ffn": 0}
+        sizes |= {"experts_held": experts_held, "vocab": vocab, "shared_ffn": shared_ffn}
+        for name, size in sizes.items():
+            at_least(name, size, least[name], ConfigError)
+        projections, of_ffn = hidden * dim * (2 * heads + 2 * groups), (3 if gated else 2) * hidden
         everywhere = layers * (projections + of_ffn * shared_ffn) + hidden * vocab
         of_experts = layers * of_ffn * ffn  # of one expert
         # A token costs 2 operations for each weight that it meets. A pair of tokens costs 2 for the
@@ -177,6 +176,7 @@ class CostModel:
     def to_json(self) -> str:
         """The cost model as a JSON object."""
         coefficients = asdict(self)
+        # At their defaults they are left out, so that older releases read the file.
         for name in _NEWER:
             if coefficients[name] == type(self).__dataclass_fields__[name].default:
                 del coefficients[name]

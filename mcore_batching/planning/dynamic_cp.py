@@ -109,6 +109,7 @@ def _dealt(
     free = [of_rank.count(None) for of_rank in blocks]
     dealt: list[list[tuple[int, ...]]] = [[] for _ in blocks]
     for samples in sorted(bins, key=lambda samples: (-alone.weight(samples), samples)):
+        # The first of equals: `min` keeps it, on every platform.
         open_ranks = (rank for rank, places in enumerate(free) if places)
         lightest = min(open_ranks, key=loads.__getitem__)
         dealt[lightest].append(samples)

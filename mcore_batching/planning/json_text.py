@@ -66,5 +66,5 @@ def parse_json(text: str) -> Any:
         raise ValueError(f"it is longer than the {MAX_JSON_CHARACTERS} characters that are read")
     try:
         return json.loads(text.removeprefix("\ufeff"))
-    except RecursionError as error:
+    except RecursionError as error:  # "[" a hundred thousand times
         raise ValueError(str(error)) from None

@@ -138,17 +138,13 @@ class LearntCosts:
         """
         if self.seconds_per_unit is None:
             return None
+        # Transfers between stages count as nothing: about 1 % of a pass on real links.
         costs = [self.cost_model.micro_batch(lengths) for lengths in rows]
         ratio = self.cost_model.backward_ratio
         return self.seconds_per_unit * pipeline_time(costs, dims, backward_ratio=ratio)
 
     def predicted_seconds_of_plan(self, plan: StepPlan, lengths: Sequence[int]) -> float | None:
-        """Predicted time of the slowest rank's step, ranks that share a row waiting for each other.
-
-        Args:
-            plan: of all ranks.
-            lengths: total length of each sample of the step [samples], in tokens.
-        """
+        """Predicted time of the slowest rank's step, from all lengths of the plan's batch."""
         if self.seconds_per_unit is None:
             return None
         return self.seconds_per_unit * predicted_step_time(plan, lengths, self.cost_model)
@@ -166,7 +162,7 @@ _Compared = list[tuple[int, Timing, float]]
 
 
 def _compared(steps: Sequence[Sequence[Timing]], learnt: LearntCosts) -> _Compared:
-    speed = learnt.seconds_per_unit or 1.0
+    speed = learnt.seconds_per_unit or 1.0  # before anything was learnt ratios compare rows alone
     return [
         (age, row, row.seconds / (speed * units))
         for age, rows in enumerate(reversed(steps))

@@ -111,6 +111,7 @@ class ModelShape:
 
     def activation_bytes_per_token(self, dims: ParallelDims, *, layers: float) -> float:
         """Bytes that `layers` layers keep for one token on a rank."""
+        # Outside the cut layers activations are whole, unless sequence parallelism cuts them too.
         whole = dims.tensor_parallel if dims.sequence_parallel else 1
         if self.recompute:
             return layers * self.bytes_per_value * self.hidden / whole

@@ -96,7 +96,7 @@ def place(
             return _sum_of_slot_maxima(candidate, weights)
         return max(ordered_sum(weights[b] for b in rank_bins) for rank_bins in candidate)
 
-    best = min(candidates, key=slowest)
+    best = min(candidates, key=slowest)  # the first of equals
     return tuple(
         order_slots([bins[b] for b in rank_bins], num_microbatches, problem.weight)
         for rank_bins in best
@@ -109,7 +109,7 @@ def _longest_first(weights: Sequence[float], ranks: int, limit: int) -> list[lis
     assigned: list[list[int]] = [[] for _ in range(ranks)]
     lightest = [(0.0, rank) for rank in range(ranks)]
     for index in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
-        load, rank = heapq.heappop(lightest)
+        load, rank = heapq.heappop(lightest)  # a full rank is not pushed again
         assigned[rank].append(index)
         if len(assigned[rank]) < limit:
             heapq.heappush(lightest, (load + weights[index], rank))
@@ -124,6 +124,7 @@ def by_folds(weights: Sequence[float], ranks: int, limit: int) -> list[list[int]
     """
     # The weights, descending, are cut into `limit` folds, one weight per rank in each.
     descending = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
+    # Spread (negative, for the heap), a number that breaks ties, weight and bins of each rank.
     partials: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for fold in range(limit):
         members = descending[fold * ranks : (fold + 1) * ranks]
@@ -193,6 +194,7 @@ def _halve(samples: Sequence[int], weight: Weight) -> tuple[list[int], list[int]
 
 
 def _sum_of_slot_maxima(assigned: list[list[int]], weights: Sequence[float]) -> float:
+    # As `order_slots` will order them: slot j has each rank's j-th heaviest.
     columns = [sorted((weights[b] for b in rank_bins), reverse=True) for rank_bins in assigned]
     depth = max(map(len, columns))
     return ordered_sum(

@@ -118,11 +118,6 @@ class StepPlan:
             plan_document.check_digest(raw["digest"], plan.digest())
         return plan
 
-    @property
-    def rank_noun(self) -> str:
-        """The kind of rank that `micro_batches` has a list for."""
-        return "data-parallel rank" if self.context_parallel is None else "rank"
-
     def _shown_slots(self, rank: int) -> list[str]:
         """A rank's micro-batches for people: `[3 17]`, under dynamic CP `[3 17]×2`."""
         sizes = [1] * len(self.micro_batches[rank])
@@ -137,7 +132,7 @@ class StepPlan:
         """The plan for people: a line per rank, long ones cut short."""
         lines = [
             f"StepPlan: {counted(self.num_samples, 'sample')} on "
-            f"{counted(len(self.micro_batches), self.rank_noun)}, "
+            f"{counted(len(self.micro_batches), rank_noun(self))}, "
             f"{self.num_microbatches} micro-batches per rank, {self.scope} scope, digest "
             f"{self.digest()[:12]}"
         ]
@@ -230,6 +225,11 @@ def step_of(
         scope=raw["scope"],
         cost_model=cost_model or CostModel(),
     )
+
+
+def rank_noun(step: StepPlan) -> str:
+    """The kind of rank that `micro_batches` has a list for."""
+    return "data-parallel rank" if step.context_parallel is None else "rank"
 
 
 def counted(count: int, noun: str) -> str:

@@ -66,6 +66,7 @@ def digest(document: dict[str, Any]) -> str:
 
 def dump(document: dict[str, Any], beside: Mapping[str, str] | None = None) -> str:
     """A document as text; `beside` is written into it, and no part of its digest."""
+    # Steps last: what a person looks for stands before megabytes of indices.
     head = {key: value for key, value in document.items() if key != "steps"} | dict(beside or {})
     return json.dumps({**head, "digest": digest(document), "steps": document["steps"]})
 
@@ -208,6 +209,7 @@ def _settings(kind: type[_Settings], raw: dict[str, Any], what: str) -> _Setting
             f'unknown keys in "{what}": {", ".join(unknown):.200}; expected '
             f"{', '.join(sorted(known))}"
         )
+    # An option that this release does not know may change what the plan means: refused above.
     try:
         return kind(**raw)  # options that are left out have their defaults
     except (PlanningError, TypeError) as error:

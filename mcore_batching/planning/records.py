@@ -89,7 +89,7 @@ class StepRecorder:
         self._folder = folder = Path(directory)
         if not writes:
             return
-        started = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        started = time.strftime("%Y%m%d-%H%M%S", time.gmtime())  # files sort by job
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = _new_file(folder, f"steps-{started}-{os.getpid()}")
@@ -256,6 +256,7 @@ def _checked_header(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _record(raw: Mapping[str, Any], header: Mapping[str, Any], file: str) -> StepRecord:
     lengths = tuple(check_lengths(raw["lengths"]))
+    # The header's parts are read again for each step; a plan of one step checks them all.
     plan = step_from_data(
         num_samples=len(lengths),
         ranks=raw["ranks"],
@@ -265,7 +266,7 @@ def _record(raw: Mapping[str, Any], header: Mapping[str, Any], file: str) -> Ste
         cost_model=CostModel(**header["cost_model"]),
         context_parallel=raw.get("context_parallel"),
     )
-    validate_plan(plan, lengths)
+    validate_plan(plan, lengths)  # a broken plan would break a reader much later
     measured = raw["measured_seconds"]
     is_learnt = raw.get("seconds_per_unit") is not None
     return StepRecord(

@@ -113,7 +113,7 @@ def soonest_counts(latest: Sequence[float], dims: ParallelDims, config: PlannerC
     fewest, most = (dims.round_up_num_microbatches(max(1, int(n))) for n in (held, samples))
     if not ends:
         return [fewest]
-    packed, *known = ends
+    packed, *known = ends  # with `fewest`, as packed; then with each of `counts`, as searched
     counts = _counts(dims, config)
     end, soonest = min(zip(known, counts, strict=True))
     # Counts to choose from are up to a seventh apart: the fewest itself may be as good.

@@ -175,6 +175,7 @@ def step_problem(
         the problem of the step's samples; samples of each micro-batch [ranks][slots].
     """
     lengths = entries("lengths", lengths, LengthError)
+    # Plans name samples by their place in the batch, problems by their place in the step.
     number = {sample: position for position, sample in enumerate(step.sample_indices)}
     problem = Problem.of(
         [lengths[sample] for sample in step.sample_indices],

@@ -125,6 +125,7 @@ def _check_dropped(dropped: Sequence[int], found: Iterable[int]) -> None:
 def _check_cover(
     found: Sequence[int], expected: Sequence[int], where: str, step: int | None = None
 ) -> None:
+    # In the order of what harms most: trained twice, not at all, or taken from elsewhere.
     counts = Counter(found)
     wanted = set(expected)
     doubled = sorted(sample for sample, count in counts.items() if count > 1)

@@ -64,40 +64,40 @@ def compute_advantages(
 
     Args:
         batch: field name to one value per sample: ``total_lengths``, ``response_lengths``,
-            ``rewards``, ``uids``, ``trajectory_ids`` with ``step_wise``, and where they are not
-            all ones and none ``loss_masks`` and ``is_padding``.
+            ``rewards``, ``uids``, ``trajectory_ids`` with ``step_wise``; optional ``loss_masks``,
+            ``is_padding``.
         estimator: a name of the table above.
         step_wise: True if a sample is one turn of a trajectory.
-        outcome: the reward of a trajectory: that of its "last" turn (by ``round_number`` if the
-            batch has it, else in the batch), or the "sum" over its turns.
+        outcome: reward of a trajectory: of its "last" turn (by ``round_number`` if there is one,
+            else in the batch), or the "sum" over its turns.
         steps: sample indices of each optimizer step, as from `group_steps`, the same number on
             every rank; None: all samples are one step.
-        normalize: to mean 0 and variance 1 over the unmasked tokens of each step, on all ranks;
-            None: only under "reinforce_baseline". A sample in no step then gets 0.0.
-        group: the data-parallel ranks, each with samples of its own; None for this process alone.
+        normalize: to mean 0 and variance 1 over the unmasked tokens of each step, on all ranks, 0.0
+            for samples in no step; None: only under "reinforce_baseline".
+        group: the data-parallel ranks; None for this process alone.
 
     Returns:
         float32 ``[response_length]`` for each sample, 0.0 where the mask is 0.
 
     Raises:
         BatchError: on every rank, if on any an argument or a field is wrong.
-        SplitGroupError: on every rank: a group has samples on several of them.
+        SplitGroupError: a group has samples on several ranks.
     """
     normalize = estimator == "reinforce_baseline" if normalize is None else normalize
 
+    # All that can fail on one rank alone.
     def work() -> tuple[list[Tensor], list[dict[str, Any]], list[Hashable]]:
         _require_offered(estimator, step_wise)
         masks = _masks(batch)
         advantages = _advantages(batch, estimator, masks, step_wise, outcome)
         indices = range(len(masks))
-        parts = step_batches(
-            {"masks": masks, "advantages": advantages, "indices": list(indices)},
-            [indices] if steps is None else steps,
-        )
+        values = {"masks": masks, "advantages": advantages, "indices": list(indices)}
+        parts = step_batches(values, [indices] if steps is None else steps)
         return advantages, parts, groups_held(batch) if group is not None else []
 
     # What fails on one rank is raised on all, before the collectives of the normalisation below.
     alike = {"estimator": estimator, "normalize": normalize}
+
     agreed = Consensus(group).agree(
         "computing advantages",
         work,
@@ -138,7 +138,7 @@ def _masks(batch: Mapping[str, Any]) -> list[Tensor]:
     else:
         found = checked_values(DEFAULT_SCHEMA["loss_masks"], given, totals, responses)
         masks = [mask != 0 for mask in found]
-    real = set(real_indices(batch))
+    real = set(real_indices(batch))  # a padding sample trains nothing, whatever its mask says
     return [mask if i in real else torch.zeros_like(mask) for i, mask in enumerate(masks)]
 
 
@@ -157,6 +157,7 @@ def _advantages(
         [sum(int(masks[turn].sum()) for turn in turns) for turns in trajectories],
         estimator,
     )
+    # Each turn gets the trajectory's advantage through its own mask.
     advantages = [torch.zeros_like(mask, dtype=torch.float32) for mask in masks]
     for turns, advantage in zip(trajectories, found, strict=True):
         for turn in turns:

@@ -88,6 +88,7 @@ def require_local(held: Mapping[int, Collection[Hashable]]) -> None:
     Raises:
         SplitGroupError: some are.
     """
+    # Every rank computes this from the same lists, and raises the same error.
     ranks_of: dict[Hashable, list[int]] = {}
     for rank, groups in held.items():
         for each in groups:

@@ -125,6 +125,7 @@ def left_pad(
         BatchError: ``pad_token_id`` is no integer.
     """
     pad_token_id = require_token_id("pad_token_id", pad_token_id)
+    # Once, here: behind it all values are tensors of declared kinds.
     schema = schema.resolve(samples)
     given = schema.validate(samples)
     blocks = {
@@ -149,6 +150,7 @@ def unpad(left_padded: LeftPadded) -> dict[str, list[Any]]:
     """
     values = {}
     for name, block in left_padded.blocks.items():
+        # Rows to the front for the cut, and back where the field has them.
         rows_last = _row_dimension(left_padded.schema[name], block)
         rows = _rows_of(block.movedim(rows_last, 1), left_padded.num_rows(name))
         values[name] = [row.movedim(0, rows_last - 1) for row in rows]
@@ -202,6 +204,7 @@ def _right_align(field: Field, values: Sequence[Tensor], fill: int) -> Tensor:
     """
     # A value without rows may have lost its trailing shape, being made of an empty list.
     filled = [value for value in values if len(value)]
+    # The value by which the others are compared, and which says what an empty block is like.
     telling = next(iter([*filled, *values]), torch.zeros(0, dtype=field.default_type))
     lengths = [len(value) for value in values]
     block = telling.new_full((len(lengths), max(lengths, default=0), *telling.shape[1:]), fill)

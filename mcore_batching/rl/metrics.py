@@ -67,7 +67,7 @@ def sample_metrics(
 
     # Sums and counts travel, not means: ranks have different numbers of samples.
     agreed = Consensus(group).agree("summing up metrics", numbers, says)
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = {}  # of no real sample on any rank none, not NaN
     found = (agreed.figures[name] for name in ("counts", "sums", "maxima", "minima"))
     for name, count, added, most, fewest in zip(fields, *found, strict=True):
         if count:
@@ -87,15 +87,12 @@ def _numbers(name: str, values: Any, real: Sequence[int], count: int) -> list[fl
 def masked_mean(
     values: Sequence[Tensor], masks: Sequence[Tensor], *, group: dist.ProcessGroup | None = None
 ) -> float | None:
-    """Mean of the values where the mask is not 0; masked values may be NaN.
+    """Mean of the values where the mask is not 0; None if there is none on any rank.
 
     Args:
-        values: tensors of any shapes, or one ``[samples, tokens]`` tensor.
+        values: tensors of any shapes, or one ``[samples, tokens]`` tensor; masked ones may be NaN.
         masks: one of the same shape for each.
         group: the ranks whose values count together; None for this process alone.
-
-    Returns:
-        the mean, None if there is no such value on any rank.
 
     Raises:
         BatchError: on every rank, if on any there is not one mask of its shape for each tensor.

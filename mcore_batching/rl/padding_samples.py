@@ -41,6 +41,7 @@ _OTHER_FILLS = {
 }
 """Words in an undeclared field's name that suggest another fill than zeros: it must be declared."""
 
+# The least that has both: kernels and losses see a prompt and a response, as in any sample.
 _TOTAL_LENGTH, _RESPONSE_LENGTH = 2, 1
 
 
@@ -115,6 +116,7 @@ def _fabricated(
         return filled_with(1, value)
     has_ids = field.fill is Fill.TOKEN_IDS
     if has_ids and field.kind is Kind.METADATA:
+        # Prompts in a list or an array of their own: one token, in the same form.
         row = None
         with contextlib.suppress(SchemaError):  # a list of texts, say
             row = tensor_of(field.name, 0, example)
@@ -150,5 +152,6 @@ def _require_zeros(field: Field) -> None:
 def _telling_example(values: Sequence[Any]) -> Any:
     """The first value with rows, which shows its trailing shape; else the first present one."""
     present = [value for value in values if value is not None]
+    # A value without rows may be an empty list, which has lost its trailing shape and its type.
     telling = [value for value in present if all(shape_of(value) or (0,))]
     return next(iter(telling or present), None)

@@ -22,6 +22,7 @@ from mcore_batching.planning import (
     validate_plan,
 )
 from mcore_batching.planning.errors import shortened
+from mcore_batching.planning.plan import rank_noun
 from mcore_batching.planning.statistics import micro_batch_costs
 from mcore_batching.tools.held_back import longest_sample, usable_sizes, what_holds_back
 from mcore_batching.tools.report import FLOOR, counted
@@ -78,7 +79,7 @@ def _explain_step(
     statistics = step_statistics(step, lengths)
     problem, ranks = step_problem(step, lengths)
     lines = [
-        f"{counted(step.num_samples, 'sample')} on {counted(len(ranks), _rank_noun(step))}: "
+        f"{counted(step.num_samples, 'sample')} on {counted(len(ranks), rank_noun(step))}: "
         f"{counted(step.num_microbatches, 'micro-batch')} per rank",
         f"count: {_count(step, problem, ranks)}",
         _filled(step, statistics),
@@ -208,7 +209,3 @@ def _advice(step: StepPlan, lengths: Sequence[int], spell: Spell, seconds: float
 def _sizes(step: StepPlan) -> str:
     sizes = [row.size for row in step.rows()]
     return ", ".join(f"{sizes.count(size)} of size {size}" for size in sorted(set(sizes)))
-
-
-def _rank_noun(step: StepPlan) -> str:
-    return "data-parallel rank" if step.context_parallel is None else "rank"

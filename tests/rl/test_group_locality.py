@@ -25,10 +25,8 @@ def test_a_split_group_is_the_same_error_on_every_rank(
     assert all(other == first for other in others)
     assert first["type"] == "SplitGroupError"
     assert first["ranks"] == {"b": (0, 2), "c": (1, 2)}
-    assert (
-        "got 'b' on ranks 0, 2; 'c' on ranks 1, 2; give a uid's samples to one" in first["message"]
-    )
-    assert "set group to the data-parallel ranks without" in first["message"]
+    assert "split: 'b' on ranks 0, 2; 'c' on ranks 1, 2; give a uid's samples" in first["message"]
+    assert "set group to data-parallel ranks alone" in first["message"]
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_skyrl_fault_the_mean_of_zscores_counts_padding() -> None:
     ("values", "masks", "message"),
     [
         ([torch.ones(2)], [], "expected 1 masks, one for each value, got 0"),
-        ([torch.ones(2)], [torch.ones(1)], r"shape \[2\] for value 0, got \[1\]"),
+        ([torch.ones(2)], [torch.ones(1)], r"mask 0 has shape \[1\], its value \[2\]"),
     ],
 )
 def test_masks_that_do_not_fit_are_refused(values: Any, masks: Any, message: str) -> None:

@@ -141,9 +141,7 @@ def test_a_full_disk_stops_the_record_and_not_the_job(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        RecordError, match=r"cannot record into .*; set record to a writable folder"
-    ):
+    with pytest.raises(RecordError, match=r"cannot record .*; set record to a writable folder"):
         StepRecorder(tmp_path / "file")
 
 

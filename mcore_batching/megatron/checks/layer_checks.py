@@ -68,6 +68,7 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
             "cuts positions that are cut for context-parallel ranks already: set "
             "--context-parallel-size 1 with --position-embedding-type mrope"
         )
+    # Its state runs on from token to token: it must end with each sample.
     if runs == "MambaMixer":
         lacks = compat.what_mamba_lacks(context_parallel)
         if lacks:

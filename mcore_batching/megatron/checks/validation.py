@@ -224,6 +224,7 @@ def _fixed_size_problems(config: Any) -> Iterator[str]:
             "deferred embedding gradients are gathered as if all rows had the length of the first: "
             "unset --defer-embedding-wgrad-compute"
         )
+    # A new flag upstream, which older versions do not have.
     if compat.has_sequence_packing(config):
         yield (
             "Megatron's own sequence packing would pack a second time: unset "

@@ -192,6 +192,7 @@ class CostLearner:
         assert self.learnt is not None
         if not figures["steps timed"]:
             return
+        # Of ranks in lockstep only the costliest row of a slot was waited for by nobody.
         costs = figures["costs of slots"] if self._in_lockstep else None
         if costs is not None:
             self._alone_steps.append(self._costliest(self._alone.items(), costs))

@@ -169,6 +169,7 @@ class TimedStep:
 
     def timings(self, passes: Mapping[Pass, float]) -> dict[int, Timing]:
         """The times on this stage of each row, by its slot, its model chunks' together."""
+        # Chunks added up: costs are a stage's, whatever chunks it has.
         seconds: dict[Kind, list[float]] = {kind: [0.0] * len(self.rows) for kind in ("F", "B")}
         for (kind, _, slot), took in passes.items():
             seconds[kind][slot] += took

@@ -176,12 +176,10 @@ def _waits_for_sends(
     Args:
         schedule: any; others than the interleaved one have no such waits.
         orders: passes of each stage, in the order it runs them.
-
-    Returns:
-        passes of other stages after which the stage's transfers end, by the pass that waits.
     """
-    last_stage, last_chunk = schedule.dims.pipeline_parallel - 1, schedule.dims.virtual_pipeline - 1
-    if last_chunk == 0 or schedule.splits_backward or not schedule.dims.waits_for_sends:
+    dims = schedule.dims
+    last_stage, last_chunk = dims.pipeline_parallel - 1, dims.virtual_pipeline - 1
+    if last_chunk == 0 or schedule.splits_backward or not dims.waits_for_sends:
         return {}
     passes = [{kind: [p for p in order if p.kind == kind] for kind in "FB"} for order in orders]
     count = len(passes[0]["F"]) // (last_chunk + 1)

@@ -44,6 +44,7 @@ def build_parser() -> CommandParser:
         ("replay", replay, "show a recorded job, and what other plans would have taken"),
         ("flags", flags, "print the flags of training jobs"),
     ):
+        # No abbreviations: a script's flag must not change its meaning when another is added.
         command = commands.add_parser(name, help=help_text, allow_abbrev=False)
         module.add_arguments(command)
         command.set_defaults(run=module.run, spell=command.spell)
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         complain("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:
+    except BrokenPipeError:  # `mcore-batching … | head`
         _discard_output()
         return NO_READER
     except OSError as error:

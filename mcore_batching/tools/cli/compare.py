@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     steps = compare.draw_steps(lengths, options.samples_per_step, options.draws, options.seed)
     with progress("comparing"):
         outcomes = compare.compare(steps, dims, config, cost_model)
-    per_step = sorted({len(step) for step in steps})
+    per_step = sorted({len(step) for step in steps})  # the last step may hold fewer
     samples = str(per_step[0]) if len(per_step) == 1 else f"{per_step[0]} to {per_step[-1]}"
     print(
         f"{report.counted(len(steps), 'step')} of {samples} samples, "

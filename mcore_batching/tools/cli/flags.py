@@ -25,6 +25,7 @@ def run(options: argparse.Namespace) -> int:
         prog="torchrun … -m mcore_batching.run SCRIPT",
         usage="%(prog)s --use-dynamic-batch-size --max-tokens-per-gpu TOKENS [more flags]",
         add_help=False,
+        # argparse would fill the whole width of a wide terminal.
         formatter_class=partial(
             argparse.HelpFormatter, width=min(100, shutil.get_terminal_size().columns)
         ),

@@ -70,7 +70,7 @@ class CommandParser(argparse.ArgumentParser):
     def spell(self, argument: Argument) -> str:
         """An argument as this command calls it; as the library does if it has no flag for it."""
         flag = self.flags.get(argument.name)
-        if flag is None:
+        if flag is None:  # an argument of the library alone
             return str(argument)
         return flag if argument.value is None else f"{flag}={argument.value}"
 
@@ -90,6 +90,7 @@ def add_dims(parser: CommandParser) -> None:
         metavar="N",
         help="most padded tokens one GPU holds of a micro-batch",
     )
+    # Defaults are the library's, so that both plan the same.
     for option, flag in FLAG_OF_SIZE.items():
         parser.add_argument(
             flag,

@@ -31,6 +31,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
         nonlocal parts
         parts = (done, total)
 
+    # In a log, or in a pipe, a line that is written over would stay as many lines.
     if sys.stderr is None or not sys.stderr.isatty():
         yield tell
         return
@@ -57,7 +58,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _so_far(done: int, total: int, seconds: float) -> str:
-    if total < 2:
+    if total < 2:  # of one part nobody knows how much is left
         return f"{seconds:.0f} s"
     left = f", {seconds / done * (total - done):.0f} s left" if done else ""
     return f"step {done} of {total}, {seconds:.0f} s{left}"

@@ -99,6 +99,7 @@ def _print(steps: Sequence[replay.ReplayedStep], options: argparse.Namespace) ->
             off = f"; predictions are off by {sum(errors) / len(errors):.1%} on average, "
             off += f"{max(errors):.1%} at worst"
         print(f"a unit of cost took {factor:.3e} s ({how}){off}")
+    # All alternatives for the same few steps, so that gains can be compared.
     planned = replay.spread_out(steps, options.steps)
     with progress("planning the steps again"):
         found = replay.better_plans(planned, options.plan_effort)
