@@ -59,6 +59,7 @@ class Numbers:
             return unfit
         if any(number != number for number in self.maxima):
             return unfit
+        # Integers stay integers: as floats they would lose digits beyond 2^53.
         kinds = "".join("d" if isinstance(number, float) else "q" for number in numbers)
         try:
             return b"\1" + kinds.encode() + struct.pack(f"<{kinds}", *numbers)
@@ -106,6 +107,7 @@ class Summary:
 
     def joined(self, other: Summary) -> Summary:
         """Summaries of two sets of ranks, joined."""
+        # A rank that names no values is not compared.
         said = {self.equal, other.equal} - {_NOTHING}
         if not (self.settles and other.settles) or self.key != other.key or len(said) > 1:
             return Summary(settles=False)
@@ -125,6 +127,7 @@ class Summary:
     def like(self, message: bytes) -> Summary:
         """Another rank's summary, read from its message."""
         settles, key, equal, residue = _HEAD.unpack_from(message)
+        # Of another stage, or with other figures: its numbers cannot be read by these shapes.
         if not settles or key != self.key:
             return Summary(key, settles=settles)
         numbers = self.numbers.like(message[_HEAD.size :])
@@ -141,7 +144,7 @@ def reduced(messages: RankMessages, own: Kind) -> Kind:
         messages: between the ranks.
         own: this rank's.
     """
-    size = len(own.message())
+    size = len(own.message())  # the same on every rank, as `RankMessages.reduce` requires
 
     def joined(low: bytes, high: bytes) -> bytes:
         return own.like(low).joined(own.like(high)).message().ljust(size, b"\0")
@@ -151,6 +154,7 @@ def reduced(messages: RankMessages, own: Kind) -> Kind:
 
 def digest_of(*texts: Any) -> bytes:
     """Digest of texts, numbers and dicts of them, independent of a dict's order."""
+    # repr, not pickle, whose bytes may differ between Python versions.
     parts = [sorted(each.items()) if isinstance(each, Mapping) else each for each in texts]
     return hashlib.sha256(repr(parts).encode(errors="surrogatepass")).digest()[:_DIGEST_BYTES]
 

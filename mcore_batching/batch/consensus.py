@@ -1,36 +1,28 @@
 """Agreement between ranks: an error on one rank is raised on all, and settings must be the same.
 
-    consensus = Consensus(group)
-    agreed = consensus.agree(
-        "reading the batch",
-        lambda: read(path),
-        lambda batch: Statement(
-            equal={"fields": sorted(batch)},
-            figures={"samples": total(len(batch["tokens"]))},
-        ),
-    )
-    agreed.result               # this rank's batch
-    agreed.figures["samples"]   # of all ranks together
+    def says(batch):
+        return Statement(equal={"names": sorted(batch)}, figures={"rows": total(len(batch["x"]))})
+    agreed = Consensus(group).agree("reading the batch", lambda: read(path), says)
+    agreed.result, agreed.figures["rows"]    # this rank's batch, samples of all ranks
 
 A rank that raises while others wait in a collective leaves them hanging. So work that may fail runs
 inside `Consensus.agree`, and no rank goes on before it knows that all succeeded.
 
-Cost: ⌈log2 ranks⌉ rounds of one 1 KB message, which carries figures too
-(`mcore_batching.batch.figures`). Only if a rank failed, differs, or asks what others tell, all
-ranks gather everybody's statement, one pickled object per rank.
+Cost: ⌈log2 ranks⌉ rounds of one 1 KB message, figures included. Only if a rank failed, differs, or
+asks what others tell, all ranks gather everybody's statement, one pickled object per rank.
 """
 
 from __future__ import annotations
 
 import functools
 import pickle
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
+from mcore_batching.batch._differences import differences, require_equal
 from mcore_batching.batch._summary import (
     NUMBERS_IN_SUMMARY,
     Numbers,
@@ -40,7 +32,12 @@ from mcore_batching.batch._summary import (
     reduced,
     residue_of,
 )
-from mcore_batching.batch.errors import BatchError, described, readable
+from mcore_batching.batch.errors import (
+    CollectiveError,
+    DisagreementError,
+    RankFailedError,
+    described,
+)
 from mcore_batching.batch.figures import Figure, numbers_of, values_of
 from mcore_batching.batch.rank_messages import RankMessages, carries_host_messages
 from mcore_batching.planning.errors import Argument, MCoreBatchingError
@@ -48,40 +45,12 @@ from mcore_batching.planning.errors import Argument, MCoreBatchingError
 Result = TypeVar("Result")
 
 
-class CollectiveError(MCoreBatchingError, RuntimeError):
-    """Base of the errors that all ranks raise together.
-
-    Attributes:
-        failures: by global rank, what was wrong there; long texts are cut to `LONGEST_TEXT`.
-    """
-
-    headline = "a collective step failed"
-
-    def __init__(self, failures: Mapping[int, str]) -> None:
-        self.failures = dict(failures)
-        lines = [f"  rank {rank}: {text}" for rank, text in sorted(self.failures.items())]
-        super().__init__("\n".join([f"{self.headline}:", *lines]))
-
-
-class RankFailedError(CollectiveError, BatchError):
-    """Work that failed on some ranks."""
-
-    headline = "failed on some ranks, so none goes on"
-
-
-class DisagreementError(CollectiveError, BatchError):
-    """Values that differ between ranks and must not."""
-
-    headline = "the ranks disagree, so none goes on"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Statement:
     """One rank's part in an agreement.
 
     Attributes:
-        equal: values by name that must be the same on all ranks, compared by their ``repr``. A
-            rank that leaves a name out is not compared.
+        equal: values by name that must be the same on all ranks that name them, by their ``repr``.
         equal_in_replica: the same, among the ranks of each replica.
         equal_in_stage: the same, among the ranks of each stage of a replica.
         tell: a small picklable object for ranks that ask.
@@ -115,16 +84,11 @@ class Agreement(Generic[Result]):
 
 @dataclass(frozen=True)
 class _Note:
-    """A rank's outcome as it is sent; values that are only compared are sent as texts."""
+    """A rank's outcome as it is sent."""
 
     stage: str
     error: str | None = None
-    asks: bool = False
-    equal: dict[str, str] = field(default_factory=dict)
-    equal_in_replica: dict[str, str] = field(default_factory=dict)
-    equal_in_stage: dict[str, str] = field(default_factory=dict)
-    tell: bytes = b""
-    figures: Mapping[str, Figure] = field(default_factory=dict)
+    said: Statement = Statement()  # values to compare as texts, `tell` as bytes
 
 
 def no_statement(result: object) -> Statement:
@@ -137,10 +101,11 @@ class Consensus:
     """Agreement between the ranks of a process group.
 
     Args:
-        group: the ranks; None for this process alone, without collective calls.
-        replicas: partition of the group's global ranks into those that hold the same samples; None:
-            each rank has its own.
-        stages: partition into those that also run the same layers; None: the replicas.
+        group: the ranks; None for this process alone.
+        replicas: global ranks that hold the same samples, as a partition of the group; None: each
+            rank has its own.
+        stages: those of a replica that also run the same layers, as a partition; None: the
+            replicas.
         mismatch: the error for values that differ and must not.
         spell: how messages write an argument, for instance as a command-line flag.
     """
@@ -182,20 +147,18 @@ class Consensus:
         failure: type[CollectiveError] = RankFailedError,
         mismatch: type[CollectiveError] | None = None,
     ) -> Agreement[Result]:
-        """Do ``work`` on every rank; return only if it succeeded on all, with equal statements.
-
-        A collective over the group.
+        """Do ``work`` on every rank; return only if it succeeded on all. A collective.
 
         Args:
-            stage: what is being done, in words. Ranks in different stages disagree.
+            stage: what is being done, in words; ranks in different stages disagree.
             work: what may fail; makes no collective calls.
             says: this rank's statement, from the work's result.
-            failure: the error to raise if ``work`` or ``says`` raised on any rank.
-            mismatch: the error to raise if a statement's values differ; None: the constructor's.
+            failure: raised if ``work`` or ``says`` raised on any rank.
+            mismatch: raised if values that must be equal differ; None: the constructor's.
 
         Raises:
-            CollectiveError: the same on every rank: ``failure``, chained to this rank's own
-                exception, or ``mismatch``. If all ranks raised the same, that exception itself.
+            CollectiveError: ``failure`` or ``mismatch``, the same on every rank; if all ranks
+                raised the same exception, that itself.
             SystemExit: on a rank whose work raised it; the others raise ``failure``.
         """
         cause: BaseException | None = None
@@ -204,33 +167,36 @@ class Consensus:
         try:
             result = work()
             note = _noted(stage, says(result))
-            told = pickle.loads(note.tell)  # fails here, and not on the others, if it cannot
+            told = pickle.loads(note.said.tell)  # fails here, and not on the others, if it cannot
         except (Exception, SystemExit) as exception:
             cause = exception
             note = _Note(stage, error=self._described(exception))
-        # The usual way: all succeeded, no values differ, and none asks.
+        # The usual way: all succeeded, no values differ, and none asks. This rank's own error is no
+        # reason to leave here: the others are in these messages.
         numbers = self._settled(note)
         if numbers is not None:
-            return Agreement(result, {self.rank: told}, values_of(note.figures, numbers))
+            return Agreement(result, {self.rank: told}, values_of(note.said.figures, numbers))
         notes = self._gather(note)
         if isinstance(cause, SystemExit):
-            raise cause
-        _require_equal(
+            raise cause  # as its exit status asks; the others raise `failure`
+        # Ranks in different stages may mean anything by their values: that comes first.
+        require_equal(
             {rank: {"stage": repr(each.stage)} for rank, each in notes.items()}, self._mismatch
         )
         failures = {rank: each.error for rank, each in notes.items() if each.error is not None}
+        # The same error everywhere, such as a wrong flag: as it is, without a list of ranks.
         if cause is not None and list(failures.values()) == [note.error] * len(notes):
             raise cause
         if failures:
             raise failure(failures) from cause
         self._compare(notes, mismatch or self._mismatch)
+        # Someone asked, nothing else: figures are joined as the messages would have joined them.
         firsts = {replica[0] for replica in self.replicas}
-        numbers = functools.reduce(
-            Numbers.joined,
-            [numbers_of(each.figures, is_first=rank in firsts) for rank, each in notes.items()],
-        )
-        told = {rank: pickle.loads(each.tell) for rank, each in notes.items()}
-        return Agreement(result, told, values_of(note.figures, numbers))
+        said = {rank: each.said for rank, each in notes.items()}
+        parts = [numbers_of(each.figures, is_first=rank in firsts) for rank, each in said.items()]
+        numbers = functools.reduce(Numbers.joined, parts)
+        told = {rank: pickle.loads(each.tell) for rank, each in said.items()}
+        return Agreement(result, told, values_of(note.said.figures, numbers))
 
     def do_alike(
         self,
@@ -241,49 +207,47 @@ class Consensus:
     ) -> Result:
         """Do deterministic work on agreed input, which fails on all ranks or on none.
 
-        No collective unless it fails. If it still fails on this rank alone, the others are in
-        their next agreement, and all ranks raise that the stages differ.
-
-        Args:
-            stage: as for `agree`.
-            work: as for `agree`; done a second time if it fails.
-            failure: as for `agree`.
+        No collective unless it fails. Arguments are those of `agree`.
         """
         try:
             return work()
+        # Done again inside an agreement, which names the ranks that failed. If this rank is alone,
+        # the others are in their next agreement, and all raise that the stages differ.
         except Exception:
             return self.agree(stage, work, failure=failure).result
 
     def _settled(self, note: _Note) -> Numbers | None:
         """Joined figures by the short messages; None if the ranks must gather their notes."""
-        if self._messages is None:
+        if self._messages is None:  # alone, or a group without host messages, which gathers
             return None
-        numbers = numbers_of(note.figures, is_first=self._in_replica[1] == 0)
+        numbers = numbers_of(note.said.figures, is_first=self._in_replica[1] == 0)
         head, rest = numbers.split(NUMBERS_IN_SUMMARY)
         own = Summary(
             digest_of(note.stage, _shapes(note)),
-            digest_if_any(note.equal),
-            residue_of("replica", note.equal_in_replica, *self._in_replica)
-            + residue_of("stage", note.equal_in_stage, *self._in_stage),
+            digest_if_any(note.said.equal),
+            residue_of("replica", note.said.equal_in_replica, *self._in_replica)
+            + residue_of("stage", note.said.equal_in_stage, *self._in_stage),
             head,
-            settles=note.error is None and not note.asks,
+            settles=note.error is None and not note.said.asks,
         )
         summary = reduced(self._messages, own)
         if not summary.settles or summary.residue or not summary.numbers.fit:
             return None
+        # More than fit: a second round for the rest, on all ranks, whose counts are the same.
         if not (rest.maxima or rest.sums):
             return summary.numbers
         behind = reduced(self._messages, rest)
         return summary.numbers.followed_by(behind) if behind.fit else None
 
     def _compare(self, notes: Mapping[int, _Note], mismatch: type[CollectiveError]) -> None:
-        _require_equal({rank: note.equal for rank, note in notes.items()}, mismatch)
-        _require_equal({rank: {"figures": _shapes(note)} for rank, note in notes.items()}, mismatch)
+        require_equal({rank: note.said.equal for rank, note in notes.items()}, mismatch)
+        require_equal({rank: {"figures": _shapes(note)} for rank, note in notes.items()}, mismatch)
+        # Stages are parts of replicas: what differs in a replica would be said twice.
         failures: dict[int, str] = {}
         for replica in self.replicas:
-            failures |= _differences({rank: notes[rank].equal_in_replica for rank in replica})
+            failures |= differences({rank: notes[rank].said.equal_in_replica for rank in replica})
         for stage in self.stages if not failures else ():
-            failures |= _differences({rank: notes[rank].equal_in_stage for rank in stage})
+            failures |= differences({rank: notes[rank].said.equal_in_stage for rank in stage})
         if failures:
             raise mismatch(failures)
 
@@ -313,39 +277,23 @@ class Consensus:
         return described(error, message)
 
 
-def _noted(stage: str, statement: Statement) -> _Note:
-    return _Note(
-        stage,
-        asks=statement.tell is not None if statement.asks is None else statement.asks,
-        equal={name: repr(value) for name, value in statement.equal.items()},
-        equal_in_replica={n: repr(value) for n, value in statement.equal_in_replica.items()},
-        equal_in_stage={n: repr(value) for n, value in statement.equal_in_stage.items()},
-        tell=pickle.dumps(statement.tell),
-        figures=statement.figures,
+def _noted(stage: str, said: Statement) -> _Note:
+    def texts(values: Mapping[str, Any]) -> dict[str, str]:
+        return {name: repr(value) for name, value in values.items()}
+
+    # Values are only compared, so texts will do: any object has one, and few can be pickled.
+    asks = said.tell is not None if said.asks is None else said.asks
+    sent = replace(
+        said,
+        equal=texts(said.equal),
+        equal_in_replica=texts(said.equal_in_replica),
+        equal_in_stage=texts(said.equal_in_stage),
+        tell=pickle.dumps(said.tell),
+        asks=asks,
     )
+    return _Note(stage, said=sent)
 
 
 def _shapes(note: _Note) -> str:
     """Name, kind and count of a rank's figures, which must be the same to join them."""
-    return ", ".join(f"{name} ({each.shape})" for name, each in sorted(note.figures.items()))
-
-
-def _require_equal(said: Mapping[int, Mapping[str, str]], mismatch: type[CollectiveError]) -> None:
-    failures = _differences(said)
-    if failures:
-        raise mismatch(failures)
-
-
-def _differences(said: Mapping[int, Mapping[str, str]]) -> dict[int, str]:
-    """For each rank with another value than most: the names, its values and the usual ones."""
-    failures: dict[int, list[str]] = {}
-    for name in sorted({name for values in said.values() for name in values}):
-        by_rank = {rank: values[name] for rank, values in said.items() if name in values}
-        usual = Counter(by_rank.values()).most_common(1)[0][0]  # ties: the first rank's
-        witness = next(rank for rank, value in by_rank.items() if value == usual)
-        for rank, value in by_rank.items():
-            if value != usual:
-                failures.setdefault(rank, []).append(
-                    f"{name} is {value}, on rank {witness} it is {usual}"
-                )
-    return {rank: readable("; ".join(texts)) for rank, texts in failures.items()}
+    return ", ".join(f"{name} ({each.shape})" for name, each in sorted(note.said.figures.items()))

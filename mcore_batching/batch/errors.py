@@ -1,27 +1,23 @@
-"""Errors about the fields of a batch and the order of its outputs, and errors as texts.
+"""Errors about the fields of a batch, the order of its outputs and ranks that disagree.
 
-Each is a `ValueError` and survives pickling with its message and attributes.
+Each survives pickling with its message and attributes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from itertools import islice
 from typing import Any
 
 from mcore_batching.planning.errors import MCoreBatchingError
 
 LONGEST_TEXT = 8000
-"""Characters of an error's text sent to other ranks; 1,000 failing ranks then gather 8 MB."""
+"""Characters of an error's text sent to other ranks: a traceback's worth. 1,000 failing ranks then
+gather 8 MB; doubled, 16."""
 
 
 def described(error: BaseException, text: Callable[[Any], str] = str) -> str:
-    """An error's type and message, as sent to other ranks.
-
-    Args:
-        error: of any class.
-        text: gives the message; may raise.
-    """
+    """An error's type and message for other ranks; `text` gives the message and may raise."""
     name = type(error).__name__
     try:
         return readable(f"{name}: {text(error)}")
@@ -32,6 +28,7 @@ def described(error: BaseException, text: Callable[[Any], str] = str) -> str:
 
 def readable(text: str) -> str:
     """A text of at most `LONGEST_TEXT` characters (the middle is cut out) that UTF-8 can encode."""
+    # The beginning names the error, the end of a traceback the line.
     half, more = LONGEST_TEXT // 2, len(text) - LONGEST_TEXT
     if more > 0:
         text = f"{text[:half]} [{more} characters left out] {text[-half:]}"
@@ -98,3 +95,31 @@ class OrderError(BatchError):
         self.missing = missing
         self.doubled = doubled
         self.extra = extra
+
+
+class CollectiveError(MCoreBatchingError, RuntimeError):
+    """Base of the errors that all ranks raise together.
+
+    Attributes:
+        failures: by global rank, what was wrong there; long texts are cut to `LONGEST_TEXT`.
+    """
+
+    headline = "a collective step failed"
+
+    def __init__(self, failures: Mapping[int, str]) -> None:
+        # Every rank's own line, in the order of ranks: the cause is often on one of many.
+        self.failures = dict(failures)
+        lines = [f"  rank {rank}: {text}" for rank, text in sorted(self.failures.items())]
+        super().__init__("\n".join([f"{self.headline}:", *lines]))
+
+
+class RankFailedError(CollectiveError, BatchError):
+    """Work that failed on some ranks."""
+
+    headline = "failed on some ranks, so none goes on"
+
+
+class DisagreementError(CollectiveError, BatchError):
+    """Values that differ between ranks and must not."""
+
+    headline = "the ranks disagree, so none goes on"

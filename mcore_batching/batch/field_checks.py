@@ -40,6 +40,7 @@ def num_samples(batch: Mapping[str, Any]) -> int:
     Raises:
         SchemaError: the field is not a list of values.
     """
+    # Any field would do, but this one is there in every whole batch, and a list of its own.
     fields = ("total_lengths", *batch)
     name = next((name for name in fields if batch.get(name) is not None), None)
     if name is None:
@@ -51,13 +52,7 @@ def num_samples(batch: Mapping[str, Any]) -> int:
 
 
 def require_one_per_sample(name: str, values: Any, num_samples: int, use: str = "") -> None:
-    """Check that a field has as many values as the batch has samples.
-
-    Args:
-        name: key of the field, for the error.
-        values: of the field.
-        num_samples: samples of the batch.
-        use: purpose of the values, for the error.
+    """Check that a field has as many values as the batch has samples; `use` says what for.
 
     Raises:
         SchemaError: it has another number of values, or is None.
@@ -84,13 +79,14 @@ def checked_batch(schema: Mapping[str, Field], batch: Mapping[str, Any]) -> dict
         if field.required and batch.get(field.name) is None:
             raise SchemaError(
                 field.name,
-                expected="one value per sample (the field is required)",
-                found="no such field in the batch" if field.name not in batch else "None",
+                expected="one value per sample",
+                found="no such field" if field.name not in batch else "None",
             )
+    # First, since all other fields are checked against them.
     total_lengths, response_lengths = read_lengths(batch)
     checked: dict[str, list[Any]] = {}
     for name, values in batch.items():
-        if values is None:
+        if values is None:  # absent for the whole batch
             continue
         if name not in schema:
             raise SchemaError(
@@ -145,7 +141,7 @@ def _read_length(name: str, index: int, value: Any) -> int:
         raise SchemaError(
             name,
             sample_index=index,
-            expected="a length in tokens, an integer of 0 or more",
+            expected="an integer of 0 or more, in tokens",
             found=describe(value),
         )
     return length
@@ -170,6 +166,7 @@ def checked_values(
         return [is_tagged(field.name, index, tag) for index, tag in enumerate(values)]
     else:
         found = [_value(field, index, value) for index, value in enumerate(values)]
+    # After all became tensors: from here on a value has a shape and a type, or none at all.
     for index, value in enumerate(found):
         expected = unmet(field, value, total_lengths[index], response_lengths[index])
         if expected is not None:
@@ -189,6 +186,7 @@ def checked_values(
 
 
 def _value(field: Field, index: int, value: Any) -> Any:
+    # A response of no tokens, say.
     if isinstance(value, list | tuple) and not value and field.kind is not Kind.PER_SAMPLE:
         # torch.as_tensor([]) is float32, which token ids must not be.
         return torch.zeros(0, dtype=field.default_type)
@@ -198,6 +196,7 @@ def _value(field: Field, index: int, value: Any) -> Any:
 def _require_one_shape(name: str, values: Any, response_lengths: Sequence[int]) -> None:
     """Refuse per-sample values of different shapes, and rewards that are per token."""
     shapes = [shape_of(value) for value in values]
+    # They are stacked into one tensor per row, where a shape of its own has no place.
     odd = next((index for index, shape in enumerate(shapes) if shape != shapes[0]), None)
     expected = "one number, or tensors of one shape, in all samples"
     # Per-token rewards of responses that happen to share a length also have one shape. With one
@@ -221,7 +220,7 @@ def unmet(field: Field, value: Any, total_length: int, response_length: int) -> 
     kind = field.kind
     if kind is Kind.METADATA:
         return None
-    if isinstance(value, Tensor) and value.is_meta:
+    if isinstance(value, Tensor) and value.is_meta:  # it has a shape, but nothing to train on
         return "values, not a tensor on the meta device"
     if kind is Kind.MULTIMODAL:
         fits = value is None or isinstance(value, Mapping)
@@ -233,7 +232,7 @@ def unmet(field: Field, value: Any, total_length: int, response_length: int) -> 
     expected = f"{rows} {_ROWS_OF[kind]}"
     if not shape:
         return expected
-    if field.name == "loss_masks" and len(shape) > 1:
+    if field.name == "loss_masks" and len(shape) > 1:  # [R, 1] would broadcast with [R] to [R, R]
         return f"{expected}, one number in each"
     if kind is Kind.POSITION_IDS:
         if len(shape) > 2 or shape[-1] != rows:

@@ -95,10 +95,11 @@ class Field:
                 expected=f"a kind, one of {', '.join(f'Kind.{kind.name}' for kind in Kind)}",
                 found=repr(self.kind),
             )
+        # Packing would not look at it: an offset that is ignored hides a mistake.
         if self.length_offset and self.kind not in _WITH_ROWS:
             raise SchemaError(
                 self.name,
-                expected="length_offset 0, since this kind has no rows",
+                expected="length_offset=0 of a kind without rows",
                 found=f"length_offset={self.length_offset} with Kind.{self.kind.name}",
                 declaration=declaration_line(self.name, Kind.PER_TOKEN, self.length_offset),
             )
@@ -110,6 +111,7 @@ class Field:
                 f"{', '.join(f'Fill.{fill.name}' for fill in offered)}",
                 found=str(self.fill),
             )
+        # Packing reads these three by name, so their kinds are not the user's to choose.
         fixed = _STRUCTURAL.get(self.name)
         if (self.kind is Kind.TOKENS or fixed is not None) and self.kind is not fixed:
             raise SchemaError(
@@ -120,6 +122,7 @@ class Field:
 
     def num_rows(self, total_length: int, response_length: int) -> int | None:
         """Rows of a value, for a sample of these lengths; None for a kind without rows."""
+        # Position ids of several axes have their rows, one per token, last.
         if self.kind is Kind.PER_RESPONSE_TOKEN:
             natural = response_length
         elif self.kind in (Kind.METADATA, Kind.MULTIMODAL, Kind.PER_SAMPLE):
@@ -132,6 +135,7 @@ class Field:
     @property
     def default_type(self) -> torch.dtype:
         """Type of tensors made of empty lists, which show none."""
+        # torch.tensor([]) is float32, which embeddings and gathers refuse as indices.
         return torch.int64 if self.kind in INTEGRAL else torch.float32
 
     @property

@@ -57,6 +57,7 @@ def largest(value: Value) -> Figure:
 def least(value: Value) -> Figure:
     """For each number, the least of all ranks."""
     figure = _figure("least", value)
+    # Negated, so that messages need maxima and sums alone.
     return Figure(figure.kind, [-each for each in figure.values], figure.is_list)
 
 
@@ -71,7 +72,7 @@ def rank_total(value: Value) -> Figure:
 
 
 def _figure(kind: str, value: Value) -> Figure:
-    is_list = isinstance(value, Sequence)
+    is_list = isinstance(value, Sequence)  # a single number comes back as one
     return Figure(kind, list(value) if isinstance(value, Sequence) else [value], is_list)
 
 
@@ -84,10 +85,12 @@ def numbers_of(figures: Mapping[str, Figure], *, is_first: bool) -> Numbers:
     """
     maxima: list[Any] = []
     sums: list[Any] = []
+    # By name, not in the order of the dict, which may differ between ranks.
     for _, figure in sorted(figures.items()):
         if figure.has_maxima:
             maxima += figure.values
         else:
+            # Ranks of a replica hold the same samples, which must count once.
             counts = is_first or figure.kind == "rank total"
             sums += figure.values if counts else [0] * len(figure.values)
     return Numbers(maxima, sums)
@@ -100,6 +103,7 @@ def values_of(figures: Mapping[str, Figure], joined: Numbers) -> dict[str, Any]:
         figures: of any rank.
         joined: of all ranks.
     """
+    # In the order in which `numbers_of` laid them out.
     maxima, sums = iter(joined.maxima), iter(joined.sums)
     values = {}
     for name, figure in sorted(figures.items()):

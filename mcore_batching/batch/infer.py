@@ -52,6 +52,7 @@ def _inferred(
     total_lengths, response_lengths = read_lengths(batch)
     fitting = _fitting_kinds(values, total_lengths, response_lengths)
     told_here = (told or {}).get(name)
+    # Values that fit one kind say more than what others told, which is then checked against them.
     if len(fitting) == 1 and fitting[0] in _INFERRED:
         return Field(name, fitting[0])
     if told_here is not None and told_here.kind in fitting:
@@ -65,7 +66,7 @@ def _inferred(
         found += "; other ranks and earlier batches do not settle it"
     raise SchemaError(
         name,
-        expected="a declared field, or values that fit exactly one kind",
+        expected="a declared field, or values of one kind",
         found=found,
         declaration=" or ".join(
             _declaration(name, kind, values, total_lengths) for kind in fitting or [Kind.METADATA]
@@ -92,7 +93,7 @@ def infer_fields(
             continue
         values = _values_of(name, batch)
         if name not in told and _is_open(_fitting_kinds(values, *lengths)):
-            some_open = True
+            some_open = True  # no error yet: another rank's samples may settle it
             continue
         field = _inferred(name, values, batch, told)
         # All None reads as metadata here, but other ranks may hold multimodal inputs: not told on.
@@ -127,8 +128,10 @@ def _require_no_outlier(
     Raises:
         SchemaError: more than half fit some kind.
     """
+    # "Sample 7 has 5 rows" helps more than "no kind fits" where the others are plain. More than
+    # half, since two equal halves would blame either.
     shapes = [shape_of(value) for value in values]
-    rows = [shape[0] if shape else None for shape in shapes]
+    rows = [shape[0] if shape else None for shape in shapes]  # None of a number
     fits = {
         Kind.PER_TOKEN: [r == length for r, length in zip(rows, total_lengths, strict=True)],
         Kind.PER_RESPONSE_TOKEN: [
@@ -168,14 +171,14 @@ def _fitting_kinds(
     values: Sequence[Any], total_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> list[Kind]:
     """The kinds that these values match."""
-    if not values:
+    if not values:  # of no samples: any kind that another field than `tokens` may have
         return [kind for kind in Kind if kind is not Kind.TOKENS]
     if all(_is_text(value) for value in values):
         return [Kind.METADATA]
     if all(value is None or isinstance(value, Mapping) for value in values):
-        return [Kind.MULTIMODAL, Kind.METADATA]
+        return [Kind.MULTIMODAL, Kind.METADATA]  # only the model knows which dicts it takes
     shapes = [shape_of(value) for value in values]
-    if any(shape is None for shape in shapes):
+    if any(shape is None for shape in shapes):  # objects: metadata fits, but is never guessed
         return []
     known = [shape for shape in shapes if shape is not None]
     if all(shape == () for shape in known):
@@ -187,6 +190,7 @@ def _fitting_kinds(
     # the number of rows.
     integral = all(is_integral(value) for value in values)
     fitting = []
+    # All kinds that fit, not the first: which of them it is only a declaration or others can tell.
     if rows == list(total_lengths):
         fitting.append(Kind.PER_TOKEN)
     if rows == list(response_lengths):
@@ -214,6 +218,7 @@ def _is_text(value: Any) -> bool:
 
 def _routed_offset(rows: Sequence[int], total_lengths: Sequence[int]) -> int | None:
     """``length_offset`` of routed experts: 0, or -1 as of rollout engines; None if neither fits."""
+    # Engines route no token after the last one, so they give one row less.
     for offset in (0, -1):
         if list(rows) == [max(0, total + offset) for total in total_lengths]:
             return offset

@@ -7,8 +7,6 @@ message per rank and round:
     4 ranks, reduced      0-1 2-3, then 0-2 1-3
     6 ranks, reduced      1 to 0, 3 to 2; 0-2 4-5, 0-4 2-5; 0 to 1, 2 to 3
     6 ranks, gathered     from the next rank, from two further on, from four further on
-
-All ranks end with the same bytes, since every rank combines the same pairs, lower ranks first.
 """
 
 from __future__ import annotations
@@ -64,6 +62,7 @@ class RankMessages:
             other = number ^ distance
             partner = 2 * other if other < pairs else other + pairs
             theirs = self._swap(partner, value, partner, len(own))
+            # Lower ranks first on both sides: all ranks end with the same bytes, sums included.
             value = combine(value, theirs) if number < other else combine(theirs, value)
             distance *= 2
         if place < 2 * pairs:
@@ -78,6 +77,7 @@ class RankMessages:
         """
         size, held = len(self._ranks), own
         while (blocks := len(held) // len(own)) < size:
+            # Doubles what is held each time; the last round sends only what is missing.
             sent = held[: min(blocks, size - blocks) * len(own)]
             before, behind = (self._place - blocks) % size, (self._place + blocks) % size
             held += self._swap(before, sent, behind, len(sent))
@@ -85,6 +85,7 @@ class RankMessages:
         return first[size - self._place :] + first[: size - self._place]
 
     def _swap(self, target: int, message: bytes, source: int, length: int) -> bytes:
+        # Both in flight at once: two ranks that first send and then receive would wait for ever.
         leaving = self._start(target, message)
         arrived = self._receive(source, length)
         leaving.wait()

@@ -36,6 +36,7 @@ class Schema(Mapping[str, Field]):
 
     def __post_init__(self) -> None:
         """Index the fields by name."""
+        # The tuple is what prints and compares; look-ups by name go to a dict beside it.
         by_name: dict[str, Field] = {}
         for field in self.fields:
             if field.name in by_name:
@@ -106,6 +107,7 @@ class Schema(Mapping[str, Field]):
             SchemaError: the values of an undeclared field fit no kind, or several; the message
                 lists them with the line that declares each.
         """
+        # A field that is None for the whole batch is absent: nothing to infer from.
         inferred = [
             infer_field(name, batch, told)
             for name, values in batch.items()
@@ -127,6 +129,7 @@ class Schema(Mapping[str, Field]):
             SchemaError: a required field is absent, a field is not declared, or a value does not
                 match its kind.
         """
+        # All fields at once, since lengths of one are checked against those of another.
         return checked_batch(self, batch)
 
 

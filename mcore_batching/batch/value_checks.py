@@ -24,11 +24,6 @@ from mcore_batching.planning.integers import as_integer
 def tensor_of(name: str, index: int, value: Any) -> Any:
     """A sample's value; lists and arrays of numbers become a tensor.
 
-    Args:
-        name: of the field, for errors.
-        index: of the sample, for errors.
-        value: of any kind.
-
     Raises:
         SchemaError: lists that hold no numbers, or nested lists of different lengths.
     """
@@ -46,12 +41,10 @@ def tensor_of(name: str, index: int, value: Any) -> Any:
 def require_loss_masks(masks: Sequence[Tensor]) -> None:
     """Check that the loss masks of a batch are finite weights of 0 or more.
 
-    Args:
-        masks: one per sample.
-
     Raises:
         SchemaError: an entry is negative, infinite or NaN.
     """
+    # NaN would make every loss of the step NaN, and a negative weight turn a gradient round.
     outlier = _first_outside([mask.flatten() for mask in masks], math.inf)
     if outlier is not None:
         index, _, value = outlier
@@ -71,7 +64,7 @@ def _first_outside(values: Sequence[Tensor], end: float) -> tuple[int, int, Any]
         return bool(((tensor >= 0) & (tensor < end)).all())
 
     # One question per device, not per sample: the host waits for each answer.
-    devices = {each.device for each in values if each.numel()}
+    devices = {each.device for each in values if each.numel()}  # empty ones need no answer
     if all(fits(torch.cat([each for each in values if each.device == on])) for on in devices):
         return None
     index = next(i for i, each in enumerate(values) if not fits(each))
@@ -88,9 +81,6 @@ def require_vocabulary(
 ) -> None:
     """Check that token ids are in the model's vocabulary.
 
-    Each tensor-parallel rank masks ids outside its part of the embedding, so an id outside all
-    parts would train as a vector of zeros, without an error.
-
     Args:
         name: of the field.
         values: token ids of each sample.
@@ -101,8 +91,10 @@ def require_vocabulary(
     Raises:
         SchemaError: an id is negative, or `vocabulary_size` or more.
     """
+    # Megatron would not notice: each tensor-parallel rank masks ids outside its part of the
+    # embedding, and one outside all parts trains as a vector of zeros.
     ids = [value.long().flatten() for value in values]
-    if weights is not None:
+    if weights is not None:  # a label that no loss looks at may be anything, such as -100
         ids = [
             each.masked_fill(weight.flatten().to(each.device) == 0, 0)
             for each, weight in zip(ids, weights, strict=True)
@@ -110,12 +102,12 @@ def require_vocabulary(
     outlier = _first_outside(ids, vocabulary_size)
     if outlier is not None:
         index, place, token = outlier
-        needed = max(vocabulary_size, *ids[index].tolist()) + 1
+        needed = max(vocabulary_size, *ids[index].tolist()) + 1  # for this sample at least
         raise SchemaError(
             name,
             sample_index=index,
-            expected=f"token ids of the model's vocabulary, 0 to {vocabulary_size - 1} (use its "
-            f"tokenizer, or build it with vocab_size={needed})",
+            expected=f"token ids of 0 to {vocabulary_size - 1} (use the model's tokenizer, or "
+            f"build it with vocab_size={needed})",
             found=f"{token} at place {place}",
         )
 
@@ -160,6 +152,6 @@ def require_token_id(name: str, value: Any) -> int:
     if number is None or not -(2**63) <= number < 2**63:
         raise BatchError(
             Argument(name),
-            f" must be the id of a token, an integer, got {value!r:.60}",
+            f" must be a token's id, got {value!r:.60}",
         )
     return number

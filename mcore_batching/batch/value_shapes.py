@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-"""Become int64, since torch has few operations for them. Megatron's indexed datasets hold uint16.
-"""
+"""Become int64: torch has few operations for them, and Megatron's indexed datasets hold uint16."""
 
 
 def plain_value(value: Any) -> Any:
@@ -26,6 +25,7 @@ def plain_value(value: Any) -> Any:
     Raises:
         TypeError, ValueError, OverflowError, RuntimeError: from `torch.as_tensor`.
     """
+    # Scalars of NumPy stay numbers: a tensor without dimensions is a value of another kind.
     if isinstance(value, list | tuple) or (is_array(value) and len(value.shape)):
         value = torch.as_tensor(value)
     return value.long() if isinstance(value, Tensor) and value.dtype in _UNSIGNED else value
@@ -35,6 +35,7 @@ def shape_of(value: Any) -> tuple[int, ...] | None:
     """Shape of a tensor, ``()`` for a number, None for anything else."""
     if isinstance(value, Tensor):
         return tuple(value.shape)
+    # NumPy's kinds of numbers: bool, integers, unsigned, float, complex; not text, not objects.
     is_number = value.dtype.kind in "biufc" if is_array(value) else isinstance(value, int | float)
     return () if is_number else None
 
@@ -47,6 +48,7 @@ def is_array(value: Any) -> bool:
 
 def is_integral(value: Any) -> bool:
     """True for a tensor of an integer type, and for one without elements."""
+    # An empty list became a float tensor without saying anything of its type.
     return isinstance(value, Tensor) and not (
         value.numel()
         and (value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool)
@@ -59,7 +61,7 @@ def describe(value: Any) -> str:
         return repr(value)
     if isinstance(value, Tensor) or is_array(value):
         return f"a {type(value).__name__} of shape {list(value.shape)} and type {value.dtype}"
-    text = repr(value)
+    text = repr(value)  # of a list of a million tokens only the beginning
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 

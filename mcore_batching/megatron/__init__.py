@@ -4,7 +4,7 @@ Importing this package imports torch and megatron.core. With ``MCORE_BATCHING_CP
 environment it lets the CPU stand in for CUDA, in this process, whatever launched it.
 """
 
-from mcore_batching.batch.consensus import CollectiveError
+from mcore_batching.batch.errors import CollectiveError
 from mcore_batching.megatron import cpu_request as cpu_request  # before megatron.core is imported
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
 from mcore_batching.megatron.attention.specs import packed_layer_spec, use_packed_attention

@@ -66,14 +66,13 @@ def enable(*, force: bool = False) -> None:
     if torch.cuda.is_available() and not force:
         raise DeviceError(
             "the CPU stand-in was asked for, but this machine has CUDA: unset "
-            f"{ENVIRONMENT_VARIABLE} to use the GPU, or set it to force for the CPU (in code: "
-            "mcore_batching.megatron.cpu_emulation.enable(force=True))"
+            f"{ENVIRONMENT_VARIABLE} to use the GPU, or set it to force"
         )
     if has_transformer_engine():
         raise DeviceError(
-            "the CPU stand-in cannot run with Transformer Engine, which megatron-core has imported "
-            f"by now: set {ENVIRONMENT_VARIABLE}=1 in the environment before the process starts, "
-            "and import mcore_batching.megatron before megatron.core"
+            "the CPU stand-in cannot run with Transformer Engine: set "
+            f"{ENVIRONMENT_VARIABLE}=1 before the process starts, and import "
+            "mcore_batching.megatron before megatron.core"
         )
     # torch.compile on the CPU needs a C++ compiler. The variable is read as functions are
     # decorated, which megatron-core does on import; the setting, as they are called.
@@ -95,6 +94,7 @@ class _CudaMeansCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        # Called for every function of torch, so the cheap questions come first.
         kwargs = dict(kwargs) if kwargs else {}
         if func is torch.device and args and isinstance(_on_cpu(args[0]), torch.device):
             return _CPU
@@ -191,12 +191,14 @@ def _always(value: Any = None) -> Callable[..., Any]:
 
 
 def _patch_torch_cuda() -> None:
+    # By attribute, not by a mode: these are called as torch.cuda.*, which no mode sees.
     for name, replacement in (_devices() | _memory() | _streams()).items():
         setattr(torch.cuda, name, replacement)
     for name, replacement in _random_numbers().items():
         setattr(torch.cuda, name, replacement)
         setattr(torch.cuda.random, name, replacement)
     torch.cuda.default_generators = (torch.default_generator,)
+    # Marks for NVIDIA's profiler raise without CUDA.
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, _always())
 
@@ -211,6 +213,7 @@ def _devices() -> dict[str, Any]:
     return {
         "is_available": is_available,
         "current_device": _always(_CPU),
+        # A GPU for each process of torchrun, as jobs expect.
         "device_count": lambda: max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
         "set_device": _always(),
         # Of an older GPU: newer ones turn on kernels of their own.

@@ -30,6 +30,7 @@ def has_transformer_engine() -> bool:
     return sys.modules.get("transformer_engine") is not None
 
 
+# None in sys.modules makes `import` raise ImportError, as if the package were not installed.
 if is_requested() and not has_transformer_engine():
     modules: dict[str, Any] = sys.modules
     modules["transformer_engine"] = None

@@ -7,7 +7,7 @@ named error; the rank on which it happened chains its own exception to it.
 
 from __future__ import annotations
 
-from mcore_batching.batch.consensus import CollectiveError
+from mcore_batching.batch.errors import CollectiveError
 from mcore_batching.planning.errors import MCoreBatchingError
 
 

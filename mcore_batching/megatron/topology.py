@@ -44,7 +44,7 @@ def model_shape(vocabulary: int, config: Any) -> ModelShape:
         config: the model's `TransformerConfig`.
     """
     ffn = config.ffn_hidden_size
-    if config.num_moe_experts:
+    if config.num_moe_experts:  # of memory: activations in each expert that a token is sent to
         ffn = config.moe_router_topk * (config.moe_ffn_hidden_size or ffn)
         ffn += config.moe_shared_expert_intermediate_size or 0
     half = config.bf16 or config.fp16
@@ -92,12 +92,13 @@ def first_guess(vocabulary: int | None, config: Any) -> CostModel:
             recompute=config.recompute_granularity == "full",
             window=_window(config),
         )
-    except (ConfigError, TypeError):
+    except (ConfigError, TypeError):  # only a guess, which passes soon correct
         return CostModel()
 
 
 def _window(config: Any) -> int | None:
     """Tokens that each token sees, itself included; None where not all layers have a window."""
+    # Megatron's window is (tokens before, tokens after), -1 for all.
     size, is_mixed = config.window_size, getattr(config, "window_attn_skip_freq", None)
     return None if size is None or is_mixed or size[0] < 0 else size[0] + 1
 

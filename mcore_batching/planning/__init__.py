@@ -7,6 +7,7 @@ together), `plan` (the result), `planner` (from one to the other), `shard` (the 
 `search` (the step that ends first), `validation` and `statistics` (functions of a plan).
 """
 
+from mcore_batching.planning.batch_plan import Plan
 from mcore_batching.planning.bounds import (
     bin_lower_bound,
     micro_batch_lower_bound,
@@ -31,7 +32,7 @@ from mcore_batching.planning.integers import at_least
 from mcore_batching.planning.packing import first_fit, first_fit_decreasing
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline import pipeline_operations
-from mcore_batching.planning.plan import MicroBatches, Plan, StepPlan
+from mcore_batching.planning.plan import MicroBatches, StepPlan
 from mcore_batching.planning.planner import plan_batch, plan_step
 from mcore_batching.planning.problem import MAX_LENGTH_TOKENS, Problem
 from mcore_batching.planning.shard import (

@@ -19,10 +19,6 @@ from mcore_batching.planning.problem import Problem
 def bin_lower_bound(sizes: Sequence[int], capacity: int) -> int:
     """The bound L2 of Martello and Toth (*Knapsack Problems*, 1990, section 8.3), in O(n log n).
 
-    For a threshold t, items over `capacity - t` share a bin with nothing of size t or more, and no
-    two items over half a bin share one; what is left of the items of size t or more must fit into
-    the room beside the latter or into further bins. L2 is the largest of these counts over all t.
-
     Args:
         sizes: size of each item [items], 0 or more.
         capacity: size of a bin.
@@ -39,6 +35,9 @@ def bin_lower_bound(sizes: Sequence[int], capacity: int) -> int:
     num_items = len(ascending)
     first_over_half = bisect_right(ascending, capacity // 2)
     best = 1
+    # For a threshold t: items over `capacity - t` share a bin with nothing of size t or more, and
+    # no two items over half a bin share one. What else is t or larger must fit beside the latter
+    # or into further bins. The bound is the largest count over all t.
     for threshold in {0, *ascending[:first_over_half]}:
         first_alone = bisect_right(ascending, capacity - threshold)
         first_small = bisect_left(ascending, threshold)
@@ -52,20 +51,15 @@ def bin_lower_bound(sizes: Sequence[int], capacity: int) -> int:
 
 
 def micro_batch_lower_bound(problem: Problem) -> int:
-    """Lower bound on the micro-batches of any packing: one per oversize sample and L2 of the rest,
-    or the bound by the number of samples if that is larger."""
+    """Lower bound on the number of micro-batches of any packing."""
+    # One per oversize sample and L2 of the rest, or by the number of samples if that is more.
     fitting = [tokens for i, tokens in enumerate(problem.tokens) if i not in problem.oversize]
     by_tokens = len(problem.oversize) + bin_lower_bound(fitting, problem.capacity)
     return max(by_tokens, problem.fewest_rows)
 
 
 def step_time_floor(problem: Problem) -> float:
-    """Lower bound on the makespan of any plan on equal stages, in units of cost.
-
-    The larger of two times: mean work per rank in the fewest micro-batches, plus filling and
-    draining the pipeline with empty ones; and the longest sample's way through all stages and back,
-    at its best context-parallel size.
-    """
+    """Lower bound on the makespan of any plan on equal stages, in units of cost."""
     longest = max(range(problem.num_samples), key=problem.lengths.__getitem__, default=None)
     alone = problem.cost_model.per_micro_batch
     if longest is not None:
@@ -90,23 +84,23 @@ def floor_of_totals(
     passes = 1.0 if problem.forward_only else 1.0 + model.backward_ratio
     fewest = dims.round_up_num_microbatches(-(-fewest_rows // ranks))
     fixed = model.per_micro_batch
+    # The larger of two times: a mean rank's work in the fewest micro-batches after the pipeline was
+    # filled by an empty one; and the longest sample's way through all stages (and back).
     way = (stages - 1) * fixed / dims.virtual_pipeline
     return passes * max(work / ranks + fewest * fixed + way, stages * costliest_sample)
 
 
 def way_of_longest(problem: Problem) -> float:
     """The longest sample's way through all stages and back, plus the fixed costs of the other
-    micro-batches that the first stage runs before and after it; 0 without plain 1F1B.
-
-    Of K micro-batches on P stages, p of them before the sample's, the first stage runs p forward
-    and max(0, p - P + 1) backward passes before its forward pass, and max(0, K - P - p) forward and
-    K - 1 - p backward passes after its backward pass. K is the least that `fewest_rows` allows.
-    """
+    micro-batches that the first stage runs before and after it; 0 without plain 1F1B."""
     dims, model = problem.dims, problem.cost_model
     if dims.virtual_pipeline > 1 or problem.forward_only or not problem.num_samples:
         return 0.0
     stages, ratio = dims.pipeline_parallel, model.backward_ratio
     count = -(-problem.fewest_rows // problem.num_ranks)
+    # Of K micro-batches on P stages, p of them before the sample's, the first stage runs p forward
+    # and max(0, p - P + 1) backward passes before its forward pass, and max(0, K - P - p) forward
+    # and K - 1 - p backward passes after its backward pass.
     beside = min(
         max(before, count - stages) + ratio * max(count - 1 - before, count - stages)
         for before in range(count)

@@ -29,6 +29,7 @@ def kernel(function: Function) -> Function:
     @functools.wraps(function)
     def run(*arguments: Any) -> Any:
         nonlocal chosen
+        # At the first call, not on import: a command that makes no plan does not load numba.
         if chosen is None:
             compile_ = _compiler()
             chosen = compile_(function) if compile_ else function
@@ -39,6 +40,7 @@ def kernel(function: Function) -> Function:
 
 def numbers(values: Sequence[float]) -> Numbers:
     """A copy of numbers, as kernels take them."""
+    # An array even of a few: numba compiles for one type, and would do it again for lists.
     return _arrays().array(values, dtype=float) if _compiler() else list(values)
 
 
@@ -72,12 +74,13 @@ def _compiler() -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
     try:
         import numba
 
-        # Without fast math every operation is IEEE's, in the order written.
+        # Without fast math every operation is IEEE's, in the order written: the same plan as
+        # without numba.
         compile_ = functools.partial(numba.njit, cache=True)
         compile_(_nothing)()  # raises where what is compiled cannot be kept
     except Exception:
-        # Also of a numba that does not go with its numpy, which raises more than ImportError. A
-        # plan needs neither.
+        # Any: a numba that does not go with its numpy raises more than ImportError, and a plan
+        # needs neither.
         return None
     return None if numba.config.DISABLE_JIT else compile_
 

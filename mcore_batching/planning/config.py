@@ -78,6 +78,7 @@ class PlannerConfig:
             "max_context_parallel",
         ):
             value = getattr(self, name)
+            # None is a value of the others, and as a Python int the config prints as JSON.
             if value is not None or name in ("max_tokens_per_gpu", "plan_effort"):
                 object.__setattr__(self, name, at_least(name, value, 1, ConfigError))
         for name, choices in CHOICES.items():
@@ -87,7 +88,7 @@ class PlannerConfig:
                     Argument(name),
                     f" must be one of {', '.join(map(repr, choices))}, got {value!r:.60}",
                 )
-
+        # "auto" gives way to `packing` or `fill`; "pipeline" was asked for, as they were.
         if self.balance == "pipeline" and (self.packing != "auto" or self.fill != "split"):
             raise ConfigError(
                 Argument("balance", "pipeline"),
@@ -108,11 +109,13 @@ class PlannerConfig:
 
     def cap_tokens(self, dims: ParallelDims) -> int:
         """Most padded tokens of a micro-batch, over its context-parallel ranks."""
+        # Each of them holds an equal part of every sample.
         return self.max_tokens_per_gpu * dims.context_parallel
 
     def num_ranks(self, dims: ParallelDims) -> int:
         """Ranks that a plan has a list for: data-parallel; under dynamic CP data- times
         context-parallel."""
+        # Under dynamic CP a context-parallel rank may have rows that its neighbours do not share.
         dynamic = self.max_context_parallel is not None
         return dims.data_context_parallel if dynamic else dims.data_parallel
 
@@ -125,7 +128,7 @@ class PlannerConfig:
         most, ranks = self.max_context_parallel, dims.data_context_parallel
         if most is None:
             return
-        if most != ranks and (most > ranks or most & (most - 1)):
+        if most != ranks and (most > ranks or most & (most - 1)):  # not a power of two
             raise ConfigError(
                 Argument("max_context_parallel"),
                 f" must be a power of two or all {ranks} ranks, got {most}; set ",

@@ -23,10 +23,9 @@ from mcore_batching.planning.json_text import parse_json
 
 
 def ordered_sum(values: Iterable[float]) -> float:
-    """The sum of `values`, added from first to last.
-
-    The built-in `sum` compensates rounding from Python 3.12 on and does not before.
-    """
+    """The sum of `values`, added from first to last."""
+    # The built-in `sum` compensates rounding from Python 3.12 on: ranks of two versions would
+    # differ in the last bit, and so might their plans.
     return reduce(add, values, 0.0)
 
 
@@ -40,7 +39,8 @@ _NEWER = ("context_parallel_overhead", "context_parallel_fixed")
 """Coefficients of dynamic CP; left out of the JSON at their defaults, as in older documents."""
 _COEFFICIENTS = ("linear", "quadratic", "per_micro_batch", "backward_ratio", *_NEWER)
 _MAX_COEFFICIENT = 1e100
-"""Costs of any batch stay finite up to it."""
+"""Times the largest length squared and the most samples, a cost is still finite: 1e100 · 2^80 ·
+10^6 < 1e308."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,7 @@ class CostModel:
                 raise ConfigError(Argument(name), f" must be a number, got {value!r}")
             try:
                 number = float(value)
-            except OverflowError:
+            except OverflowError:  # an integer of 400 digits
                 number = math.inf
             if not (math.isfinite(number) and number >= 0):
                 raise ConfigError(Argument(name), f" must be finite and 0 or more, got {number}")
@@ -105,19 +105,10 @@ class CostModel:
         experts_per_token: int = 1,
         experts_held: int = 1,
         shared_ffn: int = 0,
-        causal: bool = True,
         window: int | None = None,
         recompute: bool = False,
     ) -> CostModel:
         """The cost model of a transformer's shape, from its multiplications.
-
-        A token costs 2 operations for each weight that it meets; a pair of tokens in attention
-        2 for the score and 2 for the sum, of each head's size, half of the pairs being masked where
-        attention is causal (Narayanan et al. 2021, appendix, without the causal half). All costs
-        are relative to a token outside attention, so what they are in seconds does not matter.
-
-        Starting a micro-batch costs what reading the weights takes, those of all experts that a
-        rank holds among them: `RIDGE_TOKENS` in a dense model.
 
         Args:
             hidden: size of the residual stream.
@@ -125,38 +116,37 @@ class CostModel:
             layers: of the whole model.
             heads: query heads.
             groups: key-value heads; None: as many as query heads.
-            head_dim: size of a head; None: hidden / heads.
-            vocab: entries of the output layer; 0 leaves it out.
+            head_dim: of each; None: hidden / heads.
+            vocab: entries of the output layer.
             gated: whether the feed-forward layer has a gate (SwiGLU).
             experts_per_token: experts that a token is sent to.
             experts_held: experts of a layer whose weights a rank has.
             shared_ffn: inner size of experts that every token is sent to.
-            causal: whether a token sees earlier ones alone.
-            window: tokens that each token sees at most; None: no bound.
+            window: most tokens that each token attends to; None: no bound.
             recompute: whether activations are computed anew before a backward pass.
 
         Raises:
-            ConfigError: a size is no integer, or below 1 (0 for `vocab` and `shared_ffn`).
+            ConfigError: a size is out of range.
         """
-        sizes = {"hidden": hidden, "ffn": ffn, "layers": layers, "heads": heads}
-        sizes |= {"experts_per_token": experts_per_token, "experts_held": experts_held}
-        sizes |= {"groups": groups or heads}
-        sizes |= {"head_dim": head_dim or hidden // max(heads, 1)}
+        groups, dim = groups or heads, head_dim or hidden // max(heads, 1)
+        sizes = {"hidden": hidden, "ffn": ffn, "layers": layers, "heads": heads, "groups": groups}
+        sizes |= {"head_dim": dim, "experts_per_token": experts_per_token}
+        least = dict.fromkeys([*sizes, "experts_held"], 1) | {"vocab": 0, "shared_ffn": 0}
+        sizes |= {"experts_held": experts_held, "vocab": vocab, "shared_ffn": shared_ffn}
         for name, size in sizes.items():
-            at_least(name, size, 1, ConfigError)
-        for name, size in (("vocab", vocab), ("shared_ffn", shared_ffn)):
-            at_least(name, size, 0, ConfigError)
-        dim = sizes["head_dim"]
-        projections = hidden * dim * (2 * heads + 2 * sizes["groups"])
-        of_ffn = (3 if gated else 2) * hidden
+            at_least(name, size, least[name], ConfigError)
+        projections, of_ffn = hidden * dim * (2 * heads + 2 * groups), (3 if gated else 2) * hidden
         everywhere = layers * (projections + of_ffn * shared_ffn) + hidden * vocab
-        of_experts = layers * of_ffn * ffn
+        of_experts = layers * of_ffn * ffn  # of one expert
+        # A token costs 2 operations for each weight that it meets. A pair of tokens costs 2 for the
+        # score and 2 for the sum, of each head's size, but half of the pairs are masked (Narayanan
+        # et al. 2021, appendix, without the causal half). All relative to a token: 2s cancel.
         weights = everywhere + experts_per_token * of_experts
         pairs = 2 * layers * heads * dim
-        seen = 0.5 if causal else 1.0
         return cls(
             linear=1.0,
-            quadratic=seen * pairs / weights,
+            quadratic=0.5 * pairs / weights,
+            # A micro-batch reads the weights of all experts on the rank, whatever tokens they get.
             per_micro_batch=RIDGE_TOKENS * (everywhere + experts_held * of_experts) / weights,
             backward_ratio=3.0 if recompute else 2.0,
             window=window,
@@ -172,22 +162,20 @@ class CostModel:
         try:
             raw = parse_json(text)
         except ValueError as error:
-            raise ConfigError(
-                f"expected a cost model in JSON, got text that is none: {error}"
-            ) from None
+            raise ConfigError(f"expected a cost model in JSON: {error}") from None
         known = {option.name for option in fields(cls)}
         needed = known - {"window", *_NEWER}
         if not isinstance(raw, dict) or not needed <= set(raw) <= known | _ALSO_WRITTEN:
             raise ConfigError(
-                f"expected a JSON object with {', '.join(sorted(needed))} and perhaps window, got "
-                f"{text!r:.80}; take the cost_model.json that a job writes under "
-                "--dynamic-batch-record, or CostModel.to_json"
+                f"expected a JSON object with {', '.join(sorted(needed))}, got {text!r:.80}; take "
+                "the cost_model.json that a job records"
             )
         return cls(**{name: value for name, value in raw.items() if name in known})
 
     def to_json(self) -> str:
         """The cost model as a JSON object."""
         coefficients = asdict(self)
+        # At their defaults they are left out, so that older releases read the file.
         for name in _NEWER:
             if coefficients[name] == type(self).__dataclass_fields__[name].default:
                 del coefficients[name]
@@ -195,6 +183,7 @@ class CostModel:
 
     def on_ranks(self, context_parallel: int) -> CostModel:
         """The costs, on each of its ranks, of a micro-batch of this context-parallel size."""
+        # 12 ranks count as 16 would. A product, not a power: `**` may differ between platforms.
         doublings = (context_parallel - 1).bit_length()
         share = 1.0 / context_parallel
         for _ in range(doublings):

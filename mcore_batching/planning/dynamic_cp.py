@@ -36,6 +36,8 @@ def of_one_size(
         config: under dynamic CP.
         cost_model: of micro-batches on one rank.
     """
+    # A rank of the step becomes a block of `size` ranks that list the same samples; placeholders
+    # are each rank's own, as the invariants have them.
     size = step.dims.context_parallel
     ranks = tuple(rank for rank in step.micro_batches for _ in range(size))
     return dataclasses.replace(
@@ -59,7 +61,7 @@ def packed_on_least_ranks(problem: Problem) -> tuple[tuple[MicroBatches, ...], S
     alone = problem.on_ranks[1]
     bins = [tuple(short[i] for i in samples) for samples in pack_shard(alone.subset(short))]
     ranks = problem.dims.data_context_parallel
-    taken = sum(size for size, _ in shared)
+    taken = sum(size for size, _ in shared)  # places, one on each rank of a block
     count = problem.dims.round_up_num_microbatches(-(-(len(bins) + taken) // ranks))
     if problem.config.fill == "split":
         bins = [
@@ -82,7 +84,9 @@ def _last_slots(
     """Size and samples of shared micro-batches [ranks][count], filled from the last slot on; None
     for the other places."""
     blocks: list[list[tuple[int, tuple[int, ...]] | None]] = [[None] * count for _ in range(ranks)]
-    place = 0  # counts ranks through the slots; by descending size, each row is at a multiple of it
+    # Counts ranks through the slots. By descending size every row begins at a multiple of its size,
+    # since all before it are multiples of that.
+    place = 0
     for size, samples in sorted(shared, key=lambda block: (-block[0], block[1])):
         for rank in range(place % ranks, place % ranks + size):
             blocks[rank][count - 1 - place // ranks] = size, samples
@@ -105,6 +109,7 @@ def _dealt(
     free = [of_rank.count(None) for of_rank in blocks]
     dealt: list[list[tuple[int, ...]]] = [[] for _ in blocks]
     for samples in sorted(bins, key=lambda samples: (-alone.weight(samples), samples)):
+        # The first of equals: `min` keeps it, on every platform.
         open_ranks = (rank for rank, places in enumerate(free) if places)
         lightest = min(open_ranks, key=loads.__getitem__)
         dealt[lightest].append(samples)

@@ -54,7 +54,7 @@ def shortened(entries: Sequence[object], limit: int = 10, separator: str = ", ")
 def _rebuild(
     cls: type[MCoreBatchingError], args: tuple[object, ...], state: dict[str, Any]
 ) -> MCoreBatchingError:
-    error = cls.__new__(cls, *args)
+    error = cls.__new__(cls, *args)  # without __init__, whose arguments are not kept
     error.__dict__.update(state)
     return error
 
@@ -69,6 +69,7 @@ class MCoreBatchingError(Exception):
     """
 
     def __init__(self, *parts: str | Argument) -> None:
+        # Texts may hold file names or samples of strangers, which go to a terminal or a log.
         self.parts = tuple(printable(part) if isinstance(part, str) else part for part in parts)
         super().__init__("".join(map(str, self.parts)))
 
@@ -113,11 +114,9 @@ class InflightBoundError(ConfigError):
 
     def __init__(self, bound: int | None, least: float) -> None:
         super().__init__(
-            "found no plan whose first pipeline stage holds at most ",
+            "found no plan that keeps to ",
             Argument("max_inflight_tokens", bound),
-            f" tokens at a time; the least found is {least:.0f}: set ",
-            Argument("max_inflight_tokens"),
-            " to that or more, or decrease ",
+            f" tokens at a time; the least found is {least:.0f}: set it to that, or decrease ",
             Argument("max_tokens_per_gpu"),
         )
 
@@ -138,9 +137,9 @@ class ItemTooLargeError(PlanningError):
 
     def __init__(self, *, index: int, size: int, capacity: int) -> None:
         super().__init__(
-            f"item {index} has size {size}, more than a bin's capacity of {capacity}; set ",
-            Argument("capacity"),
-            f" to {size} or more, or leave the item out",
+            f"item {index} of size {size} exceeds ",
+            Argument("capacity", capacity),
+            f"; set it to {size} or more",
         )
         self.index = index
         self.size = size
@@ -166,12 +165,11 @@ class OversizeSampleError(PlanningError):
     ) -> None:
         others = f" (and {num_oversize - 1} more samples)" if num_oversize > 1 else ""
         super().__init__(
-            f"sample {index} has {length} tokens, {padded_length} after padding, but a micro-batch "
-            f"may hold at most {cap}{others}; set ",
+            f"sample {index} has {length} tokens, {padded_length} after padding, the cap is "
+            f"{cap}{others}; set ",
             Argument("max_tokens_per_gpu"),
             f" to {needed_max_tokens_per_gpu} or more, or ",
             Argument("on_oversize", "own-bin"),
-            " to run such samples alone",
         )
         self.index = index
         self.length = length

@@ -1,4 +1,4 @@
-"""Optimizer steps of whole groups: all samples of a fixed number of prompts.
+"""A batch cut into optimizer steps: by number of samples, or by whole groups (prompts).
 
     groups           a a b c c c d      groups_per_step 2
     group_steps      [0, 1, 2], [3, 4, 5, 6]
@@ -62,6 +62,7 @@ def group_steps(
     for index, group in enumerate(groups):
         if padding[index]:
             continue
+        # A group's number is its place among those seen so far, so steps fill up in that order.
         step = place.setdefault(group_key(group, index), len(place)) // groups_per_step
         if step == len(steps):
             steps.append([])
@@ -81,6 +82,71 @@ def group_steps(
     return steps[:-1]
 
 
+def equal_slices(num_samples: int, samples_per_step: int | None) -> list[Sequence[int]]:
+    """Samples of each step, in order, the last step with the rest; one step if None.
+
+    Raises:
+        LengthError: `samples_per_step` is below 1.
+    """
+    per_step = max(1, num_samples)
+    if samples_per_step is not None:
+        per_step = at_least("samples_per_step", samples_per_step, 1, LengthError)
+    return [
+        range(first, min(first + per_step, num_samples))
+        for first in range(0, max(1, num_samples), per_step)
+    ]
+
+
+def whole_groups(
+    num_samples: int,
+    groups: Sequence[Hashable] | None,
+    groups_per_step: int | None,
+    last: LastStep,
+    is_padding: Sequence[Any] | None,
+    samples_per_step: int | None,
+) -> list[Sequence[int]]:
+    """`group_steps` with arguments that may lack each other or contradict each other.
+
+    Raises:
+        LengthError: they do, or no step is left.
+    """
+    if samples_per_step is not None:
+        raise LengthError(
+            "got both ",
+            Argument("groups"),
+            " and ",
+            Argument("samples_per_step"),
+            "; leave out one of them",
+        )
+    if groups is None or groups_per_step is None:
+        absent = Argument("groups" if groups is None else "groups_per_step")
+        raise LengthError(
+            "steps of whole groups need ",
+            absent,
+            "; set ",
+            absent,
+            ", or leave out all options of groups",
+        )
+    groups = entries("groups", groups, LengthError)
+    if len(groups) != num_samples:
+        raise LengthError(
+            Argument("groups"),
+            f" has {len(groups)} entries for {num_samples} samples; give one for each",
+        )
+    # A batch of padding samples alone is one empty step, not a batch with too few groups.
+    steps: list[Sequence[int]] = list(
+        group_steps(groups, groups_per_step, last=last, is_padding=is_padding)
+    )
+    if not steps and not all(padding_tags(is_padding, num_samples)):
+        raise LengthError(
+            "the batch has fewer groups than ",
+            Argument("groups_per_step", groups_per_step),
+            "; decrease it, or set ",
+            Argument("last", "keep"),
+        )
+    return steps or [range(0)]
+
+
 def padding_tags(is_padding: Sequence[Any] | None, num_samples: int) -> list[bool]:
     """True for each padding sample; None is none, a tag of None is False.
 
@@ -90,6 +156,7 @@ def padding_tags(is_padding: Sequence[Any] | None, num_samples: int) -> list[boo
     if is_padding is None:
         return [False] * num_samples
     tags = entries("is_padding", is_padding, LengthError)
+    # Tags are NumPy's, Torch's or a loader's: any number counts, a text does not ("0" is true).
     try:
         read = [bool(float(0 if tag is None or isinstance(tag, str) else tag)) for tag in tags]
     except (TypeError, ValueError):
@@ -97,7 +164,7 @@ def padding_tags(is_padding: Sequence[Any] | None, num_samples: int) -> list[boo
     if len(read) != num_samples or any(isinstance(tag, str) for tag in tags):
         raise LengthError(
             Argument("is_padding"),
-            f" must hold True or False for each of {num_samples} samples, got {is_padding!r:.60}",
+            f" needs True or False for each of {num_samples} samples, got {is_padding!r:.60}",
         )
     return read
 
@@ -119,8 +186,8 @@ def group_key(group: Hashable, index: int) -> Hashable:
         return number
     if group is None or not _is_hashable(group):
         raise LengthError(
-            f"the group of sample {index} must be hashable and not None, got {group!r:.60}; set "
-            "its prompt's uid, or is_padding",
+            f"the group of sample {index} must be hashable, got {group!r:.60}; set its prompt's "
+            "uid, or is_padding",
             index=index,
         )
     return group

@@ -10,12 +10,12 @@ import operator
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from mcore_batching.planning.errors import Argument, MCoreBatchingError, PlanningError
+from mcore_batching.planning.errors import Argument, LengthError, MCoreBatchingError, PlanningError
 
 
 def as_integer(value: Any) -> int | None:
     """`value` as a Python int, or None if it is a boolean or not an integer."""
-    # operator.index takes a Torch boolean for 0 or 1.
+    # operator.index takes a Torch boolean for 0 or 1. Torch is not imported here, only recognised.
     if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
         return None
     try:
@@ -53,6 +53,7 @@ def entries(name: str, values: Any, error: type[MCoreBatchingError]) -> Sequence
     if isinstance(values, (list, tuple, range)):
         return values
     try:
+        # These iterate, but over characters, keys, or in no order.
         if isinstance(values, (str, bytes, Mapping, Set)):
             raise TypeError
         return list(values)
@@ -61,6 +62,33 @@ def entries(name: str, values: Any, error: type[MCoreBatchingError]) -> Sequence
             Argument(name),
             f" must be a sequence, got {type(values).__name__} {values!r:.60}",
         ) from None
+
+
+def integer_entries(name: str, of_sample: str, values: Any, most: int) -> list[int]:
+    """The argument `name`, integers from 0 to `most`, as Python ints.
+
+    Args:
+        name: of the argument.
+        of_sample: what an entry is, for the error: "length".
+        values: one per sample [samples].
+        most: the largest allowed.
+
+    Raises:
+        LengthError: names the first entry that is none.
+    """
+    checked: list[int] = []
+    for index, value in enumerate(entries(name, values, LengthError)):
+        # Nearly all are plain ints, and `as_integer` is a call for each of up to a million.
+        number = value if type(value) is int else as_integer(value)
+        if number is None or not 0 <= number <= most:
+            raise LengthError(
+                f"the {of_sample} of sample {index} must be an integer from 0 to {most}, "
+                f"got {value!r:.60}; correct ",
+                Argument(name),
+                index=index,
+            )
+        checked.append(number)
+    return checked
 
 
 def round_up(value: int, multiple: int) -> int:

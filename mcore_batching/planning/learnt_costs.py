@@ -11,10 +11,7 @@ and backward pass together: cost of a micro-batch, of a token, of a pair of toke
 share rows, the two costs of communication. It is held to the model before, so what the rows cannot
 tell apart, such as a row's fixed cost from its tokens' where all rows are full, stays as it was.
 
-One rule keeps noise, a stalled step and a slow rank out: a row counts the less, the further its
-time is off the rank's usual one (`slowness`, of three steps, of which one is outvoted and two in a
-row are not). Errors are relative to the measured time, so what stalls for k times as long
-counts 1 / k even then; where stages differ by 20 % from their mean, times are learnt 8 % low.
+Bad: where stages differ by 20 % from their mean, times are learnt 8 % low.
 """
 
 from __future__ import annotations
@@ -29,31 +26,36 @@ from mcore_batching.planning.errors import ConfigError
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline import pipeline_time
 from mcore_batching.planning.plan import StepPlan
+from mcore_batching.planning.ridge import dot, ridge
 from mcore_batching.planning.statistics import predicted_step_time
 
 WINDOW_STEPS = 8
-"""Steps whose passes count. The oldest weighs 3 %, so more would change nothing."""
+"""Steps whose passes count. The oldest weighs 3 %, so twice as many would change nothing; of half
+as many it would weigh 20 %."""
 DECAY = 0.6
-"""Weight of a step over that of the next one: the last one has less than half of the weight of
+"""Weight of a step over that of the next one. Nearer 1, changed costs are learnt later; nearer 0,
+one stalled step outweighs the others. At 0.6 the last step has less than half of the weight of
 three steps or more, the last two have more than half of eight."""
 TOLERANCE = 0.2
-"""Share by which a row may be off the usual time and count in full: twice as far off, a quarter."""
+"""Share by which a row may be off the usual time and count in full; twice as far off it counts a
+quarter. Halved, noise of 10 % is down-weighted; doubled, rows of a slow phase count in full."""
 ANCHOR = 0.01
 """Weight of the model before over that of the window's passes. Halved, noise moves plans more;
 doubled, a wrong first guess is found out a step or two later."""
-OFF_BEFORE = 0.2
-"""Share of a row's time by which the model before is taken to be off; where that leaves it surer
-than the window's passes with their noise, it weighs more than `ANCHOR`."""
-_LEAST_SHARE = 1e-3
-"""Of a row's time, the least that its tokens are taken to need: the unit must not vanish."""
+ERROR_OF_MODEL_BEFORE = 0.2
+"""Share of a row's time by which the model before is taken to be off. Passes with more noise than
+this tell less than the model before, which then weighs more than `ANCHOR`."""
+_LEAST_TOKEN_SHARE = 1e-3
+"""Least share of a row's time that its tokens are taken to need: a token is the unit of cost, and
+must not come out as 0."""
 _MOST_OVERHEAD = 3.0
-"""Of `context_parallel_overhead`: twice the ranks then take twice as long, and nothing is shared.
-The fit is linear about the present one, so a stalled row could raise it without end."""
+"""Limit of `context_parallel_overhead`: beyond it a row on twice the ranks takes twice as long. The
+fit is linear about the present value, so a stalled row could raise it without end."""
 LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e6
-"""Of a pass that a clock can have told: less than its steps, eleven days. Sums of squares of times
-between them are numbers."""
-_MOST = 1e18
-"""Of a cost or time that was learnt, and of 1 over one."""
+"""Limits of a pass's time: below any clock's step, and eleven days. Squares of times between them
+add up without overflow."""
+_MOST_LEARNT = 1e18
+"""Limit of a learnt cost or time, and of 1 over one: its square is still a number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,16 +88,16 @@ class LearntCosts:
     """Knowledge of what passes cost; the same on every rank."""
 
     cost_model: CostModel
-    """Of a whole stage, in units of one token's forward work outside attention."""
+    """In units of one token's forward work outside attention."""
     seconds_per_unit: float | None = None
     """Of a mean stage; None before anything was learnt."""
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> LearntCosts:
-        """Learnt costs from the dict of `to_data`; what else it holds, as of old, is left out.
+        """Learnt costs from the dict of `to_data`; other keys, of older releases, are ignored.
 
         Raises:
-            ConfigError: something else, or numbers that nobody learnt: some, squared, are none.
+            ConfigError: not such a dict, or numbers beyond what can be learnt.
         """
         try:
             made = cls(
@@ -105,8 +107,9 @@ class LearntCosts:
             costs = [v for k, v in asdict(made.cost_model).items() if k != "window"]
             speed = made.seconds_per_unit
             numbers = [each for each in (*costs, 1.0 if speed is None else speed) if each != 0]
-            if not all(1 / _MOST <= each <= _MOST for each in numbers):
-                raise ValueError(f"numbers must be 0 or from {1 / _MOST:g} to {_MOST:g}")
+            if not all(1 / _MOST_LEARNT <= each <= _MOST_LEARNT for each in numbers):
+                least = 1 / _MOST_LEARNT
+                raise ValueError(f"numbers must be 0 or from {least:g} to {_MOST_LEARNT:g}")
             if made.cost_model.linear == 0 or speed == 0:
                 raise ValueError("linear and seconds_per_unit must be above 0")
         except (TypeError, KeyError, ValueError, OverflowError) as error:
@@ -129,25 +132,19 @@ class LearntCosts:
     def predicted_seconds(self, rows: Sequence[Sequence[int]], dims: ParallelDims) -> float | None:
         """Predicted time of one data-parallel rank's step; None before anything was learnt.
 
-        Stages are taken to be equal, and transfers between them to take no time.
-
         Args:
             rows: lengths of the samples of each micro-batch, slot after slot.
-            dims: gives stages and chunks.
+            dims: gives stages and chunks; stages are taken to be equal.
         """
         if self.seconds_per_unit is None:
             return None
+        # Transfers between stages count as nothing: about 1 % of a pass on real links.
         costs = [self.cost_model.micro_batch(lengths) for lengths in rows]
         ratio = self.cost_model.backward_ratio
         return self.seconds_per_unit * pipeline_time(costs, dims, backward_ratio=ratio)
 
     def predicted_seconds_of_plan(self, plan: StepPlan, lengths: Sequence[int]) -> float | None:
-        """Predicted time of the slowest rank's step, ranks that share a row waiting for each other.
-
-        Args:
-            plan: of all ranks.
-            lengths: total length of each sample of the step [samples], in tokens.
-        """
+        """Predicted time of the slowest rank's step, from all lengths of the plan's batch."""
         if self.seconds_per_unit is None:
             return None
         return self.seconds_per_unit * predicted_step_time(plan, lengths, self.cost_model)
@@ -165,7 +162,7 @@ _Compared = list[tuple[int, Timing, float]]
 
 
 def _compared(steps: Sequence[Sequence[Timing]], learnt: LearntCosts) -> _Compared:
-    speed = learnt.seconds_per_unit or 1.0
+    speed = learnt.seconds_per_unit or 1.0  # before anything was learnt ratios compare rows alone
     return [
         (age, row, row.seconds / (speed * units))
         for age, rows in enumerate(reversed(steps))
@@ -175,17 +172,16 @@ def _compared(steps: Sequence[Sequence[Timing]], learnt: LearntCosts) -> _Compar
 
 
 def _usual(compared: _Compared) -> float:
-    """The usual ratio in the last three steps: one of them is outvoted, two in a row are not.
-
-    Two fifths of the rows are below it, not half, as other rows may stall beside a whole step.
-    """
+    """The usual ratio of measured to predicted time in the last three steps."""
+    # Of three steps one stalled one is outvoted; two in a row are taken for a change. Two fifths of
+    # the rows are below it, not half: single rows may stall beside a whole stalled step.
     ratios = sorted(ratio for age, _, ratio in compared if age < 3)
     return ratios[2 * len(ratios) // 5] if ratios else 1.0
 
 
 _NUM_COSTS = 5
-"""Unknowns of the fit: seconds of a micro-batch, a token and a pair; the change of
-`context_parallel_overhead`; seconds of a doubling of ranks (`context_parallel_fixed`)."""
+"""Unknowns of the fit, in this order: seconds of a micro-batch, of a token and of a pair of tokens;
+the change of `context_parallel_overhead`; seconds of a doubling of ranks."""
 
 
 def evidence(
@@ -199,20 +195,23 @@ def evidence(
         usual: time of a usual row over the predicted one; None: the rank's `slowness`.
 
     Returns:
-        sums: matrix and right side of the normal equations, then forward's and backward's shares of
-        times, and weights.
+        matrix and right side of the normal equations, sums of forward's and of backward's share of
+        each row's time, and of weights.
     """
     costs = range(_NUM_COSTS)
     sums = [0.0] * (_NUM_COSTS * (_NUM_COSTS + 1) + 3)
     compared = _compared(steps, learnt)
+    # Off this rank's own usual time, not the model's: a slow rank's rows all count in full.
     usual = _usual(compared) if usual is None else usual
     is_known = learnt.seconds_per_unit is not None
     for age, row, ratio in compared:
         off = abs(ratio / usual - 1.0)
+        # The one rule that keeps noise and stalls out: a row counts less, the further it is off.
         weight = DECAY**age
         if is_known and off > TOLERANCE:
             weight *= (TOLERANCE / off) ** 2
-        # The row's time is the sum of feature * cost; over the measured time it should be 1.
+        # The row's time is the sum of feature * cost; over the measured time it should be 1. Errors
+        # are relative, so a row that stalls for k times as long pulls only 1 / k as hard.
         x = [value / row.seconds for value in _features(row, learnt)]
         terms = [x[i] * x[j] for i in costs for j in costs] + x
         terms += [row.forward_seconds / row.seconds, row.backward_seconds / row.seconds, 1.0]
@@ -222,11 +221,7 @@ def evidence(
 
 
 def _features(row: Timing, learnt: LearntCosts) -> list[float]:
-    """Numbers that, times the unknown costs, are a row's time on each of its ranks.
-
-    Overhead o multiplies work: (1 + o)^d, d being the doublings from one rank to the row's. It is
-    made linear about the present o, in the change of which the fit is.
-    """
+    """Numbers that, times the unknown costs, are a row's time on each of its ranks [_NUM_COSTS]."""
     model, size = learnt.cost_model, row.context_parallel
     tokens = float(sum(row.lengths))
     pairs = ordered_sum(
@@ -234,6 +229,8 @@ def _features(row: Timing, learnt: LearntCosts) -> list[float]:
     )
     if size == 1:
         return [1.0, tokens, pairs, 0.0, 0.0]
+    # Overhead o multiplies work by (1 + o)^doublings. Made linear about the present o: `grown` is
+    # the factor of work there, `steep` its derivative, and the unknown is the change of o.
     doublings = (size - 1).bit_length()
     steep = doublings / size
     for _ in range(doublings - 1):
@@ -247,16 +244,13 @@ def _features(row: Timing, learnt: LearntCosts) -> list[float]:
 def relearnt(
     learnt: LearntCosts, sums: Sequence[float], shared: Sequence[Sequence[Timing]] = ()
 ) -> LearntCosts:
-    """The model after another step.
+    """The model after another step; `learnt` itself if no pass was timed.
 
     Args:
         learnt: the model before, by which the evidence was summed up.
         sums: `evidence` of all ranks, added up.
         shared: rows of the last steps that several ranks share, the newest step last, as timed on
             a mean stage without waiting; the same on every rank.
-
-    Returns:
-        a new one; the same if no pass was timed.
     """
     # The few rows that ranks share are compared with what other rows have told of speed, if any do.
     if learnt.seconds_per_unit is not None or not any(sums):
@@ -264,28 +258,32 @@ def relearnt(
         sums = [own + together for own, together in both]
     *sums, forward, backward, count = sums
     if not (forward > 0 and backward > 0):
-        return learnt
+        return learnt  # no rank timed a pass
     n, model, ratio = _NUM_COSTS, learnt.cost_model, backward / forward
     matrix, right = [list(sums[n * i : n * i + n]) for i in range(n)], list(sums[n * n :])
     before = [model.per_micro_batch, model.linear, model.quadratic]
     before += [0.0, model.context_parallel_fixed]
     # Only the proportions of the model before are held on to: speed is known well at once.
-    square = ordered_sum(before[i] * _dot(matrix[i], before) for i in range(n))
-    scale = _dot(right, before) / square if square > 0 else 1.0
+    square = ordered_sum(before[i] * dot(matrix[i], before) for i in range(n))
+    scale = dot(right, before) / square if square > 0 else 1.0
     floor = [0.0] * n
-    floor[1] = _LEAST_SHARE * right[1] / matrix[1][1] if right[1] > 0 else 0.0
+    floor[1] = _LEAST_TOKEN_SHARE * right[1] / matrix[1][1] if right[1] > 0 else 0.0
     floor[3] = -model.context_parallel_overhead
     guess = [scale * each for each in before]
-    costs = _ridge(matrix, right, guess, floor, ANCHOR)
+    costs = ridge(matrix, right, guess, floor, ANCHOR)
+    # The fit's squared error over all rows, each of weight 1 at most: |x @ A - 1|².
     error = count + ordered_sum(
-        x * (_dot(row, costs) - 2.0 * y) for x, row, y in zip(costs, matrix, right, strict=True)
+        x * (dot(row, costs) - 2.0 * y) for x, row, y in zip(costs, matrix, right, strict=True)
     )
-    anchor = error / (count * count * OFF_BEFORE * OFF_BEFORE)
+    # The mean row's noise over its number and over what the model before is taken to be off: where
+    # that is more than the usual anchor, fit again and hold on to the model before by it.
+    anchor = error / (count * count * ERROR_OF_MODEL_BEFORE * ERROR_OF_MODEL_BEFORE)
     if anchor > ANCHOR:
-        costs = _ridge(matrix, right, guess, floor, min(anchor, 1.0))
+        costs = ridge(matrix, right, guess, floor, min(anchor, 1.0))
     fixed, token, pair, change, doubling = costs
     if not 0 < token < math.inf:
         return learnt
+    # Seconds over a token's seconds: costs in its unit.
     return LearntCosts(
         cost_model=replace(
             model,
@@ -294,49 +292,8 @@ def relearnt(
             per_micro_batch=fixed / token,
             backward_ratio=ratio,
             context_parallel_overhead=min(model.context_parallel_overhead + change, _MOST_OVERHEAD),
-            # A scale of seconds that no shared row told is none.
+            # Without a shared row the fit tells nothing of it, and a guess in seconds would scale.
             context_parallel_fixed=doubling / token if matrix[4][4] else before[4],
         ),
         seconds_per_unit=token / (1.0 + ratio),
     )
-
-
-def _ridge(
-    matrix: Sequence[Sequence[float]],
-    right: Sequence[float],
-    guess: Sequence[float],
-    floor: Sequence[float],
-    anchor: float,
-) -> list[float]:
-    """The x of at least `floor` with the least `x @ matrix @ x - 2 * right @ x`, held to a guess.
-
-    An unknown of which the equations tell nothing becomes its guess. Those that fall below their
-    floor are put there one by one.
-    """
-    n = range(len(right))
-    held = [anchor * matrix[i][i] or 1.0 for i in n]
-    rows = [[matrix[i][j] + held[i] * (i == j) for j in n] for i in n]
-    for i in n:
-        rows[i].append(right[i] + held[i] * guess[i])
-    while True:
-        x = _solved(rows)
-        below = [i for i in n if x[i] < floor[i]]
-        if not below:
-            return x
-        worst = max(below, key=lambda i: (floor[i] - x[i]) * math.sqrt(matrix[i][i] + held[i]))
-        rows[worst] = [float(worst == j) for j in n] + [floor[worst]]
-
-
-def _solved(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Solution of equations [n][n + 1]; a positive definite matrix needs no exchange of rows."""
-    left = [list(row) for row in rows]
-    for i, pivot in enumerate(left):
-        for j, row in enumerate(left):
-            if j != i and row[i] != 0.0:
-                factor = row[i] / pivot[i]
-                left[j] = [a - factor * b for a, b in zip(row, pivot, strict=True)]
-    return [row[-1] / row[i] for i, row in enumerate(left)]
-
-
-def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    return ordered_sum(a * b for a, b in zip(left, right, strict=True))

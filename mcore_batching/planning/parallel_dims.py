@@ -15,7 +15,7 @@ from mcore_batching.planning.integers import at_least
 MAX_RANKS = 2**17
 """More GPUs than any job has. Beyond, even few samples take minutes: a plan has a list per rank."""
 MAX_CHUNKS = 1024
-"""More chunks over all stages than any model has layers."""
+"""Limit of chunks over all stages: more than any model has layers, each of which a clock passes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +58,7 @@ class ParallelDims:
             "tensor_parallel",
             "expert_parallel",
         ):
+            # As Python ints: a frozen dataclass that was given NumPy's would not print as JSON.
             object.__setattr__(
                 self, name, at_least(name, getattr(self, name), 1, ParallelDimsError)
             )
@@ -81,13 +82,9 @@ class ParallelDims:
             raise ParallelDimsError(
                 f"{within * self.pipeline_parallel} ranks are more than {MAX_RANKS}; decrease ",
                 Argument("data_parallel"),
-                ", ",
-                Argument("pipeline_parallel"),
-                ", ",
-                Argument("context_parallel"),
-                " or ",
-                Argument("tensor_parallel"),
+                " or another size",
             )
+        # Megatron spreads experts over data-, context- and tensor-parallel ranks of a stage.
         if within % self.expert_parallel:
             raise ParallelDimsError(
                 Argument("expert_parallel"),
@@ -129,11 +126,9 @@ class ParallelDims:
 
     @property
     def sample_alignment_tokens(self) -> int:
-        """Each sample's padded length is a multiple of this.
-
-        Context parallelism cuts a sample into `2 * context_parallel` equal chunks; sequence
-        parallelism cuts a rank's part into `tensor_parallel` parts.
-        """
+        """Each sample's padded length is a multiple of this."""
+        # Context parallelism cuts a sample into `2 * context_parallel` equal chunks, of which each
+        # rank has two; sequence parallelism cuts a rank's part into `tensor_parallel` parts.
         context = 2 * self.context_parallel if self.context_parallel > 1 else 1
         sequence = self.tensor_parallel if self.sequence_parallel else 1
         return context * sequence
@@ -147,6 +142,7 @@ class ParallelDims:
         """Context-parallel sizes of rows under dynamic CP, up to `most`, ascending: powers of two
         that divide the ranks, and all ranks. On 12 ranks: 1, 2, 4, 12."""
         ranks = self.data_context_parallel
+        # Only divisors make blocks that tile the ranks, each beginning at a multiple of its size.
         powers = (1 << doublings for doublings in range(ranks.bit_length()))
         sizes = {size for size in powers if ranks % size == 0} | {ranks}
         return tuple(sorted(size for size in sizes if size <= most))
@@ -174,6 +170,7 @@ class ParallelDims:
 
     def is_legal_num_microbatches(self, num_microbatches: int) -> bool:
         """True if Megatron's schedule for these dims runs `num_microbatches` per rank."""
+        # Megatron's condition: the last group is whole, or at least as long as the pipeline.
         remainder = num_microbatches % self.slots_per_group
         is_whole = remainder == 0 or remainder >= self.pipeline_parallel
         return is_whole and num_microbatches >= self.slots_per_group

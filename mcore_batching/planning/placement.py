@@ -37,15 +37,13 @@ def order_slots(
 def largest_first(problem: Problem, ranks: tuple[MicroBatches, ...]) -> tuple[MicroBatches, ...]:
     """The same micro-batches, each rank's largest first, where their order takes no time.
 
-    An allocator that meets the largest blocks first cuts the smaller ones out of them. Order costs
-    no time on a single stage, and in forward passes alone under 1F1B. The rest come by descending
-    weight, so that slot j weighs about the same on every rank; in lockstep whole slots move.
-
     Args:
         problem: gives tokens and the schedule.
         ranks: micro-batches [data_parallel][num_microbatches], each rank's last one real if any is.
     """
     dims = problem.dims
+    # An allocator that meets the largest blocks first cuts the smaller ones out of them. Order
+    # costs no time on a single stage, and in forward passes alone under 1F1B.
     in_any_order = dims.pipeline_parallel == 1 or (
         problem.forward_only and dims.virtual_pipeline == 1
     )
@@ -53,6 +51,7 @@ def largest_first(problem: Problem, ranks: tuple[MicroBatches, ...]) -> tuple[Mi
         return ranks
     if not dims.in_lockstep:
         return tuple(_largest_then_heaviest(problem, rank) for rank in ranks)
+    # In lockstep whole slots move, or their makespan would change.
     slots = list(zip(*ranks, strict=True))
     stays_last = [slots.pop()] if any(() in rank for rank in ranks) else []
     largest = max(slots, key=lambda slot: max(map(problem.row_tokens, slot)), default=())
@@ -72,10 +71,6 @@ def place(
 ) -> tuple[MicroBatches, ...]:
     """Spread a step's micro-batches over ranks [data_parallel][num_microbatches].
 
-    Keeps the better of two assignments: one evens out ranks best, the other slots as well. With
-    expert parallelism the sum over slots of the heaviest micro-batch decides, else the heaviest
-    rank.
-
     Args:
         problem: gives ranks and weights.
         bins: samples of each micro-batch, at most `num_microbatches` per rank.
@@ -89,18 +84,19 @@ def place(
     # All ranks run the same number of micro-batches, so their fixed weight makes no difference.
     empty = problem.weight(())
     weights = [problem.weight(samples) - empty for samples in bins]
-    # The first candidate wins ties.
+    # The first evens out slots as well, the second ranks best; the first wins ties.
     candidates = [
         by_folds(weights, ranks, num_microbatches),
         _longest_first(weights, ranks, num_microbatches),
     ]
 
     def slowest(candidate: list[list[int]]) -> float:
+        # With expert parallelism every slot waits for its heaviest micro-batch.
         if problem.dims.in_lockstep:
             return _sum_of_slot_maxima(candidate, weights)
         return max(ordered_sum(weights[b] for b in rank_bins) for rank_bins in candidate)
 
-    best = min(candidates, key=slowest)
+    best = min(candidates, key=slowest)  # the first of equals
     return tuple(
         order_slots([bins[b] for b in rank_bins], num_microbatches, problem.weight)
         for rank_bins in best
@@ -113,7 +109,7 @@ def _longest_first(weights: Sequence[float], ranks: int, limit: int) -> list[lis
     assigned: list[list[int]] = [[] for _ in range(ranks)]
     lightest = [(0.0, rank) for rank in range(ranks)]
     for index in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
-        load, rank = heapq.heappop(lightest)
+        load, rank = heapq.heappop(lightest)  # a full rank is not pushed again
         assigned[rank].append(index)
         if len(assigned[rank]) < limit:
             heapq.heappush(lightest, (load + weights[index], rank))
@@ -123,12 +119,12 @@ def _longest_first(weights: Sequence[float], ranks: int, limit: int) -> list[lis
 def by_folds(weights: Sequence[float], ranks: int, limit: int) -> list[list[int]]:
     """Karmarkar-Karp differencing in which every rank gets one of each `ranks` consecutive weights.
 
-    The weights, descending, are cut into `limit` folds. The two folds or partial sums with the
-    widest spread are merged, heaviest rank of one with lightest of the other, until one is left
     (Michiels, Korst, Aarts, van Leeuwen: "Performance ratios for the differencing method applied to
-    the balanced number partitioning problem", 2003).
+    the balanced number partitioning problem", 2003.)
     """
+    # The weights, descending, are cut into `limit` folds, one weight per rank in each.
     descending = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
+    # Spread (negative, for the heap), a number that breaks ties, weight and bins of each rank.
     partials: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for fold in range(limit):
         members = descending[fold * ranks : (fold + 1) * ranks]
@@ -137,6 +133,7 @@ def by_folds(weights: Sequence[float], ranks: int, limit: int) -> list[list[int]
         partials.append((parts[-1][0] - parts[0][0], fold, parts))
     heapq.heapify(partials)
     serial = limit
+    # The two with the widest spread are merged, heaviest rank of one with lightest of the other.
     while len(partials) > 1:
         wide, narrow = heapq.heappop(partials)[2], heapq.heappop(partials)[2]
         merged = [
@@ -152,8 +149,6 @@ def by_folds(weights: Sequence[float], ranks: int, limit: int) -> list[list[int]
 def split_until(bins: Sequence[Sequence[int]], count: int, weight: Weight) -> list[list[int]]:
     """Split the heaviest of `bins` in two until there are `count`, or none holds two samples.
 
-    A split never adds a sample to another micro-batch, so the cap holds as it did before.
-
     Args:
         bins: samples of each micro-batch, ascending.
         count: micro-batches wanted.
@@ -165,6 +160,7 @@ def split_until(bins: Sequence[Sequence[int]], count: int, weight: Weight) -> li
     """
     if len(bins) >= count:
         return [list(samples) for samples in bins]
+    # By first sample, which no two share. Halves only lose samples, so the cap holds as before.
     whole = {samples[0]: list(samples) for samples in bins}
     halves: dict[int, list[int]] = {}
     splittable = [(-weight(samples), samples[0]) for samples in bins if len(samples) > 1]
@@ -198,6 +194,7 @@ def _halve(samples: Sequence[int], weight: Weight) -> tuple[list[int], list[int]
 
 
 def _sum_of_slot_maxima(assigned: list[list[int]], weights: Sequence[float]) -> float:
+    # As `order_slots` will order them: slot j has each rank's j-th heaviest.
     columns = [sorted((weights[b] for b in rank_bins), reverse=True) for rank_bins in assigned]
     depth = max(map(len, columns))
     return ordered_sum(

@@ -1,10 +1,11 @@
-"""Plans as frozen data. Functions elsewhere check them (`validation`), measure them (`statistics`),
-explain and draw them (`tools`); `plan_document` has the JSON form.
+"""The plan of a step as frozen data.
+
+Functions elsewhere check it (`validation`), measure it (`statistics`), explain and draw it
+(`tools`); `plan_document` has the JSON form, `batch_plan` the steps of a batch.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -12,16 +13,15 @@ from typing import Any, Literal, NamedTuple
 from mcore_batching.planning import plan_document
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
-from mcore_batching.planning.errors import LengthError, PlanFormatError, shortened
+from mcore_batching.planning.errors import PlanFormatError, shortened
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.problem import check_lengths
 
 Scope = Literal["global", "local"]
 MicroBatches = tuple[tuple[int, ...], ...]
 """One rank's micro-batches in slot order: sample indices each, `()` for a placeholder."""
 
-_SHOWN = 16
-"""Entries of a list that `str(plan)` prints."""
+MOST_SHOWN = 16
+"""Entries of a list that `str(plan)` prints: a plan of 1024 ranks would fill the screen."""
 
 
 class Row(NamedTuple):
@@ -82,16 +82,17 @@ class StepPlan:
         for rank, micro_batches in enumerate(self.micro_batches):
             for slot, samples in enumerate(micro_batches):
                 size = self.row_size(rank, slot)
+                # A row of size 4 begins at a rank that 4 divides: the others only repeat it.
                 if self.context_parallel is None or rank % size == 0:
                     yield Row(rank, slot, size, samples)
 
     def digest(self) -> str:
         """SHA-256 of the plan's content, in hex."""
-        return plan_document.digest(_document([self], self.num_samples, with_samples=True))
+        return plan_document.digest(document_of([self], self.num_samples, with_samples=True))
 
     def to_json(self) -> str:
         """The plan as a `mcore-batching/plan` document of one step."""
-        return plan_document.dump(_document([self], self.num_samples, with_samples=True))
+        return plan_document.dump(document_of([self], self.num_samples, with_samples=True))
 
     @classmethod
     def from_json(cls, text: str, *, verify_digest: bool = True) -> StepPlan:
@@ -104,7 +105,7 @@ class StepPlan:
         raw = plan_document.load(text)
         if len(raw["steps"]) != 1:
             raise PlanFormatError(
-                f"the plan has {len(raw['steps'])} steps, not one; read it with Plan.from_json"
+                f"the plan has {len(raw['steps'])} steps; read it with Plan.from_json"
             )
         if raw["dropped"]:
             raise PlanFormatError(
@@ -112,15 +113,10 @@ class StepPlan:
             )
         (step,) = raw["steps"]
         samples = step["sample_indices"]
-        plan = _step(raw, step, range(raw["num_samples"]) if samples is None else samples)
+        plan = step_of(raw, step, range(raw["num_samples"]) if samples is None else samples)
         if verify_digest:
             plan_document.check_digest(raw["digest"], plan.digest())
         return plan
-
-    @property
-    def _rank_noun(self) -> str:
-        """The kind of rank that `micro_batches` has a list for."""
-        return "data-parallel rank" if self.context_parallel is None else "rank"
 
     def _shown_slots(self, rank: int) -> list[str]:
         """A rank's micro-batches for people: `[3 17]`, under dynamic CP `[3 17]×2`."""
@@ -128,140 +124,24 @@ class StepPlan:
         if self.context_parallel is not None:
             sizes = list(self.context_parallel[rank])
         return [
-            f"[{shortened(samples, _SHOWN, ' ')}]{f'×{size}' if size > 1 else ''}"
+            f"[{shortened(samples, MOST_SHOWN, ' ')}]{f'×{size}' if size > 1 else ''}"
             for samples, size in zip(self.micro_batches[rank], sizes, strict=False)
         ]
 
     def __str__(self) -> str:
         """The plan for people: a line per rank, long ones cut short."""
         lines = [
-            f"StepPlan: {_counted(self.num_samples, 'sample')} on "
-            f"{_counted(len(self.micro_batches), self._rank_noun)}, "
+            f"StepPlan: {counted(self.num_samples, 'sample')} on "
+            f"{counted(len(self.micro_batches), rank_noun(self))}, "
             f"{self.num_microbatches} micro-batches per rank, {self.scope} scope, digest "
             f"{self.digest()[:12]}"
         ]
         lines += [
-            f"  rank {rank}: {shortened(self._shown_slots(rank), _SHOWN, ' ')}"
+            f"  rank {rank}: {shortened(self._shown_slots(rank), MOST_SHOWN, ' ')}"
             for rank in range(len(self.micro_batches))
-        ][:_SHOWN]
-        lines += _left_out(len(self.micro_batches), "ranks")
+        ][:MOST_SHOWN]
+        lines += left_out(len(self.micro_batches), "ranks")
         return "\n".join(lines)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The steps of one batch, in order. Sample indices are positions in the batch's lengths."""
-
-    steps: tuple[StepPlan, ...]
-    """One or more, all of one `ParallelDims`, configuration and scope."""
-    num_samples: int
-    """Samples of the batch; the steps must cover 0 to `num_samples - 1`, but for `dropped`."""
-    dropped: tuple[int, ...] = ()
-    """The samples that no step runs, ascending: those of groups left over under `last="drop"`."""
-
-    def __post_init__(self) -> None:
-        """Check that the steps belong together."""
-        if not self.steps:
-            raise LengthError("a plan needs at least one step; pass steps=(step, ...)")
-        first = self.steps[0]
-        for index, step in enumerate(self.steps):
-            if (step.dims, step.config, step.scope) != (first.dims, first.config, first.scope):
-                raise LengthError(
-                    f"step {index} differs from step 0 in dims, config or scope; make one Plan "
-                    "for each",
-                    index=index,
-                )
-
-    @property
-    def dims(self) -> ParallelDims:
-        """Sizes of the parallel groups it was made for."""
-        return self.steps[0].dims
-
-    @property
-    def config(self) -> PlannerConfig:
-        """The options it was made with."""
-        return self.steps[0].config
-
-    @property
-    def scope(self) -> Scope:
-        """As in `StepPlan.scope`."""
-        return self.steps[0].scope
-
-    def digest(self) -> str:
-        """SHA-256 of the plan's content, in hex; of a plan of one step without dropped samples that
-        of the step."""
-        return plan_document.digest(_document(self.steps, self.num_samples, dropped=self.dropped))
-
-    def to_json(self, lengths: Sequence[int] | None = None) -> str:
-        """The plan as a `mcore-batching/plan` document.
-
-        Args:
-            lengths: total length of each sample of the batch [samples], in tokens; given, their
-                digest is written as well.
-        """
-        document = _document(self.steps, self.num_samples, dropped=self.dropped)
-        return plan_document.dump(
-            document, {} if lengths is None else {"lengths_digest": lengths_digest(lengths)}
-        )
-
-    @classmethod
-    def from_json(cls, text: str, *, verify_digest: bool = True) -> Plan:
-        """The plan that `to_json` wrote.
-
-        Raises:
-            PlanFormatError: not a plan, another version, or (unless `verify_digest` is False) a
-                digest that does not match.
-        """
-        raw = plan_document.load(text)
-        steps = []
-        for step in raw["steps"]:
-            if step["sample_indices"] is not None:
-                raise PlanFormatError(
-                    "the plan is one step out of a batch; read it with StepPlan.from_json"
-                )
-            found = {sample for rank in step["ranks"] for samples in rank for sample in samples}
-            steps.append(_step(raw, step, sorted(found)))
-        plan = cls(steps=tuple(steps), num_samples=raw["num_samples"], dropped=raw["dropped"])
-        if verify_digest:
-            plan_document.check_digest(raw["digest"], plan.digest())
-        return plan
-
-    def __str__(self) -> str:
-        """The plan for people: a line per step, long ones cut short."""
-        lines = [
-            f"Plan: {_counted(self.num_samples, 'sample')} in "
-            f"{_counted(len(self.steps), 'step')} on "
-            f"{_counted(len(self.steps[0].micro_batches), self.steps[0]._rank_noun)}, "
-            f"{self.scope} scope, digest {self.digest()[:12]}"
-        ]
-        for index, step in enumerate(self.steps[:_SHOWN]):
-            placeholders = sum(row.samples == () for row in step.rows())
-            lines.append(
-                f"  step {index}: {step.num_samples} samples, {step.num_microbatches} "
-                f"micro-batches per rank, {placeholders} placeholders"
-            )
-        lines += _left_out(len(self.steps), "steps")
-        if self.dropped:
-            lines.append(
-                f"  dropped with the groups left over: {_counted(len(self.dropped), 'sample')}: "
-                f"{shortened(self.dropped, _SHOWN, ' ')}"
-            )
-        return "\n".join(lines)
-
-
-def lengths_digest(lengths: Sequence[int]) -> str:
-    """SHA-256 of lengths [samples], in hex."""
-    return hashlib.sha256(",".join(map(str, check_lengths(lengths))).encode("ascii")).hexdigest()
-
-
-def recorded_digests(text: str) -> tuple[str | None, str | None]:
-    """The digests of plan and lengths in a document; None for one that it lacks.
-
-    Raises:
-        PlanFormatError: not a plan.
-    """
-    raw = plan_document.load(text)
-    return raw["digest"], raw["lengths_digest"]
 
 
 def step_from_data(
@@ -278,24 +158,25 @@ def step_from_data(
 
     Args:
         num_samples: samples of the step, numbered from 0.
-        ranks: as "ranks" of a document's step.
-        dims: as "layout" of a document.
-        config: as "config" of a document.
-        scope: as "scope" of a document.
+        ranks: as in a document's step; so is `context_parallel`.
+        dims: as "layout" of a document; `config` and `scope` as there.
+        config: see `dims`.
+        scope: see `dims`.
         cost_model: the costs it was made by.
-        context_parallel: as "context_parallel" of a document's step; None where it is left out.
+        context_parallel: see `ranks`; None where it is left out.
 
     Raises:
         PlanFormatError: the parts are not those of a plan.
     """
+    # As a document of one step, so that its parts are checked in one place.
     count = len(ranks[0]) if isinstance(ranks, list) and ranks else 0
     raw = {"layout": dims, "config": config, "scope": scope, "num_samples": num_samples}
     step = {"num_microbatches": count, "ranks": ranks, "context_parallel": context_parallel}
     raw = plan_document.read(raw | {"steps": [step]})
-    return _step(raw, raw["steps"][0], range(num_samples), cost_model)
+    return step_of(raw, raw["steps"][0], range(num_samples), cost_model)
 
 
-def _document(
+def document_of(
     steps: Sequence[StepPlan],
     num_samples: int,
     *,
@@ -327,12 +208,13 @@ def _document(
     }
 
 
-def _step(
+def step_of(
     raw: dict[str, Any],
     step: dict[str, Any],
     sample_indices: Iterable[int],
     cost_model: CostModel | None = None,
 ) -> StepPlan:
+    """The plan from a document and one of its steps, as `plan_document.read` gives them."""
     return StepPlan(
         micro_batches=step["ranks"],
         num_microbatches=step["num_microbatches"],
@@ -345,9 +227,16 @@ def _step(
     )
 
 
-def _counted(count: int, noun: str) -> str:
+def rank_noun(step: StepPlan) -> str:
+    """The kind of rank that `micro_batches` has a list for."""
+    return "data-parallel rank" if step.context_parallel is None else "rank"
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 sample`, `2 samples`."""
     return f"{count} {noun if count == 1 else noun + 's'}"
 
 
-def _left_out(count: int, noun: str) -> list[str]:
-    return [f"  and {count - _SHOWN} more {noun}"] if count > _SHOWN else []
+def left_out(count: int, noun: str) -> list[str]:
+    """A line about entries beyond `MOST_SHOWN`; none if there are no more."""
+    return [f"  and {count - MOST_SHOWN} more {noun}"] if count > MOST_SHOWN else []

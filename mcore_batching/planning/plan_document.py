@@ -29,6 +29,7 @@ from mcore_batching.planning.errors import PlanFormatError, PlanningError
 from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.json_text import parse_json
 from mcore_batching.planning.parallel_dims import ParallelDims
+from mcore_batching.planning.problem import check_lengths
 
 FORMAT = "mcore-batching/plan"
 VERSION = 1
@@ -65,6 +66,7 @@ def digest(document: dict[str, Any]) -> str:
 
 def dump(document: dict[str, Any], beside: Mapping[str, str] | None = None) -> str:
     """A document as text; `beside` is written into it, and no part of its digest."""
+    # Steps last: what a person looks for stands before megabytes of indices.
     head = {key: value for key, value in document.items() if key != "steps"} | dict(beside or {})
     return json.dumps({**head, "digest": digest(document), "steps": document["steps"]})
 
@@ -77,18 +79,17 @@ def check_digest(recorded: str | None, found: str) -> None:
     """
     if recorded is None:
         raise PlanFormatError(
-            f'the plan carries no "digest"; add "digest": "{found}", or pass verify_digest=False'
+            f'the plan has no "digest"; add "digest": "{found}", or pass verify_digest=False'
         )
     if recorded != found:
         raise PlanFormatError(
-            f"the plan's digest is {recorded}, its content's {found}: it was changed; plan again, "
-            "or pass verify_digest=False"
+            f"the digest is {recorded}, the content's {found}; plan again, or pass "
+            "verify_digest=False"
         )
 
 
 def load(text: str) -> dict[str, Any]:
-    """The parts of a document, as `read` gives them. Its digest is read, not compared: that takes
-    the plan made from it.
+    """The parts of a document, as `read` gives them.
 
     Raises:
         PlanFormatError: not a plan, or of another format or version.
@@ -96,19 +97,33 @@ def load(text: str) -> dict[str, Any]:
     try:
         raw = parse_json(text)
     except ValueError as error:
-        raise PlanFormatError(f"expected a plan in JSON, got text that is none: {error}") from None
+        raise PlanFormatError(f"expected a plan in JSON: {error}") from None
     if not isinstance(raw, dict):
         raise PlanFormatError(f"expected a JSON object, got {type(raw).__name__}")
     if raw.get("format") != FORMAT:
         raise PlanFormatError(
-            f'expected "format": "{FORMAT}", got {raw.get("format")!r}; pass a file of '
-            "`mcore-batching plan --out`"
+            f'expected "format": "{FORMAT}", got {raw.get("format")!r}; pass a plan\'s file'
         )
     if raw.get("version") != VERSION or isinstance(raw.get("version"), bool):
         raise PlanFormatError(
             f'expected plan "version" {VERSION}, got {raw.get("version")!r}; plan again'
         )
     return read(raw)
+
+
+def lengths_digest(lengths: Sequence[int]) -> str:
+    """SHA-256 of lengths [samples], in hex."""
+    return hashlib.sha256(",".join(map(str, check_lengths(lengths))).encode("ascii")).hexdigest()
+
+
+def recorded_digests(text: str) -> tuple[str | None, str | None]:
+    """The digests of plan and lengths in a document; None for one that it lacks.
+
+    Raises:
+        PlanFormatError: not a plan.
+    """
+    raw = load(text)
+    return raw["digest"], raw["lengths_digest"]
 
 
 def read(raw: dict[str, Any]) -> dict[str, Any]:
@@ -126,6 +141,8 @@ def read(raw: dict[str, Any]) -> dict[str, Any]:
     for key in ("digest", "lengths_digest"):
         if not isinstance(raw.get(key), str | None):
             raise PlanFormatError(f'"{key}" must be a string, got {raw[key]!r:.80}')
+    # Values are checked for their kind alone: a broken plan can be read, and `validate_plan` tells
+    # what is wrong with it.
     config = _settings(PlannerConfig, _expect(raw, "config", dict), "config")
     is_dynamic = config.max_context_parallel is not None
     return {
@@ -169,8 +186,7 @@ def _read_sizes(
     what = f'"context_parallel" of {where}'
     if (raw is not None) != is_dynamic:
         raise PlanFormatError(
-            f'{what} must be there exactly where "max_context_parallel" is set in "config": add '
-            "it, or leave the other out"
+            f'{what} and "max_context_parallel" of "config" need each other; add or leave out both'
         )
     if raw is None:
         return None
@@ -193,8 +209,9 @@ def _settings(kind: type[_Settings], raw: dict[str, Any], what: str) -> _Setting
             f'unknown keys in "{what}": {", ".join(unknown):.200}; expected '
             f"{', '.join(sorted(known))}"
         )
+    # An option that this release does not know may change what the plan means: refused above.
     try:
-        return kind(**raw)
+        return kind(**raw)  # options that are left out have their defaults
     except (PlanningError, TypeError) as error:
         raise PlanFormatError(f'"{what}" is not valid: {error}') from None
 

@@ -12,16 +12,17 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from mcore_batching.planning.batch_plan import Plan
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
 from mcore_batching.planning.dynamic_cp import Sizes, packed_on_least_ranks
 from mcore_batching.planning.errors import Argument, ConfigError, LengthError
-from mcore_batching.planning.groups import LastStep, group_steps, padding_tags
-from mcore_batching.planning.integers import at_least, entries
+from mcore_batching.planning.groups import LastStep, equal_slices, whole_groups
+from mcore_batching.planning.integers import integer_entries
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import largest_first, place, split_until
-from mcore_batching.planning.plan import MicroBatches, Plan, StepPlan
-from mcore_batching.planning.problem import Problem, check_owners
+from mcore_batching.planning.plan import MicroBatches, StepPlan
+from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search import (
     Objective,
     Slots,
@@ -41,7 +42,7 @@ from mcore_batching.planning.shard import (
 
 MAX_SEARCHED_PASSES = 2 * 10**8
 """Limit on samples of a step times `plan_effort`: 130,000 samples at the default effort. At about a
-microsecond per pass such a search ends within minutes."""
+microsecond per pass such a search ends within minutes; doubled, within twice as many."""
 
 
 def plan_step(
@@ -55,22 +56,18 @@ def plan_step(
 ) -> StepPlan:
     """Plan one optimizer step.
 
-    Without `owners` the plan is global: samples may go to any rank. With `owners` it is local: each
-    rank packs its own samples, and ranks with fewer micro-batches than the fullest one split
-    theirs, then add placeholders.
-
     By default a search chooses the number, the samples and the order of micro-batches for the
-    shortest makespan: the straggler's pipeline, or with expert parallelism slots in lockstep. Where
-    order costs no time a rank's largest micro-batch runs first. `balance="cost"` or "tokens" packs
-    and spreads micro-batches evenly, heaviest first; "none" keeps the order of packing. A rank's
-    last micro-batch is never a placeholder if it has a sample.
+    shortest makespan: the straggler's pipeline, or with expert parallelism slots in lockstep.
+    `PlannerConfig.balance` has the other ways. A rank's last micro-batch is never a placeholder if
+    it has a sample.
 
     Args:
         lengths: total length of each sample [samples], in tokens; may be empty.
         dims: sizes of the parallel groups.
         config: cap and policies.
-        cost_model: costs of samples and micro-batches; the default `CostModel()` if None.
-        owners: the data-parallel rank that holds each sample [samples]; None: any may run it.
+        cost_model: costs of samples and micro-batches; `CostModel()` if None.
+        owners: the data-parallel rank that holds each sample [samples] and runs it; None: samples
+            may go to any rank.
         forward_only: plan forward passes alone, as for old and reference log-probs.
 
     Raises:
@@ -101,25 +98,21 @@ def plan_batch(
     """Plan the steps of one batch, cut by `samples_per_step` or `groups_per_step`; else one step.
 
     Args:
-        lengths: total length of each sample of the batch [samples], in tokens; none give one step
-            of placeholders.
+        lengths: total length of each sample of the batch [samples], in tokens.
         dims: sizes of the parallel groups.
         config: cap and policies.
-        cost_model: costs of samples and micro-batches; the default `CostModel()` if None.
-        samples_per_step: samples of each step over all ranks, in the order of `lengths`; the last
-            step takes the rest.
+        cost_model: as in `plan_step`.
+        samples_per_step: samples of each step over all ranks; the last step takes the rest.
         owners: as in `plan_step`.
         groups: the group (uid) of each sample [samples], with `groups_per_step`.
         groups_per_step: groups of each step over all ranks, as in `group_steps`.
-        last: what becomes of groups left over, as in `group_steps`; `Plan.dropped` lists those
-            dropped.
-        is_padding: the padding samples, as in `group_steps`; they are in no step, and dropped.
+        last: as in `group_steps`; `Plan.dropped` lists what is left out.
+        is_padding: the padding samples, as in `group_steps`; they are dropped.
         forward_only: as in `plan_step`.
         on_step: called after each step with the number of steps planned, and of all steps.
 
     Raises:
-        As `plan_step`; LengthError also for steps or groups that do not fit the samples or each
-            other, and if `last="drop"` leaves no step.
+        As `plan_step`; LengthError also for steps or groups that do not fit the samples.
     """
     problem = Problem.of(lengths, dims, config, cost_model, forward_only=forward_only)
     if owners is not None:
@@ -130,11 +123,11 @@ def plan_batch(
                 " or ",
                 Argument("max_context_parallel"),
             )
-        owners = check_owners(owners, problem.num_samples, dims.data_parallel)
+        owners = _checked_owners(owners, problem)
     if groups is None and groups_per_step is None and last == "keep" and is_padding is None:
-        samples_of_steps = _slices(problem.num_samples, samples_per_step)
+        samples_of_steps = equal_slices(problem.num_samples, samples_per_step)
     else:
-        samples_of_steps = _whole_groups(
+        samples_of_steps = whole_groups(
             problem.num_samples, groups, groups_per_step, last, is_padding, samples_per_step
         )
     _check_search(config, max(map(len, samples_of_steps)))
@@ -148,80 +141,26 @@ def plan_batch(
     return Plan(steps=tuple(steps), num_samples=problem.num_samples, dropped=dropped)
 
 
+def _checked_owners(owners: Sequence[int], problem: Problem) -> list[int]:
+    checked = integer_entries("owners", "owner", owners, problem.dims.data_parallel - 1)
+    if len(checked) != problem.num_samples:
+        raise LengthError(
+            Argument("owners"),
+            f" has {len(checked)} entries for {problem.num_samples} samples; give one for each",
+        )
+    return checked
+
+
 def _check_search(config: PlannerConfig, num_samples: int) -> None:
     if config.searches and num_samples * config.plan_effort > MAX_SEARCHED_PASSES:
         raise ConfigError(
             Argument("plan_effort", config.plan_effort),
-            f" is too much for {num_samples} samples in a step; decrease ",
-            Argument("plan_effort"),
-            f" to {MAX_SEARCHED_PASSES // num_samples}, decrease ",
+            f" is too much for {num_samples} samples in a step; set it to "
+            f"{MAX_SEARCHED_PASSES // num_samples}, decrease ",
             Argument("samples_per_step"),
             ", or set ",
             Argument("balance", "cost"),
         )
-
-
-def _slices(num_samples: int, samples_per_step: int | None) -> list[Sequence[int]]:
-    per_step = max(1, num_samples)
-    if samples_per_step is not None:
-        per_step = at_least("samples_per_step", samples_per_step, 1, LengthError)
-    return [
-        range(first, min(first + per_step, num_samples))
-        for first in range(0, max(1, num_samples), per_step)
-    ]
-
-
-def _whole_groups(
-    num_samples: int,
-    groups: Sequence[Hashable] | None,
-    groups_per_step: int | None,
-    last: LastStep,
-    is_padding: Sequence[Any] | None,
-    samples_per_step: int | None,
-) -> list[Sequence[int]]:
-    if samples_per_step is not None:
-        raise LengthError(
-            "got both ",
-            Argument("samples_per_step"),
-            " and ",
-            Argument("groups"),
-            "; leave out ",
-            Argument("samples_per_step"),
-            " to keep a prompt's samples together",
-        )
-    if groups is None or groups_per_step is None:
-        absent = Argument("groups" if groups is None else "groups_per_step")
-        raise LengthError(
-            "steps of whole groups need ",
-            absent,
-            "; set ",
-            absent,
-            ", or leave out ",
-            Argument("groups"),
-            ", ",
-            Argument("groups_per_step"),
-            ", ",
-            Argument("last"),
-            " and ",
-            Argument("is_padding"),
-        )
-    groups = entries("groups", groups, LengthError)
-    if len(groups) != num_samples:
-        raise LengthError(
-            Argument("groups"),
-            f" has {len(groups)} entries for {num_samples} samples; give one for each",
-        )
-    steps: list[Sequence[int]] = list(
-        group_steps(groups, groups_per_step, last=last, is_padding=is_padding)
-    )
-    if not steps and not all(padding_tags(is_padding, num_samples)):
-        raise LengthError(
-            "the batch has fewer groups than ",
-            Argument("groups_per_step", groups_per_step),
-            "; decrease it, or set ",
-            Argument("last", "keep"),
-        )
-    return steps or [range(0)]
 
 
 def _plan_samples(batch: Problem, samples: Sequence[int], owners: Sequence[int] | None) -> StepPlan:
@@ -269,6 +208,7 @@ def _plan_global(problem: Problem) -> tuple[MicroBatches, ...]:
         fewer = dataclasses.replace(problem, dims=dataclasses.replace(dims, data_parallel=useful))
         found = _plan_global(fewer)
         return *found, *(((),) * len(found[0]),) * (dims.data_parallel - useful)
+    # The packed plan is the result without a search, and otherwise one of the search's starts.
     plain = _packed_and_placed(problem)
     if not problem.config.searches or not problem.num_samples:
         if problem.config.max_inflight_tokens is not None:
@@ -284,6 +224,8 @@ def _plan_global(problem: Problem) -> tuple[MicroBatches, ...]:
 
 def _searched(problem: Problem, plain: tuple[MicroBatches, ...] | None = None) -> list[Slots]:
     """Slots of each rank by the search, which starts from three packed plans."""
+    # Evened out by cost, by tokens, and as they come: which of them is nearest to the best plan
+    # depends on how much longer attention makes long samples.
     by_tokens = dataclasses.replace(problem.config, balance="tokens")
     in_order = dataclasses.replace(problem.config, packing="first-fit", balance="none")
     starts = (
@@ -312,6 +254,7 @@ def _packed_and_placed(problem: Problem) -> tuple[MicroBatches, ...]:
     bins = pack_shard(problem)
     ranks = problem.dims.data_parallel
     count = problem.dims.round_up_num_microbatches(-(-len(bins) // ranks))
+    # Splits are cheaper than placeholders: half of a row on each of two ranks, not all on one.
     if problem.config.fill == "split":
         bins = split_until(bins, count * ranks, problem.weight)
     return place(problem, bins, count)
@@ -325,7 +268,7 @@ def _plan_local(shards: Sequence[Problem]) -> tuple[MicroBatches, ...]:
     """
     packed = [pack_shard(shard) for shard in shards]
     ends = [shard_ends(shard, bins) for shard, bins in zip(shards, packed, strict=True)]
-    latest = [max(each) for each in zip(*ends, strict=True)]
+    latest = [max(each) for each in zip(*ends, strict=True)]  # the straggler's, for each count
     filled = [
         tuple(fill_shard(shard, bins, count) for shard, bins in zip(shards, packed, strict=True))
         for count in soonest_counts(latest, shards[0].dims, shards[0].config)

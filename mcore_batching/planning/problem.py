@@ -18,13 +18,8 @@ from functools import cached_property
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
-from mcore_batching.planning.errors import (
-    Argument,
-    ConfigError,
-    LengthError,
-    OversizeSampleError,
-)
-from mcore_batching.planning.integers import as_integer, entries, round_up
+from mcore_batching.planning.errors import Argument, ConfigError, OversizeSampleError
+from mcore_batching.planning.integers import integer_entries, round_up
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline import Schedule, inflight_tokens
 from mcore_batching.planning.tokens import (
@@ -36,7 +31,7 @@ from mcore_batching.planning.tokens import (
 )
 
 MAX_LENGTH_TOKENS = 2**40
-"""A longer length is certainly not in tokens; up to it costs stay far from overflow."""
+"""A longer length is certainly not in tokens; doubled or halved, costs stay far from overflow."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +64,7 @@ class Problem:
     ) -> Problem:
         """The problem of these samples, its parts checked against each other.
 
-        Args:
-            lengths: total length of each sample [samples], in tokens; may be empty.
-            dims: sizes of the parallel groups.
-            config: cap, padding, policies and effort.
-            cost_model: `CostModel()` if None.
-            forward_only: plan forward passes alone.
+        Arguments are the fields; `cost_model` is `CostModel()` if None.
 
         Raises:
             LengthError: a length is out of range; names the sample.
@@ -86,7 +76,7 @@ class Problem:
                 Argument("forward_only"), f" must be True or False, got {forward_only!r:.80}"
             )
         checked = tuple(check_lengths(lengths))
-        config.check_max_context_parallel(dims)
+        config.check_max_context_parallel(dims)  # the config alone does not know the ranks
         problem = cls(checked, dims, config, cost_model or CostModel(), forward_only)
         if config.max_context_parallel is not None:
             _ = problem.on_ranks[1].capacity  # raises where no token fits
@@ -130,7 +120,8 @@ class Problem:
 
     @cached_property
     def tokens(self) -> list[int]:
-        """Padded tokens of each sample [samples]; an empty one is padded like one of 1 token."""
+        """Padded tokens of each sample [samples]."""
+        # Never 0: an empty segment of a row breaks attention kernels.
         multiple = sample_multiple_tokens(self.dims, self.config)
         return [round_up(length or 1, multiple) for length in self.lengths]
 
@@ -150,6 +141,8 @@ class Problem:
         most = self.config.max_context_parallel
         if most is None:
             return {self.dims.context_parallel: self}
+        # Tokens in flight are bounded over the dims' context-parallel ranks: a row on more ranks
+        # may hold as many more.
         bound = self.config.max_inflight_tokens
         return {
             size: Problem(
@@ -170,6 +163,7 @@ class Problem:
     @cached_property
     def row_sizes(self) -> tuple[int, ...]:
         """Context-parallel sizes whose micro-batches have room for a placeholder, ascending."""
+        # A larger size pads to a larger multiple, which a small cap may not hold.
         return tuple(
             size
             for size, rows in self.on_ranks.items()
@@ -193,6 +187,7 @@ class Problem:
         """Least context-parallel size under which each sample [samples] fits the cap; for an
         oversize sample the largest."""
         *smaller, largest = self.row_sizes
+        # Downwards, so that the smallest size that fits is written last.
         least = [largest] * self.num_samples
         for size in reversed(smaller):
             oversize = self.on_ranks[size].oversize
@@ -211,10 +206,9 @@ class Problem:
 
     @cached_property
     def fewest_rows(self) -> int:
-        """Lower bound on the number of micro-batches, from the totals of tokens and samples; one
-        that c ranks share counts c times."""
+        """Lower bound on the number of micro-batches; one that c ranks share counts c times."""
         if self.config.max_context_parallel is not None:
-            # Padding depends on the size, so real tokens are counted.
+            # Padding depends on the size, which is not chosen yet: real tokens are counted.
             lengths = [max(n, 1) for i, n in enumerate(self.lengths) if i not in self.oversize]
             by_tokens = -(-sum(lengths) // self.config.max_tokens_per_gpu)
             largest = self.row_sizes[-1] * len(self.oversize)
@@ -234,7 +228,8 @@ class Problem:
 
     def cost(self, samples: Sequence[int]) -> float:
         """Forward cost of a micro-batch."""
-        # CostModel.micro_batch with the costs of samples known: the search asks very often.
+        # CostModel.micro_batch with the costs of samples known: the search asks very often. In the
+        # same order of additions, since plans must not depend on which of the two was asked.
         total = 0.0
         for sample in samples:
             total += self.costs[sample]
@@ -247,12 +242,8 @@ class Problem:
         return self.cost(samples)
 
     def inflight_tokens(self, micro_batches: Sequence[Sequence[int]], *, stage: int = 0) -> float:
-        """Most padded tokens in flight on a stage.
-
-        Args:
-            micro_batches: of one rank, in slot order; placeholders count with their padding.
-            stage: pipeline rank.
-        """
+        """Most padded tokens in flight on a stage of one rank's pipeline."""
+        # A placeholder is a row of padding: its activations are held like any other's.
         tokens = [self.row_tokens(samples) or self.placeholder_tokens for samples in micro_batches]
         return inflight_tokens(tokens, self.dims, forward_only=self.forward_only, stage=stage)
 
@@ -260,6 +251,7 @@ class Problem:
         """The error for the longest oversize sample, with the cap that it needs."""
         if self.config.max_context_parallel is not None:
             return self.on_ranks[self.row_sizes[-1]].oversize_error()
+        # The longest: a cap that holds it holds the others too.
         worst = max(self.oversize, key=lambda sample: (self.lengths[sample], -sample))
         return OversizeSampleError(
             index=worst,
@@ -279,41 +271,4 @@ def check_lengths(lengths: Sequence[int]) -> list[int]:
     Raises:
         LengthError: an entry is no integer from 0 to `MAX_LENGTH_TOKENS`; names the sample.
     """
-    checked: list[int] = []
-    for index, length in enumerate(entries("lengths", lengths, LengthError)):
-        number = length if type(length) is int else as_integer(length)
-        if number is None or not 0 <= number <= MAX_LENGTH_TOKENS:
-            raise LengthError(
-                f"the length of sample {index} must be an integer from 0 to {MAX_LENGTH_TOKENS}, "
-                f"got {length!r:.60}; correct ",
-                Argument("lengths"),
-                index=index,
-            )
-        checked.append(number)
-    return checked
-
-
-def check_owners(owners: Sequence[int], num_samples: int, data_parallel: int) -> list[int]:
-    """The data-parallel rank that holds each sample [samples], as Python ints.
-
-    Raises:
-        LengthError: not one owner per sample, or an owner that is no data-parallel rank.
-    """
-    owners = entries("owners", owners, LengthError)
-    if len(owners) != num_samples:
-        raise LengthError(
-            Argument("owners"),
-            f" has {len(owners)} entries for {num_samples} samples; give one for each",
-        )
-    checked: list[int] = []
-    for index, owner in enumerate(owners):
-        rank = as_integer(owner)
-        if rank is None or not 0 <= rank < data_parallel:
-            raise LengthError(
-                f"the owner of sample {index} must be a rank from 0 to {data_parallel - 1}, got "
-                f"{owner!r:.60}; correct ",
-                Argument("owners"),
-                index=index,
-            )
-        checked.append(rank)
-    return checked
+    return integer_entries("lengths", "length", lengths, MAX_LENGTH_TOKENS)

@@ -89,7 +89,7 @@ class StepRecorder:
         self._folder = folder = Path(directory)
         if not writes:
             return
-        started = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        started = time.strftime("%Y%m%d-%H%M%S", time.gmtime())  # files sort by job
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = _new_file(folder, f"steps-{started}-{os.getpid()}")
@@ -97,7 +97,7 @@ class StepRecorder:
             raise RecordError(
                 f"cannot record into {directory}: {error}; set ",
                 Argument("record"),
-                " to a folder that can be written to",
+                " to a writable folder",
             ) from None
 
     def append(
@@ -123,6 +123,7 @@ class StepRecorder:
         if predicted is None:
             predicted = predicted_step_time(plan, lengths)
         model = plan.cost_model
+        # The unit on file is a token's work, so that costs of several jobs can be compared.
         if seconds_per_unit is not None and model.linear > 0:
             unit = model.linear
             model, predicted = in_units_of(model, unit), predicted / unit
@@ -134,20 +135,8 @@ class StepRecorder:
             "config": asdict(plan.config),
             "cost_model": asdict(model),
         }
-        number = {sample: position for position, sample in enumerate(plan.sample_indices)}
-        step = {
-            "step": self._steps,
-            "lengths": [int(lengths[sample]) for sample in plan.sample_indices],
-            "scope": plan.scope,
-            "ranks": [
-                [[number[sample] for sample in samples] for samples in rank]
-                for rank in plan.micro_batches
-            ],
-            "predicted": predicted,
-            "measured_seconds": measured_seconds,
-        }
-        if plan.context_parallel is not None:
-            step["context_parallel"] = plan.context_parallel
+        step = {"step": self._steps, **_content(plan, lengths)}
+        step |= {"predicted": predicted, "measured_seconds": measured_seconds}
         if seconds_per_unit is not None:
             step["seconds_per_unit"] = seconds_per_unit
         lines = [step] if header == self._header else [header, step]
@@ -174,8 +163,25 @@ class StepRecorder:
             self._file = None
 
 
+def _content(plan: StepPlan, lengths: Sequence[int]) -> dict[str, Any]:
+    """Samples and micro-batches of a step as its line has them, samples numbered from 0."""
+    number = {sample: position for position, sample in enumerate(plan.sample_indices)}
+    content: dict[str, Any] = {
+        "lengths": [int(lengths[sample]) for sample in plan.sample_indices],
+        "scope": plan.scope,
+        "ranks": [
+            [[number[sample] for sample in samples] for samples in rank]
+            for rank in plan.micro_batches
+        ],
+    }
+    if plan.context_parallel is not None:
+        content["context_parallel"] = plan.context_parallel
+    return content
+
+
 def _write_cost_model(folder: Path, model: CostModel, seconds_per_unit: float | None) -> None:
-    """Replace the file for other jobs and commands, whole."""
+    """Replace the file for other jobs and commands."""
+    # Beside its place first, then renamed: another job may be reading it.
     document = json.loads(model.to_json()) | {"seconds_per_unit": seconds_per_unit}
     beside = folder / f".{COST_MODEL_FILE}-{os.getpid()}.tmp"
     beside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -183,6 +189,7 @@ def _write_cost_model(folder: Path, model: CostModel, seconds_per_unit: float | 
 
 
 def _new_file(folder: Path, name: str) -> TextIO:
+    # Two recorders of one process may start within a second: "x" refuses the name of the other.
     for suffix in ("", *(f"-{number}" for number in range(1, 1000))):
         try:
             return (folder / f"{name}{suffix}.jsonl").open("x", encoding="utf-8")
@@ -204,9 +211,7 @@ def read_records(directory: str | Path) -> list[StepRecord]:
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     records = [record for file in files for record in _read_file(file)]
     if not records:
-        raise RecordError(
-            f"{directory} holds no recorded step; give the folder that a job recorded into"
-        )
+        raise RecordError(f"{directory} holds no recorded step; give a job's record folder")
     return records
 
 
@@ -219,11 +224,12 @@ def _read_file(file: Path) -> Iterator[StepRecord]:
             raw = parse_json(line)
             if not isinstance(raw, dict):
                 raise ValueError(f"expected a JSON object, got {raw!r:.60}")
+            # A part of the header that changed is repeated, so any line may be one.
             if "format" in raw:
                 header = _checked_header(raw)
                 continue
             if header is None:
-                raise ValueError(f'expected a line with "format": "{FORMAT}" before the first step')
+                raise ValueError(f'no line with "format": "{FORMAT}" comes before it')
             yield _record(raw, header, str(file))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
@@ -242,14 +248,15 @@ def _lines(file: Path) -> Iterator[str]:
 def _checked_header(raw: Mapping[str, Any]) -> dict[str, Any]:
     if (raw["format"], raw["version"]) != (FORMAT, VERSION):
         raise ValueError(
-            f'expected "format": "{FORMAT}", "version": {VERSION}, got {raw["format"]!r}, '
-            f"{raw['version']!r}; read it with the release that wrote it"
+            f"expected {FORMAT} version {VERSION}, got {raw['format']!r} {raw['version']!r}; read "
+            "it with the release that wrote it"
         )
     return {key: raw[key] for key in ("layout", "config", "cost_model")}
 
 
 def _record(raw: Mapping[str, Any], header: Mapping[str, Any], file: str) -> StepRecord:
     lengths = tuple(check_lengths(raw["lengths"]))
+    # The header's parts are read again for each step; a plan of one step checks them all.
     plan = step_from_data(
         num_samples=len(lengths),
         ranks=raw["ranks"],
@@ -259,7 +266,7 @@ def _record(raw: Mapping[str, Any], header: Mapping[str, Any], file: str) -> Ste
         cost_model=CostModel(**header["cost_model"]),
         context_parallel=raw.get("context_parallel"),
     )
-    validate_plan(plan, lengths)
+    validate_plan(plan, lengths)  # a broken plan would break a reader much later
     measured = raw["measured_seconds"]
     is_learnt = raw.get("seconds_per_unit") is not None
     return StepRecord(
@@ -275,7 +282,7 @@ def _record(raw: Mapping[str, Any], header: Mapping[str, Any], file: str) -> Ste
 
 def _positive(raw: Mapping[str, Any], key: str) -> float:
     seconds = _time(raw, key)
-    if seconds < sys.float_info.min:
+    if seconds < sys.float_info.min:  # predicted times are divided by it
         raise ValueError(f'"{key}" must be {sys.float_info.min} or more, got {seconds}')
     return seconds
 

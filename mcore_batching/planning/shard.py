@@ -37,9 +37,9 @@ from mcore_batching.planning.search import (
     steps_of_counts,
 )
 
-MOST_COUNTED = 1 << 16
-"""Largest number of micro-batches that ranks consider under a bound on tokens in flight: the more
-there are, the fewer tokens each holds."""
+MOST_COUNTED_MICRO_BATCHES = 1 << 16
+"""Largest number that ranks consider under a bound on tokens in flight, where more of them hold
+fewer tokens each. Counts grow by a seventh: doubling it adds six to 79 that are tried."""
 
 
 def pack_shard(problem: Problem) -> list[list[int]]:
@@ -65,6 +65,7 @@ def _pack(sizes: Sequence[int], problem: Problem) -> list[list[int]]:
     decreasing = first_fit_decreasing(sizes, capacity, max_items=most)
     if config.packing == "first-fit-decreasing":
         return decreasing
+    # "auto": first-fit too, unless the bound says that nothing needs fewer.
     if len(decreasing) == bin_lower_bound(sizes, capacity):
         return decreasing
     in_order = first_fit(sizes, capacity, max_items=most)
@@ -81,7 +82,7 @@ def shard_ends(problem: Problem, bins: Sequence[Sequence[int]]) -> list[float]:
     Returns:
         number of `bins`, and of samples; where a search shapes micro-batches for a pipeline, then
         the end with `len(bins)` micro-batches and the end with each number to choose from, infinite
-        where the samples do not fit. In units of cost; equally long on all ranks of a job.
+        where the samples do not fit. Ends are in units of cost.
     """
     held = [float(len(bins)), float(problem.num_samples)]
     if not _shapes_slots(problem.dims, problem.config):
@@ -90,6 +91,8 @@ def shard_ends(problem: Problem, bins: Sequence[Sequence[int]]) -> list[float]:
     packed = shard_outlook(problem, _split_and_order(problem, bins, fewest)).end
     held.append(min(packed, *ends_by_count(problem, [fewest])))
     counts = _counts(problem.dims, problem.config)
+    # Fewer than the packed ones cannot hold the samples: infinite, but there, for all ranks join
+    # their lists element by element.
     first = next((at for at, count in enumerate(counts) if count >= len(bins)), len(counts))
     return [*held, *[math.inf] * first, *ends_by_count(problem, counts[first:])]
 
@@ -110,7 +113,7 @@ def soonest_counts(latest: Sequence[float], dims: ParallelDims, config: PlannerC
     fewest, most = (dims.round_up_num_microbatches(max(1, int(n))) for n in (held, samples))
     if not ends:
         return [fewest]
-    packed, *known = ends
+    packed, *known = ends  # with `fewest`, as packed; then with each of `counts`, as searched
     counts = _counts(dims, config)
     end, soonest = min(zip(known, counts, strict=True))
     # Counts to choose from are up to a seventh apart: the fewest itself may be as good.
@@ -134,9 +137,8 @@ def fill_shard(
         num_microbatches: the common count, `len(bins)` or more.
 
     Returns:
-        samples of each of the `num_microbatches`; `()` is a placeholder. In a pipeline in the order
-        that ends soonest, else the largest first, then by descending weight; with
-        `balance="none"` in the order of packing. The last is real if there is a sample.
+        samples of each of the `num_microbatches`; `()` is a placeholder, and not the last if there
+        is a sample.
 
     Raises:
         LengthError: there are more `bins` than `num_microbatches`.
@@ -144,8 +146,8 @@ def fill_shard(
     if len(bins) > num_microbatches:
         raise LengthError(
             Argument("num_microbatches"),
-            f" must be at least this rank's {len(bins)} micro-batches, got {num_microbatches}; "
-            "set the maximum over all ranks",
+            f" must be at least this rank's {len(bins)}, got {num_microbatches}; set the maximum "
+            "over all ranks",
         )
     plain = _split_and_order(problem, bins, num_microbatches)
     if not problem.config.searches or problem.dims.in_lockstep:
@@ -158,6 +160,7 @@ def fill_shard(
         _split_and_order(dataclasses.replace(problem, config=by_tokens), bins, num_microbatches),
         best_slots(problem, num_microbatches),
     ]
+    # The earliest end of those within the bound; if none is, the one nearest to it.
     bound = _inflight_bound(problem.config)
     found = []
     for number, slots in enumerate(candidates):
@@ -170,6 +173,7 @@ def fill_shard(
 
 def _improved(problem: Problem, slots: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
     """The slots after single samples were moved and swapped among them."""
+    # To the search this rank is a job of one data-parallel rank.
     alone = dataclasses.replace(problem.dims, data_parallel=1)
     objective = Objective(dataclasses.replace(problem, dims=alone))
     return improve(objective.candidate([slots]), objective).ranks[0]
@@ -232,7 +236,9 @@ def _shapes_slots(dims: ParallelDims, config: PlannerConfig) -> bool:
 def _counts(dims: ParallelDims, config: PlannerConfig) -> list[int]:
     """Numbers of micro-batches to choose from; the same on every rank, whatever it holds."""
     most = MOST_SLOTS_PER_STAGE * dims.pipeline_parallel
-    return steps_of_counts(1, most if config.max_inflight_tokens is None else MOST_COUNTED, dims)
+    if config.max_inflight_tokens is not None:
+        most = MOST_COUNTED_MICRO_BATCHES
+    return steps_of_counts(1, most, dims)
 
 
 def _inflight_bound(config: PlannerConfig) -> float:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_batching.planning.bounds import floor_of_totals, step_time_floor
+from mcore_batching.planning.bounds import step_time_floor
 from mcore_batching.planning.cost import CostModel, ordered_sum
 from mcore_batching.planning.errors import LengthError
 from mcore_batching.planning.integers import entries
-from mcore_batching.planning.pipeline import Clock, clocks_of, inflight_tokens
+from mcore_batching.planning.pipeline import clocks_of, inflight_tokens
 from mcore_batching.planning.plan import StepPlan
 from mcore_batching.planning.problem import Problem
 
@@ -46,13 +46,13 @@ class StepStatistics:
     floor_time: float
     """Lower bound on any plan's makespan, in units of cost: `step_time_floor`."""
     peak_inflight_tokens: float
-    """Most padded tokens in flight on a first pipeline stage; the most of any rank and step.
-    Counted over the dims' context-parallel ranks, also for a row on more or fewer of them."""
+    """Most padded tokens in flight on a first pipeline stage, over the dims' context-parallel
+    ranks."""
     last_stage_inflight_tokens: float
-    """Most padded tokens in flight on a last pipeline stage, counted in the same way."""
+    """Most padded tokens in flight on a last pipeline stage, over the same ranks."""
     largest_row_tokens: int
-    """Padded tokens of the largest micro-batch, whose logits a last stage makes, counted in the
-    same way."""
+    """Padded tokens of the largest micro-batch, over the same ranks; the last stage makes its
+    logits."""
 
     @property
     def fill(self) -> float:
@@ -89,6 +89,7 @@ class StepStatistics:
         )
 
 
+# Two steps do not hold their tokens at the same time: these take the maximum, all else adds up.
 _PEAKS = {"peak_inflight_tokens", "last_stage_inflight_tokens", "largest_row_tokens"}
 
 
@@ -108,7 +109,9 @@ def step_statistics(
     costs = micro_batch_costs(step, problem, ranks)
     rank_costs = [ordered_sum(rank) for rank in costs]
     rows = [(problem.on_ranks[row.size], ranks[row.rank][row.slot]) for row in step.rows()]
+    # Under dynamic CP `ranks` lists data- and context-parallel ones, each with its part of a cap.
     per_place = step.config.cap_tokens(step.dims) * step.dims.data_parallel // len(ranks)
+    # A set: most ranks of a large job hold the same, and counting tokens in flight takes long.
     held = set(map(tuple, _held_tokens(step, problem, ranks)))
     dims, forward_only = step.dims, problem.forward_only
     last = dims.pipeline_parallel - 1
@@ -135,85 +138,6 @@ def step_statistics(
     )
 
 
-def shard_statistics(
-    problem: Problem, micro_batches: Sequence[Sequence[int]]
-) -> tuple[list[float], list[float]]:
-    """One rank's part of `joined_statistics`, where samples stay on their rank.
-
-    Args:
-        problem: this rank's samples.
-        micro_batches: this rank's.
-
-    Returns:
-        numbers to sum over data-parallel ranks, and numbers to take the maximum of; equally many on
-        every rank.
-    """
-    costs = [problem.cost(samples) for samples in micro_batches]
-    tokens = [problem.row_tokens(samples) for samples in micro_batches]
-    held = [each or problem.placeholder_tokens for each in tokens]
-    fitting = [n for i, n in enumerate(problem.tokens) if i not in problem.oversize]
-    dims, forward_only, work = problem.dims, problem.forward_only, ordered_sum(costs)
-    sums = [
-        problem.num_samples,
-        sum(not samples for samples in micro_batches),
-        len(problem.oversize),
-        sum(problem.lengths),
-        sum(tokens),
-        work,
-        ordered_sum(problem.costs),
-        sum(fitting),
-    ]
-    maxima = [
-        work,
-        Clock(costs, problem.schedule).end,
-        inflight_tokens(held, dims, forward_only=forward_only),
-        inflight_tokens(held, dims, forward_only=forward_only, stage=dims.pipeline_parallel - 1),
-        max(held),
-        max(map(problem.cost_model.sample, problem.lengths), default=0.0),
-        *costs,
-    ]
-    return sums, maxima
-
-
-def joined_statistics(
-    problem: Problem, sums: Sequence[float], maxima: Sequence[float]
-) -> StepStatistics:
-    """`step_statistics` where each rank knows its own micro-batches alone.
-
-    Args:
-        problem: of any rank; gives dims, config and cost model.
-        sums: the first numbers of `shard_statistics`, summed over ranks.
-        maxima: its second numbers, each the maximum over ranks.
-    """
-    samples, placeholders, oversize, real, padded, *costs, fitting = sums
-    all_work, least_work = costs
-    work, end, first_inflight, last_inflight, largest_row, costliest, *slots = maxima
-    dims, config, ranks = problem.dims, problem.config, problem.num_ranks
-    if problem.dims.in_lockstep:  # no rank's own end, but that of each slot's costliest
-        end = Clock(slots, problem.schedule).end
-    per_row = config.max_samples_per_row or max(1, int(samples))
-    by_tokens = -(-int(fitting) // problem.capacity)
-    rows = int(oversize) + max(by_tokens, -(-int(samples - oversize) // per_row))
-    alone = problem.cost_model.per_micro_batch + costliest
-    return StepStatistics(
-        num_samples=int(samples),
-        num_microbatches=len(slots),
-        num_placeholders=int(placeholders),
-        num_oversize=int(oversize),
-        real_tokens=int(real),
-        padded_tokens=int(padded),
-        offered_tokens=ranks * len(slots) * config.cap_tokens(dims),
-        heaviest_rank_cost=work,
-        mean_rank_cost=all_work / ranks,
-        slot_maxima_cost=ordered_sum(slots),
-        step_time=end,
-        floor_time=floor_of_totals(problem, least_work, rows, alone),
-        peak_inflight_tokens=first_inflight,
-        last_stage_inflight_tokens=last_inflight,
-        largest_row_tokens=int(largest_row),
-    )
-
-
 def predicted_step_time(
     step: StepPlan,
     lengths: Sequence[int],
@@ -221,18 +145,13 @@ def predicted_step_time(
     *,
     forward_only: bool | None = None,
 ) -> float:
-    """Predicted makespan of a step: the end of the straggler's pipeline.
-
-    With expert parallelism slots run in lockstep; ranks that share a row wait for each other in it.
+    """Predicted makespan of a step in units of cost: the end of the straggler's pipeline.
 
     Args:
         step: the plan.
         lengths: total length of each sample of the whole batch [samples], in tokens.
         cost_model: the plan's own if None.
         forward_only: of the forward passes alone; None: as the plan was made.
-
-    Returns:
-        time in units of cost.
     """
     problem, ranks = step_problem(step, lengths, cost_model, forward_only)
     return _end(step, problem, micro_batch_costs(step, problem, ranks))
@@ -256,6 +175,7 @@ def step_problem(
         the problem of the step's samples; samples of each micro-batch [ranks][slots].
     """
     lengths = entries("lengths", lengths, LengthError)
+    # Plans name samples by their place in the batch, problems by their place in the step.
     number = {sample: position for position, sample in enumerate(step.sample_indices)}
     problem = Problem.of(
         [lengths[sample] for sample in step.sample_indices],
@@ -275,8 +195,8 @@ def micro_batch_costs(
 
     Args:
         step: the plan.
-        problem: of `step_problem`.
-        ranks: of `step_problem`.
+        problem: of `step_problem`; so is `ranks`.
+        ranks: samples of each micro-batch [ranks][slots].
     """
     return [
         [
@@ -309,4 +229,4 @@ def _end(step: StepPlan, problem: Problem, costs: Sequence[Sequence[float]]) -> 
 
 
 def _ratio(value: float, mean: float) -> float:
-    return value / mean if mean else 1.0
+    return value / mean if mean else 1.0  # a step without samples is even

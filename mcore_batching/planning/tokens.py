@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 def sample_multiple_tokens(dims: ParallelDims, config: PlannerConfig) -> int:
     """Every padded sample is a multiple of this: the dims' alignment and `pad_each_to`."""
+    # lcm, not max: both must divide it.
     return math.lcm(dims.sample_alignment_tokens, config.pad_each_to or 1)
 
 
@@ -63,12 +64,13 @@ def row_capacity_tokens(dims: ParallelDims, config: PlannerConfig) -> int:
     placeholder = placeholder_tokens(dims, config)
     if placeholder > cap:
         raise ConfigError(
-            f"the smallest micro-batch takes {placeholder} padded tokens, the cap is {cap}; set ",
+            f"the least micro-batch takes {placeholder} tokens, the cap is {cap}; set ",
             Argument("max_tokens_per_gpu"),
             f" to {needed_max_tokens_per_gpu(1, dims, config)} or more, or lower ",
             Argument("pad_each_to"),
             " and ",
             Argument("pad_total_to"),
         )
+    # Rows are padded to the multiple: the cap's rest beyond the last one can hold nothing.
     multiple = row_multiple_tokens(dims, config)
     return cap // multiple * multiple

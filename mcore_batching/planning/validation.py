@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from mcore_batching.planning.batch_plan import Plan
 from mcore_batching.planning.errors import InvariantError, shortened
-from mcore_batching.planning.plan import Plan, StepPlan
+from mcore_batching.planning.plan import StepPlan
 from mcore_batching.planning.problem import check_lengths
 from mcore_batching.planning.tokens import padded_row_tokens, padded_sample_tokens
 
@@ -40,9 +41,9 @@ def validate_plan(plan: Plan | StepPlan, lengths: Sequence[int]) -> None:
     if len(lengths) != plan.num_samples:
         raise InvariantError(
             "exact cover",
-            f"the plan has {plan.num_samples} samples, got {len(lengths)} lengths; pass those that "
-            "it was made from",
+            f"{plan.num_samples} samples, but {len(lengths)} lengths; pass those it was made from",
         )
+    # Blocks first: `_placed` counts a shared row at its first rank, where blocks are sound.
     for index, step in enumerate(plan.steps):
         _check_blocks(step, index)
     found = [sample for step in plan.steps for sample in _placed(step)]
@@ -57,8 +58,8 @@ def _validate_step(step: StepPlan, lengths: Sequence[int], index: int | None) ->
     if beyond:
         raise InvariantError(
             "exact cover",
-            f"the step covers samples {shortened(beyond)}, but only {len(lengths)} lengths were "
-            "given; pass the lengths of the whole batch",
+            f"samples {shortened(beyond)} have none of the {len(lengths)} lengths; pass those of "
+            "the whole batch",
             indices=tuple(beyond),
             step=index,
         )
@@ -81,19 +82,20 @@ def _check_blocks(step: StepPlan, index: int | None) -> None:
     if (sizes is None) != (most is None):
         raise InvariantError(
             "blocks",
-            "a plan has context-parallel sizes exactly where max_context_parallel is set; got "
-            f"max_context_parallel={most} and sizes {'left out' if sizes is None else 'given'}",
+            f"max_context_parallel={most}, but context-parallel sizes are "
+            f"{'left out' if sizes is None else 'given'}",
             step=index,
         )
     if sizes is None or most is None:
         return
-    _check_equal_count(step, index)
+    _check_equal_count(step, index)  # else the indices below may not exist
     if [len(of_rank) for of_rank in sizes] != [step.num_microbatches] * len(step.micro_batches):
         raise InvariantError("blocks", "there must be a size for each micro-batch", step=index)
     legal = step.dims.row_sizes(most)
     for rank, of_rank in enumerate(sizes):
         for slot, size in enumerate(of_rank):
             samples = step.micro_batches[rank][slot]
+            # The block that the row should be on begins at a multiple of its size.
             first = rank // size * size if size in legal else rank
             if size not in legal:
                 fault = f"the context-parallel size {size} is none of {shortened(legal)}"
@@ -123,6 +125,7 @@ def _check_dropped(dropped: Sequence[int], found: Iterable[int]) -> None:
 def _check_cover(
     found: Sequence[int], expected: Sequence[int], where: str, step: int | None = None
 ) -> None:
+    # In the order of what harms most: trained twice, not at all, or taken from elsewhere.
     counts = Counter(found)
     wanted = set(expected)
     doubled = sorted(sample for sample, count in counts.items() if count > 1)
@@ -166,15 +169,14 @@ def _check_equal_count(step: StepPlan, index: int | None) -> None:
     if not dims.is_legal_num_microbatches(step.num_microbatches):
         raise InvariantError(
             "equal count",
-            f"{step.num_microbatches} micro-batches per rank cannot be run with pipeline_parallel="
-            f"{dims.pipeline_parallel}, virtual_pipeline={dims.virtual_pipeline}, "
-            f"microbatch_group_size={dims.group_size}; the next count that can is "
-            f"{dims.round_up_num_microbatches(step.num_microbatches)}",
+            f"the interleaved schedule cannot run {step.num_microbatches} micro-batches per rank; "
+            f"it can run {dims.round_up_num_microbatches(step.num_microbatches)}",
             step=index,
         )
 
 
 def _check_cap(step: StepPlan, lengths: Sequence[int], index: int | None) -> None:
+    # Written out, not taken from `Problem`: the planner must not be checked by its own sums.
     config, largest = step.config, step.config.max_context_parallel
     sizes = (step.dims.context_parallel,) if largest is None else step.dims.row_sizes(largest)
     of_size = {size: step.dims.for_rows_on(size) for size in sizes}
@@ -208,8 +210,8 @@ def _check_samples_per_row(step: StepPlan, index: int | None) -> None:
         if most is not None and len(samples) > most:
             raise InvariantError(
                 "cap",
-                f"{len(samples)} samples share a micro-batch, at most max_samples_per_row="
-                f"{most} may: samples {shortened(samples)}",
+                f"{len(samples)} samples share a row, max_samples_per_row={most}: "
+                f"{shortened(samples)}",
                 indices=samples,
                 step=index,
                 rank=rank,
@@ -222,13 +224,14 @@ def _check_split_before_placeholder(step: StepPlan, index: int | None) -> None:
         if () not in micro_batches:
             continue
         for slot, samples in enumerate(micro_batches):
+            # A row over several ranks cannot be split on one of them alone.
             if len(samples) > 1 and (
                 step.context_parallel is None or step.row_size(rank, slot) == 1
             ):
                 raise InvariantError(
                     "split before placeholder",
                     f"slot {micro_batches.index(())} is a placeholder, but samples "
-                    f"{shortened(samples)} share a micro-batch that could have been split",
+                    f"{shortened(samples)} share a micro-batch",
                     indices=samples,
                     step=index,
                     rank=rank,

@@ -16,7 +16,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 _NUMBER_BITS = 12
-"""Low bits of an integer identifier, below the hash: numbers for 4,096 padding samples."""
+"""Low bits of an integer identifier, below the hash: numbers for 4,096 padding samples. With the
+48 bits of the hash an identifier still fits into int64, sign included."""
 
 
 def new_identifiers(
@@ -32,10 +33,12 @@ def new_identifiers(
     Returns:
         field name to strings, or to negative 60-bit integers where the batch has integers.
     """
+    # From a hash of the batch, not at random: ranks that pad the same batch agree without a word.
     mark = _mark_of(batch, sorted(names)) if count else 0
     made: dict[str, list[int | str]] = {}
     for name in names:
         given = [_plain(value) for value in batch[name] if value is not None]
+        # Negative, where frameworks number from 0; of the batch's type, so that lists still stack.
         if given and all(isinstance(value, int) for value in given):
             made[name] = [-1 - (mark << _NUMBER_BITS) - number for number in range(count)]
         else:

@@ -44,7 +44,9 @@ from mcore_batching.rl.real_samples import as_numbers, indices_by_group, real_in
 
 Outcome = Literal["last", "sum"]
 
-_EPSILON = 1e-6  # added to the divisor; verl's and SkyRL's default
+# Added to the divisor, as verl and SkyRL do by default. Doubled, it halves the advantages of groups
+# whose rewards are all but equal, and changes nothing else.
+_EPSILON = 1e-6
 _TEMPORAL = ("gae", "reinforce_plus_plus", "reinforce++")  # known names that get their own error
 
 
@@ -58,49 +60,44 @@ def compute_advantages(
     normalize: bool | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> list[Tensor]:
-    """The advantage of every response token.
-
-    A collective over ``group``.
+    """The advantage of every response token. A collective over ``group``.
 
     Args:
         batch: field name to one value per sample: ``total_lengths``, ``response_lengths``,
-            ``rewards``, ``uids``, ``loss_masks`` (all ones if absent), ``is_padding`` (none if
-            absent), ``trajectory_ids`` with ``step_wise``. Every group is whole on one rank, which
-            is checked if ``group`` is given.
+            ``rewards``, ``uids``, ``trajectory_ids`` with ``step_wise``; optional ``loss_masks``,
+            ``is_padding``.
         estimator: a name of the table above.
-        step_wise: True if a sample is one turn; samples of a group with the same ``trajectory_ids``
-            entry are one trajectory.
-        outcome: the reward of a trajectory: that of its "last" turn (largest ``round_number`` if
-            the batch has it, else the last in the batch), or the "sum" over its turns.
+        step_wise: True if a sample is one turn of a trajectory.
+        outcome: reward of a trajectory: of its "last" turn (by ``round_number`` if there is one,
+            else in the batch), or the "sum" over its turns.
         steps: sample indices of each optimizer step, as from `group_steps`, the same number on
             every rank; None: all samples are one step.
-        normalize: to mean 0 and variance 1 over the unmasked tokens of each step, on all ranks;
-            None: only under "reinforce_baseline". A sample in no step then gets 0.0.
-        group: the data-parallel ranks, each with samples of its own; None for this process alone.
+        normalize: to mean 0 and variance 1 over the unmasked tokens of each step, on all ranks, 0.0
+            for samples in no step; None: only under "reinforce_baseline".
+        group: the data-parallel ranks; None for this process alone.
 
     Returns:
         float32 ``[response_length]`` for each sample, 0.0 where the mask is 0.
 
     Raises:
-        BatchError: on every rank, if on any: an unknown estimator, several samples of a trajectory
-            without ``step_wise``, a reward that is not finite, a field that is absent or does not
-            match its kind, or arguments that differ between ranks.
-        SplitGroupError: on every rank: a group has samples on several of them.
+        BatchError: on every rank, if on any an argument or a field is wrong.
+        SplitGroupError: a group has samples on several ranks.
     """
     normalize = estimator == "reinforce_baseline" if normalize is None else normalize
 
+    # All that can fail on one rank alone.
     def work() -> tuple[list[Tensor], list[dict[str, Any]], list[Hashable]]:
         _require_offered(estimator, step_wise)
         masks = _masks(batch)
         advantages = _advantages(batch, estimator, masks, step_wise, outcome)
         indices = range(len(masks))
-        parts = step_batches(
-            {"masks": masks, "advantages": advantages, "indices": list(indices)},
-            [indices] if steps is None else steps,
-        )
+        values = {"masks": masks, "advantages": advantages, "indices": list(indices)}
+        parts = step_batches(values, [indices] if steps is None else steps)
         return advantages, parts, groups_held(batch) if group is not None else []
 
+    # What fails on one rank is raised on all, before the collectives of the normalisation below.
     alike = {"estimator": estimator, "normalize": normalize}
+
     agreed = Consensus(group).agree(
         "computing advantages",
         work,
@@ -125,10 +122,7 @@ def _require_offered(estimator: str, step_wise: bool) -> None:
         return
     reason = " is unknown"
     if estimator in _TEMPORAL and step_wise:
-        reason = (
-            " works from token to token, and with step_wise=True a trajectory's later rewards are "
-            "in other samples"
-        )
+        reason = " needs rewards that with step_wise=True are in other samples"
     elif estimator in _TEMPORAL:
         reason = " compares no trajectories: use the framework's own"
     offered = f"; set one of {', '.join(ESTIMATORS)}"
@@ -144,7 +138,7 @@ def _masks(batch: Mapping[str, Any]) -> list[Tensor]:
     else:
         found = checked_values(DEFAULT_SCHEMA["loss_masks"], given, totals, responses)
         masks = [mask != 0 for mask in found]
-    real = set(real_indices(batch))
+    real = set(real_indices(batch))  # a padding sample trains nothing, whatever its mask says
     return [mask if i in real else torch.zeros_like(mask) for i, mask in enumerate(masks)]
 
 
@@ -163,6 +157,7 @@ def _advantages(
         [sum(int(masks[turn].sum()) for turn in turns) for turns in trajectories],
         estimator,
     )
+    # Each turn gets the trajectory's advantage through its own mask.
     advantages = [torch.zeros_like(mask, dtype=torch.float32) for mask in masks]
     for turns, advantage in zip(trajectories, found, strict=True):
         for turn in turns:
@@ -185,8 +180,8 @@ def _trajectories(batch: Mapping[str, Any], uids: Any, step_wise: bool) -> list[
     for trajectory, turns in trajectories:
         if len(turns) > 1 and not step_wise:
             raise BatchError(
-                f"expected one sample per trajectory, got {len(turns)} of trajectory "
-                f"{trajectory!r} (samples {listed(turns)}); if a sample is one turn, set ",
+                f"trajectory {trajectory!r} has {len(turns)} samples ({listed(turns)}); if a "
+                "sample is one turn, set ",
                 Argument("step_wise", True),
             )
     return [turns for _, turns in trajectories]
@@ -203,6 +198,7 @@ def _outcomes(
         return [sum(as_numbers("rewards", rewards, turns)) for turns in trajectories]
     if batch.get("round_number") is None:
         return as_numbers("rewards", rewards, [turns[-1] for turns in trajectories])
+    # Batches may be shuffled: the number says which turn came last, not the place.
     rounds = _values(batch, "round_number")
     last = []
     for turns in trajectories:
@@ -228,11 +224,11 @@ def outcome_advantages(
     for index, reward in enumerate(rewards):
         if not math.isfinite(reward):
             raise BatchError(
-                f"expected finite rewards, got {reward} for trajectory {index} of group "
-                f"{groups[index]!r}; correct the reward, or drop the trajectory"
+                f"reward {reward} of trajectory {index}, group {groups[index]!r}, is not finite; "
+                "correct it, or drop the trajectory"
             )
     for indices in indices_by_group(groups, range(len(rewards))).values():
-        if len(indices) < 2:
+        if len(indices) < 2:  # nothing to compare with
             continue
         found = ESTIMATORS[estimator](
             [rewards[index] for index in indices], [lengths[index] for index in indices]
@@ -244,7 +240,7 @@ def outcome_advantages(
 
 def _minus_mean(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     del lengths
-    mean = math.fsum(rewards) / len(rewards)
+    mean = math.fsum(rewards) / len(rewards)  # exact: the order of a group's samples is any
     return [reward - mean for reward in rewards]
 
 

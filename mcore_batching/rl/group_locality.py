@@ -69,6 +69,7 @@ def groups_held(batch: Mapping[str, Any]) -> list[Hashable]:
     uids: Any = batch.get("uids")
     require_one_per_sample("uids", uids, num_samples(batch), ", to see which groups are here")
     held = list(indices_by_group(uids, real_indices(batch)))
+    # Here, where one rank's error reaches all: a failing send would leave the others waiting.
     try:
         pickle.dumps(held)
     except Exception as error:
@@ -87,6 +88,7 @@ def require_local(held: Mapping[int, Collection[Hashable]]) -> None:
     Raises:
         SplitGroupError: some are.
     """
+    # Every rank computes this from the same lists, and raises the same error.
     ranks_of: dict[Hashable, list[int]] = {}
     for rank, groups in held.items():
         for each in groups:
@@ -96,9 +98,8 @@ def require_local(held: Mapping[int, Collection[Hashable]]) -> None:
         return
     found = [f"{each!r:.60} on ranks {', '.join(map(str, ranks))}" for each, ranks in split.items()]
     raise SplitGroupError(
-        f"expected every group whole on one rank, got {listed(found, 5, '; ')}; give a "
-        "uid's samples to one rank, and set ",
+        f"groups are split: {listed(found, 5, '; ')}; give a uid's samples to one rank, and set ",
         Argument("group"),
-        " to the data-parallel ranks without context-parallel ones",
+        " to data-parallel ranks alone",
         ranks_of_group=split,
     )

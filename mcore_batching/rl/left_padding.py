@@ -97,6 +97,7 @@ class LeftPadded:
         for name, block in self.blocks.items():
             if self.schema[name].kind is Kind.POSITION_IDS:
                 return block
+        # Padding counts nothing, so the first token is at 0 on every line.
         return (self.attention_mask.long().cumsum(1) - 1).clamp(min=0)
 
     def num_rows(self, name: str) -> list[int]:
@@ -111,19 +112,12 @@ def left_pad(
     *,
     pad_token_id: int,
 ) -> LeftPadded:
-    """Left-padded blocks of a batch.
-
-    Tokens are padded with ``pad_token_id``, routed experts with the experts 0, 1, … top_k - 1, all
-    else with 0.
+    """Left-padded blocks of a batch, on the device and of the type of each field's values.
 
     Args:
         samples: field name to one value per sample, as for `pack`; may be of no samples.
         schema: the kind of every field; undeclared ones are inferred.
-        pad_token_id: fills the tokens.
-
-    Returns:
-        the blocks, each on the device and of the type of the field's values; int64 for unsigned
-        integers of 16 bits and more.
+        pad_token_id: fills the tokens; all else is filled with 0.
 
     Raises:
         SchemaError: a value does not match its kind, or a field's values differ in type or in
@@ -131,6 +125,7 @@ def left_pad(
         BatchError: ``pad_token_id`` is no integer.
     """
     pad_token_id = require_token_id("pad_token_id", pad_token_id)
+    # Once, here: behind it all values are tensors of declared kinds.
     schema = schema.resolve(samples)
     given = schema.validate(samples)
     blocks = {
@@ -155,6 +150,7 @@ def unpad(left_padded: LeftPadded) -> dict[str, list[Any]]:
     """
     values = {}
     for name, block in left_padded.blocks.items():
+        # Rows to the front for the cut, and back where the field has them.
         rows_last = _row_dimension(left_padded.schema[name], block)
         rows = _rows_of(block.movedim(rows_last, 1), left_padded.num_rows(name))
         values[name] = [row.movedim(0, rows_last - 1) for row in rows]
@@ -178,8 +174,7 @@ def response_values(left_padded: LeftPadded, values: Tensor) -> list[Tensor]:
     expected = [left_padded.num_samples, max(lengths, default=0)]
     if list(values.shape[:2]) != expected:
         raise BatchError(
-            f"expected values of shape {expected} (and more), right-aligned to the longest "
-            f"response, got {list(values.shape)}"
+            f"expected values of shape {expected}, right-aligned, got {list(values.shape)}"
         )
     return _rows_of(values, lengths)
 
@@ -191,6 +186,7 @@ def _block(field: Field, values: Sequence[Tensor], fill: int) -> Tensor:
         field, [value.movedim(-1, 0) if tokens_last else value for value in values], fill
     )
     if field.kind is Kind.ROUTED_EXPERTS and block.numel():
+        # The experts 0, 1, … top_k - 1: a router that replays routes wants distinct ones.
         padding = ~_column_mask([len(value) for value in values], block.device)
         block[padding] = torch.arange(block.shape[-1], dtype=block.dtype, device=block.device)
     return block.movedim(1, -1) if tokens_last else block
@@ -208,6 +204,7 @@ def _right_align(field: Field, values: Sequence[Tensor], fill: int) -> Tensor:
     """
     # A value without rows may have lost its trailing shape, being made of an empty list.
     filled = [value for value in values if len(value)]
+    # The value by which the others are compared, and which says what an empty block is like.
     telling = next(iter([*filled, *values]), torch.zeros(0, dtype=field.default_type))
     lengths = [len(value) for value in values]
     block = telling.new_full((len(lengths), max(lengths, default=0), *telling.shape[1:]), fill)

@@ -65,8 +65,9 @@ def sample_metrics(
             },
         )
 
+    # Sums and counts travel, not means: ranks have different numbers of samples.
     agreed = Consensus(group).agree("summing up metrics", numbers, says)
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = {}  # of no real sample on any rank none, not NaN
     found = (agreed.figures[name] for name in ("counts", "sums", "maxima", "minima"))
     for name, count, added, most, fewest in zip(fields, *found, strict=True):
         if count:
@@ -86,15 +87,12 @@ def _numbers(name: str, values: Any, real: Sequence[int], count: int) -> list[fl
 def masked_mean(
     values: Sequence[Tensor], masks: Sequence[Tensor], *, group: dist.ProcessGroup | None = None
 ) -> float | None:
-    """Mean of the values where the mask is not 0; masked values may be NaN.
+    """Mean of the values where the mask is not 0; None if there is none on any rank.
 
     Args:
-        values: tensors of any shapes, or one ``[samples, tokens]`` tensor.
+        values: tensors of any shapes, or one ``[samples, tokens]`` tensor; masked ones may be NaN.
         masks: one of the same shape for each.
         group: the ranks whose values count together; None for this process alone.
-
-    Returns:
-        the mean, None if there is no such value on any rank.
 
     Raises:
         BatchError: on every rank, if on any there is not one mask of its shape for each tensor.
@@ -133,7 +131,7 @@ def masked_zscore(
         lambda squares: Statement(figures={"squares": total(squares)}),
     )
     variance = agreed.figures["squares"] / max(count, 1)
-    scale = (variance + epsilon) ** -0.5 if variance + epsilon > 0 else 0.0
+    scale = (variance + epsilon) ** -0.5 if variance + epsilon > 0 else 0.0  # epsilon may be 0
     scores = []
     for value, mask in zip(values, masks, strict=True):
         score = (value.detach().double() - mean) * scale
@@ -167,7 +165,8 @@ def _kept(values: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
     for index, (value, mask) in enumerate(zip(values, masks, strict=True)):
         if value.shape != mask.shape:
             raise BatchError(
-                f"expected a mask of shape {list(value.shape)} for value {index}, got "
-                f"{list(mask.shape)}; give each value the mask of its own tokens"
+                f"mask {index} has shape {list(mask.shape)}, its value {list(value.shape)}; give "
+                "each value its own mask"
             )
+    # Picked, not multiplied: 0 · NaN is NaN. In float64, where a million addends keep their digits.
     return [value.detach()[mask != 0].double() for value, mask in zip(values, masks, strict=True)]

@@ -41,6 +41,7 @@ _OTHER_FILLS = {
 }
 """Words in an undeclared field's name that suggest another fill than zeros: it must be declared."""
 
+# The least that has both: kernels and losses see a prompt and a response, as in any sample.
 _TOTAL_LENGTH, _RESPONSE_LENGTH = 2, 1
 
 
@@ -54,24 +55,16 @@ def pad_batch(
 ) -> dict[str, Any]:
     """A batch followed by as few padding samples as make its size a multiple.
 
-    For frameworks that cut a batch into equal parts: verl by mini-batches and data-parallel ranks,
-    SkyRL by ranks. The given batch is not changed, and its lists are not shared.
-
     Args:
         batch: field name to one value per sample; at least one sample.
-        multiple: the batch size becomes a multiple of this: the least common multiple of the ranks
-            and a mini-batch's samples, say ``math.lcm(ranks, prompts * samples_per_prompt)``.
-        schema: the kind of every field, undeclared ones are inferred; and the `Fill` of those that
-            are not zeros in padding samples.
+        multiple: of the batch size afterwards, say ``math.lcm(ranks, samples of a mini-batch)``.
+        schema: kind and `Fill` of every field; undeclared ones are inferred.
         pad_token_id: the prompt token of a padding sample.
-        response_token_id: its response token, for instance the end of a sequence; None: the
-            ``pad_token_id``.
+        response_token_id: its response token; None: the ``pad_token_id``.
 
     Returns:
-        field name to a new list of one value per sample; lists and arrays of numbers become
-        tensors. ``is_padding`` is added. New identifiers are strings, or negative 60-bit integers
-        beside integers, derived from the batch's lengths, tokens and identifiers: the same on ranks
-        that pad the same batch, different for different batches. Other metadata is None.
+        field name to a new list of one value per sample, lists and arrays of numbers as tensors,
+        ``is_padding`` among them; identifiers are those of `new_identifiers`, other metadata None.
 
     Raises:
         SchemaError: a value does not match its kind, a kind is not known, or an undeclared field's
@@ -86,15 +79,14 @@ def pad_batch(
     if response_token_id is not None:
         response_token_id = require_token_id("response_token_id", response_token_id)
     if not read_lengths(batch)[0]:
-        raise BatchError(
-            "expected at least one sample to take types and shapes from, got none: leave the step "
-            "out, or plan it with plan_batch, whose placeholders need no example"
-        )
+        raise BatchError("padding samples need a sample to be like, got none; leave the step out")
     if "is_padding" not in schema:
         schema = schema.declare("is_padding", Kind.PER_SAMPLE)
     declared = set(schema)
     schema = schema.resolve(batch)
     given = schema.validate(batch)
+    # A fill that was guessed wrong trains on wrong values without an error: names that suggest one
+    # are refused until it is declared.
     for field in schema.values():
         if field.name not in declared:
             _require_zeros(field)
@@ -105,11 +97,12 @@ def pad_batch(
     filled: dict[str, list[Any]] = {}
     for key, values in given.items():
         made = _fabricated(schema[key], _telling_example(values), pad_token_id, response_token_id)
+        # Each its own: a framework may write into one sample's tensors.
         filled[key] = [copy.deepcopy(made) for _ in range(num_padding)]
     filled["is_padding"] = [True] * num_padding
     own = [key for key in given if schema[key].fill is Fill.IDENTIFIER]
     filled |= new_identifiers(given, own, num_padding)
-    schema.validate(filled)
+    schema.validate(filled)  # what was made up here meets the same declarations as what was given
     absent = dict.fromkeys(key for key in batch if key not in given)
     return {**absent, **{key: values + filled[key] for key, values in given.items()}}
 
@@ -123,6 +116,7 @@ def _fabricated(
         return filled_with(1, value)
     has_ids = field.fill is Fill.TOKEN_IDS
     if has_ids and field.kind is Kind.METADATA:
+        # Prompts in a list or an array of their own: one token, in the same form.
         row = None
         with contextlib.suppress(SchemaError):  # a list of texts, say
             row = tensor_of(field.name, 0, example)
@@ -158,5 +152,6 @@ def _require_zeros(field: Field) -> None:
 def _telling_example(values: Sequence[Any]) -> Any:
     """The first value with rows, which shows its trailing shape; else the first present one."""
     present = [value for value in values if value is not None]
+    # A value without rows may be an empty list, which has lost its trailing shape and its type.
     telling = [value for value in present if all(shape_of(value) or (0,))]
     return next(iter(telling or present), None)

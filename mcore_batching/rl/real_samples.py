@@ -39,7 +39,7 @@ def as_numbers(
     """
     numbers = []
     for index in indices:
-        number = as_number(values[index])
+        number = as_number(values[index])  # of any library, or a tensor of one element
         if number is None:
             raise SchemaError(
                 name,
@@ -74,7 +74,7 @@ def indices_by_group(
     Raises:
         LengthError: a group is None or not hashable.
     """
-    members: dict[Hashable, list[int]] = {}
+    members: dict[Hashable, list[int]] = {}  # a dict keeps the order of first appearance
     for index in indices:
         members.setdefault(group_key(groups[index], index), []).append(index)
     return members

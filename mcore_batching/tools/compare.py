@@ -2,20 +2,16 @@
 
 All plan the same steps and are weighed by one cost model. The cap is what memory allows; rules fill
 micro-batches up to it, and some end sooner under a smaller one. Each is shown at the given cap and
-at its own best: of caps each a tenth below the last, down to a mean sample, that under which its
-steps end soonest. Planning time is the process's own on the processor.
+at the cap under which its own steps end soonest.
 """
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mcore_batching.planning import (
@@ -33,41 +29,19 @@ from mcore_batching.planning import (
     step_statistics,
 )
 from mcore_batching.planning.dynamic_cp import of_one_size
-from mcore_batching.tools.report import FLOOR, Table, counted
-from mcore_batching.tools.rules import (
-    RULES,
-    Rule,
-    RuleFailureError,
-    megatron_dynamic_plan,
-    rule_plan,
-)
+from mcore_batching.tools.dynamic_cp_rule import megatron_dynamic_plan
+from mcore_batching.tools.rule_parts import RuleFailureError
+from mcore_batching.tools.rules import RULES, Rule, rule_plan
 
 Kind = Literal["ours", "mode", "peer"]
 PlanFunction = Callable[[Sequence[int], ParallelDims, PlannerConfig, CostModel], StepPlan]
 
 OURS = "mcore_batching"
-NEXT_CAP = 0.9
+CAP_STEP = 0.9
 """Each cap that is tried over the one before. With 0.8 the best rule's steps end up to 0.4 % later,
 single rules' 3 %; 512 samples take all rules a second."""
 MAX_DRAWS = 100_000
-"""Each is planned by every planner: hours for so many, and the mean no longer moves."""
-
-COLUMNS = (
-    "planner",
-    "steps",
-    "time/floor",
-    "time/ours",
-    "micro-batches/rank",
-    "planning",
-    "own best cap",
-    "time/ours there",
-)
-LEGEND = f"""\
-time/floor    predicted end of the step / the floor, mean over steps; the floor is
-              {FLOOR}
-time/ours     predicted end of the step / that under {OURS}'s plan, mean over steps
-own best cap  of caps up to the given one, that under which the planner's steps end soonest
-planning      processor time for one step at the given cap, mean over steps"""
+"""More take hours, and the mean no longer moves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +89,8 @@ class Outcome:
 def planners(dims: ParallelDims, config: PlannerConfig) -> Iterator[Planner]:
     """This package's search first, then its plainer modes, then the rules.
 
-    Under dynamic CP rules without it plan by the dims' context-parallel size for all, or by the
-    largest below it that rows may have; each other size for all, planned by this package, and
-    Megatron's rule for dynamic CP are there as well.
+    Under dynamic CP also this package's plans with each context-parallel size for all, and
+    Megatron's rule for dynamic CP.
     """
 
     def mode(balance: Literal["pipeline", "cost", "tokens", "none"]) -> PlanFunction:
@@ -128,6 +101,7 @@ def planners(dims: ParallelDims, config: PlannerConfig) -> Iterator[Planner]:
     def by_rule(rule: Rule) -> PlanFunction:
         if config.max_context_parallel is None:
             return lambda *step: rule_plan(rule, *step)
+        # The rules know one size for all: the dims', or the largest below it that rows may have.
         sizes = dims.row_sizes(config.max_context_parallel)
         rows = dims.for_rows_on(max(size for size in sizes if size <= dims.context_parallel))
         return lambda lengths, dims, config, model: of_one_size(
@@ -137,6 +111,7 @@ def planners(dims: ParallelDims, config: PlannerConfig) -> Iterator[Planner]:
             model,
         )
 
+    # The search takes fewer tokens than the cap allows wherever that ends sooner.
     yield Planner(name=OURS, kind="ours", plan=mode("pipeline"), fills_up=False)
     yield Planner(name=f"{OURS}, balance cost", kind="mode", plan=mode("cost"))
     yield Planner(name=f"{OURS}, balance tokens", kind="mode", plan=mode("tokens"))
@@ -153,13 +128,13 @@ def planners(dims: ParallelDims, config: PlannerConfig) -> Iterator[Planner]:
 def one_size(size: int) -> PlanFunction:
     """Plans by one context-parallel size for all, on the same ranks.
 
-    The plan function raises OversizeSampleError where a sample does not fit, ConfigError where
-    there are too few ranks.
+    They raise OversizeSampleError where a sample does not fit, ConfigError with too few ranks.
     """
 
     def plan(
         lengths: Sequence[int], dims: ParallelDims, config: PlannerConfig, cost_model: CostModel
     ) -> StepPlan:
+        # A sample that needs more ranks than `size` counts as no plan, not as one over the cap.
         strict = replace(config, on_oversize="error", max_context_parallel=None)
         made = plan_step(lengths, dims.for_rows_on(size), strict, cost_model.on_ranks(size))
         return of_one_size(made, dims, config, cost_model)
@@ -185,7 +160,7 @@ def draw_steps(
         LengthError: there are no lengths, fewer than a step takes, or too many draws.
     """
     if not lengths:
-        raise LengthError("there is nothing to compare: ", Argument("lengths"), " holds no length")
+        raise LengthError(Argument("lengths"), " holds no length; give one or more")
     per_step = len(lengths)
     if samples_per_step is not None:
         per_step = at_least("samples_per_step", samples_per_step, 1, LengthError)
@@ -196,17 +171,14 @@ def draw_steps(
     if per_step > len(lengths):
         raise LengthError(
             Argument("samples_per_step", per_step),
-            f" cannot be drawn from {len(lengths)} lengths; set ",
-            Argument("samples_per_step"),
-            f" to {len(lengths)} or less",
+            f" cannot be drawn from {len(lengths)} lengths; decrease it",
         )
     count = at_least("draws", draws, 1, LengthError)
     if count > MAX_DRAWS:
         raise LengthError(
-            Argument("draws"),
-            f" must be at most {MAX_DRAWS}, got {count}; decrease ",
-            Argument("draws"),
+            Argument("draws"), f" must be at most {MAX_DRAWS}, got {count}; decrease it"
         )
+    # A generator of its own for each: draw i stays the same whatever `draws` is.
     return [random.Random(seed + i).sample(list(lengths), per_step) for i in range(count)]
 
 
@@ -230,17 +202,19 @@ def compare(
     model = cost_model or CostModel()
     caps = [config.max_tokens_per_gpu]
     mean = sum(map(sum, steps)) / max(1, sum(map(len, steps)))
-    while caps[-1] * NEXT_CAP > max(1.0, mean):
-        caps.append(int(caps[-1] * NEXT_CAP))
+    # Below the mean length most samples run alone, and a smaller cap changes nothing.
+    while caps[-1] * CAP_STEP > max(1.0, mean):
+        caps.append(int(caps[-1] * CAP_STEP))
     outcomes: list[Outcome] = []
     ours: list[_Step] = []
     for planner in planners(dims, config):
         made = [_planned(planner, lengths, dims, config, model) for lengths in steps]
-        ours = ours or made
+        ours = ours or made  # `planners` yields this package's search first
         planned = [step for step in made if step.failure is None]
         best_cap, best = caps[0], made
         for cap in caps[1:] if planner.fills_up and planned else []:
             tried = [_planned(planner, lengths, dims, config, model, cap) for lengths in steps]
+            # Over the steps planned at the given cap: failing one makes the sum infinite.
             if sum(_ends(tried, planned=made)) < sum(_ends(best, planned=made)):
                 best_cap, best = cap, tried
         outcomes.append(
@@ -282,6 +256,7 @@ def _planned(
 ) -> _Step:
     """One step planned under `cap` where that is given, and weighed under the config's."""
     given = config.max_tokens_per_gpu
+    # The process's own time: the machine's other work would count against whoever runs meanwhile.
     started = time.process_time()
     try:
         plan = planner.plan(
@@ -294,9 +269,11 @@ def _planned(
             raise  # the given cap holds no token, for nobody
         return _Step(str(error))
     seconds = time.process_time() - started
+    # Fill and floor are those of the given cap, whatever the plan was made under.
     plan = replace(plan, config=replace(plan.config, max_tokens_per_gpu=given))
     found = step_statistics(plan, lengths, cost_model)
     held, bound = found.peak_inflight_tokens, config.max_inflight_tokens
+    # The rules do not know these bounds: a plan that breaks one is none.
     if bound is not None and held > bound:
         return _Step(f"its plan holds {held:.0f} tokens in flight, max_inflight_tokens is {bound}")
     sharing = max(len(samples) for rank in plan.micro_batches for samples in rank)
@@ -320,64 +297,3 @@ def _over(steps: Sequence[_Step], ours: Sequence[_Step]) -> float | None:
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def as_table(outcomes: Sequence[Outcome]) -> Table:
-    """One row per planner."""
-    return Table(columns=COLUMNS, rows=tuple(map(_row, outcomes)))
-
-
-def _row(outcome: Outcome) -> tuple[str, ...]:
-    def shown(value: float | None, text: str) -> str:
-        return "-" if value is None else text.format(value)
-
-    seconds = outcome.planning_seconds
-    return (
-        outcome.name,
-        f"{outcome.planned}/{outcome.steps}",
-        shown(outcome.time_over_floor, "{:.3f}"),
-        shown(outcome.time_over_ours, "{:.3f}"),
-        shown(outcome.num_microbatches, "{:.1f}"),
-        shown(None if seconds is None else 1000 * seconds, "{:.1f} ms"),
-        shown(outcome.best_cap, "{}"),
-        shown(outcome.time_over_ours_at_best_cap, "{:.3f}"),
-    )
-
-
-def summary(outcomes: Sequence[Outcome]) -> list[str]:
-    """Lines below the table: the gain on the best rules, and who has no plan."""
-    lines = []
-    peers = [o for o in outcomes if o.kind == "peer" and o.planned == o.steps]
-    at_cap = [(o.time_over_ours, o.name) for o in peers if o.time_over_ours]
-    tuned = [
-        (o.time_over_ours_at_best_cap, o.name, o.best_cap)
-        for o in peers
-        if o.time_over_ours_at_best_cap
-    ]
-    if at_cap and tuned:
-        time, name = min(at_cap)
-        time_tuned, name_tuned, cap = min(tuned)
-        lines.append(
-            f"of the other frameworks' rules {name} ends soonest, at {time:.3f} x the time of "
-            f"{OURS}; with caps chosen for each, {name_tuned} under {cap}, at {time_tuned:.3f} x"
-        )
-    return lines + [
-        f"{o.name} has no plan for {o.steps - o.planned} of {counted(o.steps, 'step')}: {o.failure}"
-        for o in outcomes
-        if o.failure
-    ]
-
-
-def as_json(outcomes: Sequence[Outcome]) -> str:
-    """A list of objects, one per planner, with `Outcome`'s fields."""
-    return json.dumps([asdict(outcome) for outcome in outcomes], indent=2)
-
-
-def as_csv(outcomes: Sequence[Outcome]) -> str:
-    """One line per planner under a heading of `Outcome`'s fields; None is an empty cell."""
-    text = io.StringIO()
-    records = [asdict(outcome) for outcome in outcomes]
-    writer = csv.DictWriter(text, list(records[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
-    return text.getvalue().rstrip("\n")

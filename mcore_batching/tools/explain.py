@@ -22,24 +22,18 @@ from mcore_batching.planning import (
     validate_plan,
 )
 from mcore_batching.planning.errors import shortened
+from mcore_batching.planning.plan import rank_noun
 from mcore_batching.planning.statistics import micro_batch_costs
+from mcore_batching.tools.held_back import longest_sample, usable_sizes, what_holds_back
 from mcore_batching.tools.report import FLOOR, counted
 from mcore_batching.tools.suggestions import suggestions
-from mcore_batching.tools.timeline import step_timeline
 
 Spell = Callable[[Argument], str]
 Ranks = Sequence[Sequence[Sequence[int]]]
 """Samples of each micro-batch [ranks][num_microbatches], numbered as in a problem."""
 
-_SHOWN = 16
+_MOST_LISTED_SAMPLES = 16
 _NEXT_LINE = "\n" + " " * len("  would help: ")
-
-# Shares from which on something counts as what holds a step back. They only choose among sentences.
-_ALMOST_THE_STEP = 0.95
-_UNEVEN = 1.05
-_ALMOST_FULL = 0.9
-_COSTLY_STARTS = 0.05
-_FEW_SAMPLES_PER_STAGE = 8
 
 
 def explain(
@@ -74,7 +68,7 @@ def explain(
     if plan.dropped:
         paragraphs.append(
             f"dropped with the groups left over: {counted(len(plan.dropped), 'sample')}: "
-            f"{shortened(plan.dropped, _SHOWN, ' ')}"
+            f"{shortened(plan.dropped, _MOST_LISTED_SAMPLES, ' ')}"
         )
     return "\n".join(paragraphs)
 
@@ -85,7 +79,7 @@ def _explain_step(
     statistics = step_statistics(step, lengths)
     problem, ranks = step_problem(step, lengths)
     lines = [
-        f"{counted(step.num_samples, 'sample')} on {counted(len(ranks), _rank_noun(step))}: "
+        f"{counted(step.num_samples, 'sample')} on {counted(len(ranks), rank_noun(step))}: "
         f"{counted(step.num_microbatches, 'micro-batch')} per rank",
         f"count: {_count(step, problem, ranks)}",
         _filled(step, statistics),
@@ -96,6 +90,7 @@ def _explain_step(
         lines += _time(step, lengths, statistics)
         if step.context_parallel is not None:
             lines.append(f"micro-batches by context-parallel size: {_sizes(step)}")
+        # Advice plans anew with samples on any rank, which a local plan may not do.
         if step.scope == "global" and advice_seconds > 0:
             lines.append(_advice(step, lengths, spell, advice_seconds))
     return "\n  ".join(lines)
@@ -132,6 +127,7 @@ def _count(step: StepPlan, problem: Problem, ranks: Ranks) -> str:
             f"{micro_batch_lower_bound(shards[rank])}), the most of all ranks; the one with the "
             f"fewest packs {min(counts)}"
         )
+    # `needed` is what packing takes; the schedule and the search may have made it more.
     legal = step.dims.round_up_num_microbatches(needed)
     if legal > needed:
         reason += (
@@ -172,7 +168,7 @@ def _bottleneck(
         f"costliest micro-batch: rank {rank} slot {slot}, {samples}, "
         f"{cost / (max(rank_costs) or 1.0):.1%} of the slowest rank's work"
     )
-    longest = _longest(problem)
+    longest = longest_sample(problem)
     owner = next(n for n, rank in enumerate(ranks) if any(longest in samples for samples in rank))
     yield (
         f"longest sample: {step.sample_indices[longest]}, {problem.lengths[longest]} tokens, on "
@@ -185,8 +181,8 @@ def _oversize(step: StepPlan, problem: Problem) -> Iterator[str]:
         samples = [step.sample_indices[position] for position in sorted(problem.oversize)]
         yield (
             f"oversize, each alone in its micro-batch: {counted(len(samples), 'sample')} over "
-            f"{max(rows.capacity for rows in _usable(problem))} tokens: "
-            + shortened(samples, _SHOWN, " ")
+            f"{max(rows.capacity for rows in usable_sizes(problem))} tokens: "
+            + shortened(samples, _MOST_LISTED_SAMPLES, " ")
         )
 
 
@@ -210,104 +206,6 @@ def _advice(step: StepPlan, lengths: Sequence[int], spell: Spell, seconds: float
     return f"would help: {_NEXT_LINE.join(helps) or none}"
 
 
-def what_holds_back(step: StepPlan, lengths: Sequence[int]) -> str:
-    """The one thing that keeps the step from ending sooner.
-
-    Args:
-        step: a valid plan of one sample or more.
-        lengths: total length of each sample of the whole batch [samples], in tokens.
-    """
-    model, dims = step.cost_model, step.dims
-    problem, _ = step_problem(step, lengths)
-    statistics = step_statistics(step, lengths)
-    end = statistics.step_time
-    if not end:
-        return "nothing: by its cost model the step takes no time"
-    longest = _longest(problem)
-    passes = 1.0 if step.forward_only else 1.0 + model.backward_ratio
-    sample = step.sample_indices[longest]
-    size = next(row.size for row in step.rows() if sample in row.samples)
-    alone = passes * dims.pipeline_parallel * problem.on_ranks[size].cost([longest])
-    if alone >= _ALMOST_THE_STEP * end:
-        back = "" if step.forward_only else " and back"
-        return (
-            f"sample {sample} ({problem.lengths[longest]} tokens): its own "
-            f"way through {_stages(step)}{back} takes {alone / end:.0%} of the step"
-        )
-    if uneven := _uneven_ranks(step, lengths, statistics):
-        return uneven
-    rows, most = step.num_microbatches * problem.num_ranks, step.config.max_samples_per_row
-    if most is not None and step.num_samples > _ALMOST_FULL * rows * most:
-        return f"the most samples that may share a micro-batch, {most}: almost all hold as many"
-    smallest = next(iter(_usable(problem)))
-    if _cap_binds(smallest, step.num_microbatches):
-        cap = step.config.cap_tokens(smallest.dims)
-        return (
-            f"the cap of {cap} tokens: micro-batches are full, and "
-            f"starting each of them costs as much as {model.per_micro_batch / model.sample(1):.0f} "
-            "tokens"
-        )
-    if dims.pipeline_parallel == 1:
-        return "the work itself: ranks are even and there is no pipeline to fill"
-    samples_per_rank = step.num_samples / problem.num_ranks
-    if samples_per_rank < _FEW_SAMPLES_PER_STAGE * dims.pipeline_parallel:
-        few = f"{samples_per_rank:.0f} per rank for {_stages(step)}"
-        return f"too few samples for this pipeline: {few}"
-    return f"filling and draining {_stages(step)} with {step.num_microbatches} micro-batches"
-
-
-def _uneven_ranks(step: StepPlan, lengths: Sequence[int], statistics: StepStatistics) -> str | None:
-    """The straggler, or with expert parallelism the slots that wait for one."""
-    if step.dims.in_lockstep:
-        balance = statistics.slot_balance
-        if balance <= _UNEVEN:
-            return None
-        return (
-            f"slots whose micro-batches differ over ranks: with expert parallelism each waits for "
-            f"its slowest, which adds up to {balance:.2f} x the mean"
-        )
-    ends = [rank.end for rank in step_timeline(step, lengths).ranks]
-    mean = sum(ends) / len(ends)
-    if max(ends) <= _UNEVEN * mean:
-        return None
-    return (
-        f"rank {ends.index(max(ends))}: it ends {max(ends) / mean:.2f} x as late as the mean rank"
-    )
-
-
-def _cap_binds(problem: Problem, num_microbatches: int) -> bool:
-    """True if micro-batches are almost full and starting them is a good part of the work."""
-    model = problem.cost_model
-    rows = num_microbatches * problem.dims.data_parallel
-    starts = rows * model.per_micro_batch
-    return (
-        sum(problem.tokens) > _ALMOST_FULL * rows * problem.capacity
-        and starts > _COSTLY_STARTS * (starts + sum(problem.costs))
-        and model.sample(1) > 0
-    )
-
-
-def _usable(problem: Problem) -> list[Problem]:
-    """The problem by each context-parallel size that a micro-batch may have, ascending."""
-    if problem.config.max_context_parallel is None:
-        return [problem]
-    return [problem.on_ranks[size] for size in problem.row_sizes]
-
-
 def _sizes(step: StepPlan) -> str:
     sizes = [row.size for row in step.rows()]
     return ", ".join(f"{sizes.count(size)} of size {size}" for size in sorted(set(sizes)))
-
-
-def _rank_noun(step: StepPlan) -> str:
-    return "data-parallel rank" if step.context_parallel is None else "rank"
-
-
-def _longest(problem: Problem) -> int:
-    """The first of the longest samples."""
-    return max(range(problem.num_samples), key=problem.lengths.__getitem__)
-
-
-def _stages(step: StepPlan) -> str:
-    number = step.dims.pipeline_parallel
-    return f"{number} stages" if number > 1 else "the one stage"

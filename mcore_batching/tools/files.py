@@ -22,7 +22,7 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
         OSError: it cannot be written; names `path`.
     """
     data = content.encode() if isinstance(content, str) else content
-    place = Path(os.path.realpath(path))
+    place = Path(os.path.realpath(path))  # renaming onto a link would replace the link
     replaceable = place.is_file() and os.access(place, os.W_OK) and os.access(place.parent, os.W_OK)
     try:
         if replaceable or not place.exists():
@@ -42,6 +42,7 @@ def _replace(place: Path, data: bytes) -> None:
     try:
         with beside.open("xb") as file:
             file.write(data)
+        # A new file takes the process's mode: keep the one that people gave the old file.
         if place.exists():
             beside.chmod(place.stat().st_mode)
         beside.replace(place)

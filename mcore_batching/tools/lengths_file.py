@@ -21,7 +21,8 @@ from mcore_batching.planning.json_text import MAX_JSON_CHARACTERS, open_text, pa
 # Fewer digits than Python refuses to convert, and more than any length has.
 _INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 MAX_LINES = 2**23
-"""Of a file: as many samples as a step's search of the default effort takes, 0.3 GB of integers."""
+"""Limit of a file: 64 times the samples that a step's search takes by default; 0.3 GB of integers.
+Doubled, a wrong file of endless lines takes twice the memory before it is refused."""
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 
 _COLUMN = Argument("column")
@@ -29,7 +30,7 @@ _GROUP_COLUMN = Argument("group_column")
 
 _Value = TypeVar("_Value")
 _Parse = Callable[[Any, str, int], _Value]
-"""From a value as it stands in the file, the file's name and the line to what it means."""
+"""What a value means, from the value as it stands in the file, the file's name and the line."""
 
 
 class LengthsFileError(MCoreBatchingError, ValueError):
@@ -40,9 +41,8 @@ def read_lengths(source: str, column: str | None = None) -> list[int]:
     """Sample lengths in tokens, in file order.
 
     Args:
-        source: `-` for text on standard input, or a path. `.csv` is read as CSV with a heading,
-            `.jsonl`, `.json` and `.ndjson` as one JSON object per line, all else as text with one
-            integer per line.
+        source: a path to CSV with a heading (`.csv`), one JSON object per line (`.jsonl`, `.json`,
+            `.ndjson`) or text with one integer per line; `-` for text on standard input.
         column: the CSV column or JSON key; may be left out for a CSV with a single column.
 
     Raises:
@@ -77,6 +77,7 @@ def _read(
         ]
     suffix = Path(source).suffix.lower()
     try:
+        # newline="": the csv module splits lines itself, as a quoted cell may hold line ends.
         with open_text(source, newline="") as file:
             lines = _bounded(file, source)
             if suffix == ".csv":
@@ -90,9 +91,9 @@ def _read(
 
 
 def _standard_input() -> TextIO:
-    """It, read as files are: in UTF-8 in any locale, without a byte order mark."""
+    """Standard input, read as files are: UTF-8 in any locale, without a byte order mark."""
     stream = sys.stdin
-    if stream is None:
+    if stream is None:  # `<&-` in a shell
         raise OSError(errno.EBADF, "standard input is closed")
     if isinstance(stream, io.TextIOWrapper) and stream.encoding != "utf-8-sig":
         stream.reconfigure(encoding="utf-8-sig", errors="strict")
@@ -120,18 +121,18 @@ def _no_column(
 
 def _bounded(file: TextIO, source: str) -> Iterator[str]:
     """The lines of a file, within the limits on their length and number."""
+    # One character more than the limit shows that a line is too long, and no more is read of it.
     lines = iter(lambda: file.readline(MAX_JSON_CHARACTERS + 1), "")
     try:
         for number, line in enumerate(lines, start=1):
             if len(line) > MAX_JSON_CHARACTERS:
                 raise LengthsFileError(
-                    f"{source}:{number}: a line may have at most {MAX_JSON_CHARACTERS} characters, "
-                    "got more; write one sample per line"
+                    f"{source}:{number}: longer than {MAX_JSON_CHARACTERS} characters; write one "
+                    "sample per line"
                 )
             if number > MAX_LINES:
                 raise LengthsFileError(
-                    f"{source}: a file may have at most {MAX_LINES} lines, got more; give the "
-                    "samples of fewer steps"
+                    f"{source}: more than {MAX_LINES} lines; give the samples of fewer steps"
                 )
             yield line
     except UnicodeDecodeError as error:
@@ -176,8 +177,7 @@ def _read_json_lines(
             raise LengthsFileError(f"{source}:{line}: not a line of JSON: {error}") from None
         if not isinstance(record, dict):
             raise LengthsFileError(
-                f"{source}:{line}: expected a JSON object, got {text!r:.60}; use .txt for bare "
-                "values"
+                f"{source}:{line}: expected a JSON object, got {text!r:.60}; name it .txt"
             )
         if column is None or column not in record:
             raise _no_column(f"{source}:{line}", "key", column, argument, record)
@@ -187,14 +187,14 @@ def _read_json_lines(
 
 def _integer(value: Any, source: str, line: int) -> int:
     number: int | None = None
-    if type(value) is int:
+    if type(value) is int:  # a JSON number; true and 1.0 are none
         number = value
     elif isinstance(value, str) and _INTEGER.fullmatch(value.strip()):
         number = int(value)
     if number is None or not 0 <= number <= MAX_LENGTH_TOKENS:
         raise LengthsFileError(
-            f"{source}:{line}: expected a length in tokens, an integer from 0 to "
-            f"{MAX_LENGTH_TOKENS}, got {value!r:.60}"
+            f"{source}:{line}: expected a length of 0 to {MAX_LENGTH_TOKENS} tokens, "
+            f"got {value!r:.60}"
         )
     return number
 
@@ -204,6 +204,4 @@ def _group(value: Any, source: str, line: int) -> str | int:
         return value
     if isinstance(value, str) and value.strip():
         return value.strip()
-    raise LengthsFileError(
-        f"{source}:{line}: expected a group, a text or an integer, got {value!r:.60}"
-    )
+    raise LengthsFileError(f"{source}:{line}: expected a text or an integer, got {value!r:.60}")

@@ -49,13 +49,11 @@ def check_picture(path: str | Path) -> None:
         PlotError: an ending that is none of `FORMATS`, or no matplotlib.
     """
     if Path(path).suffix not in FORMATS:
-        raise PlotError(f"a picture must end in {', '.join(FORMATS)}, got {path}")
+        raise PlotError(f"expected a name that ends in {', '.join(FORMATS)}, got {path}")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise PlotError(
-            "drawing needs matplotlib, which is not installed; pip install 'mcore_batching[plot]'"
-        ) from None
+        raise PlotError("drawing needs matplotlib; pip install 'mcore_batching[plot]'") from None
 
 
 def save_figure(
@@ -73,6 +71,7 @@ def save_figure(
     """
     path = Path(path)
     try:
+        # In memory first: a figure that fails half-way leaves the old file as it was.
         if path.suffix == ".html":
             write_whole(path, picture_page(_as_svg(figure), tooltips or {}))
         elif path.suffix == ".svg":
@@ -82,7 +81,7 @@ def save_figure(
             figure.savefig(image, format="png", dpi=150)
             write_whole(path, image.getvalue())
     except OSError as error:
-        raise PlotError(f"cannot write {path}: {error}; name a file that can be written") from error
+        raise PlotError(f"cannot write {path}: {error}; name a writable file") from error
 
 
 def picture_page(svg: str, tooltips: Mapping[str, str]) -> str:
@@ -90,10 +89,9 @@ def picture_page(svg: str, tooltips: Mapping[str, str]) -> str:
 
     Args:
         svg: an SVG document.
-        tooltips: text by the id of the group that it belongs to; ids that the document does not
-            have are left out.
+        tooltips: text by the id of the group that it belongs to; unknown ids are left out.
     """
-    picture = svg[svg.index("<svg") :]
+    picture = svg[svg.index("<svg") :]  # HTML takes no XML declaration
 
     def with_title(match: re.Match[str]) -> str:
         text = tooltips.get(match[1])

@@ -2,8 +2,7 @@
 
 Up to `MOST_ROWS` stages over all ranks are drawn one row each. Beyond, the slowest, the median and
 the fastest rank are drawn so, and every rank is one row of a strip that shows how many of its
-stages work. Every pass and every micro-batch is a patch with a `gid` and a line of text. Times are
-the predicted ones of `step_timeline`.
+stages work. Times are the predicted ones of `step_timeline`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,14 @@ from typing import TYPE_CHECKING, Any
 from mcore_batching.planning import CostModel, StepPlan, step_statistics
 from mcore_batching.planning.pipeline import Kind, Operation
 from mcore_batching.tools.picture import check_picture, save_figure
+from mcore_batching.tools.plot_fill import (
+    BLOCK,
+    PLACEHOLDER,
+    draw_blocks,
+    draw_fill,
+    slot_text,
+    without_frame,
+)
 from mcore_batching.tools.report import counted, dims_line
 from mcore_batching.tools.timeline import RankTimeline, StepTimeline, step_timeline
 
@@ -23,8 +30,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_ROWS = 40
-MOST_NUMBERED_CELLS = 200
+"""Stages that fit on a screen at a readable height."""
 STRIP_COLUMNS = 600
+"""Parts of the step in a strip: about three pixels of a .png each."""
 RANK_GAP = 0.8
 """Between two ranks, in rows."""
 PASSES: dict[Kind, tuple[str, tuple[str, str]]] = {
@@ -33,9 +41,6 @@ PASSES: dict[Kind, tuple[str, tuple[str, str]]] = {
 }
 """Names of passes, and their colours in model chunks with even and odd numbers."""
 IDLE = "#ededed"
-BLOCK = "#e8a200"
-OVER_CAP = "#d62728"
-PLACEHOLDER: dict[str, Any] = {"facecolor": "#ffffff", "edgecolor": "#888888", "hatch": "//////"}
 
 
 def draw_step(
@@ -70,9 +75,7 @@ def step_figure(
     cost_model: CostModel | None = None,
     title: str | None = None,
 ) -> tuple[Figure, dict[str, str]]:
-    """The picture as a matplotlib figure.
-
-    Arguments as in `draw_step`.
+    """The picture as a matplotlib figure; arguments as in `draw_step`.
 
     Returns:
         the figure, and a line of text for each drawn pass and micro-batch by its `gid`.
@@ -87,6 +90,7 @@ def step_figure(
         shown = [(f"rank {rank.rank}", rank) for rank in timeline.ranks]
     else:
         shown = [(f"{name}\nrank {rank.rank}", rank) for name, rank in timeline.extremes().items()]
+    # Inches of each part: passes by their rows, the strip and the fill by ranks, within bounds.
     heights = [0.16 * len(shown) * (timeline.stages + 1) + 0.5]
     if not in_full:
         heights.append(min(3.2, 0.06 * num_ranks + 0.6))
@@ -95,6 +99,7 @@ def step_figure(
     axes = list(figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
     tooltips: dict[str, str] = {}
     _draw_passes(axes[0], timeline, shown, tooltips)
+    # The parts above the fill share the axis of time, and the line of the floor.
     for drawn in axes[:-1]:
         drawn.axvline(statistics.floor_time, color="#333333", linestyle=(0, (4, 3)), linewidth=1)
         drawn.set_xlim(0, timeline.end * 1.002 or 1.0)
@@ -106,9 +111,9 @@ def step_figure(
     axes[-2].xaxis.set_major_formatter("{x:,.0f}")
     cap = step.config.cap_tokens(step.dims)
     if step.context_parallel is not None:
-        cap = step.config.max_tokens_per_gpu
-        _draw_blocks(axes[-1], step)
-    _draw_fill(figure, axes[-1], timeline, cap, tooltips)
+        cap = step.config.max_tokens_per_gpu  # the timeline has each rank's part of a shared row
+        draw_blocks(axes[-1], step)
+    draw_fill(figure, axes[-1], timeline, cap, tooltips)
     summary = (
         f"{counted(statistics.num_samples, 'sample')}, "
         f"{counted(step.num_microbatches, 'micro-batch')} per rank, "
@@ -134,6 +139,7 @@ def _draw_passes(
     height = stages + RANK_GAP
     for number, (label, rank) in enumerate(shown):
         top = number * height
+        # Idle is the background: passes cover all of a row but the bubble.
         axes.add_patch(
             Rectangle((0, top), timeline.end, stages, facecolor=IDLE, edgecolor="none", zorder=0)
         )
@@ -142,6 +148,7 @@ def _draw_passes(
             (label, -0.035, "right"),
             (f"{rank.busy:.0%} busy", 1.005, "left"),
         ):
+            # Beside the axes in x (shares of their width), at the rank's rows in y.
             axes.text(
                 place,
                 top + stages / 2,
@@ -151,14 +158,14 @@ def _draw_passes(
                 va="center",
                 transform=axes.get_yaxis_transform(),
             )
-    axes.set_ylim(len(shown) * height - RANK_GAP, 0)
+    axes.set_ylim(len(shown) * height - RANK_GAP, 0)  # the first rank on top
     axes.set_yticks(
         [n * height + stage + 0.5 for n in range(len(shown)) for stage in range(stages)],
         [f"stage {stage}" for _ in shown for stage in range(stages)],
         fontsize=5.5,
     )
     axes.tick_params(axis="y", length=0, pad=1)
-    _without_frame(axes)
+    without_frame(axes)
 
 
 def _draw_rank_passes(
@@ -174,6 +181,7 @@ def _draw_rank_passes(
         placeholder = rank.num_samples[timed.slot] == 0
         colour = PASSES[timed.kind][1][timed.chunk % 2]
         style: dict[str, Any] = {"facecolor": colour, "edgecolor": "white"}
+        # An .svg keeps the gid as the group's id, by which a page finds its line of text.
         gid = f"pass-{rank.rank}-{timed.stage}-{timed.chunk}-{timed.slot}-{timed.kind}"
         axes.add_patch(
             Rectangle(
@@ -203,17 +211,9 @@ def _pass_text(rank: RankTimeline, timed: Operation, several_chunks: bool) -> st
     name, _ = PASSES[timed.kind]
     chunk = f" chunk {timed.chunk}" if several_chunks else ""
     return (
-        f"rank {rank.rank} stage {timed.stage}{chunk}: {name} of {_slot_text(rank, timed.slot)}, "
+        f"rank {rank.rank} stage {timed.stage}{chunk}: {name} of {slot_text(rank, timed.slot)}, "
         f"{timed.start:.0f} to {timed.end:.0f}"
     )
-
-
-def _slot_text(rank: RankTimeline, slot: int) -> str:
-    samples = rank.num_samples[slot]
-    if not samples:
-        return f"slot {slot} (placeholder)"
-    shared = f" on {rank.sizes[slot]} ranks" if rank.sizes[slot] > 1 else ""
-    return f"slot {slot} ({counted(samples, 'sample')}, {rank.tokens[slot]} tokens{shared})"
 
 
 def _draw_strip(figure: Figure, axes: Axes, timeline: StepTimeline) -> None:
@@ -230,89 +230,16 @@ def _draw_strip(figure: Figure, axes: Axes, timeline: StepTimeline) -> None:
     )
     axes.set_ylabel("rank", fontsize=8)
     axes.tick_params(labelsize=7)
-    _without_frame(axes)
+    without_frame(axes)
     bar = figure.colorbar(drawn, ax=axes, pad=0.01, fraction=0.03, ticks=[0, 0.5, 1])
     bar.ax.set_yticklabels(["idle", "half", "all stages"], fontsize=7)
-
-
-def _draw_fill(
-    figure: Figure, axes: Axes, timeline: StepTimeline, cap: int, tooltips: dict[str, str]
-) -> None:
-    """Ranks by slots: padded tokens of each micro-batch over the cap."""
-    from matplotlib import colormaps
-    from matplotlib.patches import Rectangle
-
-    fills = [[tokens / cap for tokens in rank.tokens] for rank in timeline.ranks]
-    # Another framework's plan, or an oversize sample, can be over the cap.
-    shades = colormaps["viridis"].with_extremes(over=OVER_CAP)
-    drawn = axes.imshow(fills, aspect="auto", cmap=shades, vmin=0, vmax=1)
-    cells = len(fills) * len(fills[0])
-    for row, rank in enumerate(timeline.ranks):
-        for slot, fill in enumerate(fills[row]):
-            gid = f"fill-{rank.rank}-{slot}"
-            empty = not rank.num_samples[slot]
-            style: dict[str, Any] = {"facecolor": "none", "edgecolor": "white"}
-            axes.add_patch(
-                Rectangle(
-                    (slot - 0.5, row - 0.5),
-                    1,
-                    1,
-                    linewidth=0.6 if cells <= 2 * MOST_NUMBERED_CELLS else 0,
-                    gid=gid,
-                    **(PLACEHOLDER if empty else style),
-                )
-            )
-            tooltips[gid] = f"rank {rank.rank} {_slot_text(rank, slot)}: {fill:.0%} of the cap"
-            if cells <= MOST_NUMBERED_CELLS and not empty:
-                axes.text(
-                    slot,
-                    row,
-                    f"{100 * fill:.0f}",
-                    fontsize=6,
-                    color="#222222" if 0.6 < fill <= 1 else "white",
-                    ha="center",
-                    va="center",
-                )
-    _label_fill(axes, fills)
-    over = "max" if max(map(max, fills)) > 1 else "neither"
-    bar = figure.colorbar(drawn, ax=axes, pad=0.01, fraction=0.03, ticks=[0, 0.5, 1], extend=over)
-    bar.ax.set_yticklabels(["0 %", "50 %", "cap"], fontsize=7)
-
-
-def _draw_blocks(axes: Axes, step: StepPlan) -> None:
-    """A frame round the ranks that share a micro-batch."""
-    from matplotlib.patches import Rectangle
-
-    for row in step.rows():
-        if row.size > 1:
-            axes.add_patch(
-                Rectangle(
-                    (row.slot - 0.46, row.rank - 0.46),
-                    0.92,
-                    row.size - 0.08,
-                    linewidth=1.6,
-                    facecolor="none",
-                    edgecolor=BLOCK,
-                    zorder=3,
-                    gid=f"block-{row.rank}-{row.slot}",
-                )
-            )
-
-
-def _label_fill(axes: Axes, fills: Sequence[Sequence[float]]) -> None:
-    axes.set_xlabel("slot (number of the micro-batch on its rank)")
-    axes.set_ylabel("rank", fontsize=8)
-    axes.set_title("padded tokens of each micro-batch, in % of the cap", fontsize=9, loc="left")
-    axes.set_xticks(range(0, len(fills[0]), -(-len(fills[0]) // 24)))
-    axes.set_yticks(range(0, len(fills), -(-len(fills) // 16)))
-    axes.tick_params(labelsize=7, length=2)
-    _without_frame(axes)
 
 
 def _add_legend(figure: Figure, step: StepPlan) -> None:
     from matplotlib.patches import Patch
 
     chunked = step.dims.virtual_pipeline > 1
+    # Chunks alternate between two colours: more could not be told apart.
     kinds = (", even chunk", ", odd chunk") if chunked else ("",)
     handles = [
         Patch(facecolor=colours[chunk], label=f"{name}{kind}")
@@ -323,8 +250,3 @@ def _add_legend(figure: Figure, step: StepPlan) -> None:
         handles.append(Patch(facecolor="none", edgecolor=BLOCK, label="ranks that share a row"))
     handles += [Patch(facecolor=IDLE, label="idle"), Patch(label="placeholder", **PLACEHOLDER)]
     figure.legend(handles=handles, loc="upper right", ncols=len(handles), fontsize=8, frameon=False)
-
-
-def _without_frame(axes: Axes) -> None:
-    for side in axes.spines.values():
-        side.set_visible(False)

@@ -1,10 +1,7 @@
 """A recorded job again: predicted against measured time, and what other plans would have taken.
 
-Units of cost become seconds by one factor, the median over steps of measured over predicted time: a
-few slow steps (the first ones, a checkpoint) do not move it. Learnt costs came with the seconds of
-their unit, which changed from step to step: all are put into the last one's, and the factor holds
-what is no pass of a mean stage, such as the wait for a slow one. Alternatives are planned for the
-very samples of each step, and weighed by the cost model that predicts the recorded plan.
+Alternatives are planned for the very samples of each step, and weighed by the cost model that
+predicts the recorded plan.
 """
 
 from __future__ import annotations
@@ -85,6 +82,8 @@ def replay(
         ConfigError: learnt costs whose units are too far apart.
     """
     replayed = []
+    # Learnt costs changed from step to step, and so did the seconds of their unit: all steps are
+    # put into the last one's, so that one factor makes seconds of them.
     unit = next((r.seconds_per_unit for r in reversed(records) if r.seconds_per_unit), None)
     for record in records:
         plan, seconds = record.plan, record.seconds_per_unit
@@ -125,8 +124,11 @@ def changed_options(before: ReplayedStep, after: ReplayedStep) -> dict[str, Any]
 
 
 def seconds_per_unit(steps: Sequence[ReplayedStep]) -> float | None:
-    """Seconds of a unit of cost of steps of one setting: the median over measured steps; if none
-    took any time as it was learnt, None if it was not."""
+    """Seconds per unit of cost over steps of one setting: median of measured over predicted time.
+
+    Where nothing was measured, as it was learnt; None if it was not.
+    """
+    # The median: a few slow steps (the first ones, a checkpoint) do not move it.
     ratios = [
         step.record.measured_seconds / step.predicted
         for step in steps
@@ -153,6 +155,7 @@ def spread_out(steps: Sequence[ReplayedStep], count: int) -> list[ReplayedStep]:
     """At most `count` of the steps, evenly spread from the first to the last."""
     if len(steps) <= count:
         return list(steps)
+    # The middle of each of `count` equal parts: neither end, where jobs warm up and shut down.
     return [steps[(2 * i + 1) * len(steps) // (2 * count)] for i in range(count)]
 
 
@@ -179,7 +182,7 @@ def better_plans(
     found = [
         Alternative(changes=changes, time=sum(taken), recorded_time=recorded, steps=len(taken))
         for changes, taken in times.items()
-        if len(taken) == len(steps)
+        if len(taken) == len(steps)  # else its times are not of the same samples
     ]
     return sorted(found, key=lambda other: (other.changes != (), -other.gain))
 
@@ -203,6 +206,7 @@ def _settings(step: ReplayedStep) -> Iterator[tuple[Changes, Setting]]:
 def _planned_time(step: ReplayedStep, setting: Setting, plan_effort: int | None) -> float | None:
     """Predicted time of this release's plan for the step's samples; None if one does not fit."""
     dims, config, cost_model = setting
+    # Whatever the job planned by, alternatives are searched: the table says what is possible.
     config = replace(config, packing="auto", balance="auto", fill="split")
     if plan_effort is not None:
         config = replace(config, plan_effort=plan_effort)

@@ -55,6 +55,7 @@ def _draw(figure: SubFigure, steps: Sequence[ReplayedStep], first: int) -> None:
 
     factor = seconds_per_unit(steps)
     scale = 1.0 if factor is None else factor
+    # On through all parts, as steps are numbered in the job's log.
     numbers = range(first, first + len(steps))
     times, errors = figure.subplots(
         2, 1, sharex=True, height_ratios=[3, 1], gridspec_kw={"hspace": 0.05}
@@ -73,6 +74,7 @@ def _draw(figure: SubFigure, steps: Sequence[ReplayedStep], first: int) -> None:
         for number, step in zip(numbers, steps, strict=True)
         if step.record.measured_seconds
     ]
+    # Dots, not a line: steps that were not measured would be drawn through.
     times.plot(
         [number for number, _ in measured],
         [seconds for _, seconds in measured],

@@ -22,6 +22,7 @@ from mcore_batching.planning import (
 from mcore_batching.planning.memory import PredictedMemory
 
 SHOWN_STEPS_AT_EACH_END = 8
+"""Of a long table: twice as many fit on a screen."""
 
 STEP_COLUMNS = (
     "step",
@@ -114,7 +115,7 @@ def memory_line(memory: PredictedMemory) -> str:
 def packing_line(plan: Plan, lengths: Sequence[int]) -> str:
     """One line: micro-batches with samples of all steps, over a lower bound of any packing."""
     count = sum(row.samples != () for step in plan.steps for row in step.rows())
-    if plan.config.max_context_parallel is not None:
+    if plan.config.max_context_parallel is not None:  # no bound is known for rows of mixed sizes
         return f"{count} micro-batches with samples in all steps, a shared one counted once"
     bound = sum(micro_batch_lower_bound(step_problem(step, lengths)[0]) for step in plan.steps)
     return (
@@ -175,6 +176,7 @@ def format_plain(table: Table) -> str:
 
 def print_table(table: Table, file: TextIO) -> None:
     """Write the table to `file`, by `rich` where it is installed and a wide enough terminal."""
+    # In a file or a pipe the lines must stay whole, for other programs.
     if file.isatty() and _print_rich(table, file):
         return
     print(format_plain(table), file=file)
@@ -196,6 +198,7 @@ def _print_rich(table: Table, file: TextIO) -> bool:
     for row in table.rows:
         drawn.add_row(*row)
     console = Console(file=file, width=shutil.get_terminal_size((120, 24)).columns)
+    # Measured without the console's width, which rich would fit the table into by cutting cells.
     needed = Measurement.get(console, console.options.update(max_width=10_000), drawn).minimum
     if needed > console.width:
         return False

@@ -1,9 +1,6 @@
 """Other caps, parallel dims, schedules and step sizes that let samples end sooner on the same GPUs.
 
-Every suggestion is planned and simulated with the same samples, at a fraction of the effort. A
-stage of a pipeline half as deep holds twice the layers: its micro-batches and its activations cost
-twice as much. Over twice the context-parallel ranks a token costs half, a micro-batch the same. A
-model chunk of an interleaved schedule takes its share of a stage's costs.
+Every suggestion is planned and simulated with the same samples, at a fraction of the effort.
 """
 
 from __future__ import annotations
@@ -30,8 +27,9 @@ from mcore_batching.planning.pipeline import clocks_of
 Changes = tuple[Argument, ...]
 """Arguments to set together, with their new values."""
 
-EFFORT = 300
-"""Largest `plan_effort` of a plan that is only compared: a fifth of the default."""
+COMPARED_PLAN_EFFORT = 300
+"""Largest `plan_effort` of a plan that is only compared: a fifth of the default. Doubled, advice
+takes twice as long."""
 LEAST_GAIN = 1.01
 """A gain under 1 % is not worth changing a job's parallel dims for."""
 
@@ -63,6 +61,7 @@ def suggestions(
     now = step_statistics(step, lengths).step_time
     found = []
     for tried, (changes, otherwise, time_of) in enumerate(_trials(step, lengths)):
+        # By the mean so far: stop before one that would end too late, not after it.
         if tried and (time.monotonic() - started) * (tried + 1) / tried > seconds:
             break
         try:
@@ -83,7 +82,7 @@ def _trials(
     def planned(
         samples: Sequence[int], dims: ParallelDims, config: PlannerConfig, model: CostModel
     ) -> float:
-        quick = replace(config, plan_effort=min(config.plan_effort, EFFORT))
+        quick = replace(config, plan_effort=min(config.plan_effort, COMPARED_PLAN_EFFORT))
         plan = plan_step(samples, dims, quick, model, forward_only=step.forward_only)
         return step_statistics(plan, samples).step_time
 
@@ -97,6 +96,7 @@ def _trials(
     for changes, dims, config, model in alternatives(step):
         yield changes, "", functools.partial(planned, own, dims, config, model)
     present = step.dims, step.config, step.cost_model
+    # Twice and half the samples, drawn from the step's own: per sample, with the same work.
     if step.num_samples > 1:
         number = step.num_samples
         yield (
@@ -113,6 +113,7 @@ def _trials(
 
 def _split_backward_time(step: StepPlan, lengths: Sequence[int]) -> float:
     """End of the same micro-batches on plain stages that split backward passes."""
+    # Interleaving and split passes both fill the bubble; together they are no schedule known here.
     problem, numbered = step_problem(step, lengths)
     costs = [[problem.cost(samples) for samples in rank] for rank in numbered]
     plain = replace(step.dims, virtual_pipeline=1, microbatch_group_size=None)
@@ -138,6 +139,7 @@ def alternatives(
     for chunks in (2, 4) if stages > 1 and dims.virtual_pipeline == 1 else ():
         interleaved = replace(dims, virtual_pipeline=chunks)
         yield (Argument("virtual_pipeline", chunks),), interleaved, config, model
+    # Over twice the context-parallel ranks a token costs half, a micro-batch's fixed part the same.
     if ranks % 2 == 0 and config.max_context_parallel is None:
         wider = replace(dims, data_parallel=ranks // 2, context_parallel=2 * size)
         yield (
@@ -146,6 +148,7 @@ def alternatives(
             _with_bound(config, 2.0),
             _scaled(model, 0.5, per_micro_batch=1.0),
         )
+    # A stage of a pipeline twice as deep holds half the layers: everything on it costs half.
     if ranks % 2 == 0 and ranks // 2 * size * dims.tensor_parallel % dims.expert_parallel == 0:
         deeper = _with_pipeline(dims, 2 * stages, ranks // 2)
         yield (

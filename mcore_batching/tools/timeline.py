@@ -1,10 +1,4 @@
-"""Start and end of every pass of a step on every rank, as the simulation predicts them.
-
-Ranks that share a micro-batch begin each of its passes together.
-
-With expert parallelism all ranks run a slot together: the slot takes as long as its slowest
-micro-batch, and the passes of the other ranks end earlier within it.
-"""
+"""Start and end of every pass of a step on every rank, as the simulation predicts them."""
 
 from __future__ import annotations
 
@@ -71,8 +65,9 @@ class StepTimeline:
             num_bins: number of parts.
         """
         width = self.end / num_bins or 1.0
-        shares = [0.0] * num_bins
+        shares = [0.0] * num_bins  # adds up over stages, each a 1 / stages of the rank
         for timed in self.ranks[rank].passes:
+            # A pass may begin in one part and end several further on: each gets what is inside.
             first = min(int(timed.start / width), num_bins - 1)
             last = min(int(timed.end / width), num_bins - 1)
             for number in range(first, last + 1):
@@ -94,7 +89,8 @@ def step_timeline(
     problem, ranks = step_problem(step, lengths, cost_model)
     costs = micro_batch_costs(step, problem, ranks)
     schedule = problem.schedule
-    # In lockstep one clock has the pace of all ranks; each rank's own passes end earlier within it.
+    # With expert parallelism one clock has the pace of all ranks: a slot takes as long as its
+    # slowest micro-batch, and each rank's own passes end earlier within it.
     clocks = clocks_of(costs, schedule, step.context_parallel)
     at_the_pace = [clock.operations(rank) for clock in clocks for rank in range(len(clock.ends))]
     if schedule.dims.in_lockstep:

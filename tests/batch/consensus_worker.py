@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_batching.batch.consensus import Consensus, DisagreementError, Statement
+from mcore_batching.batch.consensus import Consensus, Statement
+from mcore_batching.batch.errors import DisagreementError
 from mcore_batching.batch.figures import largest, least, rank_total, total
 from mcore_batching.batch.rank_messages import RankMessages
 from mcore_batching.planning.errors import Argument, ConfigError

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from spawned import reports_of
 
 from mcore_batching.batch._summary import SUMMARY_BYTES, Numbers, Summary, digest_if_any, residue_of
-from mcore_batching.batch.consensus import (
+from mcore_batching.batch.consensus import Consensus, Statement
+from mcore_batching.batch.errors import (
+    LONGEST_TEXT,
+    BatchError,
     CollectiveError,
-    Consensus,
     DisagreementError,
     RankFailedError,
-    Statement,
 )
-from mcore_batching.batch.errors import LONGEST_TEXT, BatchError
 from mcore_batching.batch.figures import least, total
 
 NUM_RANKS = 6

@@ -76,7 +76,7 @@ def test_a_schema_survives_pickling() -> None:
 @pytest.mark.parametrize(
     ("declare", "text"),
     [
-        (lambda: Field("x", Kind.PER_SAMPLE, length_offset=1), "expected length_offset 0"),
+        (lambda: Field("x", Kind.PER_SAMPLE, length_offset=1), "expected length_offset=0"),
         (lambda: Field("x", Kind.TOKENS), "Kind.TOKENS on 'tokens' alone"),
         (lambda: Field("tokens", Kind.PER_TOKEN), "found Kind.PER_TOKEN"),
         (
@@ -215,8 +215,12 @@ def test_tokens_must_be_integers_of_the_total_length() -> None:
 @pytest.mark.parametrize(
     ("name", "values", "text"),
     [
-        ("total_lengths", [5, 3.0], "'total_lengths', sample 1: expected a length .* found 3.0"),
-        ("total_lengths", [5, -1], "sample 1: expected a length in tokens.* found -1"),
+        ("total_lengths", [5, 3.0], "'total_lengths', sample 1: expected an integer .* found 3.0"),
+        (
+            "total_lengths",
+            [5, -1],
+            "sample 1: expected an integer .* in tokens, found -1",
+        ),
         ("response_lengths", [6, 0], "sample 0: expected at most the .* total length, 5, found 6"),
         ("response_lengths", [2], "expected 2 values, as many as total_lengths, found 1"),
         ("total_lengths", 5, "'total_lengths': expected a list of one length per sample, found 5"),

@@ -121,7 +121,7 @@ def test_the_message_says_which_kinds_fit() -> None:
     with pytest.raises(SchemaError) as caught:
         resolve(WHOLE_RESPONSES, [torch.rand(5), torch.rand(3)])
     assert str(caught.value) == (
-        "field 'mine': expected a declared field, or values that fit exactly one kind, found an "
+        "field 'mine': expected a declared field, or values of one kind, found an "
         "undeclared field whose 2 values such as a Tensor of shape [5] and type torch.float32 "
         "may be per token or per response token; declare the field by what it holds: "
         'schema = schema.declare("mine", Kind.PER_TOKEN) or '

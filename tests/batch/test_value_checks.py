@@ -89,10 +89,10 @@ def test_a_token_id_is_an_integer(bad: Any) -> None:
         lambda: pad_batch(SAMPLES, 4, pad_token_id=bad),
     ]
     for call in calls:
-        with pytest.raises(BatchError, match="pad_token_id must be the id of a token, an integer"):
+        with pytest.raises(BatchError, match="pad_token_id must be a token's id"):
             call()
     if bad is not None:
-        with pytest.raises(BatchError, match="response_token_id must be the id of a token"):
+        with pytest.raises(BatchError, match="response_token_id must be a token's id"):
             pad_batch(SAMPLES, 4, pad_token_id=0, response_token_id=bad)
 
 
@@ -162,8 +162,8 @@ def test_token_ids_are_of_the_vocabulary() -> None:
     require_vocabulary("tokens", [torch.tensor([0, 63]), torch.tensor([5])], 64)
     with pytest.raises(
         SchemaError,
-        match=r"'tokens', sample 1: expected token ids of the model's vocabulary, 0 to 63 \(use "
-        r"its tokenizer, or build it with vocab_size=71\), found 64 at place 1",
+        match=r"'tokens', sample 1: expected token ids of 0 to 63 \(use "
+        r"the model's tokenizer, or build it with vocab_size=71\), found 64 at place 1",
     ):
         require_vocabulary("tokens", [torch.tensor([0, 63]), torch.tensor([5, 64, 70])], 64)
 

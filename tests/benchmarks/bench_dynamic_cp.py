@@ -7,7 +7,7 @@ micro-batches, no bubble. Costs are the default model's, with 10 % of communicat
 for each doubling of a row's context-parallel size. "one size" is the best of 1, 2, 4 and 8 for all
 samples, each planned by the search without dynamic CP on the same GPUs, of those under which every
 sample fits; "dynamic off" is size 1. The bound is `step_bound.py`'s, before which no plan ends.
-Megatron's rule is `default_dynamic_cp` of its dev branch, as `tools.rules` writes it; a test
+Megatron's rule is `default_dynamic_cp` of its dev branch (`tools.dynamic_cp_rule`); a test
 compares it with the original. Lengths are drawn as in bench_step_time.py; means are over draws,
 seconds are processor time of one Python thread.
 
@@ -43,8 +43,9 @@ from mcore_batching.planning import ParallelDims, PlannerConfig, Problem, StepPl
 from mcore_batching.planning.cost import ordered_sum
 from mcore_batching.planning.dynamic_cp import of_one_size
 from mcore_batching.planning.statistics import predicted_step_time
+from mcore_batching.tools.dynamic_cp_rule import megatron_dynamic_plan
 from mcore_batching.tools.report import Table, print_table
-from mcore_batching.tools.rules import RuleFailureError, megatron_dynamic_plan
+from mcore_batching.tools.rule_parts import RuleFailureError
 
 
 @dataclass(frozen=True)

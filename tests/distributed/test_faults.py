@@ -467,7 +467,7 @@ ON_ONE_RANK = {
         "data has no lengths": ("PlanningFailedError", "rank 2: KeyError"),
         "data has no length": (
             "PlanningFailedError",
-            "field 'total_lengths', sample 0: expected a length in tokens",
+            "field 'total_lengths', sample 0: expected an integer of 0 or more",
         ),
         "data has another batch size": (
             "PlanMismatchError",

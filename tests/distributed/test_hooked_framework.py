@@ -122,7 +122,7 @@ REFUSED = {
     "exchange": r"DynamicBatchArgumentError: .* unset --dynamic-batch-exchange and",
     "pad each": r"DynamicBatchArgumentError: .* unset --dynamic-batch-pad-each-to",
     "learnt costs": r"DynamicBatchArgumentError: costs .*--dynamic-batch-cost-model .* a file",
-    "cap": r"ConfigError: the smallest micro-batch takes 1024 padded tokens",
+    "cap": r"ConfigError: the least micro-batch takes 1024 tokens",
     "no token": r"PlanningFailedError: .*rank 1: SchemaError: .*total_lengths.* at least one token",
     "foreign batch": r"DynamicBatchArgumentError: .* got SimpleNamespace: call get_data",
     "foreign iterator": r"DynamicBatchArgumentError: .* got SimpleNamespace: call get_data",

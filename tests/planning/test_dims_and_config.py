@@ -96,8 +96,7 @@ def test_experts_are_spread_over_all_ranks_of_a_stage() -> None:
         ),
         (
             {"data_parallel": 10**12, "pipeline_parallel": 2},
-            "2000000000000 ranks are more than 131072; decrease data_parallel, pipeline_parallel, "
-            "context_parallel or tensor_parallel",
+            "2000000000000 ranks are more than 131072; decrease data_parallel or another size",
         ),
         (
             {"pipeline_parallel": 2, "virtual_pipeline": 10**6},
@@ -205,7 +204,7 @@ def test_cost_model_of_a_models_shape() -> None:
     dense = CostModel.from_model(**shape)
     assert dense.quadratic == pytest.approx(0.5 * 16 / 328)
     assert (dense.per_micro_batch, dense.backward_ratio) == (256, 2)
-    assert CostModel.from_model(**shape, recompute=True, causal=False).backward_ratio == 3
+    assert CostModel.from_model(**shape, recompute=True).backward_ratio == 3
     # A token meets 2 of 6 experts, whose weights a micro-batch reads all.
     routed = CostModel.from_model(**shape, experts_per_token=2, experts_held=6, shared_ffn=1)
     weights = 2 * (48 + 2 * 96 + 12) + 40
@@ -247,12 +246,12 @@ def test_cost_model_round_trip_with_and_without_what_a_record_notes() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nonsense", "expected a cost model in JSON, got text that is none"),
-        ("[" * 100_000, "expected a cost model in JSON, got text that is none"),
+        ("nonsense", "expected a cost model in JSON: "),
+        ("[" * 100_000, "expected a cost model in JSON: "),
         (
             "{}",
-            "expected a JSON object with backward_ratio, linear, per_micro_batch, quadratic and "
-            "perhaps window, got '{}'; take the cost_model.json that a job writes",
+            "expected a JSON object with backward_ratio, linear, per_micro_batch, quadratic, "
+            "got '{}'; take the cost_model.json that a job records",
         ),
         ('{"linear": 1.0}', "expected a JSON object with backward_ratio, linear"),
         ("[1]", "expected a JSON object with backward_ratio, linear"),

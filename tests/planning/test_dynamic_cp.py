@@ -202,7 +202,10 @@ def test_the_document_lists_sizes_only_under_dynamic_cp() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        (None, '"context_parallel" of step 0 must be there exactly where "max_context_parallel"'),
+        (
+            None,
+            'of step 0 and "max_context_parallel" of "config" need each other',
+        ),
         ([[1, 2, 4]] * 3, 'must hold a size of 1 or more for each micro-batch of "ranks"'),
         ([[1, 2, 0]] * 4, 'must hold a size of 1 or more for each micro-batch of "ranks"'),
         ([[1, 2, "4"]] * 4, 'a size of "context_parallel" of step 0, rank 0 must be an integer'),
@@ -224,7 +227,7 @@ def test_a_document_with_wrong_sizes_is_refused(sizes: object, message: str) -> 
         (((1, 2, 4), (1, 1, 4), (1, 1, 4), (1, 1, 4)), "ranks 0 to 1 must share its micro-batch"),
         (((1, 1, 4), (1, 2, 4), (1, 1, 4), (1, 1, 4)), "must share what rank 0 has there, 2 ranks"),
         (((1, 2, 4),) * 3, "there must be a size for each micro-batch"),
-        (None, "a plan has context-parallel sizes exactly where max_context_parallel is set"),
+        (None, "but context-parallel sizes are left out"),
     ],
 )
 def test_blocks_that_do_not_agree_are_refused(sizes: object, fault: str) -> None:

@@ -105,7 +105,7 @@ def test_numbers_of_other_libraries_count_by_value() -> None:
 
 @pytest.mark.parametrize("group", [None, ["a"], ("a", ["b"]), {}])
 def test_a_uid_that_cannot_be_told_apart_is_refused(group: object) -> None:
-    with pytest.raises(LengthError, match=r"group of sample 1 must be hashable and not None") as e:
+    with pytest.raises(LengthError, match=r"group of sample 1 must be hashable, got") as e:
         group_steps(["a", group], 1)  # type: ignore[list-item]
     assert e.value.index == 1
 
@@ -142,7 +142,7 @@ def test_padding_samples_alone_are_a_step_of_placeholders(last: LastStep) -> Non
 
 @pytest.mark.parametrize("is_padding", [[True], "no", [0, "no"], [0, [1]]])
 def test_tags_of_padding_samples_that_are_none(is_padding: Any) -> None:
-    with pytest.raises(LengthError, match="is_padding must"):
+    with pytest.raises(LengthError, match="is_padding needs"):
         group_steps(["a", "b"], 1, is_padding=is_padding)
 
 
@@ -246,7 +246,7 @@ def test_arguments_that_exclude_or_need_each_other() -> None:
     def plan(**arguments: object) -> None:
         plan_batch([3, 4], ParallelDims(), CONFIG, **arguments)  # type: ignore[arg-type]
 
-    with pytest.raises(LengthError, match="leave out samples_per_step"):
+    with pytest.raises(LengthError, match="leave out one of them"):
         plan(groups=[0, 1], groups_per_step=1, samples_per_step=1)
     with pytest.raises(LengthError, match="set groups_per_step"):
         plan(groups=[0, 1])

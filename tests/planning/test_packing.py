@@ -100,17 +100,14 @@ def test_no_items_make_no_bins() -> None:
 def test_an_item_beyond_the_capacity_is_named(pack: object) -> None:
     with pytest.raises(ItemTooLargeError) as caught:
         pack([3, 9, 10], 8)  # type: ignore[operator]
-    assert str(caught.value) == (
-        "item 1 has size 9, more than a bin's capacity of 8; "
-        "set capacity to 9 or more, or leave the item out"
-    )
+    assert str(caught.value) == ("item 1 of size 9 exceeds capacity=8; set it to 9 or more")
     assert (caught.value.index, caught.value.size, caught.value.capacity) == (1, 9, 8)
 
 
 @pytest.mark.parametrize("pack", [first_fit, first_fit_decreasing])
 def test_a_negative_size_is_named(pack: object) -> None:
     with pytest.raises(
-        LengthError, match="the size of item 2 must be an integer of 0 or more, got -1"
+        LengthError, match="the size of item 2 must be an integer from 0 on, got -1"
     ):
         pack([3, 0, -1], 8)  # type: ignore[operator]
 

@@ -44,9 +44,9 @@ def test_lengths_that_are_none_are_named(lengths: list[Any], got: str, index: in
     ("owners", "message"),
     [
         ([0], "owners has 1 entries for 2 samples; give one for each"),
-        ([0, 2], "the owner of sample 1 must be a rank from 0 to 1, got 2"),
-        ([-1, 0], "the owner of sample 0 must be a rank from 0 to 1, got -1"),
-        ([0, 0.5], "the owner of sample 1 must be a rank from 0 to 1, got 0.5"),
+        ([0, 2], "the owner of sample 1 must be an integer from 0 to 1, got 2"),
+        ([-1, 0], "the owner of sample 0 must be an integer from 0 to 1, got -1"),
+        ([0, 0.5], "the owner of sample 1 must be an integer from 0 to 1, got 0.5"),
     ],
 )
 def test_owners_that_are_none_are_named(owners: list[Any], message: str) -> None:
@@ -76,9 +76,8 @@ def test_an_oversize_sample_is_named_by_its_index_in_the_batch() -> None:
             plan_batch(lengths, dims, strict, **options)  # type: ignore[arg-type]
         error = caught.value
         assert str(error) == (
-            "sample 4 has 25 tokens, 28 after padding, but a micro-batch may hold at most 20 "
-            "(and 1 more samples); set max_tokens_per_gpu to 18 or more, or on_oversize='own-bin' "
-            "to run such samples alone"
+            "sample 4 has 25 tokens, 28 after padding, the cap is 20 (and 1 more samples); "
+            "set max_tokens_per_gpu to 18 or more, or on_oversize='own-bin'"
         )
         assert (error.index, error.length, error.padded_length, error.cap) == (4, 25, 28, 20)
 
@@ -104,7 +103,7 @@ def test_a_search_that_would_take_hours_is_refused(count: int, effort: int) -> N
     with pytest.raises(ConfigError) as caught:
         plan_step([3] * count, ParallelDims(), config)
     assert str(caught.value) == (
-        f"plan_effort={effort} is too much for {count} samples in a step; decrease plan_effort to "
+        f"plan_effort={effort} is too much for {count} samples in a step; set it to "
         f"{200_000_000 // count}, decrease samples_per_step, or set balance='cost'"
     )
 

@@ -274,8 +274,7 @@ def test_more_micro_batches_than_the_count_is_refused() -> None:
     with pytest.raises(LengthError) as caught:
         fill_shard(Problem.of([9, 9], ParallelDims(), CONFIG), [[0], [1]], 1)
     assert str(caught.value) == (
-        "num_microbatches must be at least this rank's 2 micro-batches, got 1; set the maximum "
-        "over all ranks"
+        "num_microbatches must be at least this rank's 2, got 1; set the maximum over all ranks"
     )
 
 

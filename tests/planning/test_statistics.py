@@ -19,7 +19,7 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.pipeline import Clock
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.statistics import joined_statistics, shard_statistics
+from mcore_batching.planning.shard_statistics import joined_statistics, shard_statistics
 from mcore_batching.tools.explain import explain
 
 PROPORTIONAL = CostModel(quadratic=0, per_micro_batch=0)
@@ -104,9 +104,11 @@ def test_ranks_that_know_their_own_samples_alone_join_to_the_same(
         first = owners.index(rank) if shard else 0
         rows = [[i - first for i in row] for row in step.micro_batches[rank]]
         parts.append(shard_statistics(problem, rows))
-    sums = [sum(each) for each in zip(*(part[0] for part in parts), strict=True)]
-    maxima = [max(each) for each in zip(*(part[1] for part in parts), strict=True)]
-    joined, whole = joined_statistics(problem, sums, maxima), step_statistics(step, lengths)
+    figures: dict[str, Any] = {name: sum(part[0][name] for part in parts) for name in parts[0][0]}
+    slots = "slot costs"
+    figures |= {n: max(part[1][n] for part in parts) for n in parts[0][1] if n != slots}
+    figures[slots] = [max(each) for each in zip(*(part[1][slots] for part in parts), strict=True)]
+    joined, whole = joined_statistics(problem, figures), step_statistics(step, lengths)
     assert vars(joined) == pytest.approx(vars(whole))
 
 

@@ -65,7 +65,7 @@ def test_a_cap_that_holds_no_placeholder_is_refused() -> None:
     dims = ParallelDims(context_parallel=2, tensor_parallel=2, sequence_parallel=True)
     config = PlannerConfig(max_tokens_per_gpu=7, pad_total_to=16)
     message = (
-        "the smallest micro-batch takes 16 padded tokens, the cap is 14; set max_tokens_per_gpu to "
+        "the least micro-batch takes 16 tokens, the cap is 14; set max_tokens_per_gpu to "
         "8 or more, or lower pad_each_to and pad_total_to"
     )
     for lengths in ([], [1, 2]):

@@ -173,7 +173,7 @@ def test_single_sequences_are_trajectories_of_one_sample() -> None:
 
 def test_several_samples_of_a_trajectory_need_step_wise() -> None:
     with pytest.raises(
-        BatchError, match=r"got 3 of trajectory 5 \(samples 0, 1, 2\).*set step_wise=True"
+        BatchError, match=r"trajectory 5 has 3 samples \(0, 1, 2\).*set step_wise=True"
     ):
         compute_advantages(two_trajectories())
 
@@ -181,9 +181,9 @@ def test_several_samples_of_a_trajectory_need_step_wise() -> None:
 @pytest.mark.parametrize(
     ("estimator", "step_wise", "reason"),
     [
-        ("gae", True, "later rewards are in other samples"),
-        ("reinforce_plus_plus", True, "later rewards are in other samples"),
-        ("reinforce++", True, "later rewards are in other samples"),
+        ("gae", True, "needs rewards that with step_wise=True"),
+        ("reinforce_plus_plus", True, "needs rewards that with step_wise=True"),
+        ("reinforce++", True, "needs rewards that with step_wise=True"),
         ("gae", False, "compares no trajectories: use the framework's own"),
         ("reinforce_plus_plus", False, "compares no trajectories: use the framework's own"),
         ("reinforce++", False, "compares no trajectories: use the framework's own"),
@@ -240,8 +240,8 @@ def test_a_trajectory_alone_in_its_group_has_no_advantage() -> None:
             {"estimator": "maxrl", "rewards": [0.5, -1.0]},
             "needs rewards of 0 or more, got -1.0; correct",
         ),
-        ({"rewards": [1.0, math.nan]}, "finite rewards, got nan for trajectory 1 of group 'a'"),
-        ({"rewards": [math.inf, 0.0]}, "finite rewards, got inf for trajectory 0"),
+        ({"rewards": [1.0, math.nan]}, "reward nan of trajectory 1, group 'a', is not finite"),
+        ({"rewards": [math.inf, 0.0]}, "reward inf of trajectory 0"),
     ],
 )
 def test_outcomes_that_cannot_be_compared(arguments: dict[str, Any], message: str) -> None:

@@ -78,7 +78,7 @@ def test_skyrl_fault_the_mean_of_zscores_counts_padding() -> None:
     ("values", "masks", "message"),
     [
         ([torch.ones(2)], [], "expected 1 masks, one for each value, got 0"),
-        ([torch.ones(2)], [torch.ones(1)], r"shape \[2\] for value 0, got \[1\]"),
+        ([torch.ones(2)], [torch.ones(1)], r"mask 0 has shape \[1\], its value \[2\]"),
     ],
 )
 def test_masks_that_do_not_fit_are_refused(values: Any, masks: Any, message: str) -> None:
@@ -197,6 +197,6 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(reports: list[Any]) -> Non
         for name, text in (
             ("field", "SchemaError: field 'rewards': expected 2 values, one per sample"),
             ("tags", "SchemaError: field 'is_padding': expected 2 values, one per sample"),
-            ("mask", "BatchError: expected a mask of shape [2] for value 0, got [3]"),
+            ("mask", "BatchError: mask 0 has shape [3], its value [2]"),
         ):
             assert f"rank 1: {text}" in report["error", name]

@@ -42,7 +42,7 @@ from mcore_batching.planning import (
     PlannerConfig,
     StepPlan,
 )
-from mcore_batching.planning.plan import lengths_digest
+from mcore_batching.planning.plan_document import lengths_digest
 from mcore_batching.rl.advantages import ESTIMATORS
 from mcore_batching.tools.cli import main as command
 

@@ -20,7 +20,8 @@ from unittest import mock
 import pytest
 
 from mcore_batching.planning import Problem
-from mcore_batching.tools.rules import Bins, verl_work
+from mcore_batching.tools.rule_parts import Bins
+from mcore_batching.tools.rules import verl_work
 
 Original = Callable[[Problem], list[Bins]]
 

@@ -26,7 +26,7 @@ from mcore_batching.tools.cli import main
 from mcore_batching.tools.cli.options import CommandParser, UsageError
 from mcore_batching.tools.lengths_file import LengthsFileError
 from mcore_batching.tools.picture import PlotError
-from mcore_batching.tools.rules import RuleFailureError
+from mcore_batching.tools.rule_parts import RuleFailureError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -262,12 +262,12 @@ def test_check_against_other_lengths_that_fit_as_well(
 @pytest.mark.parametrize(
     ("arguments", "stdin", "message"),
     [
-        ("--max-tokens-per-gpu 10", "3\nx\n", "<stdin>:2: expected a length in tokens"),
+        ("--max-tokens-per-gpu 10", "3\nx\n", "<stdin>:2: expected a length of 0"),
         ("--max-tokens-per-gpu 9 --column n", "3\n", "--column is for .csv and .jsonl files"),
         (
             "--max-tokens-per-gpu 10 --on-oversize error",
             "3\n17\n",
-            "sample 1 has 17 tokens, 17 after padding, but a micro-batch may hold at most 10",
+            "sample 1 has 17 tokens, 17 after padding, the cap is 10",
         ),
         (
             "--max-tokens-per-gpu 10 --out /no/such/folder/plan.json",
@@ -380,7 +380,7 @@ def test_groups_from_files(
     [
         ("--groups-per-step 2", "set --groups,"),
         ("--groups {g}", "set --groups-per-step,"),
-        ("--groups {g} --groups-per-step 2 --samples-per-step 2", "leave out --samples-per-step"),
+        ("--groups {g} --groups-per-step 2 --samples-per-step 2", "leave out one of them"),
         ("--groups {g} --groups-per-step 2 --last-groups error", "--last-groups=drop"),
         ("--groups {g} --groups-per-step 2 --group-column u", "--group-column is for .csv"),
         ("--group-column u", "--group-column needs --groups"),

@@ -20,7 +20,7 @@ from mcore_batching.planning import (
     predicted_step_time,
     step_statistics,
 )
-from mcore_batching.tools import compare
+from mcore_batching.tools import compare, compare_report
 from mcore_batching.tools.cli import main
 from mcore_batching.tools.rules import RULES, rule_plan
 
@@ -125,13 +125,13 @@ def test_a_rule_without_a_plan_is_listed_with_its_reason() -> None:
     assert (verl.steps, verl.planned) == (2, 1)
     assert verl.failure == "3 samples do not divide by 2; pass a multiple of 2"
     assert verl.time_over_floor is not None
-    (line,) = [line for line in compare.summary(found) if line.startswith("verl 0.9")]
+    (line,) = [line for line in compare_report.summary(found) if line.startswith("verl 0.9")]
     assert line == f"verl 0.9 has no plan for 1 of 2 steps: {verl.failure}"
     never = by_name(
         compare.compare([[5] * 3], ParallelDims(data_parallel=2), CONFIG_OF_100), "verl 0.9"
     )
     assert (never.planned, never.time_over_floor, never.planning_seconds) == (0, None, None)
-    assert compare.as_table([never]).rows == (("verl 0.9", "0/1", *["-"] * 6),)
+    assert compare_report.as_table([never]).rows == (("verl 0.9", "0/1", *["-"] * 6),)
 
 
 def test_summary_names_the_best_rule_at_the_given_cap_and_at_its_own(
@@ -140,16 +140,16 @@ def test_summary_names_the_best_rule_at_the_given_cap_and_at_its_own(
     peers = [o for o in outcomes if o.kind == "peer" and o.time_over_ours]
     best = min(peers, key=lambda o: (o.time_over_ours, o.name))
     tuned = min(peers, key=lambda o: (o.time_over_ours_at_best_cap, o.name))
-    line = compare.summary(outcomes)[0]
+    line = compare_report.summary(outcomes)[0]
     assert f"{best.name} ends soonest, at {best.time_over_ours:.3f} x the time" in line
     at = f"at {tuned.time_over_ours_at_best_cap:.3f} x"
     assert f"{tuned.name} under {tuned.best_cap}, {at}" in line
 
 
 def test_csv_and_json_hold_every_field(outcomes: list[compare.Outcome]) -> None:
-    from_json = json.loads(compare.as_json(outcomes))
+    from_json = json.loads(compare_report.as_json(outcomes))
     assert [compare.Outcome(**record) for record in from_json] == outcomes
-    rows = list(csv.DictReader(io.StringIO(compare.as_csv(outcomes))))
+    rows = list(csv.DictReader(io.StringIO(compare_report.as_csv(outcomes))))
     assert [row["name"] for row in rows] == [outcome.name for outcome in outcomes]
     assert [float(row["time_over_floor"]) for row in rows if row["time_over_floor"]] == [
         outcome.time_over_floor for outcome in outcomes if outcome.time_over_floor is not None
@@ -179,7 +179,7 @@ def test_draws() -> None:
         (([3], 0), "samples_per_step must be 1 or more"),
         (([3], 2, 1), "samples_per_step=2 cannot be drawn from 1 lengths"),
         (([3], 1, 0), "draws must be 1 or more"),
-        (([3], 1, 10**9), "draws must be at most 100000, got 1000000000; decrease draws"),
+        (([3], 1, 10**9), "draws must be at most 100000, got 1000000000; decrease it"),
     ):
         with pytest.raises(LengthError, match=message):
             compare.draw_steps(*arguments)

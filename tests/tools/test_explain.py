@@ -18,7 +18,8 @@ from mcore_batching.planning import (
     step_statistics,
 )
 from mcore_batching.planning.pipeline import Clock, Schedule, pipeline_time
-from mcore_batching.tools.explain import explain, what_holds_back
+from mcore_batching.tools.explain import explain
+from mcore_batching.tools.held_back import what_holds_back
 from mcore_batching.tools.suggestions import alternatives, suggestions
 
 PP4 = ParallelDims(data_parallel=4, pipeline_parallel=4)

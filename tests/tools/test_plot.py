@@ -161,12 +161,12 @@ def test_page_escapes_and_skips_unknown_ids() -> None:
 
 @pytest.mark.parametrize("name", ["step.pdf", "step", "png"])
 def test_other_endings_are_refused(name: str) -> None:
-    with pytest.raises(PlotError, match=r"must end in .png, .svg, .html, got"):
+    with pytest.raises(PlotError, match=r"ends in .png, .svg, .html, got"):
         check_picture(name)
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(PlotError, match=r"cannot write .*; name a file that can be written"):
+    with pytest.raises(PlotError, match=r"cannot write .*; name a writable file"):
         draw_step(planned(LENGTHS), LENGTHS, tmp_path / "no" / "a.png")
 
 
@@ -214,7 +214,7 @@ def test_command(tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--plot", "a.pdf"], "a picture must end in .png, .svg, .html, got a.pdf"),
+        (["--plot", "a.pdf"], "expected a name that ends in .png, .svg, .html, got a.pdf"),
         (["--plot", "a.png", "--plot-step", "2"], "--plot-step must be from 0 to 1"),
         (["--plot", "a.png", "--plot-step", "-1"], "--plot-step must be from 0 to 1"),
         (["--plot", "/no/such/folder/a.png"], "cannot write /no/such/folder/a.png"),

@@ -236,7 +236,7 @@ def test_replay_picture_shows_seconds(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["{records}", "--steps", "0"], "--steps must be 1 or more"),
-        (["{records}", "--plot", "a.pdf"], "a picture must end in"),
+        (["{records}", "--plot", "a.pdf"], "expected a name that ends in"),
         (["/no/such/folder"], "cannot read /no/such/folder"),
     ],
 )

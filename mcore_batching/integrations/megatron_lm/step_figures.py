@@ -16,7 +16,7 @@ from mcore_batching.megatron.learning.cost_learning import predicted_seconds
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.planning import StepStatistics, step_statistics
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.statistics import joined_statistics, shard_statistics
+from mcore_batching.planning.shard_statistics import joined_statistics, shard_statistics
 
 _Figures = dict[str, Figure]
 
@@ -44,8 +44,9 @@ class StepFigures:
         figures = {"predicted seconds": largest(predicted_seconds(schedule, 0))}
         if schedule.plans:  # every rank knows the plan of all
             return figures
-        sums, maxima = shard_statistics(self.problem, micro_batches)
-        return {**figures, "plan, sums": total(sums), "plan, maxima": largest(maxima)}
+        totals, maxima = shard_statistics(self.problem, micro_batches)
+        figures |= {name: total(value) for name, value in totals.items()}
+        return figures | {name: largest(value) for name, value in maxima.items()}
 
     def says(self, own: _Figures) -> Statement:
         """This rank's part in the agreement."""
@@ -55,8 +56,7 @@ class StepFigures:
         """Of the plan over all ranks."""
         if self._schedule.plans:
             return step_statistics(*self._schedule.step_plan(0))
-        sums, maxima = agreed.figures["plan, sums"], agreed.figures["plan, maxima"]
-        return joined_statistics(self.problem, sums, maxima)
+        return joined_statistics(self.problem, agreed.figures)
 
     def predicted_seconds(self, agreed: Agreement[_Figures]) -> float:
         """Of the slowest rank by learnt costs; 0 where there are none."""

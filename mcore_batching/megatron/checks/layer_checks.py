@@ -25,7 +25,7 @@ def layer_problems(chunks: list[Any], dims: ParallelDims, *, pads_rows: bool) ->
         config = get_model_config(chunk)
         for name, layer in chunk.named_modules():
             problem = _problem(layer, config, dims.context_parallel, pads_rows)
-            if problem:
+            if problem:  # the first layer of each kind: a model has a hundred alike
                 problems.setdefault(problem, name)
     gradients = _gradients_of_experts(chunks)
     return [f"{name} {problem}" for problem, name in problems.items()] + list(gradients)
@@ -68,6 +68,7 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
             "cuts positions that are cut for context-parallel ranks already: set "
             "--context-parallel-size 1 with --position-embedding-type mrope"
         )
+    # Its state runs on from token to token: it must end with each sample.
     if runs == "MambaMixer":
         lacks = compat.what_mamba_lacks(context_parallel)
         if lacks:
@@ -77,6 +78,7 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
 
 def _gradients_of_experts(chunks: list[Any]) -> Iterator[str]:
     """Experts that tensor-parallel ranks all hold, and whose gradients they do not add up."""
+    # With as many expert- as tensor-parallel ranks each holds a part, and adds up nothing.
     config = get_model_config(chunks[0])
     size = config.tensor_model_parallel_size
     if not config.num_moe_experts or config.expert_tensor_parallel_size == size:

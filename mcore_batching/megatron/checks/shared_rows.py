@@ -16,6 +16,7 @@ from mcore_batching.planning import ParallelDims, PlannerConfig
 
 _SHARED_ROWS = FLAGS["max_context_parallel"]
 
+# Others slice by the group that Megatron began with, whatever the row's.
 _POSITIONS_OF_SHARED_ROWS = ("rope", "learned_absolute", "none")
 
 
@@ -42,6 +43,7 @@ def let_rows_have_groups(chunks: list[Any]) -> None:
                 continue
             core = module.core_attention
             known = isinstance(core, PackedAttention) or compat.is_engines_attention(core)
+            # Not isinstance: a subclass may well slice by itself.
             if type(module) is not SelfAttention or not known:
                 raise DynamicBatchArgumentError(
                     f"{name}, a {type(module).__name__} with {type(core).__name__}, is not known "

@@ -17,10 +17,10 @@ from mcore_batching.planning import ParallelDims, PlannerConfig, row_multiple_to
 # Ways to exchange keys and values of packed rows between context-parallel ranks, to the first
 # version that has them.
 _SINCE = {"p2p": (0, 0), "a2a": (2, 10), "all_gather": (2, 18)}
-_SOFTMAX_SINCE = (2, 12)
-_CUDNN_OF_SOFTMAX = (9, 18)
-_LATENT_A2A_SINCE = (2, 15)
-_WHOLE_ROWS = (None, (-1, -1), (-1, 0))
+_SOFTMAX_SINCE = (2, 12)  # first version with softmax_type for packed rows
+_CUDNN_OF_SOFTMAX = (9, 18)  # and of cuDNN, where context-parallel ranks share them
+_LATENT_A2A_SINCE = (2, 15)  # first version with multi-latent attention but by p2p
+_WHOLE_ROWS = (None, (-1, -1), (-1, 0))  # windows (before, after) that leave nothing out
 
 
 class Versions(NamedTuple):
@@ -37,7 +37,7 @@ def installed_versions() -> Versions:
     """Those of this process, which has imported Transformer Engine."""
     from megatron.core.utils import get_te_version
 
-    major, minor = (*get_te_version().release, 0)[:2]
+    major, minor = (*get_te_version().release, 0)[:2]  # a version may be "2"
     cudnn = cast(Any, torch.backends.cudnn).version() or 0
     return Versions((major, minor), (cudnn // 10000, cudnn // 100 % 100))
 
@@ -114,6 +114,7 @@ def low_precision_problems(
     config: Any, dims: ParallelDims, planner: PlannerConfig
 ) -> Iterator[str]:
     """Rows that FP8 or FP4 kernels cannot take, by the padding of rows."""
+    # Scales are of blocks of tokens, which each rank's part of a row must fill.
     if config.fp4:
         name, tokens = "FP4", 32
     elif config.fp8:

@@ -88,6 +88,7 @@ def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -
             *layer_problems(model, dims, pads_rows=_pads_rows(dims, config)),
         ]
     )
+    # What packed rows need beyond settings, each where the model has such layers.
     if model_config.num_moe_experts:
         compat.fix_router_masks()
     if model_config.multi_latent_attention:
@@ -152,6 +153,7 @@ def _config_problems(
     yield from _loss_problems(config)
     has_loss = has_auxiliary_loss(config)
     yield from shared_row_problems(config, dims, planner, has_auxiliary_loss=has_loss)
+    # Under dynamic CP by each size that a row may have: limits of kernels depend on it.
     for rows in dims_of_rows(dims, planner):
         yield from low_precision_problems(config, rows, planner)
         if versions is not None:
@@ -166,7 +168,7 @@ def _row_problems(config: Any, dims: ParallelDims) -> Iterator[str]:
 
 
 def _refuse(problems: Iterable[str]) -> None:
-    problems = list(dict.fromkeys(problems))
+    problems = list(dict.fromkeys(problems))  # each once, whichever size of rows found it
     if problems:
         raise DynamicBatchArgumentError(
             "dynamic micro-batches cannot run with these settings:\n"
@@ -178,6 +180,7 @@ def has_auxiliary_loss(config: Any) -> bool:
     """True if routers add a load-balancing loss or a z-loss."""
     if not config.num_moe_experts:
         return False
+    # One of each, or a list of several with a coefficient for each.
     coefficient = config.moe_aux_loss_coeff
     coefficients = coefficient if isinstance(coefficient, list | tuple) else [coefficient]
     balancing = any("aux_loss" in each for each in _load_balancing_types(config))
@@ -191,6 +194,7 @@ def _pipeline_problems(config: Any, dims: ParallelDims) -> Iterator[str]:
             "and receives are batched (upstream): drop --no-overlap-p2p-communication, that is set "
             "overlap_p2p_comm=True and batch_p2p_comm=False"
         )
+    # Megatron raises this itself, but only in the first step.
     if dims.virtual_pipeline == 1 and dims.pipeline_parallel > 1 and config.overlap_p2p_comm:
         yield (
             "the 1F1B schedule does not overlap point-to-point communication: set "
@@ -220,6 +224,7 @@ def _fixed_size_problems(config: Any) -> Iterator[str]:
             "deferred embedding gradients are gathered as if all rows had the length of the first: "
             "unset --defer-embedding-wgrad-compute"
         )
+    # A new flag upstream, which older versions do not have.
     if compat.has_sequence_packing(config):
         yield (
             "Megatron's own sequence packing would pack a second time: unset "

@@ -57,6 +57,8 @@ class JobConsensus(Consensus):
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self.data_parallel_rank: int = parallel_state.get_data_parallel_rank()
         self._world = world = new_group(backend="gloo", timeout=self._timeout)
+        # One gather at the start tells every rank the place of all, so that both partitions below
+        # need no further one.
         stage = parallel_state.get_pipeline_model_parallel_rank()
         with_rows = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         places: list[Any] = [None] * dist.get_world_size(world)
@@ -69,6 +71,7 @@ class JobConsensus(Consensus):
             mismatch=PlanMismatchError,
             spell=flag_of,
         )
+        # Made at the first call that needs them: most jobs neither share nor exchange samples.
         self._replica_group: dist.ProcessGroup | None = None
         self._counterpart_group: dist.ProcessGroup | None = None
 
@@ -79,7 +82,7 @@ class JobConsensus(Consensus):
         A replica is then what runs the same rows: all stages and tensor-parallel ranks of one data-
         and context-parallel rank. Not for what replicas share or exchange, which is samples.
         """
-        made = copy.copy(self)
+        made = copy.copy(self)  # the same groups and messages: only who must say the same changes
         made.regroup(
             _ranks_by([rank for _, _, rank in self._places]),
             _ranks_by([(rank, stage) for _, stage, rank in self._places]),
@@ -123,6 +126,8 @@ class JobConsensus(Consensus):
             self._replica_group = self._own_group(self.replicas)
         has = _gathered(RankMessages(self._world, self._replica), [int(value is not None)])
         having = [rank for rank, (each,) in zip(self._replica, has, strict=True) if each]
+        # Nothing travels where all have it, or none: the latter is an error further down, raised
+        # once all replicas have met.
         sent: list[Any] = []
         with self._watch.reporting("sharing data"):
             if having and len(having) < len(self._replica):
@@ -145,7 +150,7 @@ class JobConsensus(Consensus):
         )
         lacking = {
             ranks[0]: f"no rank of data-parallel rank {replica} (global ranks {list(ranks)}) was "
-            "given rollout_data: pass it on at least one, an empty batch if it has no samples"
+            "given rollout_data: pass it on one at least, without samples an empty batch"
             for replica, ranks in enumerate(self.replicas)
             if not agreed.told.get(ranks[0], True)
         }
@@ -182,6 +187,7 @@ class JobConsensus(Consensus):
         """
         place = self._replica.index(self.rank)
         counterparts = [ranks[place] for ranks in self.replicas]
+        # Messages of one length on every rank; the first integer says how many of them count.
         padded = [len(own), *own, *[0] * (longest - len(own))]
         gathered = _gathered(RankMessages(self._world, counterparts), padded)
         return [integers[:count] for count, *integers in gathered]
@@ -227,6 +233,7 @@ class JobConsensus(Consensus):
             self._counterpart_group = self._own_group(list(zip(*self.replicas, strict=True)))
         group = self._counterpart_group
         with self._watch.reporting(stage):
+            # Sizes first: who receives must have the room before the bytes come.
             arriving = torch.empty_like(sizes)
             dist.all_to_all_single(arriving, sizes, group=group)
             counts = arriving.tolist()

@@ -41,13 +41,19 @@ from mcore_batching.batch.errors import described, readable
 from mcore_batching.megatron.errors import PipelineFailedError
 
 POLL_SECONDS = 0.5
+"""Between two looks into the job's store: halved, it has twice the load; doubled, ranks hear of a
+failure half a second later."""
 GRACE_SECONDS = 4.0
-"""Time that a released main thread has to raise before its process is ended."""
+"""Time that a released main thread has to raise before its process is ended. A rank under load may
+need one or two; doubled, a rank that waits in gloo ends that much later."""
 ALIKE_SECONDS = 3.0
-"""Time between the exceptions of ranks that share a micro-batch."""
+"""Most time between the exceptions of ranks that share a micro-batch; beyond it, they are taken for
+different ones, and the pipeline is left."""
 EXIT_CODE = 86
+"""Any that neither Python, a signal nor torchrun uses."""
 
 _RANKS_PER_POLL_SECONDS = 1024
+"""Of larger jobs each rank asks the store less often, which then has 2,000 questions a second."""
 _FAILURE = "failure"
 
 
@@ -68,6 +74,8 @@ class FailureWatch:
         self._failure: dict[int, str] | None = None
         self._num_pipelines = 0
         self._times: collections.Counter[str] = collections.Counter()
+        # Set while the main thread is inside one of the engine's calls; outside of them nobody
+        # waits for other ranks, and the thread asks nothing.
         self._inside = threading.Event()
         self._ending = threading.Event()
         self._aborting = threading.Lock()
@@ -108,6 +116,7 @@ class FailureWatch:
         Raises:
             PipelineFailedError: in place of any `Exception`, or for one on another rank.
         """
+        # Names of points (`is_joined`) must not meet those of the pipeline before.
         self._num_pipelines += 1
         self._times.clear()
         with self.waiting():
@@ -128,7 +137,7 @@ class FailureWatch:
         self._times[what] += 1
         key = f"{self._num_pipelines}/{what} {self._times[what]}"
         given_up = time.monotonic() + ALIKE_SECONDS
-        self._store.add(key, 1)
+        self._store.add(key, 1)  # a store adds atomically, and adding 0 reads
         while self._store.add(key, 0) < how_many:
             if time.monotonic() > given_up:
                 return False
@@ -167,6 +176,7 @@ class FailureWatch:
                     self._read()
         except RuntimeError:  # the store is gone, and the job with it
             return
+        # In a thread of its own: an abort may itself wait, for a kernel that never ends.
         self._releasing.start()
         given_up = time.monotonic() + GRACE_SECONDS
         while self._inside.is_set():
@@ -191,6 +201,7 @@ class FailureWatch:
         )
         sys.stdout.flush()
         sys.stderr.flush()
+        # Not sys.exit, which would only end this thread: the main one waits in C++.
         os._exit(EXIT_CODE)
 
     def stop(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LENGTH_BYTES = 8
+_LENGTH_BYTES = 8  # of the pickled part's length: 64 bits
 
 
 def flat(value: Any) -> Tensor:
@@ -35,6 +35,7 @@ def flat(value: Any) -> Tensor:
     pickled = text.getvalue()
     head = bytearray(len(pickled).to_bytes(_LENGTH_BYTES, "little") + pickled)
     parts = pickler.parts
+    # One copy from the device in place of one for each tensor.
     if len({part.device for part in parts}) == 1:
         parts = [torch.cat(parts)]
     return torch.cat([torch.frombuffer(head, dtype=torch.uint8), *(part.cpu() for part in parts)])
@@ -75,6 +76,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or not has_bytes(value):
             return None
+        # In place of the tensor: its type, its shape, and where its bytes begin among all parts.
         part = as_bytes(value)
         self.parts.append(part)
         self._end += part.numel()

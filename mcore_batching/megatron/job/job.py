@@ -71,6 +71,7 @@ class JobMemory:
 
     def only(self, kind: type[Kept]) -> Kept:
         """The job's only object of a class, made at the first call."""
+        # By class, so that learners and the like live as long as the job, and the job knows none.
         if kind not in self._only:
             self._only[kind] = kind()
         kept: Kept = self._only[kind]
@@ -145,6 +146,7 @@ class Job:
         Raises:
             RecordError: the folder cannot be made or written to.
         """
+        # On every rank, though one writes: a folder that cannot be made fails on all.
         directory, recorders = self.options.record, self.memory.recorders
         if directory is None:
             return None
@@ -172,6 +174,8 @@ class Job:
             if row is None
             else row.context_parallel_size
         )
+        # A loss communicates with the ranks of its row: unless all of them raised, one may be
+        # waiting for this one, and the exception must leave the pipeline at once.
         sharing = size * parallel_state.get_tensor_model_parallel_world_size()
         block = parallel_state.get_data_parallel_rank(with_context_parallel=True) // size
         if sharing > 1 and not self.watch.is_joined(f"block {block} of {size} raises", sharing):
@@ -212,8 +216,8 @@ class Job:
         )
 
 
+# Of the present job: a global, since Megatron's process groups, with which it ends, are globals.
 _memory: JobMemory | None = None
-"""Of the present job."""
 
 
 def present_memory() -> JobMemory | None:

@@ -80,6 +80,7 @@ class Options:
         """Of Megatron's arguments, or any object with some of them; what is missing is default."""
 
         def given(names: Iterable[str]) -> dict[str, Any]:
+            # argparse's destinations: "--max-tokens-per-gpu" is args.max_tokens_per_gpu.
             found = {name: FLAGS.get(name, name) for name in names}
             found = {name: flag.lstrip("-").replace("-", "_") for name, flag in found.items()}
             return {name: getattr(args, at) for name, at in found.items() if hasattr(args, at)}
@@ -122,6 +123,7 @@ class Options:
 
         Rows that are never packed, without ``--use-dynamic-batch-size``, have no use for them.
         """
+        # Measured times differ from run to run, and so would plans and the order of additions.
         default = FIXED if self.deterministic_mode else LEARNT
         chosen = default if self.cost_model is None else self.cost_model
         return chosen == LEARNT and bool(self.use_dynamic_batch_size)
@@ -140,8 +142,7 @@ class Options:
         tokens = self.log_prob_chunk_tokens
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
             raise DynamicBatchArgumentError(
-                f"{FLAGS['log_prob_chunk_tokens']} must be 1 or more, got {tokens!r}: leave it out "
-                f"for {LOG_PROB_CHUNK_TOKENS}"
+                f"{FLAGS['log_prob_chunk_tokens']} must be 1 or more, got {tokens!r}: leave it out"
             )
         return tokens
 
@@ -156,8 +157,7 @@ class Options:
         if seconds is None or not 1 <= seconds <= _MOST_TIMEOUT_SECONDS:
             raise DynamicBatchArgumentError(
                 f"{FLAGS['consensus_timeout_seconds']} must be a number of seconds from 1 to "
-                f"{_MOST_TIMEOUT_SECONDS}, got {given!r}: leave it out for "
-                f"{DEFAULT_TIMEOUT_SECONDS:g}"
+                f"{_MOST_TIMEOUT_SECONDS}, got {given!r}: leave it out"
             )
         return seconds
 
@@ -182,9 +182,10 @@ class Options:
         if not self.use_dynamic_batch_size:
             if self.max_context_parallel is not None:
                 raise DynamicBatchArgumentError(
-                    f"{FLAGS['max_context_parallel']} plans micro-batches under a cap: set "
+                    f"{FLAGS['max_context_parallel']} plans under a cap: set "
                     "--use-dynamic-batch-size and --max-tokens-per-gpu as well"
                 )
+            # No cap: Megatron's own micro-batches, packed as they come.
             return PlannerConfig(
                 max_tokens_per_gpu=sys.maxsize,
                 fill="placeholder",
@@ -195,8 +196,9 @@ class Options:
         if self.max_tokens_per_gpu is None:
             raise DynamicBatchArgumentError(
                 "--use-dynamic-batch-size needs a cap: set --max-tokens-per-gpu to the most tokens "
-                "that fit into one GPU's memory in one micro-batch (16384, say)"
+                "of a micro-batch that fit into a GPU (16384, say)"
             )
+        # Kernels on a GPU are chosen by the row's length: multiples let it find them again.
         chosen = dict(self.planner)
         if chosen["pad_total_to"] is None and dims is not None and _runs_on_cuda():
             smallest = dims if self.max_context_parallel is None else dims.for_rows_on(1)
@@ -221,6 +223,7 @@ class Options:
             return training
         given = self.forward_only_max_tokens_per_gpu
         cap = at_least("forward_only_max_tokens_per_gpu", given, 1, ConfigError)
+        # Without a backward pass no activations wait: the bound on them is training's alone.
         return dataclasses.replace(training, max_tokens_per_gpu=cap, max_inflight_tokens=None)
 
     @contextlib.contextmanager

@@ -22,6 +22,7 @@ from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.megatron.job.job import Job, present_memory
 
 DEFAULT_TIMEOUT_MINUTES = 10
+"""Megatron's own default of --distributed-timeout-minutes, for arguments without it."""
 
 
 def make_row_groups(job: Job, sizes: Sequence[int]) -> None:
@@ -34,6 +35,7 @@ def make_row_groups(job: Job, sizes: Sequence[int]) -> None:
     """
     among = parallel_state.get_data_parallel_group(with_context_parallel=True)
     own = parallel_state.get_context_parallel_group()
+    # Megatron has two of them already: a NCCL communicator takes memory on the GPU.
     groups = job.memory.row_groups
     groups |= {among.size(): among, own.size(): own}
     minutes = job.options.distributed_timeout_minutes or DEFAULT_TIMEOUT_MINUTES
@@ -58,14 +60,12 @@ def _groups_of_all_ranks(among: dist.ProcessGroup) -> list[list[int]]:
 
 
 def row_group(context_parallel_size: int) -> dist.ProcessGroup | None:
-    """The ranks that share a row with this one, in the order of their slices.
+    """The ranks that share a row of this size with this one, in the order of their slices.
 
-    None before any groups are made: rows then have Megatron's own context-parallel group. From then
-    on every row has one, also of one rank: Transformer Engine keeps the last row's.
-
-    Args:
-        context_parallel_size: of the row.
+    None before any groups are made: rows then have Megatron's own context-parallel group.
     """
+    # Once there are groups every row has one, also of one rank: Transformer Engine keeps the last
+    # row's otherwise.
     memory = present_memory()
     return None if memory is None else memory.row_groups.get(context_parallel_size)
 

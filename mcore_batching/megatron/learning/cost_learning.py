@@ -1,15 +1,9 @@
 """Learning what passes cost while training runs, unless ``--dynamic-batch-cost-model`` tells it.
 
-Every forward and backward pass of every model chunk is timed where it runs, around Megatron's own
-forward and backward step: what a stage waits for its neighbours is outside. On a GPU the times are
-read when the next step is planned, by then without waiting. All ranks add up what they measured
-within the planning protocol's first agreement and go on with the same model
-(`mcore_batching.planning.learnt_costs`).
-
-Passes are timed in `train_step` and in stock training, and the model is learnt when training's
-micro-batches are planned. The first step of a process, which compiles and allocates, does not
-count. What ranks wait for each other inside of passes is left out
-(`mcore_batching.megatron.learning.pass_times`).
+Every forward and backward pass of every model chunk is timed where it runs, in `train_step` and in
+stock training. All ranks add up what they measured within the planning protocol's first agreement
+and go on with the same model (`mcore_batching.planning.learnt_costs`). What ranks wait for each
+other inside of passes is left out (`mcore_batching.megatron.learning.pass_times`).
 """
 
 from __future__ import annotations
@@ -52,8 +46,9 @@ from mcore_batching.planning.learnt_costs import (
 )
 from mcore_batching.planning.pipeline import Schedule
 
-_ALMOST = 1 - 1e-9
-"""The same samples in another order cost the same but for rounding."""
+_BUT_FOR_ROUNDING = 1 - 1e-9
+"""The same samples in another order cost the same but for this factor; any between the rounding of
+a few thousand additions and a real difference of costs would do."""
 
 
 class CostLearner:
@@ -124,9 +119,12 @@ class CostLearner:
         Args:
             prepared: the step, the same rows on all stages.
         """
+        # Around Megatron's own forward and backward step: what a stage waits for its neighbours is
+        # outside.
         marks: list[Any] = []
         with compat.around_passes(lambda: marks.append(mark())):
             yield
+        # The first step of a process compiles kernels and allocates memory.
         if not self._is_warm:
             self._is_warm = True
             return
@@ -156,13 +154,15 @@ class CostLearner:
         self._alone = {}
         shared, costs = [0.0] * MAX_SHARED_PASSES, [math.inf] * MAX_SLOTS
         has_news = 0
+        # On a GPU a step is over some time after it was launched: what is not is read next time,
+        # without waiting for it here.
         while self._unread and all(map(is_over, self._unread[0].marks)):
             has_news, step = 1, self._unread.popleft()
             seconds = step.seconds()
             timings = step.timings(seconds)
             self._alone = {s: row for s, row in timings.items() if row.context_parallel == 1}
             self._num_slots = len(timings)
-            if not in_lockstep:
+            if not in_lockstep:  # else only rows that nobody waited in count: `learn` knows which
                 self._alone_steps.append(list(self._alone.values()))
             if step.shared is not None and step.shared is self._shared:
                 shared = step.shared.seconds(seconds, slowness(self._alone_steps, self.learnt))
@@ -192,6 +192,7 @@ class CostLearner:
         assert self.learnt is not None
         if not figures["steps timed"]:
             return
+        # Of ranks in lockstep only the costliest row of a slot was waited for by nobody.
         costs = figures["costs of slots"] if self._in_lockstep else None
         if costs is not None:
             self._alone_steps.append(self._costliest(self._alone.items(), costs))
@@ -211,7 +212,7 @@ class CostLearner:
         return [
             row
             for slot, row in rows
-            if slot in places and self._units(row) >= costs[places[slot]] * _ALMOST
+            if slot in places and self._units(row) >= costs[places[slot]] * _BUT_FOR_ROUNDING
         ]
 
 
@@ -233,8 +234,8 @@ class CostLearners:
 
     def __init__(self) -> None:
         self._first = CostLearner()
-        # Of models that are there no more, nothing is kept; none gets what another has learnt, as
-        # ranks would not agree on when that one was collected.
+        # Weak keys: ranks collect garbage at different times, so what a dead model has learnt goes
+        # to nobody.
         self._of_models: weakref.WeakKeyDictionary[Any, CostLearner] = weakref.WeakKeyDictionary()
         self._is_taken = False
 
@@ -249,6 +250,7 @@ class CostLearners:
             return self._first
         chunk = unwrap_model(model_chunks(model)[0])
         if chunk not in self._of_models:
+            # The first model gets what was loaded from a checkpoint before there was a model.
             self._of_models[chunk] = CostLearner() if self._is_taken else self._first
             self._is_taken = True
         return self._of_models[chunk]

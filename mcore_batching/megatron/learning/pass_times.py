@@ -33,9 +33,11 @@ from mcore_batching.planning.plan import Row
 _KINDS: tuple[Kind, ...] = "F", "B"
 """Passes that are timed."""
 MAX_SHARED_PASSES = 32
-"""Least times that travel of a step: the first message of an agreement holds a hundred numbers."""
+"""Passes of shared rows per step whose least time travels. With `MAX_SLOTS` and the evidence it
+fits the first message of an agreement, a hundred numbers; doubled, it would need a second one."""
 MAX_SLOTS = 24
-"""Slots whose largest cost travels; of more slots, as many evenly apart."""
+"""Slots per step whose largest cost travels; of more slots, as many evenly apart. Halved or
+doubled, fewer or more rows of a step are learnt from."""
 
 
 def places_of_slots(num_slots: int) -> dict[int, int]:
@@ -82,6 +84,7 @@ class SharedTimes:
             return tuple(int(lengths[i]) for i in row.samples)
 
         chunks = schedule.dims.virtual_pipeline
+        # Evenly from the smallest to the largest, size by size: both tell fixed costs from tokens'.
         shared = [row for row in plan.rows() if row.size > 1 and row.samples]
         shared.sort(key=lambda row: (row.size, sum(lengths_of(row)), row))
         count = min(len(shared), MAX_SHARED_PASSES // (len(_KINDS) * chunks))
@@ -166,6 +169,7 @@ class TimedStep:
 
     def timings(self, passes: Mapping[Pass, float]) -> dict[int, Timing]:
         """The times on this stage of each row, by its slot, its model chunks' together."""
+        # Chunks added up: costs are a stage's, whatever chunks it has.
         seconds: dict[Kind, list[float]] = {kind: [0.0] * len(self.rows) for kind in ("F", "B")}
         for (kind, _, slot), took in passes.items():
             seconds[kind][slot] += took
@@ -190,6 +194,7 @@ def mark() -> Any:
     """Now: on a GPU, when its current stream gets here."""
     if cpu_emulation.is_enabled():
         return time.perf_counter()
+    # Not the host's clock: it only launches kernels, far ahead of the device.
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
@@ -204,4 +209,4 @@ def seconds_between(start: Any, end: Any) -> float:
     """Between two marks that the device has got to."""
     if isinstance(start, float):
         return float(end - start)
-    return float(start.elapsed_time(end)) / 1e3
+    return float(start.elapsed_time(end)) / 1e3  # CUDA counts milliseconds

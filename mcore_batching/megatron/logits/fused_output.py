@@ -41,11 +41,9 @@ class FusedLogits:
     sequence_parallel: bool
 
     def whole_hidden(self) -> Tensor:
-        """``[local tokens, hidden size]`` on every tensor-parallel rank.
-
-        Its gradient is added up over the ranks, each of which has a part of the vocabulary.
-        """
+        """``[local tokens, hidden size]`` on every tensor-parallel rank."""
         rows = self.hidden[0]
+        # Both sum up the gradient over the ranks in the backward pass, as Megatron's layer does.
         if self.sequence_parallel:
             gathered: Tensor = tensor_parallel.gather_from_sequence_parallel_region(rows)
             return gathered
@@ -97,6 +95,7 @@ def output_layer(chunk: Any, fused: bool) -> Iterator[Callable[[Tensor], Logits]
         weights.append(layer.weight if weight is None else weight)
         return hidden, None
 
+    # On this one module and for this one pass: the model's own forward and its hooks run as ever.
     layer.forward = keep
     try:
         yield lambda output: FusedLogits(output, weights[0], layer.sequence_parallel)

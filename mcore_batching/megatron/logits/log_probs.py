@@ -36,9 +36,8 @@ CHUNK_TOKENS = LOG_PROB_CHUNK_TOKENS
 """Tokens cast to float32 at a time: at a vocabulary of 152k a copy takes 0.3 GB, of 16k tokens' 10,
 and kernels over a chunk still have 10 million entries when eight ranks share the vocabulary."""
 
+# Context variables, not arguments: losses call these functions, and are the user's.
 _chunk_tokens = contextvars.ContextVar("chunk_tokens", default=CHUNK_TOKENS)
-
-
 _temperatures: contextvars.ContextVar[set[float] | None] = contextvars.ContextVar(
     "temperatures", default=None
 )
@@ -84,22 +83,17 @@ def response_log_probs(
     chunk_tokens: int | None = None,
     overwrite_logits: bool = True,
 ) -> list[Tensor]:
-    """Log-probability of every response token, whole responses on every rank.
-
-    Differentiable, over tensor-parallel ranks (the vocabulary is split) and context-parallel ranks
-    (the tokens are split) alike.
+    """Log-probability of every response token, whole responses on every rank; differentiable.
 
     Args:
-        logits: ``[1, local tokens, local vocabulary]``, what the last stage's chunk returns, in any
-            floating-point type; computed with in float32. Or `FusedLogits`, what losses get under
-            ``--dynamic-batch-fuse-output-layer``.
+        logits: ``[1, local tokens, local vocabulary]`` of any floating-point type, as the model's
+            last chunk returns them; or `FusedLogits`.
         row: the micro-batch that they were computed from.
         temperature: divides the logits.
         chunk_tokens: tokens of which float32 copies are held at a time; None: what
             ``--dynamic-batch-log-prob-chunk-tokens`` says in `train_step` and `forward_only`, 512
             elsewhere.
-        overwrite_logits: write the gradient over the logits in the backward pass. Not done if this
-            module's functions were called on them more than once, nor for leaves. False if another
+        overwrite_logits: write the gradient over the logits in the backward pass. False if another
             function's backward pass reads the same logits, or anybody does later.
 
     Returns:
@@ -187,18 +181,22 @@ def _gathered(
             f"expected logits of shape [1, {expected}, vocabulary], one row for each token of the "
             f"micro-batch on this rank, got {describe(logits) if shape is None else list(shape)}"
         )
+    # Logits that a loss gathered or cut have the wrong part of the vocabulary on each rank.
     model, tp = _model_shape.get(), parallel_state.get_tensor_model_parallel_world_size()
     if model is not None and tp > 1 and whole is logits and shape[2] != model[2]:
         raise BatchError(
             f"expected logits of this tensor-parallel rank's {model[2]} entries of the vocabulary, "
             f"as the model made them, got {shape[2]}: do not gather or cut them before"
         )
+    # Only the response tokens that this context-parallel rank holds; the others' values come in
+    # `gather_own_values`.
     positions = row.responses.owned_positions.to(whole.device)
     targets = row.labels[0].index_select(0, positions)
     if isinstance(logits, FusedLogits):
         product = cast(Any, StatisticsOfProduct)
         values = product.apply(whole[0], logits.weight, positions, targets, options)
     else:
+        # One entry for each call: two of them must not both write over the logits.
         readers: list[None] | None = None
         if overwrite_logits and logits.requires_grad and torch.is_grad_enabled():
             readers = _readers.setdefault(logits, [])

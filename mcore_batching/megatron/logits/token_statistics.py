@@ -26,6 +26,7 @@ from mcore_batching.batch.value_shapes import as_number
 from mcore_batching.planning.integers import as_integer
 
 LOWEST = torch.finfo(torch.float32).min
+"""In place of -inf, of which a difference with itself would be NaN."""
 _NEGLIGIBLE = -1000.0
 """Below the highest logit: exp of it, and of all that is less, is 0 in float32."""
 
@@ -47,9 +48,7 @@ class Options:
         if temperature is None or not temperature > 0:
             raise ValueError(f"temperature must be a positive number, got {self.temperature!r}")
         if tokens is None or tokens < 1:
-            raise ValueError(
-                f"chunk_tokens must be an integer of 1 or more, got {self.chunk_tokens!r}"
-            )
+            raise ValueError(f"chunk_tokens must be 1 or more, got {self.chunk_tokens!r}")
 
 
 class StatisticsOfLogits(torch.autograd.Function):
@@ -86,6 +85,8 @@ class StatisticsOfLogits(torch.autograd.Function):
     def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
         """Gradient of the logits, in their storage where nobody else reads them."""
         logits, positions = ctx.saved_tensors
+        # Logits are the largest tensor of a step: a gradient beside them would double them. One
+        # that others read, or a leaf, keeps its values.
         in_place = ctx.readers is not None and len(ctx.readers) == 1 and not logits.is_leaf
         gradient = logits if in_place and logits.is_contiguous() else torch.empty_like(logits)
         rows, into = logits[0], gradient[0]
@@ -94,6 +95,7 @@ class StatisticsOfLogits(torch.autograd.Function):
             of_chunk = softmax.gradient(part, rows.index_select(0, positions[part]), grads)
             into.index_copy_(0, positions[part], of_chunk)
             del of_chunk  # or it lasts until the next chunk's is made
+        # Prompt tokens have no gradient; in place their rows still hold logits.
         others = torch.ones(rows.shape[0], dtype=torch.bool, device=rows.device)
         others.index_fill_(0, positions, False)
         into.masked_fill_(others[:, None], 0.0)
@@ -134,6 +136,7 @@ class StatisticsOfProduct(torch.autograd.Function):
         """Gradients of this rank's part of the vocabulary."""
         hidden, weight, positions = ctx.saved_tensors
         by_hidden = torch.zeros_like(hidden)
+        # Added up over chunks, in float32: half precision would lose the later ones.
         by_weight = torch.zeros_like(weight, dtype=torch.float32)
         softmax: _Softmax = ctx.softmax
         for part in softmax.parts:
@@ -186,6 +189,7 @@ class _Softmax:
                 x.clamp_(min=_NEGLIGIBLE)  # 0 times the -inf of a masked entry would be NaN
                 sums[2, part] = torch.bmm(weights[:, None], x[:, :, None])[:, 0, 0]
             del x, weights
+        # Each rank's sums are relative to its own highest; scaled to the highest of all, they add.
         if self.group.size() > 1 and count:
             down = highest.clone()
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
@@ -225,9 +229,10 @@ class _Softmax:
             del p, log_p
         else:
             made = x.exp_().div_(totals).mul_(-own)
+        # [i = target] of the first column's gradient, on the rank whose part has the target.
         at_target = own[:, :1].masked_fill(self.elsewhere[part, None], 0.0)
         return made.scatter_add_(1, self.targets[part, None], at_target).to(dtype)
 
     def _scaled(self, logits: Tensor) -> Tensor:
-        x = logits.float()
+        x = logits.float()  # a copy, but of float32 logits, whose chunk is a copy already
         return x.div_(self.options.temperature) if self.options.temperature != 1.0 else x

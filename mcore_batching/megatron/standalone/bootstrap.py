@@ -40,8 +40,8 @@ def initialize_process_group(timeout_seconds: float = 600.0) -> None:
     if not cpu_emulation.is_enabled():
         if not torch.cuda.is_available():
             raise cpu_emulation.DeviceError(
-                "no CUDA device: set MCORE_BATCHING_CPU=1 to run Megatron on the CPU with gloo, or "
-                "check the driver and CUDA_VISIBLE_DEVICES"
+                "no CUDA device: set MCORE_BATCHING_CPU=1 to run on the CPU, or check the driver "
+                "and CUDA_VISIBLE_DEVICES"
             )
         # Ranks may share a GPU from NCCL 2.30 on (NCCL_MULTI_RANK_GPU_ENABLE=1); others refuse.
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -69,10 +69,8 @@ def initialize_model_parallel(
     needed = dims.data_parallel * model_parallel
     if needed != dist.get_world_size():
         raise ParallelDimsError(
-            f"the parallel dims need {needed} processes (data {dims.data_parallel} × pipeline "
-            f"{dims.pipeline_parallel} × tensor {dims.tensor_parallel} × context "
-            f"{dims.context_parallel}), torchrun started {dist.get_world_size()}: set "
-            f"--nproc-per-node to {needed} or change the dims"
+            f"the parallel dims need {needed} processes, torchrun started "
+            f"{dist.get_world_size()}: set --nproc-per-node to {needed} or change the dims"
         )
     virtual = dims.virtual_pipeline if dims.virtual_pipeline > 1 else None
     parallel_state.initialize_model_parallel(
@@ -88,11 +86,9 @@ def initialize_model_parallel(
 
 
 def pipeline_config(dims: ParallelDims) -> dict[str, Any]:
-    """`TransformerConfig` arguments that follow from the parallel dims.
-
-    The interleaved schedule with variable lengths runs only with overlapped point-to-point
-    communication: upstream swaps shapes, or deadlocks, with batched sends and receives.
-    """
+    """`TransformerConfig` arguments that follow from the parallel dims."""
+    # The interleaved schedule with variable lengths runs only with overlapped point-to-point
+    # communication: upstream swaps shapes, or deadlocks, with batched sends and receives.
     interleaved = dims.virtual_pipeline > 1
     return {
         "tensor_model_parallel_size": dims.tensor_parallel,
@@ -145,6 +141,8 @@ def build_model(
     chunks = _bare_chunks(config, spec(config), options)
     if config.fp16 or config.bf16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
+    # As megatron.training does: the optimizer tells parameters that all tensor-parallel ranks hold
+    # from parts by these attributes.
     for chunk in chunks:
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -156,6 +154,7 @@ def build_model(
 def build_optimizer(model: list[Any], config: OptimizerConfig) -> Any:
     """Megatron's optimizer over the chunks, with ``config.grad_scale_func`` connected."""
     optimizer = get_megatron_optimizer(config, model)
+    # In fp16 the loss is scaled up before the backward pass, and gradients down after it.
     model[0].config.grad_scale_func = optimizer.scale_loss
     return optimizer
 
@@ -197,6 +196,7 @@ def _wrapped(
     ]
     for chunk in wrapped:
         chunk.broadcast_params()
+    # What the schedule calls after the last backward pass: reduces what is shared between stages.
     config.finalize_model_grads_func = finalize_model_grads
     if ddp.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in wrapped]

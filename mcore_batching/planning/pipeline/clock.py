@@ -102,6 +102,7 @@ class Clock:
 
     def end_with(self, changes: Changes) -> float:
         """End of the step with `changes`, up to rounding; nothing is changed."""
+        # The span's own passes are simulated; what follows it is read off the tails.
         first, stop = self._span(changes)
         self._update_tails(stop)
         saved = self._save(first, stop)
@@ -123,7 +124,7 @@ class Clock:
 
     def weights(self) -> list[float]:
         """Weight of each micro-batch on the critical path [places]."""
-        weights = numbers([0.0] * (len(self.costs) + 2))
+        weights = numbers([0.0] * (len(self.costs) + 2))  # two for transfers and joints, cut off
         _weigh_critical_path(*self._waits, self._slots, self._shares, self._ends, weights)
         return as_list(weights)[:-2]
 
@@ -131,7 +132,7 @@ class Clock:
         """`weights` with the changes of the last `end_with`."""
         # Unlike an end, a path needs the ends of all passes, up to the last.
         first, stop = self._span(self._tried)[0], len(self._slots)
-        saved = self._save(first, stop)
+        saved = self._save(first, stop)  # as `end_with`, but up to the end of the step
         self._change(self._tried)
         self._run(first, stop)
         weights = self.weights()
@@ -206,6 +207,8 @@ def _run(
 ) -> None:
     """Ends of the passes of a span, from the ends before it."""
     number = first
+    # Slices, a zip and a comparison: faster in plain Python than indices and `max`. No `strict`,
+    # which numba does not know.
     passes = zip(waits[first:stop], waits_too[first:stop], took[first:stop])  # noqa: B905
     for before, other, time in passes:
         start, ready = ends[before], ends[other]

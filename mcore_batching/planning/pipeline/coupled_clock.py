@@ -41,6 +41,7 @@ class CoupledClock(Clock):
         ranks = self._ranks = len(costs) // len(blocks)
         # The two slots beyond the last belong to numbers without a micro-batch.
         self._blocks = [*blocks, (), ()]
+        # Costs are changed at any place of a shared micro-batch, and on all of its ranks.
         self._shared = [range(place, place + 1) for place in range(len(costs))]
         """The places that have the same micro-batch as each place."""
         for slot, shared in enumerate(blocks):
@@ -74,6 +75,7 @@ class CoupledClock(Clock):
         before = self.costs[:]
         self._change(changes)
         self._all_tried = self._simulated(self._all_ends[:first], first)
+        # Costs go back; the ends stay, for `become` of the same changes.
         for place, _ in changes:
             self._set_cost(place, before[place])
         self._tried = changes
@@ -170,7 +172,7 @@ def clocks_of(
         a single clock for ranks in lockstep or under dynamic CP; else one for each rank, the same
         object for ranks with equal costs.
     """
-    if schedule.dims.in_lockstep:
+    if schedule.dims.in_lockstep:  # every slot takes as long as its costliest micro-batch
         return [Clock([max(slot) for slot in zip(*costs, strict=True)], schedule)]
     if sizes is not None:
         flat = [cost for slot in zip(*costs, strict=True) for cost in slot]

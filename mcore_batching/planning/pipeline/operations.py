@@ -72,8 +72,8 @@ def inflight_tokens(
         stage: pipeline rank; stage 0 holds most.
     """
     if forward_only:
-        return float(max(slot_tokens))
-    held = most = 0
+        return float(max(slot_tokens))  # one at a time: nothing waits for a backward pass
+    held = most = 0  # whole micro-batches; a chunk holds 1 / virtual_pipeline of the layers
     for is_forward, slot in _order(dims, stage, len(slot_tokens)):
         if is_forward:
             held += slot_tokens[slot]

@@ -96,6 +96,8 @@ class Schedule:
 
     def warm_up(self, stage: int, num_microbatches: int) -> int:
         """Forward passes of a stage in warm-up; after them forward and backward alternate."""
+        # Enough that the first backward pass arrives when they are done: one per stage behind, or
+        # under interleaving there and back for each, and all earlier chunks of a group.
         behind, chunks = self.dims.pipeline_parallel - stage - 1, self.dims.virtual_pipeline
         passes = behind if chunks == 1 else 2 * behind + (chunks - 1) * self.dims.group_size
         most = chunks * num_microbatches
@@ -108,6 +110,7 @@ class Schedule:
         if kind == "F":
             if stage > 0:
                 return stage - 1, what
+            # The first stage's next chunk takes what the last stage's chunk before it made.
             return (last_stage, Pass("F", chunk - 1, slot)) if chunk > 0 else None
         if kind == "W":
             return stage, Pass("B", chunk, slot)
@@ -115,7 +118,7 @@ class Schedule:
             return stage + 1, what
         if chunk < last_chunk:
             return 0, Pass("B", chunk + 1, slot)
-        return stage, Pass("F", chunk, slot)
+        return stage, Pass("F", chunk, slot)  # the loss: backward begins where forward ended
 
 
 def _with_weights(order: list[Pass], most_held: int) -> list[Pass]:
@@ -125,7 +128,7 @@ def _with_weights(order: list[Pass], most_held: int) -> list[Pass]:
     each B once all F have run; the rest come last.
     """
     made: list[Pass] = []
-    due: list[Pass] = []
+    due: list[Pass] = []  # W passes whose B has run, oldest first
     held, forwards = 0, sum(what.kind == "F" for what in order)
     for what in order:
         if what.kind == "F":

@@ -44,6 +44,7 @@ def build_parser() -> CommandParser:
         ("replay", replay, "show a recorded job, and what other plans would have taken"),
         ("flags", flags, "print the flags of training jobs"),
     ):
+        # No abbreviations: a script's flag must not change its meaning when another is added.
         command = commands.add_parser(name, help=help_text, allow_abbrev=False)
         module.add_arguments(command)
         command.set_defaults(run=module.run, spell=command.spell)
@@ -52,7 +53,7 @@ def build_parser() -> CommandParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with `arguments`, or those of the process, and return the exit status."""
-    if sys.stdout is None:
+    if sys.stdout is None:  # `>&-` in a shell
         complain("standard output is closed; redirect it to a file or to /dev/null")
         return INPUT_OUTPUT
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -62,11 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return _run(arguments)
         finally:
+            # Here, where errors are caught: what is left is flushed again on exit, without a word.
             sys.stdout.flush()
     except KeyboardInterrupt:
         complain("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:
+    except BrokenPipeError:  # `mcore-batching … | head`
         _discard_output()
         return NO_READER
     except OSError as error:
@@ -81,6 +83,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         status: int = options.run(options)
     except MCoreBatchingError as error:
         complain(error.text(options.spell))
+        # A full disk is no mistake in the command line, whatever error it came wrapped in.
         failed = isinstance(error.__cause__, OSError) and error.__cause__.errno in _DEVICE_FAULTS
         return INPUT_OUTPUT if failed else USAGE
     return status

@@ -6,7 +6,7 @@ import argparse
 
 from mcore_batching.planning import InvariantError, Plan, validate_plan
 from mcore_batching.planning.errors import printable
-from mcore_batching.planning.plan import lengths_digest, recorded_digests
+from mcore_batching.planning.plan_document import lengths_digest, recorded_digests
 from mcore_batching.tools import report
 from mcore_batching.tools.cli.options import CommandParser, add_lengths, complain, read
 from mcore_batching.tools.lengths_file import read_lengths
@@ -21,7 +21,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check; status 1 if an invariant is broken."""
-    text = read(options.plan)
+    text = read(options.plan)  # what cannot be read is bad input, status 2, not a broken plan
     lengths = read_lengths(options.lengths, options.column)
     # Digests come last: a broken invariant says more than "changed after it was written".
     plan = Plan.from_json(text, verify_digest=False)
@@ -30,6 +30,7 @@ def run(options: argparse.Namespace) -> int:
     except InvariantError as error:
         complain(f"{options.plan}: {error.text(options.spell)}")
         return 1
+    # Other lengths may satisfy every invariant by chance, so their digest has the last word.
     recorded, of_lengths = recorded_digests(text)
     if of_lengths not in (None, lengths_digest(lengths)):
         complain(
@@ -44,6 +45,7 @@ def run(options: argparse.Namespace) -> int:
             f"gives {found}: the plan was changed after it was written"
         )
         return 1
+    # Only what was checked is claimed: with `fill="placeholder"` nothing is split.
     held = ["exact cover", "cap", "equal count"]
     if plan.config.fill == "split":
         held.append("split before placeholder")

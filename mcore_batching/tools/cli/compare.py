@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from mcore_batching.planning.errors import printable
-from mcore_batching.tools import compare, report
+from mcore_batching.tools import compare, compare_report, report
 from mcore_batching.tools.cli.options import (
     CommandParser,
     UsageError,
@@ -21,7 +21,7 @@ from mcore_batching.tools.cli.options import (
 from mcore_batching.tools.cli.progress import progress
 from mcore_batching.tools.lengths_file import read_lengths
 
-_FORMATS = {".csv": compare.as_csv, ".json": compare.as_json}
+_FORMATS = {".csv": compare_report.as_csv, ".json": compare_report.as_json}
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -52,6 +52,7 @@ def run(options: argparse.Namespace) -> int:
     """Compare and print the table."""
     dims, config = dims_of(options), config_of(options)
     cost_model = cost_model_of(options)
+    # Before the long work: a wrong name of the file would be found out only after it.
     to_text = None
     if options.out:
         to_text = next((f for end, f in _FORMATS.items() if options.out.endswith(end)), None)
@@ -61,15 +62,15 @@ def run(options: argparse.Namespace) -> int:
     steps = compare.draw_steps(lengths, options.samples_per_step, options.draws, options.seed)
     with progress("comparing"):
         outcomes = compare.compare(steps, dims, config, cost_model)
-    per_step = sorted({len(step) for step in steps})
+    per_step = sorted({len(step) for step in steps})  # the last step may hold fewer
     samples = str(per_step[0]) if len(per_step) == 1 else f"{per_step[0]} to {per_step[-1]}"
     print(
         f"{report.counted(len(steps), 'step')} of {samples} samples, "
         f"{report.dims_line(dims, config)}"
     )
-    report.print_table(compare.as_table(outcomes), sys.stdout)
-    print(compare.LEGEND)
-    for line in compare.summary(outcomes):
+    report.print_table(compare_report.as_table(outcomes), sys.stdout)
+    print(compare_report.LEGEND)
+    for line in compare_report.summary(outcomes):
         print(line)
     if to_text is not None:
         write(options.out, to_text(outcomes))

@@ -25,10 +25,12 @@ def run(options: argparse.Namespace) -> int:
         prog="torchrun … -m mcore_batching.run SCRIPT",
         usage="%(prog)s --use-dynamic-batch-size --max-tokens-per-gpu TOKENS [more flags]",
         add_help=False,
+        # argparse would fill the whole width of a wide terminal.
         formatter_class=partial(
             argparse.HelpFormatter, width=min(100, shutil.get_terminal_size().columns)
         ),
     )
+    # argparse has a formatter that adds defaults, but to every flag, `False` and `None` included.
     for flag in add_flags(listed, THEMES)._actions:
         if flag.default not in (None, False) and "default" not in str(flag.help):
             flag.help = f"{flag.help} (default: {flag.default})"

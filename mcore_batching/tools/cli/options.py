@@ -54,21 +54,23 @@ class CommandParser(argparse.ArgumentParser):
     def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
         """As argparse's."""
         action = super().add_argument(*names, **settings)
+        # The flag itself, or for a positional argument its name in the usage.
         self.flags[action.dest] = [*action.option_strings, str(action.metavar)][0]
         return action
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
-        """As argparse's, which passes over output that cannot be written."""
+        """As argparse's, but output that cannot be written is an error."""
         (file or sys.stdout).write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
-        """As argparse's, whose message may hold any word of the command line."""
+        """As argparse's, with what a terminal would act on escaped."""
+        # The message may quote any word of the command line.
         super().error(printable(message))
 
     def spell(self, argument: Argument) -> str:
         """An argument as this command calls it; as the library does if it has no flag for it."""
         flag = self.flags.get(argument.name)
-        if flag is None:
+        if flag is None:  # an argument of the library alone
             return str(argument)
         return flag if argument.value is None else f"{flag}={argument.value}"
 
@@ -88,6 +90,7 @@ def add_dims(parser: CommandParser) -> None:
         metavar="N",
         help="most padded tokens one GPU holds of a micro-batch",
     )
+    # Defaults are the library's, so that both plan the same.
     for option, flag in FLAG_OF_SIZE.items():
         parser.add_argument(
             flag,
@@ -165,6 +168,7 @@ def add_plan_effort(parser: CommandParser) -> None:
 
 def default(options: type[ParallelDims] | type[PlannerConfig], name: str) -> Any:
     """The default of one of the planner's options."""
+    # Of a class with slots the attribute of that name is not its default.
     return next(option.default for option in fields(options) if option.name == name)
 
 
@@ -215,12 +219,13 @@ def write(path: str, text: str) -> None:
     try:
         write_whole(path, text + "\n")
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error}; set --out to a writable file") from error
+        raise UsageError(f"cannot write {path}: {error}; name a writable file") from error
 
 
 def complain(message: str) -> None:
     """One line on standard error, if there is one to write to."""
     if sys.stderr is not None:
+        # One line, so that logs of many processes stay readable; nobody is left to tell of a fault.
         with contextlib.suppress(OSError):
             line = printable(" ".join(message.split()))
             print(f"mcore-batching: {line}", file=sys.stderr, flush=True)
@@ -234,7 +239,4 @@ def check_at_least(options: argparse.Namespace, name: str, minimum: int) -> None
     """
     value = getattr(options, name)
     if value < minimum:
-        argument = Argument(name)
-        raise UsageError(
-            argument, f" must be {minimum} or more, got {value}; set ", argument, " accordingly"
-        )
+        raise UsageError(Argument(name), f" must be {minimum} or more, got {value}; increase it")

@@ -124,6 +124,7 @@ def run(options: argparse.Namespace) -> int:
         ModelShape.from_config_json(read(options.model_config)) if options.model_config else None
     )
     groups = _read_groups(options)
+    # What can fail at once does so before the long work.
     if options.plot:
         check_picture(options.plot)
     lengths = read_lengths(options.lengths, options.column)
@@ -142,6 +143,7 @@ def run(options: argparse.Namespace) -> int:
             on_step=on_step,
         )
     planning_seconds = time.monotonic() - started
+    # The checker shares no code with the planner: a plan that it refuses is never written.
     validate_plan(plan, lengths)
     if options.out:
         write(options.out, plan.to_json(lengths))
@@ -153,6 +155,7 @@ def run(options: argparse.Namespace) -> int:
         peak = functools.reduce(operator.add, statistics)
         print(report.memory_line(predicted_memory(peak, plan.steps[0], shape)))
     if len(plan.steps) == 1:
+        # Advice plans anew: as long again as planning took, so that a command takes twice that.
         advice = 0.0 if options.no_advice else max(planning_seconds, _LEAST_ADVICE_SECONDS)
         with progress("looking for advice"):
             explained = explain(plan.steps[0], lengths, options.spell, advice_seconds=advice)
@@ -171,10 +174,7 @@ def run(options: argparse.Namespace) -> int:
 def _draw(options: argparse.Namespace, plan: Plan, lengths: Sequence[int]) -> None:
     number = options.plot_step
     if not 0 <= number < len(plan.steps):
-        raise UsageError(
-            f"--plot-step must be from 0 to {len(plan.steps) - 1}, the plan's last step, "
-            f"got {number}"
-        )
+        raise UsageError(f"--plot-step must be from 0 to {len(plan.steps) - 1}, got {number}")
     where = f"step {number}, " if len(plan.steps) > 1 else ""
     title = f"{where}{report.dims_line(plan.dims, plan.config)}"
     draw_step(plan.steps[number], lengths, options.plot, title=title)
@@ -183,8 +183,8 @@ def _draw(options: argparse.Namespace, plan: Plan, lengths: Sequence[int]) -> No
 def _read_groups(options: argparse.Namespace) -> list[str | int] | None:
     if options.groups is None:
         if options.group_column is not None:
-            raise UsageError("--group-column needs --groups; set --groups to the file with it")
+            raise UsageError("--group-column needs --groups; set --groups to its file")
         return None
-    if options.groups == options.lengths == "-":
+    if options.groups == options.lengths == "-":  # standard input can be read once
         raise UsageError("LENGTHS and --groups are both -; write one of them to a file")
     return read_groups(options.groups, options.group_column)

@@ -23,6 +23,8 @@ from mcore_batching.tools.picture import check_picture
 from mcore_batching.tools.replay_plot import draw_replay
 
 MOST_PLANNED_STEPS = 16
+"""Default of --steps. Each is planned up to eight times: time grows with it, and gains of single
+steps even out."""
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -62,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
     if options.plot:
         check_picture(options.plot)
     steps = replay.replay(read_records(options.records), cost_model_of(options))
+    # A job whose options changed half-way has no one factor: each setting gets a table of its own.
     before = None
     for alike in replay.by_setting(steps):
         if before is not None:
@@ -96,6 +99,7 @@ def _print(steps: Sequence[replay.ReplayedStep], options: argparse.Namespace) ->
             off = f"; predictions are off by {sum(errors) / len(errors):.1%} on average, "
             off += f"{max(errors):.1%} at worst"
         print(f"a unit of cost took {factor:.3e} s ({how}){off}")
+    # All alternatives for the same few steps, so that gains can be compared.
     planned = replay.spread_out(steps, options.steps)
     with progress("planning the steps again"):
         found = replay.better_plans(planned, options.plan_effort)

@@ -1,0 +1,91 @@
+"""A comparison as a table with its legend, as JSON and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from mcore_batching.tools.compare import OURS, Outcome
+from mcore_batching.tools.report import FLOOR, Table, counted
+
+COLUMNS = (
+    "planner",
+    "steps",
+    "time/floor",
+    "time/ours",
+    "micro-batches/rank",
+    "planning",
+    "own best cap",
+    "time/ours there",
+)
+LEGEND = f"""\
+time/floor    predicted end of the step / the floor, mean over steps; the floor is
+              {FLOOR}
+time/ours     predicted end of the step / that under {OURS}'s plan, mean over steps
+own best cap  of caps up to the given one, that under which the planner's steps end soonest
+planning      processor time for one step at the given cap, mean over steps"""
+
+
+def as_table(outcomes: Sequence[Outcome]) -> Table:
+    """One row per planner."""
+    return Table(columns=COLUMNS, rows=tuple(map(_row, outcomes)))
+
+
+def _row(outcome: Outcome) -> tuple[str, ...]:
+    def shown(value: float | None, text: str) -> str:
+        return "-" if value is None else text.format(value)
+
+    seconds = outcome.planning_seconds
+    return (
+        outcome.name,
+        f"{outcome.planned}/{outcome.steps}",
+        shown(outcome.time_over_floor, "{:.3f}"),
+        shown(outcome.time_over_ours, "{:.3f}"),
+        shown(outcome.num_microbatches, "{:.1f}"),
+        shown(None if seconds is None else 1000 * seconds, "{:.1f} ms"),
+        shown(outcome.best_cap, "{}"),
+        shown(outcome.time_over_ours_at_best_cap, "{:.3f}"),
+    )
+
+
+def summary(outcomes: Sequence[Outcome]) -> list[str]:
+    """Lines below the table: the gain on the best rules, and who has no plan."""
+    lines = []
+    # A rule that has no plan for some steps would win by the ones that it left out.
+    peers = [o for o in outcomes if o.kind == "peer" and o.planned == o.steps]
+    at_cap = [(o.time_over_ours, o.name) for o in peers if o.time_over_ours]
+    tuned = [
+        (o.time_over_ours_at_best_cap, o.name, o.best_cap)
+        for o in peers
+        if o.time_over_ours_at_best_cap
+    ]
+    if at_cap and tuned:
+        time, name = min(at_cap)
+        time_tuned, name_tuned, cap = min(tuned)
+        lines.append(
+            f"of the other frameworks' rules {name} ends soonest, at {time:.3f} x the time of "
+            f"{OURS}; with caps chosen for each, {name_tuned} under {cap}, at {time_tuned:.3f} x"
+        )
+    return lines + [
+        f"{o.name} has no plan for {o.steps - o.planned} of {counted(o.steps, 'step')}: {o.failure}"
+        for o in outcomes
+        if o.failure
+    ]
+
+
+def as_json(outcomes: Sequence[Outcome]) -> str:
+    """A list of objects, one per planner, with `Outcome`'s fields."""
+    return json.dumps([asdict(outcome) for outcome in outcomes], indent=2)
+
+
+def as_csv(outcomes: Sequence[Outcome]) -> str:
+    """One line per planner under a heading of `Outcome`'s fields; None is an empty cell."""
+    text = io.StringIO()
+    records = [asdict(outcome) for outcome in outcomes]
+    writer = csv.DictWriter(text, list(records[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue().rstrip("\n")
