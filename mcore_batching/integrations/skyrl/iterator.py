@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 from mcore_batching.batch import OrderError
 from mcore_batching.batch.consensus import Consensus
+from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.replacements import (
     MARK,
     Hook,
@@ -33,7 +33,7 @@ from mcore_batching.integrations.replacements import (
     in_place_of,
 )
 from mcore_batching.integrations.shards import planned_shard
-from mcore_batching.planning import ParallelDims, PlannerConfig
+from mcore_batching.planning import PlannerConfig
 
 _MODULE = "skyrl.backends.skyrl_train.workers.worker_utils"
 _CLASS = "TokenBasedBatchIterator"
@@ -92,7 +92,8 @@ def _sync_num_microbatches(self: Any) -> int:
     """
     planned = planned_shard(
         self._token_counts,
-        _dims(),
+        # SkyRL's cap is for all context-parallel ranks together, in tokens without padding.
+        job_dims(data_parallel=1, context_parallel=1, tensor_parallel=1, expert_parallel=1),
         PlannerConfig(max_tokens_per_gpu=self._max_tokens_per_microbatch),
         Consensus(dist.group.WORLD if dist.is_initialized() else None),
     )
@@ -120,17 +121,3 @@ def _reorder_and_combine_batches(original: Callable[..., Any], self: Any, batche
                     f"{name!r}: return one row for each sample"
                 )
     return original(self, batches)
-
-
-def _dims() -> ParallelDims:
-    """Pipeline sizes from Megatron's groups, if there are any in this process.
-
-    Without the tensor- and context-parallel sizes: SkyRL's cap is for all context-parallel ranks
-    together, in tokens without padding.
-    """
-    groups = sys.modules.get("megatron.core.parallel_state")
-    if groups is None or not groups.model_parallel_is_initialized():
-        return ParallelDims()
-    stages = groups.get_pipeline_model_parallel_world_size()
-    chunks = groups.get_virtual_pipeline_model_parallel_world_size() or 1
-    return ParallelDims(pipeline_parallel=stages, virtual_pipeline=chunks)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.replacements import (
     Hook,
     HookError,
@@ -144,7 +145,7 @@ def build_dp_schedule(
         raise HookError(
             f"the trainer would not know placeholders: set {_INIT}, or call it in your own init"
         )
-    dims, config = parallel_dims(args, train_parallel_config), planner_config(args)
+    dims, config = _parallel_dims(args, train_parallel_config), planner_config(args)
     last = _last_step(args, rollout_indices, global_batch_size, dims.data_parallel)
     planned = functools.partial(
         plan_batch,
@@ -173,20 +174,18 @@ def build_dp_schedule(
     return partitions, micro_batches, counts, sizes
 
 
-def parallel_dims(args: Any, train_parallel_config: dict[str, int]) -> ParallelDims:
-    """The trainer's parallel dims: what the rollout manager was told, the rest from arguments."""
-    chunks = train_parallel_config["vpp_size"] or 1
-    group = train_parallel_config["microbatch_group_size_per_vp_stage"]
+def _parallel_dims(args: Any, told: dict[str, Any]) -> ParallelDims:
+    """Of the trainer: what the rollout manager was told, the rest from arguments."""
+    chunks, group = told["vpp_size"] or 1, told["microbatch_group_size_per_vp_stage"]
     stages = getattr(args, "pipeline_model_parallel_size", None)
-    return ParallelDims(
-        data_parallel=train_parallel_config["dp_size"],
+    return job_dims(
+        args,
+        data_parallel=told["dp_size"],
         # Megatron's default group is the number of stages.
         pipeline_parallel=stages or (group if chunks > 1 else 1),
         virtual_pipeline=chunks,
-        context_parallel=train_parallel_config["cp_size"],
-        tensor_parallel=getattr(args, "tensor_model_parallel_size", 1),
-        expert_parallel=getattr(args, "expert_model_parallel_size", 1),
-        microbatch_group_size=group if chunks > 1 else None,
+        context_parallel=told["cp_size"],
+        microbatch_group_size=group,
     )
 
 

@@ -15,8 +15,8 @@ Guarantees
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from mcore_batching.batch import OrderError
 from mcore_batching.batch.consensus import Consensus, Statement
 from mcore_batching.batch.figures import largest, least
+from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.replacements import HookError
 from mcore_batching.integrations.shards import planned_shard
 from mcore_batching.planning import LengthError, MicroBatches, ParallelDims, PlannerConfig
@@ -147,26 +148,17 @@ def _lengths(batch: Any) -> list[int]:
 
 def _settings(max_token_len: int, multiple: int, ranks: int) -> tuple[ParallelDims, PlannerConfig]:
     """Settings of a plan, from Megatron's groups if there are any in this process."""
-    groups = sys.modules.get("megatron.core.parallel_state")
-    if groups is None or not groups.model_parallel_is_initialized():
-        return ParallelDims(data_parallel=ranks), PlannerConfig(max_tokens_per_gpu=max_token_len)
-    context = groups.get_context_parallel_world_size()
-    tensor = groups.get_tensor_model_parallel_world_size()
-    stages = groups.get_pipeline_model_parallel_world_size()
-    chunks = groups.get_virtual_pipeline_model_parallel_world_size() or 1
-    experts = groups.get_expert_model_parallel_world_size()
-    dims = ParallelDims(
-        data_parallel=ranks,
-        pipeline_parallel=stages,
-        virtual_pipeline=chunks,
-        context_parallel=context,
-        tensor_parallel=tensor,
-        expert_parallel=experts,
+    dims = job_dims(data_parallel=ranks)
+    dims = dataclasses.replace(
+        dims,
         # verl pads samples to a multiple of the tensor-parallel size, with or without it.
-        sequence_parallel=tensor > 1,
-        microbatch_group_size=max(multiple, stages) if chunks > 1 else None,
+        sequence_parallel=dims.tensor_parallel > 1,
+        microbatch_group_size=(
+            max(multiple, dims.pipeline_parallel) if dims.virtual_pipeline > 1 else None
+        ),
     )
-    return dims, PlannerConfig(max_tokens_per_gpu=max(1, max_token_len // context))
+    cap = max(1, max_token_len // dims.context_parallel)
+    return dims, PlannerConfig(max_tokens_per_gpu=cap)
 
 
 def _checked_lengths(batch: Any, max_token_len: int, consensus: Consensus) -> list[int]:
