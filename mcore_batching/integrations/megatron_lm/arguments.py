@@ -125,8 +125,8 @@ def check_training(
         return
     if process_non_loss_data_func is not None:
         raise DynamicBatchArgumentError(
-            "process_non_loss_data_func runs the model on the last rank alone, and planning would "
-            f"wait for all: do not give it to pretrain, or unset {FLAG}"
+            "process_non_loss_data_func runs the model on one rank, planning needs all: do not "
+            f"give it to pretrain, or unset {FLAG}"
         )
     use_packed_batches(forward_step_func)
 
@@ -142,8 +142,7 @@ def _problems(args: Any) -> list[str]:
         )
     if not given("calculate_per_token_loss"):
         problems.append(
-            "an average over micro-batches would change with packing: set "
-            "--calculate-per-token-loss"
+            "packing would change a mean over micro-batches: set --calculate-per-token-loss"
         )
     if given("hybrid_layer_pattern") or given("is_hybrid_model"):
         problems.append(
@@ -153,7 +152,7 @@ def _problems(args: Any) -> list[str]:
     # Not given(): a factor of 0 is a capacity too.
     if getattr(args, "moe_expert_rank_capacity_factor", None) is not None:
         problems.append(
-            "under an expert capacity packing changes which tokens are dropped: unset "
+            "packing changes which tokens exceed an expert's capacity: unset "
             "--moe-expert-rank-capacity-factor"
         )
     return problems

@@ -75,7 +75,7 @@ def record_step(
     if memory is not None:
         values["activations GiB"] = memory.first_stage_bytes / 2**30
         values["logits GiB"] = memory.logit_bytes / 2**30
-    # From the third step on: stock code averages the first two in one log line, in which an entry
+    # From the third step on. Stock code averages the first two in one log line, in which each entry
     # must be in both.
     if len(_seconds_per_unit) >= 2:
         seconds = statistics.median(_seconds_per_unit) * made.step_time

@@ -59,11 +59,13 @@ def hook() -> Hook:
     count: Any = getattr(original, _NAMES[2], None)
     check_signature(f"{where}.{_NAMES[2]}", count, _sync_num_microbatches, whole=True)
     check_signature(f"{where}.__init__", original.__init__, _init, whole=True)  # type: ignore[misc]
+    # __init__ packs, has the number agreed on, then adds padding: ours comes between the two. In
+    # another order its own micro-batches would be padded, or ours overwritten.
     used = [name for name in original.__init__.__code__.co_names if name in _NAMES]  # type: ignore[misc]
     if used != list(_NAMES):
         raise HookError(
-            f"{where} cannot be replaced: its __init__ uses {', '.join(used) or 'none'} of "
-            f"{', '.join(_NAMES)}, expected all, in this order; hook a version of SkyRL that does"
+            f"{where} cannot be replaced: its __init__ uses {', '.join(used) or 'none'}, expected "
+            f"{', '.join(_NAMES)} in this order; hook a version of SkyRL that does"
         )
     reorder: Any = getattr(original, _REORDER, None)
     reordered = functools.partial(_reorder_and_combine_batches, reorder)
@@ -97,6 +99,7 @@ def _sync_num_microbatches(self: Any) -> int:
         PlannerConfig(max_tokens_per_gpu=self._max_tokens_per_microbatch),
         Consensus(dist.group.WORLD if dist.is_initialized() else None),
     )
+    # SkyRL fills up with padding micro-batches of its own, behind these.
     self._microbatches = [list(samples) for samples in planned if samples]
     return len(planned)
 

@@ -93,6 +93,7 @@ def get_data_iterator(
         planned, dims=dataclasses.replace(planned.dims, sequence_parallel=False)
     )
     rollout = PlannedRollout(schedule)
+    # A rank that was given nothing has what its replica sent it, without later fields.
     live = schedule.rollout_data if rollout_data is None else rollout_data
     return [
         PlaceholderIterator(LiveDataIterator(rollout, live), schema, schedule.template)
@@ -122,7 +123,7 @@ def forward_only(
             "forward_only does not call custom_megatron_before_log_prob_hook_path: unset it, and "
             "call the function before"
         )
-    live = [_live(each).reset() for each in data_iterator]
+    live = [_live(each).reset() for each in data_iterator]  # the caller may have drawn from them
     with _own_positions(model_chunks(model), schedule_of(live)):
         return run_forward_only(f, args, model, live, num_microbatches, store_prefix)
 
@@ -272,8 +273,8 @@ def _check_options(args: Any) -> None:
         )
     if getattr(args, "dynamic_batch_cost_model", None) == LEARNT:
         raise DynamicBatchArgumentError(
-            "costs are learnt in the engine's train_step alone: set --dynamic-batch-cost-model to "
-            "fixed, or to a file of CostModel.to_json"
+            "costs are learnt in the engine's train_step: set --dynamic-batch-cost-model to fixed, "
+            "or to a file of CostModel.to_json"
         )
 
 

@@ -165,6 +165,7 @@ def build_dp_schedule(
     for step in plan.steps:
         for rank, slots in enumerate(step.micro_batches):
             for samples in slots:
+                # A micro-batch lists places in its rank's samples, not numbers of samples.
                 first = len(partitions[rank])
                 partitions[rank] += samples
                 micro_batches[rank].append(list(range(first, first + len(samples))))
@@ -204,6 +205,7 @@ def planner_config(args: Any) -> PlannerConfig:
         for each in dataclasses.fields(PlannerConfig)
         if each.default is not dataclasses.MISSING
     }
+    # get_batch pads each rank's part to this times the tensor-parallel size.
     local = getattr(args, "data_pad_size_multiplier", 1)
     local *= getattr(args, "tensor_model_parallel_size", 1)
     local *= getattr(args, "context_parallel_size", 1)
@@ -215,8 +217,8 @@ def _cost_model(args: Any) -> CostModel | None:
     chosen = getattr(args, "dynamic_batch_cost_model", None)
     if chosen == "auto":
         raise HookError(
-            "costs cannot be learnt, since the framework runs training itself: set "
-            "dynamic_batch_cost_model to fixed, or to a file of CostModel.to_json"
+            "the framework trains itself, so no costs are learnt: set dynamic_batch_cost_model to "
+            "fixed, or to a file of CostModel.to_json"
         )
     if chosen in (None, "fixed"):
         return None
@@ -227,6 +229,7 @@ def _last_step(args: Any, rollouts: Sequence[int], rollouts_per_step: int, ranks
     """What to do with rollouts left over: "keep" where miles would make a smaller step of them."""
     if not getattr(args, "allow_partial_train_step", False):
         return "drop"
+    # miles drops a last step of fewer samples than ranks, too.
     *_, last = group_steps(rollouts, rollouts_per_step)
     return "keep" if len(last) >= ranks else "drop"
 
@@ -245,16 +248,16 @@ def _check(args: Any, plan: Plan, dims: ParallelDims) -> None:
     idle = _idle_ranks(plan)
     if idle:
         raise HookError(
-            f"data-parallel rank {idle[0]} has no sample, which the trainer cannot run: set "
-            f"--global-batch-size to {dims.data_parallel} rollouts or more"
+            f"data-parallel rank {idle[0]} would train no sample: set --global-batch-size to "
+            f"{dims.data_parallel} rollouts or more"
         )
     empty = any(
         not samples for step in plan.steps for rank in step.micro_batches for samples in rank
     )
     if empty and getattr(args, "enable_mtp_training", False):
         raise HookError(
-            "multi-token prediction divides by a micro-batch's tokens, a placeholder has none: "
-            "unset --enable-mtp-training, or set --global-batch-size higher"
+            "multi-token prediction would divide by a placeholder's 0 tokens: unset "
+            "--enable-mtp-training, or set --global-batch-size higher"
         )
 
 

@@ -70,18 +70,17 @@ def forward_only(
     """The framework's forward pass, without placeholders' outputs.
 
     A collective over all ranks if the rollout manager planned. Otherwise (fixed micro-batches,
-    miles' own plans) errors are raised on their own rank: slime's server runs data-parallel ranks
-    separately, so a collective would hang.
+    miles' own plans) errors are raised on their own rank.
 
     Args:
-        original: the framework's function.
+        original: the framework's function; it gets all further arguments.
         f: the function of the logits; gets ``total_lengths`` by keyword.
         args: the framework's arguments.
         model: this rank's model chunks.
         data_iterator: from `get_data_iterator`.
         num_microbatches: of each step.
-        arguments: further ones of `original`.
-        keywords: of `original`.
+        arguments: of `original`.
+        keywords: likewise.
 
     Raises:
         CollationFailedError: on every rank, if any rank's micro-batches do not hold each sample
@@ -91,12 +90,11 @@ def forward_only(
         PipelineFailedError: on every rank that can still be reached, if anything else raised.
     """
 
-    def run(guarded: _Guarded) -> Any:
-        return original(
-            guarded, args, model, data_iterator, num_microbatches, *arguments, **keywords
-        )
+    def run(f: _Guarded) -> Any:
+        return original(f, args, model, data_iterator, num_microbatches, *arguments, **keywords)
 
     planned = isinstance(data_iterator[0], PlaceholderIterator)
+    # slime's log-prob server runs data-parallel ranks separately: a collective would hang there.
     if not (planned and getattr(args, "use_dynamic_batch_size", False)):
         return run(_Guarded(f, _raise))
     job = job_of(args)
@@ -129,7 +127,7 @@ def _check_plan(iterator: PlaceholderIterator, num_microbatches: Sequence[int]) 
         apply_order(samples, [sample for each in micro_batches for sample in each])
     except OrderError as error:
         raise OrderError(
-            f"micro_batch_indices do not hold the {len(samples)} samples once each: missing "
+            f"micro_batch_indices must hold each of {len(samples)} samples once: missing "
             f"{list(error.missing)}, doubled {list(error.doubled)}, extra {list(error.extra)}; "
             "plan by build_dp_schedule"
         ) from error
@@ -169,9 +167,10 @@ class _Guarded:
         try:
             if "total_lengths" not in keywords:
                 raise HookError(
-                    "forward_only calls its function without total_lengths, which marks "
-                    "placeholders: use a version of the framework that passes it"
+                    "forward_only passes its function no total_lengths, which mark placeholders: "
+                    "use a version of the framework that does"
                 )
+            # Of a placeholder, too: f may be a collective of the ranks that share the row.
             made = self._f(logits, **keywords)
             values = self._checked(made, len(lengths))
             output = made[0] if isinstance(made, tuple) else None
@@ -179,7 +178,7 @@ class _Guarded:
             self._failed(exception)
             # Stands in for any name, with one value per sample, until all ranks raise.
             values = collections.defaultdict(lambda: [None] * (not is_placeholder) * len(lengths))
-        if is_placeholder:
+        if is_placeholder:  # the framework puts what comes back into the samples' order
             for name in values:
                 values[name] = []
         if "non_loss_data" in keywords:  # miles collects outputs, slime takes them for a loss

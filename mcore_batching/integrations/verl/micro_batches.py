@@ -91,12 +91,9 @@ def rearrange_micro_batches(
     # verl runs no empty micro-batch: the shortest sample, masked, takes a placeholder's place.
     shortest = min(range(len(lengths)), key=lambda sample: (lengths[sample], sample))
     indices = [list(samples) or [shortest] for samples in chosen]
-    made = [_select(batch, samples) for samples in indices]
-    for samples, micro_batch in zip(chosen, made, strict=True):
-        if not samples:
-            for name in _MASKS:
-                if micro_batch.get(name, None) is not None:
-                    micro_batch[name] = torch.zeros_like(micro_batch[name])
+    made = [
+        _select(batch, list(samples)) if samples else _masked(batch, shortest) for samples in chosen
+    ]
     return made, indices
 
 
@@ -117,16 +114,16 @@ def restore_dynamic_batch(
     indices = [sample for samples in batch_idx_list for sample in samples]
     first: dict[int, int] = {}
     for row, sample in enumerate(indices):
-        first.setdefault(sample, row)
+        first.setdefault(sample, row)  # a repeated sample's rows are equal
     missing = sorted(set(range(max(first, default=-1) + 1)) - set(first))
     if missing or len(indices) != data.shape[0]:
         raise OrderError(
-            f"expected one row for each of the {len(indices)} samples that the micro-batches "
-            f"hold, got {data.shape[0]}; samples without a row: {missing}: return one row per "
-            "sample",
+            f"expected {len(indices)} rows, one a sample, got {data.shape[0]}, none of samples "
+            f"{missing}: return one row per sample",
             missing=tuple(missing),
         )
     if len(first) < len(indices):
+        # verl's function takes each sample once.
         if data.is_nested:
             rows = data.unbind()
             data = torch.nested.as_nested_tensor(
@@ -157,6 +154,7 @@ def _settings(max_token_len: int, multiple: int, ranks: int) -> tuple[ParallelDi
             max(multiple, dims.pipeline_parallel) if dims.virtual_pipeline > 1 else None
         ),
     )
+    # verl's cap is for all context-parallel ranks together, this package's for one.
     cap = max(1, max_token_len // dims.context_parallel)
     return dims, PlannerConfig(max_tokens_per_gpu=cap)
 
@@ -197,12 +195,21 @@ def _check_repeated(batch: Any, chosen: MicroBatches, consensus: Consensus) -> N
         lambda: not all(chosen),
         lambda repeats: Statement(figures={"repeats": largest(int(repeats))}),
     )
+    # Megatron's calculate_per_token_loss, seen by what verl then puts into the batch.
     if agreed.figures["repeats"] and batch.get("routed_num_tokens", None) is not None:
         raise HookError(
-            f"a data-parallel rank lacks samples for {len(chosen)} micro-batches, and "
-            "calculate_per_token_loss would count a sample's tokens twice: set "
-            "ppo_mini_batch_size or ppo_max_token_len_per_gpu higher"
+            f"a rank has fewer samples than {len(chosen)} micro-batches, and a repeated one would "
+            "count twice: set ppo_mini_batch_size or ppo_max_token_len_per_gpu higher"
         )
+
+
+def _masked(batch: Any, sample: int) -> Any:
+    """A micro-batch of one sample that adds nothing to the loss."""
+    micro_batch = _select(batch, [sample])
+    for name in _MASKS:
+        if micro_batch.get(name, None) is not None:
+            micro_batch[name] = torch.zeros_like(micro_batch[name])
+    return micro_batch
 
 
 def _select(batch: Any, samples: list[int]) -> Any:
