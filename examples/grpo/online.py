@@ -52,6 +52,7 @@ def train_online(
         max_sequence_length=MAX_TOKENS,
         seed=options.seed,
     )
+    # Untrained weights win no game, and a group of equal rewards teaches nothing.
     warm_start(options, policy, on_warm_start)
     copy_weights(policy, reference)
     # A step counts as the games of its prompts, not as the samples, which grow with the turns.

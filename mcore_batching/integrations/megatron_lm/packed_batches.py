@@ -57,8 +57,8 @@ class PackedRows(Iterator[PreparedRow]):
 
     Args:
         rows: the prepared rows, moved to the device as they are drawn.
-        counts_flops: True lets stock code count the row's tokens in its throughput statistics,
-            which it resets after training steps only.
+        counts_flops: True if stock code is to count the rows in its throughput. False for all but
+            one model chunk, and in evaluation, after which stock code does not reset the count.
 
     Attributes:
         current: the row drawn last, None before the first.

@@ -9,8 +9,8 @@
 | ``batching/plan seconds`` | reading, planning and collating, on this rank |
 
 ``--dynamic-batch-log-all`` logs every value of `record_step`, learnt costs and predicted seconds
-included. Predictions are in units of cost; a unit's seconds are the median of the steps before, so
-the first two steps have none. Learnt costs are in seconds.
+included. A plan predicts units of cost. They become seconds by the median of earlier steps' seconds
+per unit, which the first two steps do not have; learnt costs are in seconds to begin with.
 
 Stock code logs the first step after a start and does not reset its sums then: the next log line is
 a mean over all steps since the start.

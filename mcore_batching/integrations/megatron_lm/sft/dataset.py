@@ -110,14 +110,15 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
         """The sample drawn as number ``index``."""
         sample = self._samples[self._order[index]]
         ids = torch.from_numpy(sample.ids).long()
+        trained = torch.from_numpy(sample.trained).float()
         padding = 0 if self._pad_to is None else self._pad_to - sample.length
+        last = int(ids[-1])
         item = {
             # Any id pads: it has loss mask 0, and causal attention hides it from real tokens.
-            "tokens": torch.nn.functional.pad(ids[:-1], (0, padding)),
-            "labels": torch.nn.functional.pad(ids[1:], (0, padding)),
-            "loss_mask": torch.nn.functional.pad(
-                torch.from_numpy(sample.trained[1:]).float(), (0, padding)
-            ),
+            "tokens": torch.nn.functional.pad(ids[:-1], (0, padding), value=last),
+            "labels": torch.nn.functional.pad(ids[1:], (0, padding), value=last),
+            # The token at position i predicts the one at i + 1, so that one's mask stands at i.
+            "loss_mask": torch.nn.functional.pad(trained[1:], (0, padding)),
             "position_ids": torch.arange(sample.length + padding),
         }
         if self._pad_to is None:
