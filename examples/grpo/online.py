@@ -13,8 +13,7 @@ import torch.distributed as dist
 from batches import share_of_rank
 from megatron.core import parallel_state
 from metrics import OnlineMetrics
-from objective import GRPOObjective
-from policy import build_adam, build_policy_and_reference, build_scheduler, copy_weights
+from policy import build_policy_and_reference, copy_weights
 from sampling import play
 from trajectories import MAX_TOKENS, Trajectory, samples_of
 from update import Learner, update
@@ -53,38 +52,19 @@ def train_online(
         max_sequence_length=MAX_TOKENS,
         seed=options.seed,
     )
+    # Untrained weights win no game, and a group of equal rewards teaches nothing.
     warm_start(options, policy, on_warm_start)
     copy_weights(policy, reference)
     # A step counts as the games of its prompts, not as the samples, which grow with the turns.
     games_per_step = options.groups_per_step * options.trajectories_per_prompt
     num_steps = options.iterations * -(-options.prompts_per_iteration // options.groups_per_step)
-    optimizer = build_adam(policy, options.lr)
-    learner = Learner(
-        policy,
-        reference,
-        optimizer,
-        build_scheduler(optimizer, options.lr_decay_style, num_steps * games_per_step),
-        GRPOObjective(clip=options.clip, kl_coefficient=options.kl_coefficient),
-    )
+    learner = Learner.of(options, policy, reference, num_steps * games_per_step)
     spans: list[timeline.Span] = []
     for iteration in range(options.iterations):
         uids = uids_of_iteration(options, iteration)
         mine = share_of_rank(uids, parallel_state.get_data_parallel_rank(), dims.data_parallel)
-        games = [
-            Trajectory.begin(uid, number)
-            for uid in mine
-            for number in range(options.trajectories_per_prompt)
-        ]
-        started = time.monotonic()
-        passes = play(games, options, policy)
-        sampling_seconds = time.monotonic() - started
-        data = samples_of(games, step_wise=options.step_wise)
-        data["advantages"] = compute_advantages(
-            data,
-            "grpo",
-            step_wise=options.step_wise,
-            group=parallel_state.get_data_parallel_group(),
-        )
+        games, sampled = _played(options, policy, mine)
+        data = _with_advantages(samples_of(games, step_wise=options.step_wise), options)
         done = update(
             learner,
             options,
@@ -97,24 +77,40 @@ def train_online(
         on_iteration(
             OnlineMetrics(
                 iteration=iteration,
-                samples=done.statistics.num_samples,
-                tokens=done.statistics.real_tokens,
-                num_microbatches=done.statistics.num_microbatches,
-                placeholders=done.statistics.num_placeholders,
-                fill=done.statistics.fill,
-                padding=done.statistics.padding,
-                rank_balance=done.statistics.rank_balance,
-                plan_seconds=done.plan_seconds,
-                forward_only_seconds=done.forward_only_seconds,
-                steps=done.steps,
-                sampling_passes=passes.count,
-                sampling_placeholders=passes.placeholders,
-                sampling_seconds=sampling_seconds,
                 log_prob_gap=_log_prob_gap(done.iterators),
+                **done.figures(),
+                **sampled,
                 **_over_all_ranks(games, len(uids) * options.trajectories_per_prompt),
             )
         )
     return spans
+
+
+def _played(
+    options: argparse.Namespace, policy: list[Any], uids: Sequence[str]
+) -> tuple[list[Trajectory], dict[str, Any]]:
+    """Games of these names, played to their ends; what `OnlineMetrics` tells of sampling."""
+    games = [
+        Trajectory.begin(uid, number)
+        for uid in uids
+        for number in range(options.trajectories_per_prompt)
+    ]
+    started = time.monotonic()
+    passes = play(games, options, policy)
+    return games, {
+        "sampling_passes": passes.count,
+        "sampling_placeholders": passes.placeholders,
+        "sampling_seconds": time.monotonic() - started,
+    }
+
+
+def _with_advantages(
+    data: dict[str, list[Any]], options: argparse.Namespace
+) -> dict[str, list[Any]]:
+    # Over all ranks: samples of a group need not be on one.
+    group = parallel_state.get_data_parallel_group()
+    made = compute_advantages(data, "grpo", step_wise=options.step_wise, group=group)
+    return data | {"advantages": made}
 
 
 def uids_of_iteration(options: argparse.Namespace, iteration: int) -> list[str]:

@@ -10,8 +10,7 @@ import timeline
 from batches import groups_of_iteration, rollout_data, share_of_rank
 from megatron.core import parallel_state
 from metrics import IterationMetrics
-from objective import GRPOObjective
-from policy import build_adam, build_policy_and_reference, build_scheduler
+from policy import build_policy_and_reference
 from rollouts import Rollout
 from update import Learner, update
 
@@ -55,14 +54,7 @@ def train(
     # Steps of samples count as the global batch size, the last of an iteration, too.
     samples_per_step = options.global_batch_size
     num_steps = sum(-(-sum(map(len, chosen)) // samples_per_step) for chosen in chosen_groups)
-    optimizer = build_adam(policy, options.lr)
-    learner = Learner(
-        policy,
-        reference,
-        optimizer,
-        build_scheduler(optimizer, options.lr_decay_style, num_steps * samples_per_step),
-        GRPOObjective(clip=options.clip, kl_coefficient=options.kl_coefficient),
-    )
+    learner = Learner.of(options, policy, reference, num_steps * samples_per_step)
     args = baseline_arguments(options) if one_sample_a_micro_batch else options
     spans: list[timeline.Span] = []
     for iteration, chosen in enumerate(chosen_groups):
@@ -73,17 +65,8 @@ def train(
         on_iteration(
             IterationMetrics(
                 iteration=iteration,
-                samples=done.statistics.num_samples,
-                tokens=done.statistics.real_tokens,
                 reward=sum(rewards) / len(rewards),
-                num_microbatches=done.statistics.num_microbatches,
-                placeholders=done.statistics.num_placeholders,
-                fill=done.statistics.fill,
-                padding=done.statistics.padding,
-                rank_balance=done.statistics.rank_balance,
-                plan_seconds=done.plan_seconds,
-                forward_only_seconds=done.forward_only_seconds,
-                steps=done.steps,
+                **done.figures(),
             )
         )
     return spans

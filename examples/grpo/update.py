@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import time
@@ -12,6 +13,7 @@ import timeline
 import torch.distributed as dist
 from metrics import StepMetrics
 from objective import GRPOObjective, log_probs_of
+from policy import build_adam, build_scheduler
 from torch import Tensor
 
 from mcore_batching.megatron import (
@@ -43,6 +45,23 @@ class Learner:
     scheduler: Any
     objective: GRPOObjective
 
+    @classmethod
+    def of(
+        cls, options: argparse.Namespace, policy: list[Any], reference: list[Any], num_samples: int
+    ) -> Learner:
+        """With the optimizer and loss of the job's flags.
+
+        Args:
+            options: the flags.
+            policy: this rank's chunks.
+            reference: likewise.
+            num_samples: that the job's steps count as, over which the learning rate decays.
+        """
+        optimizer = build_adam(policy, options.lr)
+        scheduler = build_scheduler(optimizer, options.lr_decay_style, num_samples)
+        objective = GRPOObjective(clip=options.clip, kl_coefficient=options.kl_coefficient)
+        return cls(policy, reference, optimizer, scheduler, objective)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Update:
@@ -64,6 +83,21 @@ class Update:
     plan_seconds: float
     forward_only_seconds: float
     spans: list[timeline.Span]
+
+    def figures(self) -> dict[str, Any]:
+        """What `IterationMetrics` tells of an update."""
+        return {
+            "samples": self.statistics.num_samples,
+            "tokens": self.statistics.real_tokens,
+            "num_microbatches": self.statistics.num_microbatches,
+            "placeholders": self.statistics.num_placeholders,
+            "fill": self.statistics.fill,
+            "padding": self.statistics.padding,
+            "rank_balance": self.statistics.rank_balance,
+            "plan_seconds": self.plan_seconds,
+            "forward_only_seconds": self.forward_only_seconds,
+            "steps": self.steps,
+        }
 
 
 def update(
@@ -102,32 +136,10 @@ def update(
     taken = []
     for step in range(len(counts)):
         recorded = record and step == 0
-        learning_rate = float(learner.optimizer.param_groups[0]["lr"])
-        before = time.monotonic()
         with timeline.record(learner.policy) if recorded else contextlib.nullcontext() as recorder:
-            result = train_step(
-                learner.objective,
-                args,
-                learner.policy,
-                iterators,
-                counts,
-                learner.optimizer,
-                learner.scheduler,
-                step=step,
-                increment=increment,
-            )
-        seconds = time.monotonic() - before
+            taken.append(_step(learner, args, iterators, counts, step, increment))
         if recorder is not None:
             spans = timeline.gather(recorder, _tokens_of_slots(iterators, step))
-        taken.append(
-            StepMetrics(
-                **from_last_stage(result.metrics),
-                grad_norm=result.grad_norm or 0.0,
-                learning_rate=learning_rate,
-                num_microbatches=result.num_microbatches,
-                seconds=seconds,
-            )
-        )
     return Update(
         iterators=iterators,
         steps=tuple(taken),
@@ -135,6 +147,38 @@ def update(
         plan_seconds=planned - started,
         forward_only_seconds=scored - planned,
         spans=spans,
+    )
+
+
+def _step(
+    learner: Learner,
+    args: Any,
+    iterators: list[DataIterator],
+    counts: list[int],
+    step: int,
+    increment: int | None,
+) -> StepMetrics:
+    """One optimizer step."""
+    learning_rate = float(learner.optimizer.param_groups[0]["lr"])  # the step changes it
+    before = time.monotonic()
+    result = train_step(
+        learner.objective,
+        args,
+        learner.policy,
+        iterators,
+        counts,
+        learner.optimizer,
+        learner.scheduler,
+        step=step,
+        increment=increment,
+    )
+    seconds = time.monotonic() - before
+    return StepMetrics(
+        **from_last_stage(result.metrics),
+        grad_norm=result.grad_norm or 0.0,
+        learning_rate=learning_rate,
+        num_microbatches=result.num_microbatches,
+        seconds=seconds,
     )
 
 

@@ -85,7 +85,7 @@ class Hook:
         """
         while self._replacements:
             each = self._replacements.pop()
-            getattr(each.ours, MARK).is_ours = False
+            getattr(each.ours, MARK).is_ours = False  # references nobody knows call theirs now
             for holder in self._holders(each.name, each.ours):
                 holder[each.name] = each.original
         self.hooked.clear()
@@ -108,6 +108,7 @@ class Hook:
 
     def _holders(self, name: str, function: Function) -> Iterator[dict[str, Any]]:
         """Globals of modules, and copies of them, with this very function under this name."""
+        # A copy of the list: other threads may import meanwhile.
         loaded = [each for each in list(sys.modules.values()) if isinstance(each, ModuleType)]
         holders = [vars(each) for each in dict.fromkeys([*self._modules, *loaded])]
         if self._copies:

@@ -217,7 +217,7 @@ def test_refused_flags(outcomes: dict[str, str], name: str) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("non-loss", "process_non_loss_data_func runs the model on the last rank alone"),
+        ("non-loss", "process_non_loss_data_func runs the model on one rank"),
         ("script", "has no get_batch in its module"),
     ],
 )

@@ -20,7 +20,7 @@ from mcore_batching.planning import CostModel
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"collect_non_loss_data": True}, "process_non_loss_data_func runs the model on the"),
+        ({"collect_non_loss_data": True}, "process_non_loss_data_func runs the model on one rank"),
         ({"adjust_tensor_shapes_fn": print}, "adjust_tensor_shapes_fn"),
     ],
 )
@@ -75,7 +75,7 @@ def test_labels_that_are_trained_are_of_the_vocabulary() -> None:
         ),
         ((torch.tensor(0), torch.ones(()), {}), r"one value, got .* and type torch.int64"),
         ((torch.ones(2), torch.ones(()), {}), r"tensor of one value, got a Tensor of shape \[2\]"),
-        ((0.0, torch.ones(()), {}), r"floating-point tensor of one value, got 0.0"),
+        ((0.0, torch.ones(()), {}), r"a float tensor of one value, got 0.0"),
         ((torch.ones(()), torch.ones(()), None), "as a dict .*, got NoneType"),
     ],
 )

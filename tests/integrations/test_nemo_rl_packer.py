@@ -76,7 +76,7 @@ def test_ranks_get_the_plans_micro_batches_in_order() -> None:
 
 
 def test_too_few_samples_are_refused_by_name() -> None:
-    with pytest.raises(LengthError, match=r"17 samples for .*train_global_batch_size higher"):
+    with pytest.raises(LengthError, match=r"17 samples are fewer .*train_global_batch_size higher"):
         planned_bins([12000] * 17, 16384, ParallelDims(data_parallel=8))
 
 

@@ -1,6 +1,5 @@
 """The supervised fine-tuning dataset: its items, batches and epochs."""
 
-import numpy as np
 import pytest
 import torch
 from megatron.core.datasets.utils import Split
@@ -8,18 +7,17 @@ from sft_cases import BYTES, END, write
 from torch.utils.data import DataLoader
 
 from mcore_batching.integrations.megatron_lm.sft import collate
-from mcore_batching.integrations.megatron_lm.sft.dataset import SftDataset, TokenizedLines
-from mcore_batching.integrations.megatron_lm.sft.jsonl import JsonLines
+from mcore_batching.integrations.megatron_lm.sft.dataset import SftDataset, read_samples
 
 
 @pytest.fixture
 def samples(tmp_path):
     records = [{"prompt": "p" * (n + 1), "completion": "c" * n} for n in range(10)]
-    return TokenizedLines(JsonLines([write(tmp_path / "data.jsonl", records)]), BYTES)
+    return [*read_samples(write(tmp_path / "data.jsonl", records), BYTES).values()]
 
 
 def dataset(samples, members=range(10), split=Split.train, **options):
-    return SftDataset(samples, np.array(members), split=split, **options)
+    return SftDataset([samples[member] for member in members], split=split, **options)
 
 
 def test_an_unpadded_item_is_shifted_by_one_token(samples):

@@ -11,7 +11,6 @@ from megatron.core.datasets.utils import Split
 from sft_cases import Wrapped, write
 
 from mcore_batching.integrations.megatron_lm.sft import SftDataError, provider
-from mcore_batching.integrations.megatron_lm.sft.tokenization import byte_level_tokenizer
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def rank(monkeypatch):
 def arguments(*paths, **changed):
     parser = provider.add_sft_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--dynamic-batch-data", *paths, "--dynamic-batch-tokenizer", "bytes"])
-    defaults = {"seq_length": 64, "split": "60,20,20", "seed": 1234, "padded_vocab_size": 320}
+    defaults = {"seq_length": 64, "split": "60,20,20", "seed": 1234}
     vars(args).update(defaults | changed)
     return args
 
@@ -62,15 +61,15 @@ def prompts(dataset):
 
 
 def test_datasets_share_the_lines_as_split_says(path, rank):
-    train, valid, test = provider.build_sft_datasets(arguments(path), (12, 2, None), pad=False)
+    train, valid, test = provider.build_sft_datasets(arguments(path), (12, 2, None))
     assert [each.split for each in (train, valid, test)] == list(Split)
     assert sorted(prompts(train)[:6]) == sorted(prompts(train)[6:]) == [1, 2, 3, 4, 5, 6]
     assert prompts(train)[:6] != [1, 2, 3, 4, 5, 6]
     assert prompts(valid) == [7, 8]
     assert prompts(test) == [9, 10]
-    again, *_ = provider.build_sft_datasets(arguments(path), (6, 2, None), pad=False)
+    again, *_ = provider.build_sft_datasets(arguments(path), (6, 2, None))
     assert prompts(again) == prompts(train)[:6]
-    other, *_ = provider.build_sft_datasets(arguments(path, seed=1), (6, 2, None), pad=False)
+    other, *_ = provider.build_sft_datasets(arguments(path, seed=1), (6, 2, None))
     assert prompts(other) != prompts(again)
 
 
@@ -78,40 +77,40 @@ def test_every_file_is_cut_at_the_same_shares(path, tmp_path, rank):
     second = write(
         tmp_path / "b.jsonl", [{"prompt": "p" * n, "completion": ""} for n in range(21, 26)]
     )
-    train, valid, test = provider.build_sft_datasets(arguments(path, second), (9, 3, 3), pad=False)
+    train, valid, test = provider.build_sft_datasets(arguments(path, second), (9, 3, 3))
     assert sorted(prompts(train)) == [1, 2, 3, 4, 5, 6, 21, 22, 23]
     assert (prompts(valid), prompts(test)) == ([7, 8, 24], [9, 10, 25])
 
 
 def test_shares_of_zero_and_of_no_samples_give_no_dataset(path, rank):
-    made = provider.build_sft_datasets(arguments(path, split="100,0"), (4, 4, 4), pad=False)
+    made = provider.build_sft_datasets(arguments(path, split="100,0"), (4, 4, 4))
     assert [each and len(each) for each in made] == [4, None, None]
-    made = provider.build_sft_datasets(arguments(path), (4, 0, 4), pad=False)
+    made = provider.build_sft_datasets(arguments(path), (4, 0, 4))
     assert [each and len(each) for each in made] == [4, None, 4]
 
 
-def test_padding_follows_the_flag_unless_it_is_given(path, rank):
-    def lengths(args, **options):
-        train, *_ = provider.build_sft_datasets(args, (6, 1, 1), **options)
+def test_padding_follows_the_flag(path, rank):
+    def lengths(args):
+        train, *_ = provider.build_sft_datasets(args, (6, 1, 1))
         return {len(train[index]["tokens"]) for index in range(6)}
 
     assert lengths(arguments(path)) == {64}
     assert lengths(arguments(path, use_dynamic_batch_size=False)) == {64}
     assert lengths(arguments(path, use_dynamic_batch_size=True)) == {2, 3, 4, 5, 6, 7}
-    assert lengths(arguments(path, use_dynamic_batch_size=True), pad=True) == {64}
     with_mask = arguments(path, create_attention_mask_in_dataloader=True)
     train, *_ = provider.build_sft_datasets(with_mask, (6, 1, 1))
     assert train[0]["attention_mask"].shape == (1, 64, 64)
-    train, *_ = provider.build_sft_datasets(with_mask, (6, 1, 1), pad=False)
+    with_mask.use_dynamic_batch_size = True
+    train, *_ = provider.build_sft_datasets(with_mask, (6, 1, 1))
     assert "attention_mask" not in train[0]
 
 
 def test_samples_that_are_too_long_end_the_job_or_are_counted(path, rank, capsys):
-    fits = provider.build_sft_datasets(arguments(path, seq_length=11), (6, 2, 2), pad=True)
+    fits = provider.build_sft_datasets(arguments(path, seq_length=11), (6, 2, 2))
     assert fits[2][1]["loss_mask"].sum() == 2
     message = (
-        r"data\.jsonl:10: 2 of 10 samples are longer than --seq-length 9; the longest, here, has "
-        r"length 11: raise --seq-length, or .* --dynamic-batch-on-too-long drop"
+        r"data\.jsonl:10: 2 of 10 samples are longer than --seq-length 9, this one 11: raise it, "
+        r"or .* --dynamic-batch-on-too-long drop"
     )
     with pytest.raises(SftDataError, match=message) as raised:
         provider.build_sft_datasets(arguments(path, seq_length=9), (6, 2, 2))
@@ -121,22 +120,24 @@ def test_samples_that_are_too_long_end_the_job_or_are_counted(path, rank, capsys
     _, valid, test = provider.build_sft_datasets(
         arguments(path, seq_length=9, **dropping), (4, None, None)
     )
-    assert prompts(valid) == [5, 6, 7, 8]
+    assert prompts(valid) == [4, 5, 6, 7, 8]
     assert test is None
     assert "data.jsonl:10: 2 of 10 samples are longer" in capsys.readouterr().out
-    with pytest.raises(SftDataError, match=r"all 6 samples of the valid dataset .* shortest: 6\)"):
-        provider.build_sft_datasets(arguments(path, seq_length=5, **dropping), (4, 6, None))
+    with pytest.raises(SftDataError, match=r"no sample is left for the train dataset: raise its"):
+        provider.build_sft_datasets(arguments(path, seq_length=1, **dropping), (4, 6, None))
 
 
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
-        ({"split": "0,0,0"}, "--split must be one to three shares of 0 or more"),
+        ({"split": "0,0,0"}, "--split must be one to three shares, got '0,0,0'"),
         ({"split": "1,1,1,1"}, "--split must be"),
         ({"split": "all"}, "--split must be"),
-        ({"split": "99,1,0"}, r"--split leaves no record of .*data\.jsonl for the valid dataset"),
-        ({"split": "99,0,1"}, r"--split leaves no record of .*data\.jsonl for the test dataset"),
-        ({"padded_vocab_size": 257}, "tokenizer has 258 tokens .* set --vocab-size to 258"),
+        (
+            {"split": "99,1,0"},
+            "no sample is left for the valid dataset: raise its share",
+        ),
+        ({"split": "99,0,1"}, "no sample is left for the test dataset"),
         ({"dynamic_batch_data": None}, "no file to train on: set --dynamic-batch-data"),
     ],
 )
@@ -218,7 +219,3 @@ def test_the_jobs_tokenizer_is_used_unless_bytes_are_asked_for(path, rank, monke
     monkeypatch.setitem(sys.modules, "megatron.training", stock)
     train, *_ = provider.build_sft_datasets(args, (4, 1, 1))
     assert train[0]["tokens"][0] == 7
-    given, *_ = provider.build_sft_datasets(args, (4, 1, 1), tokenizer=byte_level_tokenizer())
-    assert given[0]["tokens"][0] == ord("p")
-    given, *_ = provider.build_sft_datasets(arguments(path), (4, 1, 1), tokenizer=upper)
-    assert given[0]["tokens"][0] == 7

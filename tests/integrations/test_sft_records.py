@@ -3,7 +3,7 @@
 import pickle
 
 import pytest
-from sft_cases import BYTES, trained_text
+from sft_cases import BYTES
 
 from mcore_batching.integrations.megatron_lm.sft import SftDataError
 from mcore_batching.integrations.megatron_lm.sft.conversations import (
@@ -11,22 +11,15 @@ from mcore_batching.integrations.megatron_lm.sft.conversations import (
     Conversation,
     parse_record,
 )
-from mcore_batching.integrations.megatron_lm.sft.dataset import TokenizedLines
-from mcore_batching.integrations.megatron_lm.sft.jsonl import JsonLines
+from mcore_batching.integrations.megatron_lm.sft.dataset import read_samples
+from mcore_batching.integrations.megatron_lm.sft.jsonl import records_of
 
 
-def test_records_are_found_over_files_and_blank_lines(tmp_path):
-    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    first.write_bytes(b'\xef\xbb\xbf{"n": 0}\r\n\n   \n{"n": 1}\n')
-    second.write_bytes(b'\n{"n": "' + b"x" * 300_000 + b'"}\n{"n": 3}')
-    lines = JsonLines([str(first), str(second)])
-    assert len(lines) == 4
-    assert [lines[index]["n"] for index in range(4)] == [0, 1, "x" * 300_000, 3]
-    assert lines[1] == {"n": 1}
-    assert lines.files == [range(2), range(2, 4)]
-    assert pickle.loads(pickle.dumps(lines))[3] == {"n": 3}
-    with pytest.raises(IndexError):
-        lines[4]
+def test_blank_lines_are_skipped_and_counted(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"n": 0}\r\n\n   \n{"n": "' + b"x" * 300_000 + b'"}\n{"n": 3}')
+    expected = [(1, {"n": 0}), (4, {"n": "x" * 300_000}), (5, {"n": 3})]
+    assert list(records_of(str(path))) == expected
 
 
 @pytest.mark.parametrize(
@@ -34,31 +27,30 @@ def test_records_are_found_over_files_and_blank_lines(tmp_path):
     [
         (b'{"prompt": "a"', "not a line of JSON"),
         (b"\xff", "not a line of JSON"),
-        (b"[1]", "expected {.*}, got list"),
-        (b'{"prompt": "a"}', "got an object with the keys 'prompt'"),
-        (b"{}", "got an object with the keys none"),
-        (b'{"prompt": 3, "completion": "a"}', "prompt must be a text, got int 3"),
-        (b'{"question": "a", "answer": null}', "answer must be a text, got NoneType"),
-        (b'{"messages": "a"}', "'messages' must be a list of messages, got str"),
-        (b'{"messages": []}', "'messages' must be a list of messages, got list"),
-        (b'{"messages": [{"role": "user"}]}', 'message 1 must be {"role"'),
-        (b'{"messages": [{"role": "bot", "content": "a"}]}', "must be one of system, user"),
-        (b'{"messages": [{"role": ["user"], "content": "a"}]}', "must be one of system, user"),
+        (b"[1]", r"expected {.*}, got \[1\]"),
+        (b'{"prompt": "a"}', "expected {.*}, got {'prompt': 'a'}"),
+        (b"{}", "expected {.*}, got {}"),
+        (b'{"prompt": 3, "completion": "a"}', "prompt must be a text, got 3"),
+        (b'{"question": "a", "answer": null}', "answer must be a text, got None"),
+        (b'{"messages": "a"}', "'messages' must be a list of messages, got 'a'"),
+        (b'{"messages": []}', r"'messages' must be a list of messages, got \[\]"),
+        (b'{"messages": ["a"]}', "message 1 must have a role of system, user"),
+        (b'{"messages": [{"role": "user"}]}', "content of message 1 must be a text, got None"),
+        (b'{"messages": [{"role": "bot", "content": "a"}]}', "must have a role of system, user"),
+        (b'{"messages": [{"role": ["user"], "content": "a"}]}', "must have a role of system, user"),
         (
             b'{"messages": [{"role": "assistant", "content": [1]}]}',
-            "content of message 1 must be a text, got list",
+            r"content of message 1 must be a text, got \[1\]",
         ),
-        (b'{"messages": [{"role": "user", "content": "a"}]}', "trains nothing"),
-        (b'{"prompt": "a", "completion": "\\ud800"}', "cannot write this sample: Unicode"),
+        (b'{"messages": [{"role": "user", "content": "a"}]}', "no message of the assistant"),
+        (b'{"prompt": "a", "completion": "\\ud800"}', "cannot write it: Unicode"),
     ],
 )
 def test_bad_lines_are_named_with_file_line_and_what_came(tmp_path, line, problem):
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"prompt": "a", "completion": "b"}\n\n' + line + b"\n")
-    samples = TokenizedLines(JsonLines([str(path)]), BYTES)
-    assert trained_text(samples[0]) == "b$"
     with pytest.raises(SftDataError, match=problem) as raised:
-        samples[1]
+        read_samples(str(path), BYTES)
     assert (raised.value.path, raised.value.line) == (str(path), 3)
     assert str(raised.value).startswith(f"{path}:3: ")
     copy = pickle.loads(pickle.dumps(raised.value))
@@ -67,10 +59,7 @@ def test_bad_lines_are_named_with_file_line_and_what_came(tmp_path, line, proble
 
 def test_files_that_cannot_be_used_are_named(tmp_path):
     with pytest.raises(SftDataError, match=r"absent\.jsonl: cannot be read: No such file"):
-        JsonLines([str(tmp_path / "absent.jsonl")])
-    (tmp_path / "empty.jsonl").write_text("\n \n")
-    with pytest.raises(SftDataError, match=r"empty\.jsonl: holds no record"):
-        JsonLines([str(tmp_path / "empty.jsonl")])
+        list(records_of(str(tmp_path / "absent.jsonl")))
 
 
 def test_the_three_kinds_of_record():

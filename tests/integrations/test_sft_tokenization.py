@@ -28,8 +28,10 @@ def test_trained_is_the_completion_and_the_end_and_nothing_else(prompt, completi
     sample = BYTES(Completion(prompt, completion))
     expected = [*completion.encode(), END]
     assert [t for t, learnt in zip(sample.ids, sample.trained, strict=True) if learnt] == expected
-    assert sample.trained == [False] * max(1, len(prompt.encode())) + [True] * len(expected)
-    assert sample.ids[: -len(expected)] == ([*prompt.encode()] or [END])
+    assert sample.trained.tolist() == [False] * max(1, len(prompt.encode())) + [True] * len(
+        expected
+    )
+    assert sample.ids[: -len(expected)].tolist() == ([*prompt.encode()] or [END])
 
 
 @given(st.lists(st.sampled_from(["system", "user", "assistant", "tool"]), min_size=1), st.data())
@@ -76,12 +78,12 @@ def test_marks_that_the_tokenizer_adds_stand_once_in_front():
     for before, after in ([1], []), ([1], [END]), ([], [END]), ([], []):
         write_sample = SampleTokenizer(Wrapped((before, after)))
         sample = write_sample(Completion("ab", "c"))
-        assert sample.ids == [*before, *b"abc", END]
-        assert sample.trained == [False] * len(before) + [False, False, True, True]
+        assert sample.ids.tolist() == [*before, *b"abc", END]
+        assert sample.trained.tolist() == [False] * len(before) + [False, False, True, True]
         sample = write_sample(Completion("", "c"))
-        assert sample.ids == [*(before or [END]), *b"c", END]
+        assert sample.ids.tolist() == [*(before or [END]), *b"c", END]
         sample = write_sample(conversation(("user", "q"), ("assistant", "a")))
-        assert sample.ids == [*before, *b"<|user|>\nq\n<|assistant|>\na", END]
+        assert sample.ids.tolist() == [*before, *b"<|user|>\nq\n<|assistant|>\na", END]
 
 
 def test_a_chat_template_is_followed_and_only_answers_are_trained():
@@ -122,7 +124,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
     def broken(messages):
         raise RuntimeError("roles must alternate")
 
-    with pytest.raises(SftDataError, match=r"Wrapped cannot write .* roles must alternate"):
+    with pytest.raises(SftDataError, match=r"Wrapped cannot write it: .* roles must alternate"):
         SampleTokenizer(Wrapped(template=broken))(conversation(*turns))
 
 
@@ -137,8 +139,8 @@ def test_an_sft_tokenizer_decides_itself_what_is_trained():
             return np.array([5, 6, 7, 8]), np.array([-100, -100, 7, 8])
 
     sample = SampleTokenizer(Sft())(conversation(("user", "q"), ("assistant", "a")))
-    assert sample.ids == [5, 6, 7, 8]
-    assert sample.trained == [False, False, True, True]
+    assert sample.ids.tolist() == [5, 6, 7, 8]
+    assert sample.trained.tolist() == [False, False, True, True]
 
 
 def test_tokenizers_without_an_end_and_samples_with_nothing_trained_are_refused():
@@ -151,5 +153,5 @@ def test_tokenizers_without_an_end_and_samples_with_nothing_trained_are_refused(
         def tokenize_conversation(self, *arguments, **keywords):
             return [5, 6], [-100, -100]
 
-    with pytest.raises(SftDataError, match="no token of this sample would be trained"):
+    with pytest.raises(SftDataError, match="no token of it would be trained"):
         SampleTokenizer(Silent())(conversation(("assistant", "a")))

@@ -132,7 +132,7 @@ def _batch_of_rows(own_workers: Any) -> Callable[..., Any]:
         ("TokenBased", "Other", "there is none in this version"),
         ("data, max_tokens_per_microbatch):", "data, cap):", "parameter 3 is cap"),
         ("def _sync_num_microbatches(self):", "def _sync_num_microbatches(self, group):", "group"),
-        ("self._token_counts", "self._lengths", "expected all, in this order"),
+        ("self._token_counts", "self._lengths", "in this order; hook a version"),
         ("batches(self, batches):", "batches(self, outputs):", "parameter 2 is outputs"),
     ],
 )

@@ -189,5 +189,5 @@ def test_a_function_called_in_another_way_is_refused(slime: Path) -> None:
     found = modules()
     with mcore_batching.hook(found.data, found.model):
         iterators = found.data.get_data_iterator(rollout_data([0, 1, 2]))
-        with pytest.raises(HookError, match="without total_lengths"):
+        with pytest.raises(HookError, match="no total_lengths"):
             found.model.forward_only(sums, None, None, iterators, [1])

@@ -151,7 +151,7 @@ def test_a_lacking_field_is_named(how: str) -> None:
     given_batch["labels"] = None
     if how == "absent":
         del given_batch["labels"]
-    with pytest.raises(StockDataError, match=r"lacks labels, it has .*; yield tokens, labels"):
+    with pytest.raises(StockDataError, match=r"lacks labels, it has .*: yield tokens, labels"):
         unpadded_samples([given_batch], split_documents=False)
 
 

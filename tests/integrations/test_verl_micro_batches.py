@@ -81,10 +81,10 @@ def test_the_contract_holds(lengths: list[int], multiple: int | None, least: int
 @pytest.mark.parametrize(
     ("rows", "indices", "message"),
     [
-        (2, [[2, 0], [1]], "the 3 samples .* got 2; samples without a row: []"),
+        (2, [[2, 0], [1]], "expected 3 rows, one a sample, got 2, none of samples []"),
         (4, [[2, 0], [1]], "got 4"),
-        (4, [[2, 0], [1], [2, 2]], "the 5 samples .* got 4"),  # one sample fills up
-        (3, [[2, 0], [2]], "got 3; samples without a row: [1]"),
+        (4, [[2, 0], [1], [2, 2]], "expected 5 rows, one a sample, got 4"),  # one sample fills up
+        (3, [[2, 0], [2]], "got 3, none of samples [1]"),
     ],
 )
 @pytest.mark.parametrize("nested", [False, True])
@@ -111,7 +111,7 @@ def test_a_sample_that_fills_up_has_no_loss() -> None:
 
 def test_it_is_refused_where_verl_counts_the_tokens_that_were_run() -> None:
     fields = {"routed_num_tokens": torch.tensor(130)}
-    with pytest.raises(HookError, match=r"lacks samples for 4 micro-batches.*mini_batch_size"):
+    with pytest.raises(HookError, match=r"fewer samples than 4 micro-batches.*mini_batch_size"):
         rearranged([40, 30, 60], fields=fields, num_batches_divided_by=4)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mcore_batching.flags import PREFIX, THEMES, add_flags
+from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
 from mcore_batching.integrations.megatron_lm.start_messages import print_start_messages
 from mcore_batching.megatron import compat
@@ -17,7 +18,7 @@ from mcore_batching.megatron.checks.transformer_engine import installed_versions
 from mcore_batching.megatron.checks.validation import check_model_config
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.options import Options
-from mcore_batching.planning import ConfigError, ParallelDims, ParallelDimsError
+from mcore_batching.planning import ConfigError, ParallelDimsError
 
 FLAG = "--use-dynamic-batch-size"
 
@@ -83,7 +84,11 @@ def check_arguments(args: Any) -> None:
         return
     problems = _problems(args)
     try:
-        dims = _parallel_dims(args)
+        dims = job_dims(
+            args,
+            sequence_parallel=bool(args.sequence_parallel),
+            microbatch_group_size=getattr(args, "microbatch_group_size_per_vp_stage", None),
+        )
         planner = options.planner_config(dims)
         options.given_cost_model()
         options.checked_timeout_seconds()
@@ -120,24 +125,10 @@ def check_training(
         return
     if process_non_loss_data_func is not None:
         raise DynamicBatchArgumentError(
-            "process_non_loss_data_func runs the model on the last rank alone, and planning would "
-            f"wait for all: do not give it to pretrain, or unset {FLAG}"
+            "process_non_loss_data_func runs the model on one rank, planning needs all: do not "
+            f"give it to pretrain, or unset {FLAG}"
         )
     use_packed_batches(forward_step_func)
-
-
-def _parallel_dims(args: Any) -> ParallelDims:
-    virtual = args.virtual_pipeline_model_parallel_size or 1
-    return ParallelDims(
-        data_parallel=args.data_parallel_size,
-        pipeline_parallel=args.pipeline_model_parallel_size,
-        virtual_pipeline=virtual,
-        context_parallel=args.context_parallel_size,
-        tensor_parallel=args.tensor_model_parallel_size,
-        expert_parallel=args.expert_model_parallel_size,
-        sequence_parallel=bool(args.sequence_parallel),
-        microbatch_group_size=(args.microbatch_group_size_per_vp_stage if virtual > 1 else None),
-    )
 
 
 def _problems(args: Any) -> list[str]:
@@ -151,8 +142,7 @@ def _problems(args: Any) -> list[str]:
         )
     if not given("calculate_per_token_loss"):
         problems.append(
-            "an average over micro-batches would change with packing: set "
-            "--calculate-per-token-loss"
+            "packing would change a mean over micro-batches: set --calculate-per-token-loss"
         )
     if given("hybrid_layer_pattern") or given("is_hybrid_model"):
         problems.append(
@@ -162,7 +152,7 @@ def _problems(args: Any) -> list[str]:
     # Not given(): a factor of 0 is a capacity too.
     if getattr(args, "moe_expert_rank_capacity_factor", None) is not None:
         problems.append(
-            "under an expert capacity packing changes which tokens are dropped: unset "
+            "packing changes which tokens exceed an expert's capacity: unset "
             "--moe-expert-rank-capacity-factor"
         )
     return problems

@@ -96,34 +96,22 @@ class PackedForwardBackward:
         """Draw ``num_microbatches`` ordinary micro-batches, pack their samples and run the rows.
 
         Args: those of Megatron's function. ``collect_non_loss_data`` must be False,
-        ``adjust_tensor_shapes_fn`` None; ``micro_batch_size`` is not used.
-
-        Returns:
-            on the last stage, the loss function's report of every packed micro-batch.
+        ``adjust_tensor_shapes_fn`` None; ``micro_batch_size`` is not used. Returns, on the last
+        stage, the loss function's report of every packed micro-batch.
 
         Raises:
             DynamicBatchArgumentError: an argument that packed rows do not support.
-            CollectiveError: on every rank, if reading, planning or the loss function failed on any.
+            CollectiveError: on every rank, if data, planning or the loss function failed on any.
             PipelineFailedError: on every rank that can be reached, if the model raised on any.
         """
         del micro_batch_size
         _check_options(collect_non_loss_data, adjust_tensor_shapes_fn)
-        use_packed_batches(forward_step_func)
+        use_packed_batches(forward_step_func)  # evaluation may have a forward step of its own
         chunks = model_chunks(model)
-        started = time.monotonic()
+        started, job = time.monotonic(), job_of(self._args)
         operation = "evaluation" if forward_only else "training"
-        job = job_of(self._args)
-        own_plan = forward_only and job.options.has_own_forward_plan
-        planned = self._plan(
-            job,
-            chunks,
-            data_iterator,
-            num_microbatches,
-            is_training=not forward_only,
-            own_plan=own_plan,
-        )
+        planned = self._plan(job, chunks, data_iterator, num_microbatches, forward_only)
         prepared = prepare(job, chunks, operation, 0, planned, change=stock_row)
-        schedule = prepared.schedule
         # Every model chunk of a rank runs every row: only the first counts its tokens.
         rows = [
             PackedRows(stage, counts_flops=not forward_only and number == 0)
@@ -131,7 +119,6 @@ class PackedForwardBackward:
         ]
         failed: list[Exception] = []
         ready = time.monotonic()
-        plan_seconds = ready - started
         losses, _ = run_pipeline(
             job,
             chunks,
@@ -146,11 +133,12 @@ class PackedForwardBackward:
         if forward_only:
             job.agree_after_pipeline(operation, failed)
             return losses
-        figures = StepFigures(schedule)
+        figures = StepFigures(prepared.schedule)
         agreed = job.agree_after_pipeline(operation, failed, figures.own, figures.says)
+        # Megatron divides by the micro-batches that it was asked for; other rows were run.
         compat.scale_moe_metrics(num_microbatches / len(prepared.rows))
-        torch.cuda.synchronize()
-        self._log(job, figures, agreed, chunks, plan_seconds, time.monotonic() - ready)
+        torch.cuda.synchronize()  # so that the clock covers what the device has still to do
+        self._log(job, figures, agreed, chunks, ready - started, time.monotonic() - ready)
         return losses
 
     def _log(
@@ -179,23 +167,22 @@ class PackedForwardBackward:
         chunks: list[Any],
         data_iterator: Any,
         num_microbatches: int,
-        *,
-        is_training: bool,
-        own_plan: bool,
+        forward_only: bool,
     ) -> Callable[[], MicroBatchSchedule]:
         """Plan the step; the function returned gives this rank's packed micro-batches."""
+        # One step needs fewer agreements: prepare() compares what is left to compare.
         protocol = protocol_of(job.options)(
             job,
             chunks,
             lambda: self._read(data_iterator, num_microbatches, vocabulary_size(chunks)),
             schema=STOCK_SCHEMA,
             steps=None,
-            cost_model=self._cost_model_of_rerun() if is_training else None,
-            forward_only=own_plan,
+            cost_model=None if forward_only else self._cost_model_of_rerun(),
+            forward_only=forward_only and job.options.has_own_forward_plan,
             one_step=True,
         )
         planned = protocol.begin()
-        if is_training:
+        if not forward_only:
             self._last_planned = self._iteration, protocol.settings.cost_model
         return planned
 
@@ -232,11 +219,11 @@ class PackedForwardBackward:
 def _check_options(collect_non_loss_data: bool, adjust_tensor_shapes_fn: Any) -> None:
     if collect_non_loss_data:
         raise DynamicBatchArgumentError(
-            "process_non_loss_data_func runs the model on the last rank alone, and planning would "
-            "wait for all: unset it, or --use-dynamic-batch-size"
+            "process_non_loss_data_func runs the model on one rank, planning needs all: unset it, "
+            "or --use-dynamic-batch-size"
         )
     if adjust_tensor_shapes_fn is not None:
         raise DynamicBatchArgumentError(
-            "adjust_tensor_shapes_fn (distillation) expects rows of seq_length: unset it, or "
+            "adjust_tensor_shapes_fn expects rows of seq_length: unset it, or "
             "--use-dynamic-batch-size"
         )

@@ -79,7 +79,7 @@ class Installation:
 
     def _hook(self, parts: Sequence[Callable[[Installation], None]]) -> None:
         """Hook the parts that are not hooked yet: all, or after an error none."""
-        before = len(self._replaced)
+        before = len(self._replaced)  # what an earlier call hooked stays, even after an error
         missing = [part for part in parts if part not in self._parts]
         try:
             for part in missing:
@@ -104,6 +104,7 @@ class Installation:
     def _put_back(self, kept: int) -> None:
         while len(self._replaced) > kept:
             module, name, original, ours = self._replaced.pop()
+            # Somebody's wrapper stays; ours inside it calls the original once undone.
             if getattr(module, name, None) is ours:
                 setattr(module, name, original)
         del self.hooked[kept:]
@@ -131,12 +132,13 @@ def install(
             the flag is given beside ``--yaml-cfg``.
     """
     global _installed
+    # argparse takes --flag=value, too.
     given = [word.split("=", 1)[0] for word in (sys.argv[1:] if arguments is None else arguments)]
     enabled = FLAG in given
     if enabled and "--yaml-cfg" in given:
         raise DynamicBatchArgumentError(
-            f"--yaml-cfg overrides the command line, {FLAG} included: unset it, and give "
-            "Megatron's arguments on the command line"
+            f"--yaml-cfg overrides the command line, {FLAG} included: unset it, and give flags "
+            "instead"
         )
     parts: list[Callable[[Installation], None]] = []
     if enabled or any(word.startswith((PREFIX, "--max-tokens-per-gpu")) for word in given):
@@ -167,6 +169,7 @@ def _hook_arguments(installation: Installation) -> None:
     def validate_args(args: Any, *rest: Any, **options: Any) -> Any:
         validated = validate(args, *rest, **options)
         check_arguments(args)
+        # Only now the arguments say whether costs are learnt. Some jobs validate them twice.
         checkpointing = _module("checkpointing")
         name = f"{checkpointing.__name__}.check_checkpoint_args"
         if Options.of(args).learns_cost_model and is_on(args) and name not in installation.hooked:
@@ -216,6 +219,7 @@ def _hook_training(installation: Installation) -> None:
         return log(with_batching_statistics(loss_dict), *rest, **options)
 
     installation.replace(training, "training_log", training_log)
+    # Megatron's attention without Transformer Engine would let tokens see other samples of a row.
     installation.replace(*compat.local_core_attention_name(), PackedAttention)
 
 
@@ -253,8 +257,8 @@ def _module(name: str) -> Any:
 def _original(module: Any, name: str) -> Callable[..., Any]:
     if not hasattr(module, name):
         raise DynamicBatchArgumentError(
-            f"{module.__name__} has no {name}, as Megatron-LM 0.16 to 0.19 have: see patches/ for "
-            "how to hook it by hand"
+            f"{module.__name__} has no {name}: use Megatron-LM 0.16 to 0.19, or hook it by hand as "
+            "in patches/"
         )
     original: Callable[..., Any] = getattr(module, name)
     return original

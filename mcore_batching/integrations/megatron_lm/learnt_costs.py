@@ -29,11 +29,9 @@ def keep_learnt_costs(args: Any, job: Job, predicted: float) -> dict[str, float]
         figures to log; empty if costs are not learnt.
     """
     learner = learners_of(job).of(None)
-    if not job.options.learns_cost_model:
+    if not job.options.learns_cost_model or learner.learnt is None:
         return {}
-    if learner.learnt is None:
-        return {}
-    setattr(args, _NAME, learner.state_dict())
+    setattr(args, _NAME, learner.state_dict())  # Megatron saves its arguments
     return learner.statistics() | ({"predicted step seconds": predicted} if predicted else {})
 
 

@@ -57,8 +57,8 @@ class PackedRows(Iterator[PreparedRow]):
 
     Args:
         rows: the prepared rows, moved to the device as they are drawn.
-        counts_flops: True lets stock code count the row's tokens in its throughput statistics,
-            which it resets after training steps only.
+        counts_flops: True if stock code is to count the rows in its throughput. False for all but
+            one model chunk, and in evaluation, after which stock code does not reset the count.
 
     Attributes:
         current: the row drawn last, None before the first.
@@ -86,6 +86,7 @@ class PackedRows(Iterator[PreparedRow]):
                 row.cu_seqlens_padded, row.max_seqlen, row.host_cu_seqlens_padded
             ),
             "cu_seqlens": lambda: self._counted_cu_seqlens(row),
+            # Scripts squeeze a batch dimension off, as stock data loaders put one in front.
             "cu_seqlens_padded": lambda: row.cu_seqlens_padded[None],
             "max_seqlen": lambda: torch.tensor(row.max_seqlen, dtype=torch.int32),
         }
@@ -99,21 +100,19 @@ class PackedRows(Iterator[PreparedRow]):
         if times == 0:
             # Samples of 0 tokens: stock code sums over the ranks that counted, so all must.
             return torch.zeros_like(row.cu_seqlens)[None]
-        # A sample that counts twice is listed twice.
+        # Stock code reads lengths off as differences: a sample that counts twice is listed twice.
         last = row.cu_seqlens[-1]
         again = [row.cu_seqlens[1:] + last * number for number in range(1, times)]
         return torch.cat([row.cu_seqlens, *again])[None]
 
 
 def _times_counted(row: PackedMicroBatch) -> int:
-    """How often this rank counts a row's samples.
-
-    Stock code divides the sum over ranks by the model's context-parallel size M, so the c ranks of
-    a row must count it M times together; this rank's share is M / c, rounded up or down.
-    """
-    if row_group(row.context_parallel_size) is None:
+    """How often this rank counts a row's samples: its share of the model's CP size."""
+    if row_group(row.context_parallel_size) is None:  # the row has the model's own size
         return 1
     size, rank = row.context_parallel_size, row.context_parallel_rank
+    # Stock code divides the sum over ranks by the model's CP size M, so the c ranks of a row must
+    # count it M times together. M / c need not be whole: rank r has ⌈M(r+1)/c⌉ − ⌈Mr/c⌉ of them.
     model: int = parallel_state.get_context_parallel_world_size()
     before, after = (-(-model * ranks // size) for ranks in (rank, rank + 1))
     return after - before
@@ -141,8 +140,8 @@ def next_batch(data_iterator: Any, fields: int | Sequence[str]) -> list[Any] | N
     if isinstance(fields, int):
         if fields not in _BY_NUMBER:
             raise DynamicBatchArgumentError(
-                f"get_batch returns 6, 7 or 10 fields in known scripts, got {fields}: give their "
-                "names, next_batch(data_iterator, ('tokens', ...))"
+                f"known scripts unpack 6, 7 or 10 values, got {fields}: give their names, "
+                "next_batch(data_iterator, ('tokens', ...))"
             )
         fields = _BY_NUMBER[fields]
     return data_iterator.next_fields(fields)
@@ -176,7 +175,7 @@ def fits(names: Sequence[str]) -> bool:
 
 def _unfit(names: Sequence[str]) -> tuple[list[str], list[str]]:
     """Unknown names, and missing ones that packed rows need."""
-    known = {*SEVEN_FIELDS, *TEN_FIELDS}
+    known = {*SEVEN_FIELDS, *TEN_FIELDS}  # those of six are among the seven
     lacking = [name for name in _NEEDED if name not in names]
     if "packed_seq_params" not in names and not {"cu_seqlens", "cu_seqlens_padded"} <= {*names}:
         lacking.append("packed_seq_params (or cu_seqlens and cu_seqlens_padded)")

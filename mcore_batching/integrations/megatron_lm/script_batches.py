@@ -48,14 +48,16 @@ def use_packed_batches(forward_step_func: Callable[..., Any]) -> None:
     function: Any = forward_step_func
     while isinstance(function, functools.partial):
         function = function.func
+    # Of a decorated forward step the globals would be those of the decorator's module.
     function = inspect.unwrap(function)
     scope: dict[str, Any] = getattr(function, "__globals__", {})
     original = scope.get("get_batch")
     if not callable(original):
         raise DynamicBatchArgumentError(
-            f"the forward step {function!r} has no get_batch in its module: give that name to the "
-            "function that reads the batch"
+            f"the forward step {function!r} has no get_batch in its module: name the function "
+            "that reads the batch so"
         )
+    # Ours already, or of a script that is patched.
     if hasattr(original, _MARK) or "next_batch" in _names_used_by(original):
         return
     fields = _declared_fields or fields_unpacked_by(function)
@@ -108,6 +110,7 @@ def fields_unpacked_by(forward_step: Callable[..., Any]) -> tuple[str, ...]:
             f"{where} does not unpack get_batch(...) into names: call {advice}"
         )
     fitting = [names for names in found if fits(names)]
+    # Where none fits, the error is about the longest: the others are older forms of it.
     check_fields((fitting or found)[0], where)
     return (fitting or found)[0]
 
@@ -116,6 +119,7 @@ def _unpackings(tree: ast.Module) -> list[tuple[str, ...]]:
     """Names into which a function unpacks a call of ``get_batch``, or a variable that holds its
     result."""
     assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    # batch = get_batch(data_iterator); tokens, labels, ... = batch
     holders = {
         node.targets[0].id
         for node in assigned

@@ -44,6 +44,7 @@ def with_deferred_errors(
                 check_loss(result)
             except Exception as exception:
                 job.defer(failed, exception, data_iterator.current)
+                # Attached to the graph: the stages before wait for a gradient of this output.
                 zero = output_tensor.float().sum() * 0.0
                 return zero, torch.zeros((), dtype=torch.int, device=zero.device), {}
             return result
@@ -69,8 +70,8 @@ def check_loss(result: Any) -> None:
     if not torch.is_tensor(loss) or loss.numel() != 1 or not loss.is_floating_point():
         # An integer has no backward pass: the stages before would wait for its gradient.
         raise DynamicBatchArgumentError(
-            "the loss function must return the sum over tokens as a floating-point tensor of one "
-            f"value, got {describe(loss)}"
+            "the loss function must return a sum over tokens, a float tensor of one value, got "
+            f"{describe(loss)}"
         )
     if not isinstance(report, Mapping):
         raise DynamicBatchArgumentError(

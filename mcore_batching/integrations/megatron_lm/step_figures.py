@@ -42,7 +42,7 @@ class StepFigures:
         lengths = [int(length) for length in schedule.rollout_data["total_lengths"]]
         self.problem = Problem.of(lengths, schedule.dims, schedule.config, schedule.cost_model)
         figures = {"predicted seconds": largest(predicted_seconds(schedule, 0))}
-        if schedule.plans:  # every rank knows the plan of all
+        if schedule.plans:  # samples were exchanged, so every rank knows the plan of all
             return figures
         totals, maxima = shard_statistics(self.problem, micro_batches)
         figures |= {name: total(value) for name, value in totals.items()}

@@ -9,8 +9,8 @@
 | ``batching/plan seconds`` | reading, planning and collating, on this rank |
 
 ``--dynamic-batch-log-all`` logs every value of `record_step`, learnt costs and predicted seconds
-included. Predictions are in units of cost; a unit's seconds are the median of the steps before, so
-the first two steps have none. Learnt costs are in seconds.
+included. A plan predicts units of cost. They become seconds by the median of earlier steps' seconds
+per unit, which the first two steps do not have; learnt costs are in seconds to begin with.
 
 Stock code logs the first step after a start and does not reset its sums then: the next log line is
 a mean over all steps since the start.
@@ -75,7 +75,7 @@ def record_step(
     if memory is not None:
         values["activations GiB"] = memory.first_stage_bytes / 2**30
         values["logits GiB"] = memory.logit_bytes / 2**30
-    # From the third step on: stock code averages the first two in one log line, in which an entry
+    # From the third step on. Stock code averages the first two in one log line, in which each entry
     # must be in both.
     if len(_seconds_per_unit) >= 2:
         seconds = statistics.median(_seconds_per_unit) * made.step_time

@@ -53,6 +53,7 @@ def draw_batches(data_iterator: Any, num_batches: int) -> list[Mapping[str, Any]
     present = [iterator for iterator in iterators if iterator is not None]
     if not present:
         return None
+    # All are drawn from, though one is read: the next step's batches must be the same on each.
     drawn: list[list[Mapping[str, Any]]] = []
     for iterator in present:
         drawn.append([])
@@ -101,7 +102,7 @@ def _rows(batch: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
     if missing:
         raise StockDataError(
             f"the data iterator's batch lacks {', '.join(missing)}, it has "
-            f"{', '.join(sorted(batch))}; yield {', '.join(FIELDS)}"
+            f"{', '.join(sorted(batch))}: yield {', '.join(FIELDS)}"
         )
     for values in zip(*(batch[name] for name in FIELDS), strict=True):
         yield dict(zip(FIELDS, map(torch.as_tensor, values), strict=True))
@@ -116,5 +117,5 @@ def _extents(row: Mapping[str, Tensor], split_documents: bool) -> Iterator[tuple
         trained = row["loss_mask"][start:end].nonzero()
         if len(trained):
             yield start, start + int(trained[-1]) + 1
-        elif start == 0:
+        elif start == 0:  # the row counts as consumed; documents within it do not
             yield 0, min(1, end)

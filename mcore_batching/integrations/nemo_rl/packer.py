@@ -115,10 +115,10 @@ def planned_bins(lengths: list[int], capacity: int, dims: ParallelDims) -> list[
         step = plan_step(lengths, dims, dataclasses.replace(config, balance="cost"))
     if _has_placeholder(step):
         raise LengthError(
-            f"{len(lengths)} samples for {dims.data_parallel} data-parallel ranks of "
-            f"{step.num_microbatches} micro-batches: set policy.train_global_batch_size higher, or "
-            "train_mb_tokens lower"
+            f"{len(lengths)} samples are fewer than {dims.data_parallel} data-parallel ranks × "
+            f"{step.num_microbatches} micro-batches: set policy.train_global_batch_size higher"
         )
+    # Slot after slot, and within each rank after rank: as NeMo-RL deals bins out.
     return [list(samples) for slot in zip(*step.micro_batches, strict=True) for samples in slot]
 
 

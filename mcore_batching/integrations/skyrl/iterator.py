@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 from mcore_batching.batch import OrderError
 from mcore_batching.batch.consensus import Consensus
+from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.replacements import (
     MARK,
     Hook,
@@ -33,7 +33,7 @@ from mcore_batching.integrations.replacements import (
     in_place_of,
 )
 from mcore_batching.integrations.shards import planned_shard
-from mcore_batching.planning import ParallelDims, PlannerConfig
+from mcore_batching.planning import PlannerConfig
 
 _MODULE = "skyrl.backends.skyrl_train.workers.worker_utils"
 _CLASS = "TokenBasedBatchIterator"
@@ -59,11 +59,13 @@ def hook() -> Hook:
     count: Any = getattr(original, _NAMES[2], None)
     check_signature(f"{where}.{_NAMES[2]}", count, _sync_num_microbatches, whole=True)
     check_signature(f"{where}.__init__", original.__init__, _init, whole=True)  # type: ignore[misc]
+    # __init__ packs, has the number agreed on, then adds padding: ours comes between the two. In
+    # another order its own micro-batches would be padded, or ours overwritten.
     used = [name for name in original.__init__.__code__.co_names if name in _NAMES]  # type: ignore[misc]
     if used != list(_NAMES):
         raise HookError(
-            f"{where} cannot be replaced: its __init__ uses {', '.join(used) or 'none'} of "
-            f"{', '.join(_NAMES)}, expected all, in this order; hook a version of SkyRL that does"
+            f"{where} cannot be replaced: its __init__ uses {', '.join(used) or 'none'}, expected "
+            f"{', '.join(_NAMES)} in this order; hook a version of SkyRL that does"
         )
     reorder: Any = getattr(original, _REORDER, None)
     reordered = functools.partial(_reorder_and_combine_batches, reorder)
@@ -92,10 +94,12 @@ def _sync_num_microbatches(self: Any) -> int:
     """
     planned = planned_shard(
         self._token_counts,
-        _dims(),
+        # SkyRL's cap is for all context-parallel ranks together, in tokens without padding.
+        job_dims(data_parallel=1, context_parallel=1, tensor_parallel=1, expert_parallel=1),
         PlannerConfig(max_tokens_per_gpu=self._max_tokens_per_microbatch),
         Consensus(dist.group.WORLD if dist.is_initialized() else None),
     )
+    # SkyRL fills up with padding micro-batches of its own, behind these.
     self._microbatches = [list(samples) for samples in planned if samples]
     return len(planned)
 
@@ -120,17 +124,3 @@ def _reorder_and_combine_batches(original: Callable[..., Any], self: Any, batche
                     f"{name!r}: return one row for each sample"
                 )
     return original(self, batches)
-
-
-def _dims() -> ParallelDims:
-    """Pipeline sizes from Megatron's groups, if there are any in this process.
-
-    Without the tensor- and context-parallel sizes: SkyRL's cap is for all context-parallel ranks
-    together, in tokens without padding.
-    """
-    groups = sys.modules.get("megatron.core.parallel_state")
-    if groups is None or not groups.model_parallel_is_initialized():
-        return ParallelDims()
-    stages = groups.get_pipeline_model_parallel_world_size()
-    chunks = groups.get_virtual_pipeline_model_parallel_world_size() or 1
-    return ParallelDims(pipeline_parallel=stages, virtual_pipeline=chunks)

@@ -1,54 +1,50 @@
-"""``get_data_iterator``, ``forward_only`` and ``get_batch`` with slime's signatures and row layout.
+"""``get_data_iterator``, ``forward_only`` and ``get_batch`` as slime before its pull request 1860.
 
-`mcore_batching.hook` puts them into a framework's modules. They follow slime's
-`backends/megatron_utils/data.py` and `model.py` before its pull request 1860; rows are laid out by
-`mcore_batching.integrations.slime.rows`. Other layouts are refused before the pipeline starts.
+`mcore_batching.hook` puts them into a framework's modules. Planning and forward passes are the
+engine's; rows have slime's layout, in which its loss and log-prob functions find tokens by lengths:
+each sample is padded to a multiple of 2·cp and cut into 2·cp chunks, and each rank's row is padded
+to a multiple of ``tensor parallel × pad_multiplier`` tokens. With cp 2 and the tokens ``abcde``
+(padded ``abcde...``) rank 0 holds ``ab..`` and rank 1 ``cde.``.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
-from mcore_batching.batch import (
-    DEFAULT_SCHEMA,
-    Schema,
-    SchemaError,
-)
-from mcore_batching.integrations.slime.iterator import LiveDataIterator, live_data_iterator
-from mcore_batching.integrations.slime.rows import (
-    NEEDED_FIELDS,
-    check_layout,
-    packed_row,
-    row_multiple_of,
-)
-from mcore_batching.integrations.slime.zero_count_mask import zero_count_mask
+from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, Schema, SchemaError, pack
+from mcore_batching.batch.side_by_side import on_host
+from mcore_batching.integrations.slime.iterator import LiveDataIterator, PlaceholderIterator
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.arguments import LEARNT
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.rollout.data_iterator import (
-    DataIterator,
     PlannedRollout,
     plan_micro_batches,
     schedule_of,
 )
 from mcore_batching.megatron.rollout.rollout_batch import REQUIRED_FIELDS
+from mcore_batching.megatron.rows.prepared_step import MODEL_INPUTS, PortableRow
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.step.forward_only import forward_only as run_forward_only
 from mcore_batching.megatron.step.model_inputs import changed_inputs, joined_multimodal_inputs
 from mcore_batching.megatron.topology import model_chunks
+from mcore_batching.planning import row_multiple_tokens, sample_multiple_tokens
 
+_ROW_FIELDS = (*REQUIRED_FIELDS, "loss_masks")
 # Only fields that planning and forward passes read. Others may be of the whole batch rather than of
 # this rank's samples, or log-probs that are already cut for context parallelism.
 _PLANNED = (
-    *REQUIRED_FIELDS,
-    "loss_masks",
+    *_ROW_FIELDS,
     "multimodal_train_inputs",
     "position_ids",
     "dynamic_global_batch_size",
@@ -61,7 +57,7 @@ def get_data_iterator(
     rollout_data: dict[str, Any] | None,
     *,
     schema: Schema = DEFAULT_SCHEMA,
-) -> tuple[list[LiveDataIterator], list[int]]:
+) -> tuple[list[PlaceholderIterator], list[int]]:
     """`mcore_batching.megatron.get_data_iterator`, with rows padded as slime pads them.
 
     A collective over all ranks.
@@ -78,14 +74,17 @@ def get_data_iterator(
         one iterator per virtual pipeline stage, and the number of micro-batches of each step.
 
     Raises:
-        DynamicBatchArgumentError: an argument asks for another layout.
+        DynamicBatchArgumentError: an argument asks for another layout, or for the engine's own
+            rows or training step.
         CollectiveError: on every rank, if reading or planning failed on any.
-        SchemaError: a sample has no token, on every rank; else it is the cause of the above.
     """
-    check_layout(getattr(args, "qkv_format", "thd"), getattr(args, "allgather_cp", False))
-    _check_arguments(args)
+    _check_layout(getattr(args, "qkv_format", "thd"), getattr(args, "allgather_cp", False))
+    _check_options(args)
     planning_args = copy.copy(args)
-    planning_args.dynamic_batch_pad_total_to = row_multiple_of(args)
+    planning_args.dynamic_batch_pad_total_to = math.lcm(
+        _row_multiple(getattr(args, "data_pad_size_multiplier", None) or 1),
+        getattr(args, "dynamic_batch_pad_total_to", None) or 1,
+    )
     iterators, counts = plan_micro_batches(planning_args, model, lambda: _planned(rollout_data))
     planned = schedule_of(iterators)
     # Rows are padded to a multiple of the tensor-parallel size, which is enough for sequence
@@ -93,33 +92,27 @@ def get_data_iterator(
     schedule = dataclasses.replace(
         planned, dims=dataclasses.replace(planned.dims, sequence_parallel=False)
     )
-    live = schedule.rollout_data if rollout_data is None else rollout_data
     rollout = PlannedRollout(schedule)
-    return [LiveDataIterator(rollout, live, schema) for _ in iterators], counts
+    # A rank that was given nothing has what its replica sent it, without later fields.
+    live = schedule.rollout_data if rollout_data is None else rollout_data
+    return [
+        PlaceholderIterator(LiveDataIterator(rollout, live), schema, schedule.template)
+        for _ in iterators
+    ], counts
 
 
 def forward_only(
     f: Callable[..., Any],
     args: Any,
     model: Any,
-    data_iterator: Sequence[DataIterator],
+    data_iterator: Sequence[Any],
     num_microbatches: Sequence[int],
     store_prefix: str = "",
 ) -> dict[str, list[Tensor]]:
     """`mcore_batching.megatron.forward_only`, with the model called as slime calls it.
 
-    A collective over all ranks. Resets the iterators before and after the pass.
-
-    Args:
-        f: the function of the logits.
-        args: the framework's and Megatron's arguments.
-        model: this rank's model chunks.
-        data_iterator: from `get_data_iterator`.
-        num_microbatches: from `get_data_iterator`.
-        store_prefix: put before every key of the result.
-
-    Returns:
-        on the last stage one tensor per sample, in the order of ``rollout_data``; ``{}`` elsewhere.
+    A collective over all ranks. Resets the iterators before. Arguments and result are those of the
+    engine's.
 
     Raises:
         DynamicBatchArgumentError: the iterators are the framework's own, or
@@ -127,16 +120,16 @@ def forward_only(
     """
     if getattr(args, "custom_megatron_before_log_prob_hook_path", None):
         raise DynamicBatchArgumentError(
-            "this forward_only does not call custom_megatron_before_log_prob_hook_path: unset it, "
-            "and call the function before"
+            "forward_only does not call custom_megatron_before_log_prob_hook_path: unset it, and "
+            "call the function before"
         )
-    first, *_ = [live_data_iterator(each).reset() for each in data_iterator]
-    with _own_positions(model_chunks(model), first.schedule):
-        return run_forward_only(f, args, model, data_iterator, num_microbatches, store_prefix)
+    live = [_live(each).reset() for each in data_iterator]  # the caller may have drawn from them
+    with _own_positions(model_chunks(model), schedule_of(live)):
+        return run_forward_only(f, args, model, live, num_microbatches, store_prefix)
 
 
 def get_batch(
-    data_iterator: DataIterator,
+    data_iterator: Any,
     keys: Sequence[str],
     pad_multiplier: int = 128,
     qkv_format: str = "thd",
@@ -166,18 +159,17 @@ def get_batch(
           token;
         - ``dynamic_global_batch_size``, if the rollout data has it.
 
-        A placeholder has one token, an empty response and a `zero_count_mask` in ``loss_masks``.
-
     Raises:
         DynamicBatchArgumentError: the arguments ask for another layout, or the iterator is the
             framework's own.
     """
-    check_layout(qkv_format, allgather_cp)
-    iterator = live_data_iterator(data_iterator)
-    indices, values = iterator.draw(list(dict.fromkeys([*keys, *NEEDED_FIELDS])))
-    batch: dict[str, Any] = {key: values[key] for key in keys}
-    row = packed_row(iterator.schedule, indices, values, pad_multiplier)
+    _check_layout(qkv_format, allgather_cp)
+    live = _live(data_iterator)
+    schedule, slot = schedule_of([live]), live.offset
+    values = data_iterator.get_next(list(dict.fromkeys([*keys, *_ROW_FIELDS])))
+    row = _packed_row(schedule, schedule.micro_batches[slot], values, pad_multiplier)
     masks = values["loss_masks"]
+    batch: dict[str, Any] = {key: values[key] for key in keys}
     batch |= {
         "unconcat_tokens": values["tokens"],
         "tokens": row.tokens,
@@ -186,15 +178,56 @@ def get_batch(
         ),
         "full_loss_masks": row.loss_mask if masks is None else row.loss_mask.to(masks[0].dtype),
     }
-    if not indices and batch.get("loss_masks") is not None:
-        batch["loss_masks"] = [zero_count_mask(mask) for mask in batch["loss_masks"]]
-    if batch.get("multimodal_train_inputs") is not None:
-        batch["multimodal_train_inputs"] = joined_multimodal_inputs(
-            batch["multimodal_train_inputs"]
-        )
-    if "dynamic_global_batch_size" in iterator.rollout_data:
-        batch["dynamic_global_batch_size"] = iterator.rollout_data["dynamic_global_batch_size"]
+    inputs = batch.get("multimodal_train_inputs")
+    if inputs is not None:
+        batch["multimodal_train_inputs"] = joined_multimodal_inputs(inputs)
+    if "dynamic_global_batch_size" in live.rollout_data:
+        batch["dynamic_global_batch_size"] = live.rollout_data["dynamic_global_batch_size"]
     return batch
+
+
+def _packed_row(
+    schedule: MicroBatchSchedule,
+    indices: tuple[int, ...],
+    values: Mapping[str, list[Any] | None],
+    pad_multiplier: int,
+) -> PackedMicroBatch:
+    """This rank's part of a row, on the device."""
+    given = {key: values[key] for key in _ROW_FIELDS}
+    row = pack(
+        # pack reads lengths and masks: on the device each read would make the host wait.
+        {key: on_host(each) for key, each in given.items() if each is not None},
+        schema=DEFAULT_SCHEMA,
+        sample_indices=indices,
+        sample_alignment_tokens=sample_multiple_tokens(schedule.dims, schedule.config),
+        row_alignment_tokens=math.lcm(
+            _row_multiple(pad_multiplier), row_multiple_tokens(schedule.dims, schedule.config)
+        ),
+        context_parallel_size=schedule.dims.context_parallel,
+        context_parallel_rank=schedule.context_parallel_rank,
+        pad_token_id=schedule.pad_token_id,
+        is_placeholder=not indices,
+    )
+    names = (*MODEL_INPUTS, "loss_mask")
+    return PortableRow(row, names, torch.device(torch.cuda.current_device())).on_device()
+
+
+def _row_multiple(pad_multiplier: int) -> int:
+    """The multiple, in tokens, to which a whole row is padded."""
+    ranks: int = parallel_state.get_context_parallel_world_size()
+    ranks *= parallel_state.get_tensor_model_parallel_world_size()
+    return ranks * pad_multiplier
+
+
+def _live(data_iterator: Any) -> LiveDataIterator:
+    """The iterator inside one that `get_data_iterator` returned."""
+    own = data_iterator.own if isinstance(data_iterator, PlaceholderIterator) else data_iterator
+    if not isinstance(own, LiveDataIterator):
+        raise DynamicBatchArgumentError(
+            f"expected an iterator from the hooked get_data_iterator, got {type(own).__name__}: "
+            "call get_data_iterator after mcore_batching.hook"
+        )
+    return own
 
 
 def _planned(rollout_data: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -216,10 +249,21 @@ def _planned(rollout_data: dict[str, Any] | None) -> dict[str, Any] | None:
     return planned
 
 
-def _check_arguments(args: Any) -> None:
+def _check_layout(qkv_format: str, allgather_cp: bool) -> None:
+    if qkv_format != "thd":
+        raise DynamicBatchArgumentError(
+            f'qkv_format={qkv_format!r} does not pack samples: set qkv_format="thd"'
+        )
+    if allgather_cp:
+        raise DynamicBatchArgumentError(
+            "allgather_cp=True cuts whole rows, not samples, into pieces: set allgather_cp=False"
+        )
+
+
+def _check_options(args: Any) -> None:
     if Options.of(args).exchanges_samples:
         raise DynamicBatchArgumentError(
-            "the framework cannot move samples to other ranks: unset --dynamic-batch-exchange and "
+            "the framework keeps samples on their rank: unset --dynamic-batch-exchange and "
             "--dynamic-batch-context-parallel"
         )
     if getattr(args, "dynamic_batch_pad_each_to", None):
@@ -229,8 +273,8 @@ def _check_arguments(args: Any) -> None:
         )
     if getattr(args, "dynamic_batch_cost_model", None) == LEARNT:
         raise DynamicBatchArgumentError(
-            "costs cannot be learnt, since the framework runs training itself: set "
-            "--dynamic-batch-cost-model to fixed, or to a file of CostModel.to_json"
+            "costs are learnt in the engine's train_step: set --dynamic-batch-cost-model to fixed, "
+            "or to a file of CostModel.to_json"
         )
 
 

@@ -138,6 +138,7 @@ def _replacements(holders: dict[str, list[ModuleType]], schema: Schema) -> list[
 
 def _is_scheduled(holders: dict[str, list[ModuleType]]) -> bool:
     """True if the framework plans in its rollout manager."""
+    # By parameters, since checkouts are rarely of a release.
     takes = {name: _parameters(getattr(holders[name][0], name)) for name in NAMES}
     return takes["get_data_iterator"] == ("rollout_data",) or "rollout_id" in takes["forward_only"]
 

@@ -1,7 +1,9 @@
-"""A data iterator over the framework's own ``rollout_data``.
+"""Iterators over the framework's own ``rollout_data``, with placeholders.
 
-The dict is read when a micro-batch is drawn, so that fields added after planning (log-probs,
-advantages) are there without a collective. A placeholder gets a value for every requested key.
+The dict is read when a micro-batch is drawn, so fields added after planning (log-probs,
+advantages) are there without a collective. A micro-batch without samples becomes a sample of one
+token with an empty response, which the framework packs and runs like any other: its loss is 0 and
+stays attached to the graph, and its mask adds 0 to token counts.
 """
 
 from __future__ import annotations
@@ -12,109 +14,122 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_batching.batch import Schema, SchemaError, make_placeholder
-from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.batch import Kind, Schema, SchemaError, make_placeholder
+from mcore_batching.integrations.slime.zero_count_mask import zero_count_mask
 from mcore_batching.megatron.rollout.data_iterator import DataIterator, PlannedRollout
-from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 
 
-class LiveDataIterator(DataIterator):
-    """A `DataIterator` over the framework's own ``rollout_data``, read on each draw.
+class PlaceholderLengths(list[int]):
+    """Total lengths of a placeholder; ``get_batch`` passes the object on, so it is recognized."""
+
+
+class PlaceholderIterator:
+    """An iterator over rollout data, with a fabricated sample where a micro-batch has none.
 
     Args:
-        rollout: the planned batch, shared by all stages' iterators.
-        rollout_data: the framework's dict, kept and not copied.
+        own: walks through the micro-batches: the framework's own iterator, or a `LiveDataIterator`.
         schema: the kind of every field that will be asked for.
+        template: field name to values of one sample, for ranks without any; None: no such rank.
     """
 
     def __init__(
-        self, rollout: PlannedRollout, rollout_data: Mapping[str, Any], schema: Schema
+        self, own: Any, schema: Schema, template: Mapping[str, list[Any]] | None = None
     ) -> None:
-        super().__init__(rollout)
-        self._live = rollout_data
-        self._schema = schema
+        self.own = own
+        # `partition` holds positions of samples, so identifiers. Top-p tokens are metadata (several
+        # per token) but must be an empty tensor for an empty response, not None.
+        self._schema = schema.declare("partition", Kind.METADATA).declare(
+            "rollout_top_p_token_ids", Kind.PER_RESPONSE_TOKEN
+        )
+        self._template = template or {}
+        self._micro_batches = own.micro_batch_indices
         self._checked: set[tuple[str, ...]] = set()
 
-    @property
-    def schedule(self) -> MicroBatchSchedule:
-        """The micro-batches of training."""
-        return self._rollout.schedule
+    def __getattr__(self, name: str) -> Any:
+        """All other attributes are those of the iterator inside."""
+        return getattr(self.own, name)
 
-    @property
-    def rollout_data(self) -> Any:
-        """The framework's own dict."""
-        return self._live
+    def reset(self) -> PlaceholderIterator:
+        """Go back to the first micro-batch."""
+        self.own.reset()
+        return self
 
     def get_next(self, keys: Sequence[str]) -> dict[str, list[Any] | None]:
-        """The next micro-batch: one value per sample, one fabricated for a placeholder.
-
-        Args:
-            keys: fields to return; None for those that the rollout data lacks.
+        """The next micro-batch: one value per sample, None for fields that the data lack.
 
         Raises:
             IndexError: all micro-batches have been drawn.
             SchemaError: on every rank, at the first micro-batch: a field is not declared, or does
                 not have one value per sample.
         """
-        return self.draw(keys)[1]
-
-    def draw(self, keys: Sequence[str]) -> tuple[tuple[int, ...], dict[str, list[Any] | None]]:
-        """The samples' indices, ``()`` for a placeholder, and what `get_next` returns."""
-        keys = list(keys)
-        micro_batches = self.schedule.micro_batches
-        if self.offset >= len(micro_batches):
-            raise IndexError(
-                f"all {len(micro_batches)} micro-batches have been drawn; call reset() first"
-            )
-        indices = micro_batches[self.offset]
-        live = {key: self._live[key] for key in keys if self._live.get(key) is not None}
-        present = list(live)
-        fabricated = {}
+        if self.own.offset >= len(self._micro_batches):
+            count = len(self._micro_batches)
+            raise IndexError(f"all {count} micro-batches have been drawn: call reset() first")
+        data = self.own.rollout_data
+        present = tuple(key for key in keys if data.get(key) is not None)
+        has_samples = bool(self._micro_batches[self.own.offset])
         # A placeholder is made once on every rank, needed or not: otherwise an undeclared field
         # would raise only on the rank that has a placeholder, and leave the others waiting.
-        if not indices or tuple(present) not in self._checked:
-            fabricated = self._fabricate(present)
-            self._checked.add(tuple(present))
-        self.offset += 1
-        if not indices:
-            return indices, {key: fabricated.get(key) for key in keys}
-        drawn: dict[str, list[Any] | None] = dict.fromkeys(keys)
-        for key, values in live.items():
-            drawn[key] = [values[i] for i in indices]
-        return indices, drawn
+        fabricated = {}
+        if not has_samples or present not in self._checked:
+            fabricated = self._fabricated(present)
+            self._checked.add(present)
+        if has_samples:
+            drawn: dict[str, list[Any] | None] = self.own.get_next(keys)
+            return drawn
+        self.own.offset += 1
+        return dict.fromkeys(keys) | fabricated
 
-    def _fabricate(self, keys: list[str]) -> dict[str, list[Any]]:
-        examples = {}
+    def _fabricated(self, keys: Sequence[str]) -> dict[str, list[Any]]:
+        """One value for each key, like those of real samples."""
+        data = self.own.rollout_data
+        count = len(data["tokens"])
         for key in keys:
-            values = self._live[key]
-            if len(values) != self.schedule.num_samples:
+            if len(data[key]) != count:
                 raise SchemaError(
                     key,
-                    expected=f"{self.schedule.num_samples} values, one for each sample of the rank",
-                    found=f"{len(values)}",
+                    expected=f"{count} values, one for each sample of the rank",
+                    found=f"{len(data[key])}",
                 )
-            examples[key] = values if len(values) else self.schedule.template.get(key)
-        made = make_placeholder(
-            self._schema, keys, examples, pad_token_id=self.schedule.pad_token_id
-        )
-        return {key: [_to_device(value) for value in values] for key, values in made.items()}
+        made = make_placeholder(self._schema, keys, data if count else self._template)
+        if not count:  # no sample shows where values are
+            made = {key: [_on_device(value) for value in values] for key, values in made.items()}
+        if "total_lengths" in made:
+            made["total_lengths"] = PlaceholderLengths(made["total_lengths"])
+        if "loss_masks" in made:
+            made["loss_masks"] = list(map(zero_count_mask, made["loss_masks"]))
+        return made
 
 
-def live_data_iterator(data_iterator: Any) -> LiveDataIterator:
-    """The argument itself, checked.
+class LiveDataIterator(DataIterator):
+    """A `DataIterator` whose values are those that the framework's dict has when they are drawn.
 
-    Raises:
-        DynamicBatchArgumentError: the iterator is not from the hooked ``get_data_iterator``.
+    Args:
+        rollout: the planned batch, shared by all stages' iterators.
+        rollout_data: the framework's dict, kept and not copied.
     """
-    if not isinstance(data_iterator, LiveDataIterator):
-        raise DynamicBatchArgumentError(
-            "expected an iterator from the hooked get_data_iterator, got "
-            f"{type(data_iterator).__name__}: call get_data_iterator after mcore_batching.hook"
-        )
-    return data_iterator
+
+    def __init__(self, rollout: PlannedRollout, rollout_data: dict[str, Any]) -> None:
+        super().__init__(rollout)
+        self._live = rollout_data
+
+    @property
+    def rollout_data(self) -> dict[str, Any]:
+        """The framework's own dict."""
+        return self._live
+
+    def get_next(self, keys: Sequence[str]) -> dict[str, list[Any] | None]:
+        """The next micro-batch's values, None for fields that the dict lacks."""
+        indices = self._rollout.schedule.micro_batches[self.offset]
+        self.offset += 1
+        live = {key: self._live.get(key) for key in keys}
+        return {
+            key: None if values is None else [values[i] for i in indices]
+            for key, values in live.items()
+        }
 
 
-def _to_device(value: Any) -> Any:
+def _on_device(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.to(torch.device(torch.cuda.current_device()), non_blocking=True)

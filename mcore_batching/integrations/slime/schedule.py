@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.replacements import (
     Hook,
     HookError,
@@ -144,7 +145,7 @@ def build_dp_schedule(
         raise HookError(
             f"the trainer would not know placeholders: set {_INIT}, or call it in your own init"
         )
-    dims, config = parallel_dims(args, train_parallel_config), planner_config(args)
+    dims, config = _parallel_dims(args, train_parallel_config), planner_config(args)
     last = _last_step(args, rollout_indices, global_batch_size, dims.data_parallel)
     planned = functools.partial(
         plan_batch,
@@ -164,6 +165,7 @@ def build_dp_schedule(
     for step in plan.steps:
         for rank, slots in enumerate(step.micro_batches):
             for samples in slots:
+                # A micro-batch lists places in its rank's samples, not numbers of samples.
                 first = len(partitions[rank])
                 partitions[rank] += samples
                 micro_batches[rank].append(list(range(first, first + len(samples))))
@@ -173,20 +175,18 @@ def build_dp_schedule(
     return partitions, micro_batches, counts, sizes
 
 
-def parallel_dims(args: Any, train_parallel_config: dict[str, int]) -> ParallelDims:
-    """The trainer's parallel dims: what the rollout manager was told, the rest from arguments."""
-    chunks = train_parallel_config["vpp_size"] or 1
-    group = train_parallel_config["microbatch_group_size_per_vp_stage"]
+def _parallel_dims(args: Any, told: dict[str, Any]) -> ParallelDims:
+    """Of the trainer: what the rollout manager was told, the rest from arguments."""
+    chunks, group = told["vpp_size"] or 1, told["microbatch_group_size_per_vp_stage"]
     stages = getattr(args, "pipeline_model_parallel_size", None)
-    return ParallelDims(
-        data_parallel=train_parallel_config["dp_size"],
+    return job_dims(
+        args,
+        data_parallel=told["dp_size"],
         # Megatron's default group is the number of stages.
         pipeline_parallel=stages or (group if chunks > 1 else 1),
         virtual_pipeline=chunks,
-        context_parallel=train_parallel_config["cp_size"],
-        tensor_parallel=getattr(args, "tensor_model_parallel_size", 1),
-        expert_parallel=getattr(args, "expert_model_parallel_size", 1),
-        microbatch_group_size=group if chunks > 1 else None,
+        context_parallel=told["cp_size"],
+        microbatch_group_size=group,
     )
 
 
@@ -205,6 +205,7 @@ def planner_config(args: Any) -> PlannerConfig:
         for each in dataclasses.fields(PlannerConfig)
         if each.default is not dataclasses.MISSING
     }
+    # get_batch pads each rank's part to this times the tensor-parallel size.
     local = getattr(args, "data_pad_size_multiplier", 1)
     local *= getattr(args, "tensor_model_parallel_size", 1)
     local *= getattr(args, "context_parallel_size", 1)
@@ -216,8 +217,8 @@ def _cost_model(args: Any) -> CostModel | None:
     chosen = getattr(args, "dynamic_batch_cost_model", None)
     if chosen == "auto":
         raise HookError(
-            "costs cannot be learnt, since the framework runs training itself: set "
-            "dynamic_batch_cost_model to fixed, or to a file of CostModel.to_json"
+            "the framework trains itself, so no costs are learnt: set dynamic_batch_cost_model to "
+            "fixed, or to a file of CostModel.to_json"
         )
     if chosen in (None, "fixed"):
         return None
@@ -228,6 +229,7 @@ def _last_step(args: Any, rollouts: Sequence[int], rollouts_per_step: int, ranks
     """What to do with rollouts left over: "keep" where miles would make a smaller step of them."""
     if not getattr(args, "allow_partial_train_step", False):
         return "drop"
+    # miles drops a last step of fewer samples than ranks, too.
     *_, last = group_steps(rollouts, rollouts_per_step)
     return "keep" if len(last) >= ranks else "drop"
 
@@ -246,16 +248,16 @@ def _check(args: Any, plan: Plan, dims: ParallelDims) -> None:
     idle = _idle_ranks(plan)
     if idle:
         raise HookError(
-            f"data-parallel rank {idle[0]} has no sample, which the trainer cannot run: set "
-            f"--global-batch-size to {dims.data_parallel} rollouts or more"
+            f"data-parallel rank {idle[0]} would train no sample: set --global-batch-size to "
+            f"{dims.data_parallel} rollouts or more"
         )
     empty = any(
         not samples for step in plan.steps for rank in step.micro_batches for samples in rank
     )
     if empty and getattr(args, "enable_mtp_training", False):
         raise HookError(
-            "multi-token prediction divides by a micro-batch's tokens, a placeholder has none: "
-            "unset --enable-mtp-training, or set --global-batch-size higher"
+            "multi-token prediction would divide by a placeholder's 0 tokens: unset "
+            "--enable-mtp-training, or set --global-batch-size higher"
         )
 
 

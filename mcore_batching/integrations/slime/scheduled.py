@@ -1,9 +1,8 @@
 """Placeholders for slime's and miles' own ``get_batch``, ``forward_only`` and losses.
 
 Since slime's pull request 1926 and miles' 1927 the rollout manager plans, and a rank's rollout data
-list the samples of each micro-batch. A micro-batch without samples becomes a sample of one token
-with an empty response, which the framework packs and runs like any other: its loss is 0 and stays
-attached to the graph, its mask adds 0 to token counts, and ``forward_only`` drops its outputs.
+list the samples of each micro-batch. Where it lists none, `PlaceholderIterator` fabricates one, and
+``forward_only`` drops its outputs.
 
 The framework's ``forward_only`` restores the order of outputs without checking their number. So it
 is checked here: before the pass, that the micro-batches hold each sample once; after it, that the
@@ -18,10 +17,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mcore_batching.batch import Kind, OrderError, Schema, apply_order, make_placeholder
+from mcore_batching.batch import OrderError, Schema, apply_order
 from mcore_batching.batch.consensus import Statement
 from mcore_batching.integrations.replacements import HookError
-from mcore_batching.integrations.slime.zero_count_mask import zero_count_mask
+from mcore_batching.integrations.slime.iterator import PlaceholderIterator, PlaceholderLengths
 from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.step.logits_function import checked_outputs
@@ -34,60 +33,6 @@ LEADING = {
     "get_batch": (("data_iterator", "keys"),),
 }
 """First parameters of slime's and miles' functions."""
-
-
-class _PlaceholderLengths(list[int]):
-    """Total lengths of a placeholder; ``get_batch`` passes the object on, so it is recognized."""
-
-
-class PlaceholderIterator:
-    """The framework's own iterator, with a fabricated sample where a micro-batch has none.
-
-    Args:
-        own: made by the framework.
-        schema: the kind of every field that will be asked for.
-    """
-
-    def __init__(self, own: Any, schema: Schema) -> None:
-        self._own = own
-        # `partition` holds positions of samples, so identifiers. Top-p tokens are metadata (several
-        # per token) but must be an empty tensor for an empty response, not None.
-        self._schema = schema.declare("partition", Kind.METADATA).declare(
-            "rollout_top_p_token_ids", Kind.PER_RESPONSE_TOKEN
-        )
-        self._checked: set[tuple[str, ...]] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        """All other attributes are the framework's iterator's."""
-        return getattr(self._own, name)
-
-    def reset(self) -> PlaceholderIterator:
-        """Go back to the first micro-batch."""
-        self._own.reset()
-        return self
-
-    def get_next(self, keys: Sequence[str]) -> dict[str, list[Any] | None]:
-        """The next micro-batch: one value per sample, None for fields that the data lack.
-
-        Raises:
-            IndexError: all micro-batches have been drawn.
-            SchemaError: on every rank, at the first micro-batch: a field is not declared.
-        """
-        data = self._own.rollout_data
-        present = tuple(key for key in keys if data.get(key) is not None)
-        if self._own.micro_batch_indices[self._own.offset]:
-            if present not in self._checked:
-                make_placeholder(self._schema, present, data)
-                self._checked.add(present)
-            drawn: dict[str, list[Any] | None] = self._own.get_next(keys)
-            return drawn
-        self._own.offset += 1
-        made: dict[str, Any] = dict.fromkeys(keys) | make_placeholder(self._schema, present, data)
-        if "total_lengths" in present:
-            made["total_lengths"] = _PlaceholderLengths(made["total_lengths"])
-        if "loss_masks" in present:
-            made["loss_masks"] = list(map(zero_count_mask, made["loss_masks"]))
-        return made
 
 
 def get_data_iterator(
@@ -125,18 +70,17 @@ def forward_only(
     """The framework's forward pass, without placeholders' outputs.
 
     A collective over all ranks if the rollout manager planned. Otherwise (fixed micro-batches,
-    miles' own plans) errors are raised on their own rank: slime's server runs data-parallel ranks
-    separately, so a collective would hang.
+    miles' own plans) errors are raised on their own rank.
 
     Args:
-        original: the framework's function.
+        original: the framework's function; it gets all further arguments.
         f: the function of the logits; gets ``total_lengths`` by keyword.
         args: the framework's arguments.
         model: this rank's model chunks.
         data_iterator: from `get_data_iterator`.
         num_microbatches: of each step.
-        arguments: further ones of `original`.
-        keywords: of `original`.
+        arguments: of `original`.
+        keywords: likewise.
 
     Raises:
         CollationFailedError: on every rank, if any rank's micro-batches do not hold each sample
@@ -146,12 +90,11 @@ def forward_only(
         PipelineFailedError: on every rank that can still be reached, if anything else raised.
     """
 
-    def run(guarded: _Guarded) -> Any:
-        return original(
-            guarded, args, model, data_iterator, num_microbatches, *arguments, **keywords
-        )
+    def run(f: _Guarded) -> Any:
+        return original(f, args, model, data_iterator, num_microbatches, *arguments, **keywords)
 
     planned = isinstance(data_iterator[0], PlaceholderIterator)
+    # slime's log-prob server runs data-parallel ranks separately: a collective would hang there.
     if not (planned and getattr(args, "use_dynamic_batch_size", False)):
         return run(_Guarded(f, _raise))
     job = job_of(args)
@@ -184,7 +127,7 @@ def _check_plan(iterator: PlaceholderIterator, num_microbatches: Sequence[int]) 
         apply_order(samples, [sample for each in micro_batches for sample in each])
     except OrderError as error:
         raise OrderError(
-            f"micro_batch_indices do not hold the {len(samples)} samples once each: missing "
+            f"micro_batch_indices must hold each of {len(samples)} samples once: missing "
             f"{list(error.missing)}, doubled {list(error.doubled)}, extra {list(error.extra)}; "
             "plan by build_dp_schedule"
         ) from error
@@ -219,14 +162,15 @@ class _Guarded:
     def __call__(self, logits: Any, **keywords: Any) -> Any:
         """Outputs as Megatron's schedule takes them: a dict, or a tensor and a dict."""
         lengths = keywords.get("total_lengths", ())
-        is_placeholder = isinstance(lengths, _PlaceholderLengths)
+        is_placeholder = isinstance(lengths, PlaceholderLengths)
         output, values = None, {}
         try:
             if "total_lengths" not in keywords:
                 raise HookError(
-                    "forward_only calls its function without total_lengths, which marks "
-                    "placeholders: use a version of the framework that passes it"
+                    "forward_only passes its function no total_lengths, which mark placeholders: "
+                    "use a version of the framework that does"
                 )
+            # Of a placeholder, too: f may be a collective of the ranks that share the row.
             made = self._f(logits, **keywords)
             values = self._checked(made, len(lengths))
             output = made[0] if isinstance(made, tuple) else None
@@ -234,7 +178,7 @@ class _Guarded:
             self._failed(exception)
             # Stands in for any name, with one value per sample, until all ranks raise.
             values = collections.defaultdict(lambda: [None] * (not is_placeholder) * len(lengths))
-        if is_placeholder:
+        if is_placeholder:  # the framework puts what comes back into the samples' order
             for name in values:
                 values[name] = []
         if "non_loss_data" in keywords:  # miles collects outputs, slime takes them for a loss

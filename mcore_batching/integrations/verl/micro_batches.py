@@ -15,8 +15,8 @@ Guarantees
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from mcore_batching.batch import OrderError
 from mcore_batching.batch.consensus import Consensus, Statement
 from mcore_batching.batch.figures import largest, least
+from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.replacements import HookError
 from mcore_batching.integrations.shards import planned_shard
 from mcore_batching.planning import LengthError, MicroBatches, ParallelDims, PlannerConfig
@@ -90,12 +91,9 @@ def rearrange_micro_batches(
     # verl runs no empty micro-batch: the shortest sample, masked, takes a placeholder's place.
     shortest = min(range(len(lengths)), key=lambda sample: (lengths[sample], sample))
     indices = [list(samples) or [shortest] for samples in chosen]
-    made = [_select(batch, samples) for samples in indices]
-    for samples, micro_batch in zip(chosen, made, strict=True):
-        if not samples:
-            for name in _MASKS:
-                if micro_batch.get(name, None) is not None:
-                    micro_batch[name] = torch.zeros_like(micro_batch[name])
+    made = [
+        _select(batch, list(samples)) if samples else _masked(batch, shortest) for samples in chosen
+    ]
     return made, indices
 
 
@@ -116,16 +114,16 @@ def restore_dynamic_batch(
     indices = [sample for samples in batch_idx_list for sample in samples]
     first: dict[int, int] = {}
     for row, sample in enumerate(indices):
-        first.setdefault(sample, row)
+        first.setdefault(sample, row)  # a repeated sample's rows are equal
     missing = sorted(set(range(max(first, default=-1) + 1)) - set(first))
     if missing or len(indices) != data.shape[0]:
         raise OrderError(
-            f"expected one row for each of the {len(indices)} samples that the micro-batches "
-            f"hold, got {data.shape[0]}; samples without a row: {missing}: return one row per "
-            "sample",
+            f"expected {len(indices)} rows, one a sample, got {data.shape[0]}, none of samples "
+            f"{missing}: return one row per sample",
             missing=tuple(missing),
         )
     if len(first) < len(indices):
+        # verl's function takes each sample once.
         if data.is_nested:
             rows = data.unbind()
             data = torch.nested.as_nested_tensor(
@@ -147,26 +145,18 @@ def _lengths(batch: Any) -> list[int]:
 
 def _settings(max_token_len: int, multiple: int, ranks: int) -> tuple[ParallelDims, PlannerConfig]:
     """Settings of a plan, from Megatron's groups if there are any in this process."""
-    groups = sys.modules.get("megatron.core.parallel_state")
-    if groups is None or not groups.model_parallel_is_initialized():
-        return ParallelDims(data_parallel=ranks), PlannerConfig(max_tokens_per_gpu=max_token_len)
-    context = groups.get_context_parallel_world_size()
-    tensor = groups.get_tensor_model_parallel_world_size()
-    stages = groups.get_pipeline_model_parallel_world_size()
-    chunks = groups.get_virtual_pipeline_model_parallel_world_size() or 1
-    experts = groups.get_expert_model_parallel_world_size()
-    dims = ParallelDims(
-        data_parallel=ranks,
-        pipeline_parallel=stages,
-        virtual_pipeline=chunks,
-        context_parallel=context,
-        tensor_parallel=tensor,
-        expert_parallel=experts,
+    dims = job_dims(data_parallel=ranks)
+    dims = dataclasses.replace(
+        dims,
         # verl pads samples to a multiple of the tensor-parallel size, with or without it.
-        sequence_parallel=tensor > 1,
-        microbatch_group_size=max(multiple, stages) if chunks > 1 else None,
+        sequence_parallel=dims.tensor_parallel > 1,
+        microbatch_group_size=(
+            max(multiple, dims.pipeline_parallel) if dims.virtual_pipeline > 1 else None
+        ),
     )
-    return dims, PlannerConfig(max_tokens_per_gpu=max(1, max_token_len // context))
+    # verl's cap is for all context-parallel ranks together, this package's for one.
+    cap = max(1, max_token_len // dims.context_parallel)
+    return dims, PlannerConfig(max_tokens_per_gpu=cap)
 
 
 def _checked_lengths(batch: Any, max_token_len: int, consensus: Consensus) -> list[int]:
@@ -205,12 +195,21 @@ def _check_repeated(batch: Any, chosen: MicroBatches, consensus: Consensus) -> N
         lambda: not all(chosen),
         lambda repeats: Statement(figures={"repeats": largest(int(repeats))}),
     )
+    # Megatron's calculate_per_token_loss, seen by what verl then puts into the batch.
     if agreed.figures["repeats"] and batch.get("routed_num_tokens", None) is not None:
         raise HookError(
-            f"a data-parallel rank lacks samples for {len(chosen)} micro-batches, and "
-            "calculate_per_token_loss would count a sample's tokens twice: set "
-            "ppo_mini_batch_size or ppo_max_token_len_per_gpu higher"
+            f"a rank has fewer samples than {len(chosen)} micro-batches, and a repeated one would "
+            "count twice: set ppo_mini_batch_size or ppo_max_token_len_per_gpu higher"
         )
+
+
+def _masked(batch: Any, sample: int) -> Any:
+    """A micro-batch of one sample that adds nothing to the loss."""
+    micro_batch = _select(batch, [sample])
+    for name in _MASKS:
+        if micro_batch.get(name, None) is not None:
+            micro_batch[name] = torch.zeros_like(micro_batch[name])
+    return micro_batch
 
 
 def _select(batch: Any, samples: list[int]) -> Any:

@@ -1,10 +1,10 @@
-"""Records of supervised fine-tuning data: conversations, and prompts with their completions.
+"""Records of fine-tuning data: conversations, and prompts with their completions.
 
-| record | meaning |
+| record | trained |
 |---|---|
-| ``{"messages": [{"role": ..., "content": ...}, ...]}`` | a conversation |
-| ``{"prompt": ..., "completion": ...}`` | trained on the completion |
-| ``{"question": ..., "answer": ...}`` | the same, with a line break behind the question |
+| ``{"messages": [{"role": ..., "content": ...}, ...]}`` | every message of the assistant |
+| ``{"prompt": ..., "completion": ...}`` | the completion |
+| ``{"question": ..., "answer": ...}`` | the answer; a line break is put behind the question |
 
 Other keys are ignored. A record with the keys of several kinds is of the first. Texts are used
 unchanged, white space included.
@@ -57,49 +57,32 @@ def parse_record(record: Any) -> Completion | Conversation:
     Raises:
         SftDataError: the record is of none of the three kinds.
     """
-    if not isinstance(record, dict):
-        raise SftDataError(f"expected {_KINDS}, got {_described(record)}")
-    if "messages" in record:
+    keys = record.keys() if isinstance(record, dict) else set()
+    if "messages" in keys:
         return _conversation(record["messages"])
-    for prompt, completion, separator in (
-        ("prompt", "completion", ""),
-        ("question", "answer", "\n"),
-    ):
-        if prompt in record and completion in record:
-            return Completion(
-                _text(record[prompt], prompt) + separator, _text(record[completion], completion)
-            )
-    keys = ", ".join(map(repr, record)) or "none"
-    raise SftDataError(f"expected {_KINDS}, got an object with the keys {keys:.200}")
+    if {"prompt", "completion"} <= keys:
+        return Completion(_text(record, "prompt"), _text(record, "completion"))
+    if {"question", "answer"} <= keys:
+        return Completion(_text(record, "question") + "\n", _text(record, "answer"))
+    raise SftDataError(f"expected {_KINDS}, got {record!r:.80}")
 
 
 def _conversation(messages: Any) -> Conversation:
     if not isinstance(messages, list) or not messages:
-        raise SftDataError(f"'messages' must be a list of messages, got {_described(messages)}")
+        raise SftDataError(f"'messages' must be a list of messages, got {messages!r:.80}")
     for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise SftDataError(
-                f'message {number} must be {{"role": ..., "content": ...}}, got '
-                f"{_described(message)}"
+                f"message {number} must have a role of {', '.join(ROLES)}, got {message!r:.80}"
             )
-        if message["role"] not in ROLES:
-            raise SftDataError(
-                f"the role of message {number} must be one of {', '.join(ROLES)}, got "
-                f"{_described(message['role'])}"
-            )
-        _text(message["content"], f"the content of message {number}")
+        _text(message, "content", f" of message {number}")
     if all(message["role"] != TRAINED_ROLE for message in messages):
-        raise SftDataError(
-            f"a conversation without a message of the {TRAINED_ROLE} trains nothing: leave it out"
-        )
+        raise SftDataError(f"no message of the {TRAINED_ROLE} to train on: leave the line out")
     return Conversation(tuple(messages))
 
 
-def _text(value: Any, name: str) -> str:
+def _text(values: dict[str, Any], name: str, where: str = "") -> str:
+    value = values.get(name)
     if not isinstance(value, str):
-        raise SftDataError(f"{name} must be a text, got {_described(value)}")
+        raise SftDataError(f"{name}{where} must be a text, got {value!r:.80}")
     return value
-
-
-def _described(value: Any) -> str:
-    return f"{type(value).__name__} {value!r:.80}"

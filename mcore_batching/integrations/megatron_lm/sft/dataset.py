@@ -1,6 +1,6 @@
-"""A dataset of supervised fine-tuning samples for Megatron's data loaders.
+"""A dataset of fine-tuning samples for Megatron's data loaders.
 
-Index i is the same sample in every process and run with the same seed, files and tokenizer, however
+Item i is the same sample in every process and run with the same seed, files and tokenizer, however
 many samples are drawn, so a resumed job continues with the right sample. Each epoch holds every
 sample once, in its own order. No sample is cut off.
 """
@@ -18,41 +18,23 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from mcore_batching.integrations.megatron_lm.sft.conversations import parse_record
-from mcore_batching.integrations.megatron_lm.sft.jsonl import JsonLines, SftDataError
-from mcore_batching.integrations.megatron_lm.sft.tokenization import (
-    SampleTokenizer,
-    SampleTokens,
-)
-
-Indices = np.ndarray[Any, np.dtype[np.int64]]
-"""Of records: the first one of the first file is 0."""
+from mcore_batching.integrations.megatron_lm.sft.jsonl import SftDataError, records_of
+from mcore_batching.integrations.megatron_lm.sft.tokenization import SampleTokenizer, SampleTokens
 
 
-class TokenizedLines:
-    """The samples of some JSON-lines files as tokens, tokenized each time they are asked for.
+def read_samples(path: str, tokenizer: SampleTokenizer) -> dict[int, SampleTokens]:
+    """The samples of a JSON-lines file as tokens, by line number.
 
-    Args:
-        lines: the records.
-        tokenizer: writes them.
+    Raises:
+        SftDataError: naming the file and the line.
     """
-
-    def __init__(self, lines: JsonLines, tokenizer: SampleTokenizer) -> None:
-        self.lines = lines
-        self.tokenizer = tokenizer
-
-    def __len__(self) -> int:
-        return len(self.lines)
-
-    def __getitem__(self, index: int) -> SampleTokens:
-        """Tokens of one record.
-
-        Raises:
-            SftDataError: naming the file and the line.
-        """
+    samples = {}
+    for line, record in records_of(path):
         try:
-            return self.tokenizer(parse_record(self.lines[index]))
+            samples[line] = tokenizer(parse_record(record))
         except SftDataError as error:
-            raise self.lines.error(index, str(error)) from error
+            raise SftDataError(str(error), path, line) from error
+    return samples
 
 
 class UnpaddedSample(dict[str, Tensor]):
@@ -83,8 +65,8 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
 
     An item is a dict of ``tokens``, ``labels`` (the token that follows) and ``position_ids``, int64
     ``[length]``, and ``loss_mask``, float32 ``[length]``, 1 where the label is trained. A sample of
-    n tokens has length n - 1. Memory: 8 bytes for every sample drawn. The prompt "ab" with the
-    completion "c", as bytes with the end mark 256:
+    n tokens has length n - 1. The prompt "ab" with the completion "c", as bytes with the end mark
+    256:
 
         tokens        97  98  99
         labels        98  99 256
@@ -92,12 +74,10 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
         position_ids   0   1   2
 
     Args:
-        samples: all samples of the files.
-        members: indices into ``samples`` that are in this dataset, at least one; none longer than
-            ``pad_to``.
+        samples: at least one; none longer than ``pad_to``.
         split: training, validation or test.
-        num_samples: how many are drawn, over all epochs; None: each member once.
-        seed: of the epochs' orders, 0 or more; None: in the order of ``members``.
+        num_samples: how many are drawn, over all epochs; None: each once.
+        seed: of the epochs' orders, 0 or more; None: in the order of ``samples``.
         pad_to: pad every item to this length, in tokens, with loss mask 0; None: no padding.
         attention_mask: give padded items a causal ``attention_mask``, bool ``[1, pad_to, pad_to]``,
             True where no attention is paid, as stock datasets do with
@@ -109,8 +89,7 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
 
     def __init__(
         self,
-        samples: TokenizedLines,
-        members: Indices,
+        samples: Sequence[SampleTokens],
         *,
         split: Split,
         num_samples: int | None = None,
@@ -120,7 +99,7 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
     ) -> None:
         self.split = split
         self._samples = samples
-        self._order = _order(members, num_samples, seed)
+        self._order = _order(len(samples), num_samples, seed)
         self._pad_to = pad_to
         self._attention_mask = attention_mask
 
@@ -129,17 +108,18 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
 
     def __getitem__(self, index: int) -> Mapping[str, Tensor]:
         """The sample drawn as number ``index``."""
-        sample = self._samples[int(self._order[index])]
-        ids = torch.tensor(sample.ids)
-        trained = torch.tensor(sample.trained, dtype=torch.float32)
-        length = len(ids) - 1
-        padding = 0 if self._pad_to is None else self._pad_to - length
+        sample = self._samples[self._order[index]]
+        ids = torch.from_numpy(sample.ids).long()
+        trained = torch.from_numpy(sample.trained).float()
+        padding = 0 if self._pad_to is None else self._pad_to - sample.length
+        last = int(ids[-1])
         item = {
             # Any id pads: it has loss mask 0, and causal attention hides it from real tokens.
-            "tokens": torch.nn.functional.pad(ids[:-1], (0, padding), value=sample.ids[-1]),
-            "labels": torch.nn.functional.pad(ids[1:], (0, padding), value=sample.ids[-1]),
+            "tokens": torch.nn.functional.pad(ids[:-1], (0, padding), value=last),
+            "labels": torch.nn.functional.pad(ids[1:], (0, padding), value=last),
+            # The token at position i predicts the one at i + 1, so that one's mask stands at i.
             "loss_mask": torch.nn.functional.pad(trained[1:], (0, padding)),
-            "position_ids": torch.arange(length + padding),
+            "position_ids": torch.arange(sample.length + padding),
         }
         if self._pad_to is None:
             return UnpaddedSample(item)
@@ -148,13 +128,12 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
         return item
 
 
-def _order(members: Indices, num_samples: int | None, seed: int | None) -> Indices:
-    """The member drawn at each index."""
-    num_samples = len(members) if num_samples is None else num_samples
-    epochs = range(-(-num_samples // len(members)))
+def _order(count: int, num_samples: int | None, seed: int | None) -> Any:
+    """The place in the samples that each index draws, int64 [num_samples]."""
+    num_samples = count if num_samples is None else num_samples
     if seed is None:
-        drawn = [members for _ in epochs]
-    else:
-        # numpy promises that RandomState draws the same in every version.
-        drawn = [np.random.RandomState([seed, epoch]).permutation(members) for epoch in epochs]
-    return np.concatenate([members[:0], *drawn])[:num_samples]
+        return np.arange(num_samples) % count
+    # numpy promises that RandomState draws the same in every version.
+    epochs = range(-(-num_samples // count))
+    drawn = [np.random.RandomState([seed, epoch]).permutation(count) for epoch in epochs]
+    return np.concatenate([np.arange(0), *drawn])[:num_samples]

@@ -1,8 +1,8 @@
-"""Records of JSON-lines files, in memory: index i is the same record in every process."""
+"""The records of JSON-lines files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from mcore_batching.planning.errors import MCoreBatchingError
@@ -22,59 +22,23 @@ class SftDataError(MCoreBatchingError, ValueError):
         self.line = line
 
 
-class JsonLines:
-    """The records of some JSON-lines files, one after the other.
-
-    Blank lines are skipped, but count in the line numbers of errors.
-
-    Args:
-        paths: UTF-8 files with one JSON value a line.
-
-    Attributes:
-        files: indices of the records of each file.
+def records_of(path: str) -> Iterator[tuple[int, Any]]:
+    """Line number, from 1, and value of each line of a UTF-8 file that is not blank.
 
     Raises:
-        SftDataError: a file cannot be read, or holds no record.
+        SftDataError: the file cannot be read, or a line is not JSON.
     """
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        self.paths = tuple(paths)
-        self.files: list[range] = []
-        self._lines: list[tuple[str, int, bytes]] = []
-        for path in self.paths:
-            start = len(self._lines)
-            self._lines += _lines_of(path)
-            self.files.append(range(start, len(self._lines)))
-            if not self.files[-1]:
-                raise SftDataError("holds no record: give a file with one JSON object a line", path)
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __getitem__(self, index: int) -> Any:
-        """One record.
-
-        Raises:
-            SftDataError: the line is not JSON.
-        """
-        try:
-            return parse_json(self._lines[index][2].decode())
-        except ValueError as error:
-            raise SftDataError(f"not a line of JSON: {error}") from None
-
-    def error(self, index: int, problem: str) -> SftDataError:
-        """An error about one record, with its file and line."""
-        path, line, _ = self._lines[index]
-        return SftDataError(problem, path, line)
-
-
-def _lines_of(path: str) -> list[tuple[str, int, bytes]]:
-    """Path, number and bytes of each line of a file that is not blank."""
     try:
         with open(path, "rb") as file:
+            # Not by text mode's lines, which end at a carriage return inside a text, too.
             lines = file.read().split(b"\n")
     except OSError as error:
         raise SftDataError(
-            f"cannot be read: {error.strerror}; --dynamic-batch-data takes JSON-lines files", path
+            f"cannot be read: {error.strerror}; give --dynamic-batch-data JSON-lines files", path
         ) from error
-    return [(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                yield number, parse_json(line.decode())
+            except ValueError as error:
+                raise SftDataError(f"not a line of JSON: {error}", path, number) from None

@@ -1,7 +1,7 @@
-"""Token ids of a sample and its trained tokens, by any of Megatron's tokenizers.
+"""Token ids of a sample and which of them are trained, by any of Megatron's tokenizers.
 
 Trained are the completion, or the assistant's messages, and the end token after each. Trained and
-untrained text is tokenized separately, as at inference: no token spans the border.
+untrained text is tokenized separately, as at inference, so no token is partly trained.
 
 The first trained token needs a predecessor: a sample without a prompt begins with the tokenizer's
 begin token or, without one, with the end-of-document token.
@@ -22,6 +22,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 from mcore_batching.integrations.megatron_lm.sft.conversations import (
     TRAINED_ROLE,
     Completion,
@@ -41,12 +43,18 @@ class SampleTokens:
     """A sample as tokens.
 
     Attributes:
-        ids: token ids ``[tokens]``.
-        trained: True where the model learns to predict the token ``[tokens]``; never the first.
+        ids: token ids, int32 ``[tokens]``.
+        trained: True where the model learns to predict the token, bool ``[tokens]``; never the
+            first.
     """
 
-    ids: list[int]
-    trained: list[bool]
+    ids: np.ndarray[Any, np.dtype[np.int32]]
+    trained: np.ndarray[Any, np.dtype[np.bool_]]
+
+    @property
+    def length(self) -> int:
+        """In next-token prediction: one less than the tokens."""
+        return len(self.ids) - 1
 
 
 class SampleTokenizer:
@@ -67,8 +75,8 @@ class SampleTokenizer:
         end = _optional(tokenizer, "eod")
         if end is None:
             raise SftDataError(
-                f"{type(tokenizer).__name__} has no end-of-document token (eod): choose a "
-                "--tokenizer-type that has one"
+                f"{type(tokenizer).__name__} has no end-of-document token: choose another "
+                "--tokenizer-type"
             )
         self.end: int = end
         self._tokenizer = tokenizer
@@ -86,16 +94,15 @@ class SampleTokenizer:
             raise
         except Exception as error:  # tokenizers and templates raise anything
             raise SftDataError(
-                f"{type(self._tokenizer).__name__} cannot write this sample: "
-                f"{type(error).__name__}: {error}"
+                f"{type(self._tokenizer).__name__} cannot write it: {type(error).__name__}: {error}"
             ) from error
         ids = [token for piece, _ in pieces for token in piece]
         trained = [learnt for piece, learnt in pieces for _ in piece]
         if not any(trained):
-            raise SftDataError("no token of this sample would be trained: leave it out")
-        if trained[0]:
+            raise SftDataError("no token of it would be trained: leave the line out")
+        if trained[0]:  # the first trained token needs one that it is predicted from
             ids, trained = [self.end, *ids], [False, *trained]
-        return SampleTokens(ids, trained)
+        return SampleTokens(np.array(ids, np.int32), np.array(trained, np.bool_))
 
     def _pieces(self, sample: Completion | Conversation) -> list[_Piece]:
         if isinstance(sample, Completion):
@@ -139,13 +146,13 @@ class SampleTokenizer:
         for number, message in enumerate(messages):
             if message["role"] != TRAINED_ROLE:
                 continue
+            # The answer's tokens are what the template appends to the text that asks for it.
             asked = self._rendered(messages[:number], add_generation_prompt=True)
             answered = self._rendered(messages[: number + 1], add_generation_prompt=False)
             if not asked.startswith(written) or not answered.startswith(asked):
                 raise SftDataError(
-                    f"the chat template rewrites what precedes message {number + 1}: set "
-                    "--chat-template to one that only appends, or give each turn as 'prompt' and "
-                    "'completion'"
+                    f"the chat template rewrites what precedes message {number + 1}: give each "
+                    "turn as 'prompt' and 'completion', or a --chat-template that only appends"
                 )
             pieces.append((self._ids(asked[len(written) :]), False))
             pieces.append((self._ids(answered[len(asked) :]), True))
