@@ -14,7 +14,7 @@ import pytest
 import torch
 from kit.harness import Job
 from kit.objective import DEFAULT_OBJECTIVE, OBJECTIVES
-from kit.samples import CAP_TOKENS, SHAPES
+from kit.samples import CAP_TOKENS, CHAINS, SHAPES
 
 LOG_PROBS = 2e-6
 GRADIENTS = 2e-5  # deepest sums: over all tokens of the batch, through four layers
@@ -235,6 +235,96 @@ def jobs() -> list[Any]:
                 leave_out |= nproc > 4
                 made.append(pytest.param(job, marks=pytest.mark.long if leave_out else ()))
     return made
+
+
+SHARE_PREFIXES = {"dynamic_batch_share_prefixes": True}
+PREFIXES: dict[str, tuple[str, dict[str, Any]]] = {
+    "one": ("one", {}),
+    "dp2": ("dp2", {}),
+    "dp2-empty-distributed-optimizer": ("dp2", {"spread": "empty", "distributed_optimizer": True}),
+    "dp2-own-forward-plan": ("dp2", {"planner": {FORWARD_CAP: 60}}),
+    "dp2-mamba": ("dp2", {"kind": "mamba", "spread": "fewer"}),
+    "one-fused-output-layer": ("one", {"planner": {"dynamic_batch_fuse_output_layer": True}}),
+    **{
+        f"one-{objective}": ("one", {"objective": objective})
+        for objective in OBJECTIVES
+        if objective != DEFAULT_OBJECTIVE
+    },
+    "dp2-padding-samples": ("dp2", {"padded_to": 8}),
+    "dp2-mean-over-micro-batches": ("dp2", {"per_token_loss": False}),
+    "cp2": ("cp2", {}),
+    "cp2-own-forward-plan": ("cp2", {"planner": OWN_FORWARD_PLAN, "kind": "qk"}),
+    "cp2-learned-positions": ("cp2", {"kind": "learned"}),
+    "cp2-mamba": ("cp2", {"kind": "mamba"}),
+    "tp2-sp": ("tp2-sp", {}),
+    "dp2-ep2": ("dp2-ep2", {"spread": "empty"}),
+    "dp2-ep2-replayed-routing": ("dp2-ep2", {"kind": "replay"}),
+    "cp2-ep2-replayed-routing": ("cp2-ep2", {"kind": "replay"}),
+    "dp2-pp2": ("dp2-pp2", {"spread": "empty"}),
+    "dp2-pp2-vpp2": ("dp2-pp2-vpp2", {"settings": RECOMPUTED}),
+    "cp2-pp2": ("cp2-pp2", {"planner": OWN_FORWARD_PLAN}),
+    "cp2-tp2-sp-padded": (
+        "cp2-tp2-sp",
+        {"planner": {"dynamic_batch_pad_each_to": 12, "dynamic_batch_pad_total_to": 16}},
+    ),
+}
+"""Samples that begin others, computed in those: name to layout and what differs."""
+PREFIXES_WITHOUT_LONG = {
+    "one",
+    "dp2",
+    "dp2-own-forward-plan",
+    "dp2-padding-samples",
+    "one-sample-mean-with-kl",
+    "cp2",
+    "cp2-mamba",
+    "tp2-sp",
+    "dp2-ep2-replayed-routing",
+    "dp2-pp2",
+    "dp2-pp2-vpp2",
+}
+
+
+def prefix_jobs() -> list[Any]:
+    """`PREFIXES` as jobs."""
+    made = []
+    for name, (layout_name, changes) in PREFIXES.items():
+        nproc, kind, dims = LAYOUTS[layout_name]
+        parameters = {"dims": dims, "kind": kind, **changes}
+        parameters["reference"] = parameters["kind"]
+        parameters["planner"] = SHARE_PREFIXES | parameters.get("planner", {})
+        job = Job(f"{name}-prefixes", "kit.exactness:compare", nproc, dims, parameters)
+        made.append(
+            pytest.param(job, marks=() if name in PREFIXES_WITHOUT_LONG else pytest.mark.long)
+        )
+    return made
+
+
+@pytest.mark.parametrize("job", prefix_jobs(), ids=str)
+def test_shared_prefixes_equal_reference(
+    job: Job, ranks: list[dict[str, Any]], references: dict[str, str]
+) -> None:
+    """Beginnings that samples share are computed once, and nothing else changes."""
+    expected = torch.load(references[job.parameters["kind"]], weights_only=True)
+    expected |= expected["objectives"][job.parameters.get("objective", DEFAULT_OBJECTIVE)]
+    replicas = job.dims.get("data_parallel", 1)
+    first_of_replicas = ranks if replicas > 1 else ranks[:1]
+    if replicas == 1:  # else a sample or three lie on other ranks than what they begin
+        alone = set(range(len(SHAPES))) - {turn for _, *turns in CHAINS for turn in turns}
+        assert ranks[0]["computed"] == sum(SHAPES[i][0] for i in alone)
+    assert sum(rank["computed"] for rank in first_of_replicas) < sum(n for n, _ in SHAPES)
+    unpadded = {"context_parallel", "sequence_parallel"}.isdisjoint(job.dims)
+    for rank in ranks:
+        if unpadded and rank["tokens"]:  # not on the first stage alone; a placeholder has one
+            assert rank["tokens"] == rank["computed"] + rank["placeholders"]
+    assert max(rank["log_probs"] for rank in ranks) < LOG_PROBS
+    assert max(rank["gradients"] for rank in ranks) < GRADIENTS
+    assert max(rank["weights"] for rank in ranks) < WEIGHTS
+    for rank in ranks:
+        assert rank["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRADIENTS)
+        if rank["last_stage"]:
+            assert rank["metrics"].keys() == expected["metrics"].keys()
+            for name, value in expected["metrics"].items():
+                assert rank["metrics"][name] == pytest.approx(value, rel=METRICS), name
 
 
 SHARED: dict[str, tuple[str, dict[str, Any]]] = {

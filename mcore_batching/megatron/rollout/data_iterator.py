@@ -64,6 +64,7 @@ class PlannedRollout:
                 cost_model=shared.cost_model,
                 config=shared.config,
                 forward_only=True,
+                hosts=shared.hosts,
             ).run()
             self._for_forward_passes = dataclasses.replace(
                 own,
