@@ -23,7 +23,7 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.errors import shortened
 from mcore_batching.planning.statistics import micro_batch_costs
-from mcore_batching.tools.report import FLOOR, counted
+from mcore_batching.tools.report import FLOOR, counted, sharing
 from mcore_batching.tools.suggestions import suggestions
 from mcore_batching.tools.timeline import step_timeline
 
@@ -87,6 +87,7 @@ def _explain_step(
     lines = [
         f"{counted(step.num_samples, 'sample')} on {counted(len(ranks), _rank_noun(step))}: "
         f"{counted(step.num_microbatches, 'micro-batch')} per rank",
+        *filter(None, [sharing(statistics)]),
         f"count: {_count(step, problem, ranks)}",
         _filled(step, statistics),
     ]

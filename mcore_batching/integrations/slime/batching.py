@@ -85,6 +85,7 @@ def get_data_iterator(
     check_layout(getattr(args, "qkv_format", "thd"), getattr(args, "allgather_cp", False))
     _check_arguments(args)
     planning_args = copy.copy(args)
+    planning_args.dynamic_batch_share_prefixes = None  # nor is it advised
     planning_args.dynamic_batch_pad_total_to = row_multiple_of(args)
     iterators, counts = plan_micro_batches(planning_args, model, lambda: _planned(rollout_data))
     planned = schedule_of(iterators)
@@ -226,6 +227,11 @@ def _check_arguments(args: Any) -> None:
         raise DynamicBatchArgumentError(
             "the framework finds tokens by unpadded lengths: unset --dynamic-batch-pad-each-to, "
             "and pad rows by --dynamic-batch-pad-total-to"
+        )
+    if getattr(args, "dynamic_batch_share_prefixes", False):
+        raise DynamicBatchArgumentError(
+            "the framework finds tokens by lengths, so samples cannot share them: unset "
+            "--dynamic-batch-share-prefixes"
         )
     if getattr(args, "dynamic_batch_cost_model", None) == LEARNT:
         raise DynamicBatchArgumentError(

@@ -52,6 +52,12 @@ def sharing_problems(chunks: list[Any]) -> Iterator[str]:
                 f"position embeddings {positions} are not known to go by a token's place alone: "
                 f"set --position-embedding-type rope, or unset {_FLAG}"
             )
+        rotary = getattr(unwrap_model(chunk), "rotary_pos_emb", None)
+        if rotary is not None and not type(rotary).__module__.startswith("megatron.core."):
+            yield (
+                f"rotary embeddings {type(rotary).__name__} may go by a sample's length, as those "
+                f"of Megatron do not: unset {_FLAG}"
+            )
         for name, module in chunk.named_modules():
             mask = getattr(module, "attn_mask_type", AttnMaskType.causal)
             if isinstance(mask, AttnMaskType) and mask not in _CAUSAL:

@@ -1,4 +1,4 @@
-"""Samples that begin others: who is computed in whose segment, and what that saves, said once a job.
+"""Samples that begin others: who is computed in whose segment; what it saves, said once a job.
 
 Without ``--dynamic-batch-share-prefixes`` they are looked for all the same, until it is said that
 the flag would save a good part of a step.
@@ -23,7 +23,7 @@ from mcore_batching.planning import CostModel
 WORTH_SAYING = 0.2
 """Share of a step's work that the flag would save: at half of it a log line would name a gain that
 runs of the same job differ by."""
-_SAVED, _ALONE = "prefixes that are not shared", "samples that begin others and are alone"
+_SAVED, _ADVICE, _ALONE = "prefixes are shared", "prefixes could be", "prefixes that are not"
 """In `JobMemory.said`."""
 
 
@@ -39,7 +39,7 @@ def look_for_hosts(
         steps: local sample indices of every step.
     """
     flag = job.options.share_prefixes
-    if not flag and (flag is None or _SAVED in job.memory.said or any(sharing_problems(chunks))):
+    if not flag and (flag is None or _ADVICE in job.memory.said or any(sharing_problems(chunks))):
         return None
     return find_hosts(
         batch.data,
@@ -85,17 +85,15 @@ def say_saving(
     """
     samples, own, tokens, computed, work, own_work = figures["shared prefixes"]
     fewer = f"{tokens / max(computed, 1):.1f}x fewer"
-    if job.options.share_prefixes:
+    if own < samples and job.options.share_prefixes:
         text = f"{samples:,} samples in {own:,} rows' worth of tokens: {computed:,}, {fewer}"
-        worth = own < samples
-    else:
-        worth = own_work <= (1 - WORTH_SAYING) * work and own < samples
+        _say(job, _SAVED, text)
+    elif own < samples and own_work <= (1 - WORTH_SAYING) * work:
         text = (
             f"{tokens:,} tokens, {computed:,} of them distinct, {fewer}: samples begin others, as "
             f"turns of a trajectory do; set {FLAGS['share_prefixes']} to compute those tokens once"
         )
-    if worth:
-        _say(job, _SAVED, text)
+        _say(job, _ADVICE, text)
     alone = Counter[str]()
     for reasons in told.values():
         alone.update(reasons or {})

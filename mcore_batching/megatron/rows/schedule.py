@@ -154,7 +154,8 @@ class MicroBatchSchedule:
     def step_plan(self, step: int) -> tuple[StepPlan, list[int]]:
         """One step's plan over all data-parallel ranks, and the lengths that it refers to.
 
-        Of samples that share segments, the hosts. The same on every rank. A collective over all ranks the first time, whatever the step.
+        Of samples that share segments, the hosts. The same on every rank. A collective over all
+        ranks the first time, whatever the step.
 
         Args:
             step: which optimizer step.

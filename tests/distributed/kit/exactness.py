@@ -135,7 +135,7 @@ def differences(
         context-parallel ``sizes``; of
         `forward_only`'s plan ``forward_count``, and ``forward_fullest``, the most tokens of a
         micro-batch of several samples; ``tokens`` that the model's first layer saw in training, and
-        ``computed``, those of the samples with a segment of their own.
+        ``computed``, those of the samples with a segment of their own, of ``held``, all of them.
     """
     shape = ParallelDims(**dims)
     expected = torch.load(reference, weights_only=True)
@@ -231,5 +231,6 @@ def differences(
         "forward_fullest": max(shared, default=0),
         "tokens": sum(seen),
         "computed": sum(lengths[i] for row in computed for i in row),
+        "held": sum(lengths),
     }
     return report
