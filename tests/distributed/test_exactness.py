@@ -14,7 +14,7 @@ import pytest
 import torch
 from kit.harness import Job
 from kit.objective import DEFAULT_OBJECTIVE, OBJECTIVES
-from kit.samples import CAP_TOKENS, CHAINS, SHAPES
+from kit.samples import CAP_TOKENS, CHAINS, SHAPES, share
 
 LOG_PROBS = 2e-6
 GRADIENTS = 2e-5  # deepest sums: over all tokens of the batch, through four layers
@@ -238,6 +238,7 @@ def jobs() -> list[Any]:
 
 
 SHARE_PREFIXES = {"dynamic_batch_share_prefixes": True}
+EXCHANGE = {"dynamic_batch_exchange": True}
 PREFIXES: dict[str, tuple[str, dict[str, Any]]] = {
     "one": ("one", {}),
     "dp2": ("dp2", {}),
@@ -267,6 +268,11 @@ PREFIXES: dict[str, tuple[str, dict[str, Any]]] = {
         "cp2-tp2-sp",
         {"planner": {"dynamic_batch_pad_each_to": 12, "dynamic_batch_pad_total_to": 16}},
     ),
+    "dp2-exchange": ("dp2", {"planner": EXCHANGE}),
+    "dp2-exchange-own-forward-plan": ("dp2", {"planner": EXCHANGE | {FORWARD_CAP: 60}}),
+    "dp2-exchange-padding-samples": ("dp2", {"planner": EXCHANGE, "padded_to": 8}),
+    "dp2-pp2-exchange": ("dp2-pp2", {"planner": EXCHANGE, "spread": "empty"}),
+    "dp2-ep2-exchange-replayed-routing": ("dp2-ep2", {"planner": EXCHANGE, "kind": "replay"}),
 }
 """Samples that begin others, computed in those: name to layout and what differs."""
 PREFIXES_WITHOUT_LONG = {
@@ -281,6 +287,7 @@ PREFIXES_WITHOUT_LONG = {
     "dp2-ep2-replayed-routing",
     "dp2-pp2",
     "dp2-pp2-vpp2",
+    "dp2-exchange",
 }
 
 
@@ -299,6 +306,25 @@ def prefix_jobs() -> list[Any]:
     return made
 
 
+def assert_computed_once(job: Job, ranks: list[dict[str, Any]]) -> None:
+    """Of all samples those are computed that begin no other one that their rank brings."""
+    replicas, computed = job.dims.get("data_parallel", 1), 0
+    for replica in range(replicas):
+        spread = job.parameters.get("spread", "uneven")
+        brought = share({"total_lengths": SHAPES}, spread, replica, replicas)
+        chains = [[turn for turn in chain if turn in brought] for chain in CHAINS]
+        hosted = {turn for _, *turns in filter(None, chains) for turn in turns}
+        computed += sum(SHAPES[i][0] for i in brought if i not in hosted)
+    assert computed < sum(total for total, _ in SHAPES)
+    on_each = len(ranks) // _num_ranks(job.dims)
+    assert sum(rank["computed"] for rank in ranks) == computed * on_each
+
+
+def _num_ranks(dims: dict[str, Any]) -> int:
+    """Ranks that may share a row."""
+    return int(dims.get("data_parallel", 1) * dims.get("context_parallel", 1))
+
+
 @pytest.mark.parametrize("job", prefix_jobs(), ids=str)
 def test_shared_prefixes_equal_reference(
     job: Job, ranks: list[dict[str, Any]], references: dict[str, str]
@@ -306,11 +332,8 @@ def test_shared_prefixes_equal_reference(
     """Beginnings that samples share are computed once, and nothing else changes."""
     expected = torch.load(references[job.parameters["kind"]], weights_only=True)
     expected |= expected["objectives"][job.parameters.get("objective", DEFAULT_OBJECTIVE)]
-    assert ranks[0]["computed"] < ranks[0]["held"]
-    if job.dims.get("data_parallel", 1) == 1:  # else some lie elsewhere than what they begin
-        hosted = {turn for _, *turns in CHAINS for turn in turns}
-        lengths = [total for i, (total, _) in enumerate(SHAPES) if i not in hosted]
-        assert ranks[0]["computed"] == sum(lengths)
+    if "padded_to" not in job.parameters:  # else there are padding samples besides
+        assert_computed_once(job, ranks)
     unpadded = {"context_parallel", "sequence_parallel"}.isdisjoint(job.dims)
     for rank in ranks:
         if unpadded and rank["tokens"]:  # not on the first stage alone; a placeholder has one
@@ -368,6 +391,10 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
         "dp2-tp2-sp",
         {"planner": {"dynamic_batch_pad_each_to": 12, "dynamic_batch_pad_total_to": 16}},
     ),
+    "dp2-shared-prefixes": ("dp2", {"planner": SHARE_PREFIXES}),
+    "dp4-shared-prefixes": ("dp4", {"planner": SHARE_PREFIXES, "spread": "fewer"}),
+    "dp2-pp2-shared-prefixes": ("dp2-pp2", {"planner": SHARE_PREFIXES, "spread": "empty"}),
+    "dp2-cp2-shared-prefixes": ("dp2-cp2", {"planner": SHARE_PREFIXES, "plan": "own"}),
 }
 """Rows of context-parallel sizes of their own: name to layout and what differs."""
 SHARED_LAYOUTS = LAYOUTS | {
@@ -382,12 +409,7 @@ SHARED_LAYOUTS = LAYOUTS | {
         {"context_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2},
     ),
 }
-SHARED_WITHOUT_LONG = {"dp2-shared", "dp4-shared", "dp2-pp2-shared"}
-
-
-def _num_ranks(dims: dict[str, Any]) -> int:
-    """Ranks that may share a row."""
-    return int(dims.get("data_parallel", 1) * dims.get("context_parallel", 1))
+SHARED_WITHOUT_LONG = {"dp2-shared", "dp4-shared", "dp2-pp2-shared", "dp2-shared-prefixes"}
 
 
 def shared_jobs() -> list[Any]:
@@ -428,6 +450,8 @@ def test_rows_of_several_sizes_equal_reference(
     exchanged = job.parameters["planner"].get("dynamic_batch_no_planned_shapes", False)
     for rank in ranks:
         assert bool(rank["messages"]["shapes"]) == exchanged
+    if job.parameters["planner"].get("dynamic_batch_share_prefixes"):
+        assert_computed_once(job, ranks)
 
 
 EP2_PP2 = {"data_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 2}

@@ -28,8 +28,8 @@ from mcore_batching.megatron.rows.schedule import GlobalPlan, MicroBatchSchedule
 from mcore_batching.megatron.rows.shards import MicroBatches, Shard
 from mcore_batching.planning import StepPlan, plan_step
 
-_Laid = tuple[tuple[GlobalPlan, ...], SampleMoves, str, list[int]]
-"""Plans, where samples move, the plans' digest, and each sample's host by number."""
+_Laid = tuple[tuple[GlobalPlan, ...], SampleMoves, str]
+"""Plans, where their samples move, and the plans' digest."""
 
 
 class ExchangingProtocol(PlanningProtocol):
@@ -98,12 +98,17 @@ class ExchangingProtocol(PlanningProtocol):
         """Plan, hand over what the plan wants elsewhere, and hold what it wants here."""
         lengths = [length for shard in shards for length in shard.lengths]
         first = list(accumulate((len(shard.lengths) for shard in shards), initial=0))
+        hosts = [
+            start + host
+            for start, shard in zip(first, shards, strict=False)
+            for host in shard.hosts or range(len(shard.lengths))
+        ]
         dims = self.settings.dims
         num_ranks = self.settings.config.num_ranks(dims)
         sharing = num_ranks // dims.data_parallel
         own = parallel_state.get_data_parallel_rank(with_context_parallel=sharing > 1)
 
-        def plan(step: int, hosts: list[int]) -> GlobalPlan:
+        def plan(step: int) -> GlobalPlan:
             numbers = [
                 start + index
                 for start, shard in zip(first, shards, strict=False)
@@ -116,47 +121,31 @@ class ExchangingProtocol(PlanningProtocol):
             return GlobalPlan(planned, computed, of_step)
 
         def work() -> tuple[_Laid, list[Any]]:
-            hosts = [
-                start + host
-                for start, shard in zip(first, shards, strict=False)
-                for host in shard.hosts or range(len(shard.lengths))
-            ]
             with self.job.options.naming_the_cap(forward_only=self.forward_only):
-                plans = tuple(plan(step, hosts) for step in range(len(shards[0].steps)))
-            together: dict[int, list[int]] = {}
-            for number, host in enumerate(hosts):
-                together.setdefault(host, []).append(number)
-            runs_on = [
-                sorted(
-                    number
-                    for made in plans
-                    for row in made.rows_on(rank)
-                    for host in row
-                    for number in together[host]
-                )
-                for rank in range(num_ranks)
-            ]
+                plans = tuple(map(plan, range(len(shards[0].steps))))
+            runs_on = [_run_on(rank, plans, hosts) for rank in range(num_ranks)]
             moves = SampleMoves(own, first, runs_on, sharing)
             digest = digest_of([made.plan.digest() for made in plans])
-            return (plans, moves, digest, hosts), moves.outgoing(self.batch.data)
+            return (plans, moves, digest), moves.outgoing(self.batch.data)
 
         def says(made: _Laid) -> Statement:
             # The ranks of a replica each heard of their own counterparts' lengths.
             of_all = {
                 "lengths of all samples (sha256)": digest_of(lengths),
-                "hosts of all samples (sha256)": digest_of(made[3]),
+                "hosts of all samples (sha256)": digest_of(hosts),
             }
             return Statement(equal={"plan (sha256)": made[2], **of_all})
 
         def received(made: _Laid, incoming: list[Any]) -> tuple[_Laid, Columns]:
             return made, made[1].arranged(incoming)
 
-        laid, arranged = self.consensus.exchange("planning all samples", work, says, received)
-        self._plans, self._moves, self.plan_digest, hosts = laid
+        (self._plans, self._moves, self.plan_digest), arranged = self.consensus.exchange(
+            "planning all samples", work, says, received
+        )
         data = {name: arranged.get(name, []) for name in self.batch.template}
         held = [lengths[number] for number in self._moves.held]
         self.batch = dataclasses.replace(self.batch, data=data, total_lengths=held)
-        if self.job.options.share_prefixes:
+        if self.hosts is not None:
             self.hosts = [self._moves.places[hosts[number]] for number in self._moves.held]
 
     def _planned(self, lengths: Sequence[int]) -> StepPlan:
@@ -168,3 +157,9 @@ class ExchangingProtocol(PlanningProtocol):
             settings.cost_model,
             forward_only=self.forward_only,
         )
+
+
+def _run_on(rank: int, plans: Sequence[GlobalPlan], hosts: Sequence[int]) -> list[int]:
+    """The samples that a rank runs: by plan those that are computed, and all that they host."""
+    computed = {number for made in plans for row in made.rows_on(rank) for number in row}
+    return [number for number, host in enumerate(hosts) if host in computed]

@@ -135,7 +135,7 @@ def differences(
         context-parallel ``sizes``; of
         `forward_only`'s plan ``forward_count``, and ``forward_fullest``, the most tokens of a
         micro-batch of several samples; ``tokens`` that the model's first layer saw in training, and
-        ``computed``, those of the samples with a segment of their own, of ``held``, all of them.
+        ``computed``, this rank's part of those of the samples with a segment of their own.
     """
     shape = ParallelDims(**dims)
     expected = torch.load(reference, weights_only=True)
@@ -230,7 +230,10 @@ def differences(
         "forward_count": len(forward_step),
         "forward_fullest": max(shared, default=0),
         "tokens": sum(seen),
-        "computed": sum(lengths[i] for row in computed for i in row),
-        "held": sum(lengths),
+        "computed": sum(
+            lengths[i] / size
+            for row, size in zip(computed, schedule.row_sizes(0), strict=True)
+            for i in row
+        ),
     }
     return report
