@@ -494,6 +494,9 @@ def test_training_whose_plans_follow_learnt_costs_equals_reference(
         assert step["weights"] < WEIGHTS
 
 
+BACK_WITHOUT_LONG = {"dp2-pp2-shared", "dp2-pp2-exchange-prefixes"}
+
+
 @pytest.mark.parametrize(
     "job",
     [
@@ -510,7 +513,7 @@ def test_training_whose_plans_follow_learnt_costs_equals_reference(
                     "planner": planner,
                 },
             ),
-            marks=() if (layout, name) == ("dp2-pp2", "shared") else pytest.mark.long,
+            marks=() if f"{layout}-{name}" in BACK_WITHOUT_LONG else pytest.mark.long,
         )
         for layout, nproc in (("dp2-pp2", 4), ("dp4", 4), ("dp2-cp2", 4))
         for name, planner in (
@@ -518,6 +521,8 @@ def test_training_whose_plans_follow_learnt_costs_equals_reference(
             # A cap under which no two samples share a micro-batch.
             ("exchange-forward-cap", {"dynamic_batch_exchange": True, FORWARD_CAP: 1}),
             ("shared", {"dynamic_batch_context_parallel": 2}),
+            ("exchange-prefixes", EXCHANGE | SHARE_PREFIXES),
+            ("shared-prefixes", {"dynamic_batch_context_parallel": 2} | SHARE_PREFIXES),
         )
         if layout != "dp2-cp2" or FORWARD_CAP not in planner  # two ranks take 4 tokens at least
     ],
@@ -539,6 +544,8 @@ def test_values_come_back_to_the_place_of_their_samples(
     if FORWARD_CAP in job.parameters["planner"]:
         last = [rank["forward_rows"] for rank in ranks if rank["last_stage"]]
         assert sum(last) == len(SHAPES)
+    shares_prefixes = job.parameters["planner"].get("dynamic_batch_share_prefixes", False)
+    assert any(rank["hosted"] for rank in ranks) == shares_prefixes
 
 
 @pytest.mark.parametrize(
