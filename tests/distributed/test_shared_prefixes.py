@@ -48,7 +48,7 @@ def test_what_is_said_and_reported_of_samples_and_hosts(
         assert "samples [0, 1, 2, 3" in errors["not finite"]  # hosts and who begins them
         assert errors["agreeing field"] == ""
         assert errors["other field"].startswith("CollationFailedError")
-        assert "field 'experts', sample " in errors["other field"]
+        assert "field 'beside', sample " in errors["other field"]
         assert "unset --dynamic-batch-share-prefixes" in errors["drawn"]
 
 

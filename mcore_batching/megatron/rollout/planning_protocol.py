@@ -48,9 +48,9 @@ from mcore_batching.megatron.learning.cost_learning import CostLearner, learners
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
 from mcore_batching.megatron.rollout.settings import Settings, say_oversize
 from mcore_batching.megatron.rollout.sharing import (
-    asks_for_reasons,
     figures_of,
     look_for_hosts,
+    reasons_to_say,
     say_saving,
 )
 from mcore_batching.megatron.rollout.step_shard import StepShard
@@ -395,8 +395,7 @@ class PlanningProtocol:
                     "ends": largest(ends),
                     **figures_of(found, batch.total_lengths, self.settings.cost_model),
                 },
-                tell=None if found is None else found.alone,
-                asks=asks_for_reasons(self.job, found),
+                tell=reasons_to_say(self.job, found),
             )
 
         agreed = self.consensus.agree("packing", work, says, failure=PlanningFailedError)

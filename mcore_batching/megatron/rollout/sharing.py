@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from mcore_batching.batch.figures import Figure, total
 from mcore_batching.batch.prefixes import Hosts, find_hosts
+from mcore_batching.batch.side_by_side import on_host
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.checks.shared_prefixes import sharing_problems
 from mcore_batching.megatron.job.job import Job
@@ -42,7 +43,8 @@ def look_for_hosts(
     if not flag and (flag is None or _ADVICE in job.memory.said or any(sharing_problems(chunks))):
         return None
     return find_hosts(
-        batch.data,
+        # In one copy where they lie on a device.
+        batch.data | {"tokens": on_host(batch.data["tokens"])},
         batch.schema,
         batch.data["response_lengths"],
         steps=steps,
@@ -58,7 +60,7 @@ def figures_of(hosts: Hosts | None, lengths: Sequence[int], costs: CostModel) ->
         lengths: total length of each of them, in tokens.
         costs: by which a step's work is weighed.
     """
-    numbers = [0.0] * 6
+    numbers: list[float] = [0, 0, 0, 0, 0.0, 0.0]
     if hosts is not None:
         own = [lengths[i] for i, host in enumerate(hosts.host) if host == i]
         work = [sum(map(costs.sample, each)) for each in (lengths, own)]
@@ -66,11 +68,11 @@ def figures_of(hosts: Hosts | None, lengths: Sequence[int], costs: CostModel) ->
     return {"shared prefixes": total(numbers)}
 
 
-def asks_for_reasons(job: Job, hosts: Hosts | None) -> bool:
-    """True if all ranks are to tell why samples are alone, which is said once a job."""
-    return bool(job.options.share_prefixes and hosts and hosts.alone) and (
-        _ALONE not in job.memory.said
-    )
+def reasons_to_say(job: Job, hosts: Hosts | None) -> Mapping[str, int] | None:
+    """Why samples of this rank are alone, if they could have been with others; said once a job."""
+    if hosts is None or not job.options.share_prefixes or _ALONE in job.memory.said:
+        return None
+    return dict(hosts.alone) or None
 
 
 def say_saving(
@@ -95,8 +97,8 @@ def say_saving(
         )
         _say(job, _ADVICE, text)
     alone = Counter[str]()
-    for reasons in told.values():
-        alone.update(reasons or {})
+    for replica in job.consensus.replicas:
+        alone.update(told.get(replica[0]) or {})
     if alone:
         each = "; ".join(f"{count:,} ({reason})" for reason, count in sorted(alone.items()))
         _say(job, _ALONE, f"samples that begin others are computed by themselves: {each}")

@@ -70,8 +70,8 @@ def said_and_reported(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     seconds.append([i for i in range(count) if i not in seconds[0]])
     cut = schedule_of(get_data_iterator(on, model, data, steps=seconds)[0])
     marks = [torch.zeros(total) for total in data["total_lengths"]]
-    if parallel_state.get_data_parallel_rank() == 1:
-        marks[1][2] = 1.0
+    is_second = parallel_state.get_data_parallel_rank() == 1
+    marks[1][2] = float(is_second)
     marked = DEFAULT_SCHEMA.declare("mark", Kind.PER_TOKEN)
     printed["mark"] = _printed(
         lambda: get_data_iterator(on, model, data | {"mark": marks}, schema=marked)[1]
@@ -91,10 +91,10 @@ def said_and_reported(dims: dict[str, Any], reference: str) -> dict[str, Any]:
 
     errors = {"not finite": _raised(step)}
     errors["drawn"] = _raised(lambda: iterators[0].get_next(["tokens"]))
-    add_fields(iterators, {"experts": [torch.zeros(total) for total in data["total_lengths"]]})
-    errors["agreeing field"] = _raised(lambda: step(_nothing))
-    add_fields(iterators, {"experts": [torch.full((n,), n) for n in data["total_lengths"]]})
-    errors["other field"] = _raised(lambda: step(_nothing))
+    for name, differs in (("agreeing field", False), ("other field", is_second)):
+        values = [torch.full((total,), total * differs) for total in data["total_lengths"]]
+        add_fields(iterators, {"beside": values})
+        errors[name] = _raised(lambda: step(_nothing))
     return {
         "printed": printed,
         "hosts": list(schedule.hosts or ()),
