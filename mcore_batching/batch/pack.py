@@ -16,17 +16,15 @@ from torch import Tensor
 
 from mcore_batching.batch.errors import BatchError, SchemaError
 from mcore_batching.batch.field_checks import checked_values
-from mcore_batching.batch.fields import Field, Kind
+from mcore_batching.batch.fields import Kind
 from mcore_batching.batch.packed import PackedMicroBatch
+from mcore_batching.batch.prefixes import agree
 from mcore_batching.batch.response_tokens import loss_masks, predicted_positions, response_tokens
 from mcore_batching.batch.row_layout import Row, padded_offsets, require_alignment
 from mcore_batching.batch.schema import Schema
 from mcore_batching.batch.value_checks import require_index, require_token_id
 from mcore_batching.planning.errors import Argument
 from mcore_batching.planning.integers import entries
-
-_OF_ROWS = (Kind.TOKENS, Kind.POSITION_IDS, Kind.PER_TOKEN, Kind.ROUTED_EXPERTS)
-"""Kinds of fields of which rows are made."""
 
 
 def pack(
@@ -165,7 +163,7 @@ def _checked_hosts(
     # Values replaced since hosts were found would, silently, be taken for the host's.
     for i, host in enumerate(hosts):
         for name, values in fields.items() if host != i else ():
-            if not _agree(schema[name], values[i], values[host]):
+            if not agree(schema[name], values[i], values[host]):
                 raise SchemaError(
                     name,
                     sample_index=i,
@@ -174,20 +172,6 @@ def _checked_hosts(
                     "computed apart, or declare the field as Kind.METADATA if no row is made of it",
                 )
     return hosts
-
-
-def _agree(field: Field, values: Any, hosts: Any) -> bool:
-    """True if a row is not made of this field, or its host's values are the sample's as well."""
-    if field.kind is Kind.MULTIMODAL:
-        return not values and not hosts
-    if field.kind not in _OF_ROWS or field.length_offset > 0 or not values.numel():
-        return True
-    rows = -1 if field.kind is Kind.POSITION_IDS else 0
-    begin = hosts.narrow(rows, 0, min(values.shape[rows], hosts.shape[rows]))
-    if values.shape != begin.shape:
-        return False
-    both_nan = (values != values) & (begin != begin)
-    return bool(((values == begin) | both_nan).all())
 
 
 def _require_unique(predicted_at: Tensor, num_tokens: int) -> None:

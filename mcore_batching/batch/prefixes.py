@@ -151,7 +151,7 @@ def agree(field: Field, values: Any, hosts: Any) -> bool:
     if not _matters(field) or not values.numel():
         return True
     axis = -1 if field.kind is Kind.POSITION_IDS else 0
-    begin = hosts.narrow(axis, 0, values.shape[axis])
+    begin = hosts.narrow(axis, 0, min(values.shape[axis], hosts.shape[axis]))
     if values.shape != begin.shape:
         return False
     same = values == begin

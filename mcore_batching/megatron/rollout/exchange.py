@@ -22,7 +22,7 @@ from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.row_groups import make_row_groups
 from mcore_batching.megatron.rollout.planning_protocol import PlanningProtocol, digest_of
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
-from mcore_batching.megatron.rollout.sharing import asks_for_reasons, figures_of, say_saving
+from mcore_batching.megatron.rollout.sharing import figures_of, reasons_to_say, say_saving
 from mcore_batching.megatron.rows.sample_moves import Columns, SampleMoves
 from mcore_batching.megatron.rows.schedule import GlobalPlan, MicroBatchSchedule
 from mcore_batching.megatron.rows.shards import MicroBatches, Shard
@@ -84,8 +84,7 @@ class ExchangingProtocol(PlanningProtocol):
                     "integers": largest(len(shard.integers())),
                     **figures_of(found, batch.total_lengths, self.settings.cost_model),
                 },
-                tell=None if found is None else found.alone,
-                asks=asks_for_reasons(self.job, found),
+                tell=reasons_to_say(self.job, found),
             )
 
         agreed = self.consensus.agree("gathering lengths", work, says, failure=PlanningFailedError)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from mcore_batching.batch.figures import Figure, total
 from mcore_batching.batch.prefixes import Hosts, find_hosts
-from mcore_batching.batch.side_by_side import on_host
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.checks.shared_prefixes import sharing_problems
 from mcore_batching.megatron.job.job import Job
@@ -43,8 +42,7 @@ def look_for_hosts(
     if not flag and (flag is None or _ADVICE in job.memory.said or any(sharing_problems(chunks))):
         return None
     return find_hosts(
-        # In one copy where they lie on a device.
-        batch.data | {"tokens": on_host(batch.data["tokens"])},
+        batch.data,
         batch.schema,
         batch.data["response_lengths"],
         steps=steps,

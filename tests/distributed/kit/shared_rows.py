@@ -156,6 +156,8 @@ def moves_fail(
     if what == "one token more" and at_fault:
         data["tokens"][0] = torch.cat((data["tokens"][0], data["tokens"][0][-1:]))
         data["total_lengths"] = [data["total_lengths"][0] + 1, *data["total_lengths"][1:]]
+    if what == "other beginning" and parallel_state.get_data_parallel_rank() == 0 < dist.get_rank():
+        data["tokens"][9] = data["tokens"][9].flip(0)  # which others begin
     if what == "unreadable value" and parallel_state.get_data_parallel_rank() == 1:
         data["image"] = [Unreadable() for _ in data["tokens"]]
     try:
