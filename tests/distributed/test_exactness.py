@@ -251,6 +251,12 @@ PREFIXES: dict[str, tuple[str, dict[str, Any]]] = {
         for objective in OBJECTIVES
         if objective != DEFAULT_OBJECTIVE
     },
+    **{
+        f"{layout}-{objective}": (layout, {"objective": objective})
+        for layout in ("dp2", "dp2-pp2", "dp2-pp2-vpp2", "cp2", "tp2-sp", "dp2-ep2")
+        for objective in OBJECTIVES
+        if objective != DEFAULT_OBJECTIVE
+    },
     "dp2-padding-samples": ("dp2", {"padded_to": 8}),
     "dp2-mean-over-micro-batches": ("dp2", {"per_token_loss": False}),
     "cp2": ("cp2", {}),
