@@ -30,6 +30,7 @@ THEMES = {
         "packing",
         "max_samples_per_row",
         "max_inflight_tokens",
+        "share_prefixes",
         "pad_each_to",
         "pad_total_to",
     ),
@@ -100,6 +101,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "type": int,
         "metavar": "TOKENS",
         "help": "most padded tokens whose activations the first pipeline stage may hold at a time",
+    },
+    "share_prefixes": {
+        "action": argparse.BooleanOptionalAction,
+        "default": False,
+        "help": "compute samples that begin others, as turns of a trajectory begin the next ones, "
+        "in those others' segments, once; each keeps its own response, fields, weight and outputs",
     },
     "fill": {
         "help": "how a data-parallel rank with too few micro-batches reaches the common count: "

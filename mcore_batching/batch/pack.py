@@ -1,7 +1,8 @@
 """`pack`: per-sample lists into one packed row (drawn in `mcore_batching.batch.packed`).
 
 Samples stay apart: labels, position ids and masks end at a sample's end. A sample may have 0 tokens
-or more, its response 0 tokens up to the whole sample.
+or more, its response 0 tokens up to the whole sample. One that begins another, its host, may lie in
+the host's segment; then the row holds the host's tokens alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from mcore_batching.batch.errors import BatchError, SchemaError
 from mcore_batching.batch.field_checks import checked_values
 from mcore_batching.batch.fields import Kind
 from mcore_batching.batch.packed import PackedMicroBatch
+from mcore_batching.batch.prefixes import agree
 from mcore_batching.batch.response_tokens import loss_masks, predicted_positions, response_tokens
 from mcore_batching.batch.row_layout import Row, padded_offsets, require_alignment
 from mcore_batching.batch.schema import Schema
@@ -37,6 +39,7 @@ def pack(
     pad_token_id: int = 0,
     is_placeholder: bool = False,
     validated: bool = False,
+    hosts: Sequence[int] | None = None,
 ) -> PackedMicroBatch:
     """Pack samples into one row, and take a context-parallel rank's slice of it.
 
@@ -65,6 +68,8 @@ def pack(
         is_placeholder: True if the one sample is fabricated; its loss mask is all zero.
         validated: True if ``schema.validate`` returned these values: only the lengths of what lies
             in the row are checked again.
+        hosts: for each sample the place among them of the one in whose segment it lies, whose
+            tokens begin with its own; its own place if it has a segment; None: all have one.
 
     Returns:
         the row, on the device of the first sample's tokens.
@@ -72,7 +77,8 @@ def pack(
     Raises:
         SchemaError: a field is not declared, or a value does not match its kind.
         BatchError: no samples, not one index per sample, alignments that do not divide into
-            ``2 * context_parallel_size`` chunks, or a ``pad_token_id`` that is no integer.
+            ``2 * context_parallel_size`` chunks, a ``pad_token_id`` that is no integer, hosts that
+            lie in other segments themselves, or two samples that train the same token of a host.
     """
     require_alignment(sample_alignment_tokens, row_alignment_tokens, context_parallel_size)
     fields = dict(samples) if validated else schema.validate(samples)
@@ -81,17 +87,23 @@ def pack(
     if validated:
         _require_lengths(fields, schema)
     device = fields["tokens"][0].device
-    row = Row(totals, padded_offsets(totals, sample_alignment_tokens, row_alignment_tokens))
+    hosts = range(len(totals)) if hosts is None else _checked_hosts(hosts, fields, schema)
+    laid_out = [i for i, host in enumerate(hosts) if host == i]
+    lengths = [totals[i] for i in laid_out]
+    row = Row(lengths, padded_offsets(lengths, sample_alignment_tokens, row_alignment_tokens))
     pad_token_id = require_token_id("pad_token_id", pad_token_id)
-    tokens = [each.to(device, torch.int64) for each in fields["tokens"]]
+    tokens = [fields["tokens"][i].to(device, torch.int64) for i in laid_out]
     # Position of the row at which each response token is predicted: one before its own.
-    predicted_at = predicted_positions(row.offsets, totals, responses)
+    start = dict(zip(laid_out, row.offsets, strict=False))
+    predicted_at = predicted_positions([start[host] for host in hosts], totals, responses)
+    if len(laid_out) < len(totals):
+        _require_unique(predicted_at, row.num_tokens)
     weights = loss_masks(
         fields, responses, predicted_at, is_placeholder=is_placeholder, device=device
     )
     # All of a padding sample is masked as padding, so that MoE routers do not count its tokens.
-    tags = fields.get("is_padding") or [False] * len(tokens)
-    tagged = zip(tokens, tags, strict=True)
+    tags = fields.get("is_padding") or [False] * len(totals)
+    tagged = zip(tokens, [tags[i] for i in laid_out], strict=True)
 
     def local(full: Tensor, dim: int = 0) -> Tensor:
         return row.local(full, context_parallel_size, context_parallel_rank, dim)
@@ -99,18 +111,19 @@ def pack(
     return PackedMicroBatch(
         tokens=local(row.lay_out(tokens, pad_token_id))[None],
         labels=local(row.lay_out([each[1:] for each in tokens], pad_token_id))[None],
-        position_ids=local(_position_ids(row, fields, schema, device), -1).unsqueeze(-2),
+        position_ids=local(_position_ids(row, fields, laid_out, schema), -1).unsqueeze(-2),
         loss_mask=local(_at_positions(predicted_at, weights, row.num_tokens))[None],
         padding_mask=local(
             row.lay_out([torch.full_like(*each, dtype=torch.bool) for each in tagged], True)
         )[None],
         cu_seqlens_padded=torch.tensor(row.offsets, dtype=torch.int32, device=device),
         host_cu_seqlens_padded=tuple(row.offsets),
-        cu_seqlens=torch.tensor([0, *accumulate(totals)], dtype=torch.int32, device=device),
+        cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device),
         max_seqlen=max(end - start for start, end in pairwise(row.offsets)),
         total_lengths=totals,
         response_lengths=responses,
         sample_indices=indices,
+        hosts=tuple(hosts),
         is_placeholder=is_placeholder,
         responses=response_tokens(
             weights,
@@ -133,6 +146,44 @@ def _require_lengths(fields: Mapping[str, Any], schema: Schema) -> None:
             checked_values(
                 schema[name], values, fields["total_lengths"], fields["response_lengths"]
             )
+
+
+def _checked_hosts(
+    hosts: Sequence[int], fields: Mapping[str, Any], schema: Schema
+) -> Sequence[int]:
+    count = len(fields["total_lengths"])
+    is_place = [host in range(len(hosts)) and hosts[host] == host for host in hosts]
+    if len(hosts) != count or not all(is_place):
+        raise BatchError(
+            f"expected for each of {count} samples the place of one with a segment of its own, got "
+            f"{list(hosts)}; set ",
+            Argument("hosts"),
+            " to None, and each has one",
+        )
+    # Values replaced since hosts were found would, silently, be taken for the host's.
+    for i, host in enumerate(hosts):
+        for name, values in fields.items() if host != i else ():
+            if not agree(schema[name], values[i], values[host]):
+                raise SchemaError(
+                    name,
+                    sample_index=i,
+                    expected=f"what sample {host} begins with, in whose segment it is computed",
+                    found="other values: give them to get_data_iterator, by which such samples are "
+                    "computed apart, or declare the field as Kind.METADATA if no row is made of it",
+                )
+    return hosts
+
+
+def _require_unique(predicted_at: Tensor, num_tokens: int) -> None:
+    # Gradients of tokens that are predicted at the same position would overwrite each other.
+    twice = (torch.bincount(predicted_at[predicted_at >= 0], minlength=num_tokens) > 1).nonzero()
+    if twice.numel():
+        raise BatchError(
+            f"two samples of a host train the token that is predicted at position {int(twice[0])} "
+            "of the row: a response must end where the next one's prompt does, or before; set ",
+            Argument("hosts"),
+            " to None, and each has a segment of its own",
+        )
 
 
 def _read_indices(
@@ -167,7 +218,7 @@ def _at_positions(positions: Tensor, values: Tensor, num_tokens: int) -> Tensor:
 
 
 def _position_ids(
-    row: Row, fields: Mapping[str, list[Any]], schema: Schema, device: torch.device
+    row: Row, fields: Mapping[str, list[Any]], laid_out: Sequence[int], schema: Schema
 ) -> Tensor:
     """int64 ``[row tokens]``, or ``[axes, row tokens]``."""
     names = [name for name in fields if schema[name].kind is Kind.POSITION_IDS]
@@ -177,9 +228,10 @@ def _position_ids(
             expected="one field of kind POSITION_IDS in a batch",
             found=f"{len(names)}: {', '.join(names)}",
         )
+    device = fields["tokens"][0].device
     if not names:
         return row.lay_out([torch.arange(n, device=device) for n in row.total_lengths], 0)
-    pieces = [each.to(device, torch.int64) for each in fields[names[0]]]
+    pieces = [fields[names[0]][i].to(device, torch.int64) for i in laid_out]
     axes = {tuple(piece.shape[:-1]) for piece in pieces if piece.numel()}
     if len(axes) > 1:
         raise SchemaError(

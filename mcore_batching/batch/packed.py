@@ -10,6 +10,13 @@ Two samples of 3 and 2 tokens (responses 2 and 1), each padded to a multiple of 
 
 Under context parallelism the row is cut as in `mcore_batching.batch.zigzag`, while offsets are of
 the full row on every rank.
+
+Where samples begin others, their hosts (`mcore_batching.batch.prefixes`), the row holds the hosts'
+tokens alone, and each sample's response lies in its host's segment. `p a` of response a, and its
+host `p a q b` of response b:
+
+    tokens             p a q b              response_lengths   1 1
+    loss_mask          1 0 1 0              hosts              1 1
 """
 
 from __future__ import annotations
@@ -43,14 +50,17 @@ class PackedMicroBatch:
         loss_mask: float32 ``[1, T_local]``: at each position the mask of the response token that it
             predicts; 0 elsewhere, in placeholders and in padding samples.
         padding_mask: bool ``[1, T_local]``, True for padding, padding samples included.
-        cu_seqlens_padded: int32 ``[segments + 1]``, offsets of the padded samples in the full row;
-            the row's own padding, where there is any, is one more segment.
+        cu_seqlens_padded: int32 ``[segments + 1]``, offsets of the padded samples in the full row,
+            of hosts alone where samples share segments; the row's own padding, where there is any,
+            is one more segment.
         host_cu_seqlens_padded: the same offsets as Python ints.
-        cu_seqlens: int32 ``[S + 1]``, offsets of the samples without padding.
+        cu_seqlens: int32 ``[samples with a segment + 1]``, their offsets without padding.
         max_seqlen: tokens of the longest padded segment.
         total_lengths: tokens of each sample.
         response_lengths: tokens of each sample's response.
         sample_indices: origin index of each sample, ``()`` in a placeholder.
+        hosts: for each sample the place among them of the one in whose segment it lies, its own
+            place if it has a segment.
         is_placeholder: True if the row's one sample is fabricated.
         responses: loss weights of the response tokens, and the positions of this rank that predict
             them.
@@ -72,6 +82,7 @@ class PackedMicroBatch:
     total_lengths: list[int]
     response_lengths: list[int]
     sample_indices: tuple[int, ...]
+    hosts: tuple[int, ...]
     is_placeholder: bool
     responses: ResponseTokens
     fields: Mapping[str, list[Any]]
@@ -118,7 +129,8 @@ class PackedMicroBatch:
                 f"field {key!r} is declared as Kind.{field.kind.name}, which has no rows per "
                 f"token: read micro_batch[{key!r}], or declare it as Kind.PER_TOKEN"
             )
-        rows = [value.to(self.tokens.device) for value in values]
+        laid_out = [i for i, host in enumerate(self.hosts) if host == i]
+        rows = [values[i].to(self.tokens.device) for i in laid_out]
         trailing = {tuple(row.shape[1:]) for row in rows if row.shape[0]}
         if len(trailing) > 1 or field.length_offset > 0:
             raise BatchError(
@@ -126,7 +138,8 @@ class PackedMicroBatch:
                 f"token of {self.total_lengths}, found {[list(row.shape) for row in rows]}; "
                 f"read micro_batch[{key!r}]"
             )
-        row = Row(self.total_lengths, self.host_cu_seqlens_padded)
+        lengths = [self.total_lengths[i] for i in laid_out]
+        row = Row(lengths, self.host_cu_seqlens_padded)
         padding: Tensor | None = None
         if field.kind is Kind.ROUTED_EXPERTS:
             padding = _spread_experts(rows, row.num_tokens)

@@ -8,7 +8,8 @@ padded to a multiple of 2:
     predicted_positions           0  1 -1  4   a at p, b at a, d at c
     loss_masks                    1  1  0  1   c has no predecessor: it weighs nothing
 
-Response token j of a sample with p prompt tokens is predicted at the sample's position p - 1 + j.
+Response token j of a sample with p prompt tokens is predicted at the sample's position p - 1 + j,
+in its host's segment where it has none of its own.
 Tokens of a placeholder or of a padding sample (field ``is_padding``) have weight 0.
 """
 
@@ -49,7 +50,8 @@ def predicted_positions(
         predicted_positions([0, 4, 6], [3, 2], [2, 2])    [0 1 -1 4]
 
     Args:
-        offsets: start of each sample; further entries are not read.
+        offsets: start of each sample, that of its host where it lies in another's segment; further
+            entries are not read.
         total_lengths: tokens of each sample.
         response_lengths: tokens of each sample's response.
 

@@ -65,6 +65,9 @@ class StepPlan:
     """The costs it was made by; in neither the digest nor the JSON."""
     forward_only: bool = field(default=False, compare=False)
     """Made for forward passes alone; in neither the digest nor the JSON."""
+    hosted_lengths: tuple[int, ...] = field(default=(), compare=False)
+    """Total length of each further sample, which is computed in the segment of one of these; in
+    neither the digest nor the JSON."""
 
     @property
     def num_samples(self) -> int:

@@ -10,7 +10,8 @@ A job writes one file of JSON lines into a folder:
 The first line holds for the steps after it, and is repeated when a part of it changes. A step's
 samples are numbered from 0 in the order of the batch; `predicted` is in units of cost;
 `measured_seconds` is null where nothing was measured. Under learnt costs, which change from step to
-step, `seconds_per_unit` is the time of one token's work on a mean pipeline stage.
+step, `seconds_per_unit` is the time of one token's work on a mean pipeline stage. `hosted_lengths`,
+if any, holds the lengths of further samples, which are computed in the segments of these.
 
 Beside it lies `cost_model.json`: the cost model of the last step, in the form that `CostModel`'s
 `from_json`, ``--cost-model`` and ``--dynamic-batch-cost-model`` read.
@@ -28,7 +29,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -176,6 +177,8 @@ def _content(plan: StepPlan, lengths: Sequence[int]) -> dict[str, Any]:
     }
     if plan.context_parallel is not None:
         content["context_parallel"] = plan.context_parallel
+    if plan.hosted_lengths:
+        content["hosted_lengths"] = plan.hosted_lengths
     return content
 
 
@@ -267,6 +270,7 @@ def _record(raw: Mapping[str, Any], header: Mapping[str, Any], file: str) -> Ste
         context_parallel=raw.get("context_parallel"),
     )
     validate_plan(plan, lengths)  # a broken plan would break a reader much later
+    plan = replace(plan, hosted_lengths=tuple(check_lengths(raw.get("hosted_lengths", ()))))
     measured = raw["measured_seconds"]
     is_learnt = raw.get("seconds_per_unit") is not None
     return StepRecord(

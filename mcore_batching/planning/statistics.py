@@ -22,7 +22,7 @@ class StepStatistics:
     """Sums over one step, or over several added together with `+`."""
 
     num_samples: int
-    """Samples of the step over all ranks."""
+    """Samples of the step over all ranks, those that are computed in others' segments aside."""
     num_microbatches: int
     """Micro-batches of each rank, placeholders included."""
     num_placeholders: int
@@ -30,7 +30,7 @@ class StepStatistics:
     num_oversize: int
     """Samples that exceed the cap on their own."""
     real_tokens: int
-    """Tokens of all samples."""
+    """Tokens of these samples."""
     padded_tokens: int
     """Tokens of all micro-batches that hold samples, padding included."""
     offered_tokens: int
@@ -53,11 +53,20 @@ class StepStatistics:
     largest_row_tokens: int
     """Padded tokens of the largest micro-batch, over the same ranks; the last stage makes its
     logits."""
+    hosted_samples: int = 0
+    """Further samples, each of which is computed in the segment of one that it begins."""
+    hosted_tokens: int = 0
+    """Tokens of these."""
 
     @property
     def fill(self) -> float:
         """Real tokens over offered tokens; above 1 only with oversize samples."""
         return self.real_tokens / self.offered_tokens
+
+    @property
+    def times_fewer_tokens(self) -> float:
+        """Tokens of all samples over those that are computed; 1 where no samples share any."""
+        return _ratio(self.real_tokens + self.hosted_tokens, self.real_tokens)
 
     @property
     def padding(self) -> float:
@@ -135,6 +144,8 @@ def step_statistics(
             inflight_tokens(rank, dims, forward_only=forward_only, stage=last) for rank in held
         ),
         largest_row_tokens=max(map(max, held)),
+        hosted_samples=len(step.hosted_lengths),
+        hosted_tokens=sum(step.hosted_lengths),
     )
 
 

@@ -25,7 +25,7 @@ from mcore_batching.planning.errors import shortened
 from mcore_batching.planning.plan import rank_noun
 from mcore_batching.planning.statistics import micro_batch_costs
 from mcore_batching.tools.held_back import longest_sample, usable_sizes, what_holds_back
-from mcore_batching.tools.report import FLOOR, counted
+from mcore_batching.tools.report import FLOOR, counted, sharing
 from mcore_batching.tools.suggestions import suggestions
 
 Spell = Callable[[Argument], str]
@@ -81,6 +81,7 @@ def _explain_step(
     lines = [
         f"{counted(step.num_samples, 'sample')} on {counted(len(ranks), rank_noun(step))}: "
         f"{counted(step.num_microbatches, 'micro-batch')} per rank",
+        *filter(None, [sharing(statistics)]),
         f"count: {_count(step, problem, ranks)}",
         _filled(step, statistics),
     ]

@@ -17,6 +17,7 @@ from mcore_batching.planning import (
     ParallelDims,
     PlannerConfig,
     PlanningError,
+    StepStatistics,
     plan_step,
     step_statistics,
 )
@@ -44,10 +45,18 @@ class ReplayedStep:
 
     record: StepRecord
     """The recorded step."""
-    predicted: float
-    """Predicted time of the recorded plan, in units of cost."""
-    floor: float
-    """Lower bound on the time of any plan, in units of cost."""
+    statistics: StepStatistics
+    """Of the recorded plan; its time and floor are in units of cost."""
+
+    @property
+    def predicted(self) -> float:
+        """Predicted time of the recorded plan, in units of cost."""
+        return self.statistics.step_time
+
+    @property
+    def floor(self) -> float:
+        """Lower bound on the time of any plan, in units of cost."""
+        return self.statistics.floor_time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +101,23 @@ def replay(
         elif unit is not None and seconds is not None:
             model = in_units_of(plan.cost_model, unit / seconds)
             plan, seconds = replace(plan, cost_model=model), unit
-        predicted = step_statistics(plan, record.lengths)
         replayed.append(
             ReplayedStep(
                 record=replace(record, plan=plan, seconds_per_unit=seconds),
-                predicted=predicted.step_time,
-                floor=predicted.floor_time,
+                statistics=step_statistics(plan, record.lengths),
             )
         )
     return replayed
+
+
+def total_statistics(steps: Sequence[ReplayedStep]) -> StepStatistics:
+    """Of all steps together.
+
+    Args:
+        steps: one or more.
+    """
+    first, *others = (step.statistics for step in steps)
+    return sum(others, first)
 
 
 def by_setting(steps: Sequence[ReplayedStep]) -> list[list[ReplayedStep]]:

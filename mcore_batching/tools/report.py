@@ -162,6 +162,17 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun if count == 1 else plural}"
 
 
+def sharing(statistics: StepStatistics) -> str:
+    """What samples that share segments save; empty where none do."""
+    if not statistics.hosted_samples:
+        return ""
+    samples = statistics.num_samples + statistics.hosted_samples
+    return (
+        f"{samples:,} samples in {statistics.num_samples:,} rows' worth of tokens: "
+        f"{statistics.times_fewer_tokens:.1f}x fewer"
+    )
+
+
 def format_plain(table: Table) -> str:
     """The table as text, columns right-aligned and two spaces apart."""
     rows = [table.columns, *table.rows, *([table.total] if table.total else [])]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mcore_batching.batch import (
     DEFAULT_SCHEMA,
+    BatchError,
     Kind,
     PackedMicroBatch,
     Schema,
@@ -383,3 +384,71 @@ def test_each_predicted_response_token_is_owned_once(
         assert owners.tolist() == [
             0 if j == 0 and response == total else 1 for j in range(response)
         ]
+
+
+TURNS = [(8, 3), (5, 2), (12, 4), (4, 4)]
+HOSTS = [2, 1, 2, 2]
+"""Samples 0 and 3 begin sample 2. The response of 3 is all of it; that of 0 ends at 2's."""
+MARKED = DEFAULT_SCHEMA.declare("mark", Kind.PER_TOKEN)
+
+
+def turns(shapes: list[tuple[int, int]] = TURNS) -> dict:
+    samples = make_samples(shapes)
+    samples["mark"] = [torch.arange(total) for total, _ in shapes]
+    for turn in (0, 3):
+        samples["tokens"][turn] = samples["tokens"][2][: shapes[turn][0]].clone()
+    return samples
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_samples_that_begin_another_lie_in_its_segment(size: int) -> None:
+    samples = turns()
+    rows = pack_on_all_ranks(samples, size, hosts=HOSTS, schema=MARKED)
+    hosts = {name: [values[i] for i in (1, 2)] for name, values in samples.items()}
+    alone = pack_on_all_ranks(hosts, size, schema=MARKED)
+    for name in ("tokens", "labels", "position_ids", "padding_mask"):
+        assert merged(rows, name) == merged(alone, name), name
+    assert rows[0].host_cu_seqlens_padded == alone[0].host_cu_seqlens_padded
+    assert rows[0].cu_seqlens.tolist() == alone[0].cu_seqlens.tolist() == [0, 5, 17]
+    for row, expected in zip(rows, alone, strict=True):
+        assert row.packed("mark").tolist() == expected.packed("mark").tolist()
+        assert row.total_lengths == samples["total_lengths"]
+    # Wherever a token of a response is predicted, it is the label, and its weight the mask.
+    wanted = torch.cat([t[-n:] for t, n in zip(samples["tokens"], (3, 2, 4, 4), strict=True)])
+    weights = torch.cat(samples["loss_masks"]).float()
+    is_predicted = torch.ones(13, dtype=torch.bool)
+    is_predicted[9] = False  # the first of a response without a prompt
+    found, masks = torch.zeros(13, dtype=torch.int64), torch.zeros(13)
+    for row in rows:
+        places, positions = row.responses.owned_indices, row.responses.owned_positions
+        found[places] += row.labels[0, positions]
+        masks[places] += row.loss_mask[0, positions]
+    assert found.tolist() == (wanted * is_predicted).tolist()
+    assert masks.tolist() == (weights * is_predicted).tolist()
+    assert sum(map(sum, (row.loss_mask.tolist()[0] for row in rows))) == sum(masks.tolist())
+
+
+def test_two_samples_of_a_host_never_train_the_same_token() -> None:
+    shapes = [(8, 3), (5, 2), (12, 5), (4, 4)]  # the last turn's response begins a token early
+    with pytest.raises(BatchError, match="train the token that is predicted at position 11 of"):
+        pack_on_all_ranks(turns(shapes), hosts=HOSTS, schema=MARKED)
+
+
+@pytest.mark.parametrize("hosts", [[2, 1, 2], [2, 1, 2, 4], [3, 1, 2, 2], [2, 1, 2, -1]])
+def test_hosts_have_segments_of_their_own(hosts: list[int]) -> None:
+    with pytest.raises(BatchError, match="expected for each of 4 samples the place of one with"):
+        pack_on_all_ranks(turns(), hosts=hosts, schema=MARKED)
+
+
+@pytest.mark.parametrize("name", ["tokens", "mark", "position_ids", "rollout_routed_experts"])
+@pytest.mark.parametrize("validated", [True, False])
+def test_values_that_differ_from_the_hosts_are_named(name: str, validated: bool) -> None:
+    samples = turns()
+    samples["position_ids"] = [torch.arange(total).expand(3, -1) for total, _ in TURNS]
+    samples["rollout_routed_experts"] = [torch.zeros(t - 1, 2, 1).long() for t, _ in TURNS]
+    samples = MARKED.validate(samples)
+    pack_on_all_ranks(samples, hosts=HOSTS, schema=MARKED, validated=validated)
+    samples[name][0] = samples[name][0].clone()
+    samples[name][0].view(-1)[-1] += 1
+    with pytest.raises(SchemaError, match=f"field '{name}', sample 0: expected what sample 2 begi"):
+        pack_on_all_ranks(samples, hosts=HOSTS, schema=MARKED, validated=validated)

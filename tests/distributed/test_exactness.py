@@ -14,7 +14,7 @@ import pytest
 import torch
 from kit.harness import Job
 from kit.objective import DEFAULT_OBJECTIVE, OBJECTIVES
-from kit.samples import CAP_TOKENS, SHAPES
+from kit.samples import CAP_TOKENS, CHAINS, SHAPES, share
 
 LOG_PROBS = 2e-6
 GRADIENTS = 2e-5  # deepest sums: over all tokens of the batch, through four layers
@@ -237,6 +237,124 @@ def jobs() -> list[Any]:
     return made
 
 
+SHARE_PREFIXES = {"dynamic_batch_share_prefixes": True}
+EXCHANGE = {"dynamic_batch_exchange": True}
+PREFIXES: dict[str, tuple[str, dict[str, Any]]] = {
+    "one": ("one", {}),
+    "dp2": ("dp2", {}),
+    "dp2-empty-distributed-optimizer": ("dp2", {"spread": "empty", "distributed_optimizer": True}),
+    "dp2-own-forward-plan": ("dp2", {"planner": {FORWARD_CAP: 60}}),
+    "dp2-mamba": ("dp2", {"kind": "mamba", "spread": "fewer"}),
+    "one-fused-output-layer": ("one", {"planner": {"dynamic_batch_fuse_output_layer": True}}),
+    **{
+        f"one-{objective}": ("one", {"objective": objective})
+        for objective in OBJECTIVES
+        if objective != DEFAULT_OBJECTIVE
+    },
+    **{
+        f"{layout}-{objective}": (layout, {"objective": objective})
+        for layout in ("dp2", "dp2-pp2", "dp2-pp2-vpp2", "cp2", "tp2-sp", "dp2-ep2")
+        for objective in OBJECTIVES
+        if objective != DEFAULT_OBJECTIVE
+    },
+    "dp2-padding-samples": ("dp2", {"padded_to": 8}),
+    "dp2-mean-over-micro-batches": ("dp2", {"per_token_loss": False}),
+    "cp2": ("cp2", {}),
+    "cp2-own-forward-plan": ("cp2", {"planner": OWN_FORWARD_PLAN, "kind": "qk"}),
+    "cp2-learned-positions": ("cp2", {"kind": "learned"}),
+    "cp2-mamba": ("cp2", {"kind": "mamba"}),
+    "tp2-sp": ("tp2-sp", {}),
+    "dp2-ep2": ("dp2-ep2", {"spread": "empty"}),
+    "dp2-ep2-replayed-routing": ("dp2-ep2", {"kind": "replay"}),
+    "cp2-ep2-replayed-routing": ("cp2-ep2", {"kind": "replay"}),
+    "dp2-pp2": ("dp2-pp2", {"spread": "empty"}),
+    "dp2-pp2-vpp2": ("dp2-pp2-vpp2", {"settings": RECOMPUTED}),
+    "cp2-pp2": ("cp2-pp2", {"planner": OWN_FORWARD_PLAN}),
+    "cp2-tp2-sp-padded": (
+        "cp2-tp2-sp",
+        {"planner": {"dynamic_batch_pad_each_to": 12, "dynamic_batch_pad_total_to": 16}},
+    ),
+    "dp2-exchange": ("dp2", {"planner": EXCHANGE}),
+    "dp2-exchange-own-forward-plan": ("dp2", {"planner": EXCHANGE | {FORWARD_CAP: 60}}),
+    "dp2-exchange-padding-samples": ("dp2", {"planner": EXCHANGE, "padded_to": 8}),
+    "dp2-pp2-exchange": ("dp2-pp2", {"planner": EXCHANGE, "spread": "empty"}),
+    "dp2-ep2-exchange-replayed-routing": ("dp2-ep2", {"planner": EXCHANGE, "kind": "replay"}),
+}
+"""Samples that begin others, computed in those: name to layout and what differs."""
+PREFIXES_WITHOUT_LONG = {
+    "one",
+    "dp2",
+    "dp2-own-forward-plan",
+    "dp2-padding-samples",
+    "one-sample-mean-with-kl",
+    "cp2",
+    "cp2-mamba",
+    "tp2-sp",
+    "dp2-ep2-replayed-routing",
+    "dp2-pp2",
+    "dp2-pp2-vpp2",
+    "dp2-exchange",
+}
+
+
+def prefix_jobs() -> list[Any]:
+    """`PREFIXES` as jobs."""
+    made = []
+    for name, (layout_name, changes) in PREFIXES.items():
+        nproc, kind, dims = LAYOUTS[layout_name]
+        parameters = {"dims": dims, "kind": kind, **changes}
+        parameters["reference"] = parameters["kind"]
+        parameters["planner"] = SHARE_PREFIXES | parameters.get("planner", {})
+        job = Job(f"{name}-prefixes", "kit.exactness:compare", nproc, dims, parameters)
+        made.append(
+            pytest.param(job, marks=() if name in PREFIXES_WITHOUT_LONG else pytest.mark.long)
+        )
+    return made
+
+
+def assert_computed_once(job: Job, ranks: list[dict[str, Any]]) -> None:
+    """Of all samples those are computed that begin no other one that their rank brings."""
+    replicas, computed = job.dims.get("data_parallel", 1), 0
+    for replica in range(replicas):
+        spread = job.parameters.get("spread", "uneven")
+        brought = share({"total_lengths": SHAPES}, spread, replica, replicas)
+        chains = [[turn for turn in chain if turn in brought] for chain in CHAINS]
+        hosted = {turn for _, *turns in filter(None, chains) for turn in turns}
+        computed += sum(SHAPES[i][0] for i in brought if i not in hosted)
+    assert computed < sum(total for total, _ in SHAPES)
+    on_each = len(ranks) // _num_ranks(job.dims)
+    assert sum(rank["computed"] for rank in ranks) == computed * on_each
+
+
+def _num_ranks(dims: dict[str, Any]) -> int:
+    """Ranks that may share a row."""
+    return int(dims.get("data_parallel", 1) * dims.get("context_parallel", 1))
+
+
+@pytest.mark.parametrize("job", prefix_jobs(), ids=str)
+def test_shared_prefixes_equal_reference(
+    job: Job, ranks: list[dict[str, Any]], references: dict[str, str]
+) -> None:
+    """Beginnings that samples share are computed once, and nothing else changes."""
+    expected = torch.load(references[job.parameters["kind"]], weights_only=True)
+    expected |= expected["objectives"][job.parameters.get("objective", DEFAULT_OBJECTIVE)]
+    if "padded_to" not in job.parameters:  # else there are padding samples besides
+        assert_computed_once(job, ranks)
+    unpadded = {"context_parallel", "sequence_parallel"}.isdisjoint(job.dims)
+    for rank in ranks:
+        if unpadded and rank["tokens"]:  # not on the first stage alone; a placeholder has one
+            assert rank["tokens"] == rank["computed"] + rank["placeholders"]
+    assert max(rank["log_probs"] for rank in ranks) < LOG_PROBS
+    assert max(rank["gradients"] for rank in ranks) < GRADIENTS
+    assert max(rank["weights"] for rank in ranks) < WEIGHTS
+    for rank in ranks:
+        assert rank["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRADIENTS)
+        if rank["last_stage"]:
+            assert rank["metrics"].keys() == expected["metrics"].keys()
+            for name, value in expected["metrics"].items():
+                assert rank["metrics"][name] == pytest.approx(value, rel=METRICS), name
+
+
 SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "dp2-shared": ("dp2", {}),
     "dp2-shared-own-plan": ("dp2", {"plan": "own", "spread": "empty"}),
@@ -279,6 +397,10 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
         "dp2-tp2-sp",
         {"planner": {"dynamic_batch_pad_each_to": 12, "dynamic_batch_pad_total_to": 16}},
     ),
+    "dp2-shared-prefixes": ("dp2", {"planner": SHARE_PREFIXES}),
+    "dp4-shared-prefixes": ("dp4", {"planner": SHARE_PREFIXES, "spread": "fewer"}),
+    "dp2-pp2-shared-prefixes": ("dp2-pp2", {"planner": SHARE_PREFIXES, "spread": "empty"}),
+    "dp2-cp2-shared-prefixes": ("dp2-cp2", {"planner": SHARE_PREFIXES, "plan": "own"}),
 }
 """Rows of context-parallel sizes of their own: name to layout and what differs."""
 SHARED_LAYOUTS = LAYOUTS | {
@@ -293,12 +415,7 @@ SHARED_LAYOUTS = LAYOUTS | {
         {"context_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2},
     ),
 }
-SHARED_WITHOUT_LONG = {"dp2-shared", "dp4-shared", "dp2-pp2-shared"}
-
-
-def _num_ranks(dims: dict[str, Any]) -> int:
-    """Ranks that may share a row."""
-    return int(dims.get("data_parallel", 1) * dims.get("context_parallel", 1))
+SHARED_WITHOUT_LONG = {"dp2-shared", "dp4-shared", "dp2-pp2-shared", "dp2-shared-prefixes"}
 
 
 def shared_jobs() -> list[Any]:
@@ -339,6 +456,8 @@ def test_rows_of_several_sizes_equal_reference(
     exchanged = job.parameters["planner"].get("dynamic_batch_no_planned_shapes", False)
     for rank in ranks:
         assert bool(rank["messages"]["shapes"]) == exchanged
+    if job.parameters["planner"].get("dynamic_batch_share_prefixes"):
+        assert_computed_once(job, ranks)
 
 
 EP2_PP2 = {"data_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 2}
@@ -381,6 +500,9 @@ def test_training_whose_plans_follow_learnt_costs_equals_reference(
         assert step["weights"] < WEIGHTS
 
 
+BACK_WITHOUT_LONG = {"dp2-pp2-shared", "dp2-pp2-exchange-prefixes"}
+
+
 @pytest.mark.parametrize(
     "job",
     [
@@ -397,7 +519,7 @@ def test_training_whose_plans_follow_learnt_costs_equals_reference(
                     "planner": planner,
                 },
             ),
-            marks=() if (layout, name) == ("dp2-pp2", "shared") else pytest.mark.long,
+            marks=() if f"{layout}-{name}" in BACK_WITHOUT_LONG else pytest.mark.long,
         )
         for layout, nproc in (("dp2-pp2", 4), ("dp4", 4), ("dp2-cp2", 4))
         for name, planner in (
@@ -405,6 +527,8 @@ def test_training_whose_plans_follow_learnt_costs_equals_reference(
             # A cap under which no two samples share a micro-batch.
             ("exchange-forward-cap", {"dynamic_batch_exchange": True, FORWARD_CAP: 1}),
             ("shared", {"dynamic_batch_context_parallel": 2}),
+            ("exchange-prefixes", EXCHANGE | SHARE_PREFIXES),
+            ("shared-prefixes", {"dynamic_batch_context_parallel": 2} | SHARE_PREFIXES),
         )
         if layout != "dp2-cp2" or FORWARD_CAP not in planner  # two ranks take 4 tokens at least
     ],
@@ -426,6 +550,8 @@ def test_values_come_back_to_the_place_of_their_samples(
     if FORWARD_CAP in job.parameters["planner"]:
         last = [rank["forward_rows"] for rank in ranks if rank["last_stage"]]
         assert sum(last) == len(SHAPES)
+    shares_prefixes = job.parameters["planner"].get("dynamic_batch_share_prefixes", False)
+    assert any(rank["hosted"] for rank in ranks) == shares_prefixes
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_error_on_one_rank_is_raised_on_all(
                 4,
                 module="shared_rows",
                 what=what,
-                planner=planner,
+                planner=planner | {"dynamic_batch_share_prefixes": what == "other beginning"},
             ),
             error,
             text,
@@ -133,6 +133,7 @@ def test_error_on_one_rank_is_raised_on_all(
         for what, error, text in (
             ("global batch size", "PlanMismatchError", "global_batch_size is 8, on rank 0 it is 7"),
             ("one token more", "PlanMismatchError", "lengths of all samples (sha256)"),
+            ("other beginning", "PlanMismatchError", "hosts of all samples (sha256)"),
             ("unreadable value", "PlanningFailedError", "no such file on this rank"),
         )
     ],

@@ -51,6 +51,8 @@ FLAGS = {
     "--dynamic-batch-max-samples-per-row",
     "--dynamic-batch-plan-effort",
     "--dynamic-batch-record",
+    "--dynamic-batch-share-prefixes",
+    "--no-dynamic-batch-share-prefixes",
     "--dynamic-batch-no-failure-watch",
     "--dynamic-batch-no-planned-shapes",
     "--dynamic-batch-on-nonfinite",

@@ -19,6 +19,9 @@ from recorded_jobs import CONFIG, COSTS, DIMS, lengths_of, recorded_job, the_fil
 
 from mcore_batching.planning import plan_batch, plan_step, step_statistics
 from mcore_batching.planning.records import RecordError, StepRecorder, read_records
+from mcore_batching.tools.explain import explain
+from mcore_batching.tools.replay import replay, total_statistics
+from mcore_batching.tools.report import sharing
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -43,6 +46,21 @@ def test_learnt_costs_are_recorded_with_their_unit(tmp_path: Path) -> None:
     records = read_records(tmp_path)
     assert [record.plan.cost_model for record in records] == models
     assert [record.seconds_per_unit for record in records] == [None, 1e-3, 2e-3]
+
+
+def test_samples_that_share_segments_are_recorded_beside_the_plan(tmp_path: Path) -> None:
+    recorder = StepRecorder(tmp_path)
+    plan = replace(plan_step([50, 60], DIMS, CONFIG, COSTS), hosted_lengths=(30, 41, 40))
+    recorder.append(plan, [50, 60], 1.0)
+    recorder.close()
+    (record,) = read_records(tmp_path)
+    assert (record.lengths, record.plan.hosted_lengths) == ((50, 60), (30, 41, 40))
+    statistics = total_statistics(replay([record, record]))
+    assert (statistics.num_samples, statistics.hosted_samples) == (4, 6)
+    text = "5 samples in 2 rows' worth of tokens: 2.0x fewer"
+    assert text in explain(plan, [50, 60])
+    assert sharing(step_statistics(plan, [50, 60])) == text
+    assert sharing(step_statistics(replace(plan, hosted_lengths=()), [50, 60])) == ""
 
 
 @given(case=cases())

@@ -23,6 +23,10 @@ from mcore_batching.planning import ConfigError, ParallelDimsError
 FLAG = "--use-dynamic-batch-size"
 
 _REFUSED = {
+    "dynamic_batch_share_prefixes": (
+        "stock scripts train every token of a sample, so samples cannot share any: unset "
+        f"{PREFIX}share-prefixes"
+    ),
     "sft": (
         "--sft packs samples in the dataset and pads them to seq_length: unset --sft and give "
         f"the file with {PREFIX}data"

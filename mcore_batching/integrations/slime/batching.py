@@ -81,6 +81,7 @@ def get_data_iterator(
     _check_layout(getattr(args, "qkv_format", "thd"), getattr(args, "allgather_cp", False))
     _check_options(args)
     planning_args = copy.copy(args)
+    planning_args.dynamic_batch_share_prefixes = None  # nor is it advised
     planning_args.dynamic_batch_pad_total_to = math.lcm(
         _row_multiple(getattr(args, "data_pad_size_multiplier", None) or 1),
         getattr(args, "dynamic_batch_pad_total_to", None) or 1,
@@ -270,6 +271,11 @@ def _check_options(args: Any) -> None:
         raise DynamicBatchArgumentError(
             "the framework finds tokens by unpadded lengths: unset --dynamic-batch-pad-each-to, "
             "and pad rows by --dynamic-batch-pad-total-to"
+        )
+    if getattr(args, "dynamic_batch_share_prefixes", False):
+        raise DynamicBatchArgumentError(
+            "the framework finds tokens by lengths, so samples cannot share them: unset "
+            "--dynamic-batch-share-prefixes"
         )
     if getattr(args, "dynamic_batch_cost_model", None) == LEARNT:
         raise DynamicBatchArgumentError(

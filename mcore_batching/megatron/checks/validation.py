@@ -13,6 +13,7 @@ from megatron.core.utils import get_model_config
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.attention.latent_gradients import fix_latent_gradients
 from mcore_batching.megatron.checks.layer_checks import layer_problems
+from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
 from mcore_batching.megatron.checks.shared_rows import (
     dims_of_rows,
     let_rows_have_groups,
@@ -59,6 +60,8 @@ def check_settings(args: Any, model: Any) -> None:
     check_logits(options, chunks)
     dims = current_dims(chunks)
     prepare_model(chunks, dims, options.planner_config(dims))
+    if options.share_prefixes:
+        check_shared_prefixes(chunks)
 
 
 def check_logits(options: Options, chunks: list[Any]) -> None:

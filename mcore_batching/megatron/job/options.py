@@ -46,6 +46,7 @@ class Options:
 
     Attributes:
         planner: the fields of `PlannerConfig` that arguments set.
+        share_prefixes: None where it cannot be set, so that nobody is told what it would save.
 
     The others are the arguments of this package (`FLAGS`), then those of Megatron.
     """
@@ -55,6 +56,7 @@ class Options:
     planner: dict[str, Any] = dataclasses.field(default_factory=lambda: dict(PLANNER_DEFAULTS))
     cost_model: str | None = None
     exchange: bool = False
+    share_prefixes: bool | None = False
     forward_only_plan: str = "shared"
     forward_only_max_tokens_per_gpu: Any = None
     log_prob_chunk_tokens: Any = LOG_PROB_CHUNK_TOKENS

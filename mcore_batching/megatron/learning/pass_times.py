@@ -25,6 +25,7 @@ import torch
 
 from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.megatron.rows.shards import computed_alone
 from mcore_batching.planning.cost import ordered_sum
 from mcore_batching.planning.learnt_costs import Timing
 from mcore_batching.planning.pipeline import Kind, Pass
@@ -185,9 +186,10 @@ class TimedStep:
 
 
 def rows_of(schedule: MicroBatchSchedule, step: int) -> list[tuple[int, ...]]:
-    """Lengths of the samples of each of this rank's micro-batches."""
+    """Lengths of the samples of each of this rank's micro-batches, which have segments."""
     lengths = schedule.rollout_data["total_lengths"]
-    return [tuple(int(lengths[i]) for i in indices) for indices in schedule.steps[step]]
+    rows = computed_alone(schedule.steps[step], schedule.hosts)
+    return [tuple(int(lengths[i]) for i in indices) for indices in rows]
 
 
 def mark() -> Any:

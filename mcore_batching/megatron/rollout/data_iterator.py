@@ -64,6 +64,7 @@ class PlannedRollout:
                 cost_model=shared.cost_model,
                 config=shared.config,
                 forward_only=True,
+                hosts=shared.hosts,
             ).run()
             self._for_forward_passes = dataclasses.replace(
                 own,
@@ -113,9 +114,16 @@ class DataIterator:
 
         Raises:
             IndexError: all micro-batches have been drawn; `reset` starts again.
+            DynamicBatchArgumentError: samples share segments, and whoever lays them out by their
+                lengths would give each one of its own, over the cap.
         """
         keys = list(keys)
         schedule = self._rollout.schedule
+        if schedule.hosts is not None:
+            raise DynamicBatchArgumentError(
+                "samples that share segments cannot be drawn: give forward_only and train_step the "
+                f"iterators, or unset {FLAGS['share_prefixes']}"
+            )
         micro_batches = schedule.micro_batches
         if self.offset >= len(micro_batches):
             raise IndexError(
@@ -176,6 +184,11 @@ def get_data_iterator(
     ranks that share its row. Outputs of `forward_only` come back to the rank and place that their
     samples came from, and `add_fields` takes fields in that order; what the iterators themselves
     give (``rollout_data``, ``micro_batch_indices``, `get_next`) is of the samples that run here.
+
+    Under ``--dynamic-batch-share-prefixes`` samples whose tokens begin another's, in the same step
+    and on the same rank, are computed in that one's segment of a row. Values, outputs and losses
+    stay per sample; a sample whose fields per token differ from the other's there is computed by
+    itself, which is printed with the reason, once a job.
 
     Args:
         args: Megatron's arguments: ``max_tokens_per_gpu``, ``global_batch_size`` and the

@@ -1,7 +1,9 @@
 """Planning of all data-parallel ranks' samples as one, and the exchange that it asks for.
 
 Lengths are gathered first, and every rank makes the same plan of them; only then do samples move,
-each once, to the rank that runs it, or to the ranks that share its row.
+each once, to the rank that runs it, or to the ranks that share its row. Samples that share a
+segment move together, and the plan is of their hosts alone. They are found on the rank that brings
+them: turns of a trajectory that several ranks bring are in as many segments.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ from megatron.core import parallel_state
 
 from mcore_batching.batch.consensus import Statement
 from mcore_batching.batch.figures import largest
+from mcore_batching.batch.prefixes import Hosts
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.row_groups import make_row_groups
 from mcore_batching.megatron.rollout.planning_protocol import PlanningProtocol, digest_of
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
+from mcore_batching.megatron.rollout.sharing import figures_of, reasons_to_say, say_saving
 from mcore_batching.megatron.rows.sample_moves import Columns, SampleMoves
 from mcore_batching.megatron.rows.schedule import GlobalPlan, MicroBatchSchedule
 from mcore_batching.megatron.rows.shards import MicroBatches, Shard
@@ -49,8 +53,7 @@ class ExchangingProtocol(PlanningProtocol):
 
     def choose(self) -> tuple[MicroBatches, ...]:
         """Every step's micro-batches of this rank, as indices of the samples it now holds."""
-        local = {number: place for place, number in enumerate(self._moves.held)}
-        own = self._moves.own
+        own, local = self._moves.own, self._moves.places
         return tuple(
             tuple(tuple(local[number] for number in row) for row in made.rows_on(own))
             for made in self._plans
@@ -64,20 +67,29 @@ class ExchangingProtocol(PlanningProtocol):
     def _gathered(self) -> list[Shard]:
         """The lengths and steps of every data-parallel rank."""
 
-        def work() -> tuple[RolloutBatch, Shard]:
-            batch = self.batch.resolved()
-            steps = tuple((tuple(step),) for step in self._own_steps())
-            return batch, Shard(batch.total_lengths, steps)
+        def work() -> tuple[RolloutBatch, Shard, Hosts | None]:
+            batch, steps = self.batch.resolved(), self._own_steps()
+            found = self._look_for_hosts(batch, steps)
+            rows = tuple((tuple(step),) for step in steps)
+            return batch, Shard(batch.total_lengths, rows, self.hosts), found
 
-        def says(made: tuple[RolloutBatch, Shard]) -> Statement:
-            batch, shard = made
+        def says(made: tuple[RolloutBatch, Shard, Hosts | None]) -> Statement:
+            batch, shard, found = made
             equal = {"number of steps": len(shard.steps), **batch.comparable()}
             if batch.total_lengths and batch.steps is None:
                 equal["global_batch_size"] = batch.global_batch_size
-            return Statement(equal=equal, figures={"integers": largest(len(shard.integers()))})
+            return Statement(
+                equal=equal,
+                figures={
+                    "integers": largest(len(shard.integers())),
+                    **figures_of(found, batch.total_lengths, self.settings.cost_model),
+                },
+                tell=reasons_to_say(self.job, found),
+            )
 
         agreed = self.consensus.agree("gathering lengths", work, says, failure=PlanningFailedError)
-        self.batch, own = agreed.result
+        self.batch, own, _ = agreed.result
+        say_saving(self.job, agreed.figures, agreed.told)
         gathered = self.consensus.gather_integers(own.integers(), agreed.figures["integers"])
         return list(map(Shard.of_integers, gathered))
 
@@ -85,6 +97,11 @@ class ExchangingProtocol(PlanningProtocol):
         """Plan, hand over what the plan wants elsewhere, and hold what it wants here."""
         lengths = [length for shard in shards for length in shard.lengths]
         first = list(accumulate((len(shard.lengths) for shard in shards), initial=0))
+        hosts = [
+            start + host
+            for start, shard in zip(first, shards, strict=False)
+            for host in shard.hosts or range(len(shard.lengths))
+        ]
         dims = self.settings.dims
         num_ranks = self.settings.config.num_ranks(dims)
         sharing = num_ranks // dims.data_parallel
@@ -96,23 +113,26 @@ class ExchangingProtocol(PlanningProtocol):
                 for start, shard in zip(first, shards, strict=False)
                 for index in shard.steps[step][0]
             ]
-            of_step = [lengths[number] for number in numbers]
-            return GlobalPlan(self._planned(of_step), numbers, of_step)
+            computed = [number for number in numbers if hosts[number] == number]
+            of_step = [lengths[number] for number in computed]
+            hosted = tuple(lengths[number] for number in numbers if hosts[number] != number)
+            planned = dataclasses.replace(self._planned(of_step), hosted_lengths=hosted)
+            return GlobalPlan(planned, computed, of_step)
 
         def work() -> tuple[_Laid, list[Any]]:
             with self.job.options.naming_the_cap(forward_only=self.forward_only):
                 plans = tuple(map(plan, range(len(shards[0].steps))))
-            runs_on = [
-                sorted(number for made in plans for row in made.rows_on(rank) for number in row)
-                for rank in range(num_ranks)
-            ]
+            runs_on = [_run_on(rank, plans, hosts) for rank in range(num_ranks)]
             moves = SampleMoves(own, first, runs_on, sharing)
             digest = digest_of([made.plan.digest() for made in plans])
             return (plans, moves, digest), moves.outgoing(self.batch.data)
 
         def says(made: _Laid) -> Statement:
             # The ranks of a replica each heard of their own counterparts' lengths.
-            of_all = {"lengths of all samples (sha256)": digest_of(lengths)}
+            of_all = {
+                "lengths of all samples (sha256)": digest_of(lengths),
+                "hosts of all samples (sha256)": digest_of(hosts),
+            }
             return Statement(equal={"plan (sha256)": made[2], **of_all})
 
         def received(made: _Laid, incoming: list[Any]) -> tuple[_Laid, Columns]:
@@ -124,6 +144,8 @@ class ExchangingProtocol(PlanningProtocol):
         data = {name: arranged.get(name, []) for name in self.batch.template}
         held = [lengths[number] for number in self._moves.held]
         self.batch = dataclasses.replace(self.batch, data=data, total_lengths=held)
+        if self.hosts is not None:
+            self.hosts = [self._moves.places[hosts[number]] for number in self._moves.held]
 
     def _planned(self, lengths: Sequence[int]) -> StepPlan:
         settings = self.settings
@@ -134,3 +156,9 @@ class ExchangingProtocol(PlanningProtocol):
             settings.cost_model,
             forward_only=self.forward_only,
         )
+
+
+def _run_on(rank: int, plans: Sequence[GlobalPlan], hosts: Sequence[int]) -> list[int]:
+    """The samples that a rank runs: by plan those that are computed, and all that they host."""
+    computed = {number for made in plans for row in made.rows_on(rank) for number in row}
+    return [number for number, host in enumerate(hosts) if host in computed]

@@ -30,7 +30,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from megatron.core import parallel_state
@@ -38,15 +38,30 @@ from megatron.core import parallel_state
 from mcore_batching.batch import Schema
 from mcore_batching.batch.consensus import Statement
 from mcore_batching.batch.figures import Figure, largest, least, total
+from mcore_batching.batch.prefixes import Hosts
+from mcore_batching.flags import FLAGS
+from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
 from mcore_batching.megatron.checks.validation import prepare_model
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.learning.cost_learning import CostLearner, learners_of
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
 from mcore_batching.megatron.rollout.settings import Settings, say_oversize
+from mcore_batching.megatron.rollout.sharing import (
+    figures_of,
+    look_for_hosts,
+    reasons_to_say,
+    say_saving,
+)
 from mcore_batching.megatron.rollout.step_shard import StepShard
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
-from mcore_batching.megatron.rows.shards import GatheredShards, MicroBatches, Shard
+from mcore_batching.megatron.rows.shards import (
+    GatheredShards,
+    MicroBatches,
+    Shard,
+    computed_alone,
+    with_hosted,
+)
 from mcore_batching.megatron.topology import model_chunks, vocabulary_size
 from mcore_batching.planning import CostModel, PlannerConfig, ShardOutlook
 from mcore_batching.planning.learnt_costs import LearntCosts
@@ -66,6 +81,8 @@ class PlanningProtocol:
         forward_only: plan for forward passes alone, under their own cap if they have one.
         one_step: all samples are one step, on every rank: packing need not wait for the number of
             all samples.
+        hosts: as `MicroBatchSchedule.hosts`, where they are known; None: they are looked for if
+            samples are to share segments.
 
     Attributes:
         settings: from `take_stock` on.
@@ -73,6 +90,7 @@ class PlanningProtocol:
         batch: this replica's samples, from `share_data` on.
         shares: samples of every data-parallel rank, from `share_data` on; under `one_step` one
             entry, of all together.
+        hosts: as `MicroBatchSchedule.hosts`, from `lay_out` on.
         plan_digest: of the plans of all data-parallel ranks together, from `lay_out` on.
         learnt: what is known of costs when the plan is made, from `take_stock` on; None where the
             costs are not learnt.
@@ -97,6 +115,7 @@ class PlanningProtocol:
         config: PlannerConfig | None = None,
         forward_only: bool,
         one_step: bool = False,
+        hosts: Sequence[int] | None = None,
     ) -> None:
         self.job = job
         self.model = model
@@ -107,6 +126,7 @@ class PlanningProtocol:
         self.given_config = config
         self.forward_only = forward_only
         self.one_step = one_step
+        self.hosts = hosts
         self.consensus = job.consensus
         self._shards: list[StepShard] = []
         self._packed_lengths: list[int] = []
@@ -156,6 +176,8 @@ class PlanningProtocol:
                 forward_only=self.forward_only,
             )
             prepare_model(chunks, settings.dims, settings.config)
+            if self.job.options.share_prefixes:
+                check_shared_prefixes(chunks)
             self.settings = settings
             self.vocabulary_size = vocabulary_size(chunks)
             return settings, RolloutBatch.read(
@@ -179,6 +201,7 @@ class PlanningProtocol:
             counted = self._counted(batch)
             equal["costs are learnt"] = self._learns
             equal["samples stay on their rank"] = self.scope == "local"
+            equal[FLAGS["share_prefixes"]] = bool(self.job.options.share_prefixes)
             figures = {**counted.figures, "ranks without data": largest(int(batch is None))}
             if self._learns:
                 equal["what was learnt of costs"] = self._learner.state_dict()
@@ -316,12 +339,15 @@ class PlanningProtocol:
     def _schedule(
         self, chosen: tuple[MicroBatches, ...], own_digest: str = ""
     ) -> MicroBatchSchedule:
+        steps = tuple(with_hosted(micro_batches, self.hosts) for micro_batches in chosen)
+        shard = Shard(self.batch.total_lengths, steps, self.hosts)
         self.job.memory.told_fields |= self.batch.inferred()
         return MicroBatchSchedule(
             rollout_data=self.batch.data,
             schema=self.batch.schema,
             template=self.batch.template,
-            steps=chosen,
+            steps=steps,
+            hosts=self.hosts,
             dims=self.settings.dims,
             config=self.settings.config,
             context_parallel_rank=parallel_state.get_context_parallel_rank(),
@@ -330,7 +356,7 @@ class PlanningProtocol:
             plan_digest=self.plan_digest,
             samples_per_step=self.batch.global_batch_size,
             own_digest=own_digest,
-            gather_shards=GatheredShards(self.consensus, Shard(self.batch.total_lengths, chosen)),
+            gather_shards=GatheredShards(self.consensus, shard),
             scope=self.scope,
             cost_model=self.settings.cost_model,
             learnt=self.learnt,
@@ -339,33 +365,53 @@ class PlanningProtocol:
     def _pack(self) -> list[float]:
         """Pack this rank's samples of every step; of each step's ends the largest of all ranks."""
 
-        def work() -> tuple[RolloutBatch, list[StepShard]]:
-            batch = self.batch.resolved()
-            return batch, [
-                StepShard(
-                    self.job.options,
-                    self.settings,
-                    indices,
-                    [batch.total_lengths[i] for i in indices],
-                    self.forward_only,
-                )
-                for indices in self._own_steps()
-            ]
+        def work() -> tuple[RolloutBatch, list[StepShard], Hosts | None]:
+            batch, steps = self.batch.resolved(), self._own_steps()
+            found = self._look_for_hosts(batch, steps)
+            return (
+                batch,
+                [
+                    StepShard(
+                        self.job.options,
+                        self.settings,
+                        indices,
+                        [batch.total_lengths[i] for i in indices],
+                        self.forward_only,
+                    )
+                    for indices in computed_alone(tuple(map(tuple, steps)), self.hosts)
+                ],
+                found,
+            )
 
-        def says(packed: tuple[RolloutBatch, list[StepShard]]) -> Statement:
-            batch, shards = packed
+        def says(packed: tuple[RolloutBatch, list[StepShard], Hosts | None]) -> Statement:
+            batch, shards, found = packed
             equal = {"number of steps": len(shards), **batch.comparable()}
             if batch.total_lengths and batch.steps is None:
                 equal["global_batch_size"] = batch.global_batch_size
+            ends = [end for shard in shards for end in shard.ends]
             return Statement(
                 equal=equal,
-                figures={"ends": largest([end for shard in shards for end in shard.ends])},
+                figures={
+                    "ends": largest(ends),
+                    **figures_of(found, batch.total_lengths, self.settings.cost_model),
+                },
+                tell=reasons_to_say(self.job, found),
             )
 
         agreed = self.consensus.agree("packing", work, says, failure=PlanningFailedError)
-        self.batch, self._shards = agreed.result
-        ends: list[float] = agreed.figures["ends"]
-        return ends
+        self.batch, self._shards, _ = agreed.result
+        say_saving(self.job, agreed.figures, agreed.told)
+        latest: list[float] = agreed.figures["ends"]
+        return latest
+
+    def _look_for_hosts(self, batch: RolloutBatch, steps: Sequence[Sequence[int]]) -> Hosts | None:
+        """Know `hosts`, where samples are to share segments; what was found in any case."""
+        if self.hosts is not None or self.one_step or self.forward_only:
+            return None
+        found = look_for_hosts(self.job, model_chunks(self.model), batch, steps)
+        if found is not None and self.job.options.share_prefixes:
+            self.hosts = found.host
+        return found
 
     def _fill(self, latest: list[float]) -> None:
         """Bring every step to the common counts; the worst outlook of all ranks on each."""
@@ -378,7 +424,7 @@ class PlanningProtocol:
             each = [outlook for by_count in outlooks for outlook in by_count]
             ends = [outlook.end for outlook in each]
             filled = [shard.filled for shard in self._shards]
-            digest = digest_of([self.batch.total_lengths, filled])
+            digest = digest_of([self.batch.total_lengths, self.hosts, filled])
             return Statement(
                 equal_in_replica={"samples and plan (sha256)": digest},
                 figures={

@@ -68,6 +68,11 @@ class SampleMoves:
         """The samples that this rank runs."""
         return self.runs_on[self.own]
 
+    @functools.cached_property
+    def places(self) -> dict[int, int]:
+        """Where each of them stands among them."""
+        return {number: place for place, number in enumerate(self.held)}
+
     @property
     def brought(self) -> range:
         """The samples that came from this rank."""
@@ -132,8 +137,7 @@ class SampleMoves:
             columns: for the same names on every rank one tensor per sample that this rank runs,
                 each of which passed `check_output`.
         """
-        names = sorted(columns)
-        place = {number: index for index, number in enumerate(self.held)}
+        names, place = sorted(columns), self.places
         headers: list[list[int]] = []
         bodies: list[list[Tensor]] = []
         for rank in range(len(self.runs_on)):

@@ -19,7 +19,7 @@ from mcore_batching.batch.infer import infer_fields
 from mcore_batching.batch.side_by_side import on_host
 from mcore_batching.batch.value_checks import require_vocabulary
 from mcore_batching.megatron.rows.sample_moves import SampleMoves
-from mcore_batching.megatron.rows.shards import MicroBatches, Shard
+from mcore_batching.megatron.rows.shards import MicroBatches, Shard, computed_alone
 from mcore_batching.planning import (
     CostModel,
     ParallelDims,
@@ -64,6 +64,8 @@ class MicroBatchSchedule:
         template: values of one sample, from a rank that has any: what a placeholder looks like.
         steps: for every optimizer step, its micro-batches: tuples of local sample indices, ``()``
             for a placeholder. All ranks have the same number of micro-batches in a step.
+        hosts: for each sample the one in whose segment it is computed, itself if in its own; both
+            are in the same micro-batch. None: all samples have segments of their own.
         dims: the job's parallel dims.
         config: the planner's settings.
         context_parallel_rank: which slice of every row this rank holds, where rows have the size
@@ -97,6 +99,7 @@ class MicroBatchSchedule:
     cost_model: CostModel
     learnt: LearntCosts | None = None
     samples_per_step: int | None = None
+    hosts: Sequence[int] | None = None
     own_digest: str = ""
     moves: SampleMoves | None = None
     plans: tuple[GlobalPlan, ...] = ()
@@ -151,7 +154,8 @@ class MicroBatchSchedule:
     def step_plan(self, step: int) -> tuple[StepPlan, list[int]]:
         """One step's plan over all data-parallel ranks, and the lengths that it refers to.
 
-        The same on every rank. A collective over all ranks the first time, whatever the step.
+        Of samples that share segments, the hosts. The same on every rank. A collective over all
+        ranks the first time, whatever the step.
 
         Args:
             step: which optimizer step.
@@ -163,12 +167,16 @@ class MicroBatchSchedule:
         if self.plans:
             return self.plans[step].plan, self.plans[step].lengths
         lengths: list[int] = []
+        hosted: list[int] = []
         ranks = []
         for shard in self.shards:
-            held = sorted(i for micro_batch in shard.steps[step] for i in micro_batch)
+            rows = computed_alone(shard.steps[step], shard.hosts)
+            held = sorted(i for micro_batch in rows for i in micro_batch)
             number = {local: len(lengths) + place for place, local in enumerate(held)}
             lengths += [shard.lengths[local] for local in held]
-            ranks.append(tuple(tuple(number[i] for i in ids) for ids in shard.steps[step]))
+            everyone = [i for micro_batch in shard.steps[step] for i in micro_batch]
+            hosted += [shard.lengths[local] for local in everyone if local not in number]
+            ranks.append(tuple(tuple(number[i] for i in ids) for ids in rows))
         plan = StepPlan(
             micro_batches=tuple(ranks),
             num_microbatches=len(self.steps[step]),
@@ -177,6 +185,7 @@ class MicroBatchSchedule:
             config=self.config,
             scope=self.scope,
             cost_model=self.cost_model,
+            hosted_lengths=tuple(hosted),
         )
         return plan, lengths
 
@@ -256,6 +265,10 @@ class MicroBatchSchedule:
         shared = self.moves if self.has_sizes_of_rows else None
         dims = self.dims.for_rows_on(size)
         values = self.samples(indices, list(self.template))
+        hosts = None
+        if self.hosts is not None and indices:
+            place = {index: at for at, index in enumerate(indices)}
+            hosts = [place[self.hosts[i]] for i in indices]
         for name in values:
             if self.schema[name].kind in _LAID_OUT or name in ("loss_masks", "is_padding"):
                 values[name] = on_host(values[name])
@@ -270,4 +283,5 @@ class MicroBatchSchedule:
             sample_indices=indices,
             is_placeholder=not indices,
             validated=True,  # as it was read, or as the field was added
+            hosts=hosts,
         )

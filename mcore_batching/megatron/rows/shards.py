@@ -15,6 +15,33 @@ from mcore_batching.megatron.job.consensus import JobConsensus
 MicroBatches = tuple[tuple[int, ...], ...]
 
 
+def computed_alone(micro_batches: MicroBatches, hosts: Sequence[int] | None) -> MicroBatches:
+    """Of micro-batches the samples that have segments of their own.
+
+    Args:
+        micro_batches: local sample indices.
+        hosts: as `MicroBatchSchedule.hosts`.
+    """
+    if hosts is None:
+        return micro_batches
+    return tuple(tuple(i for i in indices if hosts[i] == i) for indices in micro_batches)
+
+
+def with_hosted(micro_batches: MicroBatches, hosts: Sequence[int] | None) -> MicroBatches:
+    """Micro-batches of hosts with the samples that are computed in their segments, ascending.
+
+    Args:
+        micro_batches: local indices of samples that have segments of their own.
+        hosts: as `MicroBatchSchedule.hosts`.
+    """
+    if hosts is None:
+        return micro_batches
+    members: dict[int, list[int]] = {}
+    for index, host in enumerate(hosts):
+        members.setdefault(host, []).append(index)
+    return tuple(tuple(i for h in indices for i in members[h]) for indices in micro_batches)
+
+
 @dataclasses.dataclass(frozen=True)
 class Shard:
     """The lengths and micro-batches of one data-parallel rank, for statistics and records.
@@ -22,14 +49,17 @@ class Shard:
     Attributes:
         lengths: total length of each of its samples, in tokens.
         steps: as `MicroBatchSchedule.steps`.
+        hosts: as `MicroBatchSchedule.hosts`.
     """
 
     lengths: list[int]
     steps: tuple[MicroBatches, ...]
+    hosts: Sequence[int] | None = None
 
     def integers(self) -> list[int]:
         """Itself as counts, each with what it counts behind it."""
-        flat = [len(self.lengths), *self.lengths, len(self.steps)]
+        hosts = self.hosts or ()
+        flat = [len(self.lengths), *self.lengths, len(hosts), *hosts, len(self.steps)]
         for step in self.steps:
             flat.append(len(step))
             for indices in step:
@@ -44,10 +74,11 @@ class Shard:
         def several() -> list[int]:
             return [next(rest) for _ in range(next(rest))]
 
-        lengths = several()
+        lengths, hosts = several(), several()
         return cls(
             lengths,
             tuple(tuple(tuple(several()) for _ in range(next(rest))) for _ in range(next(rest))),
+            hosts or None,
         )
 
 

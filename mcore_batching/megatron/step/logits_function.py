@@ -40,6 +40,12 @@ def adapted(
             "lengths, and --dynamic-batch-context-parallel cuts each row in its own way: let it "
             "take micro_batch (gather_response and response_log_probs do)"
         )
+    if by_lengths and schedule.hosts is not None:
+        raise ValueError(
+            f"{getattr(f, '__name__', f)} does not take micro_batch, so it finds tokens by "
+            "lengths, and samples share segments: let it take micro_batch (gather_response and "
+            "response_log_probs do), or unset --dynamic-batch-share-prefixes"
+        )
     if by_lengths and size > 1 and padded_to != 2 * size:
         raise ValueError(
             f"{getattr(f, '__name__', f)} does not take micro_batch, so it finds tokens by lengths "

@@ -89,6 +89,9 @@ def _print(steps: Sequence[replay.ReplayedStep], options: argparse.Namespace) ->
         f"{report.counted(len(steps), 'recorded step')}, {report.dims_line(plan.dims, plan.config)}"
     )
     report.print_table(replay.step_table(steps, factor), sys.stdout)
+    shared = report.sharing(replay.total_statistics(steps))
+    if shared:
+        print(shared)
     if factor is None:
         print("no time was measured: times are in units of cost")
     else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +31,7 @@ from mcore_batching.megatron import (
 from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.rollout.data_iterator import rollout_of
+from mcore_batching.megatron.rows.shards import computed_alone
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
 from mcore_batching.rl import pad_batch
@@ -58,6 +61,23 @@ def difference(ours: torch.Tensor, reference: torch.Tensor) -> float:
         return 0.0
     scale = float(reference.abs().max()) or 1.0
     return float((ours - reference).abs().max()) / scale
+
+
+@contextlib.contextmanager
+def counted_tokens(model: list[Any]) -> Iterator[list[int]]:
+    """Tokens that this rank's embedding gets in each call inside the block, padding among them."""
+    seen: list[int] = []
+    hooks = [
+        module.register_forward_hook(lambda *call: seen.append(call[1][0].numel()))
+        for chunk in model
+        for name, module in chunk.named_modules()
+        if name.endswith("word_embeddings")
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def compare_blocking(**parameters: Any) -> dict[str, Any]:
@@ -114,7 +134,8 @@ def differences(
         ``grad_norm``, the plan's ``counts``, ``placeholders``, ``oversize`` micro-batches and
         context-parallel ``sizes``; of
         `forward_only`'s plan ``forward_count``, and ``forward_fullest``, the most tokens of a
-        micro-batch of several samples.
+        micro-batch of several samples; ``tokens`` that the model's first layer saw in training, and
+        ``computed``, this rank's part of those of the samples with a segment of their own.
     """
     shape = ParallelDims(**dims)
     expected = torch.load(reference, weights_only=True)
@@ -172,7 +193,8 @@ def differences(
     else:
         assert outputs == {}
     loss_function = functools.partial(packed_objective, name=objective)
-    result = train_step(loss_function, args, model, iterators, counts, optimizer)
+    with counted_tokens(model) as seen:
+        result = train_step(loss_function, args, model, iterators, counts, optimizer)
     assert get_model_config(model[0]).grad_scale_func is not None
     report |= {"metrics": result.metrics, "grad_norm": result.grad_norm, "gradients": {}}
     for name, parameter in named_parameters(model):
@@ -195,7 +217,9 @@ def differences(
     (step,) = schedule.steps
     (forward_step,) = rollout_of(iterators).for_forward_passes(job_of(args), model).steps
     lengths = schedule.rollout_data["total_lengths"]
-    shared = [sum(lengths[i] for i in row) for row in forward_step if len(row) > 1]
+    computed = computed_alone(step, schedule.hosts)
+    forward_rows = computed_alone(forward_step, schedule.hosts)
+    shared = [sum(lengths[i] for i in row) for row in forward_rows if len(row) > 1]
     longest = max((samples["total_lengths"][i] for i in mine), default=0)
     report |= {
         "counts": counts,
@@ -205,5 +229,11 @@ def differences(
         "oversize": longest > CAP_TOKENS,
         "forward_count": len(forward_step),
         "forward_fullest": max(shared, default=0),
+        "tokens": sum(seen),
+        "computed": sum(
+            lengths[i] / size
+            for row, size in zip(computed, schedule.row_sizes(0), strict=True)
+            for i in row
+        ),
     }
     return report

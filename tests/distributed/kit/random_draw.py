@@ -40,6 +40,7 @@ def drawn_job(seed: int) -> dict[str, Any]:
         "rollouts": drawn_rollouts(draw, dims["data_parallel"]),
         "holders": draw.one("holders", ["all", "all", "first of replica"]),
         "blocking": dims["pipeline_parallel"] > 1 and draw.chance("blocking", 0.15),
+        "turns": draw.chance("turns", 0.5),
         "loss_masks": draw.one("loss masks", ["none", "some", "some", "all 0", "weights"]),
     }
 
@@ -135,6 +136,7 @@ def _planner(
         "dynamic_batch_fuse_output_layer": draw.chance("fused output", 0.35),
         "dynamic_batch_no_planned_shapes": draw.chance("shapes exchanged", 0.1),
         "dynamic_batch_exchange": draw.chance("exchange", 0.35),
+        "dynamic_batch_share_prefixes": draw.chance("shared prefixes", 0.5),
         "dynamic_batch_cost_model": draw.one("costs", ["fixed", "auto"]),
     }
     if draw.chance("without the flag", 0.06):

@@ -101,6 +101,7 @@ def _all_ranks(own: Any) -> list[Any]:
 
 def _samples(job: Mapping[str, Any], number: int) -> Samples:
     """The samples of a rollout over all ranks, numbered through."""
+    stream = f"{job['seed']} turns {number}"
     generator = torch.Generator(device="cpu").manual_seed(1000 * job["seed"] + number)
     uniform = functools.partial(torch.rand, generator=generator, device="cpu")
     lengths = [(total, response) for total, response, _ in job["rollouts"][number]["samples"]]
@@ -124,13 +125,37 @@ def _samples(job: Mapping[str, Any], number: int) -> Samples:
     }
     if job["loss_masks"] in masks:
         samples["loss_masks"] = [masks[job["loss_masks"]](response) for _, response in lengths]
+    if job["turns"]:
+        _begin_others(samples["tokens"], stream, lengths)
     if job["model"]["kind"] == "replay":
         layers, experts = job["model"]["settings"]["num_layers"], ROUTING["experts"]
         samples["rollout_routed_experts"] = [
             uniform(total - 1, layers, experts).topk(ROUTING["top_k"]).indices.to(torch.int16)
             for total, _ in lengths
         ]
+        if job["turns"]:
+            _begin_others(samples["rollout_routed_experts"], stream, lengths)
     return samples
+
+
+def _begin_others(
+    values: list[torch.Tensor], stream: str, lengths: Sequence[tuple[int, int]]
+) -> None:
+    """Let some samples' values per token begin another's prompt: turns of trajectories, and forks.
+
+    Args:
+        values: of every sample, changed.
+        stream: of random numbers, by which the same samples begin the same others.
+        lengths: total and response length of every sample.
+    """
+    drawn = random.Random(stream)
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i][0])
+    for place, turn in enumerate(order):
+        total = lengths[turn][0]
+        longer = [i for i in order[:place] if total <= lengths[i][0] - lengths[i][1]]
+        if longer and drawn.random() < 0.7:
+            begun = values[drawn.choice(longer)]
+            values[turn] = begun[: len(values[turn])].clone()
 
 
 def _reference_of(

@@ -27,9 +27,21 @@ SHAPES = [
     (40, 12),
 ]
 
+CHAINS = [[12, 9, 1, 8, 4], [0, 5, 3], [6, 2]]
+"""Samples as the turns of trajectories, the last turn first: each begins the one before it."""
+
+
+def in_chains(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Values per token of the samples, where those of a chain begin with the same."""
+    made = list(values)
+    for last, *others in CHAINS:
+        for turn in others:
+            made[turn] = made[last][: len(made[turn])].clone()
+    return made
+
 
 def make_samples() -> dict[str, list[Any]]:
-    """The same samples on every rank, as rollout data."""
+    """The same samples on every rank, as rollout data; those of `CHAINS` begin others."""
     generator = torch.Generator(device="cpu").manual_seed(20)
 
     def uniform(length: int) -> torch.Tensor:
@@ -38,10 +50,12 @@ def make_samples() -> dict[str, list[Any]]:
     totals = [total for total, _ in SHAPES]
     responses = [response for _, response in SHAPES]
     return {
-        "tokens": [
-            torch.randint(VOCABULARY, (total,), generator=generator, device="cpu")
-            for total in totals
-        ],
+        "tokens": in_chains(
+            [
+                torch.randint(VOCABULARY, (total,), generator=generator, device="cpu")
+                for total in totals
+            ]
+        ),
         "total_lengths": totals,
         "response_lengths": responses,
         "loss_masks": [(uniform(response) > 0.2).int() for response in responses],
@@ -53,14 +67,17 @@ def make_samples() -> dict[str, list[Any]]:
 
 
 def routed_experts(layers: int, experts: int, top_k: int) -> list[torch.Tensor]:
-    """Experts ``[length - 1, layers, top_k]`` of each sample, no router's choice."""
+    """Experts ``[length - 1, layers, top_k]`` of each sample, no router's choice; tokens that the
+    samples of `CHAINS` share have the same."""
     generator = torch.Generator(device="cpu").manual_seed(21)
-    return [
-        torch.rand(total - 1, layers, experts, generator=generator, device="cpu")
-        .topk(top_k)
-        .indices.to(torch.int16)
-        for total, _ in SHAPES
-    ]
+    return in_chains(
+        [
+            torch.rand(total - 1, layers, experts, generator=generator, device="cpu")
+            .topk(top_k)
+            .indices.to(torch.int16)
+            for total, _ in SHAPES
+        ]
+    )
 
 
 def share(samples: dict[str, list[Any]], spread: str, rank: int, ranks: int) -> list[int]:

@@ -63,8 +63,9 @@ def there_and_back(
 
     Returns:
         ``equal``: by name, True if all came back to their places; ``trained``: samples of each of
-        three steps; ``moved``: samples that this rank runs and did not bring; ``last_stage``;
-        ``forward_rows``: micro-batches of forward passes that hold samples.
+        three steps; ``moved``: samples that this rank runs and did not bring; ``hosted``: those
+        that it computes in others' segments; ``last_stage``; ``forward_rows``: micro-batches of
+        forward passes that hold samples.
     """
     model = small_model(dims, reference)
     args = exactness.arguments(ParallelDims(**dims), global_batch_size=5, **planner)
@@ -125,6 +126,7 @@ def there_and_back(
         "trained": [result.totals.num_samples for result in trained],
         "forward_rows": sum(bool(row) for row in forward.micro_batches),
         "moved": len(set(held) - set(data["source"])),
+        "hosted": sum(i != host for i, host in enumerate(schedule_of(iterators).hosts or ())),
     }
 
 
@@ -154,6 +156,8 @@ def moves_fail(
     if what == "one token more" and at_fault:
         data["tokens"][0] = torch.cat((data["tokens"][0], data["tokens"][0][-1:]))
         data["total_lengths"] = [data["total_lengths"][0] + 1, *data["total_lengths"][1:]]
+    if what == "other beginning" and parallel_state.get_data_parallel_rank() == 0 < dist.get_rank():
+        data["tokens"][9] = data["tokens"][9].flip(0)  # which others begin
     if what == "unreadable value" and parallel_state.get_data_parallel_rank() == 1:
         data["image"] = [Unreadable() for _ in data["tokens"]]
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import random
 import time
@@ -13,13 +14,15 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 
-from kit.exactness import arguments, log_probs_of
-from kit.model import adam, transformer_config
+from kit.exactness import arguments, counted_tokens, log_probs_of
+from kit.model import adam, named_parameters, transformer_config
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY
+from mcore_batching.batch import sample_mean, token_mean
 from mcore_batching.megatron import (
     forward_only,
     get_data_iterator,
+    response_log_probs,
     schedule_of,
     train_step,
 )
@@ -102,3 +105,96 @@ def step_share(
         names = ["plan", "collate", "forward_only", *steps[:: -1 if repeat % 2 else 1]]
         timed.append(dict(zip(names, (b - a for a, b in itertools.pairwise(times)), strict=True)))
     return timed[1:]  # the first repeat warms up
+
+
+def shared_prefixes(
+    trajectories: list[list[tuple[int, int]]], max_tokens: int, repeats: int
+) -> dict[str, dict[str, Any]]:
+    """Training steps on turns apart, in shared segments, and merged into a sample a trajectory.
+
+    Args:
+        trajectories: prompt and response tokens of each turn.
+        max_tokens: of a micro-batch.
+        repeats: of each step, in turns.
+
+    Returns:
+        by way ``samples``, ``tokens`` that the model got, ``micro_batches``, ``seconds`` of
+        processor time of each step, and for the ``sample`` and the ``token`` mean how far the
+        gradient is from that of turns apart, over its norm, and the cosine between the two.
+    """
+    model = build_model(
+        transformer_config("dense", hidden_size=64, ffn_hidden_size=256),
+        vocab_size=VOCABULARY,
+        max_sequence_length=max_tokens,
+        ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+    )
+    before = [parameter.detach().clone() for _, parameter in named_parameters(model)]
+    apart, merged = _turns(trajectories)
+    ways = {"apart": (apart, False), "shared": (apart, True), "merged": (merged, False)}
+    means = {"sample": sample_mean, "token": token_mean}
+    found: dict[str, dict[str, Any]] = {way: {"seconds": []} for way in ways}
+    gradients: dict[str, torch.Tensor] = {}
+    for mean in ("token", *["sample"] * repeats):
+        for way, (data, shares) in ways.items():
+            args = arguments(
+                ParallelDims(),
+                max_tokens_per_gpu=max_tokens,
+                dynamic_batch_share_prefixes=shares,
+            )
+            iterators, counts = get_data_iterator(args, model, data)
+            optimizer = adam(model, distributed=False)
+            loss = functools.partial(_policy_loss, mean=means[mean])
+            with counted_tokens(model) as seen:
+                started = time.process_time()
+                done = train_step(loss, args, model, iterators, counts, optimizer)
+                seconds = time.process_time() - started
+            assert done.grad_norm is not None
+            # Clipped to a norm of 1.
+            flat = [parameter.main_grad.flatten() for _, parameter in named_parameters(model)]
+            gradients[way] = torch.cat(flat) * max(1.0, done.grad_norm)
+            with torch.no_grad():
+                for (_, parameter), value in zip(named_parameters(model), before, strict=True):
+                    parameter.copy_(value)
+            own, reference = gradients[way], gradients["apart"]
+            found[way] |= {
+                mean: (
+                    float((own - reference).norm() / reference.norm()),
+                    float(torch.cosine_similarity(own, reference, dim=0)),
+                ),
+                "samples": len(data["tokens"]),
+                "tokens": sum(seen),
+                "micro_batches": counts[0],
+            }
+            if mean == "sample":
+                found[way]["seconds"].append(seconds)
+    return found
+
+
+def _turns(trajectories: list[list[tuple[int, int]]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Samples with random advantages, one for each turn; the same merged, one a trajectory."""
+    names = ("tokens", "total_lengths", "response_lengths", "loss_masks", "advantages")
+    apart, merged = ({name: [] for name in names} for _ in range(2))
+
+    def add(data: dict[str, list[Any]], *values: Any) -> None:
+        tokens, mask, advantages = values
+        both = (tokens, len(tokens), len(mask), mask, advantages)
+        for name, value in zip(names, both, strict=True):
+            data[name].append(value)
+
+    for turns in trajectories:
+        whole = torch.randint(VOCABULARY, (max(map(sum, turns)),))
+        first = turns[0][0]
+        masks, advantages = torch.zeros(2, len(whole) - first)
+        for prompt, response in turns:
+            place = slice(prompt - first, prompt - first + response)
+            masks[place], advantages[place] = 1.0, torch.rand(1) - 0.5
+            end = prompt + response
+            add(apart, whole[:end].clone(), masks[place].clone(), advantages[place].clone())
+        add(merged, whole, masks, advantages)
+    return apart, merged
+
+
+def _policy_loss(logits: torch.Tensor, row: Any, totals: Any, mean: Any) -> Any:
+    log_probs = response_log_probs(logits, row)
+    values = [-a.to(p) * p for a, p in zip(row["advantages"], log_probs, strict=True)]
+    return mean(values, row, totals), {}

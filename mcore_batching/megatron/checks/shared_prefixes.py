@@ -1,0 +1,67 @@
+"""Models that do not compute the same for a sample's tokens whatever comes after them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.utils import get_model_config, unwrap_model
+
+from mcore_batching.flags import FLAGS
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
+
+_FLAG = FLAGS["share_prefixes"]
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
+_POSITIONS = ("rope", "mrope", "yarn", "learned_absolute", "none")
+"""Of a token's place alone. YaRN and the scalings of RoPE go by the configuration's lengths."""
+
+
+def check_shared_prefixes(chunks: list[Any]) -> None:
+    """Refuse models of which samples cannot share segments.
+
+    Raises:
+        DynamicBatchArgumentError: listing every problem with what to set instead.
+    """
+    problems = list(dict.fromkeys(sharing_problems(chunks)))
+    if problems:
+        raise DynamicBatchArgumentError(
+            f"{_FLAG} cannot run with these settings:\n"
+            + "\n".join(f"  - {problem}" for problem in problems)
+        )
+
+
+def sharing_problems(chunks: list[Any]) -> Iterator[str]:
+    """Reasons why samples of a model cannot share segments, each with the setting that mends it.
+
+    Args:
+        chunks: this rank's model chunks.
+    """
+    config = get_model_config(chunks[0])
+    for name in ("hidden_dropout", "attention_dropout"):
+        if getattr(config, name):
+            flag = f"--{name.replace('_', '-')}"
+            yield (
+                f"samples that share tokens would share their dropout: set {flag} 0, or unset "
+                f"{_FLAG}"
+            )
+    for chunk in chunks:
+        positions = getattr(unwrap_model(chunk), "position_embedding_type", "of an unknown kind")
+        if positions not in _POSITIONS:
+            yield (
+                f"position embeddings {positions} are not known to go by a token's place alone: "
+                f"set --position-embedding-type rope, or unset {_FLAG}"
+            )
+        rotary = getattr(unwrap_model(chunk), "rotary_pos_emb", None)
+        if rotary is not None and not type(rotary).__module__.startswith("megatron.core."):
+            yield (
+                f"rotary embeddings {type(rotary).__name__} may go by a sample's length, as those "
+                f"of Megatron do not: unset {_FLAG}"
+            )
+        for name, module in chunk.named_modules():
+            mask = getattr(module, "attn_mask_type", AttnMaskType.causal)
+            if isinstance(mask, AttnMaskType) and mask not in _CAUSAL:
+                yield (
+                    f"{name} lets tokens see later ones (attn_mask_type {mask.name}): build the "
+                    f"model with AttnMaskType.causal, or unset {_FLAG}"
+                )

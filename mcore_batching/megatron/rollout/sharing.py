@@ -1,0 +1,110 @@
+"""Samples that begin others: who is computed in whose segment; what it saves, said once a job.
+
+Without ``--dynamic-batch-share-prefixes`` they are looked for all the same, until it is said that
+the flag would save a good part of a step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from mcore_batching.batch.figures import Figure, total
+from mcore_batching.batch.prefixes import Hosts, find_hosts
+from mcore_batching.flags import FLAGS
+from mcore_batching.megatron.checks.shared_prefixes import sharing_problems
+from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
+from mcore_batching.planning import CostModel
+
+WORTH_SAYING = 0.2
+"""Share of a step's work that the flag would save: at half of it a log line would name a gain that
+runs of the same job differ by."""
+_SAVED, _ADVICE, _ALONE = "prefixes are shared", "prefixes could be", "prefixes that are not"
+"""In `JobMemory.said`."""
+
+
+def look_for_hosts(
+    job: Job, chunks: list[Any], batch: RolloutBatch, steps: Sequence[Sequence[int]]
+) -> Hosts | None:
+    """Who is computed in whose segment; None where nobody needs to know.
+
+    Args:
+        job: the present one.
+        chunks: this rank's model chunks.
+        batch: resolved.
+        steps: local sample indices of every step.
+    """
+    flag = job.options.share_prefixes
+    if not flag and (flag is None or _ADVICE in job.memory.said or any(sharing_problems(chunks))):
+        return None
+    return find_hosts(
+        batch.data,
+        batch.schema,
+        batch.data["response_lengths"],
+        steps=steps,
+        is_padding=batch.data.get("is_padding"),
+    )
+
+
+def figures_of(hosts: Hosts | None, lengths: Sequence[int], costs: CostModel) -> dict[str, Figure]:
+    """What sharing saves, or would save, as figures of an agreement.
+
+    Args:
+        hosts: of this rank's samples.
+        lengths: total length of each of them, in tokens.
+        costs: by which a step's work is weighed.
+    """
+    numbers: list[float] = [0, 0, 0, 0, 0.0, 0.0]
+    if hosts is not None:
+        own = [lengths[i] for i, host in enumerate(hosts.host) if host == i]
+        work = [sum(map(costs.sample, each)) for each in (lengths, own)]
+        numbers = [len(lengths), len(own), hosts.tokens, hosts.computed, *work]
+    return {"shared prefixes": total(numbers)}
+
+
+def reasons_to_say(job: Job, hosts: Hosts | None) -> Mapping[str, int] | None:
+    """Why samples of this rank are alone, if they could have been with others; said once a job."""
+    if hosts is None or not job.options.share_prefixes or _ALONE in job.memory.said:
+        return None
+    return dict(hosts.alone) or None
+
+
+def say_saving(
+    job: Job, figures: Mapping[str, Any], told: Mapping[int, Mapping[str, int] | None]
+) -> None:
+    """Print once a job what sharing saves, or would save, and why samples are alone.
+
+    Args:
+        job: the present one.
+        figures: of all ranks, `figures_of` among them.
+        told: why samples of each rank are alone, if any rank asked.
+    """
+    samples, own, tokens, computed, work, own_work = figures["shared prefixes"]
+    fewer = f"{tokens / max(computed, 1):.1f}x fewer"
+    if own < samples and job.options.share_prefixes:
+        text = f"{samples:,} samples in {own:,} rows' worth of tokens: {computed:,}, {fewer}"
+        _say(job, _SAVED, text)
+    elif own < samples and own_work <= (1 - WORTH_SAYING) * work:
+        text = (
+            f"{tokens:,} tokens, {computed:,} of them distinct, {fewer}: samples begin others, as "
+            f"turns of a trajectory do; set {FLAGS['share_prefixes']} to compute those tokens once"
+        )
+        _say(job, _ADVICE, text)
+    alone = Counter[str]()
+    for replica in job.consensus.replicas:
+        alone.update(told.get(replica[0]) or {})
+    if alone:
+        each = "; ".join(f"{count:,} ({reason})" for reason, count in sorted(alone.items()))
+        _say(job, _ALONE, f"samples that begin others are computed by themselves: {each}")
+
+
+def _say(job: Job, what: str, text: str) -> None:
+    """Where stock code prints its log."""
+    if what not in job.memory.said:
+        job.memory.said.add(what)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            print(f"mcore_batching: {text}", flush=True)

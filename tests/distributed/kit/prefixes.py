@@ -1,0 +1,166 @@
+"""Turns of trajectories that share segments: what is said of them, refused and reported."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.utils import get_model_config, unwrap_model
+
+from kit.exactness import arguments, log_probs_of
+from kit.faults import small_model
+from kit.model import adam
+from kit.samples import VOCABULARY
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind
+from mcore_batching.megatron import (
+    CollectiveError,
+    add_fields,
+    forward_only,
+    get_data_iterator,
+    response_log_probs,
+    schedule_of,
+    train_step,
+)
+from mcore_batching.megatron.learning.pass_times import rows_of
+from mcore_batching.planning import ParallelDims, step_statistics
+
+TOTALS = [4, 9, 15, 24]
+"""Turns of each trajectory, in tokens; every other one is shuffled."""
+TRAJECTORIES = 3
+"""Of each rank."""
+
+
+def turns() -> dict[str, list[Any]]:
+    """This rank's samples: turn after turn of each trajectory, all but a token of each a response.
+
+    The response of a turn is what it is longer by than the one before, less one token.
+    """
+    seed = parallel_state.get_data_parallel_rank()
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    whole = [
+        torch.randint(VOCABULARY, (TOTALS[-1],), generator=generator, device="cpu")
+        for _ in range(TRAJECTORIES)
+    ]
+    before = [0, *TOTALS[:-1]]
+    responses = [total - prompt - 1 for total, prompt in zip(TOTALS, before, strict=True)]
+    return {
+        "tokens": [tokens[:total].clone() for tokens in whole for total in TOTALS],
+        "total_lengths": TOTALS * TRAJECTORIES,
+        "response_lengths": responses * TRAJECTORIES,
+    }
+
+
+def said_and_reported(dims: dict[str, Any], reference: str) -> dict[str, Any]:
+    """What planning prints, and what plans, learnt costs and errors know of samples and hosts."""
+    shape, model = ParallelDims(**dims), small_model(dims, reference)
+    # A row holds two trajectories.
+    off, on = (
+        arguments(shape, max_tokens_per_gpu=2 * TOTALS[-1], dynamic_batch_share_prefixes=flag)
+        for flag in (False, True)
+    )
+    data, count = turns(), len(TOTALS) * TRAJECTORIES
+    printed = {"off": _printed(lambda: get_data_iterator(off, model, data)[1])}
+    printed["on"] = _printed(lambda: get_data_iterator(on, model, data)[1])
+    seconds = [list(range(0, count, 4)) + list(range(1, count, 4))]
+    seconds.append([i for i in range(count) if i not in seconds[0]])
+    cut = schedule_of(get_data_iterator(on, model, data, steps=seconds)[0])
+    marks = [torch.zeros(total) for total in data["total_lengths"]]
+    is_second = parallel_state.get_data_parallel_rank() == 1
+    marks[1][2] = float(is_second)
+    marked = DEFAULT_SCHEMA.declare("mark", Kind.PER_TOKEN)
+    printed["mark"] = _printed(
+        lambda: get_data_iterator(on, model, data | {"mark": marks}, schema=marked)[1]
+    )
+    iterators, counts = get_data_iterator(on, model, data)
+    schedule = schedule_of(iterators)
+    plan, lengths = schedule.step_plan(0)
+    statistics = step_statistics(plan, lengths)
+    optimizer = adam(model, distributed=False)
+
+    def no_number(logits: torch.Tensor, row: Any, totals: Any) -> Any:
+        del totals
+        return sum(each.sum() for each in response_log_probs(logits, row)) * float("nan"), {}
+
+    def step(loss: Any = no_number) -> Any:
+        return train_step(loss, on, model, iterators, counts, optimizer)
+
+    errors = {"not finite": _raised(step)}
+    errors["drawn"] = _raised(lambda: iterators[0].get_next(["tokens"]))
+    for name, differs in (("agreeing field", False), ("other field", is_second)):
+        values = [torch.full((total,), total * differs) for total in data["total_lengths"]]
+        add_fields(iterators, {"beside": values})
+        errors[name] = _raised(lambda: step(_nothing))
+    return {
+        "printed": printed,
+        "hosts": list(schedule.hosts or ()),
+        "cut hosts": list(cut.hosts or ()),
+        "rows": rows_of(schedule, 0),
+        "samples": [statistics.num_samples, statistics.hosted_samples],
+        "tokens": [statistics.real_tokens, statistics.hosted_tokens],
+        "errors": errors,
+    }
+
+
+def refused(dims: dict[str, Any], reference: str) -> dict[str, str]:
+    """What is raised on this rank for what is wrong on the last one alone."""
+    shape, rank = ParallelDims(**dims), parallel_state.get_data_parallel_rank()
+    model, on = small_model(dims, reference), arguments(shape, dynamic_batch_share_prefixes=True)
+    off = arguments(shape)
+    config, gpt = get_model_config(model[0]), unwrap_model(model[0])
+    attention = gpt.decoder.layers[0].self_attention
+
+    def plan(args: Any = on) -> Any:
+        return get_data_iterator(args, model, turns())
+
+    def changed(owner: Any, name: str, value: Any) -> str:
+        before = getattr(owner, name)
+        if rank == 1:
+            setattr(owner, name, value)
+        said = _raised(plan)
+        setattr(owner, name, before)
+        return said
+
+    class Stretched(torch.nn.Module):
+        """Rotary embeddings of another package."""
+
+    found = {
+        "dropout": changed(config, "hidden_dropout", 0.1),
+        "mask": changed(attention, "attn_mask_type", AttnMaskType.no_mask),
+        "positions": changed(gpt, "position_embedding_type", "relative"),
+        "rotary": changed(gpt, "rotary_pos_emb", Stretched()),
+        "flag": _raised(lambda: plan(off if rank else on)),
+    }
+    planned = plan()
+
+    def by_lengths(logits: torch.Tensor, total_lengths: Any) -> Any:
+        return {"tokens": [logits.new_zeros(n) for n in total_lengths]}
+
+    f: Any = by_lengths if rank else log_probs_of
+    found["by lengths"] = _raised(lambda: forward_only(f, on, model, *planned))
+    return found | {"in the end": _raised(plan)}
+
+
+def _nothing(logits: torch.Tensor, row: Any, totals: Any) -> Any:
+    del row, totals
+    return logits.sum() * 0.0, {}
+
+
+def _printed(call: Callable[[], Any]) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        call()
+        call()
+    return printed.getvalue()
+
+
+def _raised(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (CollectiveError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

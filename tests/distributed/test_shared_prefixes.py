@@ -1,0 +1,69 @@
+"""Samples computed in the segments of those that they begin: what is said, reported and refused.
+
+That nothing changes but the tokens that are computed is shown in `test_exactness`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from kit.harness import Job
+from kit.prefixes import TOTALS, TRAJECTORIES
+
+DP2 = {"data_parallel": 2}
+TURNS = len(TOTALS)
+ALL, OWN = 2 * TRAJECTORIES * TURNS, 2 * TRAJECTORIES
+TOKENS, COMPUTED = 2 * TRAJECTORIES * sum(TOTALS), 2 * TRAJECTORIES * TOTALS[-1]
+
+
+def job(function: str) -> Job:
+    parameters = {"dims": DP2, "reference": "dense"}
+    return Job(f"prefixes-{function}", f"kit.prefixes:{function}", 2, DP2, parameters)
+
+
+@pytest.mark.parametrize("job", [job("said_and_reported")], ids=str)
+def test_what_is_said_and_reported_of_samples_and_hosts(
+    job: Job, ranks: list[dict[str, Any]]
+) -> None:
+    silent, told = (rank["printed"] for rank in ranks)
+    assert set(silent.values()) == {""}
+    assert told["off"].count("\n") == 1
+    assert f"{TOKENS:,} tokens, {COMPUTED:,} of them distinct, 2.2x fewer" in told["off"]
+    assert "set --dynamic-batch-share-prefixes" in told["off"]
+    assert told["on"].count("\n") == 1
+    assert f"{ALL} samples in {OWN} rows' worth of tokens: {COMPUTED:,}, 2.2x" in told["on"]
+    assert told["mark"].count("\n") == 1
+    assert "computed by themselves: " in told["mark"]
+    assert "'mark'" in told["mark"]
+    for rank in ranks:
+        last = [i // TURNS * TURNS + TURNS - 1 for i in range(TRAJECTORIES * TURNS)]
+        assert rank["hosts"] == last
+        assert rank["cut hosts"] == [i // 2 * 2 + 1 for i in range(TRAJECTORIES * TURNS)]
+        assert sum(map(sum, rank["rows"])) == COMPUTED // 2
+        assert rank["samples"] == [OWN, ALL - OWN]
+        assert rank["tokens"] == [COMPUTED, TOKENS - COMPUTED]
+        errors = rank["errors"]
+        assert "samples [0, 1, 2, 3" in errors["not finite"]  # hosts and who begins them
+        assert errors["agreeing field"] == ""
+        assert errors["other field"].startswith("CollationFailedError")
+        assert "field 'beside', sample " in errors["other field"]
+        assert "unset --dynamic-batch-share-prefixes" in errors["drawn"]
+
+
+@pytest.mark.parametrize("job", [job("refused")], ids=str)
+def test_what_cannot_share_is_refused_on_all_ranks(job: Job, ranks: list[dict[str, str]]) -> None:
+    wanted = {
+        "dropout": "PlanningFailedError: .*set --hidden-dropout 0, or unset --dynamic-batch-share-",
+        "mask": "PlanningFailedError: .*self_attention lets tokens see later ones",
+        "positions": "PlanningFailedError: .*position embeddings relative are not known",
+        "rotary": "PlanningFailedError: .*Stretched may go by a sample's length",
+        "flag": "PlanMismatchError: .*--dynamic-batch-share-prefixes",
+        "by lengths": "CollationFailedError: .*by_lengths does not take micro_batch",
+        "in the end": "^$",
+    }
+    for rank in ranks:
+        assert rank.keys() == wanted.keys()
+        for what, text in wanted.items():
+            assert re.search(text, rank[what], re.DOTALL), (what, rank[what])
