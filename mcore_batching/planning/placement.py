@@ -72,9 +72,8 @@ def place(
 ) -> tuple[MicroBatches, ...]:
     """Spread a step's micro-batches over ranks [data_parallel][num_microbatches].
 
-    Keeps the better of two assignments: one evens out ranks best, the other slots as well. With
-    expert parallelism the sum over slots of the heaviest micro-batch decides, else the heaviest
-    rank.
+    One assignment evens out ranks best, the other slots as well: that with the lighter heaviest
+    rank is kept, with expert parallelism the second.
 
     Args:
         problem: gives ranks and weights.
@@ -89,18 +88,15 @@ def place(
     # All ranks run the same number of micro-batches, so their fixed weight makes no difference.
     empty = problem.weight(())
     weights = [problem.weight(samples) - empty for samples in bins]
-    # The first candidate wins ties.
-    candidates = [
-        by_folds(weights, ranks, num_microbatches),
-        _longest_first(weights, ranks, num_microbatches),
-    ]
+    candidates = [by_folds(weights, ranks, num_microbatches)]
+    # Ranks in lockstep wait in every slot, and no assignment has lighter slots than the folds.
+    if not problem.dims.in_lockstep:
+        candidates.append(_longest_first(weights, ranks, num_microbatches))
 
-    def slowest(candidate: list[list[int]]) -> float:
-        if problem.dims.in_lockstep:
-            return _sum_of_slot_maxima(candidate, weights)
-        return max(ordered_sum(weights[b] for b in rank_bins) for rank_bins in candidate)
+    def heaviest(assigned: list[list[int]]) -> float:
+        return max(ordered_sum(weights[b] for b in rank_bins) for rank_bins in assigned)
 
-    best = min(candidates, key=slowest)
+    best = min(candidates, key=heaviest)  # the first wins ties
     return tuple(
         order_slots([bins[b] for b in rank_bins], num_microbatches, problem.weight)
         for rank_bins in best
@@ -195,11 +191,3 @@ def _halve(samples: Sequence[int], weight: Weight) -> tuple[list[int], list[int]
             right.append(sample)
             right_weight += alone[sample]
     return sorted(left), sorted(right)
-
-
-def _sum_of_slot_maxima(assigned: list[list[int]], weights: Sequence[float]) -> float:
-    columns = [sorted((weights[b] for b in rank_bins), reverse=True) for rank_bins in assigned]
-    depth = max(map(len, columns))
-    return ordered_sum(
-        max(column[slot] for column in columns if slot < len(column)) for slot in range(depth)
-    )
