@@ -84,19 +84,16 @@ def place(
     # All ranks run the same number of micro-batches, so their fixed weight makes no difference.
     empty = problem.weight(())
     weights = [problem.weight(samples) - empty for samples in bins]
-    # The first evens out slots as well, the second ranks best; the first wins ties.
-    candidates = [
-        by_folds(weights, ranks, num_microbatches),
-        _longest_first(weights, ranks, num_microbatches),
-    ]
+    # The first evens out slots as well, the second ranks best.
+    candidates = [by_folds(weights, ranks, num_microbatches)]
+    # Ranks in lockstep wait in every slot, and no assignment has lighter slots than the folds.
+    if not problem.dims.in_lockstep:
+        candidates.append(_longest_first(weights, ranks, num_microbatches))
 
-    def slowest(candidate: list[list[int]]) -> float:
-        # With expert parallelism every slot waits for its heaviest micro-batch.
-        if problem.dims.in_lockstep:
-            return _sum_of_slot_maxima(candidate, weights)
-        return max(ordered_sum(weights[b] for b in rank_bins) for rank_bins in candidate)
+    def heaviest(assigned: list[list[int]]) -> float:
+        return max(ordered_sum(weights[b] for b in rank_bins) for rank_bins in assigned)
 
-    best = min(candidates, key=slowest)  # the first of equals
+    best = min(candidates, key=heaviest)  # the first wins ties
     return tuple(
         order_slots([bins[b] for b in rank_bins], num_microbatches, problem.weight)
         for rank_bins in best
@@ -191,12 +188,3 @@ def _halve(samples: Sequence[int], weight: Weight) -> tuple[list[int], list[int]
             right.append(sample)
             right_weight += alone[sample]
     return sorted(left), sorted(right)
-
-
-def _sum_of_slot_maxima(assigned: list[list[int]], weights: Sequence[float]) -> float:
-    # As `order_slots` will order them: slot j has each rank's j-th heaviest.
-    columns = [sorted((weights[b] for b in rank_bins), reverse=True) for rank_bins in assigned]
-    depth = max(map(len, columns))
-    return ordered_sum(
-        max(column[slot] for column in columns if slot < len(column)) for slot in range(depth)
-    )

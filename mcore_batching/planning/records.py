@@ -107,7 +107,6 @@ class StepRecorder:
         lengths: Sequence[int],
         measured_seconds: float | None = None,
         *,
-        predicted: float | None = None,
         seconds_per_unit: float | None = None,
     ) -> None:
         """Write one step.
@@ -116,14 +115,11 @@ class StepRecorder:
             plan: over all data-parallel ranks.
             lengths: total length of each sample of the batch that the plan refers to, in tokens.
             measured_seconds: of all forward and backward passes; None if not measured.
-            predicted: time of the step in units of cost; None: computed here.
             seconds_per_unit: of a unit of cost, where it was learnt; None: it was not.
         """
         if self._file is None:
             return
-        if predicted is None:
-            predicted = predicted_step_time(plan, lengths)
-        model = plan.cost_model
+        model, predicted = plan.cost_model, predicted_step_time(plan, lengths)
         # The unit on file is a token's work, so that costs of several jobs can be compared.
         if seconds_per_unit is not None and model.linear > 0:
             unit = model.linear

@@ -756,6 +756,8 @@ def test_what_is_not_finite_is_an_error_on_all_or_skipped_on_all(
         assert found == {"2"}
     elif not job.parameters["overlap"]:
         assert found == {"0", "2"}  # both stages of the replica, before gradients are added up
+    named = 0 if job.parameters["fault"] == "loss" else 3 * len(found)
+    assert ranks[0]["error"]["message"].count("the gradient of ") == named
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Keyword arguments of forward passes: changed inside a block, joined over samples."""
+"""Inputs of forward passes, changed or joined, and what a share of the loss is attached to."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_batching.megatron.step.loss_shares import attached
 from mcore_batching.megatron.step.model_inputs import changed_inputs, joined_multimodal_inputs
 
 
@@ -39,3 +40,13 @@ def test_multimodal_inputs_are_joined_name_by_name() -> None:
     assert torch.equal(joined["pixels"], torch.cat([pixels, more]))
     assert torch.equal(joined["grid"], grid)
     assert joined_multimodal_inputs([None, {}]) == {}
+
+
+def test_a_share_is_attached_only_to_what_it_does_not_depend_on() -> None:
+    """A zero gradient of logits that have one anyway would take as much memory as they do."""
+    logits, unused = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
+    share = (2.0 * logits).sum()
+    assert attached(share, logits) is share
+    attached(share, logits, unused).backward()
+    assert unused.grad is not None
+    assert unused.grad.tolist() == [0.0, 0.0]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_batching.batch import DEFAULT_SCHEMA
+from mcore_batching.batch import DEFAULT_SCHEMA, Field, Kind
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch, places_in_order
 from mcore_batching.planning import ConfigError
 
@@ -130,3 +130,11 @@ def test_samples_are_tensors_in_lists_of_their_own() -> None:
     given.clear()
     assert [value.tolist() for value in read.data["tokens"]] == [[1, 2, 3], [4, 5, 6]]
     assert all(isinstance(value, torch.Tensor) for value in read.data["tokens"])
+
+
+def test_of_what_ranks_tell_the_first_counts_and_its_own_before_all() -> None:
+    kinds = [Field("a", kind) for kind in (Kind.METADATA, Kind.PER_SAMPLE, Kind.PER_TOKEN)]
+    own, first, second = kinds
+    heard = batch(1).hearing([{"a": first, "b": first}, {"a": second, "b": second}])
+    assert heard.told == {"a": first, "b": first}
+    assert heard.hearing([{"a": own, "c": own}]).told == {"a": first, "b": first, "c": own}

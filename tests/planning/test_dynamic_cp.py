@@ -236,6 +236,34 @@ def test_blocks_that_do_not_agree_are_refused(sizes: object, fault: str) -> None
     assert caught.value.invariant == "blocks"
 
 
+def test_only_a_sample_over_every_cap_may_be_over_that_of_its_row() -> None:
+    alone = replace(
+        STEP,
+        micro_batches=tuple(((sample,),) for sample in range(4)),
+        num_microbatches=1,
+        context_parallel=((1,),) * 4,
+    )
+    validate_plan(alone, [129, 9, 7, 3])
+    with pytest.raises(InvariantError, match="samples 0 take 128 padded tokens, the cap is 32"):
+        validate_plan(alone, [128, 9, 7, 3])
+
+
+def test_beside_a_placeholder_only_a_shared_row_may_hold_two_samples() -> None:
+    shared = replace(
+        STEP,
+        micro_batches=(((1, 3), (2,), (0,)), ((1, 3), (), (0,)), ((), (), (0,)), ((), (), (0,))),
+        context_parallel=((2, 1, 4), (2, 1, 4), (1, 1, 4), (1, 1, 4)),
+    )
+    validate_plan(shared, LENGTHS)
+    own = replace(
+        STEP,
+        micro_batches=(((2, 3), (), (0,)), ((), (), (0,)), ((), (1,), (0,)), ((), (1,), (0,))),
+        context_parallel=((1, 1, 4), (1, 1, 4), (1, 2, 4), (1, 2, 4)),
+    )
+    with pytest.raises(InvariantError, match="slot 1 is a placeholder, but samples 2, 3 share"):
+        validate_plan(own, LENGTHS)
+
+
 def test_sizes_are_powers_of_two_and_all_ranks() -> None:
     assert ParallelDims(data_parallel=6, context_parallel=2).row_sizes(12) == (1, 2, 4, 12)
     assert ParallelDims(data_parallel=6).row_sizes(4) == (1, 2)

@@ -16,6 +16,7 @@ from mcore_batching.planning import (
     plan_batch,
     plan_step,
 )
+from mcore_batching.planning.errors import shortened
 
 CONFIG = PlannerConfig(max_tokens_per_gpu=10)
 
@@ -114,3 +115,8 @@ def test_steps_are_searched_one_by_one_and_packing_needs_no_search() -> None:
         plan_batch([3, 3, 3, 3], ParallelDims(), config, samples_per_step=3)
     packed = dataclasses.replace(config, balance="cost")
     assert plan_step([3, 3, 3, 3], ParallelDims(), packed).num_samples == 4
+
+
+def test_a_long_list_is_cut_in_a_message() -> None:
+    assert shortened(range(10)) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9"
+    assert shortened(range(12)) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"

@@ -309,6 +309,14 @@ def test_identifiers_of_ones_own_and_kinds_without_one() -> None:
     assert result["turn"][2] == 0
 
 
+def test_uids_that_print_as_their_address_are_no_part_of_new_ones() -> None:
+    uids = [object(), object()]  # both are kept, or they could have one address
+    first, second = (
+        pad_batch({**make_samples([(4, 2)]), "uids": [uid]}, 2, pad_token_id=PAD) for uid in uids
+    )
+    assert first["uids"][1] == second["uids"][1]
+
+
 def test_numpy_and_lists() -> None:
     numpy = pytest.importorskip("numpy")
     batch = {

@@ -144,9 +144,11 @@ def test_documents_and_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.Mon
     for module in (json_text, records):
         monkeypatch.setattr(module, "MAX_JSON_CHARACTERS", 1000)
     longer = json.dumps({"format": "x" * 1000})
+    (tmp_path / "longer.json").write_text(longer)
     for read in (CostModel.from_json, Plan.from_json):
-        with pytest.raises(MCoreBatchingError, match="longer than the 1000 characters"):
-            read(longer)
+        for text in (longer, json_text.read_document(tmp_path / "longer.json")):
+            with pytest.raises(MCoreBatchingError, match="longer than the 1000 characters"):
+                read(text)
     file = the_file(tmp_path / "records")
     number = len(file.read_text().splitlines()) + 1
     with file.open("a") as more:

@@ -88,6 +88,7 @@ def test_placeholders_are_hatched() -> None:
     assert hatched == {f"{empty}-{stage}-0-0-{kind}" for stage in (0, 1) for kind in "FB"}
     assert {n for n, box in boxes(figure, "fill-").items() if box.get_hatch()} == {f"{empty}-0"}
     assert "(placeholder)" in tooltips[f"fill-{empty}-0"]
+    assert [text.get_text() for text in figure.axes[1].texts] == ["50"]  # % of the cap
 
 
 def test_chunks_have_shades_and_names() -> None:

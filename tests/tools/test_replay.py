@@ -203,6 +203,9 @@ def test_replay_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     first = next(line for line in printed.splitlines() if line.split()[:1] == ["0"])
     assert f"{1e-3 * records[0].predicted:.3f} s" in first
     assert "-75.0%" in first
+    total = sum(step.predicted for step in replay.spread_out(replay.replay(records), 2))
+    as_it_was = next(line for line in printed.splitlines() if "as it was recorded" in line)
+    assert f"{1e-3 * total / 2:.3f} s" in as_it_was
 
 
 def test_replay_command_with_another_cost_model_and_a_picture(
