@@ -45,13 +45,9 @@ def largest_first(problem: Problem, ranks: tuple[MicroBatches, ...]) -> tuple[Mi
         problem: gives tokens and the schedule.
         ranks: micro-batches [data_parallel][num_microbatches], each rank's last one real if any is.
     """
-    dims = problem.dims
-    in_any_order = dims.pipeline_parallel == 1 or (
-        problem.forward_only and dims.virtual_pipeline == 1
-    )
-    if not in_any_order:
+    if problem.schedule.order_matters:
         return ranks
-    if not dims.in_lockstep:
+    if not problem.dims.in_lockstep:
         return tuple(_largest_then_heaviest(problem, rank) for rank in ranks)
     slots = list(zip(*ranks, strict=True))
     stays_last = [slots.pop()] if any(() in rank for rank in ranks) else []

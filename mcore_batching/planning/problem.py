@@ -254,7 +254,7 @@ class Problem:
             stage: pipeline rank.
         """
         tokens = [self.row_tokens(samples) or self.placeholder_tokens for samples in micro_batches]
-        return inflight_tokens(tokens, self.dims, forward_only=self.forward_only, stage=stage)
+        return inflight_tokens(tokens, self.schedule, stage=stage)
 
     def oversize_error(self) -> OversizeSampleError:
         """The error for the longest oversize sample, with the cap that it needs."""

@@ -110,8 +110,7 @@ def step_statistics(
     rows = [(problem.on_ranks[row.size], ranks[row.rank][row.slot]) for row in step.rows()]
     per_place = step.config.cap_tokens(step.dims) * step.dims.data_parallel // len(ranks)
     held = set(map(tuple, _held_tokens(step, problem, ranks)))
-    dims, forward_only = step.dims, problem.forward_only
-    last = dims.pipeline_parallel - 1
+    schedule, last = problem.schedule, step.dims.pipeline_parallel - 1
     return StepStatistics(
         num_samples=step.num_samples,
         num_microbatches=step.num_microbatches,
@@ -125,11 +124,9 @@ def step_statistics(
         slot_maxima_cost=ordered_sum(max(slot) for slot in zip(*costs, strict=True)),
         step_time=_end(step, problem, costs),
         floor_time=step_time_floor(problem),
-        peak_inflight_tokens=max(
-            inflight_tokens(rank, dims, forward_only=forward_only) for rank in held
-        ),
+        peak_inflight_tokens=max(inflight_tokens(rank, schedule) for rank in held),
         last_stage_inflight_tokens=max(
-            inflight_tokens(rank, dims, forward_only=forward_only, stage=last) for rank in held
+            inflight_tokens(rank, schedule, stage=last) for rank in held
         ),
         largest_row_tokens=max(map(max, held)),
     )
@@ -152,7 +149,7 @@ def shard_statistics(
     tokens = [problem.row_tokens(samples) for samples in micro_batches]
     held = [each or problem.placeholder_tokens for each in tokens]
     fitting = [n for i, n in enumerate(problem.tokens) if i not in problem.oversize]
-    dims, forward_only, work = problem.dims, problem.forward_only, ordered_sum(costs)
+    work, last = ordered_sum(costs), problem.dims.pipeline_parallel - 1
     sums = [
         problem.num_samples,
         sum(not samples for samples in micro_batches),
@@ -166,8 +163,8 @@ def shard_statistics(
     maxima = [
         work,
         Clock(costs, problem.schedule).end,
-        inflight_tokens(held, dims, forward_only=forward_only),
-        inflight_tokens(held, dims, forward_only=forward_only, stage=dims.pipeline_parallel - 1),
+        inflight_tokens(held, problem.schedule),
+        inflight_tokens(held, problem.schedule, stage=last),
         max(held),
         max(map(problem.cost_model.sample, problem.lengths), default=0.0),
         *costs,

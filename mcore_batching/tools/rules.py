@@ -82,7 +82,7 @@ def slime(problem: Problem) -> list[Bins]:
     group. Every rank gets equally many by Karmarkar-Karp over work.
     """
     sizes, bins = problem.tokens, _first_fit(problem)
-    multiple = problem.num_ranks * _group(problem)
+    multiple = problem.num_ranks * problem.dims.slots_per_group
     while len(bins) % multiple:
         tokens = [sum(sizes[i] for i in samples) for samples in bins]
         fullest = max(range(len(bins)), key=lambda k: (len(bins[k]) > 1, tokens[k], k))
@@ -106,7 +106,7 @@ def verl(problem: Problem) -> list[Bins]:
     in the middle.
     """
     _refuse_oversize(problem, "verl asserts that max_token_len is at least the longest sample")
-    sizes, cap, group = problem.tokens, problem.capacity, _group(problem)
+    sizes, cap, group = problem.tokens, problem.capacity, problem.dims.slots_per_group
     work = [verl_work(length) for length in problem.lengths]
     shards = []
     for shard in karmarkar_karp(work, problem.num_ranks, equal_count=True):
@@ -290,7 +290,7 @@ def megatron_dp_balanced(problem: Problem) -> list[Bins]:
             room = problem.capacity
         bins[-1].append(sample)
         room -= size
-    multiple = problem.num_ranks * _group(problem)
+    multiple = problem.num_ranks * problem.dims.slots_per_group
     return _deal(_moved_out(bins, range(len(bins))[::-1], multiple), problem.num_ranks)
 
 
@@ -496,11 +496,6 @@ def _deal(bins: Bins, ranks: int) -> list[Bins]:
     """Micro-batches dealt round-robin to ranks, with empty ones at the end to even out counts."""
     count = -(-len(bins) // ranks)
     return [[*bins[rank::ranks], []][:count] for rank in range(ranks)]
-
-
-def _group(problem: Problem) -> int:
-    """Every rank's count is a multiple of this: 1 without the interleaved schedule."""
-    return problem.dims.group_size if problem.dims.virtual_pipeline > 1 else 1
 
 
 def _legal_count(ranks: Sequence[Sequence[object]], dims: ParallelDims) -> int:
