@@ -168,6 +168,13 @@ class ParallelDims:
         """True with expert parallelism: in each slot all ranks wait for the straggler."""
         return self.expert_parallel > 1
 
+    @property
+    def lockstep_groups(self) -> list[range]:
+        """Data-parallel ranks that run every slot together: all with expert parallelism, else each
+        by itself."""
+        ranks = self.data_parallel
+        return [range(ranks)] if self.in_lockstep else [range(r, r + 1) for r in range(ranks)]
+
     def is_legal_num_microbatches(self, num_microbatches: int) -> bool:
         """True if Megatron's schedule for these dims runs `num_microbatches` per rank."""
         # Megatron's condition: the last group is whole, or at least as long as the pipeline.

@@ -41,15 +41,10 @@ def largest_first(problem: Problem, ranks: tuple[MicroBatches, ...]) -> tuple[Mi
         problem: gives tokens and the schedule.
         ranks: micro-batches [data_parallel][num_microbatches], each rank's last one real if any is.
     """
-    dims = problem.dims
-    # An allocator that meets the largest blocks first cuts the smaller ones out of them. Order
-    # costs no time on a single stage, and in forward passes alone under 1F1B.
-    in_any_order = dims.pipeline_parallel == 1 or (
-        problem.forward_only and dims.virtual_pipeline == 1
-    )
-    if not in_any_order:
+    # An allocator that meets the largest blocks first cuts the smaller ones out of them.
+    if problem.schedule.order_matters:
         return ranks
-    if not dims.in_lockstep:
+    if not problem.dims.in_lockstep:
         return tuple(_largest_then_heaviest(problem, rank) for rank in ranks)
     # In lockstep whole slots move, or their makespan would change.
     slots = list(zip(*ranks, strict=True))

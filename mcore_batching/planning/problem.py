@@ -245,7 +245,7 @@ class Problem:
         """Most padded tokens in flight on a stage of one rank's pipeline."""
         # A placeholder is a row of padding: its activations are held like any other's.
         tokens = [self.row_tokens(samples) or self.placeholder_tokens for samples in micro_batches]
-        return inflight_tokens(tokens, self.dims, forward_only=self.forward_only, stage=stage)
+        return inflight_tokens(tokens, self.schedule, stage=stage)
 
     def oversize_error(self) -> OversizeSampleError:
         """The error for the longest oversize sample, with the cap that it needs."""

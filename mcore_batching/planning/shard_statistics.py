@@ -32,8 +32,7 @@ def shard_statistics(
     costs = [problem.cost(samples) for samples in micro_batches]
     tokens = [problem.row_tokens(samples) for samples in micro_batches]
     held = [each or problem.placeholder_tokens for each in tokens]
-    dims, forward_only, work = problem.dims, problem.forward_only, ordered_sum(costs)
-    last = dims.pipeline_parallel - 1
+    work, last = ordered_sum(costs), problem.dims.pipeline_parallel - 1
     totals = {
         "samples": problem.num_samples,
         "placeholders": sum(not samples for samples in micro_batches),
@@ -48,8 +47,8 @@ def shard_statistics(
     maxima = {
         "rank cost": work,
         "rank end": Clock(costs, problem.schedule).end,
-        "first stage tokens": inflight_tokens(held, dims, forward_only=forward_only),
-        "last stage tokens": inflight_tokens(held, dims, forward_only=forward_only, stage=last),
+        "first stage tokens": inflight_tokens(held, problem.schedule),
+        "last stage tokens": inflight_tokens(held, problem.schedule, stage=last),
         "row tokens": max(held),
         "sample cost": max(map(problem.cost_model.sample, problem.lengths), default=0.0),
         "slot costs": costs,

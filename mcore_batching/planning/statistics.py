@@ -122,8 +122,7 @@ def step_statistics(
     per_place = step.config.cap_tokens(step.dims) * step.dims.data_parallel // len(ranks)
     # A set: most ranks of a large job hold the same, and counting tokens in flight takes long.
     held = set(map(tuple, _held_tokens(step, problem, ranks)))
-    dims, forward_only = step.dims, problem.forward_only
-    last = dims.pipeline_parallel - 1
+    schedule, last = problem.schedule, step.dims.pipeline_parallel - 1
     return StepStatistics(
         num_samples=step.num_samples,
         num_microbatches=step.num_microbatches,
@@ -137,11 +136,9 @@ def step_statistics(
         slot_maxima_cost=ordered_sum(max(slot) for slot in zip(*costs, strict=True)),
         step_time=_end(step, problem, costs),
         floor_time=step_time_floor(problem),
-        peak_inflight_tokens=max(
-            inflight_tokens(rank, dims, forward_only=forward_only) for rank in held
-        ),
+        peak_inflight_tokens=max(inflight_tokens(rank, schedule) for rank in held),
         last_stage_inflight_tokens=max(
-            inflight_tokens(rank, dims, forward_only=forward_only, stage=last) for rank in held
+            inflight_tokens(rank, schedule, stage=last) for rank in held
         ),
         largest_row_tokens=max(map(max, held)),
         hosted_samples=len(step.hosted_lengths),

@@ -23,7 +23,6 @@ def played(
     costs: Sequence[Sequence[float]],
     schedule: Schedule,
     blocks: Sequence[Blocks] | None = None,
-    transfer: float = 0.0,
 ) -> dict[tuple[int, Node], tuple[float, float]]:
     """Start and end of each pass of each rank, given costs [slots][ranks] and who shares what."""
     dims, ranks = schedule.dims, range(len(costs[0]))
@@ -44,9 +43,8 @@ def played(
             of_rank = [*needs(node, dims), *waits.get(node, ())]
             needed = [(each, other) for other in of_rank for each in members]
             if all(each in times for each in needed):
-                start = max(free[each, stage] for each in members)
-                for each in needed:
-                    start = max(start, times[each][1] + (transfer if each[1][0] != stage else 0.0))
+                before = [free[each, stage] for each in members]
+                start = max(before + [times[each][1] for each in needed])
                 for each in members:
                     took = costs[node[3]][each] * schedule.share(stage, node[1], node[2])
                     times[each, node] = start, start + took

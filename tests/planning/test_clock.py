@@ -125,8 +125,6 @@ def test_ends_and_chains_are_those_of_passes_played_before_and_after_changes(ste
         changes, then = step.changed(costs)
         ends = ends_of(step.played(then))
         assert clock.end_with(changes) == close(max(ends))
-        if isinstance(clock, CoupledClock):
-            assert clock.ends_with() == close(ends)
         assert length(clock.weights_with(), then) == close(max(ends))
         assert clock.costs == [cost for slot in costs for cost in slot]
         if step.dice.random() < 0.7:

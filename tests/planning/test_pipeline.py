@@ -19,6 +19,7 @@ from planning_cases import examples, megatron_runs
 
 from mcore_batching.planning import ParallelDims, ParallelDimsError
 from mcore_batching.planning.pipeline import (
+    Clock,
     Operation,
     Schedule,
     inflight_tokens,
@@ -36,7 +37,6 @@ class Run:
     dims: ParallelDims
     backward_ratio: float
     forward_only: bool
-    transfer: float
 
     def operations(self) -> list[Operation]:
         return pipeline_operations(
@@ -44,7 +44,6 @@ class Run:
             self.dims,
             backward_ratio=self.backward_ratio,
             forward_only=self.forward_only,
-            transfer=self.transfer,
         )
 
 
@@ -67,14 +66,13 @@ def costs_for(dims: ParallelDims) -> st.SearchStrategy[list[float]]:
 
 
 @st.composite
-def runs(draw: st.DrawFn, *, plain: bool = False) -> Run:
+def runs(draw: st.DrawFn) -> Run:
     dims = draw(pipelines())
     return Run(
         costs=draw(costs_for(dims)),
         dims=dims,
         backward_ratio=draw(st.sampled_from([2.0, 2.0, 1.0, 0.0, 3.7])),
         forward_only=draw(st.booleans()),
-        transfer=0.0 if plain else draw(st.sampled_from([0.0, 0.5, 30.0])),
     )
 
 
@@ -113,17 +111,16 @@ def test_operations_are_those_of_the_reference(run: Run) -> None:
     schedule = Schedule(
         dims=run.dims, forward_only=run.forward_only, backward_ratio=run.backward_ratio
     )
-    expected = played([[cost] for cost in run.costs], schedule, transfer=run.transfer)
+    expected = played([[cost] for cost in run.costs], schedule)
     made = run.operations()
     assert len(made) == len(expected)
     for o in made:
         start, end = expected[0, (o.stage, o.kind, o.chunk, o.slot)]
         assert o.start == close(start)
         assert o.end == close(end)
-    if not run.transfer:
-        options = {"backward_ratio": run.backward_ratio, "forward_only": run.forward_only}
-        time = pipeline_time(run.costs, run.dims, **options)  # type: ignore[arg-type]
-        assert time == max(operation.end for operation in made)
+    options = {"backward_ratio": run.backward_ratio, "forward_only": run.forward_only}
+    time = pipeline_time(run.costs, run.dims, **options)  # type: ignore[arg-type]
+    assert time == max(operation.end for operation in made)
 
 
 @examples(150)
@@ -193,7 +190,7 @@ def test_each_stage_runs_its_order_one_pass_after_the_other(run: Run) -> None:
 
 
 @examples(150)
-@given(runs(plain=True), st.data())
+@given(runs(), st.data())
 def test_a_costlier_micro_batch_never_ends_the_step_sooner(run: Run, data: st.DataObject) -> None:
     options = {"backward_ratio": run.backward_ratio, "forward_only": run.forward_only}
     slot = data.draw(st.integers(0, len(run.costs) - 1))
@@ -204,17 +201,20 @@ def test_a_costlier_micro_batch_never_ends_the_step_sooner(run: Run, data: st.Da
 
 
 @examples(150)
-@given(pipelines(most_stages=6), st.booleans(), st.data())
+@given(pipelines(most_stages=6), st.sampled_from(["F", "B", "W"]), st.data())
 def test_inflight_tokens_are_those_held_when_a_forward_pass_begins(
-    dims: ParallelDims, forward_only: bool, data: st.DataObject
+    dims: ParallelDims, kind: str, data: st.DataObject
 ) -> None:
-    """Held: forward pass begun, backward pass not over; read off simulated times."""
+    """Held: forward pass begun, backward pass, or its last part, not over; read off simulated
+    times."""
+    forward_only = kind == "F"
+    schedule = Schedule(dims=dims, forward_only=forward_only, splits_backward=kind == "W")
     count = len(data.draw(costs_for(dims)))
     tokens = data.draw(st.lists(st.integers(0, 1000), min_size=count, max_size=count))
-    operations = pipeline_operations([1.0] * count, dims, forward_only=forward_only)
+    operations = Clock([1.0] * count, schedule).operations()
     stage = data.draw(st.integers(0, dims.pipeline_parallel - 1))
     own = [o for o in operations if o.stage == stage]
-    until = {(o.chunk, o.slot): o.end for o in own if o.kind == "B" or forward_only}
+    until = {(o.chunk, o.slot): o.end for o in own if o.kind == kind}
     most = max(
         sum(
             tokens[o.slot]
@@ -224,7 +224,7 @@ def test_inflight_tokens_are_those_held_when_a_forward_pass_begins(
         for now in own
         if now.kind == "F"
     )
-    held = inflight_tokens(tokens, dims, forward_only=forward_only, stage=stage)
+    held = inflight_tokens(tokens, schedule, stage=stage)
     # Of forward passes alone, one chunk's pass holds what it runs on whole, not a chunk's share.
     share = 1 if forward_only else dims.virtual_pipeline
     assert held == pytest.approx(most / share, rel=1e-12)

@@ -60,7 +60,6 @@ class Clock:
         costs: forward cost of each micro-batch on a mean stage [slots]; in lockstep of the
             costliest in each slot.
         schedule: order and relative costs of passes.
-        transfer: time of a transfer between stages, where the schedule times transfers.
 
     Attributes:
         costs: current cost of each micro-batch [places]; a place is a slot.
@@ -70,11 +69,9 @@ class Clock:
         ParallelDimsError: the schedule cannot run this many micro-batches.
     """
 
-    def __init__(
-        self, costs: Sequence[float], schedule: Schedule, *, transfer: float = 0.0
-    ) -> None:
+    def __init__(self, costs: Sequence[float], schedule: Schedule) -> None:
         self._load(costs, schedule, len(costs))
-        of_slots = [*costs, transfer, 0.0]  # numbers without a micro-batch have the last two slots
+        of_slots = [*costs, 0.0]  # numbers without a micro-batch have the slot after the last
         took = [
             of_slots[slot] * share for slot, share in zip(self._slots, self._shares, strict=True)
         ]
@@ -124,9 +121,9 @@ class Clock:
 
     def weights(self) -> list[float]:
         """Weight of each micro-batch on the critical path [places]."""
-        weights = numbers([0.0] * (len(self.costs) + 2))  # two for transfers and joints, cut off
+        weights = numbers([0.0] * (len(self.costs) + 1))  # one for joints, cut off
         _weigh_critical_path(*self._waits, self._slots, self._shares, self._ends, weights)
-        return as_list(weights)[:-2]
+        return as_list(weights)[:-1]
 
     def weights_with(self) -> list[float]:
         """`weights` with the changes of the last `end_with`."""

@@ -39,9 +39,8 @@ class CoupledClock(Clock):
     ) -> None:
         self._load(costs, schedule, len(blocks))
         ranks = self._ranks = len(costs) // len(blocks)
-        # The two slots beyond the last belong to numbers without a micro-batch.
-        self._blocks = [*blocks, (), ()]
-        # Costs are changed at any place of a shared micro-batch, and on all of its ranks.
+        # The slot after the last belongs to numbers without a micro-batch.
+        self._blocks = [*blocks, ()]
         self._shared = [range(place, place + 1) for place in range(len(costs))]
         """The places that have the same micro-batch as each place."""
         for slot, shared in enumerate(blocks):
@@ -49,7 +48,7 @@ class CoupledClock(Clock):
                 places = range(slot * ranks + first, slot * ranks + after)
                 self._shared[places.start : places.stop] = [places] * len(places)
         rows = [self.costs[at : at + ranks] for at in range(0, len(costs), ranks)]
-        rows += [[0.0] * ranks, [0.0] * ranks]
+        rows.append([0.0] * ranks)
         shares = as_list(self._shares)
         self._took_of = {s: [[cost * s for cost in row] for row in rows] for s in set(shares)}
         """{share: times of the passes that take this share of their slot's cost [slots][ranks]}.
@@ -64,10 +63,6 @@ class CoupledClock(Clock):
     def ends(self) -> list[float]:
         """End of the step on each rank."""
         return self._all_ends[-1]
-
-    def ends_with(self) -> list[float]:
-        """`ends` with the changes of the last `end_with`."""
-        return self._all_tried[-1]
 
     def end_with(self, changes: Changes) -> float:
         """As `Clock.end_with`; any of its places names a shared micro-batch."""
@@ -120,7 +115,7 @@ class CoupledClock(Clock):
         """Weights [places], from ends of all passes."""
         waits, waits_too, slots, _ = self._columns
         number, rank = len(slots) - 1, all_ends[-1].index(max(all_ends[-1]))
-        weights = [0.0] * (len(self.costs) + 2 * self._ranks)
+        weights = [0.0] * (len(self.costs) + self._ranks)
         while number > 0:
             members = self._members(number, rank)
             weights[slots[number] * self._ranks + members.start] += float(self._shares[number])

@@ -16,7 +16,6 @@ def pipeline_operations(
     *,
     backward_ratio: float = 2.0,
     forward_only: bool = False,
-    transfer: float = 0.0,
     factors: Sequence[Sequence[float]] = (),
 ) -> list[Operation]:
     """Every pass of one data-parallel rank's step, with its times.
@@ -26,7 +25,6 @@ def pipeline_operations(
         dims: stages and chunks.
         backward_ratio: cost of a backward pass over its forward pass.
         forward_only: no backward passes.
-        transfer: time of a transfer between stages.
         factors: cost of each model chunk over that of a mean one [stages][chunks]; empty: equal.
 
     Returns:
@@ -39,10 +37,9 @@ def pipeline_operations(
         dims=dims,
         backward_ratio=backward_ratio,
         forward_only=forward_only,
-        times_transfers=transfer > 0.0,
         factors=tuple(map(tuple, factors)),
     )
-    return Clock(forward_costs, schedule, transfer=transfer).operations()
+    return Clock(forward_costs, schedule).operations()
 
 
 def pipeline_time(
@@ -57,33 +54,33 @@ def pipeline_time(
     return Clock(forward_costs, schedule).end
 
 
-def inflight_tokens(
-    slot_tokens: Sequence[int], dims: ParallelDims, *, forward_only: bool = False, stage: int = 0
-) -> float:
+def inflight_tokens(slot_tokens: Sequence[int], schedule: Schedule, *, stage: int = 0) -> float:
     """Peak of the tokens whose activations a stage holds.
 
-    A micro-batch is in flight from its forward to its backward pass; each model chunk holds its
-    share of the stage's layers. Under 1F1B stage s of P has P - s micro-batches in flight.
+    A micro-batch is in flight from its forward to its backward pass, the last part of a split one;
+    each model chunk holds its share of the stage's layers. Under 1F1B stage s of P has P - s
+    micro-batches in flight. Of forward passes alone each holds its micro-batch by itself.
 
     Args:
         slot_tokens: padded tokens of each micro-batch [num_microbatches].
-        dims: stages and chunks.
-        forward_only: a micro-batch is in flight during its own pass alone.
+        schedule: gives the order of passes.
         stage: pipeline rank; stage 0 holds most.
     """
-    if forward_only:
+    if schedule.forward_only:
         return float(max(slot_tokens))  # one at a time: nothing waits for a backward pass
     held = most = 0  # whole micro-batches; a chunk holds 1 / virtual_pipeline of the layers
-    for is_forward, slot in _order(dims, stage, len(slot_tokens)):
+    for is_forward, slot in _held_passes(schedule, stage, len(slot_tokens)):
         if is_forward:
             held += slot_tokens[slot]
             most = held if held > most else most
         else:
             held -= slot_tokens[slot]
-    return most / dims.virtual_pipeline
+    return most / schedule.dims.virtual_pipeline
 
 
 @functools.lru_cache(maxsize=64)
-def _order(dims: ParallelDims, stage: int, count: int) -> list[tuple[bool, int]]:
-    """A stage's passes in order: whether forward, and the slot."""
-    return [(each.kind == "F", each.slot) for each in Schedule(dims=dims).order(stage, count)]
+def _held_passes(schedule: Schedule, stage: int, count: int) -> list[tuple[bool, int]]:
+    """A stage's passes that begin or end to hold tokens: whether forward, and the slot."""
+    last = "W" if schedule.splits_backward else "B"
+    order = schedule.order(stage, count)
+    return [(each.kind == "F", each.slot) for each in order if each.kind in ("F", last)]

@@ -50,8 +50,6 @@ class Schedule:
     """Cost of each model chunk over that of a mean one [stages][chunks]; empty: all equal."""
     splits_backward: bool = False
     """Backward passes are split into B and W, in the order of ZB-H1."""
-    times_transfers: bool = False
-    """False: transfers between stages take no time."""
 
     def share(self, stage: int, kind: Kind, chunk: int) -> float:
         """Cost of a pass over the forward cost of its micro-batch on a mean stage."""
@@ -62,6 +60,30 @@ class Schedule:
             return share
         inputs = SHARE_OF_INPUTS if self.splits_backward else 1.0
         return share * self.backward_ratio * (inputs if kind == "B" else 1.0 - inputs)
+
+    @property
+    def cost_of_passes(self) -> float:
+        """Cost of all passes of a micro-batch on a mean stage over its forward cost."""
+        return 1.0 if self.forward_only else 1.0 + self.backward_ratio
+
+    @property
+    def alternates(self) -> bool:
+        """True if forward passes of later micro-batches wait for backward passes of earlier ones,
+        on several stages: then sizes of micro-batches are best made to rise and fall."""
+        return self.dims.pipeline_parallel > 1 and self.cost_of_passes > 1.0
+
+    @property
+    def order_matters(self) -> bool:
+        """True if the order of micro-batches changes the end of a step."""
+        if self.forward_only and self.dims.slots_per_group == 1:
+            return False
+        return self.dims.pipeline_parallel > 1
+
+    @property
+    def stages_of_groups(self) -> int:
+        """Stages of the 1F1B pipeline that whole groups of micro-batches pass like: under the
+        interleaved schedule two, the forward and the backward passes of a group."""
+        return self.dims.pipeline_parallel if self.dims.slots_per_group == 1 else 2
 
     def order(self, stage: int, num_microbatches: int) -> list[Pass]:
         """The passes of one stage, in the order in which it runs them.

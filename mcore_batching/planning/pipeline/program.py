@@ -38,9 +38,8 @@ class Program:
         count: micro-batches of each data-parallel rank.
 
     Attributes:
-        places: stage and pass of each number [numbers]; None for transfers and joints.
-        slots: slot whose cost each number takes [numbers]; `count` for transfers, `count + 1` for
-            joints.
+        places: stage and pass of each number [numbers]; None for joints.
+        slots: slot whose cost each number takes [numbers]; `count` for joints.
         waits: the two numbers that each waits for, which may be equal [2][numbers].
         of_slot: numbers of each slot's passes, ascending [slots].
         spans: the first of these, and one more than the last [slots].
@@ -62,7 +61,7 @@ class Program:
         self._joint(
             set(range(len(self._slots))) - {each for waits in self._waits for each in waits}
         )
-        of_slot: list[list[int]] = [[] for _ in range(count + 2)]
+        of_slot: list[list[int]] = [[] for _ in range(count + 1)]
         for number, slot in enumerate(self._slots):
             of_slot[slot].append(number)
         self.of_slot = [integers(each) for each in of_slot[:count]]
@@ -104,8 +103,6 @@ class Program:
                 waits = [number.get(each, -1) for each in needs]
                 if -1 in waits:
                     continue  # not numbered yet: this stage's turn comes again
-                if schedule.times_transfers:
-                    waits = [self._arrived(each, stage) for each in waits]
                 number[place] = newest[stage] = self._add(
                     place, place[1].slot, (newest[stage], *waits)
                 )
@@ -114,16 +111,9 @@ class Program:
             if len(number) == before:
                 raise ParallelDimsError(f"{schedule} waits for itself; this is a bug")
 
-    def _arrived(self, number: int, stage: int) -> int:
-        """A new transfer of a pass's result to `stage`; the pass itself if it ran there."""
-        place = self.places[number]
-        if place is None or place[0] == stage:
-            return number
-        return self._add(None, self._count, (number,))
-
     def _joint(self, waits: Iterable[int]) -> int:
         """Add a joint, which ends with the last of its waits."""
-        return self._add(None, self._count + 1, waits)
+        return self._add(None, self._count, waits)
 
     def _add(self, place: Place | None, slot: int, waits: Iterable[int]) -> int:
         """Add a number. Where it waits for more than two others, joints gather them first."""

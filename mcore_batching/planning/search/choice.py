@@ -83,7 +83,7 @@ def _made(objective: Objective) -> list[Candidate]:
             break
         perfect = whole.make(kind, in_vain=3, keep=keep / 2)
     found = [whole.step(kind) for kind in whole.soonest]
-    if not perfect and not _has_order(whole) and not objective.spent:
+    if not (perfect or objective.problem.schedule.alternates or objective.spent):
         found += filter(None, map(whole.folded, whole.counts()[:3]))
     return found
 
@@ -105,7 +105,8 @@ def _compare_counts(steps: Steps, keep: float) -> bool:
                 return True
             if steps.soonest:
                 break
-    new = {kind._replace(gentle=True) for kind in steps.soonest[:2]} if _has_order(steps) else set()
+    rises = objective.problem.schedule.alternates
+    new = {kind._replace(gentle=True) for kind in steps.soonest[:2] if rises}
     while True:
         for kind in sorted(new):
             if objective.spent:
@@ -146,16 +147,10 @@ def _far_apart(index: int) -> int:
     return int(f"{index:016b}"[::-1], 2)
 
 
-def _has_order(steps: Steps) -> bool:
-    """True if the order of slots changes the end."""
-    problem = steps.objective.problem
-    return problem.dims.pipeline_parallel > 1 and not problem.forward_only
-
-
 def _compare_firsts(steps: Steps, keep: float) -> bool:
     """Make steps of all sizes of the first slot, of the best numbers of slots; True if none can be
     beaten."""
-    if not _has_order(steps):
+    if not steps.objective.problem.schedule.alternates:
         return False
     for number, kind in enumerate(steps.soonest):
         for first in FIRSTS:

@@ -17,6 +17,7 @@ are the same everywhere.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
@@ -130,13 +131,10 @@ def rows_of(step: Candidate, objective: Objective) -> list[list[Row]]:
 def most_in_flight(ranks: Iterable[Sequence[Row]], objective: Objective) -> float:
     """Most padded tokens whose activations the first stage of a rank holds at a time, over the
     context-parallel ranks of the dims."""
-    dims = objective.whole.dims
-    size, forward_only = dims.context_parallel, objective.problem.forward_only
+    schedule, size = objective.problem.schedule, objective.whole.dims.context_parallel
     return max(
         inflight_tokens(
-            [row.held_tokens * size // row.problem.dims.context_parallel for row in rows],
-            dims,
-            forward_only=forward_only,
+            [row.held_tokens * size // row.problem.dims.context_parallel for row in rows], schedule
         )
         for rows in ranks
     )
@@ -205,23 +203,23 @@ class Pipeline:
     """Ranks that wait for each other, or one.
 
     Args:
-        ranks: their micro-batches [ranks][slots], seen here as they change.
+        columns: their micro-batches [columns][ranks][slots], seen here as they change; those that
+            ranks of one column have in a slot are in one place.
         objective: its effort is used.
     """
 
-    def __init__(self, ranks: Sequence[list[Row]], objective: Objective) -> None:
-        self._objective = objective
-        self._columns = [ranks] if objective.lockstep else [[rank] for rank in ranks]
-        """Ranks whose micro-batches of a slot are in one place [slots of a place][ranks]."""
-        self.width = len(self._columns)
-        self._first = ranks[0][0].ranks.start
-        for rank in ranks:
+    def __init__(self, columns: Sequence[Sequence[list[Row]]], objective: Objective) -> None:
+        self._objective, self._columns = objective, columns
+        self.width = len(columns)
+        firsts = [column[0] for column in columns]
+        self._first = firsts[0][0].ranks.start
+        for rank in itertools.chain(*columns):
             for slot, row in enumerate(rank):
                 row.pipeline = self
                 row.place = self.place(row, slot)
-        places = range(len(ranks[0]) * self.width)
+        places = range(len(firsts[0]) * self.width)
         self.costs = [max([row.cost for row in self.rows(place)]) for place in places]
-        sizes = [[len(row.ranks) for row in rank] for rank in ranks]
+        sizes = [[len(row.ranks) for row in rank] for rank in firsts]
         schedule = objective.problem.schedule
         self._clock = (
             CoupledClock(self.costs, schedule, blocks_of(sizes))
@@ -292,13 +290,14 @@ class _Moves:
         """Moves tried since one made a pipeline end sooner."""
 
     def _waiting_for_each_other(self) -> list[Pipeline]:
-        """All ranks in lockstep, or those that share micro-batches together and others alone."""
-        ranks, made, first, after = self._ranks, [], 0, 0
-        for number, rank in enumerate(ranks):
-            after = max(after, *(row.ranks.stop for row in rank))
-            if number + 1 == (len(ranks) if self._objective.lockstep else after):
-                made.append(Pipeline(ranks[first : number + 1], self._objective))
-                first = number + 1
+        """Ranks in lockstep or that share micro-batches together, others alone."""
+        made, columns, after = [], [], 0
+        for ranks in self._objective.lockstep_groups:
+            columns.append(self._ranks[ranks.start : ranks.stop])
+            after = max(after, *(row.ranks.stop for row in itertools.chain(*columns[-1])))
+            if after == ranks.stop:
+                made.append(Pipeline(columns, self._objective))
+                columns = []
         return made
 
     def _slowest(self) -> Pipeline:
@@ -393,7 +392,8 @@ class _Moves:
             return
         if not pipeline.chains.room(place, at, slope=0.0, least=less, free=0.0, end=pipeline.end):
             return
-        block = range(len(self._ranks)) if self._objective.lockstep else mine.ranks
+        rows = pipeline.rows(at)
+        block = range(rows[0].ranks.start, rows[-1].ranks.stop)
         slots = at // pipeline.width, place // pipeline.width
         self._exchange(block, *slots)
         real = all(self._ranks[rank][-1].samples for rank in block)

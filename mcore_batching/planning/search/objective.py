@@ -59,6 +59,8 @@ class Objective:
         self.whole = problem
         """The problem with all context-parallel sizes."""
         dims = problem.dims
+        self.lockstep_groups = dims.lockstep_groups
+        """Ranks whose slots run together; each group ends as one pipeline."""
         self.lockstep = dims.in_lockstep
         depth = dims.pipeline_parallel * dims.virtual_pipeline
         size = problem.num_samples + dims.data_parallel * depth
@@ -96,6 +98,11 @@ class Objective:
             found.append(fixed + total)
         return found
 
+    def end_together(self, ranks: Sequence[Sequence[Sequence[int]]]) -> float:
+        """End of ranks whose slots run together: each slot is as slow as its slowest rank."""
+        costs = map(self.slot_costs, ranks)
+        return self.end_of([max(slot) for slot in zip(*costs, strict=True)])
+
     def end_of(self, slot_costs: Sequence[float]) -> float:
         """End of a pipeline with micro-batches of these costs; costs effort."""
         self.effort -= self._effort_per_slot * (
@@ -109,10 +116,8 @@ class Objective:
         """A step of these micro-batches [ranks][slots], simulated; `sizes` under dynamic CP."""
         del sizes
         held = [[list(samples) for samples in slots] for slots in ranks]
-        costs = [self.slot_costs(slots) for slots in held]
-        if self.lockstep:
-            costs = [[max(slot) for slot in zip(*costs, strict=True)]]
-        return Candidate(held, [self.end_of(rank) for rank in costs])
+        groups = [held[ranks.start : ranks.stop] for ranks in self.lockstep_groups]
+        return Candidate(held, list(map(self.end_together, groups)))
 
     def fits_in_memory(self, slots: Sequence[Sequence[int]]) -> bool:
         """True if the first stage of a rank with these slots holds no more than it may."""

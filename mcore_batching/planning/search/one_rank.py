@@ -50,8 +50,7 @@ def ends_by_count(problem: Problem, counts: Sequence[int]) -> list[float]:
     """
     steps = _of_one(problem)
     useful = steps.counts()
-    model = problem.cost_model
-    overhead = model.per_micro_batch * (1.0 if problem.forward_only else 1.0 + model.backward_ratio)
+    overhead = problem.cost_model.per_micro_batch * problem.schedule.cost_of_passes
     most_unlike, period = _most_unlike(problem)
     ends: list[float] = []
     last, before = (math.inf, 0), 0
@@ -89,10 +88,8 @@ def _most_unlike(problem: Problem) -> tuple[int, int]:
     placeholders come first, and are more than are in flight at a time.
     """
     dims = problem.dims
-    interleaved = dims.virtual_pipeline > 1
-    ends = 8 * dims.group_size if interleaved else 64 * dims.pipeline_parallel
-    count = dims.pipeline_parallel * (problem.num_samples + 4) + dims.group_size + ends
-    return dims.round_up_num_microbatches(count), dims.group_size if interleaved else 1
+    count = dims.pipeline_parallel * (problem.num_samples + 4) + 9 * dims.group_size
+    return dims.round_up_num_microbatches(count), dims.slots_per_group
 
 
 def _of_one(problem: Problem) -> Steps:

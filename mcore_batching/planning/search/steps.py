@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from mcore_batching.planning.cost import ordered_sum
@@ -62,9 +63,11 @@ class Made:
     """Of the step, infinite if there is none that fits into memory."""
     step: Candidate | None = None
     offsets: Sequence[float] = ()
-    """Work that each rank is to have beyond the mean in the next round [ranks]."""
+    """Work that each rank, or all of a lockstep group, is to have beyond the mean in the next round
+    [lockstep groups]."""
     ways: list[int] = field(default_factory=list)
-    """In which each rank's groups of slots are ordered under the interleaved schedule."""
+    """In which groups of micro-batches are ordered under the interleaved schedule [lockstep
+    groups]."""
 
 
 class Steps:
@@ -86,7 +89,6 @@ class Steps:
         small = self.alone[-max(1, len(self.order) // SMALL) :]
         self._least = ordered_sum(small) / max(1, len(small))
         self._work = ordered_sum(problem.costs) / self.ranks
-        self._levels = self._levels_of_slots() if objective.lockstep else []
         self.longest_rank: tuple[float, float] | None = None
         """Costs of a long and a short sample: a step ends no sooner than a rank of the one and, in
         each other slot, the other."""
@@ -96,7 +98,8 @@ class Steps:
         self.left_out: set[Kind] = set()
         """Kinds that may not be best."""
 
-    def _levels_of_slots(self) -> list[tuple[float, float]]:
+    @cached_property
+    def _levels(self) -> list[tuple[float, float]]:
         """As in `lockstep_targets`."""
         problem, levels = self._problem, []
         cost = tokens = 0.0
@@ -166,8 +169,9 @@ class Steps:
         """
         made = self.made.setdefault(kind, Made())
         if not made.offsets:
-            made.offsets = self.made[like].offsets if like else [0.0] * self.ranks
-            made.ways = self.made[like].ways[:] if like else []
+            groups = len(self.objective.lockstep_groups)
+            made.offsets = self.made[like].offsets if like else [0.0] * groups
+            made.ways = self.made[like].ways if like else [-1] * groups
         left, before = in_vain, math.inf
         while left:
             end = self._round(kind, made)
@@ -177,7 +181,7 @@ class Steps:
                 return True
             left = in_vain if end < CLEARLY_SOONER * before else left - 1
             before = min(before, end)
-            if self.objective.lockstep or self.ranks == 1 or self.objective.effort <= keep:
+            if len(made.offsets) == 1 or self.objective.effort <= keep:
                 break
         return False
 
@@ -216,8 +220,7 @@ class Steps:
         end = self._end(step)
         if end < made.end or made.step is None:
             made.end, made.step = end, step
-        if not objective.lockstep:
-            made.offsets = self._evened(made.offsets, step.ends)
+        made.offsets = self._evened(made.offsets, step.ends)
         return end
 
     def _end(self, step: Candidate) -> float:
@@ -250,36 +253,30 @@ class Steps:
         return list(itertools.chain.from_iterable(sizes))
 
     def _evened(self, offsets: Sequence[float], ends: Sequence[float]) -> list[float]:
-        problem = self._problem
-        passes = 1.0 if problem.forward_only else 1.0 + problem.cost_model.backward_ratio
+        passes = self._problem.schedule.cost_of_passes
         mean = ordered_sum(ends) / len(ends)
         return [
             offset - DAMPING * (end - mean) / passes
             for offset, end in zip(offsets, ends, strict=True)
         ]
 
-    def _arranged(self, ranks: list[Slots], made: Made) -> list[Slots]:
+    def _arranged(self, slots: list[Slots], made: Made) -> list[Slots]:
         """The slots of all ranks without needless placeholders, in an order that ends soon and
         holds few tokens."""
-        objective, costs = self.objective, self._problem.costs
-        settled = [settle(slots, costs) for slots in ranks]
-        if not objective.lockstep:
-            settled = [self._soonest_order([slots])[0] for slots in settled]
-        else:
-            settled = self._soonest_order(settled)
-        if self._problem.dims.virtual_pipeline > 1:
-            apart = [settled] if objective.lockstep else [[slots] for slots in settled]
-            made.ways = made.ways or [-1] * len(apart)
-            both = [self._grouped(each, way) for each, way in zip(apart, made.ways, strict=True)]
-            settled = [slots for each, _ in both for slots in each]
-            made.ways = [way for _, way in both]
-        if objective.max_inflight_tokens is not None and not objective.lockstep:
-            return list(map(self._fitting, settled))
-        return settled
+        settled = [settle(rank, self._problem.costs) for rank in slots]
+        arranged: list[Slots] = []
+        ways = []
+        for group, way in zip(self.objective.lockstep_groups, made.ways, strict=True):
+            ranks = self._soonest_order(settled[group.start : group.stop])
+            ranks, way = self._grouped(ranks, way)
+            ways.append(way)
+            arranged += self._fitting(ranks)
+        made.ways = ways
+        return arranged
 
     def _grouped(self, ranks: list[Slots], way: int) -> tuple[list[Slots], int]:
-        """The slots of ranks that run together, those of each group as they are, the cheapest
-        first, the costliest first, or the costliest in the middle.
+        """The slots of ranks that run together, those of each group of micro-batches as they are,
+        the cheapest first, the costliest first, or the costliest in the middle.
 
         Args:
             ranks: that run together.
@@ -288,10 +285,10 @@ class Steps:
         Returns:
             the slots, and the way.
         """
-        if not all(map(all, ranks)):
+        group = self._problem.dims.slots_per_group
+        if group == 1 or not all(map(all, ranks)):
             return ranks, way
         costs = [max(slot) for slot in zip(*map(self.objective.slot_costs, ranks), strict=True)]
-        group = self._problem.dims.group_size
         found = []
         for number in range(4) if way < 0 else [way]:
             order: list[int] = []
@@ -307,21 +304,20 @@ class Steps:
         _, way, order = min(found)
         return [[slots[at] for at in order] for slots in ranks], way
 
-    def _fitting(self, slots: Slots) -> Slots:
-        """A rank's slots in an order in which they hold no more tokens than may be, if one of these
-        does: spread, cheapest first, costliest first."""
+    def _fitting(self, ranks: list[Slots]) -> list[Slots]:
+        """The slots of ranks that run together in an order in which none holds more tokens than may
+        be, if one of these does: spread, cheapest first, costliest first."""
         objective = self.objective
-        if objective.fits_in_memory(slots):
-            return slots
-        ascending = sorted(slots, key=lambda own: (bool(own), self._problem.cost(own)))
-        orders = [spread(slots, objective), ascending]
-        if all(slots):
-            orders.append(ascending[::-1])
+        if all(map(objective.fits_in_memory, ranks)):
+            return ranks
+        orders = [[spread(slots, objective) for slots in ranks], self._sorted(ranks, 1.0)]
+        if all(map(all, ranks)):
+            orders.append([slots[::-1] for slots in orders[1]])
         return min(
             orders,
             key=lambda order: (
-                not objective.fits_in_memory(order),
-                objective.end_of(objective.slot_costs(order)),
+                not all(map(objective.fits_in_memory, order)),
+                objective.end_together(order),
             ),
         )
 
@@ -330,14 +326,16 @@ class Steps:
         or costliest first."""
         if all(map(all, ranks)) or not any(map(any, ranks)):
             return ranks
-        orders = [ranks]
-        for times in (0.0, 1.0, -1.0):
+        orders = [ranks, *(self._sorted(ranks, times) for times in (0.0, 1.0, -1.0))]
+        return min(orders, key=self.objective.end_together)
 
-            def key(own: Sequence[int], times: float = times) -> tuple[bool, float]:
-                return bool(own), times * self._problem.cost(own)
+    def _sorted(self, ranks: list[Slots], times: float) -> list[Slots]:
+        """Placeholders first, then by so many times the cost."""
 
-            orders.append([sorted(slots, key=key) for slots in ranks])
-        return min(orders, key=lambda order: self.objective.candidate(order).end)
+        def key(own: Sequence[int]) -> tuple[bool, float]:
+            return bool(own), times * self._problem.cost(own)
+
+        return [sorted(slots, key=key) for slots in ranks]
 
 
 def by_cost(samples: Sequence[int], costs: Sequence[float]) -> list[int]:

@@ -51,15 +51,14 @@ class Targets:
         self, objective: Objective, count: int, first: float, least: float, gentle: bool = False
     ) -> None:
         problem = objective.problem
-        dims, ratio = problem.dims, problem.cost_model.backward_ratio
+        schedule, ratio = problem.schedule, problem.cost_model.backward_ratio
         self.count, self.gentle = count, gentle
         self._least, self._fixed = least, problem.cost_model.per_micro_batch
-        self._group = 1 if dims.virtual_pipeline == 1 else dims.group_size
+        self._group = problem.dims.slots_per_group
         self._units = -(-count // self._group)
-        self._stages = stages = 2 if dims.virtual_pipeline > 1 else dims.pipeline_parallel
+        self._stages = stages = schedule.stages_of_groups
         self._forward_only = problem.forward_only
-        self.even = dims.pipeline_parallel == 1 or problem.forward_only or not ratio
-        self.even = self.even or first >= 1.0
+        self.even = first >= 1.0 or not schedule.alternates
         self._ceiling = _ceiling(objective, count)
         self._bounded = objective.max_inflight_tokens is not None
         if self.even:
@@ -251,7 +250,7 @@ def _ceiling(objective: Objective, count: int) -> float:
     problem, bound = objective.problem, objective.max_inflight_tokens
     tokens = float(problem.capacity)
     if bound is not None:
-        at_a_time = inflight_tokens([1] * count, problem.dims, forward_only=problem.forward_only)
+        at_a_time = inflight_tokens([1] * count, problem.schedule)
         tokens = min(tokens, bound / at_a_time)
     per_token = ordered_sum(problem.costs) / max(1, sum(problem.tokens))
     return problem.cost_model.per_micro_batch + tokens * per_token
