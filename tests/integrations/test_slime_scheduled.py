@@ -120,6 +120,17 @@ def test_a_field_without_a_kind_is_refused_at_the_first_micro_batch(slime: Path)
         assert iterator.get_next(["total_lengths", "loss_masks", "bonus"])["bonus"] == [0.0]
 
 
+def test_a_field_with_too_few_values_is_refused_at_the_first_micro_batch(slime: Path) -> None:
+    """Not where the missing sample is drawn, on one rank in the middle of the pipeline."""
+    found = modules()
+    data = rollout_data([0], [1, 2])
+    del data["log_probs"][2]
+    with mcore_batching.hook(found.data, found.model):
+        (iterator,) = found.data.get_data_iterator(data)
+        with pytest.raises(SchemaError, match=r"log_probs.*3 values, one for each sample.*2"):
+            iterator.get_next(["tokens", "log_probs"])
+
+
 def test_routed_experts_of_a_placeholder_can_be_replayed(slime: Path) -> None:
     """``fill_routing_replay`` asks for these two fields alone."""
     found = modules()
