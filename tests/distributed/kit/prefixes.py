@@ -66,9 +66,6 @@ def said_and_reported(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     data, count = turns(), len(TOTALS) * TRAJECTORIES
     printed = {"off": _printed(lambda: get_data_iterator(off, model, data)[1])}
     printed["on"] = _printed(lambda: get_data_iterator(on, model, data)[1])
-    seconds = [list(range(0, count, 4)) + list(range(1, count, 4))]
-    seconds.append([i for i in range(count) if i not in seconds[0]])
-    cut = schedule_of(get_data_iterator(on, model, data, steps=seconds)[0])
     marks = [torch.zeros(total) for total in data["total_lengths"]]
     is_second = parallel_state.get_data_parallel_rank() == 1
     marks[1][2] = float(is_second)
@@ -76,6 +73,10 @@ def said_and_reported(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     printed["mark"] = _printed(
         lambda: get_data_iterator(on, model, data | {"mark": marks}, schema=marked)[1]
     )
+    seconds = [list(range(0, count, 4)) + list(range(1, count, 4))]
+    seconds.append([i for i in range(count) if i not in seconds[0]])
+    # After what is said once a job: samples that begin one of another step are counted as well.
+    cut = schedule_of(get_data_iterator(on, model, data, steps=seconds)[0])
     iterators, counts = get_data_iterator(on, model, data)
     schedule = schedule_of(iterators)
     plan, lengths = schedule.step_plan(0)
