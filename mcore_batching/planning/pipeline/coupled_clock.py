@@ -7,7 +7,6 @@ rank 1   [c]  [x]  [d]        every stage, both start when the later one is read
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import add
 
 from mcore_batching.planning.compiled import as_list
 from mcore_batching.planning.pipeline.clock import Changes, Clock
@@ -41,6 +40,7 @@ class CoupledClock(Clock):
         ranks = self._ranks = len(costs) // len(blocks)
         # The two slots beyond the last belong to numbers without a micro-batch.
         self._blocks = [*blocks, (), ()]
+        self._parts = [[(slice(*each), each[1] - each[0]) for each in slot] for slot in self._blocks]
         self._shared = [range(place, place + 1) for place in range(len(costs))]
         """The places that have the same micro-batch as each place."""
         for slot, shared in enumerate(blocks):
@@ -97,21 +97,15 @@ class CoupledClock(Clock):
     def _simulated(self, ends: list[list[float]], first: int) -> list[list[float]]:
         """Ends of all passes [numbers][ranks]; `ends` has those before `first`, and is extended."""
         self.passes_run += (len(self._slots) - first) * self._ranks
-        ended, blocks, ranks = ends.append, self._blocks, self._ranks
         waits, waits_too, slots, took = self._columns
         columns = waits[first:], waits_too[first:], slots[first:], took[first:]
         for before, other, slot, row in zip(*columns, strict=True):
-            free, ready, shared = ends[before], ends[other], blocks[slot]
-            if not shared:  # each rank by itself
-                passes = zip(free, ready, row)  # noqa: B905
-                ended([(a if a > b else b) + time for a, b, time in passes])
-            elif shared[0][1] - shared[0][0] == ranks:  # one row over all ranks
-                ended([max(max(free), max(ready)) + row[0]] * ranks)
-            else:  # all ranks of a block start with the last of them
-                start = list(map(max, free, ready))
-                for own, after in shared:
-                    start[own:after] = [max(start[own:after])] * (after - own)
-                ended(list(map(add, start, row)))
+            passes = zip(ends[before], ends[other], row)  # noqa: B905
+            ended = [(free if free > ready else ready) + time for free, ready, time in passes]
+            for block, size in self._parts[slot]:
+                # They start with the last of them and take as long, so they end with the last.
+                ended[block] = [max(ended[block])] * size
+            ends.append(ended)
         return ends
 
     def _critical_path(self, all_ends: list[list[float]]) -> list[float]:

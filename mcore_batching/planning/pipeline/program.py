@@ -157,9 +157,10 @@ _programs = functools.lru_cache(maxsize=64)(Program)
 def program(schedule: Schedule, count: int) -> tuple[Program, Numbers]:
     """A program of `count` micro-batches, and each number's time over its slot's cost [numbers].
 
-    Schedules that differ in costs alone share one program.
+    Schedules that differ in costs or ranks alone share one program.
     """
-    made = _programs(replace(schedule, backward_ratio=1.0, factors=()), count)
+    one_rank = replace(schedule.dims, data_parallel=1, context_parallel=1, expert_parallel=1)
+    made = _programs(replace(schedule, dims=one_rank, backward_ratio=1.0, factors=()), count)
     shares = [
         schedule.share(place[0], place[1].kind, place[1].chunk) if place else 1.0
         for place in made.places
