@@ -24,14 +24,9 @@ from mcore_batching.planning import (
     step_statistics,
     validate_plan,
 )
-from mcore_batching.planning.search.dynamic_cp import (
-    LITTLE_EFFORT,
-    STEPS_KEPT,
-    Form,
-    FormSearch,
-)
+from mcore_batching.planning.search.dynamic_cp import LITTLE_EFFORT, STEPS_KEPT, FormSearch
 from mcore_batching.planning.search.objective import Candidate
-from mcore_batching.planning.search.shared_rows import SharedObjective
+from mcore_batching.planning.search.shared_rows import Form, Forms, SharedObjective
 
 PP2 = ParallelDims(data_parallel=4, pipeline_parallel=2)
 LAYOUTS = [
@@ -89,16 +84,16 @@ def test_forms_are_searched_with_several_numbers_of_slots(monkeypatch: pytest.Mo
     """So that moves begin from steps that they would not make of each other: the earliest of all
     that were made of each number."""
     earliest: dict[int, float] = {}
-    make = FormSearch.make
+    make = Forms.make
 
-    def noted(forms: FormSearch, form: Form) -> Candidate | None:
+    def noted(forms: Forms, form: Form) -> Candidate | None:
         step = make(forms, form)
         if step is not None:
             count = form.kind.num_slots
             earliest[count] = min(step.end, earliest.get(count, step.end))
         return step
 
-    monkeypatch.setattr(FormSearch, "make", noted)
+    monkeypatch.setattr(Forms, "make", noted)
     objective = SharedObjective(Problem.of(LENGTHS, LAYOUTS[1], CONFIG))
     steps = FormSearch(objective).search(0.5 * objective.effort)
     best = sorted((end, count) for count, end in earliest.items())[:STEPS_KEPT]

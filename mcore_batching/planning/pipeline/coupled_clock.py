@@ -41,7 +41,8 @@ class CoupledClock(Clock):
         # The slot after the last belongs to numbers without a micro-batch.
         self._blocks = [*blocks, ()]
         self._parts = [
-            [(slice(*each), each[1] - each[0]) for each in slot] for slot in self._blocks
+            [(slice(first, after), after - first) for first, after in shared]
+            for shared in self._blocks
         ]
         self._shared = [range(place, place + 1) for place in range(len(costs))]
         """The places that have the same micro-batch as each place."""
