@@ -67,6 +67,7 @@ def group_steps(
         if step == len(steps):
             steps.append([])
         steps[step].append(index)
+    # By the number of groups alone, so that every rank with as many groups has as many steps.
     left_over = len(place) % groups_per_step
     if not left_over or last == "keep":
         return steps
@@ -179,7 +180,7 @@ def group_key(group: Hashable, index: int) -> Hashable:
     Raises:
         LengthError: it is None or not hashable.
     """
-    if type(group) in (int, str):
+    if type(group) in (int, str):  # nearly all: without the calls below
         return group
     number = as_integer(group)
     if number is not None:

@@ -89,7 +89,7 @@ def _print(steps: Sequence[replay.ReplayedStep], options: argparse.Namespace) ->
         f"{report.counted(len(steps), 'recorded step')}, {report.dims_line(plan.dims, plan.config)}"
     )
     report.print_table(replay.step_table(steps, factor), sys.stdout)
-    if factor is None:
+    if factor is None:  # a job that was stopped in its first step, say
         print("no time was measured: times are in units of cost")
     else:
         errors = [abs(error) for error in replay.relative_errors(steps, factor)]
