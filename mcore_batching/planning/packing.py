@@ -120,7 +120,7 @@ def checked_sizes(sizes: Sequence[int], capacity: int) -> tuple[list[int], int]:
         size = given if type(given) is int else as_integer(given)
         if size is None or size < 0:
             raise LengthError(
-                f"the size of item {index} must be an integer from 0 on, got {given!r:.60}",
+                f"the size of item {index} must be an integer of 0 or more, got {given!r:.60}",
                 index=index,
             )
         if size > capacity:
