@@ -126,7 +126,9 @@ def whole_groups(
             absent,
             "; set ",
             absent,
-            ", or leave out all options of groups",
+            ", or leave out ",
+            Argument("groups_per_step" if groups is None else "groups"),
+            " and its options",
         )
     groups = entries("groups", groups, LengthError)
     if len(groups) != num_samples:
