@@ -24,6 +24,7 @@ def differences(said: Mapping[int, Mapping[str, str]]) -> dict[int, str]:
     for name in sorted({name for values in said.values() for name in values}):
         by_rank = {rank: values[name] for rank, values in said.items() if name in values}
         usual = Counter(by_rank.values()).most_common(1)[0][0]  # ties: the first rank's
+        # A rank to look at: "on rank 0 it is 8" can be checked in its log.
         witness = next(rank for rank, value in by_rank.items() if value == usual)
         for rank, value in by_rank.items():
             if value != usual:

@@ -260,7 +260,7 @@ class Consensus:
         )
 
     def _gather(self, note: _Note) -> dict[int, _Note]:
-        if self.group is None:
+        if self.group is None:  # alone: whoever agrees with itself
             return {self.rank: note}
         notes: list[Any] = [None] * len(self.ranks)
         dist.all_gather_object(notes, note, group=self.group)
@@ -270,6 +270,7 @@ class Consensus:
         """Type and message. Messages of this package spell their arguments, on this rank too."""
 
         def message(error: BaseException) -> str:
+            # Here, not where it arrives: the other ranks know the text alone.
             if isinstance(error, MCoreBatchingError):
                 error.args = (error.text(self._spell),)
             return str(error)

@@ -36,7 +36,7 @@ class Plan:
         """Check that the steps belong together."""
         if not self.steps:
             raise LengthError("a plan needs one step or more; pass steps=(step, ...)")
-        first = self.steps[0]
+        first = self.steps[0]  # the JSON form has these once for all steps
         for index, step in enumerate(self.steps):
             if (step.dims, step.config, step.scope) != (first.dims, first.config, first.scope):
                 raise LengthError(

@@ -30,6 +30,7 @@ def bin_lower_bound(sizes: Sequence[int], capacity: int) -> int:
     sizes, capacity = checked_sizes(sizes, capacity)
     if not sizes:
         return 0
+    # Sums of any range of sizes in one subtraction, so that each threshold costs two bisections.
     ascending = sorted(sizes)
     prefix = [0, *accumulate(ascending)]
     num_items = len(ascending)
@@ -94,6 +95,7 @@ def way_of_longest(problem: Problem) -> float:
     """The longest sample's way through all stages and back, plus the fixed costs of the other
     micro-batches that the first stage runs before and after it; 0 without plain 1F1B."""
     dims, model = problem.dims, problem.cost_model
+    # Other schedules run their passes in another order: nothing is known there.
     if dims.virtual_pipeline > 1 or problem.forward_only or not problem.num_samples:
         return 0.0
     stages, ratio = dims.pipeline_parallel, model.backward_ratio

@@ -163,6 +163,7 @@ class CostModel:
             raw = parse_json(text)
         except ValueError as error:
             raise ConfigError(f"expected a cost model in JSON: {error}") from None
+        # Unknown keys are refused: a coefficient that is misspelt would be a default.
         known = {option.name for option in fields(cls)}
         needed = known - {"window", *_NEWER}
         if not isinstance(raw, dict) or not needed <= set(raw) <= known | _ALSO_WRITTEN:
@@ -197,7 +198,7 @@ class CostModel:
 
     def sample(self, length: int) -> float:
         """Forward cost of one sample of `length` tokens."""
-        pairs = length * length
+        pairs = length * length  # masked ones too; `quadratic` says what a pair costs on average
         if self.window is not None and length > self.window:
             # Of n(n+1)/2 pairs, those more than a window apart are never computed.
             pairs -= (length - self.window) * (length - self.window)

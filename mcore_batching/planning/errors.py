@@ -75,6 +75,7 @@ class MCoreBatchingError(Exception):
 
     def text(self, spell: Callable[[Argument], str]) -> str:
         """The message with its arguments spelled by `spell`."""
+        # Parts are kept, not the text: which face shows the error is known only when it is shown.
         return "".join(spell(part) if isinstance(part, Argument) else part for part in self.parts)
 
     def rename(self, name: str, other: str) -> None:
@@ -85,7 +86,7 @@ class MCoreBatchingError(Exception):
             else part
             for part in self.parts
         )
-        self.args = ("".join(map(str, self.parts)),)
+        self.args = ("".join(map(str, self.parts)),)  # what str() and pickle read
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Rebuild from message and attributes: subclasses' constructors take other arguments."""
@@ -202,6 +203,7 @@ class InvariantError(PlanningError):
             for name, value in (("step", step), ("rank", rank), ("slot", slot))
             if value is not None
         ]
+        # In the message for people, and as attributes for programs.
         place = f" at {', '.join(where)}" if where else ""
         super().__init__(f"invariant '{invariant}' is broken{place}: {message}")
         self.invariant = invariant

@@ -67,6 +67,7 @@ def group_steps(
         if step == len(steps):
             steps.append([])
         steps[step].append(index)
+    # By the number of groups alone, so that every rank with as many groups has as many steps.
     left_over = len(place) % groups_per_step
     if not left_over or last == "keep":
         return steps
@@ -125,7 +126,9 @@ def whole_groups(
             absent,
             "; set ",
             absent,
-            ", or leave out all options of groups",
+            ", or leave out ",
+            Argument("groups_per_step" if groups is None else "groups"),
+            " and its options",
         )
     groups = entries("groups", groups, LengthError)
     if len(groups) != num_samples:
@@ -179,7 +182,7 @@ def group_key(group: Hashable, index: int) -> Hashable:
     Raises:
         LengthError: it is None or not hashable.
     """
-    if type(group) in (int, str):
+    if type(group) in (int, str):  # nearly all: without the calls below
         return group
     number = as_integer(group)
     if number is not None:

@@ -76,7 +76,7 @@ def _pack(
             if free[node] < size:
                 node += 1
         bin_index = node - num_leaves
-        if bin_index == len(bins):
+        if bin_index == len(bins):  # the first of the unopened ones
             bins.append([item])
         else:
             bins[bin_index].append(item)
@@ -97,6 +97,7 @@ def _pack(
 
 def _doubled(free: list[int], num_leaves: int, capacity: int) -> list[int]:
     """The same tree as the left half of one twice as wide, its right half all unopened bins."""
+    # Level by level from the root: each keeps its nodes on the left and has full room on the right.
     doubled = [0, capacity]
     width = 1
     while width <= num_leaves:
@@ -119,7 +120,7 @@ def checked_sizes(sizes: Sequence[int], capacity: int) -> tuple[list[int], int]:
         size = given if type(given) is int else as_integer(given)
         if size is None or size < 0:
             raise LengthError(
-                f"the size of item {index} must be an integer from 0 on, got {given!r:.60}",
+                f"the size of item {index} must be an integer of 0 or more, got {given!r:.60}",
                 index=index,
             )
         if size > capacity:

@@ -82,7 +82,12 @@ class ParallelDims:
             raise ParallelDimsError(
                 f"{within * self.pipeline_parallel} ranks are more than {MAX_RANKS}; decrease ",
                 Argument("data_parallel"),
-                " or another size",
+                ", ",
+                Argument("pipeline_parallel"),
+                ", ",
+                Argument("context_parallel"),
+                " or ",
+                Argument("tensor_parallel"),
             )
         # Megatron spreads experts over data-, context- and tensor-parallel ranks of a stage.
         if within % self.expert_parallel:

@@ -181,6 +181,7 @@ def _plan_samples(batch: Problem, samples: Sequence[int], owners: Sequence[int] 
         ranks = tuple(_renamed(rank, samples) for rank in micro_batches)
     else:
         shards: list[list[int]] = [[] for _ in range(batch.dims.data_parallel)]
+        # Each rank's samples are a problem of their own, numbered from 0, and renamed afterwards.
         for sample in samples:
             shards[owners[sample]].append(sample)
         local = _plan_local([batch.subset(shard) for shard in shards])
@@ -244,6 +245,7 @@ def _plan_dynamic(problem: Problem) -> tuple[tuple[MicroBatches, ...], Sizes]:
     if not problem.config.searches or not problem.num_samples:
         check_inflight_tokens(problem, plain)
         return plain
+    # `_searched` also plans with one size for all, which is sometimes best.
     found = search_dynamic(problem, plain, _searched)
     ranks = tuple(tuple(tuple(sorted(samples)) for samples in slots) for slots in found.ranks)
     return ranks, tuple(map(tuple, found.sizes or []))

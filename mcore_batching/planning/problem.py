@@ -180,6 +180,7 @@ class Problem:
         """Least forward cost of each sample [samples], summed over the ranks that share it."""
         if self.config.max_context_parallel is None:
             return self.costs
+        # Sharing costs communication, so the least size costs least, summed over its ranks.
         return [size * self.on_ranks[size].costs[i] for i, size in enumerate(self.least_sizes)]
 
     @cached_property

@@ -29,6 +29,7 @@ def shard_statistics(
         numbers by name to sum over data-parallel ranks, and numbers by name to take the maximum of;
         "slot costs" of the latter is a list [num_microbatches].
     """
+    # Placeholders take no padded tokens of a sample, but are held in flight like any row.
     costs = [problem.cost(samples) for samples in micro_batches]
     tokens = [problem.row_tokens(samples) for samples in micro_batches]
     held = [each or problem.placeholder_tokens for each in tokens]

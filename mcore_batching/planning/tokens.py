@@ -51,7 +51,7 @@ def placeholder_tokens(dims: ParallelDims, config: PlannerConfig) -> int:
 def needed_max_tokens_per_gpu(length: int, dims: ParallelDims, config: PlannerConfig) -> int:
     """The least `max_tokens_per_gpu` under which a sample of `length` tokens fits the cap."""
     row = padded_row_tokens(padded_sample_tokens(length, dims, config), dims, config)
-    return -(-row // dims.context_parallel)
+    return -(-row // dims.context_parallel)  # the cap counts over the row's ranks
 
 
 def row_capacity_tokens(dims: ParallelDims, config: PlannerConfig) -> int:

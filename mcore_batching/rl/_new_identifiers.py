@@ -51,6 +51,7 @@ def _mark_of(batch: Mapping[str, Sequence[Any]], names: Iterable[str]) -> int:
     digest = hashlib.sha256()
     for name in ("total_lengths", "response_lengths", *names):
         digest.update(repr((name, [_plain(value) for value in batch[name]])).encode())
+    # As 64-bit integers: batches of lists and of int32 tensors have the same mark.
     for tokens in batch["tokens"]:
         digest.update(array("q", tokens.tolist()).tobytes())
     return int.from_bytes(digest.digest()[:6])

@@ -105,8 +105,15 @@ def compute_advantages(
     )
     require_local(agreed.told)
     advantages, parts, _ = agreed.result
-    if not normalize:
-        return advantages
+    return _normalized(advantages, parts, group) if normalize else advantages
+
+
+def _normalized(
+    advantages: Sequence[Tensor],
+    parts: Sequence[Mapping[str, Any]],
+    group: dist.ProcessGroup | None,
+) -> list[Tensor]:
+    """Advantages of mean 0 and variance 1 in each step; a collective over ``group`` for each."""
     normalized = [torch.zeros_like(each) for each in advantages]
     for part in parts:
         scores = masked_zscore(part["advantages"], part["masks"], group=group)

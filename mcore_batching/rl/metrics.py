@@ -134,7 +134,7 @@ def masked_zscore(
     scale = (variance + epsilon) ** -0.5 if variance + epsilon > 0 else 0.0  # epsilon may be 0
     scores = []
     for value, mask in zip(values, masks, strict=True):
-        score = (value.detach().double() - mean) * scale
+        score = (value.detach().double() - mean) * scale  # no gradient: an advantage is a constant
         floating = value.dtype if value.is_floating_point() else torch.get_default_dtype()
         # torch.where, since 0 · NaN is NaN.
         scores.append(torch.where(mask != 0, score, 0.0).to(floating))

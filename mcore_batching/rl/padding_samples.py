@@ -130,6 +130,7 @@ def _fabricated(
 
 def _require_zeros(field: Field) -> None:
     """Refuse an undeclared field whose name suggests another fill than zeros."""
+    # Names, since values of zeros and ones say nothing: a mask looks like a reward.
     words = field.name.lower().split("_")
     fills = [fill for word in words for fill in _OTHER_FILLS.get(word, ())]
     if words[0] in ("is", "has"):

@@ -54,6 +54,7 @@ def what_holds_back(step: StepPlan, lengths: Sequence[int]) -> str:
             f"starting each of them costs as much as {model.per_micro_batch / model.sample(1):.0f} "
             "tokens"
         )
+    # From here on nothing is uneven and nothing is full.
     if dims.pipeline_parallel == 1:
         return "the work itself: ranks are even and there is no pipeline to fill"
     samples_per_rank = step.num_samples / problem.num_ranks

@@ -155,7 +155,7 @@ def _read_csv(
 ) -> list[_Value]:
     rows = csv.DictReader(file)
     columns = list(rows.fieldnames or [])
-    if column is None and len(columns) == 1:
+    if column is None and len(columns) == 1:  # nothing to choose from
         column = columns[0]
     if column is None or column not in columns:
         raise _no_column(source, "column", column, argument, columns)
@@ -170,6 +170,7 @@ def _read_json_lines(
     parse: _Parse[_Value],
 ) -> list[_Value]:
     values: list[_Value] = []
+    # Line by line: a bad one is named, and a file of a million lines is never whole in memory.
     for line, text in _filled(file):
         try:
             record = parse_json(text)

@@ -93,6 +93,7 @@ def picture_page(svg: str, tooltips: Mapping[str, str]) -> str:
     """
     picture = svg[svg.index("<svg") :]  # HTML takes no XML declaration
 
+    # A group's <title> is what browsers show under the pointer; matplotlib writes none.
     def with_title(match: re.Match[str]) -> str:
         text = tooltips.get(match[1])
         return match[0] if text is None else f"{match[0]}<title>{escape(text)}</title>"

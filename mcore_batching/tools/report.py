@@ -69,7 +69,7 @@ def step_table(statistics: Sequence[StepStatistics]) -> Table:
         statistics: of each step, in order; at least one.
     """
     rows = [_step_row(str(index), step) for index, step in enumerate(statistics)]
-    total = statistics[0]
+    total = statistics[0]  # `sum` would begin with 0, which is no StepStatistics
     for step in statistics[1:]:
         total += step
     return Table(columns=STEP_COLUMNS, rows=both_ends(rows), total=_step_row("total", total))
@@ -145,7 +145,7 @@ def dims_line(dims: ParallelDims, config: PlannerConfig) -> str:
             ("TP", dims.tensor_parallel),
             ("EP", dims.expert_parallel),
         )
-        if size > 1 or name == "DP"
+        if size > 1 or name == "DP"  # one size at least, where all are 1
     ]
     sequence = " with sequence parallel" if dims.sequence_parallel else ""
     if config.max_context_parallel is not None:

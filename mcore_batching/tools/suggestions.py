@@ -133,9 +133,10 @@ def alternatives(
     cap, ranks = config.max_tokens_per_gpu, dims.data_parallel
     stages, size = dims.pipeline_parallel, dims.context_parallel
     for other in (cap // 2, 2 * cap):
-        if other:
+        if other:  # half of 1 is none
             changes = (Argument("max_tokens_per_gpu", other),)
             yield changes, dims, replace(config, max_tokens_per_gpu=other), model
+    # A chunk takes its share of a stage's costs: only the bubble changes.
     for chunks in (2, 4) if stages > 1 and dims.virtual_pipeline == 1 else ():
         interleaved = replace(dims, virtual_pipeline=chunks)
         yield (Argument("virtual_pipeline", chunks),), interleaved, config, model

@@ -64,7 +64,7 @@ class StepTimeline:
             rank: data-parallel rank.
             num_bins: number of parts.
         """
-        width = self.end / num_bins or 1.0
+        width = self.end / num_bins or 1.0  # of a step of no time any
         shares = [0.0] * num_bins  # adds up over stages, each a 1 / stages of the rank
         for timed in self.ranks[rank].passes:
             # A pass may begin in one part and end several further on: each gets what is inside.

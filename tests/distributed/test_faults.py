@@ -509,11 +509,14 @@ ON_ONE_TENSOR_PARALLEL_RANK = {
     # Trained as zeros: each rank masks what is not of its part of the vocabulary.
     "data with a token of no rank": (
         "PlanningFailedError",
-        "rank 1: SchemaError: field 'tokens', sample 1: expected token ids of the model's "
-        "vocabulary, 0 to 63 (use its tokenizer, or build it with vocab_size=65), found 64 at",
+        "rank 1: SchemaError: field 'tokens', sample 1: expected token ids of 0 to 63 (use the "
+        "model's tokenizer, or build it with vocab_size=65), found 64 at",
     ),
     "data with a negative token": ("PlanningFailedError", "found -1 at place 2"),
-    "field with a token of no rank": ("PlanningFailedError", "sample 1: expected token ids of the"),
+    "field with a token of no rank": (
+        "PlanningFailedError",
+        "sample 1: expected token ids of 0 to",
+    ),
     "mask of another sum": ("PlanMismatchError", "rank 1: num_tokens is "),
     "mean over micro-batches": ("PlanMismatchError", "calculate_per_token_loss is False, on rank"),
     "loss at another temperature": (

@@ -96,7 +96,8 @@ def test_experts_are_spread_over_all_ranks_of_a_stage() -> None:
         ),
         (
             {"data_parallel": 10**12, "pipeline_parallel": 2},
-            "2000000000000 ranks are more than 131072; decrease data_parallel or another size",
+            "2000000000000 ranks are more than 131072; decrease data_parallel, pipeline_parallel, "
+            "context_parallel or tensor_parallel",
         ),
         (
             {"pipeline_parallel": 2, "virtual_pipeline": 10**6},

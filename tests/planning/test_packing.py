@@ -107,7 +107,7 @@ def test_an_item_beyond_the_capacity_is_named(pack: object) -> None:
 @pytest.mark.parametrize("pack", [first_fit, first_fit_decreasing])
 def test_a_negative_size_is_named(pack: object) -> None:
     with pytest.raises(
-        LengthError, match="the size of item 2 must be an integer from 0 on, got -1"
+        LengthError, match="the size of item 2 must be an integer of 0 or more, got -1"
     ):
         pack([3, 0, -1], 8)  # type: ignore[operator]
 

@@ -73,6 +73,7 @@ def shared_row_problems(
     """
     if planner.max_context_parallel is None:
         return
+    # Megatron divides by ranks or by micro-batches, which rows of several sizes count unevenly.
     if not config.calculate_per_token_loss:
         yield (
             f"under {_SHARED_ROWS} as many ranks work on a token as its row has, and Megatron "

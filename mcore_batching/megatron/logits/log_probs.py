@@ -178,15 +178,15 @@ def _gathered(
     shape = shape_of(whole) if isinstance(whole, Tensor) else None
     if shape is None or len(shape) != 3 or shape[:2] != (1, expected) or not shape[2]:
         raise BatchError(
-            f"expected logits of shape [1, {expected}, vocabulary], one row for each token of the "
-            f"micro-batch on this rank, got {describe(logits) if shape is None else list(shape)}"
+            f"expected logits of shape [1, {expected}, vocabulary], got "
+            f"{describe(logits) if shape is None else list(shape)}"
         )
     # Logits that a loss gathered or cut have the wrong part of the vocabulary on each rank.
     model, tp = _model_shape.get(), parallel_state.get_tensor_model_parallel_world_size()
     if model is not None and tp > 1 and whole is logits and shape[2] != model[2]:
         raise BatchError(
             f"expected logits of this tensor-parallel rank's {model[2]} entries of the vocabulary, "
-            f"as the model made them, got {shape[2]}: do not gather or cut them before"
+            f"got {shape[2]}: do not gather or cut them"
         )
     # Only the response tokens that this context-parallel rank holds; the others' values come in
     # `gather_own_values`.

@@ -216,7 +216,7 @@ class _Softmax:
             logits: as `measure` was given them; written over.
             grads: ``[positions, 1 or 2]``, by what `measure` returned.
         """
-        dtype = logits.dtype
+        dtype = logits.dtype  # the gradient's, as autograd expects
         own = grads[part] / self.options.temperature
         x = self._scaled(logits).sub_(self.highest[part, None])
         del logits

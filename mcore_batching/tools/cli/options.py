@@ -185,6 +185,7 @@ def config_of(options: argparse.Namespace) -> PlannerConfig:
     """The planner's options, as far as the command has flags for its policies."""
     return PlannerConfig(
         max_tokens_per_gpu=options.max_tokens_per_gpu,
+        # `compare` has no flags for these: each of its planners sets its own.
         **{option: getattr(options, option) for option in CHOICES if hasattr(options, option)},
         plan_effort=options.plan_effort,
         max_samples_per_row=options.max_samples_per_row,

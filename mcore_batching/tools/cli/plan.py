@@ -151,7 +151,7 @@ def run(options: argparse.Namespace) -> int:
     statistics = [step_statistics(step, lengths) for step in plan.steps]
     report.print_table(report.step_table(statistics), sys.stdout)
     print(report.STEP_LEGEND)
-    if shape is not None:
+    if shape is not None:  # the peak of all steps: memory must hold the worst of them
         peak = functools.reduce(operator.add, statistics)
         print(report.memory_line(predicted_memory(peak, plan.steps[0], shape)))
     if len(plan.steps) == 1:
@@ -172,7 +172,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _draw(options: argparse.Namespace, plan: Plan, lengths: Sequence[int]) -> None:
-    number = options.plot_step
+    number = options.plot_step  # only now known to be one of the plan's
     if not 0 <= number < len(plan.steps):
         raise UsageError(f"--plot-step must be from 0 to {len(plan.steps) - 1}, got {number}")
     where = f"step {number}, " if len(plan.steps) > 1 else ""

@@ -92,7 +92,7 @@ def _print(steps: Sequence[replay.ReplayedStep], options: argparse.Namespace) ->
     shared = report.sharing(replay.total_statistics(steps))
     if shared:
         print(shared)
-    if factor is None:
+    if factor is None:  # a job that was stopped in its first step, say
         print("no time was measured: times are in units of cost")
     else:
         errors = [abs(error) for error in replay.relative_errors(steps, factor)]
