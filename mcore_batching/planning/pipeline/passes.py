@@ -15,7 +15,6 @@ et al., "Zero Bubble Pipeline Parallelism", 2023), which stock Megatron does not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal, NamedTuple
@@ -91,7 +90,7 @@ class Schedule:
     def way(self) -> float:
         """Time of one micro-batch through all stages, and back, over its forward cost."""
         parts = product(range(self.dims.pipeline_parallel), range(self.dims.virtual_pipeline))
-        kinds: Sequence[Kind] = "F" if self.forward_only else ("F", "B")
+        kinds: tuple[Kind, ...] = ("F",) if self.forward_only else ("F", "B")
         return sum(self.share(stage, kind, chunk) for stage, chunk in parts for kind in kinds)
 
     def least_end(self, work: float, least: float) -> float:
