@@ -80,32 +80,19 @@ def floor_of_totals(
         costliest_sample: forward cost of the longest sample alone in a micro-batch; of an empty one
             if there is no sample.
     """
-    dims, model = problem.dims, problem.cost_model
-    stages, ranks = dims.pipeline_parallel, problem.num_ranks
-    passes = 1.0 if problem.forward_only else 1.0 + model.backward_ratio
-    fewest = dims.round_up_num_microbatches(-(-fewest_rows // ranks))
-    fixed = model.per_micro_batch
+    dims, schedule, fixed = problem.dims, problem.schedule, problem.cost_model.per_micro_batch
+    fewest = dims.round_up_num_microbatches(-(-fewest_rows // problem.num_ranks))
     # The larger of two times: a mean rank's work in the fewest micro-batches after the pipeline was
-    # filled by an empty one; and the longest sample's way through all stages (and back).
-    way = (stages - 1) * fixed / dims.virtual_pipeline
-    return passes * max(work / ranks + fewest * fixed + way, stages * costliest_sample)
+    # filled by an empty one; and the longest sample's way through all stages and back.
+    even = schedule.least_end(work / problem.num_ranks + fewest * fixed, fixed)
+    return max(even, schedule.way * costliest_sample)
 
 
 def way_of_longest(problem: Problem) -> float:
     """The longest sample's way through all stages and back, plus the fixed costs of the other
-    micro-batches that the first stage runs before and after it; 0 without plain 1F1B."""
-    dims, model = problem.dims, problem.cost_model
-    # Other schedules run their passes in another order: nothing is known there.
-    if dims.virtual_pipeline > 1 or problem.forward_only or not problem.num_samples:
+    micro-batches that the first stage runs before and after it, of the fewest that there can be."""
+    if not problem.num_samples:
         return 0.0
-    stages, ratio = dims.pipeline_parallel, model.backward_ratio
-    count = -(-problem.fewest_rows // problem.num_ranks)
-    # Of K micro-batches on P stages, p of them before the sample's, the first stage runs p forward
-    # and max(0, p - P + 1) backward passes before its forward pass, and max(0, K - P - p) forward
-    # and K - 1 - p backward passes after its backward pass.
-    beside = min(
-        max(before, count - stages) + ratio * max(count - 1 - before, count - stages)
-        for before in range(count)
-    )
-    way = (1.0 + ratio) * stages * (model.per_micro_batch + max(problem.costs))
-    return way + beside * model.per_micro_batch
+    fixed, schedule = problem.cost_model.per_micro_batch, problem.schedule
+    beside = schedule.least_beside(-(-problem.fewest_rows // problem.num_ranks))
+    return schedule.way * (fixed + max(problem.costs)) + beside * fixed

@@ -134,6 +134,18 @@ def test_ends_and_chains_are_those_of_passes_played_before_and_after_changes(ste
             costs = then
 
 
+@examples(200)
+@given(steps())
+def test_no_rank_ends_before_what_its_schedule_says(step: Step) -> None:
+    """By its work, or by the way of its longest micro-batch; with uneven stages and split backward
+    passes too."""
+    schedule = step.schedule
+    for costs in ([1.0 + slot[0] for slot in step.costs], [1.0] * len(step.costs)):
+        end = Clock(costs, schedule).end * (1 + 1e-9)
+        assert schedule.least_end(sum(costs), min(costs)) <= end
+        assert schedule.way * max(costs) + schedule.least_beside(len(costs)) * min(costs) <= end
+
+
 @pytest.mark.parametrize(("chunks", "fewer"), [(1, 6), (2, 3)])
 def test_passes_before_and_after_changed_slots_do_not_run_anew(chunks: int, fewer: int) -> None:
     dims = ParallelDims(pipeline_parallel=4, virtual_pipeline=chunks)

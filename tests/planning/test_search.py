@@ -533,6 +533,7 @@ def test_effort_bounds_the_work(effort: int) -> None:
 LOG_NORMAL = log_normal(160, 1, median=1000, sigma=0.9, cap=8192)
 GIANTS = [60_000, 50_000, *LOG_NORMAL]
 """Two longer than the others by far."""
+FOUR_OVERSIZE = [20_000, 15_000, 12_000, 9000, *LOG_NORMAL]
 TWO_LONG = [12_000, 11_000, *LOG_NORMAL, *LOG_NORMAL]
 PROMPTS = log_normal(200, 3, median=2048, sigma=1.6, cap=200_000)
 INTERLEAVED = ParallelDims(data_parallel=4, pipeline_parallel=4, virtual_pipeline=2)
@@ -558,9 +559,9 @@ KNOWN_ENDS = {
     ),
     "fewer samples than slots": Known([3000] * 24, 16_384, INTERLEAVED, 92_622),
     "one sample in each slot": Known([3000] * 200, 16_384, DEEP, 619_398),
-    "two samples a rank": Known(LOG_NORMAL[:16], 16_384, ParallelDims(data_parallel=8), 17_523),
+    "two samples a rank": Known(LOG_NORMAL[20:36], 16_384, ParallelDims(data_parallel=8), 9740),
     "one group": Known(
-        LOG_NORMAL[:20], 16_384, ParallelDims(pipeline_parallel=8, virtual_pipeline=2), 183_989
+        LOG_NORMAL[40:54], 16_384, ParallelDims(pipeline_parallel=8, virtual_pipeline=2), 81_906
     ),
     "giants": Known(GIANTS, 65_536, PP4, 2_481_140),
     "giants, interleaved": Known(GIANTS, 65_536, INTERLEAVED, 2_481_268),
@@ -574,9 +575,8 @@ KNOWN_ENDS = {
         PROMPTS, 200_000, ParallelDims(data_parallel=2, pipeline_parallel=4), 9_772_617
     ),
     "samples over the cap": Known(GIANTS, 8192, PP4, 2_490_868),
-    "samples over the cap, interleaved": Known(
-        [20_000, 15_000, 12_000, 9000, *LOG_NORMAL], 8192, INTERLEAVED, 443_889
-    ),
+    "samples over the cap, interleaved": Known(FOUR_OVERSIZE, 8192, INTERLEAVED, 443_889),
+    "samples over the cap in lockstep": Known(FOUR_OVERSIZE, 8192, IN_LOCKSTEP, 578_051),
     "at the cap": Known([*LOG_NORMAL, *[8192] * 24], 8192, PP4, 442_082),
     "hard bound": Known(LOG_NORMAL, 16_384, PP4, 289_821, 14_000),
     "hard bound, one sample a slot": Known(

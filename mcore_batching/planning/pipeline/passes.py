@@ -16,6 +16,7 @@ et al., "Zero Bubble Pipeline Parallelism", 2023), which stock Megatron does not
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal, NamedTuple
 
 from mcore_batching.planning.errors import Argument, ParallelDimsError
@@ -75,7 +76,7 @@ class Schedule:
     @property
     def order_matters(self) -> bool:
         """True if the order of micro-batches changes the end of a step."""
-        if self.forward_only and self.dims.slots_per_group == 1:
+        if self.forward_only and self.dims.slots_per_group == 1 and not self.factors:
             return False
         return self.dims.pipeline_parallel > 1
 
@@ -84,6 +85,51 @@ class Schedule:
         """Stages of the 1F1B pipeline that whole groups of micro-batches pass like: under the
         interleaved schedule two, the forward and the backward passes of a group."""
         return self.dims.pipeline_parallel if self.dims.slots_per_group == 1 else 2
+
+    @property
+    def way(self) -> float:
+        """Time of one micro-batch through all stages, and back, over its forward cost."""
+        parts = product(range(self.dims.pipeline_parallel), range(self.dims.virtual_pipeline))
+        kinds: tuple[Kind, ...] = ("F",) if self.forward_only else ("F", "B")
+        return sum(self.share(stage, kind, chunk) for stage, chunk in parts for kind in kinds)
+
+    def least_end(self, work: float, least: float) -> float:
+        """No rank with so much work ends its step sooner: each stage waits until it is reached, and
+        until all are done after it.
+
+        Args:
+            work: forward costs of all its micro-batches on a mean stage.
+            least: of them, the least that one costs.
+        """
+        latest = waits = 0.0
+        for stage in range(self.dims.pipeline_parallel):
+            chunks = range(self.dims.virtual_pipeline)
+            # Whatever comes last, W of a split backward pass among them, runs on one stage.
+            takes = sum(self.share(stage, "F", chunk) for chunk in chunks)
+            back = 0.0
+            if not self.forward_only:
+                takes *= self.cost_of_passes
+                back = 0.0 if self.splits_backward else self.share(stage, "B", 0)
+            latest = max(latest, takes * work + waits * least)
+            waits += self.share(stage, "F", 0) + back
+        return latest
+
+    def least_beside(self, count: int) -> float:
+        """Least cost of what the first stage runs before the forward pass of one of `count`
+        micro-batches and after its backward pass, if each other costs 1; 0 but for plain 1F1B.
+
+        Of K micro-batches on P stages, p of them before that one, these are p forward and
+        max(0, p - P + 1) backward passes, then max(0, K - P - p) forward and K - 1 - p backward
+        passes.
+        """
+        if self.dims.slots_per_group > 1 or self.forward_only or self.splits_backward:
+            return 0.0
+        fewest = count - self.dims.pipeline_parallel
+        forward, backward = self.share(0, "F", 0), self.share(0, "B", 0)
+        return min(
+            forward * max(before, fewest) + backward * max(count - 1 - before, fewest)
+            for before in range(count)
+        )
 
     def order(self, stage: int, num_microbatches: int) -> list[Pass]:
         """The passes of one stage, in the order in which it runs them.

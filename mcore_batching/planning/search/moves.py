@@ -27,8 +27,6 @@ from mcore_batching.planning.pipeline.clock import Changes
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.objective import Candidate, Objective
 
-GIVE_UP_AFTER = 12000
-"""Stop after so many moves in a row of which none made any pipeline end sooner."""
 EFFORT_OF_A_TRY = 40
 """A move that is refused unsimulated costs as much effort as 40 simulated passes, about its CPU
 time."""
@@ -54,7 +52,7 @@ def counter() -> Below:
 
 
 def improve(step: Candidate, objective: Objective, *, keep: float = 0.0) -> Candidate:
-    """Improve a step until its effort is spent or nothing has helped for long.
+    """Improve a step until its effort is spent or no plan ends sooner.
 
     Args:
         step: the step, which is left as it is.
@@ -67,13 +65,8 @@ def improve(step: Candidate, objective: Objective, *, keep: float = 0.0) -> Cand
     if objective.effort <= keep:
         return step
     moves = _Moves(step, objective)
-    while (
-        objective.effort > keep
-        and moves.in_vain < GIVE_UP_AFTER
-        and not objective.cannot_be_beaten(moves.slowest.end)
-    ):
+    while objective.effort > keep and not objective.cannot_be_beaten(moves.slowest.end):
         objective.effort -= EFFORT_OF_A_TRY
-        moves.in_vain += 1
         moves.try_one()
     best = moves.result()
     return best if best.end <= step.end else step
@@ -286,8 +279,6 @@ class _Moves:
         self._placeholders = [[row for row in rank if not row.samples] for rank in self._ranks]
         self._pipelines = self._waiting_for_each_other()
         self.slowest = self._slowest()
-        self.in_vain = 0
-        """Moves tried since one made a pipeline end sooner."""
 
     def _waiting_for_each_other(self) -> list[Pipeline]:
         """Ranks in lockstep or that share micro-batches together, others alone."""
@@ -423,10 +414,7 @@ class _Moves:
             if total > limit:
                 return False
         for each, change in changes:
-            before = each.end
             each.become(change)
-            if each.end < before:
-                self.in_vain = 0
         self.slowest = self._slowest()
         return True
 

@@ -89,9 +89,6 @@ class Steps:
         small = self.alone[-max(1, len(self.order) // SMALL) :]
         self._least = ordered_sum(small) / max(1, len(small))
         self._work = ordered_sum(problem.costs) / self.ranks
-        self.longest_rank: tuple[float, float] | None = None
-        """Costs of a long and a short sample: a step ends no sooner than a rank of the one and, in
-        each other slot, the other."""
         self.passes = 2
         """Times that samples are swapped after each deal."""
         self.made: dict[Kind, Made] = {}
@@ -217,23 +214,11 @@ class Steps:
             return None
         ranks = [slots[at : at + kind.num_slots] for at in range(0, len(slots), kind.num_slots)]
         step = objective.candidate(self._arranged(ranks, made))
-        end = self._end(step)
+        end = step.end if all(map(objective.fits_in_memory, step.ranks)) else math.inf
         if end < made.end or made.step is None:
             made.end, made.step = end, step
         made.offsets = self._evened(made.offsets, step.ends)
         return end
-
-    def _end(self, step: Candidate) -> float:
-        if not all(map(self.objective.fits_in_memory, step.ranks)):
-            return math.inf
-        if self.longest_rank is None:
-            return step.end
-        long, short = self.longest_rank
-        if self._problem.num_samples < self.ranks * len(step.ranks[0]):
-            short = self._problem.cost_model.per_micro_batch
-        costs = [short] * len(step.ranks[0])
-        costs[len(costs) // 2] = long
-        return max(step.end, self.objective.end_of(costs))
 
     def _targets(self, kind: Kind, made: Made) -> list[float]:
         problem = self._problem
@@ -365,6 +350,4 @@ def thinned(steps: Steps, ranks: int) -> Steps:
     samples = problem.subset(steps.order[one_in // 2 :: one_in])
     objective = Objective(dataclasses.replace(samples, dims=dims))
     objective.effort = steps.objective.effort
-    made = Steps(objective)
-    made.longest_rank = steps.alone[0], steps.alone[-1]
-    return made
+    return Steps(objective)
