@@ -120,6 +120,7 @@ REFUSED = {
     "bshd planned": r"DynamicBatchArgumentError: qkv_format='bshd'",
     "allgather planned": r"DynamicBatchArgumentError: allgather_cp=True",
     "exchange": r"DynamicBatchArgumentError: .* unset --dynamic-batch-exchange and",
+    "shared prefixes": r"DynamicBatchArgumentError: .* unset --dynamic-batch-share-prefixes",
     "pad each": r"DynamicBatchArgumentError: .* unset --dynamic-batch-pad-each-to",
     "learnt costs": r"DynamicBatchArgumentError: costs .*--dynamic-batch-cost-model .* a file",
     "cap": r"ConfigError: the smallest micro-batch takes 1024 padded tokens",

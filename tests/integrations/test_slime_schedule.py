@@ -25,6 +25,7 @@ from slime_package import forget, own_tests_of, slime
 
 from mcore_batching.integrations.slime import HookError, hook_schedule
 from mcore_batching.integrations.slime.schedule import build_dp_schedule
+from mcore_batching.planning import ConfigError
 
 __all__ = ["slime"]
 
@@ -185,6 +186,8 @@ def test_what_the_trainer_could_not_run_is_refused_by_name() -> None:
     assert plan(predicting, parallel(1), lengths, rollouts, 3)[2] == [3]
     with pytest.raises(HookError, match="unset --enable-mtp-training"):
         plan(predicting, parallel(2), lengths, rollouts, 3)
+    with pytest.raises(ConfigError, match="unset --dynamic-batch-share-prefixes"):
+        plan(arguments(5, dynamic_batch_share_prefixes=True), parallel(1), lengths, rollouts, 3)
 
 
 def test_it_is_replaced_everywhere_and_put_back(slime: Path, capfd: Any) -> None:

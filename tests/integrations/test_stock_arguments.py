@@ -45,6 +45,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         ({"logits_load_dir": "/somewhere"}, "unset --logits-load-dir"),
         ({"modelopt_enabled": True}, "ModelOpt distillation expects rows of seq_length"),
         ({"perform_rl_step": True}, "unset --perform-rl-step"),
+        ({"dynamic_batch_share_prefixes": True}, "unset --dynamic-batch-share-prefixes"),
         ({"hybrid_layer_pattern": "M*-"}, "state-space layers carry their state"),
         ({"is_hybrid_model": True}, "state-space layers carry their state"),
         ({"experimental_attention_variant": "dsa"}, "unset --experimental-attention-variant"),

@@ -82,6 +82,12 @@ def test_chunks_of_no_tokens_are_refused(tokens: str) -> None:
         Options.of(parse("--dynamic-batch-log-prob-chunk-tokens", tokens)).checked_chunk_tokens()
 
 
+@pytest.mark.parametrize("words", [("--dynamic-batch-share-prefixes",), ()])
+def test_shared_prefixes_can_be_turned_off_again(words: tuple[str, ...]) -> None:
+    assert Options.of(parse(*words)).share_prefixes is bool(words)
+    assert not Options.of(parse(*words, "--no-dynamic-batch-share-prefixes")).share_prefixes
+
+
 def test_flags_that_a_framework_has_are_left_alone() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--max-tokens-per-gpu", type=int, default=7)

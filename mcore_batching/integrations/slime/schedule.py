@@ -194,8 +194,13 @@ def planner_config(args: Any) -> PlannerConfig:
     """The planner's options, with rows padded as the framework's ``get_batch`` pads them.
 
     Raises:
-        ConfigError: rows are to have context-parallel sizes of their own.
+        ConfigError: rows are to have context-parallel sizes of their own, or to share tokens.
     """
+    if getattr(args, "dynamic_batch_share_prefixes", False):
+        raise ConfigError(
+            "the framework finds tokens by lengths, so samples cannot share them: unset "
+            "--dynamic-batch-share-prefixes"
+        )
     if getattr(args, "dynamic_batch_context_parallel", None) is not None:
         raise ConfigError(
             "the framework's context-parallel size is fixed: unset --dynamic-batch-context-parallel"

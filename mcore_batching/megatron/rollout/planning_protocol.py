@@ -8,8 +8,8 @@ what others know:
 2. share data: ranks without data get their replica's, replicas without samples learn the fields;
    nothing where every rank has samples. All know every replica's number of samples by then, of
    which the steps are cut;
-3. pack: each replica packs its own samples of every optimizer step, and says how soon it would end
-   with how many micro-batches;
+3. pack: each replica packs its own samples of every optimizer step, of those that share segments
+   the hosts alone, and says how soon it would end with how many micro-batches;
 4. fill: samples are brought to the count with which the latest rank ends soonest; the ranks of a
    replica must have made the same;
 5. choose: of two counts, under a bound on tokens in flight alone, by the outlooks of all ranks; no

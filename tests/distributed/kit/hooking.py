@@ -303,6 +303,7 @@ def refused(dims: dict[str, Any], reference: str) -> dict[str, str]:
             "bshd planned": lambda: planned(qkv_format="bshd"),
             "allgather planned": lambda: planned(allgather_cp=True),
             "exchange": lambda: planned(dynamic_batch_exchange=True),
+            "shared prefixes": lambda: planned(dynamic_batch_share_prefixes=True),
             "pad each": lambda: planned(dynamic_batch_pad_each_to=8),
             "learnt costs": lambda: planned(dynamic_batch_cost_model="auto"),
             "cap": lambda: planned(data_pad_size_multiplier=1024),
