@@ -28,6 +28,7 @@ from mcore_batching.megatron.attention.segments import (
     why_not_variable_length,
     zigzag_restore_index,
 )
+from mcore_batching.megatron.attention.specs import SequenceParallelNorm
 
 SCALE = 0.3
 
@@ -211,3 +212,14 @@ def test_what_only_transformer_engine_has_is_refused(change: dict[str, object], 
     with pytest.raises(ValueError, match="install Transformer Engine") as caught:
         PackedAttention(config, 1, None, "self")
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "count"), [("LayerNorm", 2), ("RMSNorm", 1)])
+def test_all_parameters_of_a_norm_are_marked_for_sequence_parallelism(
+    name: str, count: int
+) -> None:
+    config: Any = SimpleNamespace(
+        layernorm_zero_centered_gamma=False, normalization=name, sequence_parallel=True
+    )
+    norm = SequenceParallelNorm(config, 4)
+    assert [each.sequence_parallel for each in norm.parameters()] == [True] * count

@@ -11,6 +11,7 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
 
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
@@ -92,3 +93,32 @@ def test_an_output_layer_of_another_class_is_more_than_a_product() -> None:
     chunk = SimpleNamespace(output_layer=torch.nn.Identity(), config=SimpleNamespace())
     with pytest.raises(DynamicBatchArgumentError, match="the output layer is a Identity, so it"):
         check_can_be_fused([chunk])
+
+
+def test_settings_that_a_release_lacks_scale_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "why_no_plain_product", lambda layer: "")
+    chunk = SimpleNamespace(output_layer=torch.nn.Identity(), config=SimpleNamespace())
+    check_can_be_fused([chunk])
+    chunk.config.use_mup = True
+    with pytest.raises(DynamicBatchArgumentError, match="the output layer scales its logits"):
+        check_can_be_fused([chunk])
+
+
+def test_all_losses_that_routers_record_are_scaled() -> None:
+    recorded = compat._moe_metrics()
+    before = dict(recorded)
+    recorded.clear()
+    for name, loss in (("load_balancing_loss", 2.0), ("z_loss", 6.0)):
+        save_to_aux_losses_tracker(name, torch.tensor(loss), layer_number=1, num_layers=1)
+    compat.scale_moe_metrics(0.5)
+    assert [compat._values_of(each).tolist() for each in recorded.values()] == [[1.0], [3.0]]
+    recorded.clear()
+    recorded.update(before)
+
+
+def test_a_layer_follows_the_groups_of_rows_once() -> None:
+    """Every step asks for it."""
+    layer = torch.nn.Identity()
+    compat.let_rows_have_groups(layer)
+    compat.let_rows_have_groups(layer)
+    assert (len(layer._forward_pre_hooks), len(layer._forward_hooks)) == (1, 1)
