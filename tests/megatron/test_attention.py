@@ -86,6 +86,18 @@ def test_packed_row_gives_what_its_sequences_give_alone(
         torch.testing.assert_close(packed, alone[mine], rtol=1e-12, atol=1e-12)
 
 
+def test_plain_rows_are_sequences_side_by_side() -> None:
+    attention = PackedAttention.__new__(PackedAttention)
+    torch.nn.Module.__init__(attention)
+    attention.cp_group = SimpleNamespace(size=lambda: 1)
+    attention.softmax_scale, attention.dropout = SCALE, 0.0
+    query, (key, value) = torch.randn(5, 3, 4, 8), torch.randn(2, 5, 3, 2, 8)
+    together = attention(query, key, value, None)
+    for i in range(3):
+        alone = one_sequence(query[:, i], key[:, i], value[:, i])
+        torch.testing.assert_close(together[:, i], alone.reshape(5, -1))
+
+
 @given(st.sampled_from([2, 4]), st.lists(st.integers(1, 4), min_size=1, max_size=4))
 def test_gathered_tokens_are_put_back_in_order(size: int, units: list[int]) -> None:
     lengths = [count * 2 * size for count in units]

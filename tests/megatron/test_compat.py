@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,24 @@ def test_each_token_of_a_row_has_the_number_that_megatron_gives_it() -> None:
     assert made.total_tokens == 13
     assert made.seq_idx.dtype == expected.seq_idx.dtype
     assert torch.equal(made.seq_idx, expected.seq_idx)
+
+
+@pytest.mark.skipif(not hasattr(PackedSeqParams, "seq_idx"), reason="made by Mamba layers itself")
+def test_mamba_layers_number_tokens_only_of_rows_whose_maker_did_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Mixer:
+        def _ssm_training(self, inputs: Any, packed_seq_params: Any = None) -> Any:
+            return packed_seq_params and packed_seq_params.seq_idx.tolist()
+
+    name = "megatron.core.ssm.mamba_mixer"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(MambaMixer=Mixer))
+    compat.end_states_with_samples()
+    row = SimpleNamespace(cu_seqlens_q_padded=torch.tensor([0, 2, 3]), seq_idx=None)
+    assert Mixer()._ssm_training(torch.zeros(3)) is None
+    assert Mixer()._ssm_training(torch.zeros(3), row) == [[0, 0, 1]]
+    row.seq_idx = torch.tensor([[7, 8, 9]])
+    assert Mixer()._ssm_training(torch.zeros(3), row) == [[7, 8, 9]]
 
 
 def test_validate_args_is_replaced_where_it_was_imported_by_name() -> None:
