@@ -5,6 +5,7 @@ In processes of their own, since Megatron's modules are patched there.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -13,9 +14,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from kit.patience import patience
+
+from mcore_batching.megatron import DynamicBatchArgumentError
 
 needs_training = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,
@@ -301,3 +305,11 @@ def test_without_megatron_training_the_flag_says_where_to_get_it(tmp_path: Path)
     assert done.returncode != 0
     assert "cannot import megatron.training" in done.stderr
     assert "put a Megatron-LM checkout on PYTHONPATH" in done.stderr
+
+
+def test_a_module_that_lacks_what_is_replaced_is_named() -> None:
+    module = importlib.import_module("mcore_batching.integrations.megatron_lm.install")
+    with pytest.raises(DynamicBatchArgumentError, match="later has no pretrain, as Megatron-LM"):
+        module._original(ModuleType("later"), "pretrain")
+    with pytest.raises(DynamicBatchArgumentError, match="cannot import megatron.training"):
+        module._module("later")

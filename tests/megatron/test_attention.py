@@ -28,6 +28,7 @@ from mcore_batching.megatron.attention.segments import (
     why_not_variable_length,
     zigzag_restore_index,
 )
+from mcore_batching.megatron.attention.specs import SequenceParallelNorm
 
 SCALE = 0.3
 
@@ -83,6 +84,18 @@ def test_packed_row_gives_what_its_sequences_give_alone(
         runs = attention_runs(offsets(lengths), size, rank)
         packed = attend_run_by_run(query[mine], key, value, runs, SCALE, 0.0)
         torch.testing.assert_close(packed, alone[mine], rtol=1e-12, atol=1e-12)
+
+
+def test_plain_rows_are_sequences_side_by_side() -> None:
+    attention = PackedAttention.__new__(PackedAttention)
+    torch.nn.Module.__init__(attention)
+    attention.cp_group = SimpleNamespace(size=lambda: 1)
+    attention.softmax_scale, attention.dropout = SCALE, 0.0
+    query, (key, value) = torch.randn(5, 3, 4, 8), torch.randn(2, 5, 3, 2, 8)
+    together = attention(query, key, value, None)
+    for i in range(3):
+        alone = one_sequence(query[:, i], key[:, i], value[:, i])
+        torch.testing.assert_close(together[:, i], alone.reshape(5, -1))
 
 
 @given(st.sampled_from([2, 4]), st.lists(st.integers(1, 4), min_size=1, max_size=4))
@@ -211,3 +224,14 @@ def test_what_only_transformer_engine_has_is_refused(change: dict[str, object], 
     with pytest.raises(ValueError, match="install Transformer Engine") as caught:
         PackedAttention(config, 1, None, "self")
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "count"), [("LayerNorm", 2), ("RMSNorm", 1)])
+def test_all_parameters_of_a_norm_are_marked_for_sequence_parallelism(
+    name: str, count: int
+) -> None:
+    config: Any = SimpleNamespace(
+        layernorm_zero_centered_gamma=False, normalization=name, sequence_parallel=True
+    )
+    norm = SequenceParallelNorm(config, 4)
+    assert [each.sequence_parallel for each in norm.parameters()] == [True] * count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
 
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
@@ -39,6 +41,24 @@ def test_each_token_of_a_row_has_the_number_that_megatron_gives_it() -> None:
     assert made.total_tokens == 13
     assert made.seq_idx.dtype == expected.seq_idx.dtype
     assert torch.equal(made.seq_idx, expected.seq_idx)
+
+
+@pytest.mark.skipif(not hasattr(PackedSeqParams, "seq_idx"), reason="made by Mamba layers itself")
+def test_mamba_layers_number_tokens_only_of_rows_whose_maker_did_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Mixer:
+        def _ssm_training(self, inputs: Any, packed_seq_params: Any = None) -> Any:
+            return packed_seq_params and packed_seq_params.seq_idx.tolist()
+
+    name = "megatron.core.ssm.mamba_mixer"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(MambaMixer=Mixer))
+    compat.end_states_with_samples()
+    row = SimpleNamespace(cu_seqlens_q_padded=torch.tensor([0, 2, 3]), seq_idx=None)
+    assert Mixer()._ssm_training(torch.zeros(3)) is None
+    assert Mixer()._ssm_training(torch.zeros(3), row) == [[0, 0, 1]]
+    row.seq_idx = torch.tensor([[7, 8, 9]])
+    assert Mixer()._ssm_training(torch.zeros(3), row) == [[7, 8, 9]]
 
 
 def test_validate_args_is_replaced_where_it_was_imported_by_name() -> None:
@@ -92,3 +112,32 @@ def test_an_output_layer_of_another_class_is_more_than_a_product() -> None:
     chunk = SimpleNamespace(output_layer=torch.nn.Identity(), config=SimpleNamespace())
     with pytest.raises(DynamicBatchArgumentError, match="the output layer is a Identity, so it"):
         check_can_be_fused([chunk])
+
+
+def test_settings_that_a_release_lacks_scale_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "why_no_plain_product", lambda layer: "")
+    chunk = SimpleNamespace(output_layer=torch.nn.Identity(), config=SimpleNamespace())
+    check_can_be_fused([chunk])
+    chunk.config.use_mup = True
+    with pytest.raises(DynamicBatchArgumentError, match="the output layer scales its logits"):
+        check_can_be_fused([chunk])
+
+
+def test_all_losses_that_routers_record_are_scaled() -> None:
+    recorded = compat._moe_metrics()
+    before = dict(recorded)
+    recorded.clear()
+    for name, loss in (("load_balancing_loss", 2.0), ("z_loss", 6.0)):
+        save_to_aux_losses_tracker(name, torch.tensor(loss), layer_number=1, num_layers=1)
+    compat.scale_moe_metrics(0.5)
+    assert [compat._values_of(each).tolist() for each in recorded.values()] == [[1.0], [3.0]]
+    recorded.clear()
+    recorded.update(before)
+
+
+def test_a_layer_follows_the_groups_of_rows_once() -> None:
+    """Every step asks for it."""
+    layer = torch.nn.Identity()
+    compat.let_rows_have_groups(layer)
+    compat.let_rows_have_groups(layer)
+    assert (len(layer._forward_pre_hooks), len(layer._forward_hooks)) == (1, 1)

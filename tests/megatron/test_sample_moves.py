@@ -37,8 +37,10 @@ def test_a_rank_without_samples_need_not_give_a_field() -> None:
 
 
 def test_a_field_that_one_rank_lacks_is_named_with_that_rank() -> None:
-    with pytest.raises(SchemaError, match=r"none of ranks \[1\]: give the field on them too"):
-        arrived([{"name": BROUGHT[0]}, {}, {}])
+    outgoing = [moves(0).outgoing({"name": BROUGHT[0]}), moves(1).outgoing({})]
+    for rank in (0, 1):  # which run its last sample, and its first
+        with pytest.raises(SchemaError, match=r"none of ranks \[1\]: give the field on them too"):
+            moves(rank).arranged([parts[rank] for parts in outgoing])
 
 
 def test_one_value_is_needed_for_each_sample_that_came_from_here() -> None:
