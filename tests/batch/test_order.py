@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mcore_batching.batch import OrderError, apply_order, restore_order
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 40).flatmap(lambda n: st.permutations(range(n))))
 def test_order(plan_order: list[int]) -> None:
     origin = [f"output of {index}" for index in range(len(plan_order))]
@@ -18,7 +18,7 @@ def test_order(plan_order: list[int]) -> None:
     assert restore_order(run, plan_order, len(plan_order)) == origin
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(-2, 9), max_size=9), st.integers(0, 9), st.integers(0, 9))
 def test_anything_but_a_permutation_is_refused(
     indices: list[int], num_values: int, num_samples: int

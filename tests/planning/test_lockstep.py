@@ -41,7 +41,7 @@ def slot_costs(step: StepPlan, lengths: list[int]) -> list[list[float]]:
     return [list(slot) for slot in zip(*ranks, strict=True)]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_32_ranks_in_lockstep_lose_at_most_4_percent(seed: int) -> None:
     """Sum over slots of the slowest rank over the mean rank; evenly packed ones lose 6 to 10."""
     lengths = log_normal(seed)
@@ -77,7 +77,7 @@ def test_slots_are_small_at_both_ends_of_a_pipeline_s_step() -> None:
     assert max(costs[0], costs[-1]) < min(costs[4:-4])
 
 
-@examples(200)
+@examples(60)
 @given(cases(fill=("split",)))
 def test_lockstep_time_is_that_of_the_slowest_rank_of_every_slot(case: Case) -> None:
     dims = replace(case.dims, expert_parallel=2, data_parallel=2 * case.dims.data_parallel)

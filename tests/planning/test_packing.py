@@ -53,7 +53,7 @@ problems = capacities.flatmap(
 most_items = st.none() | st.integers(1, 9)
 
 
-@examples(1500)
+@examples(300)
 @given(problems, most_items)
 def test_first_fit_is_bin_for_bin_the_scan(
     problem: tuple[list[int], int], most: int | None
@@ -63,7 +63,7 @@ def test_first_fit_is_bin_for_bin_the_scan(
     assert first_fit(sizes, capacity, max_items=most) == scan(sizes, capacity, order, most)
 
 
-@examples(1500)
+@examples(300)
 @given(problems, most_items)
 def test_first_fit_decreasing_is_bin_for_bin_the_scan(
     problem: tuple[list[int], int], most: int | None
@@ -129,7 +129,7 @@ def test_lower_bound_is_one(sizes: list[int], capacity: int) -> None:
     assert bin_lower_bound(sizes, capacity) <= fewest_bins(sizes, capacity)
 
 
-@examples(500)
+@examples(100)
 @given(problems)
 def test_lower_bound_is_at_least_the_tokens_bound(problem: tuple[list[int], int]) -> None:
     sizes, capacity = problem
