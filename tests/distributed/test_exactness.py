@@ -8,6 +8,7 @@ counted, a sample forgotten or doubled changes them by 1e-3 and more.
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -129,6 +130,7 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
     # State that flowed from one sample of a row to the next would be off by most of a gradient.
     "dp2-mamba": ("dp2", {"kind": "mamba", "spread": "fewer"}),
     "cp2-mamba": ("cp2", {"kind": "mamba"}),
+    "dp2-pp2-mamba": ("dp2-pp2", {"kind": "mamba", "spread": "empty"}),
     "dp2-cp2-learned-positions": ("dp2-cp2", {"kind": "learned"}),
     # Without the flag: two samples a micro-batch, however long.
     "dp2-pp2-fixed-size": (
@@ -143,6 +145,25 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Settings beside the matrix: name to layout and what differs."""
+HAS_HYBRID_MODEL = tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 18)
+if HAS_HYBRID_MODEL:  # dense, of experts, and with state that ends with every sample
+    SPECIAL |= {
+        f"{layout}-{kind}": (layout, {"kind": kind, "spread": spread})
+        for layout, kind, spread in (
+            ("dp2", "hybrid", "empty"),
+            ("cp2", "hybrid", "uneven"),
+            ("dp2-pp2", "hybrid", "uneven"),
+            ("dp2-pp2-vpp2", "hybrid", "empty"),
+            ("dp2-ep2", "hybrid-moe", "empty"),
+            ("tp2-sp-ep2", "hybrid-moe", "uneven"),
+            ("dp2", "hybrid-mamba", "empty"),
+            ("cp2", "hybrid-mamba", "uneven"),
+            ("dp2-pp2", "hybrid-mamba", "empty"),
+            ("dp2", "hybrid-gdn", "empty"),
+            ("cp2", "hybrid-gdn", "uneven"),
+            ("dp2-pp2", "hybrid-gdn", "empty"),
+        )
+    }
 
 
 LONG_SPECIAL = {

@@ -8,30 +8,38 @@ gradients and the weights after one step; of a kind that ends in `TRAINED` sever
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from kit.model import (
     ADAM,
     CLIP_GRAD,
+    HYBRID,
     MAX_SEQUENCE_LENGTH,
     ROUTING,
-    gpt_options,
     layer_spec,
+    model_options,
     named_parameters,
     transformer_config,
 )
 from kit.objective import DEFAULT_OBJECTIVE, OBJECTIVES, plain_objective
 from kit.samples import VOCABULARY, make_samples, routed_experts
+from mcore_batching import megatron
 from mcore_batching.megatron.standalone.bootstrap import (
+    build_model,
     initialize_model_parallel,
     initialize_process_group,
     pipeline_config,
@@ -45,6 +53,16 @@ _NUM_STEPS = 6  # rounding grows with every one, tenfold from the seventh on
 def plain_model(kind: str, **settings: Any) -> Any:
     """The whole model on this rank, whatever stage of a pipeline it is, on Megatron's own spec."""
     config = transformer_config(kind, **pipeline_config(ParallelDims()), **settings)
+    if kind in HYBRID:
+        (model,) = build_model(
+            config,
+            vocab_size=VOCABULARY,
+            max_sequence_length=MAX_SEQUENCE_LENGTH,
+            spec=hybrid_with_local_attention,
+            wrap=False,
+            **model_options(kind),
+        )
+        return model
     local_layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,
@@ -59,9 +77,18 @@ def plain_model(kind: str, **settings: Any) -> Any:
         pre_process=True,
         post_process=True,
         share_embeddings_and_output_weights=False,
-        **gpt_options(kind),
+        **model_options(kind),
     )
     return model.to(torch.device(torch.cuda.current_device()))
+
+
+def hybrid_with_local_attention(config: TransformerConfig) -> ModuleSpec:
+    """Hybrid layers with Megatron's own local attention, which takes plain rows alone."""
+    del config
+    spec = megatron.packed_hybrid_stack_spec
+    layer = copy.deepcopy(spec.submodules.attention_layer)
+    layer.submodules.self_attention.submodules.core_attention = DotProductAttention
+    return replace(spec, submodules=replace(spec.submodules, attention_layer=layer))
 
 
 def plain_log_probs(model: Any, tokens: Tensor) -> Tensor:
