@@ -332,6 +332,7 @@ def test_models_that_do_not_follow_a_rows_own_group_are_refused(
     assert "position embeddings mrope slice by a fixed" in said["other_positions"]
     assert "layers.1.self_attention, a SelfAttention with Identity, is not" in said["other_core"]
     assert "layers.2.self_attention, a OwnAttention with PackedAttention" in said["other_layer"]
+    assert "layers.3.mixer is a state-space layer" in said["state_space"]
     assert all("unset --dynamic-batch-context-parallel" in text for text in said.values())
 
 
