@@ -12,7 +12,16 @@ from kit.patience import patience
 
 KINDS = ("dense", "moe", "replay", "learned", "qk")
 HYBRID = ("hybrid", "hybrid-moe", "hybrid-mamba", "hybrid-gdn")
-KINDS_ASKED_FOR = ("mamba", *HYBRID, "dense-trained", "moe-trained")
+KINDS_ASKED_FOR = (
+    "window",
+    "mrope",
+    "frozen",
+    "mla",
+    "mamba",
+    *HYBRID,
+    "dense-trained",
+    "moe-trained",
+)
 """Beside `KINDS`, where some test asks for them; trained: several steps in a row."""
 
 

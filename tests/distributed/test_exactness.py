@@ -127,6 +127,11 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
         {"kind": "replay", "spread": "empty", "settings": RECOMPUTED},
     ),
     "tp2-sp-query-key-norms": ("tp2-sp", {"kind": "qk"}),
+    "dp2-window": ("dp2", {"kind": "window"}),
+    "cp2-window": ("cp2", {"kind": "window"}),
+    "dp2-mrope": ("dp2", {"kind": "mrope"}),
+    "dp2-frozen": ("dp2", {"kind": "frozen", "spread": "empty"}),
+    "dp2-pp2-frozen": ("dp2-pp2", {"kind": "frozen", "spread": "empty"}),
     # State that flowed from one sample of a row to the next would be off by most of a gradient.
     "dp2-mamba": ("dp2", {"kind": "mamba", "spread": "fewer"}),
     "cp2-mamba": ("cp2", {"kind": "mamba"}),
@@ -147,6 +152,8 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
 """Settings beside the matrix: name to layout and what differs."""
 HAS_HYBRID_MODEL = tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 18)
 if HAS_HYBRID_MODEL:  # dense, of experts, and with state that ends with every sample
+    # 0.16 cannot build multi-latent attention without Transformer Engine.
+    SPECIAL |= {f"{name}-mla": (name, {"kind": "mla"}) for name in ("dp2", "cp2", "tp2", "tp2-sp")}
     SPECIAL |= {
         f"{layout}-{kind}": (layout, {"kind": kind, "spread": spread})
         for layout, kind, spread in (
@@ -302,6 +309,8 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Rows of context-parallel sizes of their own: name to layout and what differs."""
+if HAS_HYBRID_MODEL:
+    SHARED["dp2-shared-hybrid"] = ("dp2", {"kind": "hybrid"})
 SHARED_LAYOUTS = LAYOUTS | {
     "dp2-tp2-sp": (
         4,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kit.samples import VOCABULARY
 from mcore_batching.megatron import packed_layer_spec
+from mcore_batching.megatron.standalone import bootstrap
 from mcore_batching.megatron.standalone.bootstrap import (
     build_model,
     build_optimizer,
@@ -63,9 +64,10 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
 
     ``"dense"``; ``"moe"``: 4 experts, top 2; ``"replay"``: these, told which experts to take;
     ``"learned"``: dense with learned positions; ``"qk"``: dense with norms on queries and keys;
-    ``"mrope"``: dense with multimodal rotary embeddings; ``"mamba"``: dense, three of four layers
-    with Mamba for attention; ``"mla"``: dense with multi-latent attention. Those of `HYBRID` have
-    its layers.
+    ``"window"``: dense, every second layer with a sliding window; ``"mrope"``: dense with
+    multimodal rotary embeddings; ``"frozen"``: dense, of which little is trained; ``"mamba"``:
+    dense, three of four layers with Mamba for attention; ``"mla"``: dense with multi-latent
+    attention. Those of `HYBRID` have its layers.
     """
     options: dict[str, Any] = {
         "num_layers": 4,
@@ -105,6 +107,10 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
         options |= MAMBA
     if kind == "hybrid-gdn":
         options |= GATED_DELTA_NET
+    if kind == "window":
+        options |= {"window_size": (5, 0), "window_attn_skip_freq": 2}
+    if kind == "mrope":
+        options["mrope_section"] = [2, 1, 1]
     options["qk_layernorm"] = kind == "qk"
     if kind == "mla":
         del options["num_query_groups"]
@@ -161,17 +167,24 @@ def sharded_model(
     options = model_options(kind, dims.pipeline_parallel * dims.virtual_pipeline)
     if kind not in HYBRID:
         options["spec"] = lambda config: layer_spec(kind, packed_layer_spec(config), config)
-    model = build_model(
-        config,
-        vocab_size=VOCABULARY,
-        max_sequence_length=MAX_SEQUENCE_LENGTH,
-        ddp=ddp,
-        **options,
-    )
+    options |= {"vocab_size": VOCABULARY, "max_sequence_length": MAX_SEQUENCE_LENGTH}
+    if kind == "frozen":  # the wrapper has no gradients of what is frozen by then
+        model = build_model(config, wrap=False, **options)
+        for chunk in model:
+            freeze(kind, chunk)
+        model = bootstrap._wrapped(config, model, ddp)
+    else:
+        model = build_model(config, ddp=ddp, **options)
     with torch.no_grad():
         for name, parameter in named_parameters(model):
             parameter.copy_(local_part(name, weights[name], parameter))
     return model
+
+
+def freeze(kind: str, chunk: Any) -> None:
+    """Of the kind ``"frozen"`` train the output projections of attention alone, as adapters are."""
+    for name, parameter in chunk.named_parameters():
+        parameter.requires_grad_(kind != "frozen" or "linear_proj" in name)
 
 
 def adam(
