@@ -189,8 +189,6 @@ MAMBA = [
     *("--mamba-num-groups", "2", "--mamba-head-dim", "8", "--mamba-num-heads", "8"),
     *("--mamba-state-dim", "16"),
 ]
-SHORT = {"pp2-mamba", "dp2-exchange"}
-"""Patterns that run without --long."""
 GATED_DELTA_NET = [
     *("--linear-num-key-heads", "4", "--linear-num-value-heads", "8"),
     *("--linear-key-head-dim", "8", "--linear-value-head-dim", "8"),
@@ -210,7 +208,7 @@ PATTERNS: dict[str, tuple[str, str, list[str]]] = {
 @pytest.mark.parametrize(
     ("release", "name"),
     [
-        pytest.param(release, name, marks=() if name in SHORT else pytest.mark.long)
+        pytest.param(release, name, marks=() if name == "pp2-mamba" else pytest.mark.long)
         for release, name in itertools.product(("core_v0.18.2", "core_v0.19.0", "main"), PATTERNS)
     ],
 )

@@ -174,6 +174,8 @@ def test_every_hybrid_layer_has_the_norm_that_transformer_engine_fuses() -> None
     assert attention.core_attention is PackedAttention
     assert attention.linear_qkv is ColumnParallelLinear
     assert hybrid_spec() is spec
+    with pytest.raises(megatron.DynamicBatchArgumentError, match="pattern without D"):
+        build_module(spec.submodules.dsa_layer, config=None)
 
 
 LAYERS = {

@@ -2,7 +2,7 @@
 
 Megatron's own spec of them has Transformer Engine's layers throughout. Here each has Megatron's
 local linear layers instead, `PackedAttention`, and a norm of its own where Transformer Engine's
-linear layers hold it. DeepSeek sparse attention has no local layers and stays as it is.
+linear layers hold it; DeepSeek sparse attention has no local layers.
 """
 
 from __future__ import annotations
@@ -42,15 +42,28 @@ _NORM_BEFORE = {"self_attention": "input_layernorm", "mlp": "pre_mlp_layernorm",
 """What a layer runs, and the norm before it."""
 
 
-class _NoHybridModel:
-    """Raises, with what to do instead."""
+class _Refused:
+    """Raises when it is built."""
 
-    def __init__(self, *unused: Any, **options: Any) -> None:
+    def __init__(self, *unused: Any, instead: str, **options: Any) -> None:
         del unused, options
-        raise DynamicBatchArgumentError(
-            "packed_hybrid_stack_spec is for HybridModel, which Megatron-LM has from 0.18 on: "
-            "install a later one, or build a GPTModel with packed_layer_spec(config)"
-        )
+        raise DynamicBatchArgumentError(instead)
+
+
+_NO_MODEL = ModuleSpec(
+    module=_Refused,
+    params={
+        "instead": "packed_hybrid_stack_spec is for HybridModel, which Megatron-LM has from 0.18 "
+        "on: install a later one, or build a GPTModel with packed_layer_spec(config)"
+    },
+)
+_NO_SPARSE_ATTENTION = ModuleSpec(
+    module=_Refused,
+    params={
+        "instead": "Megatron-LM has DeepSeek sparse attention of Transformer Engine's layers "
+        "alone: install it, or set a --hybrid-layer-pattern without D"
+    },
+)
 
 
 @functools.cache
@@ -62,7 +75,7 @@ def hybrid_spec() -> ModuleSpec:
     Where Megatron has no `HybridModel`, one that raises when it is built.
     """
     if not compat.has_hybrid_model():
-        return ModuleSpec(module=_NoHybridModel)
+        return _NO_MODEL
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
@@ -71,8 +84,7 @@ def hybrid_spec() -> ModuleSpec:
     if cpu_emulation.is_enabled():
         stand_in_for_kernels()
     hybrid_block.TENorm = SequenceParallelNorm
-    theirs = hybrid_stack_spec.submodules
-    ours = dataclasses.replace(_local(theirs), dsa_layer=theirs.dsa_layer)
+    ours = dataclasses.replace(_local(hybrid_stack_spec.submodules), dsa_layer=_NO_SPARSE_ATTENTION)
     # The number says only that there are experts: a layer takes its own from the configuration.
     experts = get_moe_module_spec(use_te=False, num_experts=1, moe_grouped_gemm=False)
     ours.moe_layer.submodules.mlp = experts
