@@ -4,8 +4,11 @@ Importing this package imports torch and megatron.core. With ``MCORE_BATCHING_CP
 environment it lets the CPU stand in for CUDA, in this process, whatever launched it.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from mcore_batching.batch.errors import CollectiveError
 from mcore_batching.megatron import cpu_request as cpu_request  # before megatron.core is imported
+from mcore_batching.megatron.attention.hybrid_specs import hybrid_spec as _hybrid_spec
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
 from mcore_batching.megatron.attention.specs import packed_layer_spec, use_packed_attention
 from mcore_batching.megatron.checks.validation import check_settings, prepare_packed_model
@@ -37,6 +40,11 @@ from mcore_batching.megatron.rollout.data_iterator import (
 from mcore_batching.megatron.step.forward_only import forward_only
 from mcore_batching.megatron.step.train_step import TrainStepResult, train_step
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    packed_hybrid_stack_spec: ModuleSpec
+
 if cpu_request.is_requested():
     _let_the_cpu_stand_in(force=cpu_request.is_forced())
 
@@ -61,6 +69,7 @@ __all__ = [
     "cost_learner",
     "forward_only",
     "get_data_iterator",
+    "packed_hybrid_stack_spec",
     "packed_layer_spec",
     "prepare_packed_model",
     "response_entropy",
@@ -70,3 +79,11 @@ __all__ = [
     "train_step",
     "use_packed_attention",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`packed_hybrid_stack_spec`, made where it is first asked for: its layers import kernels."""
+    if name != "packed_hybrid_stack_spec":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = _hybrid_spec()
+    return globals()[name]

@@ -158,6 +158,19 @@ def class_of_forward(layer: Any) -> str:
     return str(forward.__qualname__.partition(".")[0])
 
 
+def has_hybrid_model() -> bool:
+    """True if this Megatron has `HybridModel` (from 0.18 on)."""
+    return importlib.util.find_spec("megatron.core.models.hybrid") is not None
+
+
+def scatters_padding_mask(model: Any) -> bool:
+    """True if a model's first stage scatters its padding mask under sequence parallelism.
+
+    `GPTModel` does, `HybridModel` hands it on as it is.
+    """
+    return bool(model.pre_process) and not hasattr(model, "hybrid_layer_pattern")
+
+
 def packs_gated_delta_net(layer: Any) -> bool:
     """True if this Megatron's GatedDeltaNet runs packed rows (from 0.18 on)."""
     return hasattr(layer, "_resolve_cu_seqlens")

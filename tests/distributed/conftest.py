@@ -11,7 +11,17 @@ from kit.harness import REPOSITORY, Job, environment, results, run_jobs
 from kit.patience import patience
 
 KINDS = ("dense", "moe", "replay", "learned", "qk")
-KINDS_ASKED_FOR = ("mamba", "dense-trained", "moe-trained")
+HYBRID = ("hybrid", "hybrid-moe", "hybrid-mamba", "hybrid-gdn")
+KINDS_ASKED_FOR = (
+    "window",
+    "mrope",
+    "frozen",
+    "mla",
+    "mamba",
+    *HYBRID,
+    "dense-trained",
+    "moe-trained",
+)
 """Beside `KINDS`, where some test asks for them; trained: several steps in a row."""
 
 

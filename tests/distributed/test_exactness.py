@@ -8,6 +8,7 @@ counted, a sample forgotten or doubled changes them by 1e-3 and more.
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -126,9 +127,15 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
         {"kind": "replay", "spread": "empty", "settings": RECOMPUTED},
     ),
     "tp2-sp-query-key-norms": ("tp2-sp", {"kind": "qk"}),
+    "dp2-window": ("dp2", {"kind": "window"}),
+    "cp2-window": ("cp2", {"kind": "window"}),
+    "dp2-mrope": ("dp2", {"kind": "mrope"}),
+    "dp2-frozen": ("dp2", {"kind": "frozen", "spread": "empty"}),
+    "dp2-pp2-frozen": ("dp2-pp2", {"kind": "frozen", "spread": "empty"}),
     # State that flowed from one sample of a row to the next would be off by most of a gradient.
     "dp2-mamba": ("dp2", {"kind": "mamba", "spread": "fewer"}),
     "cp2-mamba": ("cp2", {"kind": "mamba"}),
+    "dp2-pp2-mamba": ("dp2-pp2", {"kind": "mamba", "spread": "empty"}),
     "dp2-cp2-learned-positions": ("dp2-cp2", {"kind": "learned"}),
     # Without the flag: two samples a micro-batch, however long.
     "dp2-pp2-fixed-size": (
@@ -143,6 +150,27 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Settings beside the matrix: name to layout and what differs."""
+HAS_HYBRID_MODEL = tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 18)
+if HAS_HYBRID_MODEL:  # dense, of experts, and with state that ends with every sample
+    # 0.16 cannot build multi-latent attention without Transformer Engine.
+    SPECIAL |= {f"{name}-mla": (name, {"kind": "mla"}) for name in ("dp2", "cp2", "tp2", "tp2-sp")}
+    SPECIAL |= {
+        f"{layout}-{kind}": (layout, {"kind": kind, "spread": spread})
+        for layout, kind, spread in (
+            ("dp2", "hybrid", "empty"),
+            ("cp2", "hybrid", "uneven"),
+            ("dp2-pp2", "hybrid", "uneven"),
+            ("dp2-pp2-vpp2", "hybrid", "empty"),
+            ("dp2-ep2", "hybrid-moe", "empty"),
+            ("tp2-sp-ep2", "hybrid-moe", "uneven"),
+            ("dp2", "hybrid-mamba", "empty"),
+            ("cp2", "hybrid-mamba", "uneven"),
+            ("dp2-pp2", "hybrid-mamba", "empty"),
+            ("dp2", "hybrid-gdn", "empty"),
+            ("cp2", "hybrid-gdn", "uneven"),
+            ("dp2-pp2", "hybrid-gdn", "empty"),
+        )
+    }
 
 
 LONG_SPECIAL = {
@@ -403,6 +431,8 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "dp2-cp2-shared-prefixes": ("dp2-cp2", {"planner": SHARE_PREFIXES, "plan": "own"}),
 }
 """Rows of context-parallel sizes of their own: name to layout and what differs."""
+if HAS_HYBRID_MODEL:
+    SHARED["dp2-shared-hybrid"] = ("dp2", {"kind": "hybrid"})
 SHARED_LAYOUTS = LAYOUTS | {
     "dp2-tp2-sp": (
         4,

@@ -333,6 +333,7 @@ def test_models_that_do_not_follow_a_rows_own_group_are_refused(
     assert "position embeddings mrope slice by a fixed" in said["other_positions"]
     assert "layers.1.self_attention, a SelfAttention with Identity, is not" in said["other_core"]
     assert "layers.2.self_attention, a OwnAttention with PackedAttention" in said["other_layer"]
+    assert "layers.3.mixer is a state-space layer" in said["state_space"]
     assert all("unset --dynamic-batch-context-parallel" in text for text in said.values())
 
 
@@ -843,27 +844,25 @@ def test_router_counts_real_tokens_alone(job: Job, ranks: list[dict[str, Any]]) 
         assert rank["counted"] == [rank["real"]] * 4
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
-        job(
-            "expert-bias-later-stage",
-            "expert_bias_counts",
-            {
-                "pipeline_parallel": 2,
-                "tensor_parallel": 2,
-                "sequence_parallel": True,
-                "expert_parallel": 2,
-            },
-            4,
-            reference="moe",
-        )
-    ],
-    ids=str,
-)
+SHARDED_EXPERTS = {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}
+MASKS = [
+    job(
+        "expert-bias-later-stage",
+        "expert_bias_counts",
+        {"pipeline_parallel": 2, **SHARDED_EXPERTS},
+        4,
+        reference="moe",
+    )
+]
+if tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 18):
+    hybrid = {"reference": "hybrid-moe", "kind": "hybrid-moe"}
+    MASKS.append(job("expert-bias-hybrid", "expert_bias_counts", SHARDED_EXPERTS, 2, **hybrid))
+
+
+@pytest.mark.parametrize("job", MASKS, ids=str)
 def test_every_stage_masks_its_own_tokens(job: Job, ranks: list[dict[str, Any]]) -> None:
-    """Only the first stage scatters the mask over tensor-parallel ranks by itself."""
-    for first, second in (ranks[:2], ranks[2:]):
+    """Only the first stage of a GPTModel scatters the mask over tensor-parallel ranks by itself."""
+    for first, second in zip(ranks[::2], ranks[1::2], strict=True):
         both = [a + b for a, b in zip(first["counted"], second["counted"], strict=True)]
         assert both == [first["real"]] * 2
 

@@ -118,8 +118,13 @@ def test_without_the_flag_a_script_trains_bit_for_bit_as_by_itself(
         assert state["args"].consumed_train_samples == 24
 
 
-def printed(checkout: Path, words: list[str], launch: list[str] = LAUNCHER) -> list[str]:
-    """A line for each step of ``pretrain_gpt.py`` on two processes."""
+def printed(
+    checkout: Path,
+    words: list[str],
+    launch: list[str] = LAUNCHER,
+    script: str = "pretrain_gpt.py",
+) -> list[str]:
+    """A line for each step of one of Megatron's scripts on two processes."""
     variables = environment(2)
     paths = [str(REPOSITORY), str(checkout), variables["PYTHONPATH"]]
     # The attention mask is made in the data loader by default, for which not all releases have a
@@ -128,7 +133,7 @@ def printed(checkout: Path, words: list[str], launch: list[str] = LAUNCHER) -> l
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-            *(*launch, str(checkout / "pretrain_gpt.py"), *common, *SFT_DATA, *words),
+            *(*launch, str(checkout / script), *common, *SFT_DATA, *words),
         ],
         env=variables | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
@@ -140,13 +145,13 @@ def printed(checkout: Path, words: list[str], launch: list[str] = LAUNCHER) -> l
     return [line for line in output.splitlines() if re.search(r" iteration +\d+/", line)]
 
 
-def log_lines(checkout: Path, words: list[str]) -> list[dict[str, float]]:
+def log_lines(checkout: Path, words: list[str], **script: str) -> list[dict[str, float]]:
     """Steps as the log gives them (7 digits)."""
     wanted = ("consumed samples", "learning rate", "lm loss", "grad norm")
     return [
         {name: float(re.findall(rf"{name}: +(\S+)", line)[0]) for name in wanted}
         | {"packed": float("batching/fill" in line)}
-        for line in printed(checkout, words)
+        for line in printed(checkout, words, **script)
     ]
 
 
@@ -176,10 +181,50 @@ def checkout_of(release: str) -> Path:
 )
 @needs_checkouts
 def test_megatrons_own_script_unmodified(release: str, dims: str) -> None:
-    checkout = checkout_of(release)
-    words, flags, consumed = LAYOUTS[dims]
-    padded = log_lines(checkout, words)
-    flagged = log_lines(checkout, [*words, *flags])
+    logs_are_equal(checkout_of(release), dims, [])
+
+
+HYBRID = ["--spec", "mcore_batching.megatron", "packed_hybrid_stack_spec"]
+MAMBA = [
+    *("--mamba-num-groups", "2", "--mamba-head-dim", "8", "--mamba-num-heads", "8"),
+    *("--mamba-state-dim", "16"),
+]
+GATED_DELTA_NET = [
+    *("--linear-num-key-heads", "4", "--linear-num-value-heads", "8"),
+    *("--linear-key-head-dim", "8", "--linear-value-head-dim", "8"),
+]
+PATTERNS: dict[str, tuple[str, str, list[str]]] = {
+    "pp2": ("pp2", "*-|*-", []),
+    "dp2-exchange": ("dp2-exchange", "*-*-", []),
+    "vpp2": ("pp2", "*|-|*|-", []),
+    "ep2": ("ep2", "*E*E", []),
+    "pp2-mamba": ("pp2", "M*-|M*-", MAMBA),
+    "dp2-exchange-mamba": ("dp2-exchange", "M*-", MAMBA),
+    "pp2-gdn": ("pp2", "G*-|G*-", GATED_DELTA_NET),
+}
+"""By name: a layout, the layers, and what they need."""
+
+
+@pytest.mark.parametrize(
+    ("release", "name"),
+    [
+        pytest.param(release, name, marks=() if name == "pp2-mamba" else pytest.mark.long)
+        for release, name in itertools.product(("core_v0.18.2", "core_v0.19.0", "main"), PATTERNS)
+    ],
+)
+@needs_checkouts
+def test_megatrons_script_of_hybrid_models(release: str, name: str) -> None:
+    dims, pattern, layers = PATTERNS[name]
+    words = [*HYBRID, "--hybrid-layer-pattern", pattern, *layers]
+    logs_are_equal(checkout_of(release), dims, words, script="pretrain_hybrid.py")
+
+
+def logs_are_equal(checkout: Path, dims: str, model: list[str], **script: str) -> None:
+    """The same steps padded and packed."""
+    layout, flags, consumed = LAYOUTS[dims]
+    words = [*layout, *model]
+    padded = log_lines(checkout, words, **script)
+    flagged = log_lines(checkout, [*words, *flags], **script)
     assert [line["consumed samples"] for line in padded] == consumed
     assert [line.pop("packed") for line in padded] == [0.0] * len(consumed)
     assert [line.pop("packed") for line in flagged] == [1.0] * len(consumed)

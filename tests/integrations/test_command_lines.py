@@ -87,6 +87,7 @@ ACCEPTED = {
     "interleaved": [*ON, *VPP2],
     "experts": [*ON, *ALLTOALL, "--moe-router-load-balancing-type", "aux_loss"],
     "exchange": [*ON, "--dynamic-batch-exchange"],
+    "hybrid": [*ON, *PP2, "--hybrid-layer-pattern", "M*-|G*-|M*-|G*-"],
     "documents": [*ON, "--reset-attention-mask", "--reset-position-ids"],
     "off": ["--sft", *PP2],
     "off-with-cap": ["--max-tokens-per-gpu", "64"],
@@ -128,6 +129,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "skipped-iterations": ([*ON, "--iterations-to-skip", "3"], "--iterations-to-skip"),
     "multi-token-prediction": (
         [*ON, "--mtp-num-layers", "1", "--position-embedding-type", "rope"],
+        "unset --mtp-num-layers",
+    ),
+    "hybrid-multi-token-prediction": (
+        [*ON, "--hybrid-layer-pattern", "*-*-/*-", "--position-embedding-type", "rope"],
         "unset --mtp-num-layers",
     ),
     "cuda-graphs": ([*ON, "--cuda-graph-impl", "local"], "set --cuda-graph-impl none"),

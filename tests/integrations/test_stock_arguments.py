@@ -46,9 +46,6 @@ def arguments(**changes: Any) -> SimpleNamespace:
         ({"modelopt_enabled": True}, "ModelOpt distillation expects rows of seq_length"),
         ({"perform_rl_step": True}, "unset --perform-rl-step"),
         ({"dynamic_batch_share_prefixes": True}, "unset --dynamic-batch-share-prefixes"),
-        ({"hybrid_layer_pattern": "M*-"}, "state-space layers carry their state"),
-        ({"is_hybrid_model": True}, "state-space layers carry their state"),
-        ({"experimental_attention_variant": "dsa"}, "unset --experimental-attention-variant"),
         (
             {"moe_expert_rank_capacity_factor": 1.0},
             "unset --moe-expert-rank-capacity-factor",

@@ -361,6 +361,11 @@ VIRTUAL = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
         ),
         (ParallelDims(), {"tp_comm_overlap": True}, "unset --tp-comm-overlap"),
         (
+            ParallelDims(),
+            {"experimental_attention_variant": "dsv4_hybrid"},
+            "attention of the variant dsv4_hybrid is not known to keep packed samples apart",
+        ),
+        (
             ParallelDims(pipeline_parallel=2),
             {"defer_embedding_wgrad_compute": True},
             "unset --defer-embedding-wgrad-compute",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mcore_batching import megatron
 from mcore_batching.megatron.attention import segments
+from mcore_batching.megatron.attention.hybrid_specs import hybrid_spec
 from mcore_batching.megatron.attention.packed_attention import (
     PackedAttention,
     _geometry,
@@ -37,14 +42,15 @@ def offsets(lengths: list[int]) -> list[int]:
     return [sum(lengths[:i]) for i in range(len(lengths) + 1)]
 
 
-def one_sequence(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def one_sequence(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
     """Causal attention of one whole sequence, written down with a dense softmax."""
     length, heads, _ = query.shape
     key = key.repeat_interleave(heads // key.shape[1], dim=1)
     value = value.repeat_interleave(heads // value.shape[1], dim=1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * SCALE
-    future = torch.ones(length, length, dtype=torch.bool).triu(1)
-    weights = scores.masked_fill(future, -math.inf).softmax(-1)
+    back = torch.arange(length)[:, None] - torch.arange(length)
+    hidden = (back < 0) | ((back > window) if window >= 0 else False)
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, value)
 
 
@@ -63,9 +69,10 @@ def local_positions(lengths: list[int], size: int, rank: int) -> torch.Tensor:
     st.sampled_from([1, 2, 4]),
     st.lists(st.integers(1, 5), min_size=1, max_size=4),
     st.sampled_from([(4, 4), (4, 2), (4, 1)]),
+    st.sampled_from([-1, 0, 3, 50]),
 )
 def test_packed_row_gives_what_its_sequences_give_alone(
-    size: int, units: list[int], heads: tuple[int, int]
+    size: int, units: list[int], heads: tuple[int, int], window: int
 ) -> None:
     unit = 2 * size if size > 1 else 1
     lengths = [count * unit for count in units]
@@ -75,14 +82,14 @@ def test_packed_row_gives_what_its_sequences_give_alone(
     key, value = torch.randn(2, total, heads[1], 8, generator=generator, dtype=torch.float64)
     alone = torch.cat(
         [
-            one_sequence(*(x[start : start + length] for x in (query, key, value)))
+            one_sequence(*(x[start : start + length] for x in (query, key, value)), window)
             for start, length in zip(offsets(lengths), lengths, strict=False)
         ]
     )
     for rank in range(size):
         mine = local_positions(lengths, size, rank) if size > 1 else torch.arange(total)
         runs = attention_runs(offsets(lengths), size, rank)
-        packed = attend_run_by_run(query[mine], key, value, runs, SCALE, 0.0)
+        packed = attend_run_by_run(query[mine], key, value, runs, SCALE, 0.0, window)
         torch.testing.assert_close(packed, alone[mine], rtol=1e-12, atol=1e-12)
 
 
@@ -139,7 +146,8 @@ def dense_kernel(
 ) -> Tensor:
     """PyTorch 2.11's `varlen_attn`, by its documentation, for the CPU: no grouped queries."""
     assert query.shape[1] == key.shape[1]
-    assert window_size == (-1, 0)
+    window, after = window_size
+    assert after == 0
     ends = [each.diff().max() for each in (query_offsets, key_offsets)]
     assert ends == [max_queries, max_keys]
     outs = []
@@ -147,6 +155,8 @@ def dense_kernel(
         q = query[query_offsets[run] : query_offsets[run + 1]]
         k, v = (each[key_offsets[run] : key_offsets[run + 1]] for each in (key, value))
         future = torch.ones(len(q), len(k), dtype=torch.bool).triu(1 + len(k) - len(q))
+        if window >= 0:
+            future |= ~torch.ones_like(future).triu(len(k) - len(q) - window)
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         weights = scores.masked_fill(future, -math.inf).softmax(-1)
         outs.append(torch.einsum("hqk,khd->qhd", weights, v))
@@ -161,11 +171,39 @@ def grouped_dense_kernel(*tensors: Any, enable_gqa: bool = False, **options: Any
     return dense_kernel(query, key, value, *rest, **options)
 
 
+def test_every_hybrid_layer_has_the_norm_that_transformer_engine_fuses() -> None:
+    """The exactness tests' reference has the same layers, and would lack it as well."""
+    spec = megatron.packed_hybrid_stack_spec
+    if tuple(map(int, version("megatron-core").split(".")[:2])) < (0, 18):
+        with pytest.raises(megatron.DynamicBatchArgumentError, match="HybridModel"):
+            build_module(spec)
+        return
+    layers = {name: getattr(spec.submodules, f"{name}_layer").submodules for name in LAYERS}
+    assert {name: getattr(layers[name], norm) for name, norm in LAYERS.items()} == dict.fromkeys(
+        LAYERS, SequenceParallelNorm
+    )
+    attention = layers["attention"].self_attention.submodules
+    assert attention.core_attention is PackedAttention
+    assert attention.linear_qkv is ColumnParallelLinear
+    assert hybrid_spec() is spec
+    with pytest.raises(megatron.DynamicBatchArgumentError, match="pattern without D"):
+        build_module(spec.submodules.dsa_layer, config=None)
+
+
+LAYERS = {
+    "attention": "input_layernorm",
+    "gdn": "input_layernorm",
+    "mamba": "norm",
+    "mlp": "pre_mlp_layernorm",
+    "moe": "pre_mlp_layernorm",
+}
+
+
 @pytest.mark.parametrize("kernel", [dense_kernel, grouped_dense_kernel])
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize(("key_heads", "window"), [(4, -1), (2, -1), (2, 3)])
 def test_runs_reach_the_variable_length_kernel_whole(
-    monkeypatch: pytest.MonkeyPatch, kernel: Any, size: int, key_heads: int
+    monkeypatch: pytest.MonkeyPatch, kernel: Any, size: int, key_heads: int, window: int
 ) -> None:
     lengths = [4, 12, 8]
     generator = torch.Generator().manual_seed(0)
@@ -175,8 +213,8 @@ def test_runs_reach_the_variable_length_kernel_whole(
         runs = attention_runs(offsets(lengths), size, rank)
         query = torch.randn(24 // size, 4, 8, generator=generator, dtype=torch.float64)
         row = kernel_row(runs, query.device)
-        ours = attend_by_variable_length_kernel(query, key, value, row, SCALE)
-        plain = attend_run_by_run(query, key, value, runs, SCALE, 0.0)
+        ours = attend_by_variable_length_kernel(query, key, value, row, SCALE, window)
+        plain = attend_run_by_run(query, key, value, runs, SCALE, 0.0, window)
         torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
 
 
@@ -212,7 +250,6 @@ def test_an_older_pytorch_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"window_size": (128, 0)}, "window_size"),
         ({"softmax_type": "learnable"}, "softmax_type='learnable'"),
         ({"apply_query_key_layer_scaling": True}, "apply_query_key_layer_scaling"),
     ],

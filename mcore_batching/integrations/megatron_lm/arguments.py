@@ -47,10 +47,6 @@ _REFUSED = {
         "Megatron's RL loop packs sequences itself: unset --perform-rl-step, or build a loop on "
         "mcore_batching.megatron.get_data_iterator"
     ),
-    "experimental_attention_variant": (
-        "experimental attention variants are untested on packed rows: unset "
-        "--experimental-attention-variant"
-    ),
     "reuse_grad_buf_for_mxfp8_param_ag": (
         "shared gradient and parameter buffers are untested: unset "
         "--reuse-grad-buf-for-mxfp8-param-ag"
@@ -147,11 +143,6 @@ def _problems(args: Any) -> list[str]:
     if not given("calculate_per_token_loss"):
         problems.append(
             "packing would change a mean over micro-batches: set --calculate-per-token-loss"
-        )
-    if given("hybrid_layer_pattern") or given("is_hybrid_model"):
-        problems.append(
-            "state-space layers carry their state from sample to sample of a row: train a model "
-            f"of attention layers, or unset {FLAG}"
         )
     # Not given(): a factor of 0 is a capacity too.
     if getattr(args, "moe_expert_rank_capacity_factor", None) is not None:

@@ -2,7 +2,8 @@
 
 Megatron's local `DotProductAttention` refuses packed sequences and context parallelism. This
 module takes its place in a layer spec: causal within each sequence of the row, grouped-query heads,
-context parallel by all-gathering keys and values. A packed row gives what its sequences give alone.
+sliding windows, context parallel by all-gathering keys and values. A packed row gives what its
+sequences give alone.
 
 Not for training at scale, where Transformer Engine's attention is the one to use:
 
@@ -11,8 +12,8 @@ Not for training at scale, where Transformer Engine's attention is the one to us
 - On CUDA in half precision without dropout, one variable-length kernel runs per row, for heads of
   up to 256 dims in multiples of 8, the same for queries and values. Elsewhere (float32, other
   heads, multi-latent attention, an older PyTorch) one `scaled_dot_product_attention` per run of
-  queries, under context parallelism with a dense mask whose memory is quadratic in a sample's
-  length; a warning says why.
+  queries, under context parallelism or a window with a dense mask whose memory is quadratic in a
+  sample's length; a warning says why.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import divide
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -33,10 +35,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from mcore_batching.batch.side_by_side import sent
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.attention.segments import (
+    EVERYTHING,
     KernelRow,
     attend_by_variable_length_kernel,
     attend_run_by_run,
     attention_runs,
+    causal_mask,
     kernel_row,
     why_not_variable_length,
     zigzag_restore_index,
@@ -102,8 +106,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     Takes the constructor arguments that Megatron's attention layers give to a core attention.
 
     Raises:
-        DynamicBatchArgumentError: the configuration asks for sliding windows, attention sinks or
-            query-key layer scaling, which only Transformer Engine's attention has.
+        DynamicBatchArgumentError: the configuration asks for attention sinks or query-key layer
+            scaling, which only Transformer Engine's attention has.
     """
 
     def __init__(
@@ -128,6 +132,9 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         self.hidden_size_per_partition = divide(projection, tp_group.size())
         head_size = divide(projection, config.num_attention_heads)
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(head_size)
+        skips = config.window_attn_skip_freq
+        is_windowed = is_layer_window_attention(config.window_size, skips, layer_number)
+        self.window: int = config.window_size[0] if is_windowed else EVERYTHING
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
     def forward(
@@ -182,10 +189,14 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         if reason:
             if query.is_cuda:
                 _warn_of_slow_attention(reason)
-            out = attend_run_by_run(query, key, value, geometry.runs, self.softmax_scale, dropout)
+            out = attend_run_by_run(
+                query, key, value, geometry.runs, self.softmax_scale, dropout, self.window
+            )
         else:
             row = geometry.kernel_row(query.device)
-            out = attend_by_variable_length_kernel(query, key, value, row, self.softmax_scale)
+            out = attend_by_variable_length_kernel(
+                query, key, value, row, self.softmax_scale, self.window
+            )
         return out.reshape(out.shape[0], -1)
 
     def _plain(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
@@ -194,11 +205,13 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
                 "PackedAttention needs packed_seq_params under context parallelism: "
                 "give the model packed rows, or set --context-parallel-size 1"
             )
+        mask = causal_mask(query.shape[0], key.shape[0], self.window, query.device)
         out = scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),
             key.permute(1, 2, 0, 3),
             value.permute(1, 2, 0, 3),
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=self.softmax_scale,
             dropout_p=dropout,
             enable_gqa=query.shape[2] != key.shape[2],
@@ -232,8 +245,6 @@ def host_cu_seqlens(packed_seq_params: Any) -> list[int]:
 
 def _check_config(config: TransformerConfig) -> None:
     asked = []
-    if config.window_size is not None:
-        asked.append("window_size (sliding window)")
     if config.softmax_type != "vanilla":
         asked.append(f"softmax_type={config.softmax_type!r}")
     if config.apply_query_key_layer_scaling:

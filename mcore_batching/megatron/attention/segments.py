@@ -29,6 +29,8 @@ from mcore_batching.batch.zigzag import packed_positions
 MAX_HEAD_DIM = 256
 """Of FlashAttention 2, which PyTorch's variable-length attention calls."""
 HEAD_DIM_MULTIPLE = 8
+EVERYTHING = -1
+"""A window without an end, as Megatron and PyTorch write it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +86,26 @@ def zigzag_restore_index(cu_seqlens: Sequence[int], context_parallel_size: int) 
     return torch.cat(held).argsort()
 
 
+def causal_mask(
+    num_queries: int, num_keys: int, window: int, device: torch.device
+) -> Tensor | None:
+    """Bool ``[queries, keys]``, True where a query sees a key; None where ``is_causal`` says it.
+
+    Args:
+        num_queries: of which the last is aligned to the last key.
+        num_keys: as many or more.
+        window: keys that a query sees before its own; or `EVERYTHING`.
+        device: of the mask.
+    """
+    is_windowed = EVERYTHING < window < num_keys
+    if num_queries == num_keys and not is_windowed:
+        return None
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    # `is_causal` aligns the first query to the first key; here the last ones align.
+    mask = mask.tril(num_keys - num_queries)
+    return mask.triu(num_keys - num_queries - window) if is_windowed else mask
+
+
 def attend_run_by_run(
     query: Tensor,
     key: Tensor,
@@ -91,6 +113,7 @@ def attend_run_by_run(
     runs: Sequence[Run],
     scale: float,
     dropout: float,
+    window: int = EVERYTHING,
 ) -> Tensor:
     """``[tokens, heads, dim]`` attention by one `scaled_dot_product_attention` per run."""
     outs = []
@@ -98,12 +121,7 @@ def attend_run_by_run(
         q = query[run.query_start : run.query_end].transpose(0, 1)[None]
         k = key[run.key_start : run.key_end].transpose(0, 1)[None]
         v = value[run.key_start : run.key_end].transpose(0, 1)[None]
-        num_queries, num_keys = q.shape[2], k.shape[2]
-        mask = None
-        if num_queries != num_keys:
-            # `is_causal` aligns the first query to the first key; here the last ones align.
-            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device)
-            mask = mask.tril(num_keys - num_queries)
+        mask = causal_mask(q.shape[2], k.shape[2], window, q.device)
         out = scaled_dot_product_attention(
             q,
             k,
@@ -197,7 +215,12 @@ def kernel_row(runs: Sequence[Run], device: torch.device) -> KernelRow:
 
 
 def attend_by_variable_length_kernel(
-    query: Tensor, key: Tensor, value: Tensor, row: KernelRow, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row: KernelRow,
+    scale: float,
+    window: int = EVERYTHING,
 ) -> Tensor:
     """``[tokens, heads, dim]`` attention of all runs by one kernel."""
     if row.key_index is not None:
@@ -218,7 +241,7 @@ def attend_by_variable_length_kernel(
         row.max_queries,
         row.max_keys,
         scale=scale,
-        window_size=(-1, 0),
+        window_size=(window, 0),
         **options,
     )
     return out

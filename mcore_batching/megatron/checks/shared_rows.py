@@ -16,6 +16,7 @@ from mcore_batching.planning import ParallelDims, PlannerConfig
 
 _SHARED_ROWS = FLAGS["max_context_parallel"]
 
+_STATE_SPACE_LAYERS = ("MambaMixer", "GatedDeltaNet", "GatedDeltaNet2", "GatedDeltaProductMixer")
 # Others slice by the group that Megatron began with, whatever the row's.
 _POSITIONS_OF_SHARED_ROWS = ("rope", "learned_absolute", "none")
 
@@ -34,7 +35,7 @@ def let_rows_have_groups(chunks: list[Any]) -> None:
                 f"--position-embedding-type rope, or unset {_SHARED_ROWS}"
             )
         for name, module in chunk.named_modules():
-            if type(module).__module__.startswith("megatron.core.ssm"):
+            if compat.class_of_forward(module) in _STATE_SPACE_LAYERS:
                 raise DynamicBatchArgumentError(
                     f"{name} is a state-space layer, which carries its state over a fixed "
                     f"context-parallel group: unset {_SHARED_ROWS}"

@@ -42,6 +42,9 @@ _REFUSED_ROUTING = {
     "quantile_balancing": "routes a token by all tokens of its micro-batch, padding included",
 }
 
+_PACKED_VARIANTS = (None, "gated_delta_net", "gdn", "dsa")
+"""Of attention; `layer_problems` says since when."""
+
 
 def check_settings(args: Any, model: Any) -> None:
     """Refuse flags and model settings under which training would hang or be wrong.
@@ -168,6 +171,12 @@ def _row_problems(config: Any, dims: ParallelDims) -> Iterator[str]:
     yield from _pipeline_problems(config, dims)
     yield from _fixed_size_problems(config)
     yield from _expert_problems(config)
+    variant = config.experimental_attention_variant
+    if variant not in _PACKED_VARIANTS:
+        yield (
+            f"attention of the variant {variant} is not known to keep packed samples apart: unset "
+            "--experimental-attention-variant"
+        )
 
 
 def _refuse(problems: Iterable[str]) -> None:

@@ -7,6 +7,7 @@ settings that dynamic micro-batches need are in `pipeline_config`.
 from __future__ import annotations
 
 import datetime
+import importlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_batching.megatron import cpu_emulation
+from mcore_batching.megatron.attention.hybrid_specs import hybrid_spec
 from mcore_batching.megatron.attention.specs import packed_layer_spec
 from mcore_batching.planning import ParallelDims, ParallelDimsError
 
@@ -111,34 +113,46 @@ def build_model(
     *,
     vocab_size: int,
     max_sequence_length: int,
-    spec: Callable[[TransformerConfig], Any] = packed_layer_spec,
+    spec: Callable[[TransformerConfig], Any] | None = None,
     ddp: DistributedDataParallelConfig | None = None,
     wrap: bool = True,
-    **gpt_options: Any,
+    hybrid_layer_pattern: str | None = None,
+    **options: Any,
 ) -> list[Any]:
-    """This rank's `GPTModel` chunks, each wrapped in Megatron's data-parallel wrapper.
+    """This rank's model chunks, each wrapped in Megatron's data-parallel wrapper.
 
-    In half precision Megatron's `Float16Module` comes in between.
+    They are of a `GPTModel`, or of a `HybridModel` where there is a pattern of layers. In half
+    precision Megatron's `Float16Module` comes in between.
 
     Args:
         config: the model's shape and parallelism.
         vocab_size: padded vocabulary, in entries.
         max_sequence_length: longest sequence, in tokens.
-        spec: from the configuration to the layer spec.
+        spec: from the configuration to the layer spec; None: `packed_layer_spec`, or
+            ``packed_hybrid_stack_spec`` for a pattern.
         ddp: data-parallel settings; None: Megatron's defaults, gradients reduced in float32.
         wrap: False gives bare chunks, for inference alone.
-        gpt_options: further `GPTModel` arguments.
+        hybrid_layer_pattern: a letter for each layer, as ``--hybrid-layer-pattern``; ``|`` cuts
+            (virtual) pipeline stages.
+        options: further arguments of the model.
 
     Returns:
         one chunk per virtual pipeline stage.
     """
-    options: dict[str, Any] = {
+    options = {
         "vocab_size": vocab_size,
         "max_sequence_length": max_sequence_length,
         "position_embedding_type": "rope",
         "share_embeddings_and_output_weights": False,
-    } | gpt_options
-    chunks = _bare_chunks(config, spec(config), options)
+    } | options
+    model: Any = GPTModel
+    if hybrid_layer_pattern is None:
+        options["transformer_layer_spec"] = (spec or packed_layer_spec)(config)
+    else:
+        options["hybrid_stack_spec"] = spec(config) if spec else hybrid_spec()
+        options["hybrid_layer_pattern"] = hybrid_layer_pattern
+        model = importlib.import_module("megatron.core.models.hybrid.hybrid_model").HybridModel
+    chunks = _bare_chunks(config, model, options)
     if config.fp16 or config.bf16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     # As megatron.training does: the optimizer tells parameters that all tensor-parallel ranks hold
@@ -159,14 +173,13 @@ def build_optimizer(model: list[Any], config: OptimizerConfig) -> Any:
     return optimizer
 
 
-def _bare_chunks(config: TransformerConfig, layer_spec: Any, options: dict[str, Any]) -> list[Any]:
+def _bare_chunks(config: TransformerConfig, model: Any, options: dict[str, Any]) -> list[Any]:
     virtual = config.virtual_pipeline_model_parallel_size or 1
     chunks: list[Any] = []
     for stage in range(virtual):
         at = {"vp_stage": stage if virtual > 1 else None}
-        chunk = GPTModel(
+        chunk = model(
             config=config,
-            transformer_layer_spec=layer_spec,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=virtual == 1, **at),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=virtual == 1, **at),
             vp_stage=at["vp_stage"],

@@ -77,12 +77,12 @@ def has_half_precision_wrapper(chunk: Any) -> bool:
 def padding_mask(chunk: Any, row: PackedMicroBatch) -> Tensor:
     """Bool ``[1, tokens]``, True for padding; a placeholder is padding throughout.
 
-    The first stage takes the mask of all tokens and scatters it itself under sequence parallelism,
-    later stages expect their own tokens.
+    A model whose first stage scatters it under sequence parallelism takes the mask of all tokens
+    there; elsewhere a stage expects its own tokens.
     """
     mask = torch.ones_like(row.padding_mask) if row.is_placeholder else row.padding_mask
-    scatters = get_attr_wrapped_model(chunk, "pre_process")
-    if scatters or not get_model_config(chunk).sequence_parallel:
+    model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+    if compat.scatters_padding_mask(model) or not get_model_config(chunk).sequence_parallel:
         return mask
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()

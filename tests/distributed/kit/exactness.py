@@ -16,7 +16,14 @@ from megatron.core.utils import get_model_config
 from kit.blocking_p2p import blocking_p2p
 from kit.model import ROUTING, adam, local_part, named_parameters, sharded_model
 from kit.objective import DEFAULT_OBJECTIVE, packed_objective
-from kit.samples import CAP_TOKENS, make_samples, routed_experts, share, take
+from kit.samples import (
+    CAP_TOKENS,
+    make_samples,
+    multimodal_positions,
+    routed_experts,
+    share,
+    take,
+)
 from kit.transfers import counted_transfers
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch
 from mcore_batching.megatron import (
@@ -162,6 +169,8 @@ def differences(
     samples = make_samples()
     if kind == "replay":
         samples["rollout_routed_experts"] = routed_experts(**ROUTING)
+    if kind == "mrope":
+        samples["position_ids"] = [multimodal_positions(n) for n in samples["total_lengths"]]
     replica = parallel_state.get_data_parallel_rank()
     mine = share(samples, spread, replica, shape.data_parallel)
     args = arguments(shape, **(planner or {}))
@@ -197,8 +206,11 @@ def differences(
         result = train_step(loss_function, args, model, iterators, counts, optimizer)
     assert get_model_config(model[0]).grad_scale_func is not None
     report |= {"metrics": result.metrics, "grad_norm": result.grad_norm, "gradients": {}}
-    for name, parameter in named_parameters(model):
-        whole = expected["gradients"][name]
+    trained = {name: p for name, p in named_parameters(model) if p.requires_grad}
+    for name, whole in expected["gradients"].items():
+        parameter = trained.get(name)
+        if parameter is None:  # of another stage
+            continue
         if not distributed_optimizer:  # else a rank holds the reduced gradient of its part alone
             clip = min(1.0, 1.0 / (expected["grad_norm"] + 1e-6))
             part = local_part(name, whole * clip, parameter)

@@ -427,7 +427,7 @@ def slime_style(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     }
 
 
-def expert_bias_counts(dims: dict[str, Any], reference: str) -> dict[str, Any]:
+def expert_bias_counts(dims: dict[str, Any], reference: str, kind: str = "moe") -> dict[str, Any]:
     """Tokens that the router counts towards the expert bias: real ones alone."""
     settings = {
         "moe_router_enable_expert_bias": True,
@@ -436,7 +436,7 @@ def expert_bias_counts(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     }
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     weights = torch.load(reference, weights_only=True)["weights"]
-    model = sharded_model(ParallelDims(**dims), "moe", weights, ddp, **settings)
+    model = sharded_model(ParallelDims(**dims), kind, weights, ddp, **settings)
     args = arguments(ParallelDims(**dims), dynamic_batch_pad_each_to=16)
     data = my_samples(dims, "empty")
     counted: list[torch.Tensor] = []

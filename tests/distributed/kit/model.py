@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from kit.samples import VOCABULARY
 from mcore_batching.megatron import packed_layer_spec
+from mcore_batching.megatron.standalone import bootstrap
 from mcore_batching.megatron.standalone.bootstrap import (
     build_model,
     build_optimizer,
@@ -41,6 +43,20 @@ MAMBA = {
     "mamba_state_dim": 16,
 }
 """Of Mamba layers."""
+HYBRID = {
+    "hybrid": "*-*-",
+    "hybrid-moe": "*E*E",
+    "hybrid-mamba": "M*-",
+    "hybrid-gdn": "G*-",
+}
+"""Kinds that are a `HybridModel`, and its layers."""
+GATED_DELTA_NET = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
 
 
 def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
@@ -48,8 +64,10 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
 
     ``"dense"``; ``"moe"``: 4 experts, top 2; ``"replay"``: these, told which experts to take;
     ``"learned"``: dense with learned positions; ``"qk"``: dense with norms on queries and keys;
-    ``"mrope"``: dense with multimodal rotary embeddings; ``"mamba"``: dense, three of four layers
-    with Mamba for attention; ``"mla"``: dense with multi-latent attention.
+    ``"window"``: dense, every second layer with a sliding window; ``"mrope"``: dense with
+    multimodal rotary embeddings; ``"frozen"``: dense, of which little is trained; ``"mamba"``:
+    dense, three of four layers with Mamba for attention; ``"mla"``: dense with multi-latent
+    attention. Those of `HYBRID` have its layers.
     """
     options: dict[str, Any] = {
         "num_layers": 4,
@@ -75,7 +93,9 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
         "deallocate_pipeline_outputs": True,
         "calculate_per_token_loss": True,
     }
-    if kind in ("moe", "replay"):
+    if kind in HYBRID:
+        options |= {"num_layers": len(HYBRID[kind]), "is_hybrid_model": True}
+    if kind in ("moe", "replay", "hybrid-moe"):
         options |= {
             "moe_enable_routing_replay": kind == "replay",
             "num_moe_experts": 4,
@@ -83,8 +103,14 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
             "moe_router_load_balancing_type": "none",
             "moe_grouped_gemm": False,
         }
-    if kind == "mamba":
+    if kind in ("mamba", "hybrid-mamba"):
         options |= MAMBA
+    if kind == "hybrid-gdn":
+        options |= GATED_DELTA_NET
+    if kind == "window":
+        options |= {"window_size": (5, 0), "window_attn_skip_freq": 2}
+    if kind == "mrope":
+        options["mrope_section"] = [2, 1, 1]
     options["qk_layernorm"] = kind == "qk"
     if kind == "mla":
         del options["num_query_groups"]
@@ -101,10 +127,23 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
     return TransformerConfig(**options | settings)
 
 
-def gpt_options(kind: str) -> dict[str, Any]:
-    """Arguments of `GPTModel` for a model kind."""
+def model_options(kind: str, stages: int = 1) -> dict[str, Any]:
+    """Arguments of `build_model` for a model kind.
+
+    Args:
+        kind: of `transformer_config`.
+        stages: pipeline stages, or virtual ones, into which a hybrid model is cut; unevenly where
+            its layers do not divide by them.
+    """
     kinds = {"learned": "learned_absolute", "mrope": "mrope"}
-    return {"position_embedding_type": kinds.get(kind, "rope")}
+    options = {"position_embedding_type": kinds.get(kind, "rope")}
+    if kind in HYBRID:
+        layers = HYBRID[kind]
+        cuts = [len(layers) * stage // stages for stage in range(stages + 1)]
+        options["hybrid_layer_pattern"] = "|".join(
+            layers[start:end] for start, end in itertools.pairwise(cuts)
+        )
+    return options
 
 
 def layer_spec(kind: str, attention_layer: ModuleSpec, config: TransformerConfig) -> Any:
@@ -125,18 +164,27 @@ def sharded_model(
 ) -> list[Any]:
     """This rank's chunks, holding its part of ``weights``."""
     config = transformer_config(kind, **pipeline_config(dims) | settings)
-    model = build_model(
-        config,
-        vocab_size=VOCABULARY,
-        max_sequence_length=MAX_SEQUENCE_LENGTH,
-        spec=lambda config: layer_spec(kind, packed_layer_spec(config), config),
-        ddp=ddp,
-        **gpt_options(kind),
-    )
+    options = model_options(kind, dims.pipeline_parallel * dims.virtual_pipeline)
+    if kind not in HYBRID:
+        options["spec"] = lambda config: layer_spec(kind, packed_layer_spec(config), config)
+    options |= {"vocab_size": VOCABULARY, "max_sequence_length": MAX_SEQUENCE_LENGTH}
+    if kind == "frozen":  # the wrapper has no gradients of what is frozen by then
+        model = build_model(config, wrap=False, **options)
+        for chunk in model:
+            freeze(kind, chunk)
+        model = bootstrap._wrapped(config, model, ddp)
+    else:
+        model = build_model(config, ddp=ddp, **options)
     with torch.no_grad():
         for name, parameter in named_parameters(model):
             parameter.copy_(local_part(name, weights[name], parameter))
     return model
+
+
+def freeze(kind: str, chunk: Any) -> None:
+    """Of the kind ``"frozen"`` train the output projections of attention alone, as adapters are."""
+    for name, parameter in chunk.named_parameters():
+        parameter.requires_grad_(kind != "frozen" or "linear_proj" in name)
 
 
 def adam(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kit.model import CLIP_GRAD, MAX_SEQUENCE_LENGTH, named_parameters, transformer_config
 from kit.objective import KL_WEIGHT, kl_terms, policy_terms
-from kit.reference import plain_adam
+from kit.reference import PlainAttention, plain_adam
 from kit.samples import VOCABULARY
 from mcore_batching.megatron.standalone.bootstrap import pipeline_config
 from mcore_batching.planning import ParallelDims
@@ -172,22 +172,6 @@ class RandomReference:
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIP_GRAD)
         self._optimizer.step()
         return {"gradients": gradients, "grad_norm": float(norm)}
-
-
-class PlainAttention(torch.nn.Module):
-    """Core attention of multi-latent layers, which Megatron's own local one does not take."""
-
-    def __init__(self, config: Any, *unused: Any, **options: Any) -> None:
-        super().__init__()
-        del config, unused
-        self._scale = options.get("softmax_scale")
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **_: Any) -> Tensor:
-        """``[length, 1, heads, dims]`` each to ``[length, 1, heads * dims]``."""
-        scale = self._scale or query.shape[-1] ** -0.5
-        scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * scale
-        weights = scores.masked_fill(mask, -torch.inf).softmax(-1)
-        return torch.einsum("bhqk,kbhd->qbhd", weights, value).flatten(2)
 
 
 def trained_mask(samples: Mapping[str, list[Any]], i: int) -> Tensor:

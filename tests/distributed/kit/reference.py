@@ -8,30 +8,39 @@ gradients and the weights after one step; of a kind that ends in `TRAINED` sever
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from kit.model import (
     ADAM,
     CLIP_GRAD,
+    HYBRID,
     MAX_SEQUENCE_LENGTH,
     ROUTING,
-    gpt_options,
+    freeze,
     layer_spec,
+    model_options,
     named_parameters,
     transformer_config,
 )
 from kit.objective import DEFAULT_OBJECTIVE, OBJECTIVES, plain_objective
-from kit.samples import VOCABULARY, make_samples, routed_experts
+from kit.samples import VOCABULARY, make_samples, multimodal_positions, routed_experts
+from mcore_batching import megatron
 from mcore_batching.megatron.standalone.bootstrap import (
+    build_model,
     initialize_model_parallel,
     initialize_process_group,
     pipeline_config,
@@ -45,12 +54,25 @@ _NUM_STEPS = 6  # rounding grows with every one, tenfold from the seventh on
 def plain_model(kind: str, **settings: Any) -> Any:
     """The whole model on this rank, whatever stage of a pipeline it is, on Megatron's own spec."""
     config = transformer_config(kind, **pipeline_config(ParallelDims()), **settings)
+    if kind in HYBRID:
+        (model,) = build_model(
+            config,
+            vocab_size=VOCABULARY,
+            max_sequence_length=MAX_SEQUENCE_LENGTH,
+            spec=hybrid_with_local_attention,
+            wrap=False,
+            **model_options(kind),
+        )
+        return model
     local_layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
         normalization=config.normalization,
     )
+    if config.multi_latent_attention:
+        local_layer.submodules.self_attention.submodules.core_attention = PlainAttention
     model = GPTModel(
         config=config,
         transformer_layer_spec=layer_spec(kind, local_layer, config),
@@ -59,15 +81,48 @@ def plain_model(kind: str, **settings: Any) -> Any:
         pre_process=True,
         post_process=True,
         share_embeddings_and_output_weights=False,
-        **gpt_options(kind),
+        **model_options(kind),
     )
+    freeze(kind, model)
     return model.to(torch.device(torch.cuda.current_device()))
 
 
-def plain_log_probs(model: Any, tokens: Tensor) -> Tensor:
-    """Log-probability of every token of ``[samples, length]`` tokens, 0 of the first of each."""
+class PlainAttention(torch.nn.Module):
+    """Core attention of multi-latent layers, which Megatron's own local one does not take."""
+
+    def __init__(self, config: Any, *unused: Any, **options: Any) -> None:
+        super().__init__()
+        del config, unused
+        self._scale = options.get("softmax_scale")
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **_: Any) -> Tensor:
+        """``[length, 1, heads, dims]`` each to ``[length, 1, heads * dims]``."""
+        scale = self._scale or query.shape[-1] ** -0.5
+        scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * scale
+        weights = scores.masked_fill(mask, -torch.inf).softmax(-1)
+        return torch.einsum("bhqk,kbhd->qbhd", weights, value).flatten(2)
+
+
+def hybrid_with_local_attention(config: TransformerConfig) -> ModuleSpec:
+    """Hybrid layers with Megatron's own local attention, which takes plain rows alone."""
+    del config
+    spec = megatron.packed_hybrid_stack_spec
+    layer = copy.deepcopy(spec.submodules.attention_layer)
+    layer.submodules.self_attention.submodules.core_attention = DotProductAttention
+    return replace(spec, submodules=replace(spec.submodules, attention_layer=layer))
+
+
+def plain_log_probs(model: Any, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Log-probability of every token of ``[samples, length]`` tokens, 0 of the first of each.
+
+    Args:
+        model: on plain rows.
+        tokens: of samples of one length.
+        positions: ``[axes, samples, length]`` of multimodal models.
+    """
     num_samples, length = tokens.shape
-    positions = torch.arange(length, device=tokens.device).expand(num_samples, length)
+    if positions is None:
+        positions = torch.arange(length, device=tokens.device).expand(num_samples, length)
     future = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).triu(1)
     logits = model(tokens, positions, future).float()
     predicted = torch.log_softmax(logits, -1)[:, :-1].gather(2, tokens[:, 1:, None])[..., 0]
@@ -102,8 +157,8 @@ def _results(kind: str, *, is_trained: bool) -> dict[str, Any]:
         for key, values in make_samples().items()
     }
     log_probs = _log_probs(model, samples, kind)
-    parameters = dict(named_parameters([model]))
-    weights = {name: p.detach().cpu().clone() for name, p in parameters.items()}
+    weights = {name: p.detach().cpu().clone() for name, p in named_parameters([model])}
+    parameters = {name: p for name, p in named_parameters([model]) if p.requires_grad}
     values = {name: plain_objective(log_probs, samples, name) for name in OBJECTIVES}
     # All gradients before the first update, which changes what they are computed from.
     gradients = {
@@ -132,7 +187,9 @@ def _log_probs(model: Any, samples: Mapping[str, list[Any]], kind: str) -> list[
     ):
         if kind == "replay":
             _tell_routers(routed_experts(**ROUTING)[i])
-        log_probs.append(plain_log_probs(model, tokens[None])[0, len(tokens) - response :])
+        positions = multimodal_positions(len(tokens))[:, None] if kind == "mrope" else None
+        log_prob = plain_log_probs(model, tokens[None], positions)
+        log_probs.append(log_prob[0, len(tokens) - response :])
     return log_probs
 
 
@@ -173,7 +230,7 @@ def _one_step(
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
-            parameter.grad = gradients[name].clone()
+            parameter.grad = gradients[name].clone() if name in gradients else None
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
     plain_adam(model).step()
     return {

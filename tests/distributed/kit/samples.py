@@ -102,3 +102,9 @@ def share(samples: dict[str, list[Any]], spread: str, rank: int, ranks: int) -> 
 def take(samples: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
     """The samples at ``indices``."""
     return {key: [values[i] for i in indices] for key, values in samples.items()}
+
+
+def multimodal_positions(length: int) -> torch.Tensor:
+    """``[3, length]``: those of time, height and width, as of an image in the text."""
+    tokens = torch.arange(length)
+    return torch.stack((tokens, tokens // 2, tokens % 5))

@@ -18,6 +18,7 @@ from kit import exactness
 from kit.faults import my_samples, small_model
 from kit.model import adam
 from kit.objective import packed_objective
+from kit.stand_ins import stood_in
 from mcore_batching.batch import (
     DEFAULT_SCHEMA,
     Kind,
@@ -35,6 +36,7 @@ from mcore_batching.megatron import (
     schedule_of,
     train_step,
 )
+from mcore_batching.megatron.cpu_kernels import stand_in_for_kernels
 from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.rollout import exchange
 from mcore_batching.megatron.rollout.data_iterator import rollout_of
@@ -241,9 +243,17 @@ def refused_models(dims: dict[str, Any], reference: str) -> dict[str, str]:
     def other_layer(bare: Any) -> None:
         bare.decoder.layers[2].self_attention.__class__ = OwnAttention
 
+    def state_space(bare: Any) -> None:
+        with stood_in("triton"):
+            from megatron.core.ssm.mamba_mixer import MambaMixer
+        stand_in_for_kernels()
+        mixer = object.__new__(MambaMixer)
+        torch.nn.Module.__init__(mixer)
+        bare.decoder.layers[3].mixer = mixer
+
     args = exactness.arguments(ParallelDims(**dims), dynamic_batch_context_parallel=1)
     said = {}
-    for change in (other_positions, other_core, other_layer):
+    for change in (other_positions, other_core, other_layer, state_space):
         model = small_model(dims, reference)
         check_settings(args, model)
         change(unwrap_model(model[0]))

@@ -1,0 +1,111 @@
+"""The layers of a `HybridModel` without Transformer Engine.
+
+Megatron's own spec of them has Transformer Engine's layers throughout. Here each has Megatron's
+local linear layers instead, `PackedAttention`, and a norm of its own where Transformer Engine's
+linear layers hold it; DeepSeek sparse attention has no local layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelLinear,
+    TEDotProductAttention,
+    TELayerNormColumnParallelLinear,
+    TELinear,
+    TENorm,
+    TERowParallelLinear,
+)
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from mcore_batching.megatron import compat, cpu_emulation
+from mcore_batching.megatron.attention.packed_attention import PackedAttention
+from mcore_batching.megatron.attention.specs import SequenceParallelNorm, uses_transformer_engine
+from mcore_batching.megatron.cpu_kernels import stand_in_for_kernels
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
+
+_LOCAL = (
+    (TEColumnParallelLinear, ColumnParallelLinear),
+    (TEDotProductAttention, PackedAttention),
+    (TELayerNormColumnParallelLinear, ColumnParallelLinear),
+    (TELinear, ColumnParallelLinear),
+    (TENorm, SequenceParallelNorm),
+    (TERowParallelLinear, RowParallelLinear),
+)
+"""Transformer Engine's classes, or what stands for them where it is missing, and the local ones."""
+_NORM_BEFORE = {"self_attention": "input_layernorm", "mlp": "pre_mlp_layernorm", "mixer": "norm"}
+"""What a layer runs, and the norm before it."""
+
+
+class _Refused:
+    """Raises when it is built."""
+
+    def __init__(self, *unused: Any, instead: str, **options: Any) -> None:
+        del unused, options
+        raise DynamicBatchArgumentError(instead)
+
+
+_NO_MODEL = ModuleSpec(
+    module=_Refused,
+    params={
+        "instead": "packed_hybrid_stack_spec is for HybridModel, which Megatron-LM has from 0.18 "
+        "on: install a later one, or build a GPTModel with packed_layer_spec(config)"
+    },
+)
+_NO_SPARSE_ATTENTION = ModuleSpec(
+    module=_Refused,
+    params={
+        "instead": "Megatron-LM has DeepSeek sparse attention of Transformer Engine's layers "
+        "alone: install it, or set a --hybrid-layer-pattern without D"
+    },
+)
+
+
+@functools.cache
+def hybrid_spec() -> ModuleSpec:
+    """The layers of a `HybridModel` for packed rows: ``packed_hybrid_stack_spec``.
+
+    With Transformer Engine installed, Megatron's own spec, unchanged. Without it, and on the CPU
+    stand-in, the same layers of Megatron's local ones; hybrid models then get a local final norm.
+    Where Megatron has no `HybridModel`, one that raises when it is built.
+    """
+    if not compat.has_hybrid_model():
+        return _NO_MODEL
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    if uses_transformer_engine():
+        return hybrid_stack_spec
+    if cpu_emulation.is_enabled():
+        stand_in_for_kernels()
+    hybrid_block.TENorm = SequenceParallelNorm
+    ours = dataclasses.replace(_local(hybrid_stack_spec.submodules), dsa_layer=_NO_SPARSE_ATTENTION)
+    # The number says only that there are experts: a layer takes its own from the configuration.
+    experts = get_moe_module_spec(use_te=False, num_experts=1, moe_grouped_gemm=False)
+    ours.moe_layer.submodules.mlp = experts
+    return dataclasses.replace(hybrid_stack_spec, submodules=ours)
+
+
+def _local(part: Any) -> Any:
+    """A part of the spec with Transformer Engine's classes replaced."""
+    for theirs, ours in _LOCAL:
+        if part is theirs:
+            return ours
+    if isinstance(part, functools.partial):
+        return functools.partial(part.func, **{k: _local(v) for k, v in part.keywords.items()})
+    if isinstance(part, list):
+        return [_local(each) for each in part]
+    if isinstance(part, type) or not dataclasses.is_dataclass(part):
+        return part
+    own = {each.name: getattr(part, each.name) for each in dataclasses.fields(part)}
+    changes = {name: _local(value) for name, value in own.items()}
+    for name, norm in _NORM_BEFORE.items():
+        if isinstance(own.get(name), ModuleSpec | functools.partial):
+            changes[norm] = SequenceParallelNorm
+    replaced: Any = dataclasses.replace(part, **changes)  # type: ignore[type-var]
+    return replaced

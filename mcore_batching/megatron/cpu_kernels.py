@@ -1,0 +1,148 @@
+"""Torch stand-ins for the kernels of Mamba and GatedDeltaNet layers, which run on GPUs alone.
+
+Under the CPU stand-in they take the places of ``mamba_ssm``, ``causal_conv1d``,
+``flash-linear-attention`` and of the one function of Transformer Engine that these layers call. As
+the kernels, they begin anew with every sequence of a row. For tests: the scan's memory is quadratic
+in a sequence's length.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mcore_batching.batch.zigzag import packed_positions
+
+
+def stand_in_for_kernels() -> None:
+    """Replace the kernels in the state-space layers that are imported by now."""
+    stand_ins = {
+        "HAVE_FLA": True,
+        "HAVE_MAMBA_SSM": True,
+        "MAMBA_HAS_STATE_DTYPE": False,
+        "ExtendedRMSNorm": _GroupNorm,
+        "_check_mamba_sequence_packing_support": lambda **options: (True, None),
+        "mamba_split_conv1d_scan_combined": _mamba,
+        "causal_conv1d": _causal_convolution,
+        "chunk_gated_delta_rule": _gated_delta_rule,
+        "l2norm": lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6),
+        "tex": _Engine,
+        "is_te_min_version": lambda version: True,
+    }
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core.ssm."):
+            # All of them: 0.16 leaves the names undefined where a kernel is missing.
+            vars(module).update(stand_ins)
+
+
+class _GroupNorm(torch.nn.Module):
+    """RMSNorm of groups of channels."""
+
+    def __init__(self, channels: int, eps: float, group_size: int, **unused: Any) -> None:
+        del unused
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(channels))
+        self.eps, self.group_size = eps, group_size
+
+    def forward(self, values: Tensor) -> Tensor:
+        groups = torch.unflatten(values, -1, (-1, self.group_size))
+        return (
+            functional.rms_norm(groups, groups.shape[-1:], eps=self.eps).flatten(-2) * self.weight
+        )
+
+
+class _Engine:
+    """The one function of Transformer Engine that Mamba calls under context parallelism."""
+
+    @staticmethod
+    def thd_get_partitioned_indices(
+        offsets: Tensor, total_tokens: int, ranks: int, rank: int
+    ) -> Tensor:
+        """int32 ``[tokens of the rank]``: their places in the whole row."""
+        del total_tokens
+        return packed_positions(offsets.tolist(), ranks, rank).to(torch.int32)
+
+
+def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """SiLU of the causal depthwise convolution of one sequence, ``[batch, tokens, channels]``."""
+    before = functional.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
+    made = functional.conv1d(before, weight[:, None], bias, groups=len(weight))
+    return functional.silu(made.transpose(1, 2))
+
+
+def _mamba(
+    projected: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    step_bias: Tensor,
+    decay_rates: Tensor,
+    *,
+    headdim: int,
+    ngroups: int,
+    seq_idx: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """Convolution and state-space scan ``[batch, tokens, inner]`` of sequences that begin anew
+    where ``seq_idx`` changes, in the quadratic form."""
+    heads, skip = len(step_bias), options["D"][:, None]
+    inner = heads * headdim
+    gate, mixed, steps = torch.split(projected, [inner, len(weight), heads], -1)
+    numbers = torch.zeros(projected.shape[1]) if seq_idx is None else seq_idx[0]
+    lengths = torch.unique_consecutive(numbers, return_counts=True)[1].tolist()
+    made = []
+    for x, step in zip(torch.split(mixed, lengths, 1), torch.split(steps, lengths, 1), strict=True):
+        x = _convolved(x, weight, bias)
+        x, *keys_and_queries = torch.split(x, [inner, *[(x.shape[-1] - inner) // 2] * 2], -1)
+        x = torch.unflatten(x, -1, (heads, headdim))
+        keys, queries = (
+            torch.unflatten(each, -1, (ngroups, -1)).repeat_interleave(heads // ngroups, 2)
+            for each in keys_and_queries
+        )
+        step = functional.softplus(step + step_bias)
+        # In float64, or what differences of these sums lose to rounding shows in the gradients.
+        decay = (step * decay_rates).double().cumsum(1)
+        past = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()[None, :, :, None]
+        decays = (decay[:, :, None] - decay[:, None]).masked_fill(~past, -torch.inf).exp().to(x)
+        scores = torch.einsum("blhn,bmhn->blmh", queries, keys) * decays
+        y = torch.einsum("blmh,bmhp->blhp", scores, x * step[..., None]) + x * skip
+        made.append(y.flatten(2))
+    return torch.cat(made, 1) * functional.silu(gate)
+
+
+def _lengths(offsets: Tensor | None, total_tokens: int) -> list[int]:
+    lengths: list[int] = [total_tokens] if offsets is None else offsets.diff().tolist()
+    return lengths
+
+
+def _causal_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, cu_seqlens: Tensor | None, **unused: Any
+) -> tuple[Tensor, None]:
+    """``[batch, tokens, channels]``."""
+    del unused
+    sequences = torch.split(x, _lengths(cu_seqlens, x.shape[1]), 1)
+    return torch.cat([_convolved(each, weight, bias) for each in sequences], 1), None
+
+
+def _gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    cu_seqlens: Tensor | None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Megatron's own rule in torch, which takes one sequence: ``[batch, tokens, heads, dim]``."""
+    from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule
+
+    del unused
+    lengths = _lengths(cu_seqlens, q.shape[1])
+    sequences = zip(*(torch.split(each, lengths, 1) for each in (q, k, v, g, beta)), strict=True)
+    # It pads a sequence to whole chunks, of 64 tokens if not told otherwise.
+    made = [torch_chunk_gated_delta_rule(*each, chunk_size=16)[0] for each in sequences]
+    return torch.cat(made, 1), None
