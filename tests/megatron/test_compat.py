@@ -10,6 +10,7 @@ from typing import Any
 import megatron.core
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
@@ -17,6 +18,7 @@ from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.logits.fused_output import check_can_be_fused
+from mcore_batching.megatron.topology import current_dims
 
 
 def test_packed_sequence_parameters_are_what_transformer_engine_expects() -> None:
@@ -85,6 +87,24 @@ def test_who_waits_for_sends(
     monkeypatch.setattr(megatron.core, "__version__", version)
     config = SimpleNamespace(deallocate_pipeline_outputs=frees_outputs)
     assert compat.waits_for_sends(config) is waits
+
+
+@pytest.mark.parametrize(("virtual", "group"), [(2, 6), (1, None)])
+def test_dims_have_the_interleaved_schedules_group(
+    monkeypatch: pytest.MonkeyPatch, virtual: int, group: int | None
+) -> None:
+    for name in dir(parallel_state):
+        if name.startswith("get_") and name.endswith("_world_size"):
+            size = {"get_virtual_pipeline_model_parallel_world_size": virtual}.get(name, 2)
+            monkeypatch.setattr(parallel_state, name, lambda size=size: size)
+    config = SimpleNamespace(
+        sequence_parallel=True,
+        microbatch_group_size_per_vp_stage=6,
+        deallocate_pipeline_outputs=True,
+    )
+    dims = current_dims([SimpleNamespace(config=config)])
+    assert (dims.virtual_pipeline, dims.microbatch_group_size) == (virtual, group)
+    assert dims.sequence_parallel
 
 
 def test_options_that_a_release_lacks_are_off() -> None:

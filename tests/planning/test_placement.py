@@ -10,10 +10,12 @@ from mcore_batching.planning import (
     CostModel,
     ParallelDims,
     PlannerConfig,
+    Problem,
     StepPlan,
     plan_step,
     step_statistics,
 )
+from mcore_batching.planning.placement import largest_first
 
 PROPORTIONAL = CostModel(quadratic=0, per_micro_batch=0)
 
@@ -117,3 +119,10 @@ def test_the_largest_comes_first_where_order_takes_no_time(
     step = plan_step(lengths, dims, config, forward_only=forward_only)
     for rank in step.micro_batches:
         assert [sum(lengths[i] for i in samples) for samples in rank] == [15_000, 14_000]
+
+
+def test_a_rank_in_lockstep_does_not_end_with_a_placeholder_for_the_largest_to_come_first() -> None:
+    dims = ParallelDims(data_parallel=2, expert_parallel=2)
+    problem = Problem.of([10, 50, 60], dims, PlannerConfig(max_tokens_per_gpu=100))
+    ranks = (((0,), (1,)), ((), (2,)))
+    assert largest_first(problem, ranks) == ranks
