@@ -31,7 +31,6 @@ from mcore_batching.planning.groups import LastStep, group_key, group_steps
 from mcore_batching.planning.integers import at_least
 from mcore_batching.planning.packing import first_fit, first_fit_decreasing
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.pipeline import pipeline_operations
 from mcore_batching.planning.plan import MicroBatches, StepPlan
 from mcore_batching.planning.planner import plan_batch, plan_step
 from mcore_batching.planning.problem import MAX_LENGTH_TOKENS, Problem
@@ -89,7 +88,6 @@ __all__ = [
     "group_steps",
     "micro_batch_lower_bound",
     "pack_shard",
-    "pipeline_operations",
     "plan_batch",
     "plan_step",
     "predicted_step_time",

@@ -7,9 +7,9 @@ the same cells are aligned with spaces, and nothing is wrapped or cut.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from mcore_batching.planning import (
     ParallelDims,
@@ -24,30 +24,51 @@ from mcore_batching.planning.memory import PredictedMemory
 SHOWN_STEPS_AT_EACH_END = 8
 """Of a long table: twice as many fit on a screen."""
 
-STEP_COLUMNS = (
-    "step",
-    "samples",
-    "micro-batches/rank",
-    "token fill",
-    "padding",
-    "placeholders",
-    "oversize",
-    "in flight",
-    "rank balance",
-    "slot balance",
-    "time/floor",
-)
-
 FLOOR = "a mean rank's work or the longest sample's way through all stages; no plan ends sooner"
 
-STEP_LEGEND = f"""\
-token fill    tokens of samples / (cap x micro-batches of all ranks, placeholders included)
-padding       share of padding in the tokens of micro-batches that hold samples
-in flight     most tokens whose activations a first pipeline stage holds at a time
-rank balance  cost of the heaviest rank / mean over ranks; 1 is even
-slot balance  costliest micro-batch of each slot, added up / mean over ranks; 1 is even
-time/floor    predicted end of the step / the floor:
-              {FLOOR}"""
+
+class Column(NamedTuple):
+    """A column of the table of steps."""
+
+    cell: Callable[[StepStatistics], str]
+    meaning: str = ""
+    """For the legend, if its heading does not say."""
+
+
+STEP_COLUMNS = {
+    "samples": Column(lambda step: str(step.num_samples)),
+    "micro-batches/rank": Column(lambda step: str(step.num_microbatches)),
+    "token fill": Column(
+        lambda step: f"{step.fill:.1%}",
+        "tokens of samples / (cap x micro-batches of all ranks, placeholders included)",
+    ),
+    "padding": Column(
+        lambda step: f"{step.padding:.1%}",
+        "share of padding in the tokens of micro-batches that hold samples",
+    ),
+    "placeholders": Column(lambda step: str(step.num_placeholders)),
+    "oversize": Column(lambda step: str(step.num_oversize)),
+    "in flight": Column(
+        lambda step: f"{step.peak_inflight_tokens:.0f}",
+        "most tokens whose activations a first pipeline stage holds at a time",
+    ),
+    "rank balance": Column(
+        lambda step: f"{step.rank_balance:.3f}",
+        "cost of the heaviest rank / mean over ranks; 1 is even",
+    ),
+    "slot balance": Column(
+        lambda step: f"{step.slot_balance:.3f}",
+        "costliest micro-batch of each slot, added up / mean over ranks; 1 is even",
+    ),
+    "time/floor": Column(
+        lambda step: f"{step.time_over_floor:.3f}",
+        f"predicted end of the step / the floor:\n{'':14}{FLOOR}",
+    ),
+}
+
+STEP_LEGEND = "\n".join(
+    f"{name:14}{column.meaning}" for name, column in STEP_COLUMNS.items() if column.meaning
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +93,8 @@ def step_table(statistics: Sequence[StepStatistics]) -> Table:
     total = statistics[0]  # `sum` would begin with 0, which is no StepStatistics
     for step in statistics[1:]:
         total += step
-    return Table(columns=STEP_COLUMNS, rows=both_ends(rows), total=_step_row("total", total))
+    columns = ("step", *STEP_COLUMNS)
+    return Table(columns=columns, rows=both_ends(rows), total=_step_row("total", total))
 
 
 def both_ends(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
@@ -85,19 +107,7 @@ def both_ends(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
 
 
 def _step_row(name: str, step: StepStatistics) -> tuple[str, ...]:
-    return (
-        name,
-        str(step.num_samples),
-        str(step.num_microbatches),
-        f"{step.fill:.1%}",
-        f"{step.padding:.1%}",
-        str(step.num_placeholders),
-        str(step.num_oversize),
-        f"{step.peak_inflight_tokens:.0f}",
-        f"{step.rank_balance:.3f}",
-        f"{step.slot_balance:.3f}",
-        f"{step.time_over_floor:.3f}",
-    )
+    return (name, *(column.cell(step) for column in STEP_COLUMNS.values()))
 
 
 def memory_line(memory: PredictedMemory) -> str:

@@ -58,12 +58,17 @@ def figures_of(hosts: Hosts | None, lengths: Sequence[int], costs: CostModel) ->
         lengths: total length of each of them, in tokens.
         costs: by which a step's work is weighed.
     """
-    numbers: list[float] = [0, 0, 0, 0, 0.0, 0.0]
-    if hosts is not None:
-        own = [lengths[i] for i, host in enumerate(hosts.host) if host == i]
-        work = [sum(map(costs.sample, each)) for each in (lengths, own)]
-        numbers = [len(lengths), len(own), hosts.tokens, hosts.computed, *work]
-    return {"shared prefixes": total(numbers)}
+    host = hosts.host if hosts is not None else ()
+    work = [costs.sample(length) for length in lengths[: len(host)]]
+    own = [work[i] for i, each in enumerate(host) if each == i]
+    return {
+        "prefixes: samples": total(len(host)),
+        "prefixes: hosts": total(len(own)),
+        "prefixes: tokens": total(hosts.tokens if hosts is not None else 0),
+        "prefixes: hosts' tokens": total(hosts.computed if hosts is not None else 0),
+        "prefixes: work": total(float(sum(work))),
+        "prefixes: hosts' work": total(float(sum(own))),
+    }
 
 
 def reasons_to_say(job: Job, hosts: Hosts | None) -> Mapping[str, int] | None:
@@ -83,12 +88,14 @@ def say_saving(
         figures: of all ranks, `figures_of` among them.
         told: why samples of each rank are alone, if any rank asked.
     """
-    samples, own, tokens, computed, work, own_work = figures["shared prefixes"]
+    samples, own = figures["prefixes: samples"], figures["prefixes: hosts"]
+    tokens, computed = figures["prefixes: tokens"], figures["prefixes: hosts' tokens"]
+    kept = (1 - WORTH_SAYING) * figures["prefixes: work"]
     fewer = f"{tokens / max(computed, 1):.1f}x fewer"
     if own < samples and job.options.share_prefixes:
         text = f"{samples:,} samples in {own:,} rows' worth of tokens: {computed:,}, {fewer}"
         _say(job, _SAVED, text)
-    elif own < samples and own_work <= (1 - WORTH_SAYING) * work:
+    elif own < samples and figures["prefixes: hosts' work"] <= kept:
         text = (
             f"{tokens:,} tokens, {computed:,} of them distinct, {fewer}: samples begin others, as "
             f"turns of a trajectory do; set {FLAGS['share_prefixes']} to compute those tokens once"
