@@ -234,7 +234,7 @@ def test_check_against_other_lengths(
     fewer = tmp_path / "fewer.txt"
     fewer.write_text("6\n4\n3\n")
     assert main(["check", str(tmp_path / "plan.json"), str(fewer)]) == 1
-    assert "invariant 'exact cover' is broken: the plan has 6 samples" in capsys.readouterr().err
+    assert "invariant 'exact cover' is broken: 6 samples, but 3 lengths" in capsys.readouterr().err
     longer = tmp_path / "longer.txt"
     longer.write_text("6\n40\n3\n9\n2\n14\n")
     assert main(["check", str(tmp_path / "plan.json"), str(longer)]) == 1

@@ -150,7 +150,7 @@ class JobConsensus(Consensus):
         )
         lacking = {
             ranks[0]: f"no rank of data-parallel rank {replica} (global ranks {list(ranks)}) was "
-            "given rollout_data: pass it on one at least, without samples an empty batch"
+            "given rollout_data: pass it on at least one, without samples an empty batch"
             for replica, ranks in enumerate(self.replicas)
             if not agreed.told.get(ranks[0], True)
         }
