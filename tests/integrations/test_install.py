@@ -309,7 +309,7 @@ def test_without_megatron_training_the_flag_says_where_to_get_it(tmp_path: Path)
 
 def test_a_module_that_lacks_what_is_replaced_is_named() -> None:
     module = importlib.import_module("mcore_batching.integrations.megatron_lm.install")
-    with pytest.raises(DynamicBatchArgumentError, match="later has no pretrain, as Megatron-LM"):
+    with pytest.raises(DynamicBatchArgumentError, match="later has no pretrain: use Megatron-LM 0"):
         module._original(ModuleType("later"), "pretrain")
     with pytest.raises(DynamicBatchArgumentError, match=r"cannot import megatron\.training"):
         module._module("later")
