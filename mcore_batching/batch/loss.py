@@ -75,6 +75,7 @@ def step_totals(rows: Iterable[PackedMicroBatch]) -> StepTotals:
             num_samples=len(masks) - sum(row.fields.get("is_padding", ())),
             num_trained_samples=sum(int(bool(mask.any())) for mask in masks),
             num_tokens=sum(int(mask.count_nonzero()) for mask in masks),
+            # In double precision: micro-batches, and so packing, should not show in the sum.
             token_weight=sum(float(mask.double().sum()) for mask in masks),
         )
     return totals
@@ -150,6 +151,7 @@ def _weighted_sum(
     for i, (value, weight, owned) in enumerate(
         zip(per_token, weights, owned_response_mask(row), strict=True)
     ):
+        # Broadcasting would multiply a mean, or a value short by one token, without a word.
         if value.shape != weight.shape:
             raise BatchError(
                 f"sample {i} of the row: expected values of shape {list(weight.shape)}, its "

@@ -77,6 +77,7 @@ def _require_permutation(
     missing = tuple(islice(absent, _MAX_MISSING))
     doubled = tuple(sorted(index for index, count in counts.items() if count > 1))
     extra = tuple(sorted(index for index in counts if not 0 <= index < num_samples))
+    # All faults in one error: what is missing beside what is extra shows batches mixed up.
     if len(values) == len(sample_indices) and not (missing or doubled or extra):
         return sample_indices
     faults = [

@@ -55,8 +55,7 @@ def pack(
 
     Args:
         samples: field name to one value per sample: ``tokens``, ``total_lengths``,
-            ``response_lengths`` and any others that the schema declares. ``loss_masks`` are all
-            ones over the response if absent.
+            ``response_lengths`` and others. ``loss_masks`` are all ones if absent.
         schema: the kind of every field.
         sample_indices: origin index of each sample, empty for a placeholder.
         sample_alignment_tokens: each sample is padded to a multiple of this. Under context
@@ -87,6 +86,7 @@ def pack(
     if validated:
         _require_lengths(fields, schema)
     device = fields["tokens"][0].device
+    # A sample in another's segment is not laid out: the row holds its tokens once.
     hosts = range(len(totals)) if hosts is None else _checked_hosts(hosts, fields, schema)
     laid_out = [i for i, host in enumerate(hosts) if host == i]
     lengths = [totals[i] for i in laid_out]
@@ -101,9 +101,6 @@ def pack(
     weights = loss_masks(
         fields, responses, predicted_at, is_placeholder=is_placeholder, device=device
     )
-    # All of a padding sample is masked as padding, so that MoE routers do not count its tokens.
-    tags = fields.get("is_padding") or [False] * len(totals)
-    tagged = zip(tokens, [tags[i] for i in laid_out], strict=True)
 
     def local(full: Tensor, dim: int = 0) -> Tensor:
         return row.local(full, context_parallel_size, context_parallel_rank, dim)
@@ -113,9 +110,7 @@ def pack(
         labels=local(row.lay_out([each[1:] for each in tokens], pad_token_id))[None],
         position_ids=local(_position_ids(row, fields, laid_out, schema), -1).unsqueeze(-2),
         loss_mask=local(_at_positions(predicted_at, weights, row.num_tokens))[None],
-        padding_mask=local(
-            row.lay_out([torch.full_like(*each, dtype=torch.bool) for each in tagged], True)
-        )[None],
+        padding_mask=local(_padding_mask(row, tokens, fields, laid_out))[None],
         cu_seqlens_padded=torch.tensor(row.offsets, dtype=torch.int32, device=device),
         host_cu_seqlens_padded=tuple(row.offsets),
         cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device),
@@ -215,6 +210,16 @@ def _at_positions(positions: Tensor, values: Tensor, num_tokens: int) -> Tensor:
     full = values.new_zeros(num_tokens)
     full[positions[kept].to(values.device)] = values[kept.to(values.device)]
     return full
+
+
+def _padding_mask(
+    row: Row, tokens: Sequence[Tensor], fields: Mapping[str, list[Any]], laid_out: Sequence[int]
+) -> Tensor:
+    """Bool ``[row tokens]``, True for padding."""
+    # All of a padding sample is masked as padding, so that MoE routers do not count its tokens.
+    tags = fields.get("is_padding") or [False] * len(fields["total_lengths"])
+    tagged = zip(tokens, [tags[i] for i in laid_out], strict=True)
+    return row.lay_out([torch.full_like(*each, dtype=torch.bool) for each in tagged], True)
 
 
 def _position_ids(

@@ -132,6 +132,7 @@ class PackedMicroBatch:
         laid_out = [i for i, host in enumerate(self.hosts) if host == i]
         rows = [values[i].to(self.tokens.device) for i in laid_out]
         trailing = {tuple(row.shape[1:]) for row in rows if row.shape[0]}
+        # More values than tokens, as one for each gap and both ends: there is no row for some.
         if len(trailing) > 1 or field.length_offset > 0:
             raise BatchError(
                 f"field {key!r} cannot be packed: expected rows of one shape, at most one per "

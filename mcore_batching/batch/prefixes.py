@@ -86,6 +86,7 @@ def find_hosts(
     # From the last to the first, so that what a sample begins stands right before it: of equal
     # ones those with the longer prompt, which may be without a response.
     order = [i for i in host if totals[i] and not padding[i]]
+    # Two stable sorts: by tokens, then by prompt.
     order.sort(key=prompts.__getitem__, reverse=True)
     order.sort(key=keys.__getitem__, reverse=True)
     # Of every step the first samples of its chains so far, those that begin with the same tokens
@@ -95,18 +96,7 @@ def find_hosts(
     for i in order:
         stack = open_chains[step_of[i]]
         heads = _taken_off(stack, keys[i])
-        reason = "responses overlap" if heads else "another optimizer step"
-        unfit: list[_Head] = []
-        while heads and -heads[0][0] >= totals[i]:
-            head = heapq.heappop(heads)
-            found = host[head[1]]
-            differs = next((f for f, own in fields if not agree(f, own[i], own[found])), None)
-            if differs is None:
-                host[i] = found
-                break
-            is_multimodal = differs.kind is Kind.MULTIMODAL
-            reason = "multimodal inputs" if is_multimodal else f"field {differs.name!r} differs"
-            unfit.append(head)
+        host[i], reason, unfit = _joined(i, totals[i], heads, host, fields)
         if host[i] == i and before.startswith(keys[i]):
             alone[reason] += 1
         for head in (*unfit, (-prompts[i], i)):
@@ -121,9 +111,44 @@ _Head = tuple[int, int]
 """A chain's first sample: its prompt's tokens, negative, since heaps give the least; its index."""
 
 
+def _joined(
+    sample: int,
+    total: int,
+    heads: list[_Head],
+    host: Sequence[int],
+    fields: Sequence[tuple[Field, Sequence[Any]]],
+) -> tuple[int, str, list[_Head]]:
+    """The host of the first chain that a sample fits before; if none, itself, and why.
+
+    Args:
+        sample: its index.
+        total: its tokens.
+        heads: of chains that begin with its tokens; the one that it joins is taken out.
+        host: of the samples so far.
+        fields: that must agree, and their values.
+
+    Returns:
+        the host; the reason; heads taken out that it does not fit.
+    """
+    reason = "responses overlap" if heads else "another optimizer step"
+    unfit: list[_Head] = []
+    # Only chains whose prompt holds all of the sample: no token is then trained twice.
+    while heads and -heads[0][0] >= total:
+        head = heapq.heappop(heads)
+        found = host[head[1]]
+        differs = next((f for f, own in fields if not agree(f, own[sample], own[found])), None)
+        if differs is None:
+            return found, reason, unfit
+        is_multimodal = differs.kind is Kind.MULTIMODAL
+        reason = "multimodal inputs" if is_multimodal else f"field {differs.name!r} differs"
+        unfit.append(head)
+    return sample, reason, unfit
+
+
 def _taken_off(stack: list[tuple[bytes, list[_Head]]], tokens: bytes) -> list[_Head]:
     """The heads on the stack that begin with these tokens, in one heap."""
     heads: list[_Head] = []
+    # The smaller heap goes into the larger one: each head is moved a logarithm of times at most.
     while stack and stack[-1][0].startswith(tokens):
         more = stack.pop()[1]
         heads, fewer = (more, heads) if len(more) > len(heads) else (heads, more)
@@ -134,6 +159,7 @@ def _taken_off(stack: list[tuple[bytes, list[_Head]]], tokens: bytes) -> list[_H
 
 def _as_bytes(tokens: Sequence[Tensor]) -> list[bytes]:
     """Of every sample: its bytes begin another's where its tokens do."""
+    # Of one type, as bytes of 4 and 8 a token would begin each other by chance.
     on_cpu = cast("list[Tensor]", on_host(tokens))
     return [each.to(torch.int64).numpy().tobytes() for each in on_cpu]
 
@@ -147,7 +173,7 @@ def agree(field: Field, values: Any, hosts: Any) -> bool:
         hosts: the host's.
     """
     if field.kind is Kind.MULTIMODAL:
-        return not values and not hosts
+        return not values and not hosts  # images fill places of the prompt that differ by sample
     if not _matters(field) or not values.numel():
         return True
     axis = -1 if field.kind is Kind.POSITION_IDS else 0

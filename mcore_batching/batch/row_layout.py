@@ -69,6 +69,7 @@ def require_alignment(
             raise BatchError(Argument(name), f" must be {kind}1 or more, got {value!r:.60}")
     if context_parallel_size == 1:
         return
+    # Each rank takes a chunk of a sample from the front and one from the back.
     multiple = 2 * context_parallel_size
     if sample_alignment_tokens % multiple:
         raise BatchError(
@@ -123,6 +124,7 @@ class Row:
         """
         # A piece made of an empty list has no trailing shape: take that of one with rows.
         like = next((piece for piece in pieces if piece.shape[0]), pieces[0])
+        # A copy: the caller's tensor may be a view in which rows share memory.
         if padding is not None:
             full = padding.contiguous().clone()
         else:

@@ -14,6 +14,7 @@ Every error survives pickling with its message and attributes, so that a rank ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -117,7 +118,8 @@ class InflightBoundError(ConfigError):
         super().__init__(
             "found no plan that keeps to ",
             Argument("max_inflight_tokens", bound),
-            f" tokens at a time; the least found is {least:.0f}: set it to that, or decrease ",
+            # A chunk holds a part of a micro-batch's tokens: rounded down, the bound would fail again.
+            f" tokens at a time; the least found is {math.ceil(least)}: set it to that, or decrease ",
             Argument("max_tokens_per_gpu"),
         )
 

@@ -76,6 +76,7 @@ def hybrid_spec() -> ModuleSpec:
     """
     if not compat.has_hybrid_model():
         return _NO_MODEL
+    # Only here: versions before 0.18 have no such modules.
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
@@ -83,6 +84,7 @@ def hybrid_spec() -> ModuleSpec:
         return hybrid_stack_spec
     if cpu_emulation.is_enabled():
         stand_in_for_kernels()
+    # The final norm is no part of the spec: the block builds it by this name.
     hybrid_block.TENorm = SequenceParallelNorm
     ours = dataclasses.replace(_local(hybrid_stack_spec.submodules), dsa_layer=_NO_SPARSE_ATTENTION)
     # The number says only that there are experts: a layer takes its own from the configuration.
@@ -100,10 +102,12 @@ def _local(part: Any) -> Any:
         return functools.partial(part.func, **{k: _local(v) for k, v in part.keywords.items()})
     if isinstance(part, list):
         return [_local(each) for each in part]
+    # A dataclass itself, named in a spec, is a leaf like any class; its instances are walked.
     if isinstance(part, type) or not dataclasses.is_dataclass(part):
         return part
     own = {each.name: getattr(part, each.name) for each in dataclasses.fields(part)}
     changes = {name: _local(value) for name, value in own.items()}
+    # Transformer Engine's linear layers hold the norm before them: its spec has none of its own.
     for name, norm in _NORM_BEFORE.items():
         if isinstance(own.get(name), ModuleSpec | functools.partial):
             changes[norm] = SequenceParallelNorm

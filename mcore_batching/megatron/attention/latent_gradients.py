@@ -39,11 +39,15 @@ def fix_latent_gradients(chunks: list[Any]) -> None:
             projection = getattr(layer, "linear_kv_down_proj", None)
             if not isinstance(layer, MLASelfAttention) or projection is None:
                 continue
+            # With one rank there is nothing to add up; a second hook would add it up twice.
             group, _ = compat.attention_groups(getattr(layer, "pg_collection", None))
             if group.size() == 1 or hasattr(layer, _MARK):
                 continue
             setattr(layer, _MARK, True)
+            # The gradients of all heads come back through this output: the last place where they
+            # are apart from the latent values'.
             projection.register_forward_hook(functools.partial(_whole_keys, layer.config, group))
+            # Whole on every rank, so the sum that Megatron makes is to be a mean.
             if not layer.config.sequence_parallel and hasattr(layer, "q_layernorm"):
                 for parameter in layer.q_layernorm.parameters():
                     parameter.average_gradients_across_tp_domain = True
@@ -62,6 +66,7 @@ def _whole_keys(
             keys = scatter_to_sequence_parallel_region(keys, group=group)
     if not config.sequence_parallel:
         latent, rotary = torch.split(keys, sizes, dim=-1)
+        # Forward as it is; backward it adds up the gradients of all ranks' heads.
         rotary = copy_to_tensor_model_parallel_region(rotary, group=group)
         keys = torch.cat((latent, rotary), dim=-1)
     # Otherwise Megatron gathers the rotary key over the sequence next, whose backward adds up.

@@ -63,6 +63,8 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # Every rank's queries saw these keys and made a part of their gradient. A reduce-scatter
+        # would do, but gloo has none in every version.
         grad = grads[0].contiguous()
         dist.all_reduce(grad, group=ctx.group)
         first = ctx.group.rank() * ctx.local_tokens
@@ -127,11 +129,13 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         _check_config(config)
         self.config: TransformerConfig = config
         self.layer_number = layer_number
+        # Passed on by Megatron where it does without its globals, else taken from these.
         tp_group, self.cp_group = compat.attention_groups(pg_collection)
         projection = config.kv_channels * config.num_attention_heads
         self.hidden_size_per_partition = divide(projection, tp_group.size())
         head_size = divide(projection, config.num_attention_heads)
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(head_size)
+        # Some models attend to everything in every n-th layer, to a window in the others.
         skips = config.window_attn_skip_freq
         is_windowed = is_layer_window_attention(config.window_size, skips, layer_number)
         self.window: int = config.window_size[0] if is_windowed else EVERYTHING
@@ -175,18 +179,15 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         dropout = self.dropout if self.training else 0.0
         if packed_seq_params is None:
             return self._plain(query, key, value, dropout)
+        # Under dynamic CP every row has its own group, of more or fewer ranks than the model's.
         group: dist.ProcessGroup = packed_seq_params.cp_group or self.cp_group
         geometry = _geometry(packed_seq_params, group)
         if group.size() > 1:
-            restore = geometry.restore_index(key.device)
-            # One collective for both: keys and values side by side on the last axis.
-            both = _GatherTokens.apply(  # type: ignore[no-untyped-call]
-                torch.cat((key, value), dim=-1), group
-            )
-            both = both.index_select(0, restore)
-            key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
+            key, value = _gathered(key, value, geometry.restore_index(key.device), group)
+        # The kernel has no dropout, which training from scratch may ask for.
         reason = why_not_variable_length(query, value) or ("dropout" if dropout else "")
         if reason:
+            # On the CPU there is nothing that would be faster.
             if query.is_cuda:
                 _warn_of_slow_attention(reason)
             out = attend_run_by_run(
@@ -205,6 +206,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
                 "PackedAttention needs packed_seq_params under context parallelism: "
                 "give the model packed rows, or set --context-parallel-size 1"
             )
+        # None where `is_causal` says it: the fastest kernels take no mask.
         mask = causal_mask(query.shape[0], key.shape[0], self.window, query.device)
         out = scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),
@@ -220,9 +222,24 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         return out.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
 
 
+def _gathered(
+    key: Tensor, value: Tensor, restore: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of the whole row, in its order, from this rank's slice of them."""
+    # One collective for both: keys and values side by side on the last axis.
+    both = _GatherTokens.apply(  # type: ignore[no-untyped-call]
+        torch.cat((key, value), dim=-1), group
+    )
+    # Ranks hold zigzag chunks, which lie rank after rank: put into the row's order.
+    both = both.index_select(0, restore)
+    key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
+    return key, value
+
+
 def _geometry(packed_seq_params: Any, group: dist.ProcessGroup) -> _Geometry:
     """Of the row, and kept with it: layers share it."""
     geometry: _Geometry | None = getattr(packed_seq_params, "attention_geometry", None)
+    # On the row's parameters, which live as long as its pass; a cache would need an end of its own.
     if geometry is None:
         geometry = _Geometry(host_cu_seqlens(packed_seq_params), group.size(), group.rank())
         packed_seq_params.attention_geometry = geometry
@@ -237,6 +254,7 @@ def host_cu_seqlens(packed_seq_params: Any) -> list[int]:
     """
     offsets = getattr(packed_seq_params, "host_cu_seqlens", None)
     if offsets is None:
+        # Rows of a caller's own: without padding Megatron gives the plain offsets alone.
         padded = packed_seq_params.cu_seqlens_q_padded
         chosen = packed_seq_params.cu_seqlens_q if padded is None else padded
         offsets = chosen.tolist()
@@ -244,6 +262,7 @@ def host_cu_seqlens(packed_seq_params: Any) -> list[int]:
 
 
 def _check_config(config: TransformerConfig) -> None:
+    # At construction: left to the forward pass, it would be ignored there without a word.
     asked = []
     if config.softmax_type != "vanilla":
         asked.append(f"softmax_type={config.softmax_type!r}")

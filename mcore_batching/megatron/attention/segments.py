@@ -63,11 +63,14 @@ def attention_runs(
     runs: list[Run] = []
     query = 0
     for start, end in itertools.pairwise(cu_seqlens):
+        # Kernels break on runs without queries.
         if end == start:
             continue
         if context_parallel_size == 1:
             runs.append(Run(start, end, start, end))
             continue
+        # A rank holds one chunk from the front and its mirror image from the back, so that all have
+        # as many keys to look at. A chunk sees all keys up to its own end.
         chunk = divide(end - start, 2 * context_parallel_size)
         for place in (context_parallel_rank, 2 * context_parallel_size - 1 - context_parallel_rank):
             runs.append(Run(query, query + chunk, start, start + (place + 1) * chunk))
@@ -83,6 +86,7 @@ def zigzag_restore_index(cu_seqlens: Sequence[int], context_parallel_size: int) 
     """
     ranks = range(context_parallel_size)
     held = [packed_positions(cu_seqlens, context_parallel_size, rank) for rank in ranks]
+    # Gathered token k is at row position held[k]; the inverse permutation finds it.
     return torch.cat(held).argsort()
 
 
@@ -118,6 +122,7 @@ def attend_run_by_run(
     """``[tokens, heads, dim]`` attention by one `scaled_dot_product_attention` per run."""
     outs = []
     for run in runs:
+        # [tokens, heads, dim] -> [1, heads, tokens, dim], as the kernels take it.
         q = query[run.query_start : run.query_end].transpose(0, 1)[None]
         k = key[run.key_start : run.key_end].transpose(0, 1)[None]
         v = value[run.key_start : run.key_end].transpose(0, 1)[None]
@@ -144,6 +149,7 @@ def variable_length_kernel() -> Any:
     except ImportError:
         return None
 
+    # Earlier versions take neither a model's own scale nor a window.
     parameters = inspect.signature(varlen_attn).parameters
     return varlen_attn if {"scale", "window_size"} <= set(parameters) else None
 
@@ -156,6 +162,7 @@ def why_not_variable_length(query: Tensor, value: Tensor) -> str:
         value: ``[tokens, key-value heads, dim of values]``.
     """
     dim, value_dim = query.shape[-1], value.shape[-1]
+    # What PyTorch would refuse with an error in the middle of a step.
     if not query.is_cuda:
         return "it runs on CUDA alone"
     if query.dtype not in (torch.float16, torch.bfloat16):
@@ -228,6 +235,7 @@ def attend_by_variable_length_kernel(
     kernel = variable_length_kernel()
     options: dict[str, Any] = {}
     shared_by = query.shape[1] // key.shape[1]
+    # Versions that lack the option take as many key heads as query heads: copied then.
     if shared_by > 1 and "enable_gqa" in inspect.signature(kernel).parameters:
         options["enable_gqa"] = True
     elif shared_by > 1:
@@ -241,7 +249,7 @@ def attend_by_variable_length_kernel(
         row.max_queries,
         row.max_keys,
         scale=scale,
-        window_size=(window, 0),
+        window_size=(window, 0),  # 0 after: causal
         **options,
     )
     return out

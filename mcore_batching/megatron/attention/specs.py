@@ -55,6 +55,7 @@ def use_packed_attention(spec: ModuleSpec, config: TransformerConfig) -> ModuleS
     norm of transformer blocks built from then on: Megatron's torch norms refuse sequence
     parallelism.
     """
+    # Without sequence parallelism Megatron's own norms do: every rank has all tokens.
     norm = SequenceParallelNorm if config.sequence_parallel else None
     if norm is not None:
         compat.replace_final_norm(norm)
@@ -89,7 +90,9 @@ class SequenceParallelNorm:
                 f"normalization={config.normalization!r} has no torch norm: set --normalization "
                 "to LayerNorm or RMSNorm"
             )
+        # Not an instance of this class: the layer is to hold, and save, torch's own module.
         module = norms[config.normalization](hidden_size, eps=eps)
+        # Megatron adds up the gradients of parameters that carry this mark.
         for parameter in module.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return module

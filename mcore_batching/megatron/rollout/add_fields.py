@@ -37,22 +37,52 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
             or ranks' samples tell different kinds of a field.
     """
     job = job_of()
-    consensus, told_fields = job.consensus, job.memory.told_fields
+    # A rank whose iterators are not from here cannot tell, and goes on to the agreement below; the
+    # exchange opens with the same one, so that all ranks hear of it.
     if _moves_of(data_iterator) is not None:
         fields = _moved(job, data_iterator, fields)
+
+    kinds, new = _agreed_kinds(job, data_iterator, fields)
+
+    # Of the new ones alone: fields that were there have been compared, and replaced ones keep their
+    # kind.
+    def says(extended: MicroBatchSchedule) -> Statement:
+        made = {name: extended.schema[name].declaration for name in new}
+        return Statement(equal={f"declaration of field {name!r}": made[name] for name in new})
+
+    # A second agreement: values can be checked once the kinds are known, and no rank may go on with
+    # a field that another one refused.
+    extended = job.consensus.agree(
+        "adding fields, their values",
+        lambda: schedule_of(data_iterator).with_fields(fields, kinds),
+        says,
+        failure=PlanningFailedError,
+    )
+    # Only now that no rank refused: later batches are read by it.
+    job.memory.told_fields.update({name: extended.result.schema[name] for name in new})
+    rollout_of(data_iterator).replace(extended.result)
+
+
+def _agreed_kinds(
+    job: Job, data_iterator: Sequence[DataIterator], fields: Mapping[str, Sequence[Any]]
+) -> tuple[dict[str, Field], set[str]]:
+    """Declarations of the fields that are not declared, and the names that are new to the batch.
+
+    A collective over all ranks.
+    """
 
     def kinds_of_fields() -> dict[str, Field]:
         _require_dict(fields)
         schedule = schedule_of(data_iterator)
         for name, values in fields.items():
             require_one_per_sample(name, values, schedule.num_samples)
-        return schedule.kinds_of(fields, told_fields)
+        return schedule.kinds_of(fields, job.memory.told_fields)
 
     def lacking() -> set[str]:
         return set(fields) - set(schedule_of(data_iterator).schema)
 
     # What one rank's samples leave open (it may have none), another's may tell.
-    kinds = consensus.agree(
+    agreed = job.consensus.agree(
         _ADDING,
         kinds_of_fields,
         lambda own: Statement(
@@ -62,21 +92,9 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
         ),
         failure=PlanningFailedError,
     )
-    told = {name: field for own in kinds.told.values() for name, field in own.items()}
-    new = lacking()
-
-    def says(extended: MicroBatchSchedule) -> Statement:
-        made = {name: extended.schema[name].declaration for name in new}
-        return Statement(equal={f"declaration of field {name!r}": made[name] for name in new})
-
-    extended = consensus.agree(
-        "adding fields, their values",
-        lambda: schedule_of(data_iterator).with_fields(fields, told | kinds.result),
-        says,
-        failure=PlanningFailedError,
-    )
-    told_fields.update({name: extended.result.schema[name] for name in new})
-    rollout_of(data_iterator).replace(extended.result)
+    told = {name: field for own in agreed.told.values() for name, field in own.items()}
+    # Its own word first; if another rank's differs, the values' agreement is an error.
+    return told | agreed.result, lacking()
 
 
 def _require_dict(fields: Any) -> None:
@@ -89,6 +107,7 @@ def _require_dict(fields: Any) -> None:
 
 def _moves_of(data_iterator: Any) -> SampleMoves | None:
     """The exchange of samples; None where they were not, or that cannot be told."""
+    # Whatever is wrong with the iterators is raised where the other ranks hear of it.
     with contextlib.suppress(TypeError):
         return schedule_of(data_iterator).moves
     return None

@@ -37,29 +37,33 @@ class PlannedRollout:
     def replace(self, schedule: MicroBatchSchedule) -> None:
         """Go on with another schedule; all iterators walk it from now on."""
         self._schedule = schedule
+        # It holds the rollout data as they were: made anew, of the fields that are there now.
         self._for_forward_passes = None
 
     def for_forward_passes(self, job: Job, model: Any) -> MicroBatchSchedule:
         """The schedule of forward passes alone: the same one, or one planned for them.
 
         A collective over all ranks where it has to be made, at the first call under
-        ``--dynamic-batch-forward-only-plan own`` or a cap of forward passes. Samples that were
-        exchanged stay where training runs them.
+        ``--dynamic-batch-forward-only-plan own`` or a cap of forward passes.
 
         Args:
             job: the present one.
             model: this rank's model chunks.
         """
+        # Planning is a collective; `forward_only` has compared this among the ranks.
         if not job.options.has_own_forward_plan:
             return self._schedule
         if self._for_forward_passes is None:
             shared = self._schedule
-            # Fields that were added need not be the same on all stages, nor does a plan need them.
+            # Never the exchanging protocol: samples that were exchanged stay where training runs
+            # them. Fields that were added need not be on all stages, and no plan needs them.
             own = PlanningProtocol(
                 job,
                 model,
                 lambda: {name: shared.rollout_data[name] for name in REQUIRED_FIELDS},
                 schema=Schema(tuple(shared.schema[name] for name in REQUIRED_FIELDS)),
+                # In the order of the rollout data: packing again must not depend on training's
+                # plan.
                 steps=[sorted(i for indices in step for i in indices) for step in shared.steps],
                 cost_model=shared.cost_model,
                 config=shared.config,
@@ -129,6 +133,7 @@ class DataIterator:
             raise IndexError(
                 f"all {len(micro_batches)} micro-batches have been drawn; call reset() first"
             )
+        # slime asks for all fields that it knows, and takes None for those that a rollout lacks.
         present = [key for key in keys if key in schedule.template]
         values = schedule.samples(micro_batches[self.offset], present)
         self.offset += 1
@@ -152,6 +157,7 @@ def rollout_of(data_iterator: Sequence[DataIterator]) -> PlannedRollout:
             "data_iterator must be the list of iterators that get_data_iterator returned, got "
             f"{type(data_iterator).__name__}"
         )
+    # The first stands for all: those of one call share the rollout, and move on with it.
     return first._rollout
 
 
@@ -180,15 +186,13 @@ def get_data_iterator(
     obeys the interleaved schedule's rule, rounded up.
 
     Under ``--dynamic-batch-exchange``, and ``--dynamic-batch-context-parallel``, which implies it,
-    the samples of all ranks are planned as one, and each moves to the rank that runs it, or to the
-    ranks that share its row. Outputs of `forward_only` come back to the rank and place that their
-    samples came from, and `add_fields` takes fields in that order; what the iterators themselves
-    give (``rollout_data``, ``micro_batch_indices``, `get_next`) is of the samples that run here.
+    the samples of all ranks are planned as one, and each moves to the ranks that run it. Outputs of
+    `forward_only` come back to where their samples came from, and `add_fields` takes fields in that
+    order; the iterators (``rollout_data``, `get_next`) hold the samples that run here.
 
     Under ``--dynamic-batch-share-prefixes`` samples whose tokens begin another's, in the same step
     and on the same rank, are computed in that one's segment of a row. Values, outputs and losses
-    stay per sample; a sample whose fields per token differ from the other's there is computed by
-    itself, which is printed with the reason, once a job.
+    stay per sample; samples that cannot share are computed alone, and why is printed once a job.
 
     Args:
         args: Megatron's arguments: ``max_tokens_per_gpu``, ``global_batch_size`` and the
@@ -200,11 +204,11 @@ def get_data_iterator(
             a replica (pipeline, tensor, context) may all hold it, or only some: it is then sent
             to those that pass None. A data-parallel rank may have no samples (empty lists).
         schema: the kind of every field; extend it with `Schema.declare` for fields of your own.
-            Of a field that is not declared the samples tell, of any rank or an earlier batch.
+            Undeclared fields are inferred from samples of any rank or an earlier batch.
         steps: local sample indices of every optimizer step, in lists, arrays, tensors or whatever
             gives them once. None: steps of ``global_batch_size`` samples over all ranks, the last
             one short, to which each rank gives consecutive samples in proportion to how many it
-            has (``global_batch_size / data_parallel`` where all have as many, and it divides).
+            has.
             ``rollout_data["dynamic_global_batch_size"]`` overrides the argument; beside `steps` it
             is what `train_step` counts each of them as: prompts times trajectories per prompt.
         cost_model: what samples and micro-batches cost; None: the one in
@@ -216,13 +220,13 @@ def get_data_iterator(
 
     Raises:
         DynamicBatchArgumentError: settings under which training would hang or be wrong.
-        PlanningFailedError: on every rank, if any could not plan (a `SchemaError`, an
-            `OversizeSampleError`, …).
+        PlanningFailedError: on every rank, if any could not plan.
         PlanMismatchError: on every rank, if they disagree on settings, fields or plan.
     """
 
     def read() -> dict[str, list[Any]] | None:
         options = Options.of(args)
+        # In here, which the first agreement calls: raised before it, the other ranks would wait.
         check_forward_plan(options, shares_rows=options.max_context_parallel is not None)
         return rollout_data
 
@@ -289,6 +293,8 @@ def plan_micro_batches(
         cost_model=cost_model,
         forward_only=forward_only,
     ).run()
+    # Shared, so that `add_fields` on one list reaches every stage's iterator.
     rollout = PlannedRollout(schedule)
+    # The interleaved schedule draws every micro-batch once per model chunk, each at its own pace.
     iterators = [DataIterator(rollout) for _ in range(schedule.dims.virtual_pipeline)]
     return iterators, schedule.num_microbatches

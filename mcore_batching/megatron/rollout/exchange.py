@@ -48,11 +48,14 @@ class ExchangingProtocol(PlanningProtocol):
         """Plan all ranks' samples, and move them."""
         most = self.settings.config.max_context_parallel
         if most is not None:
+            # All sizes that a row may have, before the plan: making a group is a collective over
+            # all ranks, and a plan may give some size to rows of some ranks alone.
             make_row_groups(self.job, self.settings.dims.row_sizes(most))
         self._moved(self._gathered())
 
     def choose(self) -> tuple[MicroBatches, ...]:
         """Every step's micro-batches of this rank, as indices of the samples it now holds."""
+        # The plan counts all ranks' samples through; iterators index those that are here.
         own, local = self._moves.own, self._moves.places
         return tuple(
             tuple(tuple(local[number] for number in row) for row in made.rows_on(own))
@@ -75,7 +78,9 @@ class ExchangingProtocol(PlanningProtocol):
 
         def says(made: tuple[RolloutBatch, Shard, Hosts | None]) -> Statement:
             batch, shard, found = made
+            # Every step is planned of all ranks' samples, so all must have it.
             equal = {"number of steps": len(shard.steps), **batch.comparable()}
+            # A rank without samples may not have been told one, and steps of its own need none.
             if batch.total_lengths and batch.steps is None:
                 equal["global_batch_size"] = batch.global_batch_size
             return Statement(
@@ -90,6 +95,7 @@ class ExchangingProtocol(PlanningProtocol):
         agreed = self.consensus.agree("gathering lengths", work, says, failure=PlanningFailedError)
         self.batch, own, _ = agreed.result
         say_saving(self.job, agreed.figures, agreed.told)
+        # Padded to the longest, since a gather takes as much from every rank: hence "integers".
         gathered = self.consensus.gather_integers(own.integers(), agreed.figures["integers"])
         return list(map(Shard.of_integers, gathered))
 
@@ -104,6 +110,8 @@ class ExchangingProtocol(PlanningProtocol):
         ]
         dims = self.settings.dims
         num_ranks = self.settings.config.num_ranks(dims)
+        # Under dynamic CP the context-parallel ranks run rows of their own, of samples they all
+        # brought.
         sharing = num_ranks // dims.data_parallel
         own = parallel_state.get_data_parallel_rank(with_context_parallel=sharing > 1)
 
@@ -113,6 +121,7 @@ class ExchangingProtocol(PlanningProtocol):
                 for start, shard in zip(first, shards, strict=False)
                 for index in shard.steps[step][0]
             ]
+            # Who lies in a host's segment costs nothing: the plan must not see it.
             computed = [number for number in numbers if hosts[number] == number]
             of_step = [lengths[number] for number in computed]
             hosted = tuple(lengths[number] for number in numbers if hosts[number] != number)
@@ -120,6 +129,7 @@ class ExchangingProtocol(PlanningProtocol):
             return GlobalPlan(planned, computed, of_step)
 
         def work() -> tuple[_Laid, list[Any]]:
+            # A sample over the cap is found here: inside the agreement, so that all ranks raise.
             with self.job.options.naming_the_cap(forward_only=self.forward_only):
                 plans = tuple(map(plan, range(len(shards[0].steps))))
             runs_on = [_run_on(rank, plans, hosts) for rank in range(num_ranks)]
@@ -141,10 +151,12 @@ class ExchangingProtocol(PlanningProtocol):
         (self._plans, self._moves, self.plan_digest), arranged = self.consensus.exchange(
             "planning all samples", work, says, received
         )
+        # A rank that runs no samples got none, and still needs the fields for placeholders.
         data = {name: arranged.get(name, []) for name in self.batch.template}
         held = [lengths[number] for number in self._moves.held]
         self.batch = dataclasses.replace(self.batch, data=data, total_lengths=held)
         if self.hosts is not None:
+            # A host is always here as well: `_run_on` moves the samples of a segment together.
             self.hosts = [self._moves.places[hosts[number]] for number in self._moves.held]
 
     def _planned(self, lengths: Sequence[int]) -> StepPlan:
@@ -161,4 +173,5 @@ class ExchangingProtocol(PlanningProtocol):
 def _run_on(rank: int, plans: Sequence[GlobalPlan], hosts: Sequence[int]) -> list[int]:
     """The samples that a rank runs: by plan those that are computed, and all that they host."""
     computed = {number for made in plans for row in made.rows_on(rank) for number in row}
+    # By their host: the plan names hosts alone, and what they host has to follow them.
     return [number for number, host in enumerate(hosts) if host in computed]

@@ -157,6 +157,7 @@ class PlanningProtocol:
         """
         self.take_stock()
         self.share_data()
+        # Left to the agreement before the pipeline, which comes anyway: one round fewer a step.
         if self._is_settled:
             return self._filled_alone
         self.lay_out()
@@ -165,74 +166,84 @@ class PlanningProtocol:
 
     def take_stock(self) -> None:
         """Read settings and rollout data; hear how many samples each replica has."""
-
-        def work() -> tuple[Settings, RolloutBatch | None]:
-            chunks = model_chunks(self.model)
-            settings = Settings.of(
-                self.job,
-                chunks,
-                self.given_config,
-                self.given_cost_model,
-                forward_only=self.forward_only,
-            )
-            prepare_model(chunks, settings.dims, settings.config)
-            if self.job.options.share_prefixes:
-                check_shared_prefixes(chunks)
-            self.settings = settings
-            self.vocabulary_size = vocabulary_size(chunks)
-            return settings, RolloutBatch.read(
-                self.read(),
-                self.job.options.global_batch_size,
-                self.schema,
-                self.steps,
-                self.vocabulary_size,
-                self.job.memory.told_fields,
-            )
-
-        def says(stock: tuple[Settings, RolloutBatch | None]) -> Statement:
-            settings, batch = stock
-            equal = {
-                name: value
-                for part in dataclasses.asdict(settings).values()
-                for name, value in part.items()
-            }
-            # Whoever records gathers the plans of all ranks, which is a collective.
-            equal["steps are recorded"] = self.job.recorder is not None
-            counted = self._counted(batch)
-            equal["costs are learnt"] = self._learns
-            equal["samples stay on their rank"] = self.scope == "local"
-            equal[FLAGS["share_prefixes"]] = bool(self.job.options.share_prefixes)
-            figures = {**counted.figures, "ranks without data": largest(int(batch is None))}
-            if self._learns:
-                equal["what was learnt of costs"] = self._learner.state_dict()
-                figures |= self._learner.evidence(
-                    shares_rows=settings.config.max_context_parallel is not None,
-                    in_lockstep=settings.dims.in_lockstep,
-                )
-            return dataclasses.replace(
-                counted,
-                equal=equal,
-                figures=figures,
-                # What these samples leave open, other ranks' may tell.
-                tell=(batch.told, batch.is_open) if batch is not None else None,
-                asks=batch is not None and batch.is_open,
-            )
-
-        agreed = self.consensus.agree("taking stock", work, says, failure=PlanningFailedError)
+        agreed = self.consensus.agree(
+            "taking stock", self._read_stock, self._stock_statement, failure=PlanningFailedError
+        )
         self.settings, self._given = agreed.result
         self._stock = agreed
         if self._learns:
             packed_by = self._learner.learnt
             self._learner.learn(agreed.figures)
+            # What packs at once has packed before these figures were heard: the plan is of the
+            # costs before, and the next batch's of these.
             self.learnt = packed_by if self._packs_at_once else self._learner.learnt
             assert self.learnt is not None
             self.settings = dataclasses.replace(self.settings, cost_model=self.learnt.cost_model)
-        if not self.forward_only:
+        if not self.forward_only:  # of forward passes alone training has said it already
             say_oversize(self.job, self.settings, agreed.figures["longest sample"])
+
+    def _read_stock(self) -> tuple[Settings, RolloutBatch | None]:
+        """The settings, and this rank's rollout data if it was given any."""
+        chunks = model_chunks(self.model)
+        settings = Settings.of(
+            self.job,
+            chunks,
+            self.given_config,
+            self.given_cost_model,
+            forward_only=self.forward_only,
+        )
+        # Of every model anew: `forward_only` may plan for another one, such as a reference model.
+        prepare_model(chunks, settings.dims, settings.config)
+        if self.job.options.share_prefixes:
+            check_shared_prefixes(chunks)
+        # Before the agreement is over: under `one_step` its figures pack by these settings.
+        self.settings = settings
+        self.vocabulary_size = vocabulary_size(chunks)
+        return settings, RolloutBatch.read(
+            self.read(),
+            self.job.options.global_batch_size,
+            self.schema,
+            self.steps,
+            self.vocabulary_size,
+            self.job.memory.told_fields,
+        )
+
+    def _stock_statement(self, stock: tuple[Settings, RolloutBatch | None]) -> Statement:
+        settings, batch = stock
+        # Each setting by its own name, so that the error says which one differs.
+        equal = {
+            name: value
+            for part in dataclasses.asdict(settings).values()
+            for name, value in part.items()
+        }
+        # What decides which collectives come next: a rank that differed would wait alone.
+        # Whoever records gathers the plans of all ranks; the others take other agreements.
+        equal["steps are recorded"] = self.job.recorder is not None
+        equal["costs are learnt"] = self._learns
+        equal["samples stay on their rank"] = self.scope == "local"
+        equal[FLAGS["share_prefixes"]] = bool(self.job.options.share_prefixes)
+        counted = self._counted(batch)
+        figures = {**counted.figures, "ranks without data": largest(int(batch is None))}
+        if self._learns:
+            # A rank that went on from another checkpoint would plan by other costs ever after.
+            equal["what was learnt of costs"] = self._learner.state_dict()
+            figures |= self._learner.evidence(
+                shares_rows=settings.config.max_context_parallel is not None,
+                in_lockstep=settings.dims.in_lockstep,
+            )
+        return dataclasses.replace(
+            counted,
+            equal=equal,
+            figures=figures,
+            # What these samples leave open, other ranks' may tell.
+            tell=(batch.told, batch.is_open) if batch is not None else None,
+            asks=batch is not None and batch.is_open,
+        )
 
     @property
     def _learns(self) -> bool:
         """True if costs are learnt from the training steps before this one."""
+        # A model of the caller's own is not corrected, and forward passes alone are not timed.
         is_free = self.given_cost_model is None and not self.forward_only
         return is_free and self.job.options.learns_cost_model
 
@@ -245,6 +256,7 @@ class PlanningProtocol:
         batch, stock = self._given, self._stock
         heard = [each for each in stock.told.values() if each is not None]
         somebody_asks = any(is_open for _, is_open in heard)
+        # By what all ranks know, not by this one's data: the exchange that follows is a collective.
         if stock.figures["ranks without data"]:
             batch, stock = self.consensus.share_within_replica(batch, self._counted)
         assert batch is not None
@@ -258,6 +270,7 @@ class PlanningProtocol:
             self._latest_at_once = figures["ends"]
             # Tokens in flight are known when micro-batches are filled.
             self._is_settled = self.settings.config.max_inflight_tokens is None
+        # One past the last rank: nobody has samples, so there is nobody to hear of fields from.
         if somebody_is_empty and populated < len(self.consensus.ranks):
             fields_of = batch
             shared = self.consensus.share(lambda: fields_of.resolved().fields(), populated)
@@ -272,6 +285,8 @@ class PlanningProtocol:
         which is to be the same on all ranks; how soon the step would end by its count.
         """
         lengths = [] if batch is None else batch.total_lengths
+        # One past the last rank stands for none, so that the least over all ranks is a rank with
+        # samples.
         populated = self.consensus.rank if lengths else len(self.consensus.ranks)
         figures: dict[str, Figure] = {
             "ranks without samples": largest(int(not lengths)),
@@ -285,6 +300,8 @@ class PlanningProtocol:
                     StepShard(self.job.options, self.settings, places, lengths, forward)
                 ]
             self._packed_lengths = lengths
+            # Largest and least tell whether all ranks have the same fields; where not, packing says
+            # by name which differ.
             fields = 0 if batch is None else int(digest_of(batch.comparable())[:12], 16)
             figures |= {"fields": largest(fields), "fields, least": least(fields)}
             figures["ends"] = largest(self._shards[0].ends)
@@ -314,7 +331,10 @@ class PlanningProtocol:
         """The schedule, filled to the count that follows from what is agreed on."""
         [shard] = self._shards
         shard.fill(self._latest_at_once)
+        # Of what all ranks know: each one's own plan is compared within its replica, by
+        # `own_digest`.
         self.plan_digest = digest_of([self.shares, self._latest_at_once])
+        # The only count: there is another to choose from where tokens in flight are bounded.
         return self._schedule(
             (shard.filled[0],), digest_of([self.batch.total_lengths, shard.filled])
         )
@@ -341,6 +361,7 @@ class PlanningProtocol:
     ) -> MicroBatchSchedule:
         steps = tuple(with_hosted(micro_batches, self.hosts) for micro_batches in chosen)
         shard = Shard(self.batch.total_lengths, steps, self.hosts)
+        # For later batches, whose samples may be too few or too empty to tell.
         self.job.memory.told_fields |= self.batch.inferred()
         return MicroBatchSchedule(
             rollout_data=self.batch.data,
@@ -356,6 +377,7 @@ class PlanningProtocol:
             plan_digest=self.plan_digest,
             samples_per_step=self.batch.global_batch_size,
             own_digest=own_digest,
+            # Others' plans are for statistics and records: nobody waits for them in training.
             gather_shards=GatheredShards(self.consensus, shard),
             scope=self.scope,
             cost_model=self.settings.cost_model,
@@ -378,6 +400,8 @@ class PlanningProtocol:
                         [batch.total_lengths[i] for i in indices],
                         self.forward_only,
                     )
+                    # Who lies in a host's segment takes no room in a row, and comes back in
+                    # `_schedule`.
                     for indices in computed_alone(tuple(map(tuple, steps)), self.hosts)
                 ],
                 found,
@@ -385,7 +409,9 @@ class PlanningProtocol:
 
         def says(packed: tuple[RolloutBatch, list[StepShard], Hosts | None]) -> Statement:
             batch, shards, found = packed
+            # Pipelines run step by step: ranks with fewer steps would leave the others waiting.
             equal = {"number of steps": len(shards), **batch.comparable()}
+            # A rank without samples may not have been told one, and steps of its own need none.
             if batch.total_lengths and batch.steps is None:
                 equal["global_batch_size"] = batch.global_batch_size
             ends = [end for shard in shards for end in shard.ends]
@@ -406,6 +432,8 @@ class PlanningProtocol:
 
     def _look_for_hosts(self, batch: RolloutBatch, steps: Sequence[Sequence[int]]) -> Hosts | None:
         """Know `hosts`, where samples are to share segments; what was found in any case."""
+        # Looked for when training is planned: forward passes take what was found then, and a stock
+        # script's step packs at once.
         if self.hosts is not None or self.one_step or self.forward_only:
             return None
         found = look_for_hosts(self.job, model_chunks(self.model), batch, steps)
@@ -426,6 +454,8 @@ class PlanningProtocol:
             filled = [shard.filled for shard in self._shards]
             digest = digest_of([self.batch.total_lengths, self.hosts, filled])
             return Statement(
+                # Stages and tensor-parallel ranks that ran other rows would send tensors of other
+                # shapes.
                 equal_in_replica={"samples and plan (sha256)": digest},
                 figures={
                     "ends": largest(ends),
@@ -437,6 +467,8 @@ class PlanningProtocol:
 
         agreed = self.consensus.agree("filling", work, says, failure=PlanningFailedError)
         self.plan_digest = digest_of(agreed.figures)
+        # Each figure's largest, perhaps of different ranks: the step ends with its latest rank, and
+        # must fit into memory on all.
         worst = map(ShardOutlook, agreed.figures["ends"], agreed.figures["tokens in flight"])
         self._outlooks = [[next(worst) for _ in shard.filled] for shard in self._shards]
 

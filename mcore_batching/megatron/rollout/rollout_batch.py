@@ -15,6 +15,8 @@ from mcore_batching.planning import Argument, ConfigError, at_least
 from mcore_batching.planning.integers import as_integer
 
 REQUIRED_FIELDS = ("tokens", "total_lengths", "response_lengths")
+_BATCH_SIZE = "dynamic_global_batch_size"
+"""Of rollout data, as slime names it: one number for the batch, not a field of samples."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,14 +88,9 @@ class RolloutBatch:
                 f"{type(rollout_data).__name__}"
             )
         # Steps of the caller's own need not be of the job's batch size.
-        job_size = global_batch_size if steps is None else None
-        given = rollout_data.get("dynamic_global_batch_size", job_size)
-        size = None if given is None else at_least("global_batch_size", given, 0, ConfigError)
-        data = {
-            key: value
-            for key, value in rollout_data.items()
-            if value is not None and key != "dynamic_global_batch_size"
-        }
+        size = _read_batch_size(rollout_data, global_batch_size if steps is None else None)
+        # None stands for a field that this rollout lacks.
+        data = {k: v for k, v in rollout_data.items() if v is not None and k != _BATCH_SIZE}
         missing = [key for key in REQUIRED_FIELDS if key not in data]
         if missing:
             raise KeyError(
@@ -103,9 +100,11 @@ class RolloutBatch:
         lengths, _ = read_lengths(data)
         listed = None if steps is None else _read_steps(steps, len(lengths))
         is_open = False
+        # A rank without samples has nothing to tell: it hears from one that has.
         if lengths:
             told, is_open = infer_fields(schema, data, told)
-        batch = cls(data, schema, {}, lengths, size or None, listed, vocabulary_size, told, is_open)
+        batch = cls(data, schema, {}, lengths, size, listed, vocabulary_size, told, is_open)
+        # An open one is resolved once other ranks have told what they know.
         return batch.resolved() if lengths and not is_open else batch
 
     def resolved(self) -> RolloutBatch:
@@ -114,6 +113,7 @@ class RolloutBatch:
         Raises:
             SchemaError: a field's kind is still unknown, or a value does not fit it.
         """
+        # Made last, so it tells that all of this was done: validation walks through every value.
         if self.template:
             return self
         schema = self.schema.resolve(self.data, self.told)
@@ -133,10 +133,13 @@ class RolloutBatch:
 
     def inferred(self) -> dict[str, Field]:
         """The declarations that samples told."""
+        # Not what the caller declared: that comes with every batch, and may change with it.
         return {name: self.schema[name] for name in self.template if name in self.told}
 
     def hearing(self, others: Iterable[Mapping[str, Field]]) -> RolloutBatch:
         """Itself, where fields that its samples leave open are what the first of others tells."""
+        # Backwards, so that the first rank's word stands: in rank order it is the same one
+        # everywhere.
         told = {name: field for each in [*others][::-1] for name, field in each.items()}
         return dataclasses.replace(self, told=told | {**self.told})
 
@@ -168,8 +171,10 @@ class RolloutBatch:
         """
         if self.steps is not None:
             return self.steps
+        # Without a size all samples are one step.
         size = self.global_batch_size or max(sum(shares), 1)
         # A batch without samples is a step of placeholders alone.
+        # By the number of all ranks' samples, so that each has every step, if with no sample in it.
         steps: list[list[int]] = [[] for _ in range(max(-(-sum(shares) // size), 1))]
         for index, place in enumerate(places_in_order(shares, rank)):
             steps[place // size].append(index)
@@ -200,9 +205,17 @@ def places_in_order(shares: Sequence[int], rank: int) -> list[int]:
     ]
 
 
+def _read_batch_size(rollout_data: Mapping[str, Any], job_size: Any) -> int | None:
+    """Samples of a step over all ranks: the rollout's own, else the job's; None for 0, too."""
+    given = rollout_data.get(_BATCH_SIZE, job_size)
+    return None if given is None else at_least("global_batch_size", given, 0, ConfigError) or None
+
+
 def _read_steps(steps: Any, num_samples: int) -> list[list[int]]:
     """The caller's steps as lists, which every sample is in once."""
     read: list[list[int | None]] = [[None]]
+    # Lists, arrays, tensors, iterators: whatever cannot be walked through stays [[None]], refused
+    # below.
     with contextlib.suppress(TypeError):
         read = [[as_integer(index) for index in step] for step in steps]
     given = [index for step in read for index in step if index is not None]

@@ -54,16 +54,20 @@ class Settings:
         dims = current_dims(chunks)
         config = config or job.options.planner_config(dims)
         if forward_only:
+            # Activations of forward passes alone are not kept, so their cap may be larger.
             config = job.options.forward_only_config(config)
         return cls(dims, config, cost_model or _known_cost_model(job, chunks, forward_only))
 
 
 def _known_cost_model(job: Job, chunks: list[Any], forward_only: bool) -> CostModel:
+    # A file that the user named is never corrected by what is learnt.
     given = job.options.given_cost_model()
     if given is not None:
         return given
     guess = first_guess(job.options.padded_vocab_size, get_model_config(chunks[0]))
     learners = learners_of(job)
+    # Not asked of a model that only runs forward, a reference: the first one asked of takes what a
+    # checkpoint had learnt, which is of the model that is trained.
     is_learnt = learners.has(chunks) if forward_only else True
     if is_learnt and job.options.learns_cost_model:
         return learners.of(chunks).begin(guess)
@@ -83,6 +87,7 @@ def say_oversize(job: Job, settings: Settings, longest: int) -> None:
         return
     problem = Problem.of([longest], settings.dims, config)
     if problem.oversize:
+        # On every rank alike, since all know the longest sample; one of them prints.
         said.add("oversize")
         over = problem.oversize_error()
         if dist.get_rank() == dist.get_world_size() - 1:

@@ -39,6 +39,8 @@ def look_for_hosts(
         steps: local sample indices of every step.
     """
     flag = job.options.share_prefixes
+    # None: it cannot be set here. Comparing all tokens would be for nothing, too, once the advice
+    # was given or where this model could not follow it.
     if not flag and (flag is None or _ADVICE in job.memory.said or any(sharing_problems(chunks))):
         return None
     return find_hosts(
@@ -58,6 +60,7 @@ def figures_of(hosts: Hosts | None, lengths: Sequence[int], costs: CostModel) ->
         lengths: total length of each of them, in tokens.
         costs: by which a step's work is weighed.
     """
+    # The same figures on every rank, whether it looked or not: they are joined over all.
     host = hosts.host if hosts is not None else ()
     work = [costs.sample(length) for length in lengths[: len(host)]]
     own = [work[i] for i, each in enumerate(host) if each == i]
@@ -102,6 +105,7 @@ def say_saving(
         )
         _say(job, _ADVICE, text)
     alone = Counter[str]()
+    # One rank of each replica: the others tell of the same samples.
     for replica in job.consensus.replicas:
         alone.update(told.get(replica[0]) or {})
     if alone:
@@ -113,5 +117,6 @@ def _say(job: Job, what: str, text: str) -> None:
     """Where stock code prints its log."""
     if what not in job.memory.said:
         job.memory.said.add(what)
+        # The last rank, as Megatron's own log.
         if dist.get_rank() == dist.get_world_size() - 1:
             print(f"mcore_batching: {text}", flush=True)

@@ -58,6 +58,7 @@ class StepShard:
         self._indices = indices
         self.filled: list[MicroBatches] = []
         if options.use_dynamic_batch_size:
+            # As few as hold the samples; `fill` splits them up to the count that all ranks take.
             self._bins = pack_shard(self._problem)
             self.ends = shard_ends(self._problem, self._bins)
         else:
@@ -69,6 +70,8 @@ class StepShard:
                 )
             size = at_least("micro_batch_size", given, 1, ConfigError)
             self._bins = [everything[i : i + size] for i in range(0, len(lengths), size)]
+            # As `shard_ends` has it where nothing is searched for: all ranks then take the most
+            # that any has.
             self.ends = [float(len(self._bins)), float(len(lengths))]
 
     def fill(self, latest: Sequence[float]) -> list[ShardOutlook]:
@@ -81,11 +84,14 @@ class StepShard:
             the outlook with each number.
         """
         problem = self._problem
+        # Two where tokens in flight are bounded: which of them fits is known once all have filled.
         made = [
             fill_shard(problem, self._bins, count)
             for count in soonest_counts(latest, problem.dims, problem.config)
         ]
         self.filled = [
+            # The planner counts the step's samples from 0; from here on they are those of the
+            # batch.
             tuple(tuple(self._indices[i] for i in places) for places in micro_batches)
             for micro_batches in made
         ]

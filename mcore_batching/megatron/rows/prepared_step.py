@@ -54,21 +54,23 @@ class PortableRow:
             tensors.append(tensor)
             return tensor
 
+        # `on_device` goes through the same tensors once more, and so in the same order.
         row.mapped(collect, names)
+        # From pageable memory the host would wait for the copy.
         self._tensors = SideBySide(tensors, pin_memory=device.type == "cuda")
 
     @classmethod
     def of_stage(cls, row: PackedMicroBatch) -> PortableRow:
         """With what this pipeline stage reads.
 
-        Every stage reads the model's inputs, the last one alone what losses are made of: other
-        stages have multimodal inputs and routed experts as their only fields, and labels and masks
-        on the host.
+        Every stage reads the model's inputs, multimodal inputs and routed experts among them, the
+        last one alone what losses are made of.
         """
         names = [*MODEL_INPUTS, "fields"]
         if is_last_stage():
             names += _LOSS_INPUTS
         else:
+            # Labels, rewards and the like stay on the host: no loss is made on this stage.
             fields = row.fields.items()
             kept = {k: v for k, v in fields if row.schema[k].kind in _FIELDS_OF_THE_MODEL}
             row = dataclasses.replace(row, fields=kept)
@@ -119,6 +121,7 @@ class PreparedStep:
         Raises:
             SchemaError: a row's routed experts cannot be replayed.
         """
+        # Counted of the row on the host: on the device each count would be a wait for it.
         prepared = [
             PreparedRow(change(replayable(chunks, row)), owned_num_tokens(row)) for row in rows
         ]
@@ -131,12 +134,14 @@ class PreparedStep:
         Each stage draws every row; the copy on the device is made once and dropped when the last
         stage has drawn it.
         """
+        # Stages draw the same row at different times: kept from the first of them to the last.
         on_device: dict[int, tuple[PreparedRow, int]] = {}
 
         def draw() -> Iterator[PreparedRow]:
             both = zip(self.rows, self.portable_rows, strict=True)
             for slot, (prepared, portable) in enumerate(both):
                 moved, drawn = on_device.pop(slot, (None, 0))
+                # One row at a time, when it is needed: the whole step may not fit on the device.
                 if moved is None:
                     moved = dataclasses.replace(prepared, row=portable.on_device())
                 if drawn + 1 < count:

@@ -51,14 +51,14 @@ def replayable(model: Sequence[Any], row: PackedMicroBatch) -> PackedMicroBatch:
     if name is None:
         return row
     config = get_model_config(model[0])
+    # The fused kernel chooses experts itself, and would train on without a word.
     if getattr(config, "moe_router_fusion", False):
         raise DynamicBatchArgumentError(
             "fused routers do not replay: unset --moe-router-fusion or --moe-enable-routing-replay"
         )
     values = [torch.as_tensor(value) for value in row[name]]
-    if (
-        row.is_placeholder
-    ):  # perhaps of a rank without samples, which show how many layers there are
+    # A rank without samples has nothing from which to tell how many layers there are.
+    if row.is_placeholder:
         values = [value.new_zeros(0, config.num_layers, config.moe_router_topk) for value in values]
     for number, value in enumerate(values):
         _check(name, number, value, config)
@@ -68,6 +68,7 @@ def replayable(model: Sequence[Any], row: PackedMicroBatch) -> PackedMicroBatch:
 def _columns(config: Any) -> list[dict[int, int]]:
     """From a layer's number, from 1, to its place in the field: of all layers, and of those with
     experts alone."""
+    # Megatron's option is a period, or a list with a 1 for each layer that has experts.
     every = config.moe_layer_freq
     layers = range(config.num_layers)
     routed = [n for n in layers if (every[n] if isinstance(every, list) else n % every == 0)]
@@ -96,6 +97,7 @@ def _check(name: str, number: int, value: Tensor, config: Any) -> None:
             "(--moe-router-topk)",
             found=f"shape {list(value.shape)}",
         )
+    # On a GPU an expert that is not there is a failed kernel, without the sample's name.
     if value.numel() and not 0 <= int(value.min()) <= int(value.max()) < experts:
         raise SchemaError(
             name,
@@ -115,6 +117,7 @@ def replayed_step(model: Sequence[Any]) -> Iterator[None]:
     try:
         yield
     finally:
+        # Also after a failure: the next forward pass, perhaps of an evaluation, routes by itself.
         for chunk in model if is_replayed(model) else ():
             for router in _routers(chunk):
                 router.router_replay.clear_router_replay_action()
@@ -134,16 +137,20 @@ def replayed(chunk: Any, row: PackedMicroBatch) -> Iterator[None]:
         yield
         return
     config = get_model_config(chunk)
+    # Engines record in few bytes; Megatron gathers by these numbers, which takes int64.
     told = row.packed(name)[0].long()
     if config.sequence_parallel:
+        # Each tensor-parallel rank routes its part of the tokens.
         size = parallel_state.get_tensor_model_parallel_world_size()
         told = told.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
+    # Engines record all layers, or those with experts alone; `_check` let in nothing else.
     column = next(each for each in _columns(config) if len(each) == told.shape[1])
     routers = _routers(chunk)
     for router in routers:
         router.router_replay.set_target_indices(told[:, column[router.layer_number]])
         router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     yield
+    # A router that runs from now on recomputes its layer, and takes the oldest row of its queue.
     for router in routers:
         router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 

@@ -100,6 +100,8 @@ class SampleMoves:
                     found=describe(values) if count is None else f"{count} values",
                 )
         parts, brought = [], self.brought
+        # Under dynamic CP the ranks that brought the same samples each serve one rank of every
+        # replica, that at their own place: so each sample goes to a rank once.
         for runs in self.runs_on[self.own % self.sharing :: self.sharing]:
             numbers = [number for number in runs if number in brought]
             places = [number - brought.start for number in numbers]
@@ -116,6 +118,7 @@ class SampleMoves:
         for numbers, columns in incoming:
             for name, column in columns.items():
                 of_field.setdefault(name, {}).update(zip(numbers, column, strict=True))
+        # A rank that left a field out sent the others samples without it.
         for name, values in of_field.items():
             lacking = [number for number in self.held if number not in values]
             if lacking:
@@ -137,7 +140,9 @@ class SampleMoves:
             columns: for the same names on every rank one tensor per sample that this rank runs,
                 each of which passed `check_output`.
         """
+        # Ranks may name them in different orders, and bodies carry no names.
         names, place = sorted(columns), self.places
+        # Shapes are the function's own and differ by sample, so they travel as well.
         headers: list[list[int]] = []
         bodies: list[list[Tensor]] = []
         for rank in range(len(self.runs_on)):
@@ -149,9 +154,11 @@ class SampleMoves:
             part.tolist()
             for part in self._exchanged([torch.tensor(h, dtype=torch.int64) for h in headers])
         ]
+        # Some rank may be sent nothing, of which `cat` makes no tensor.
         empty = torch.empty(0, dtype=torch.uint8, device=device)
         flat = [torch.cat([empty, *(value.to(device) for value in body)]) for body in bodies]
         data = self._exchanged(flat)
+        # Which samples came is not sent: every rank knows the plan, and so who sends which.
         found: dict[tuple[int, str], Tensor] = {}
         for rank, (header, body) in enumerate(zip(arrived, data, strict=True)):
             keys = [(number, name) for number in self._sent(rank, self.own) for name in names]
@@ -163,6 +170,7 @@ class SampleMoves:
 
     @functools.cached_property
     def _first_runner(self) -> dict[int, int]:
+        # Backwards, so that of the ranks that share a row the first stands.
         backwards = reversed(list(enumerate(self.runs_on)))
         return {number: rank for rank, runs in backwards for number in runs}
 
@@ -175,10 +183,11 @@ class SampleMoves:
         """The parts that each rank had for this one. A collective over them."""
         device = torch.device(torch.cuda.current_device())
         group = parallel_state.get_data_parallel_group(with_context_parallel=self.sharing > 1)
+        # Sizes first: who receives must have the room before the bytes come.
         sizes = torch.tensor([part.numel() for part in parts], device=device)
         arriving = torch.empty_like(sizes)
         dist.all_to_all_single(arriving, sizes, group=group)
-        counts = arriving.tolist()
+        counts = arriving.tolist()  # waits for the device, once per exchange
         sent = torch.cat(list(parts)).to(device)
         received = torch.empty(sum(counts), dtype=sent.dtype, device=device)
         own_counts = [part.numel() for part in parts]
@@ -206,6 +215,7 @@ def check_output(name: str, value: Any) -> None:
 
 
 def _header(value: Tensor) -> list[int]:
+    # With the number of dims, as headers lie one behind the other without marks between.
     return [_DTYPES.index(value.dtype), int(value.is_cpu), value.dim(), *value.shape]
 
 
@@ -218,6 +228,7 @@ def _tensors(header: Sequence[int], body: Tensor) -> list[Tensor]:
         size = dtype.itemsize * torch.Size(shape).numel()
         # Cloned, since bytes in the middle of others need not be aligned.
         value = body[start : start + size].clone().view(dtype).reshape(shape)
+        # A function that returned tensors on the host gets those of other ranks there, too.
         made.append(value.cpu() if was_on_host else value)
         start += size
     return made

@@ -135,6 +135,7 @@ class MicroBatchSchedule:
             IndexError: there is no such step.
             ValueError: the count is not this step's, or there is none.
         """
+        # Counts of another batch: the caller has mixed up two rollouts.
         planned = self.num_microbatches
         if as_integer(step) not in range(len(planned)):
             raise IndexError(
@@ -164,6 +165,7 @@ class MicroBatchSchedule:
             the plan; total length of each sample of the step [samples], in tokens, rank after
             rank.
         """
+        # Under an exchange every rank has planned all samples, and there is nothing to gather.
         if self.plans:
             return self.plans[step].plan, self.plans[step].lengths
         lengths: list[int] = []
@@ -171,9 +173,11 @@ class MicroBatchSchedule:
         ranks = []
         for shard in self.shards:
             rows = computed_alone(shard.steps[step], shard.hosts)
+            # In the order of the rollout data, so that a plan of the same samples reads the same.
             held = sorted(i for micro_batch in rows for i in micro_batch)
             number = {local: len(lengths) + place for place, local in enumerate(held)}
             lengths += [shard.lengths[local] for local in held]
+            # Of the step's tokens, for figures of what sharing saved; they take no part in costs.
             everyone = [i for micro_batch in shard.steps[step] for i in micro_batch]
             hosted += [shard.lengths[local] for local in everyone if local not in number]
             ranks.append(tuple(tuple(number[i] for i in ids) for ids in rows))
@@ -216,10 +220,13 @@ class MicroBatchSchedule:
         for name in fields:
             if name in kinds and name not in schema:
                 schema = schema.with_field(kinds[name])
+        # All fields anew: values that were given again may be of another length or kind.
         schema = schema.resolve(data, kinds)
         data = schema.validate(data)
+        # An id beyond the embedding would show without the sample's name, or not at all.
         if "tokens" in fields and self.vocabulary_size is not None:
             require_vocabulary("tokens", data["tokens"], self.vocabulary_size)
+        # On a rank without samples the template is all there is to copy a placeholder from.
         examples = {name: values or self.template.get(name) for name, values in data.items()}
         template = make_placeholder(schema, list(data), examples)
         return dataclasses.replace(self, rollout_data=data, schema=schema, template=template)
@@ -238,6 +245,7 @@ class MicroBatchSchedule:
         Raises:
             SchemaError: a value does not fit its field.
         """
+        # Under dynamic CP a rank's rows are of different sizes, each cut in its own way.
         sizes = self.row_sizes(step)
         return [self._row(*each) for each in zip(self.steps[step], sizes, strict=True)]
 
@@ -245,6 +253,7 @@ class MicroBatchSchedule:
         """Of this rank's rows those that no other data-parallel rank counts."""
         if not self.has_sizes_of_rows:
             return list(rows)
+        # All ranks of a shared row hold its samples; the first of them counts.
         return [row for row in rows if row.context_parallel_rank == 0]
 
     @property
@@ -262,13 +271,17 @@ class MicroBatchSchedule:
         return planned[self.moves.own]
 
     def _row(self, indices: tuple[int, ...], size: int) -> PackedMicroBatch:
+        # Ranks that share a row are one block of consecutive ones: the place in it is the slice.
         shared = self.moves if self.has_sizes_of_rows else None
+        # Paddings depend on the context-parallel size, which here is the row's.
         dims = self.dims.for_rows_on(size)
         values = self.samples(indices, list(self.template))
         hosts = None
         if self.hosts is not None and indices:
+            # `pack` counts a row's samples from 0.
             place = {index: at for at, index in enumerate(indices)}
             hosts = [place[self.hosts[i]] for i in indices]
+        # Read by the host while it lays the row out: on the device each read would be a wait.
         for name in values:
             if self.schema[name].kind in _LAID_OUT or name in ("loss_masks", "is_padding"):
                 values[name] = on_host(values[name])

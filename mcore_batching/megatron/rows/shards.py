@@ -69,6 +69,7 @@ class Shard:
     @classmethod
     def of_integers(cls, integers: Sequence[int]) -> Shard:
         """The inverse of `integers`."""
+        # Counts tell where each list ends; what a gather padded it with is not read.
         rest = iter(integers)
 
         def several() -> list[int]:
@@ -78,7 +79,7 @@ class Shard:
         return cls(
             lengths,
             tuple(tuple(tuple(several()) for _ in range(next(rest))) for _ in range(next(rest))),
-            hosts or None,
+            hosts or None,  # none were sent, or of no samples
         )
 
 
@@ -98,6 +99,7 @@ class GatheredShards:
     def __call__(self) -> tuple[Shard, ...]:
         """In the order of data-parallel ranks. A collective over all ranks the first time."""
         if self._all is None:
+            # A gather takes as much from every rank: how much, they have to agree on first.
             agreed = self._consensus.agree(
                 "gathering the plans of all ranks",
                 self._own.integers,

@@ -31,9 +31,6 @@ def run_for_losses(
 def run_chunk(chunk: Any, row: PackedMicroBatch, in_model_dtype: bool = False) -> Tensor:
     """The chunk's output for a packed row.
 
-    Every chunk gets the packed-sequence parameters, middle stages included: without them their
-    attention would cross samples.
-
     Args:
         chunk: a model chunk, wrapped or not.
         row: this context-parallel rank's slice of the micro-batch, on the device.
@@ -47,8 +44,11 @@ def run_chunk(chunk: Any, row: PackedMicroBatch, in_model_dtype: bool = False) -
     arguments: dict[str, Any] = {
         "input_ids": row.tokens,
         "position_ids": row.position_ids,
+        # Offsets say what attends to what; a dense mask has the square of the row's tokens.
         "attention_mask": None,
+        # With labels Megatron's model would return its own loss instead of logits.
         "labels": None,
+        # To every chunk, middle stages included: without them attention would cross samples.
         "packed_seq_params": compat.packed_seq_params(
             row.cu_seqlens_padded,
             row.max_seqlen,
@@ -56,8 +56,10 @@ def run_chunk(chunk: Any, row: PackedMicroBatch, in_model_dtype: bool = False) -
             row_group(row.context_parallel_size),
         ),
     }
+    # Routers balance experts by the tokens they count: padding must not be among them.
     if get_model_config(chunk).num_moe_experts:
         arguments["padding_mask"] = padding_mask(chunk, row)
+    # The wrapper alone takes this argument; the model inside would refuse it.
     if in_model_dtype and has_half_precision_wrapper(chunk):
         arguments["fp32_output"] = False
     multimodal = joined_multimodal_inputs(row.fields.get("multimodal_train_inputs") or [])
@@ -68,6 +70,7 @@ def run_chunk(chunk: Any, row: PackedMicroBatch, in_model_dtype: bool = False) -
 
 def has_half_precision_wrapper(chunk: Any) -> bool:
     """True if a chunk is, or wraps, Megatron's `Float16Module`."""
+    # Megatron wraps several times over: data parallelism around half precision.
     module = chunk
     while module is not None and not isinstance(module, Float16Module):
         module = getattr(module, "module", None)
@@ -75,13 +78,11 @@ def has_half_precision_wrapper(chunk: Any) -> bool:
 
 
 def padding_mask(chunk: Any, row: PackedMicroBatch) -> Tensor:
-    """Bool ``[1, tokens]``, True for padding; a placeholder is padding throughout.
-
-    A model whose first stage scatters it under sequence parallelism takes the mask of all tokens
-    there; elsewhere a stage expects its own tokens.
-    """
+    """Bool ``[1, tokens]``, True for padding; a placeholder is padding throughout."""
     mask = torch.ones_like(row.padding_mask) if row.is_placeholder else row.padding_mask
     model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+    # A first stage that scatters its input scatters the mask, too, and takes that of all tokens;
+    # elsewhere a stage expects the mask of its own.
     if compat.scatters_padding_mask(model) or not get_model_config(chunk).sequence_parallel:
         return mask
     rank = parallel_state.get_tensor_model_parallel_rank()

@@ -32,6 +32,7 @@ from mcore_batching.megatron.rollout.data_iterator import (
 )
 from mcore_batching.megatron.rows.prepared_step import PreparedRow, PreparedStep
 from mcore_batching.megatron.rows.sample_moves import check_output
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.step.chunk_forward import run_for_losses
 from mcore_batching.megatron.step.logits_function import adapted, real_outputs
 from mcore_batching.megatron.step.prepare import prepare
@@ -64,9 +65,8 @@ def forward_only(
         args: Megatron's arguments.
         model: this rank's model chunks.
         data_iterator: from `get_data_iterator`.
-        num_microbatches: from `get_data_iterator`; not read where forward
-            passes have a plan of their own, under ``--dynamic-batch-forward-only-plan own`` or
-            ``--dynamic-batch-forward-only-max-tokens-per-gpu``.
+        num_microbatches: from `get_data_iterator`; not read where forward passes have a plan of
+            their own.
         store_prefix: put before every key of the result.
 
     Returns:
@@ -74,12 +74,11 @@ def forward_only(
         the rollout data, each in memory of its own and without a gradient; ``{}`` on other stages.
 
     Raises:
-        CollationFailedError: on every rank, if the arguments could not be read or the samples not
-            be collated on any.
+        CollationFailedError: on every rank, if arguments or samples could not be read on any.
         ForwardFailedError: on every rank, if ``f`` raised on any, did not return one output per
             sample (an `OrderError`), or returned other names than elsewhere.
-        PipelineFailedError: on every rank that can still be reached, if the model raised on any,
-            or exchanged outputs did not fit into memory.
+        PipelineFailedError: on every rank that can be reached, if the model raised on any, or
+            exchanged outputs did not fit into memory.
         ValueError: ``f`` finds the samples' tokens in the logits by their lengths, as slime's
             functions do, and these parallel dims pad samples.
     """
@@ -96,18 +95,13 @@ def forward_only(
             made, failed, temperatures = _run(function, job, chunks, prepared)
             outputs += made
             travel = schedule.moves is not None
+            # After each step, of all outputs so far: a name that comes late is an error, too.
             names = _agreed_names(job, outputs, failed, temperatures, travel=travel)
     if not is_last_stage():
         return {}
-    indices = [i for micro_batch in schedule.micro_batches for i in micro_batch]
-    real = [each.values for each in outputs if not each.is_placeholder]
-    found = {
-        name: restore_order(
-            [value for values in real for value in values[name]], indices, schedule.num_samples
-        )
-        for name in names
-    }
+    found = _in_origin_order(outputs, names, schedule)
     if schedule.moves is not None:
+        # A collective, which may run out of memory on one rank.
         with job.watch.reporting(f"{_OPERATION}, returning outputs"):
             found = schedule.moves.returned(found)
     return {f"{store_prefix}{name}": values for name, values in found.items()}
@@ -121,6 +115,20 @@ class _RowOutputs:
     values: dict[str, list[Tensor]]
 
 
+def _in_origin_order(
+    outputs: Sequence[_RowOutputs], names: Sequence[str], schedule: MicroBatchSchedule
+) -> dict[str, list[Tensor]]:
+    """For each name one value per sample that this rank ran, in the order of its rollout data."""
+    indices = [i for micro_batch in schedule.micro_batches for i in micro_batch]
+    real = [each.values for each in outputs if not each.is_placeholder]
+    return {
+        name: restore_order(
+            [value for values in real for value in values[name]], indices, schedule.num_samples
+        )
+        for name in names
+    }
+
+
 def _opened(
     f: Callable[..., Any],
     job: Job,
@@ -132,7 +140,7 @@ def _opened(
 
     def work() -> tuple[list[Any], PlannedRollout, Callable[..., Any]]:
         chunks = model_chunks(model)
-        get_model_config(chunks[0])
+        get_model_config(chunks[0])  # raises for what is no model of Megatron's
         check_logits(job.options, chunks)
         rollout = rollout_of(data_iterator)
         if rollout.schedule.has_sizes_of_rows:  # the model need not be the one planned with
@@ -147,6 +155,7 @@ def _opened(
         return Statement(
             equal={
                 "plan (sha256)": opened[1].schedule.plan_digest,
+                # Ranks that differ in this would wait in different planning agreements.
                 "plan of its own": job.options.has_own_forward_plan,
             }
         )
@@ -158,6 +167,7 @@ def _opened(
 def _evaluation_mode(chunks: list[Any]) -> Iterator[None]:
     """No dropout, and none of Megatron's timers, which expect a training step."""
     config = get_model_config(chunks[0])
+    # Chunk by chunk: a caller may have some in evaluation mode already.
     was_training = [chunk.training for chunk in chunks]
     timers, config.timers = config.timers, None
     for chunk in chunks:
@@ -184,8 +194,10 @@ def _run(
         row = next(rows).row
         of_chunk, logits_of = run_for_losses(job.options, chunk, row)
 
+        # Megatron names the second argument where it collects something else than losses.
         def collect(output: Tensor, non_loss_data: bool = True) -> _RowOutputs:
             del non_loss_data
+            # By slime's names, whose functions run here unchanged.
             offered = {
                 "unconcat_tokens": row.fields["tokens"],
                 "total_lengths": row.total_lengths,
@@ -240,23 +252,6 @@ def _agreed_names(
             between micro-batches or ranks, or a placeholder has one that real samples lack.
     """
 
-    def work() -> tuple[list[str] | None, list[str]]:
-        real_values = [each.values for each in outputs if not each.is_placeholder]
-        real = [list(values) for values in real_values]
-        for names in real:
-            if set(names) != set(real[0]):
-                raise OrderError(
-                    f"the function given to forward_only returned {sorted(names)} for one "
-                    f"micro-batch and {sorted(real[0])} for another: return the same names for all"
-                )
-        if travel:
-            for values in real_values:
-                for name, of_samples in values.items():
-                    for value in of_samples:
-                        check_output(name, value)
-        extra = {name: None for each in outputs if each.is_placeholder for name in each.values}
-        return (real[0] if real else None), list(extra)
-
     def says(names: tuple[list[str] | None, list[str]]) -> Statement:
         real, extra = names
         equal = {} if real is None else {"names that f returned": sorted(real)}
@@ -265,7 +260,10 @@ def _agreed_names(
         same = {"temperature": sorted(temperatures)}
         return Statement(equal=equal, equal_in_stage=same, tell=names, asks=asks)
 
-    told = job.agree_after_pipeline(_OPERATION, failed, work, says).told
+    told = job.agree_after_pipeline(
+        _OPERATION, failed, lambda: _own_names(outputs, travel=travel), says
+    ).told
+    # The same decision on every rank of the last stage: all of them have heard all of this.
     known: list[str] | None = next((real for real, _ in told.values() if real is not None), None)
     if known is None:  # placeholders everywhere
         return list(dict.fromkeys(name for _, names in told.values() for name in names))
@@ -278,3 +276,25 @@ def _agreed_names(
     if unknown:
         raise ForwardFailedError(unknown)
     return known
+
+
+def _own_names(
+    outputs: Sequence[_RowOutputs], *, travel: bool
+) -> tuple[list[str] | None, list[str]]:
+    """Names that ``f`` returned on this rank: for real samples, if it has any; for placeholders."""
+    real_values = [each.values for each in outputs if not each.is_placeholder]
+    real = [list(values) for values in real_values]
+    for names in real:
+        if set(names) != set(real[0]):
+            raise OrderError(
+                f"f returned {sorted(names)} for one micro-batch, {sorted(real[0])} for another: "
+                "return the same names for all"
+            )
+    if travel:
+        # Now, while an error still reaches all ranks: the exchange of outputs is no agreement.
+        for values in real_values:
+            for name, of_samples in values.items():
+                for value in of_samples:
+                    check_output(name, value)
+    extra = {name: None for each in outputs if each.is_placeholder for name in each.values}
+    return (real[0] if real else None), list(extra)

@@ -30,6 +30,7 @@ def adapted(
     if not callable(f):
         raise TypeError(f"f must be a function of the logits, got {type(f).__name__}")
     takes = inspect.signature(f).parameters
+    # slime's functions take `**kwargs` or a choice of these names; both run unchanged.
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
     size = schedule.dims.context_parallel
     padded_to = sample_multiple_tokens(schedule.dims, schedule.config)
@@ -53,7 +54,6 @@ def adapted(
             "(gather_response and response_log_probs do), or turn off sequence parallelism and "
             "--dynamic-batch-pad-each-to"
         )
-
     if by_lengths and fused:
         raise ValueError(
             f"{getattr(f, '__name__', f)} does not take micro_batch, so it reads logits, which "
@@ -62,6 +62,7 @@ def adapted(
         )
 
     def with_offered(logits: Tensor, **offered: Any) -> Any:
+        # A row that is not cut can have its padding taken out; a cut one is refused above.
         if by_lengths and size == 1 and padded_to > 1:
             logits = _without_padding(logits, offered["micro_batch"])
         return f(logits, **{k: v for k, v in offered.items() if takes_all or k in takes})
@@ -80,15 +81,15 @@ def _without_padding(logits: Tensor, row: PackedMicroBatch) -> Tensor:
 def real_outputs(made: Any, row: PackedMicroBatch) -> dict[str, list[Tensor]]:
     """The outputs of ``f`` for the real samples of a row, tensors copied.
 
-    A slice of the logits would keep them all in memory, and so would what has a gradient.
-
     Raises:
         OrderError: no dict of lists, or not one output per sample.
     """
     outputs = checked_outputs(made, len(row.total_lengths))
     return {
         key: [
+            # A slice of the logits would keep them all in memory, and so would a gradient.
             value.detach().clone() if isinstance(value, Tensor) else value
+            # None of a placeholder's, whose one sample is fabricated.
             for value in values[: row.num_samples]
         ]
         for key, values in outputs.items()
@@ -101,6 +102,7 @@ def checked_outputs(made: Any, num_samples: int) -> dict[str, list[Tensor]]:
     Raises:
         OrderError: no dict of lists, or not one output per sample.
     """
+    # slime's functions return a pair: a placeholder for a loss, then the outputs.
     outputs = made[1] if isinstance(made, tuple) and len(made) == 2 else made
     if not isinstance(outputs, Mapping):
         raise OrderError(

@@ -93,6 +93,7 @@ def _depends(value: Tensor, on: Tensor) -> bool:
     wanted = (goal.node, goal.output_nr)
     waiting: list[tuple[Any, int]] = [(edge.node, edge.output_nr)]
     seen = set()
+    # A stack of its own: a loss over many samples has a graph deeper than Python may recurse.
     while waiting:
         found = waiting.pop()
         if found == wanted:
@@ -129,11 +130,13 @@ class WatchedTotals(StepTotals):
     def __getattribute__(self, name: str) -> Any:
         """Any attribute; one of the totals counts as read."""
         if name in StepTotals.__dataclass_fields__:
+            # Past the check of a frozen dataclass: it is no total that changes.
             object.__setattr__(self, "were_read", True)
         return super().__getattribute__(name)
 
     def __eq__(self, other: object) -> bool:
         """As `StepTotals`, which these are."""
+        # A dataclass's own holds between objects of one class alone.
         return isinstance(other, StepTotals) and vars(self) | vars(other) == vars(self)
 
     __hash__ = StepTotals.__hash__
@@ -146,6 +149,7 @@ def warn_of_unread_totals(collected: CollectedShares, prepared: PreparedStep) ->
     their own micro-batch, as stock ones do, and add up to a loss that grows with the micro-batches.
     """
     step = prepared.totals.num_tokens
+    # A micro-batch that holds the whole step has the step's own mean.
     is_part = any(0 < row.owned_num_tokens < step for row in prepared.rows)
     if collected.shares and is_part and not (collected.read_totals or collected.failed):
         warnings.warn(
@@ -153,7 +157,7 @@ def warn_of_unread_totals(collected: CollectedShares, prepared: PreparedStep) ->
             "micro-batch, the loss is too large by the number of micro-batches. Return a share of "
             "the step's mean: token_mean(values, micro_batch, totals), sample_mean(...), or a sum "
             "divided by totals.token_weight",
-            stacklevel=3,
+            stacklevel=3,  # the line that calls train_step
         )
 
 
@@ -209,6 +213,7 @@ def agreed_shares(
     def says(made: tuple[list[str], tuple[str, str]]) -> Statement:
         names, found = made
         return Statement(
+            # Stages without a loss have no names to compare.
             equal={"names of metrics": sorted(names)} if shares else {},
             equal_in_stage={"temperature": sorted(collected.temperatures)},
             # Not in `equal`: what differs there costs a gather.
@@ -235,10 +240,13 @@ def summed_metrics(
         collected: shares of each micro-batch by name.
         names: of them, the same on every rank, in any order.
     """
+    # Ranks may return them in different orders, and the reduction adds up by place.
     order = sorted(names)
+    # In double precision: the sum should not tell how samples were packed.
     sums = torch.stack(
         [torch.stack([each[name].double() for each in collected]).sum() for name in order]
     )
+    # Context-parallel ranks hold shares of their parts of the rows.
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     torch.distributed.all_reduce(sums, group=group)
     total = dict(zip(order, sums.tolist(), strict=True))

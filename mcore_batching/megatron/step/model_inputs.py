@@ -46,6 +46,7 @@ def joined_multimodal_inputs(inputs: Sequence[Mapping[str, Tensor] | None]) -> d
     """
     gathered: dict[str, list[Tensor]] = {}
     for sample in inputs:
+        # None for a sample without images, beside others that have some.
         for name, tensor in (sample or {}).items():
             gathered.setdefault(name, []).append(tensor)
     return {name: torch.cat(tensors) for name, tensors in gathered.items()}

@@ -2,8 +2,7 @@
 
 As Megatron's own check, gradients are looked at before ranks add theirs up, so that the rank can be
 named. Where the reduction overlaps the backward pass that is too late: then all ranks that share
-the parameters find it. Megatron's check raises on one rank inside the pipeline, where the others
-wait; it is off meanwhile.
+the parameters find it.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ def is_checked(options: Options, optimizer: Any) -> bool:
     whose optimizer skips infinite gradients itself.
     """
     config = getattr(optimizer, "config", None)
+    # Dynamic scaling finds its scale by infinite gradients: they are no faults there.
     scaled = getattr(config, "fp16", False) and not getattr(config, "loss_scale", None)
     return bool(options.check_for_nan_in_loss_and_grad) and not scaled
 
@@ -55,21 +55,26 @@ def gradients_measured(model: list[Any], checked: bool, largest: list[Tensor]) -
     were_checked = [wrapper.check_for_nan_in_grad for wrapper in wrappers]
 
     def finalize_and_measure(*arguments: Any, **options: Any) -> None:
+        # Buckets may be in the middle of their reduction: gradients are whole once it has ended.
+        # Elsewhere before it, while they still tell which rank made them.
         if overlaps:
             finalize(*arguments, **options)
         gradients = [gradient for _, gradient in _gradients(model)]
         if gradients:
+            # One kernel for all, and no copy to the host: the pipeline's end does not wait for it.
             norms = torch._foreach_norm(gradients, math.inf)
             largest.append(torch.stack([norm.float() for norm in norms]))
         if not overlaps:
             finalize(*arguments, **options)
 
     config.finalize_model_grads_func = finalize_and_measure
+    # Megatron's check raises on one rank inside the pipeline, where the others wait.
     for wrapper in wrappers:
         wrapper.check_for_nan_in_grad = False
     try:
         yield
     finally:
+        # The model's configuration outlives the step, and others train it, too.
         config.finalize_model_grads_func = finalize
         for wrapper, was_checked in zip(wrappers, were_checked, strict=True):
             wrapper.check_for_nan_in_grad = was_checked
@@ -99,17 +104,20 @@ def raise_on_all(job: Job, operation: str, found: tuple[str, str]) -> None:
     Raises:
         NonFiniteError: always; naming losses, or gradients where all losses are finite.
     """
+    # Texts have their own agreement, since they cost a gather: this step is lost in any case.
     agreed = job.consensus.agree(
         f"{operation}, what is not finite", lambda: found, lambda found: Statement(tell=found)
     )
     losses = {rank: loss for rank, (loss, _) in agreed.told.items() if loss}
     gradients = {rank: gradient for rank, (_, gradient) in agreed.told.items() if gradient}
+    # A loss that is not finite makes gradients so: they would say nothing new.
     raise NonFiniteError(losses or gradients)
 
 
 def _loss_fault(collected: Sequence[Mapping[str, Tensor]], prepared: PreparedStep) -> str:
     if not collected:
         return ""
+    # One copy to the host for all micro-batches: each is a wait for the device.
     losses: list[float] = torch.stack([each["loss"].float() for each in collected]).tolist()
     replica = parallel_state.get_data_parallel_rank()
     samples = prepared.schedule.steps[prepared.step]
@@ -145,6 +153,7 @@ def _gradients(model: list[Any]) -> Iterator[tuple[str, Tensor]]:
     """Name and gradient of each parameter of this rank that has one."""
     for chunk in model:
         for name, parameter in chunk.named_parameters():
+            # Megatron's buffer where the model is wrapped; `grad` is then empty.
             gradient = getattr(parameter, "main_grad", parameter.grad)
             if gradient is not None:
                 yield name, gradient

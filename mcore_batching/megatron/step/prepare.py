@@ -51,32 +51,42 @@ def prepare(
     """
 
     def collate() -> PreparedStep:
+        # All rows at once, before the pipeline: a value that does not fit would otherwise show
+        # inside it, where the other ranks wait for this one's tensors.
         found = schedule()
         return PreparedStep.of_rows(found, step, found.rows(step), model_chunks(model), change)
 
     def says(prepared: PreparedStep) -> Statement:
-        sums = dataclasses.asdict(prepared.totals)
-        per_token = bool(get_model_config(model_chunks(model)[0]).calculate_per_token_loss)
-        return Statement(
-            equal={
-                "plan (sha256)": prepared.schedule.plan_digest,
-                "step": step,
-                "number of micro-batches": len(prepared.rows),
-                # Ranks that differ in these would wait for messages that nobody sends, or scale
-                # their gradients differently.
-                "calculate_per_token_loss": per_token,
-                **{FLAGS[name]: getattr(job.options, name) for name in _ALIKE},
-                **alike(prepared.schedule),
-            },
-            # The weight is a sum of floats, which another device adds up in another order.
-            equal_in_replica={
-                "samples and plan (sha256)": prepared.schedule.own_digest,
-                **{n: value for n, value in sums.items() if n != "token_weight"},
-            },
-            figures={name: total(value) for name, value in sums.items()},
-        )
+        return _statement(job, model, prepared, alike(prepared.schedule))
 
+    # Under dynamic CP the ranks of a replica run different rows, so each agrees for itself.
     agreed = job.consensus_of_rows.agree(
         f"{operation}, collating", collate, says, failure=CollationFailedError
     )
     return dataclasses.replace(agreed.result, totals=StepTotals(**agreed.figures))
+
+
+def _statement(job: Job, model: Any, prepared: PreparedStep, alike: Mapping[str, Any]) -> Statement:
+    """What ranks compare before they enter the pipeline."""
+    sums = dataclasses.asdict(prepared.totals)
+    # Read from the model, which training uses; the argument may say something else.
+    per_token = bool(get_model_config(model_chunks(model)[0]).calculate_per_token_loss)
+    return Statement(
+        equal={
+            "plan (sha256)": prepared.schedule.plan_digest,
+            "step": prepared.step,
+            "number of micro-batches": len(prepared.rows),
+            # Ranks that differ in these would wait for messages that nobody sends, or scale
+            # their gradients differently.
+            "calculate_per_token_loss": per_token,
+            **{FLAGS[name]: getattr(job.options, name) for name in _ALIKE},
+            **alike,
+        },
+        # The weight is a sum of floats, which another device adds up in another order.
+        equal_in_replica={
+            "samples and plan (sha256)": prepared.schedule.own_digest,
+            **{n: value for n, value in sums.items() if n != "token_weight"},
+        },
+        # What losses divide by, over all ranks, without a collective of its own.
+        figures={name: total(value) for name, value in sums.items()},
+    )

@@ -27,12 +27,14 @@ def recorded(job: Job, schedule: MicroBatchSchedule, step: int) -> Iterator[None
     if recorder is None:
         yield
         return
+    # The device runs behind the host: without these two waits the clock would time launches.
     torch.cuda.synchronize()
     started = time.monotonic()
     yield
     torch.cuda.synchronize()
     seconds = time.monotonic() - started  # without the wait for the other ranks' plans
     learnt = schedule.learnt
+    # After the clock has stopped: `step_plan` gathers the plans of all ranks the first time.
     recorder.append(
         *schedule.step_plan(step),
         seconds,

@@ -40,7 +40,7 @@ def run_pipeline(
         operation: the call, in words.
         forward_step: called as Megatron calls it.
         forward_only: no backward passes.
-        inside: entered last, where the other ranks are told what it raises.
+        inside: a context manager of the caller's, entered last.
         rows: one iterator per model chunk; None: over the prepared rows.
         schedule: from ``get_forward_backward_func``; None: that which it gives now.
         options: further arguments of the schedule.
@@ -53,13 +53,8 @@ def run_pipeline(
         PipelineFailedError: on every rank that can still be reached, if anything raised on any.
     """
     rows = prepared.iterators(len(model)) if rows is None else rows
-    around: list[contextlib.AbstractContextManager[Any]] = [job.watch.reporting(operation)]
-    if not forward_only:
-        around.append(recorded(job, prepared.schedule, prepared.step))
-        if job.options.learns_cost_model:
-            around.append(learners_of(job).of(model).timing(prepared))
-    around.append(planned_transfers(job.options, model, prepared, forward_only=forward_only))
-    around.append(replayed_step(model))
+    around = _around(job, model, prepared, operation, forward_only=forward_only)
+    # In here, not around the call: the other ranks are told what it raises.
     if inside is not None:
         around.append(inside)
     with contextlib.ExitStack() as stack:
@@ -68,6 +63,7 @@ def run_pipeline(
         temperatures = stack.enter_context(chunks_of_tokens(job.options.checked_chunk_tokens()))
         made: list[Any] = (schedule or get_forward_backward_func())(
             forward_step_func=forward_step,
+            # The interleaved schedule takes lists, the others a model and an iterator.
             data_iterator=rows if len(rows) > 1 else rows[0],
             model=model if len(model) > 1 else model[0],
             num_microbatches=len(prepared.rows),
@@ -76,3 +72,20 @@ def run_pipeline(
             forward_only=forward_only,
         )
     return made, temperatures
+
+
+def _around(
+    job: Job, model: list[Any], prepared: PreparedStep, operation: str, *, forward_only: bool
+) -> list[contextlib.AbstractContextManager[Any]]:
+    """What holds while the pipeline runs, the outermost first."""
+    # Outermost the watch: whatever raises inside of it, the other ranks are told.
+    around: list[contextlib.AbstractContextManager[Any]] = [job.watch.reporting(operation)]
+    # Forward passes alone are neither recorded nor timed: costs are of both directions.
+    if not forward_only:
+        around.append(recorded(job, prepared.schedule, prepared.step))
+        if job.options.learns_cost_model:
+            around.append(learners_of(job).of(model).timing(prepared))
+    around.append(planned_transfers(job.options, model, prepared, forward_only=forward_only))
+    # Around all passes: the backward ones recompute with what the forward ones told routers.
+    around.append(replayed_step(model))
+    return around

@@ -144,18 +144,13 @@ def train_step(
         ForwardFailedError: on every rank, if the loss function raised on any, or returned no
             tensors of one value, or other names than elsewhere; nothing is updated.
     """
-
     job = job_of(args)
 
     def schedule() -> MicroBatchSchedule:
-        get_model_config(model_chunks(model)[0])
-        check_logits(job.options, model_chunks(model))
-        if not callable(loss_function):
-            raise TypeError(f"loss_function must be a function, got {type(loss_function).__name__}")
-        check_updates(model_chunks(model), optimizer)
+        _check_arguments(loss_function, job, model, optimizer)
         found = schedule_of(data_iterator)
         found.check_step(step, num_microbatches)
-        if found.has_sizes_of_rows:
+        if found.has_sizes_of_rows:  # the model need not be the one planned with
             let_rows_have_groups(model_chunks(model))
         return found
 
@@ -164,32 +159,31 @@ def train_step(
         return {"increment": samples_counted(increment, found, is_needed=is_needed)}
 
     prepared = prepare(job, model, _OPERATION, step, schedule, alike=alike)
+    # Only now: what is no model has been refused above, on every rank.
     model = model_chunks(model)
-
     checked = is_checked(job.options, optimizer)
     largest: list[Tensor] = []
-
-    @contextlib.contextmanager
-    def ready() -> Iterator[None]:
-        make_ready(model, optimizer)
-        with gradients_measured(model, checked, largest):
-            yield
-
-    made = _forward_backward(loss_function, job, model, prepared, ready())
+    ready = _ready(model, optimizer, checked, largest)
+    made = _forward_backward(loss_function, job, model, prepared, ready)
+    # Where warnings are errors it raises, and the other ranks wait for this one below.
     with job.watch.reporting(_OPERATION):
         warn_of_unread_totals(made, prepared)
 
     def nonfinite() -> tuple[str, str]:
         return faults(made.shares, largest, model, prepared) if checked else ("", "")
 
+    # Before the update, which no rank may do if another one's loss or gradient is at fault.
     agreed = agreed_shares(job, _OPERATION, made, nonfinite)
+    # If any rank refuses, all raise: those that would skip the step could not go on without it.
     if agreed.are_refused and not agreed.are_finite:
         raise_on_all(job, _OPERATION, agreed.faults)
     with job.watch.reporting(f"{_OPERATION}, after the pipeline"):
         metrics = summed_metrics(made.shares, agreed.names) if is_last_stage() else {}
+        # Without a sample there is no gradient, but weight decay and momentum would move weights.
         has_samples = prepared.totals.num_samples > 0
         is_skipped = not (has_samples and agreed.are_finite)
         update_successful, grad_norm = updated(model, optimizer, skip=is_skipped)
+        # A step of padding alone is no step of the scheduler's.
         counted = samples_counted(increment, prepared.schedule) if has_samples else 0
         if update_successful and opt_param_scheduler is not None:
             opt_param_scheduler.step(increment=counted)
@@ -201,6 +195,26 @@ def train_step(
         num_microbatches=len(prepared.rows),
         consumed_samples=counted,
     )
+
+
+def _check_arguments(loss_function: LossFunction, job: Job, model: Any, optimizer: Any) -> None:
+    chunks = model_chunks(model)
+    get_model_config(chunks[0])  # raises for what is no model of Megatron's
+    check_logits(job.options, chunks)
+    if not callable(loss_function):
+        raise TypeError(f"loss_function must be a function, got {type(loss_function).__name__}")
+    check_updates(chunks, optimizer)
+
+
+@contextlib.contextmanager
+def _ready(
+    model: list[Any], optimizer: Any, checked: bool, largest: list[Tensor]
+) -> Iterator[None]:
+    """Gradients zeroed and Megatron's hooks set; gradients measured when they are made."""
+    # Hooks first: measuring wraps the one that adds up gradients over ranks.
+    make_ready(model, optimizer)
+    with gradients_measured(model, checked, largest):
+        yield
 
 
 def _forward_backward(
@@ -217,8 +231,11 @@ def _forward_backward(
     """
     failed: list[Exception] = []
     config = get_model_config(model[0])
+    # Made anew for each step, so that reading them is noticed once a step.
     totals = WatchedTotals(**dataclasses.asdict(prepared.totals))
+    # A step without trainable tokens has shares of 0, whatever they are multiplied by.
     tokens = max(prepared.totals.num_tokens, 1)
+    # Megatron divides by this behind our back; multiplied in first, it cancels out.
     per_token = bool(config.calculate_per_token_loss)
     undo = tokens if per_token else len(prepared.rows) * _num_averaged_replicas()
 
@@ -237,13 +254,17 @@ def _forward_backward(
                     made = loss_function(logits, prepared_row.row, totals)
                 share, metrics = checked_shares(made, output.device)
                 reported = {"loss": share, **metrics}
+                # Copies: a view would keep the logits in memory until the step ends.
                 reported = {name: value.detach().clone() for name, value in reported.items()}
                 scaled = attached(share, *tensors_of(logits)) * undo
             except Exception as exception:
                 job.defer(failed, exception, prepared_row.row)
+                # Attached like any other: the stages before this one wait for its gradient.
                 nothing = output.new_zeros((), dtype=torch.float32)
                 scaled = attached(nothing, *tensors_of(logits))
             if per_token:
+                # Three values tell Megatron's schedule not to divide by the micro-batches. It adds
+                # the counts up over data- and context-parallel ranks, so each gives its own.
                 owned = prepared_row.owned_num_tokens
                 count = torch.full((), owned, dtype=torch.int, device=output.device)
                 return scaled, count, reported
@@ -258,9 +279,8 @@ def _forward_backward(
 
 
 def _num_averaged_replicas() -> int:
-    """Data-parallel ranks over which gradients are averaged without per-token loss.
-
-    The wrapper averages over context-parallel ranks, too, which the schedule has already undone.
-    """
+    """Data-parallel ranks over which gradients are averaged without per-token loss."""
+    # The wrapper averages over context-parallel ranks, too, but the schedule has already multiplied
+    # by their number.
     size: int = parallel_state.get_data_parallel_world_size()
     return size

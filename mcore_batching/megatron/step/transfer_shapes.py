@@ -42,10 +42,12 @@ def planned_transfers(
         forward_only: no backward passes.
     """
     dims = prepared.schedule.dims
+    # Without other stages nothing is sent.
     if dims.pipeline_parallel == 1 or options.no_planned_shapes:
         yield
         return
     config = get_model_config(model[0])
+    # Under sequence parallelism a tensor-parallel rank holds, and sends, its part of the tokens.
     shards = dims.tensor_parallel if config.sequence_parallel else 1
     shapes = [
         [prepared_row.row.tokens.shape[1] // shards, 1, config.hidden_size]
@@ -100,11 +102,14 @@ class PlannedTransfers:
             DynamicBatchArgumentError: a tensor to be sent has another shape than was planned, or
                 there are more transfers than were planned.
         """
+        # Compared before anything is sent: a neighbour that receives another shape hangs or
+        # reads garbage.
         if tensor_send_next is not None:
             _check(list(tensor_send_next.shape), next(self._to_next, None))
         if tensor_send_prev is not None:
             _check(list(tensor_send_prev.shape), next(self._to_previous, None))
         return (
+            # Drawn only where Megatron receives: drawing moves on to the next micro-batch.
             _planned(next(self._from_previous, None)) if recv_prev else [0, 0, 0],
             _planned(next(self._from_next, None)) if recv_next else [0, 0, 0],
         )

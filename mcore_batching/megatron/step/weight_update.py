@@ -22,6 +22,7 @@ def check_updates(model: list[Any], optimizer: Any) -> None:
             "model must be wrapped in Megatron's DistributedDataParallel, got "
             f"{', '.join(type(chunk).__name__ for chunk in model)}"
         )
+    # By what a step calls: Megatron has several optimizers without a base of their own.
     if not all(hasattr(optimizer, name) for name in ("zero_grad", "scale_loss", "step")):
         raise TypeError(
             "optimizer must be Megatron's, from get_megatron_optimizer, got "
@@ -33,11 +34,14 @@ def make_ready(model: list[Any], optimizer: Any) -> None:
     """Zero the gradients, and set the hooks that ``megatron.training`` sets, where nobody has."""
     _zero_gradients(model, optimizer)
     config = get_model_config(model[0])
+    # Set by a training loop at its start; a loop of the user's own may know nothing of them.
     if config.grad_scale_func is None:
         config.grad_scale_func = optimizer.scale_loss
+    # Without it no gradient is added up over ranks: the schedule leaves that to this hook.
     if config.finalize_model_grads_func is None:
         config.finalize_model_grads_func = finalize_model_grads
     ddp_config = getattr(model[0], "ddp_config", None)
+    # Else the overlapping reduction starts after the first micro-batch, without the others'.
     if config.no_sync_func is None and getattr(ddp_config, "overlap_grad_reduce", False):
         no_sync = [chunk.no_sync for chunk in model]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -46,6 +50,7 @@ def make_ready(model: list[Any], optimizer: Any) -> None:
 def updated(model: list[Any], optimizer: Any, *, skip: bool) -> tuple[bool, float | None]:
     """Step the optimizer, or drop the gradients; update successful, and the gradients' norm."""
     if skip:
+        # Not left behind: nobody is to step with them by mistake.
         _zero_gradients(model, optimizer)
         return False, None
     update_successful, grad_norm, _ = optimizer.step()
@@ -53,6 +58,7 @@ def updated(model: list[Any], optimizer: Any, *, skip: bool) -> tuple[bool, floa
 
 
 def _zero_gradients(model: list[Any], optimizer: Any) -> None:
+    # Two places: the wrapper's buffers, in which gradients are made, and the optimizer's.
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()

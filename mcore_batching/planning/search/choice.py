@@ -49,11 +49,13 @@ def search(
         InflightBoundError: nothing was found that holds no more tokens in flight than may be.
     """
     found, least = [], float("inf")
+    # Kept in the running to the end: the result is then no later than any rule's plan.
     for start in starts:
         step = objective.candidate(start)
         if all(map(objective.fits_in_memory, step.ranks)):
             found.append(step)
         least = min(least, max(map(objective.problem.inflight_tokens, step.ranks)))
+    # A start may be as good as the bound; then nothing is left to look for.
     if not any(objective.cannot_be_beaten(step.end) for step in found):
         found += _made(objective)
     if not found:
@@ -74,11 +76,14 @@ def _made(objective: Objective) -> list[Candidate]:
         perfect = _compare_firsts(steps, keep)
     order = steps.soonest
     if steps is not whole:
+        # The thinned problem was searched on the same budget.
         objective.effort = steps.objective.effort
+        # Of each number its best kind alone: on all ranks it is the numbers that may change places.
         best = {kind.num_slots: kind for kind in reversed(order)}
         order, perfect = sorted(best.values(), key=order.index)[:2], False
         # Fewer ranks may not have kept to a bound on tokens in flight.
         order = order or [Kind(count, EVEN) for count in reversed(whole.counts())]
+    # What was made to compare numbers is made again with more swaps: one of these is the result.
     whole.passes = CAREFUL
     for kind in order:
         if perfect or (whole.soonest and objective.effort < keep):
@@ -94,6 +99,7 @@ def _compare_counts(steps: Steps, keep: float) -> bool:
     """Make steps of every other number of slots, then of those beside the best two; True if none
     can be beaten."""
     counts, objective = steps.counts(), steps.objective
+    # Far apart first: should the effort end early, it has been spent on the whole range.
     for at in sorted({*range(0, len(counts), 2), len(counts) - 1}, key=_far_apart):
         if objective.spent and steps.made:
             break
@@ -110,9 +116,11 @@ def _compare_counts(steps: Steps, keep: float) -> bool:
     rises = objective.problem.schedule.alternates
     new = {kind._replace(gentle=True) for kind in steps.soonest[:2] if rises}
     while True:
+        # Sorted: a set promises no order, and ranks must make the same plan.
         for kind in sorted(new):
             if objective.spent:
                 return False
+            # The nearest number's ranks are even already, which saves rounds.
             like = min(sorted(steps.made), key=lambda made: abs(made.num_slots - kind.num_slots))
             if steps.may_be_best(kind) and steps.make(kind, in_vain=1, like=like):
                 return True
@@ -168,6 +176,7 @@ def _moved(found: Sequence[Candidate], objective: Objective) -> Candidate:
     """The best step after single samples were moved: of the best few with half of the effort, of
     half of them with half of the rest, and so on."""
     found = sorted(found, key=lambda step: step.end)
+    # One of each number: steps of one number differ by what moves change anyway.
     of_count = {len(step.ranks[0]): step for step in reversed(found)}
     steps = sorted(of_count.values(), key=lambda step: step.end)[:MOST_MOVED]
     while not (objective.cannot_be_beaten(steps[0].end) or objective.spent):

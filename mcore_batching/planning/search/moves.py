@@ -48,6 +48,7 @@ Below = Callable[[int], int]
 def counter() -> Below:
     """Python's Mersenne Twister from one seed: the same numbers on every platform and version."""
     number = random.Random(1).random
+    # Not `randrange`, whose draws may differ between versions of Python.
     return lambda bound: int(number() * bound)
 
 
@@ -69,6 +70,7 @@ def improve(step: Candidate, objective: Objective, *, keep: float = 0.0) -> Cand
         objective.effort -= EFFORT_OF_A_TRY
         moves.try_one()
     best = moves.result()
+    # A move may raise the latest end by little, if others fall: the step before is then better.
     return best if best.end <= step.end else step
 
 
@@ -90,6 +92,7 @@ class Row:
         tokens = self.problem.tokens
         self.samples = samples
         self.cost = self.problem.cost(samples)
+        # A list, not a generator, here and below: every move passes through.
         self.tokens = sum([tokens[i] for i in samples])
 
     @property
@@ -112,6 +115,7 @@ def rows_of(step: Candidate, objective: Objective) -> list[list[Row]]:
         rows = []
         for slot, samples in enumerate(slots):
             size = step.sizes[number][slot] if step.sizes else 1
+            # Only the first of the ranks that share a row makes it; the others find it made.
             if number % size:
                 rows.append(ranks[-1][slot])
             else:
@@ -151,6 +155,7 @@ class Chains:
 
     def add(self, weights: Sequence[float], length: float) -> None:
         """Add a chain with these weights of places, and so long."""
+        # The 0 is for `NOWHERE`, -2 as an index: what is outside the pipeline is on no chain.
         self._chains.insert(0, [*weights, 0.0, length])
         del self._chains[MOST_CHAINS:]
 
@@ -179,10 +184,12 @@ class Chains:
         even = most = end
         for number, chain in enumerate(self._chains):
             weight = chain[place] - chain[at]
+            # A chain that passes the cheaper place as often gets no longer by the exchange.
             if weight > 0.0:
                 left = end - chain[-1] + free * chain[place]
                 if left < weight * most:
                     most = left / weight
+                    # What refused this move is likely to refuse the next one, so it is asked first.
                     if most < least:
                         self._chains.insert(0, self._chains.pop(number))
                         return None
@@ -204,6 +211,7 @@ class Pipeline:
     def __init__(self, columns: Sequence[Sequence[list[Row]]], objective: Objective) -> None:
         self._objective, self._columns = objective, columns
         self.width = len(columns)
+        # In lockstep a column has several ranks, of which all have the same slots.
         firsts = [column[0] for column in columns]
         self._first = firsts[0][0].ranks.start
         for rank in itertools.chain(*columns):
@@ -239,8 +247,10 @@ class Pipeline:
     def end_with(self, changes: Changes) -> float:
         """End if some places cost so much more; a chain that ends later is remembered."""
         end = self._clock.end_with(changes)
+        # This chain is why; remembered, it refuses moves like this one without the clock.
         if end > self.end:
             weights, length = self._clock.weights_with(), 0.0
+            # By the costs before: `change` brings it up to date if the move is made.
             for weight, cost in zip(weights, self.costs, strict=True):
                 length += weight * cost
             self.chains.add(weights, length)
@@ -262,6 +272,7 @@ class Pipeline:
         self._count_effort()
 
     def _count_effort(self) -> None:
+        # Passes, not calls: the clock runs only those that a change can reach.
         effort = EFFORT_OF_A_SHARED_PASS if self.width > 1 else 1.0
         self._objective.effort -= effort * (self._clock.passes_run - self._passes_counted)
         self._passes_counted = self._clock.passes_run
@@ -273,6 +284,7 @@ class _Moves:
     def __init__(self, step: Candidate, objective: Objective) -> None:
         self._objective = objective
         self._below = counter()
+        # Powers of ends are taken in units of the first end: in any other the 64th may overflow.
         self._scale = 1.0 / step.end if step.end else 1.0
         self._shared = step.sizes is not None
         self._ranks = rows_of(step, objective)
@@ -285,6 +297,7 @@ class _Moves:
         made, columns, after = [], [], 0
         for ranks in self._objective.lockstep_groups:
             columns.append(self._ranks[ranks.start : ranks.stop])
+            # A row that reaches beyond these ranks ties the next ones to the same pipeline.
             after = max(after, *(row.ranks.stop for row in itertools.chain(*columns[-1])))
             if after == ranks.stop:
                 made.append(Pipeline(columns, self._objective))
@@ -305,20 +318,25 @@ class _Moves:
         mine, theirs = self._two_rows()
         if mine is theirs or not mine.samples:
             return
+        # Of the same ranks whole slots, 3 times in 4: that changes no micro-batch, so the cap still
+        # holds.
         if mine.ranks == theirs.ranks and self._below(4):
             self._exchange_slots(mine, theirs)
             return
         # A rank with a placeholder takes a further sample there.
         bare = self._placeholders[theirs.ranks.start]
+        # The last sample stays: an empty micro-batch would be a placeholder. It may be exchanged.
         may_move = len(mine.samples) > 1 and (not bare or not self._below(3))
         if may_move and bare:
             theirs = bare[0]
         given, taken = self._choose(mine, theirs, may_move)
+        # Nor may a sample that is over the cap of rows of the other size go there.
         if given < 0 or (
             mine.problem is not theirs.problem
             and (given in theirs.problem.oversize or taken in mine.problem.oversize)
         ):
             return
+        # Tried in place, and undone if refused: copying a step for each move would take longer.
         before = mine.samples, theirs.samples
         mine.hold([i for i in mine.samples if i != given] + [taken] * (taken >= 0))
         theirs.hold([*(i for i in theirs.samples if i != taken), given])
@@ -334,13 +352,17 @@ class _Moves:
         half the time of the same rank."""
         below, ranks = self._below, self._ranks
         giver, taker = ranks[below(len(ranks))], ranks[below(len(ranks))]
+        # Samples go from a late pipeline to an earlier one.
         if giver[0].pipeline.end < taker[0].pipeline.end:
             giver, taker = taker, giver
+        # Half the time the latest, which alone decides the step; less elsewhere is room for later
+        # moves.
         late = self.slowest if below(2) else giver[0].pipeline
         places, weights = late.on_chain, late.weights
         place, other = places[below(len(places))], places[below(len(places))]
         if weights[other] > weights[place]:
             place = other
+        # In lockstep only the costliest micro-batch of a slot matters.
         mine = max(late.rows(place), key=lambda row: row.cost)
         if below(2):
             taker = ranks[mine.ranks.start]
@@ -354,7 +376,9 @@ class _Moves:
         lets the step end sooner."""
         costs, late, early = theirs.problem.costs, mine.pipeline, theirs.pipeline
         at, place = mine.place if late is early else NOWHERE, theirs.place
+        # How fast the late pipeline gets shorter as cost goes from the one to the other.
         slope = late.weights[mine.place] - (late.weights[place] if late is early else 0.0)
+        # In lockstep a micro-batch may grow up to the costliest of its slot for nothing.
         free = early.costs[place] - theirs.cost
         given = mine.samples[self._below(len(mine.samples))]
         cost = costs[given]
@@ -387,6 +411,8 @@ class _Moves:
         block = range(rows[0].ranks.start, rows[-1].ranks.stop)
         slots = at // pipeline.width, place // pipeline.width
         self._exchange(block, *slots)
+        # A placeholder may not come last: the last micro-batch touches every parameter
+        # (`placement`).
         real = all(self._ranks[rank][-1].samples for rank in block)
         if not (real and self._kept(theirs, mine, block)):
             self._exchange(block, *slots)
@@ -401,12 +427,14 @@ class _Moves:
         """Simulate the pipelines of two micro-batches that were changed; True, with the clocks
         brought up to date, if the ranks concerned hold no more than they may and the sum of powers
         of the ends does not rise."""
+        # First, since it needs no clock.
         if not fits_in_memory([self._ranks[rank] for rank in ranks], self._objective):
             return False
         late, early = mine.pipeline, theirs.pipeline
         both = [(early, {theirs.place, mine.place})]
         if late is not early:
             both = [(early, {theirs.place}), (late, {mine.place})]
+        # Sorted, as sets have no order of their own, and ranks must add up in the same one.
         changes = [(each, list(map(each.growth, sorted(places)))) for each, places in both]
         total, limit = 0.0, ROUNDED * sum([self._power(each.end) for each, _ in both])
         for each, change in changes:
@@ -421,6 +449,7 @@ class _Moves:
     def _power(self, end: float) -> float:
         """The 64th power of an end, in ends of the step before."""
         end *= self._scale
-        for _ in range(6):
+        # Nearly the maximum, yet smaller ends count: a step of equal latest ranks can improve.
+        for _ in range(6):  # 2 ** 6 = 64
             end *= end
         return end
