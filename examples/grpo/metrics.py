@@ -44,7 +44,7 @@ class IterationMetrics:
     Attributes:
         iteration: from 0.
         samples: over all ranks.
-        tokens: real tokens of all samples.
+        tokens: real tokens of all samples, those that share a segment of a row counted once.
         reward: mean over the samples.
         num_microbatches: of each rank, over the iteration's steps.
         placeholders: micro-batches without a sample, over all ranks.

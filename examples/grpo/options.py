@@ -23,6 +23,8 @@ ONLINE_DEFAULTS: dict[str, Any] = {
     "kl_coefficient": 0.01,
 }
 """What ``--online`` takes instead of the other defaults."""
+STEP_WISE_DEFAULTS: dict[str, Any] = {"dynamic_batch_share_prefixes": True}
+"""What ``--online --step-wise`` takes instead: a turn begins the next."""
 ONLY_ONLINE = (
     "step_wise",
     "trajectories_per_prompt",
@@ -91,8 +93,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     online.add_argument("--groups-per-step", type=int, default=8, help="prompts per step")
     online.add_argument("--warm-start-steps", type=int, default=80, help="supervised, before play")
     online.add_argument("--warm-start-lr", type=float, default=3e-3)
-    if parser.parse_known_args(arguments)[0].online:
+    given = parser.parse_known_args(arguments)[0]
+    if given.online:
         parser.set_defaults(**ONLINE_DEFAULTS)
+        if given.step_wise:
+            parser.set_defaults(**STEP_WISE_DEFAULTS)
     options = parser.parse_args(arguments)
     for name in NOT_ONLINE if options.online else ONLY_ONLINE:
         if getattr(options, name) != parser.get_default(name):

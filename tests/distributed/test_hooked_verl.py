@@ -38,6 +38,9 @@ JOBS = [
     job_of("pp2-vpp2", INTERLEAVED),
     job_of("pp2-vpp2-too-few", INTERLEAVED, num_samples=3, group=4),
     job_of("tp2-sp", {"tensor_parallel": 2, "sequence_parallel": True}),
+    job_of("dp2-turns", {"data_parallel": 2}, turns=3),
+    job_of("pp2-turns", {"pipeline_parallel": 2}, turns=3),
+    job_of("tp2-sp-turns", {"tensor_parallel": 2, "sequence_parallel": True}, turns=3),
 ]
 
 
@@ -50,5 +53,7 @@ def test_verl_equals_itself(job: Job, ranks: list[dict[str, Any]]) -> None:
         own, hooked = rank["losses"]
         assert hooked == pytest.approx(own, rel=OUTPUTS)
         assert rank["num_outputs"] == (rank["samples"] if rank["last_stage"] else 0)
+        if rank["last_stage"] and "group" not in job.parameters:
+            assert rank["tokens"] == rank["expected_tokens"]
         if "group" in job.parameters:
             assert rank["counts"][1] == 4 > rank["samples"]

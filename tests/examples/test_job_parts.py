@@ -59,6 +59,11 @@ def test_the_baseline_and_play_change_what_they_say():
     changed = {"use_dynamic_batch_size": False, "micro_batch_size": 1}
     assert vars(baseline_arguments(options)) == vars(options) | changed
     assert (options.hidden_size, online.hidden_size, online.iterations) == (128, 64, 3)
+    turns = ["--online", "--step-wise"]
+    shares = [parse_arguments(each).dynamic_batch_share_prefixes for each in (turns, turns[:1])]
+    assert shares == [True, False]
+    turns.append("--no-dynamic-batch-share-prefixes")
+    assert not parse_arguments(turns).dynamic_batch_share_prefixes
 
 
 def group(uid, rewards):

@@ -147,6 +147,11 @@ def test_another_iterator_is_refused_by_name(
         hook()
 
 
+def test_shared_prefixes_are_refused_by_name() -> None:
+    with pytest.raises(HookError, match=r"leave out share_prefixes; generator\.merge_stepwise"):
+        hook(share_prefixes=True)
+
+
 def test_ranks_have_equally_many_and_errors_of_one_are_raised_on_all(tmp_path: Path) -> None:
     first, second = reports_of(iterate_all, 2, tmp_path)
     assert [len(report["one rank needs more"][0]) for report in (first, second)] == [4, 4]

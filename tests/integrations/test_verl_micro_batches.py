@@ -29,7 +29,7 @@ from verl_worker import CAP, CASES, batch_of, rearrange_all
 
 from mcore_batching.batch import OrderError
 from mcore_batching.integrations.replacements import HookError
-from mcore_batching.integrations.verl import hook, micro_batches
+from mcore_batching.integrations.verl import hook, micro_batches, shared_prefixes
 from mcore_batching.planning import ParallelDims, PlannerConfig, plan_step
 
 __all__ = ["own_verl", "small_verl"]
@@ -41,7 +41,7 @@ def rearranged(
     """Without verl, of dense tensors."""
     batch = batch_of(lengths) | (fields or {})
     with mock.patch.object(micro_batches, "_select", selected):
-        return micro_batches.rearrange_micro_batches(None, batch, cap, **options)
+        return micro_batches.rearrange_micro_batches(None, None, batch, cap, **options)
 
 
 def selected(batch: dict[str, torch.Tensor], samples: list[int]) -> dict[str, torch.Tensor]:
@@ -238,6 +238,46 @@ def test_the_plugin_hooks_verl_and_prints_what_is_wrong(
     assert "hooked verl.utils.seqlen_balancing.rearrange_micro_batches" in capfd.readouterr().out
     module = importlib.import_module("verl.utils.seqlen_balancing")
     assert module.rearrange_micro_batches.__wrapped__ is not None
+
+
+def test_the_plugin_shares_prefixes_in_verls_megatron_engine_alone(
+    small_verl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MCORE_BATCHING_VERL", "1")
+    monkeypatch.setenv("MCORE_BATCHING_VERL_SHARE_PREFIXES", "1")
+    monkeypatch.delitem(sys.modules, "megatron.core.parallel_state", raising=False)
+    load_plugin()
+    module = importlib.import_module("verl.utils.seqlen_balancing")
+    with pytest.raises(HookError, match="unset MCORE_BATCHING_VERL_SHARE_PREFIXES"):
+        module.rearrange_micro_batches(batch_of([60, 30]), max_token_len=100)
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "message"),
+    [
+        ({"enable_routing_replay": True}, {}, "set router_replay off"),
+        ({"hidden_dropout": 0.1}, {}, "set --hidden-dropout 0"),
+        ({}, {"multi_modal_inputs": {"pixel_values": 1}}, "images"),
+        ({}, {"vision_model": True}, "images"),
+        ({}, {"mtp_enable_train": True}, "multi-token prediction"),
+        ({}, {"local_cp_size": 2}, "dynamic context parallelism"),
+        ({}, {"logits_processor_args": {"teacher": 1}}, "also passes teacher"),
+    ],
+)
+def test_what_cannot_share_prefixes_is_refused_by_name(
+    settings: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    pytest.importorskip("megatron.core")
+    model = torch.nn.Linear(1, 1)
+    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    vars(model).update(
+        config=SimpleNamespace(**plain | settings), position_embedding_type="learned_absolute"
+    )
+    given = {"multi_modal_inputs": {}} | options
+    with pytest.raises(HookError, match=message):
+        shared_prefixes._forward(lambda *_: pytest.fail("ran"), model, torch.zeros(1), **given)
+    with pytest.raises(HookError, match="use_fused_kernels"):
+        shared_prefixes._refuse_fused()
 
 
 def test_verl_finds_the_plugin() -> None:

@@ -50,7 +50,7 @@ def rearrange_all(rank: int, size: int, store: str, results: str) -> None:
             del batch["attention_mask"]
         try:
             _, report[case] = micro_batches.rearrange_micro_batches(
-                None, batch, CAP, dist.group.WORLD, **options
+                None, None, batch, CAP, dist.group.WORLD, **options
             )
         except Exception as error:
             report[case] = f"{type(error).__name__}: {error}"

@@ -20,6 +20,7 @@ from typing import Any
 
 from mcore_batching.integrations.replacements import (
     Hook,
+    HookError,
     Replacement,
     check_signature,
     in_place_of,
@@ -37,6 +38,7 @@ def hook(
     pipeline_parallel: int = 1,
     virtual_pipeline: int = 1,
     microbatch_group_size: int | None = None,
+    share_prefixes: bool = False,
 ) -> Hook:
     """Teach NeMo-RL's ``get_packer`` the name `ALGORITHM`. Call it in the driver's process.
 
@@ -44,14 +46,21 @@ def hook(
         pipeline_parallel: pipeline stages of the policy.
         virtual_pipeline: model chunks of a stage.
         microbatch_group_size: as in `ParallelDims`.
+        share_prefixes: refused.
 
     Returns:
         the replaced names; its ``undo`` puts NeMo-RL's own back.
 
     Raises:
-        HookError: it is hooked already, or has another signature in this version.
+        HookError: it is hooked already, or has another signature in this version; prefixes are to
+            be shared.
         ParallelDimsError: a size is below 1, or sizes do not fit together.
     """
+    if share_prefixes:
+        raise HookError(
+            "NeMo-RL tells its packer lengths and not tokens, so samples cannot share them: leave "
+            "out share_prefixes"
+        )
     dims = ParallelDims(
         pipeline_parallel=pipeline_parallel,
         virtual_pipeline=virtual_pipeline,

@@ -42,15 +42,24 @@ _NAMES = ("_token_counts", "_microbatches", "_sync_num_microbatches", "_num_padd
 _REORDER = "reorder_and_combine_batches"
 
 
-def hook() -> Hook:
+def hook(*, share_prefixes: bool = False) -> Hook:
     """Replace the iterator in every loaded module of SkyRL. On all ranks or none.
+
+    Args:
+        share_prefixes: refused.
 
     Returns:
         the replaced names; its ``undo`` puts SkyRL's own back.
 
     Raises:
-        HookError: it is hooked already, or is another one in this version of SkyRL.
+        HookError: it is hooked already, or is another one in this version of SkyRL; prefixes are to
+            be shared.
     """
+    if share_prefixes:
+        raise HookError(
+            "SkyRL finds a sample's tokens by lengths, so samples cannot share them: leave out "
+            "share_prefixes; generator.merge_stepwise_output saves tokens by other samples"
+        )
     module = importlib.import_module(_MODULE)
     original = getattr(module, _CLASS, None)
     where = f"{_MODULE}.{_CLASS}"

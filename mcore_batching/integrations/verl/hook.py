@@ -6,6 +6,7 @@ import functools
 import importlib
 
 from mcore_batching.integrations.replacements import (
+    MARK,
     Hook,
     Replacement,
     check_signature,
@@ -15,8 +16,12 @@ from mcore_batching.integrations.replacements import (
 _MODULE = "verl.utils.seqlen_balancing"
 
 
-def hook() -> Hook:
+def hook(*, share_prefixes: bool = False) -> Hook:
     """Replace both functions in every loaded module of verl.
+
+    Args:
+        share_prefixes: samples that begin others, as turns of a trajectory begin the next ones, are
+            computed in those, in verl's Megatron engine.
 
     Returns:
         the replaced functions; its ``undo`` puts verl's own back.
@@ -25,12 +30,16 @@ def hook() -> Hook:
         HookError: they are hooked already, or have another signature in this version of verl.
     """
     from mcore_batching.integrations.verl import micro_batches
+    from mcore_batching.integrations.verl.shared_prefixes import SharedPrefixes
 
     module = importlib.import_module(_MODULE)
+    sharing = SharedPrefixes() if share_prefixes else None
     replacements = []
-    for name in ("rearrange_micro_batches", "restore_dynamic_batch"):
+    for name, settings in (("rearrange_micro_batches", [sharing]), ("restore_dynamic_batch", [])):
         original, ours = getattr(module, name), getattr(micro_batches, name)
-        stand_in = functools.partial(ours, original)
+        stand_in = functools.partial(ours, original, *settings)
         check_signature(f"{_MODULE}.{name}", original, stand_in, whole=True)
         replacements.append(Replacement(name, original, in_place_of(original, stand_in)))
+    if sharing is not None:
+        sharing.place = getattr(replacements[0].ours, MARK)
     return Hook([module], replacements)

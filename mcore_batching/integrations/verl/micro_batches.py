@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from mcore_batching.batch.figures import largest, least
 from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.replacements import HookError
 from mcore_batching.integrations.shards import planned_shard
+from mcore_batching.integrations.verl.shared_prefixes import SharedPrefixes
 from mcore_batching.planning import LengthError, MicroBatches, ParallelDims, PlannerConfig
 
 _MASKS = ("loss_mask", "response_mask")
@@ -38,6 +39,7 @@ _Function = Callable[..., Any]
 
 def rearrange_micro_batches(
     original: _Function,
+    sharing: SharedPrefixes | None,
     batch: Any,
     max_token_len: int,
     dp_group: Any = None,
@@ -51,6 +53,8 @@ def rearrange_micro_batches(
 
     Args:
         original: verl's function; called if ``force_group_size`` is above 1.
+        sharing: finds samples that are computed in others, which come into one micro-batch; None:
+            all are computed themselves.
         batch: TensorDict with ``input_ids``, nested or beside an ``attention_mask``.
         max_token_len: most tokens of a micro-batch.
         dp_group: ranks that need the same number of micro-batches; None: this rank alone.
@@ -84,9 +88,19 @@ def rearrange_micro_batches(
     multiple = num_batches_divided_by or 1
     consensus = Consensus(group)
     lengths = _checked_lengths(batch, max_token_len, consensus)
+    hosts: Sequence[int] = range(len(lengths))
+    if sharing is not None:
+        hosts = consensus.agree("finding prefixes", lambda: sharing.hosts(batch)).result
+    members: dict[int, list[int]] = {}
+    for sample, host in enumerate(hosts):
+        members.setdefault(host, []).append(sample)
+    held = sorted(members)
     dims, config = _settings(max_token_len, multiple, dist.get_world_size(group) if agrees else 1)
     fewest = min_num_micro_batch or 1
-    chosen = planned_shard(lengths, dims, config, consensus, fewest=fewest, multiple=multiple)
+    planned = planned_shard(
+        [lengths[i] for i in held], dims, config, consensus, fewest=fewest, multiple=multiple
+    )
+    chosen = tuple(tuple(i for place in row for i in members[held[place]]) for row in planned)
     _check_repeated(batch, chosen, consensus)
     # verl runs no empty micro-batch: the shortest sample, masked, takes a placeholder's place.
     shortest = min(range(len(lengths)), key=lambda sample: (lengths[sample], sample))

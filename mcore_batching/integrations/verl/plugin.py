@@ -1,5 +1,7 @@
 """Entry point of group ``verl.plugins``: hooks verl if ``MCORE_BATCHING_VERL`` is 1.
 
+``MCORE_BATCHING_VERL_SHARE_PREFIXES=1`` beside it shares prefixes.
+
 verl loads such entry points while it is imported, and only logs their errors. So they are printed
 here.
 """
@@ -14,6 +16,7 @@ from mcore_batching.integrations.replacements import HookError
 from mcore_batching.integrations.verl.hook import hook
 
 VARIABLE = "MCORE_BATCHING_VERL"
+SHARING = "MCORE_BATCHING_VERL_SHARE_PREFIXES"
 
 
 def hook_if_asked() -> None:
@@ -22,17 +25,20 @@ def hook_if_asked() -> None:
     Raises:
         HookError: another value, or verl's functions have another signature. Printed as well.
     """
-    value = os.environ.get(VARIABLE, "")
-    if value in ("", "0"):
-        return
     try:
-        if value != "1":
-            raise HookError(f"{VARIABLE} must be 1, 0 or unset, got {value!r}")
-        print(hook(), flush=True)
+        if _is_set(VARIABLE):
+            print(hook(share_prefixes=_is_set(SHARING)), flush=True)
     except Exception:
         print("mcore_batching: verl keeps its own micro-batches, because", file=sys.stderr)
         traceback.print_exc()
         raise
+
+
+def _is_set(variable: str) -> bool:
+    value = os.environ.get(variable, "")
+    if value not in ("", "0", "1"):
+        raise HookError(f"{variable} must be 1, 0 or unset, got {value!r}")
+    return value == "1"
 
 
 hook_if_asked()

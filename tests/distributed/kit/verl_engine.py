@@ -1,8 +1,9 @@
 """Jobs that run the micro-batch loop of verl's Megatron engine, with its rearrangement hooked.
 
 `forward_backward_batch`, `prepare_micro_batches`, `postprocess_micro_batch_func`,
-`postprocess_batch_func` and `sft_loss` are verl's own, and so is Megatron's schedule. The engine's
-forward step is not: it runs the kit's model over packed rows. Packages that are not installed and
+`postprocess_batch_func`, the forward function with its packed rows and `sft_loss` are verl's own,
+and so is Megatron's schedule. The engine's forward step around the forward function is not, nor the
+model. Packages that are not installed and
 modules of verl that the loop does not need (`STAND_INS`) are stand-ins; packages of verl whose
 start-up imports other engines (`BARE`) are empty.
 """
@@ -22,9 +23,8 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 
 from kit.exactness import difference
 from kit.model import named_parameters, sharded_model
@@ -37,14 +37,17 @@ from mcore_batching.planning import ParallelDims
 STAND_INS = StandIns(
     (
         *("datasets", "omegaconf", "pandas", "ray", "transformers"),
-        *("verl.models", "verl.trainer.config", "verl.workers.config"),
+        *("verl.trainer.config", "verl.workers.config", "verl.utils.kernel"),
         *("verl.utils.checkpoint", "verl.utils.debug", "verl.utils.dynamic_cp_scheduler"),
         *("verl.utils.megatron.router_replay_patch", "verl.utils.megatron.router_replay_utils"),
         *("verl.utils.megatron_peft_utils", "verl.utils.megatron_utils", "verl.utils.model"),
         "verl.workers.engine.megatron.utils",
     )
 )
-BARE = ("verl.workers", "verl.workers.engine", "verl.workers.engine.megatron", "verl.workers.utils")
+BARE = (
+    *("verl.models", "verl.models.mcore", "verl.workers", "verl.workers.engine"),
+    *("verl.workers.engine.megatron", "verl.workers.utils"),
+)
 
 CAP_TOKENS = 64
 SAMPLES = [12, 2, 9, 0, 11, 7, 10, 5, 1, 8]
@@ -52,7 +55,12 @@ SAMPLES = [12, 2, 9, 0, 11, 7, 10, 5, 1, 8]
 
 
 def compare(
-    dims: dict[str, Any], reference: str, source: str, num_samples: int = 10, group: int = 0
+    dims: dict[str, Any],
+    reference: str,
+    source: str,
+    num_samples: int = 10,
+    group: int = 0,
+    turns: int = 0,
 ) -> dict[str, Any]:
     """One mini-batch through verl's engine with its own micro-batches, and with the hooked.
 
@@ -62,31 +70,40 @@ def compare(
         source: folder with verl.
         num_samples: of all data-parallel ranks.
         group: micro-batches that a model chunk runs before the next, under the hook alone.
+        turns: samples that are made of each, all but one of its beginnings, shared under the hook.
 
     Returns:
-        largest relative differences of ``outputs`` and ``gradients``; both ``losses`` and
-        ``counts`` of micro-batches; and how many samples ran ``twice``.
+        largest relative differences of ``outputs`` and ``gradients``; both ``losses``, ``counts``
+        of micro-batches and ``tokens`` for which logits were made, and ``expected_tokens``; the
+        number of ``samples``.
     """
     shape = ParallelDims(**dims)
     engine_class, tensors, loss = _import_verl(source)
     replica = parallel_state.get_data_parallel_rank()
     share = num_samples // shape.data_parallel
     mine = SAMPLES[:num_samples][replica * share : (replica + 1) * share]
-    run = functools.partial(_step, engine_class, tensors, loss, shape, reference, mine)
+    data = _batch(mine, turns)
+    lengths = data["input_ids"].offsets().diff().tolist()
+    rows = {tuple(row.tolist()) for row in data["input_ids"].unbind()}
+    hosts = [row for row in rows if not any(row == o[: len(row)] != o for o in rows)]
+    distinct = sum(map(len, hosts)) + lengths[0]  # the first has a temperature of its own
+    run = functools.partial(_step, engine_class, tensors, loss, shape, reference, data)
     own = run(0)
-    with hook() as hooked:
+    with hook(share_prefixes=bool(turns)) as hooked:
         assert len(hooked.hooked) == 5, hooked
         ours = run(group)
     outputs = zip(own["outputs"], ours["outputs"], strict=True)
     return {
-        "outputs": max((difference(b, a) for a, b in outputs), default=0.0),
+        "outputs": max((difference(b, a) for a, b in outputs if len(a)), default=0.0),
         "num_outputs": len(ours["outputs"]),
         "gradients": max(
             difference(b, a) for a, b in zip(own["gradients"], ours["gradients"], strict=True)
         ),
         "losses": [own["loss"], ours["loss"]],
         "counts": [own["count"], ours["count"]],
-        "samples": len(mine),
+        "tokens": [own["tokens"], ours["tokens"]],
+        "expected_tokens": [sum(lengths), distinct if turns else sum(lengths)],
+        "samples": len(lengths),
         "last_stage": is_last_stage(),
     }
 
@@ -101,6 +118,8 @@ def _import_verl(source: str) -> tuple[Any, Any, Any]:
             package = ModuleType(name)
             package.__path__ = [str(Path(source, *name.split(".")))]
             sys.modules[name] = package
+        vars(sys.modules["verl.models.mcore"])["get_mcore_weight_converter"] = None
+        vars(importlib.import_module("verl.utils.megatron_utils"))["unwrap_model"] = unwrap_model
     engine = importlib.import_module("verl.workers.engine.megatron.transformer_impl")
     balancing = importlib.import_module("verl.utils.seqlen_balancing")
     devices = importlib.import_module("verl.utils.device")
@@ -122,44 +141,34 @@ def _import_verl(source: str) -> tuple[Any, Any, Any]:
         ) -> Any:
             del logits_processor_func
             batch = next(batch_iter)
-            logits, labels, lengths = _forward(model, list(batch["input_ids"].unbind()))
+            own = importlib.import_module("verl.models.mcore.model_forward")
+            input_ids = batch["input_ids"]
 
-            def loss_function(logits: torch.Tensor) -> Any:
-                losses = vocab_parallel_cross_entropy(logits.float(), labels)
-                log_probs = [-each for each in losses[0, : sum(lengths)].split(lengths)]
-                nested = torch.nested.as_nested_tensor(log_probs, layout=torch.jagged)
-                return postprocess_micro_batch_func({"log_probs": nested}, data=batch)
+            def logits_processor(logits: torch.Tensor, *, label: Any, temperature: Any) -> Any:
+                self.tokens += int((temperature > 0).sum())
+                temperature[temperature <= 0] = 1e-8  # of padding, as in verl
+                logits = logits.float() / temperature[..., None]
+                return {"log_probs": -vocab_parallel_cross_entropy(logits, label)}
 
-            return logits, loss_function
+            pairs = zip(batch["temperature"], input_ids.unbind(), strict=True)
+            temperature = [value.expand(len(row)) for value, row in pairs]
+            output = own.gptmodel_forward_model_engine(
+                model,
+                input_ids,
+                {},
+                logits_processor=logits_processor,
+                logits_processor_args={
+                    "label": input_ids.clone(),
+                    "temperature": torch.nested.as_nested_tensor(temperature, layout=torch.jagged),
+                    "loss_mask": batch["loss_mask"],
+                    "response_attention_mask": None,
+                },
+            )
+            return output, functools.partial(postprocess_micro_batch_func, data=batch)
 
     tensors = importlib.import_module("verl.utils.tensordict_utils")
     losses = importlib.import_module("verl.workers.utils.losses")
     return Engine, tensors, functools.partial(losses.sft_loss, None)
-
-
-def _forward(model: Any, rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """The model over one packed row; its output, each token's successor and the lengths."""
-    multiple = parallel_state.get_tensor_model_parallel_world_size()
-    lengths = [len(row) for row in rows]
-    tail = -sum(lengths) % multiple
-    padded = [*rows, *([rows[0].new_zeros(tail)] if tail else [])]
-    ends = [0, *torch.tensor([len(row) for row in padded]).cumsum(0).tolist()]
-    places = torch.tensor(ends, dtype=torch.int32, device=rows[0].device)
-    longest = max(map(len, padded))
-    output = model(
-        input_ids=torch.cat(padded)[None],
-        position_ids=None,
-        attention_mask=None,
-        packed_seq_params=PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=places,
-            cu_seqlens_kv=places,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        ),
-    )
-    labels = torch.cat([row.roll(-1) for row in padded])[None]
-    return output, labels, lengths
 
 
 def _step(
@@ -168,7 +177,7 @@ def _step(
     loss: Any,
     shape: ParallelDims,
     reference: str,
-    mine: list[int],
+    batch: dict[str, torch.Tensor],
     group: int,
 ) -> dict[str, Any]:
     weights = torch.load(reference, weights_only=True)["weights"]
@@ -190,28 +199,44 @@ def _step(
         tf_config=config,
         module=chunks,
         enable_routing_replay=False,
+        tokens=0,
     )
-    data = tensors.get_tensordict(_batch(mine))
+    data = tensors.get_tensordict(batch)
     tensors.assign_non_tensor(data, use_dynamic_bsz=True, max_token_len_per_gpu=CAP_TOKENS)
     output = engine.forward_backward_batch(data, loss)
     made = output.get("model_output", {})
     return {
-        "outputs": list(made["log_probs"].unbind()) if made else [],
+        # A sample's last label is the first token behind it in verl's row; nothing uses it.
+        "outputs": [each[:-1] for each in made["log_probs"].unbind()] if made else [],
         "gradients": [each.main_grad.clone() for _, each in named_parameters(chunks)],
         "loss": sum(output.get("loss", [])),
+        "tokens": engine.tokens,
         "count": tensors.get_non_tensor_data(data, key="num_micro_batch", default=None),
     }
 
 
-def _batch(samples: list[int]) -> dict[str, torch.Tensor]:
-    """These of the kit's samples, nested; the first token of each is a prompt's."""
+def _batch(samples: list[int], turns: int) -> dict[str, torch.Tensor]:
+    """These of the kit's samples, nested; the first token of each is a prompt's.
+
+    Args:
+        samples: of `make_samples`.
+        turns: so many beginnings of each, itself the longest, dealt out; 0: itself alone.
+    """
     whole = make_samples()
     device = torch.device(torch.cuda.current_device())
-    tokens = [whole["tokens"][i].to(device) for i in samples]
+    tokens = [
+        whole["tokens"][i][: -(-len(whole["tokens"][i]) * part // (turns or 1))].to(device)
+        for part in (range(1, turns + 1) if turns else (1,))
+        for i in samples
+    ]
     masks = [
         torch.arange(len(row), device=device) * (i + 3) % 7 > 1 for i, row in enumerate(tokens)
     ]
+    temperature = torch.ones(len(tokens), device=device)
+    if turns:
+        temperature[0] = 2.0  # begins another sample, and may not be computed in it
     return {
         "input_ids": torch.nested.as_nested_tensor(tokens, layout=torch.jagged),
         "loss_mask": torch.nested.as_nested_tensor(masks, layout=torch.jagged),
+        "temperature": temperature,
     }
