@@ -582,12 +582,6 @@ KNOWN_ENDS = {
     "long samples that leave others nothing": Known(
         log_normal(120, 8, median=3000, sigma=1.2, cap=60_000), 8192, PP4, 2_503_157
     ),
-    "each sample alone in a deep pipeline": Known(
-        log_normal(24, 9, median=5000, sigma=0.4, cap=9000),
-        3900,
-        ParallelDims(pipeline_parallel=8),
-        572_722,
-    ),
     "hard bound": Known(LOG_NORMAL, 16_384, PP4, 289_821, 14_000),
     "hard bound, one sample a slot": Known(
         [100, 3000] * 50, 16_384, ParallelDims(data_parallel=2, pipeline_parallel=4), 565_778, 6300

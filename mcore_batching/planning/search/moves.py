@@ -4,8 +4,7 @@
     place       a number of the pipeline's clock: a slot of its rank, a slot of one of its ranks,
                 or in lockstep a slot, which costs as much as the costliest micro-batch there
     moves       a sample of one micro-batch to another, perhaps for a cheaper one that comes back;
-                all that a rank has in one slot for all in another, or to the place of another,
-                those between by one; in lockstep what all ranks have
+                all that a rank has in one slot for all in another, in lockstep that all ranks have
 
 A pipeline ends no sooner than any of its chains of passes takes, each a sum of weights times costs
 of places. Those that were found last are remembered: they tell, without simulating, which moves
@@ -161,14 +160,6 @@ class Chains:
             for place, more in changes:
                 chain[-1] += more * chain[place]
 
-    def allow(self, changes: Changes, end: float) -> bool:
-        """False if a chain ends later than that once some places cost so much more."""
-        for number, chain in enumerate(self._chains):
-            if chain[-1] + sum([more * chain[place] for place, more in changes]) > end:
-                self._chains.insert(0, self._chains.pop(number))
-                return False
-        return True
-
     def room(
         self, place: int, at: int, *, slope: float, least: float, free: float, end: float
     ) -> tuple[float, float] | None:
@@ -315,7 +306,7 @@ class _Moves:
         if mine is theirs or not mine.samples:
             return
         if mine.ranks == theirs.ranks and self._below(4):
-            self._reorder(mine, theirs)
+            self._exchange_slots(mine, theirs)
             return
         # A rank with a placeholder takes a further sample there.
         bare = self._placeholders[theirs.ranks.start]
@@ -331,7 +322,7 @@ class _Moves:
         before = mine.samples, theirs.samples
         mine.hold([i for i in mine.samples if i != given] + [taken] * (taken >= 0))
         theirs.hold([*(i for i in theirs.samples if i != taken), given])
-        if mine.legal and theirs.legal and self._kept((theirs, mine), {*mine.ranks, *theirs.ranks}):
+        if mine.legal and theirs.legal and self._kept(theirs, mine, {*mine.ranks, *theirs.ranks}):
             if theirs in bare:
                 bare.remove(theirs)
         else:
@@ -384,51 +375,40 @@ class _Moves:
         fitting = [(abs(more - best), i) for more, i in choices if more <= most]
         return (given, min(fitting)[1]) if fitting else (-1, -1)
 
-    def _reorder(self, mine: Row, theirs: Row) -> None:
-        """Exchange all that a rank has in two slots, or move it from one to the other and what is
-        between by one; in lockstep of all ranks."""
+    def _exchange_slots(self, mine: Row, theirs: Row) -> None:
+        """Exchange all that a rank has in two slots, in lockstep all ranks."""
         pipeline, at, place = mine.pipeline, mine.place, theirs.place
-        width, costs, weights = pipeline.width, pipeline.costs, pipeline.weights
-        path = [at, place]
-        # Under a bound on tokens in flight few of these are legal: exchanges find more.
-        bound = self._objective.max_inflight_tokens
-        if width == 1 and bound is None and self._below(2):
-            path[1:1] = range(at + 1, place) if at < place else range(at - 1, place, -1)
-        changes = [
-            (to, costs[since] - costs[to])
-            for to, since in zip(path, path[1:] + path[:1], strict=True)
-        ]
-        less = sum([more * weights[to] for to, more in changes])
-        if less >= 0.0 or not pipeline.chains.allow(changes, pipeline.end):
+        less = pipeline.costs[at] - pipeline.costs[place]
+        if less <= 0.0 or pipeline.weights[at] <= pipeline.weights[place]:
+            return
+        if not pipeline.chains.room(place, at, slope=0.0, least=less, free=0.0, end=pipeline.end):
             return
         rows = pipeline.rows(at)
         block = range(rows[0].ranks.start, rows[-1].ranks.stop)
-        slots = [each // width for each in path]
-        self._shift(block, slots)
+        slots = at // pipeline.width, place // pipeline.width
+        self._exchange(block, *slots)
         real = all(self._ranks[rank][-1].samples for rank in block)
-        rank = self._ranks[mine.ranks.start]
-        if not (real and self._kept([rank[slot] for slot in slots], block)):
-            self._shift(block, slots[::-1])
+        if not (real and self._kept(theirs, mine, block)):
+            self._exchange(block, *slots)
 
-    def _shift(self, block: range, slots: list[int]) -> None:
-        """Let each of these slots have what the next has, the last what the first has."""
+    def _exchange(self, block: range, slot: int, other: int) -> None:
         for rank in self._ranks[block.start : block.stop]:
-            rows = [rank[slot] for slot in slots]
-            for slot, row in zip(slots, rows[1:] + rows[:1], strict=True):
-                rank[slot] = row
-                row.place = row.pipeline.place(row, slot)
+            rank[slot], rank[other] = rank[other], rank[slot]
+            for each in (slot, other):
+                rank[each].place = rank[each].pipeline.place(rank[each], each)
 
-    def _kept(self, rows: Sequence[Row], ranks: Collection[int]) -> bool:
-        """Simulate the pipelines of micro-batches that were changed; True, with the clocks brought
-        up to date, if the ranks concerned hold no more than they may and the sum of powers of the
-        ends does not rise."""
+    def _kept(self, theirs: Row, mine: Row, ranks: Collection[int]) -> bool:
+        """Simulate the pipelines of two micro-batches that were changed; True, with the clocks
+        brought up to date, if the ranks concerned hold no more than they may and the sum of powers
+        of the ends does not rise."""
         if not fits_in_memory([self._ranks[rank] for rank in ranks], self._objective):
             return False
-        places: dict[Pipeline, set[int]] = {}
-        for row in rows:
-            places.setdefault(row.pipeline, set()).add(row.place)
-        changes = [(each, list(map(each.growth, sorted(own)))) for each, own in places.items()]
-        total, limit = 0.0, ROUNDED * sum([self._power(each.end) for each in places])
+        late, early = mine.pipeline, theirs.pipeline
+        both = [(early, {theirs.place, mine.place})]
+        if late is not early:
+            both = [(early, {theirs.place}), (late, {mine.place})]
+        changes = [(each, list(map(each.growth, sorted(places)))) for each, places in both]
+        total, limit = 0.0, ROUNDED * sum([self._power(each.end) for each, _ in both])
         for each, change in changes:
             total += self._power(each.end_with(change))
             if total > limit:
