@@ -118,8 +118,9 @@ class InflightBoundError(ConfigError):
         super().__init__(
             "found no plan that keeps to ",
             Argument("max_inflight_tokens", bound),
-            # A chunk holds a part of a micro-batch's tokens: rounded down, the bound would fail again.
-            f" tokens at a time; the least found is {math.ceil(least)}: set it to that, or decrease ",
+            " tokens at a time; the least found is ",
+            # A chunk holds a part of a micro-batch: rounded down, the bound would fail again.
+            f"{math.ceil(least)}: set it to that, or decrease ",
             Argument("max_tokens_per_gpu"),
         )
 

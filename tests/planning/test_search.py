@@ -290,11 +290,12 @@ def test_a_bound_on_tokens_in_flight_is_kept_without_pipeline_stages() -> None:
     assert [len(samples) for (samples,) in zip(*step.micro_batches, strict=True)] == [6] * 10
 
 
-def test_a_bound_in_lockstep_is_kept_with_hardly_any_effort() -> None:
-    dims = ParallelDims(pipeline_parallel=2, data_parallel=2, expert_parallel=2)
+@pytest.mark.parametrize(("samples", "experts"), [(10, 2), (40, 1)])
+def test_a_bound_is_kept_with_hardly_any_effort(samples: int, experts: int) -> None:
+    dims = ParallelDims(pipeline_parallel=2, data_parallel=2, expert_parallel=experts)
     config = PlannerConfig(max_tokens_per_gpu=24, max_inflight_tokens=16, plan_effort=1)
-    step = plan_step([8] * 10, dims, config)
-    assert step_statistics(step, [8] * 10).peak_inflight_tokens == 16
+    step = plan_step([8] * samples, dims, config)
+    assert step_statistics(step, [8] * samples).peak_inflight_tokens == 16
 
 
 @pytest.mark.parametrize("owners", [None, [i % 2 for i in range(100)]])
@@ -578,6 +579,9 @@ KNOWN_ENDS = {
     "samples over the cap, interleaved": Known(FOUR_OVERSIZE, 8192, INTERLEAVED, 443_889),
     "samples over the cap in lockstep": Known(FOUR_OVERSIZE, 8192, IN_LOCKSTEP, 578_051),
     "at the cap": Known([*LOG_NORMAL, *[8192] * 24], 8192, PP4, 442_082),
+    "long samples that leave others nothing": Known(
+        log_normal(120, 8, median=3000, sigma=1.2, cap=60_000), 8192, PP4, 2_503_157
+    ),
     "hard bound": Known(LOG_NORMAL, 16_384, PP4, 289_821, 14_000),
     "hard bound, one sample a slot": Known(
         [100, 3000] * 50, 16_384, ParallelDims(data_parallel=2, pipeline_parallel=4), 565_778, 6300

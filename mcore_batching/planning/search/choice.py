@@ -81,8 +81,6 @@ def _made(objective: Objective) -> list[Candidate]:
         # Of each number its best kind alone: on all ranks it is the numbers that may change places.
         best = {kind.num_slots: kind for kind in reversed(order)}
         order, perfect = sorted(best.values(), key=order.index)[:2], False
-        # Fewer ranks may not have kept to a bound on tokens in flight.
-        order = order or [Kind(count, EVEN) for count in reversed(whole.counts())]
     # What was made to compare numbers is made again with more swaps: one of these is the result.
     whole.passes = CAREFUL
     for kind in order:
@@ -106,13 +104,12 @@ def _compare_counts(steps: Steps, keep: float) -> bool:
         for kind in _first_kinds(counts[at], objective):
             if steps.may_be_best(kind) and steps.make(kind, in_vain=1):
                 return True
-    if not steps.soonest:
-        # Under a bound on tokens in flight: even micro-batches, more of them or fewer.
-        for count in reversed(counts):
-            if steps.make(Kind(count, EVEN), in_vain=1):
-                return True
-            if steps.soonest:
-                break
+    for count in reversed(counts):
+        if steps.soonest:
+            break
+        # Under a bound on tokens in flight: even micro-batches, whatever effort is left.
+        if steps.make(Kind(count, EVEN), in_vain=1):
+            return True
     rises = objective.problem.schedule.alternates
     new = {kind._replace(gentle=True) for kind in steps.soonest[:2] if rises}
     while True:

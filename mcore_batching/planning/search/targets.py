@@ -60,7 +60,6 @@ class Targets:
         self._forward_only = problem.forward_only
         self.even = first >= 1.0 or not schedule.alternates
         self._ceiling = _ceiling(objective, count)
-        self._bounded = objective.max_inflight_tokens is not None
         if self.even:
             return
         # A step run backwards is one with forward and backward exchanged.
@@ -127,10 +126,7 @@ class Targets:
             return self._even(work, longest if long else 0.0), long
         if not long:
             scale = work / self._usual_sum
-            sizes = [max(self._least, scale * size) for size in self._usual]
-            if scale > self._ceiling:
-                sizes = self._under_ceiling(sizes, work)
-            sizes = self._of_slots(sizes)
+            sizes = self._of_slots([max(self._least, scale * size) for size in self._usual])
         else:
             sizes = self._around(work, longest)
         if self._mirrored:
@@ -150,32 +146,17 @@ class Targets:
         sizes[first : first + many] = [longest] * many
         return sizes
 
-    def _under_ceiling(self, sizes: list[float], work: float) -> list[float]:
-        """More before and after the plateau where that may not be as high."""
-        if self._sum([self._ceiling] * self._units) <= work:
-            return [work / self.count] * self._units
-        for _ in range(HALVINGS):
-            sizes = [min(self._ceiling, size) for size in sizes]
-            low = [size if size < self._ceiling else 0.0 for size in sizes]
-            scale = 1.0 + (work - self._sum(sizes)) / max(self._sum(low), TINY)
-            if scale < 1.001:
-                break
-            sizes = [size * scale for size in sizes]
-        return sizes
-
     def _around(self, work: float, longest: float) -> list[float]:
         """Targets with one as large as the longest sample: a later end first, then a faster rise,
         until they add up to no more than the work."""
         sizes = self._of_slots(self._reaching(longest, *self._shape_around(work, longest)))
-        # Within a group the long sample delays least in the middle.
-        first = sizes.index(max(sizes))
-        at = min(first + self._group // 2, self.count - 1)
+        at = sizes.index(max(sizes))
         rest = work - longest - (self.count - 1) * self._least
         if rest >= 0.0:
-            over = ordered_sum(sizes) - sizes[first] - (self.count - 1) * self._least
+            over = ordered_sum(sizes) - sizes[at] - (self.count - 1) * self._least
             keep = min(1.0, rest / over) if over > 0.0 else 1.0
             sizes = [self._least + keep * (size - self._least) for size in sizes]
-            sizes[first], sizes[at] = sizes[at], longest
+            sizes[at] = longest
             return sizes
         # Not even one small sample for each of the others: they hold none.
         real = (work - longest - (self.count - 1) * self._fixed) / max(
@@ -226,7 +207,7 @@ class Targets:
         """
         sizes = self._sizes(rise, last, lacking)
         least, scale = self._least, longest / max(*sizes, TINY)
-        most = max(least, self._ceiling if self._bounded else longest)
+        most = max(least, self._ceiling)
         scaled = [size * scale for size in sizes]
         return [least if size < least else size if size < most else most for size in scaled]
 
@@ -245,13 +226,12 @@ def _least(low: float, high: float, does: Callable[[float], bool]) -> float:
 
 
 def _ceiling(objective: Objective, count: int) -> float:
-    """Cost of a micro-batch of usual samples that is as large as the cap, or a bound on tokens in
-    flight, allows."""
+    """Cost of a micro-batch of usual samples that is as large as a bound on tokens in flight
+    allows, and the cap; infinite without a bound."""
     problem, bound = objective.problem, objective.max_inflight_tokens
-    tokens = float(problem.capacity)
-    if bound is not None:
-        at_a_time = inflight_tokens([1] * count, problem.schedule)
-        tokens = min(tokens, bound / at_a_time)
+    if bound is None:
+        return math.inf
+    tokens = min(problem.capacity, bound / inflight_tokens([1] * count, problem.schedule))
     per_token = ordered_sum(problem.costs) / max(1, sum(problem.tokens))
     return problem.cost_model.per_micro_batch + tokens * per_token
 
