@@ -144,7 +144,7 @@ def _weighted_sum(
 ) -> Tensor:
     if len(per_token) != len(weights):
         raise BatchError(
-            f"expected values of {len(weights)} samples, got {len(per_token)}: give one tensor "
+            f"expected values of {len(weights)} samples, got {len(per_token)}; give one tensor "
             "per sample, for a placeholder too"
         )
     parts = []

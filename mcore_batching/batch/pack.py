@@ -150,10 +150,10 @@ def _checked_hosts(
     is_place = [host in range(len(hosts)) and hosts[host] == host for host in hosts]
     if len(hosts) != count or not all(is_place):
         raise BatchError(
-            f"expected for each of {count} samples the place of one with a segment of its own, got "
-            f"{list(hosts)}; set ",
             Argument("hosts"),
-            " to None, and each has one",
+            f" must be {count} places of samples that are their own hosts, got {list(hosts)}; set ",
+            Argument("hosts"),
+            " to None",
         )
     # Values replaced since hosts were found would, silently, be taken for the host's.
     for i, host in enumerate(hosts):
@@ -162,9 +162,9 @@ def _checked_hosts(
                 raise SchemaError(
                     name,
                     sample_index=i,
-                    expected=f"what sample {host} begins with, in whose segment it is computed",
-                    found="other values: give them to get_data_iterator, by which such samples are "
-                    "computed apart, or declare the field as Kind.METADATA if no row is made of it",
+                    expected=f"what its host, sample {host}, begins with",
+                    found="other values; give them to get_data_iterator, or declare the field as "
+                    "Kind.METADATA if no row is made of it",
                 )
     return hosts
 
@@ -174,10 +174,10 @@ def _require_unique(predicted_at: Tensor, num_tokens: int) -> None:
     twice = (torch.bincount(predicted_at[predicted_at >= 0], minlength=num_tokens) > 1).nonzero()
     if twice.numel():
         raise BatchError(
-            f"two samples of a host train the token that is predicted at position {int(twice[0])} "
-            "of the row: a response must end where the next one's prompt does, or before; set ",
+            f"two samples train the token predicted at position {int(twice[0])}; end a response "
+            "before the next one of its host begins, or set ",
             Argument("hosts"),
-            " to None, and each has a segment of its own",
+            " to None",
         )
 
 

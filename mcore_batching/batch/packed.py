@@ -126,8 +126,8 @@ class PackedMicroBatch:
         values, field = self[key], self.schema[key]
         if field.kind not in (Kind.TOKENS, Kind.PER_TOKEN, Kind.ROUTED_EXPERTS):
             raise BatchError(
-                f"field {key!r} is declared as Kind.{field.kind.name}, which has no rows per "
-                f"token: read micro_batch[{key!r}], or declare it as Kind.PER_TOKEN"
+                f"field {key!r} is declared as Kind.{field.kind.name}, without rows per token; "
+                f"read micro_batch[{key!r}], or declare it as Kind.PER_TOKEN"
             )
         laid_out = [i for i, host in enumerate(self.hosts) if host == i]
         rows = [values[i].to(self.tokens.device) for i in laid_out]

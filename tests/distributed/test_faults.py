@@ -408,20 +408,19 @@ ON_ONE_RANK = {
         ),
         "metrics differ": ("ForwardFailedError", "names of metrics is ['kl', 'loss', 'policy']"),
         "f is None": ("CollationFailedError", "rank 2: TypeError: f must be a function"),
-        "f returns None": ("ForwardFailedError", "rank 2: OrderError: the function given to"),
+        "f returns None": ("ForwardFailedError", "rank 2: OrderError: f must return a dict"),
         "f returns a number": ("ForwardFailedError", "returned 5 for 'log_probs' in a micro-batch"),
         "f divides by a text": ("ForwardFailedError", "temperature must be a positive number"),
         "f gives no logits": ("ForwardFailedError", "rank 2: BatchError: expected logits of shape"),
         # Raised where outputs were flattened to be sent back, on this rank alone.
         "f exchanged is sparse": (
             "ForwardFailedError",
-            "rank 2: OrderError: the function given to forward_only returned a Tensor of "
-            "torch.float32, torch.sparse_coo, cpu for 'log_probs'",
+            "rank 2: OrderError: f returned a Tensor of torch.float32, torch.sparse_coo, cpu for",
         ),
         "f exchanged is nowhere": ("ForwardFailedError", "torch.strided, meta for 'log_probs'"),
         "no iterators": ("CollationFailedError", "rank 2: TypeError: data_iterator must be"),
         "no counts": ("CollationFailedError", "num_microbatches says nothing of it, it is None"),
-        "too few counts": ("CollationFailedError", "says nothing of it, it is []: pass on what"),
+        "too few counts": ("CollationFailedError", "says nothing of it, it is []; pass on what"),
         "no optimizer": ("CollationFailedError", "rank 2: TypeError: optimizer must be Megatron's"),
         "no wrapped model": ("CollationFailedError", "rank 2: TypeError: model must be wrapped"),
         "metric is a vector": (

@@ -203,7 +203,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     def _plain(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
         if self.cp_group.size() > 1:
             raise DynamicBatchArgumentError(
-                "PackedAttention needs packed_seq_params under context parallelism: "
+                "PackedAttention needs packed_seq_params under context parallelism; "
                 "give the model packed rows, or set --context-parallel-size 1"
             )
         # None where `is_causal` says it: the fastest kernels take no mask.
@@ -270,6 +270,6 @@ def _check_config(config: TransformerConfig) -> None:
         asked.append("apply_query_key_layer_scaling")
     if asked:
         raise DynamicBatchArgumentError(
-            f"PackedAttention does not support {', '.join(asked)}: install Transformer Engine and "
+            f"PackedAttention does not support {', '.join(asked)}; install Transformer Engine and "
             "set --transformer-impl transformer_engine, or turn it off"
         )

@@ -81,7 +81,7 @@ class SequenceParallelNorm:
         del unused
         if config.layernorm_zero_centered_gamma:
             raise DynamicBatchArgumentError(
-                "torch norms have no zero-centered gamma: unset --apply-layernorm-1p, or install "
+                "torch norms have no zero-centered gamma; unset --apply-layernorm-1p, or install "
                 "Transformer Engine"
             )
         norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}

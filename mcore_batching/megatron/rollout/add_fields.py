@@ -100,8 +100,8 @@ def _agreed_kinds(
 def _require_dict(fields: Any) -> None:
     if not isinstance(fields, Mapping):
         raise TypeError(
-            "fields must be a dict of lists, one value per sample ({} where there are none), "
-            f"got {type(fields).__name__}"
+            f"fields must be a dict of lists, got {type(fields).__name__}; give one value per "
+            "sample, or {} where there are none"
         )
 
 

@@ -125,8 +125,8 @@ class DataIterator:
         schedule = self._rollout.schedule
         if schedule.hosts is not None:
             raise DynamicBatchArgumentError(
-                "samples that share segments cannot be drawn: give forward_only and train_step the "
-                f"iterators, or unset {FLAGS['share_prefixes']}"
+                "samples that share segments cannot be drawn; give the iterators to forward_only "
+                f"and train_step, or unset {FLAGS['share_prefixes']}"
             )
         micro_batches = schedule.micro_batches
         if self.offset >= len(micro_batches):
@@ -154,8 +154,8 @@ def rollout_of(data_iterator: Sequence[DataIterator]) -> PlannedRollout:
     first = data_iterator[0] if isinstance(data_iterator, Sequence) and data_iterator else None
     if not isinstance(first, DataIterator):
         raise TypeError(
-            "data_iterator must be the list of iterators that get_data_iterator returned, got "
-            f"{type(data_iterator).__name__}"
+            "data_iterator must be what get_data_iterator returned, got "
+            f"{type(data_iterator).__name__}; pass on its list of iterators"
         )
     # The first stands for all: those of one call share the rollout, and move on with it.
     return first._rollout
@@ -245,7 +245,7 @@ def check_forward_plan(options: Options, *, shares_rows: bool) -> None:
     """
     if shares_rows and options.has_own_forward_plan:
         raise DynamicBatchArgumentError(
-            "forward_only has no plan of its own where ranks share rows: unset "
+            "forward_only has no plan of its own where ranks share rows; unset "
             f"{FLAGS['forward_only_plan']} and {FLAGS['forward_only_max_tokens_per_gpu']}, or "
             f"{FLAGS['max_context_parallel']}"
         )

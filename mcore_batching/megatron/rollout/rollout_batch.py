@@ -84,8 +84,8 @@ class RolloutBatch:
             return None
         if not isinstance(rollout_data, Mapping):
             raise TypeError(
-                "rollout_data must be a dict of lists, one value per sample, or None, got "
-                f"{type(rollout_data).__name__}"
+                f"rollout_data must be a dict of lists or None, got {type(rollout_data).__name__}; "
+                "give one value per sample"
             )
         # Steps of the caller's own need not be of the job's batch size.
         size = _read_batch_size(rollout_data, global_batch_size if steps is None else None)
@@ -222,7 +222,7 @@ def _read_steps(steps: Any, num_samples: int) -> list[list[int]]:
     if len(given) < sum(map(len, read)):
         raise ConfigError(
             Argument("steps"),
-            f" must be one list of sample indices for each optimizer step, got {steps!r:.60}; set ",
+            f" must be one list of sample indices for each step, got {steps!r:.60}; set ",
             Argument("steps"),
             " to [[0, 1], [2, 3]], say, or to None for steps of ",
             Argument("global_batch_size"),
@@ -230,7 +230,7 @@ def _read_steps(steps: Any, num_samples: int) -> list[list[int]]:
         )
     if sorted(given) != list(range(num_samples)):
         raise ValueError(
-            f"steps must hold each of this rank's {num_samples} samples exactly once, got indices "
-            f"{given}; of group_steps' steps padding samples are left out: give real_samples(batch)"
+            f"steps must hold each of this rank's {num_samples} samples exactly once, got {given}; "
+            "group_steps leaves padding samples out: give real_samples(batch) with its steps"
         )
     return [[index for index in step if index is not None] for step in read]

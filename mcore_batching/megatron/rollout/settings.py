@@ -48,7 +48,7 @@ class Settings:
         """
         if cost_model is not None and not isinstance(cost_model, CostModel):
             raise TypeError(
-                f"cost_model must be a CostModel or None, got {type(cost_model).__name__}: pass "
+                f"cost_model must be a CostModel or None, got {type(cost_model).__name__}; pass "
                 "CostModel.from_json(text), or name its file in --dynamic-batch-cost-model"
             )
         dims = current_dims(chunks)

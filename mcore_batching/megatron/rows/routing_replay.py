@@ -54,7 +54,7 @@ def replayable(model: Sequence[Any], row: PackedMicroBatch) -> PackedMicroBatch:
     # The fused kernel chooses experts itself, and would train on without a word.
     if getattr(config, "moe_router_fusion", False):
         raise DynamicBatchArgumentError(
-            "fused routers do not replay: unset --moe-router-fusion or --moe-enable-routing-replay"
+            "fused routers do not replay; unset --moe-router-fusion or --moe-enable-routing-replay"
         )
     values = [torch.as_tensor(value) for value in row[name]]
     # A rank without samples has nothing from which to tell how many layers there are.
@@ -79,8 +79,8 @@ def _field_of(row: PackedMicroBatch) -> str | None:
     names = [name for name in row.fields if row.schema[name].kind is Kind.ROUTED_EXPERTS]
     if len(names) > 1:
         raise DynamicBatchArgumentError(
-            f"fields {' and '.join(names)} all hold routed experts: declare the one that is to be "
-            "replayed as Kind.ROUTED_EXPERTS, the others as Kind.METADATA"
+            f"fields {' and '.join(names)} all hold routed experts; declare the one to replay as "
+            "Kind.ROUTED_EXPERTS, the other ones as Kind.METADATA"
         )
     return names[0] if names else None
 

@@ -95,8 +95,7 @@ class SampleMoves:
             if count != len(self.brought):
                 raise SchemaError(
                     name,
-                    expected=f"one value for each of the {len(self.brought)} samples that this "
-                    "rank was given",
+                    expected=f"one value for each of the {len(self.brought)} samples given here",
                     found=describe(values) if count is None else f"{count} values",
                 )
         parts, brought = [], self.brought
@@ -125,7 +124,7 @@ class SampleMoves:
                 ranks = sorted({self._origin(number) for number in lacking})
                 raise SchemaError(
                     name,
-                    expected="values of the samples of all data-parallel ranks",
+                    expected="values of all data-parallel ranks' samples",
                     found=f"none of ranks {ranks}: give the field on them too",
                 )
         return {name: [values[n] for n in self.held] for name, values in of_field.items()}
@@ -209,8 +208,8 @@ def check_output(name: str, value: Any) -> None:
         nested = "nested " if value.is_nested else ""
         kind = f"a {nested}{type(value).__name__} of {value.dtype}, {value.layout}, {value.device}"
     raise OrderError(
-        f"the function given to forward_only returned {kind} for {name!r}, which cannot go "
-        "back to the rank that its sample came from: return dense tensors of real numbers"
+        f"f returned {kind} for {name!r}, which cannot go back to the rank of its sample; return "
+        "dense tensors of real numbers"
     )
 
 

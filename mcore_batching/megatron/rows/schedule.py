@@ -139,7 +139,7 @@ class MicroBatchSchedule:
         planned = self.num_microbatches
         if as_integer(step) not in range(len(planned)):
             raise IndexError(
-                f"step must be 0 to {len(planned) - 1}, got {step!r}: this batch was planned in "
+                f"step must be 0 to {len(planned) - 1}, got {step!r}; this batch has "
                 f"{len(planned)} steps"
             )
         try:
@@ -148,8 +148,8 @@ class MicroBatchSchedule:
             given = f"nothing of it, it is {num_microbatches!r}"
         if given != planned[step]:
             raise ValueError(
-                f"step {step} was planned with {planned[step]} micro-batches, and num_microbatches "
-                f"says {given}: pass on what get_data_iterator returned, with its iterators"
+                f"step {step} was planned with {planned[step]} micro-batches, num_microbatches "
+                f"says {given}; pass on what get_data_iterator returned"
             )
 
     def step_plan(self, step: int) -> tuple[StepPlan, list[int]]:

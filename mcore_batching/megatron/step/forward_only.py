@@ -268,7 +268,7 @@ def _agreed_names(
     if known is None:  # placeholders everywhere
         return list(dict.fromkeys(name for _, names in told.values() for name in names))
     unknown = {
-        rank: f"f returned {sorted(set(names) - set(known))} for a placeholder alone: return names "
+        rank: f"f returned {sorted(set(names) - set(known))} for a placeholder alone; return names "
         f"of {sorted(known)}, as for real samples"
         for rank, (_, names) in told.items()
         if not set(names) <= set(known)
@@ -287,7 +287,7 @@ def _own_names(
     for names in real:
         if set(names) != set(real[0]):
             raise OrderError(
-                f"f returned {sorted(names)} for one micro-batch, {sorted(real[0])} for another: "
+                f"f returned {sorted(names)} for one micro-batch, {sorted(real[0])} for another; "
                 "return the same names for all"
             )
     if travel:

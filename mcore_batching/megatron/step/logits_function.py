@@ -35,30 +35,27 @@ def adapted(
     size = schedule.dims.context_parallel
     padded_to = sample_multiple_tokens(schedule.dims, schedule.config)
     by_lengths = "micro_batch" not in takes
+    # Without `micro_batch` it can only find tokens by adding up lengths, each padded to 2 cp.
+    fault = f"{getattr(f, '__name__', f)} does not take micro_batch, but"
+    mend = "let it take micro_batch (gather_response and response_log_probs do)"
     if by_lengths and schedule.has_sizes_of_rows:
         raise ValueError(
-            f"{getattr(f, '__name__', f)} does not take micro_batch, so it finds tokens by "
-            "lengths, and --dynamic-batch-context-parallel cuts each row in its own way: let it "
-            "take micro_batch (gather_response and response_log_probs do)"
+            f"{fault} rows are cut in ways of their own; {mend}, or unset "
+            "--dynamic-batch-context-parallel"
         )
     if by_lengths and schedule.hosts is not None:
         raise ValueError(
-            f"{getattr(f, '__name__', f)} does not take micro_batch, so it finds tokens by "
-            "lengths, and samples share segments: let it take micro_batch (gather_response and "
-            "response_log_probs do), or unset --dynamic-batch-share-prefixes"
+            f"{fault} samples share segments; {mend}, or unset --dynamic-batch-share-prefixes"
         )
     if by_lengths and size > 1 and padded_to != 2 * size:
         raise ValueError(
-            f"{getattr(f, '__name__', f)} does not take micro_batch, so it finds tokens by lengths "
-            f"padded to {2 * size}, but samples are padded to {padded_to}: let it take micro_batch "
-            "(gather_response and response_log_probs do), or turn off sequence parallelism and "
-            "--dynamic-batch-pad-each-to"
+            f"{fault} samples are padded to {padded_to}, not {2 * size}; {mend}, or turn off "
+            "sequence parallelism and --dynamic-batch-pad-each-to"
         )
     if by_lengths and fused:
         raise ValueError(
-            f"{getattr(f, '__name__', f)} does not take micro_batch, so it reads logits, which "
-            "--dynamic-batch-fuse-output-layer never makes: let it take micro_batch and call "
-            "response_log_probs, or unset the flag"
+            f"{fault} fused output layers make no logits; {mend}, or unset "
+            "--dynamic-batch-fuse-output-layer"
         )
 
     def with_offered(logits: Tensor, **offered: Any) -> Any:
@@ -106,22 +103,19 @@ def checked_outputs(made: Any, num_samples: int) -> dict[str, list[Tensor]]:
     outputs = made[1] if isinstance(made, tuple) and len(made) == 2 else made
     if not isinstance(outputs, Mapping):
         raise OrderError(
-            "the function given to forward_only must return a dict of lists, or a pair whose "
-            f"second element is one, got {type(outputs).__name__}"
+            "f must return a dict of lists, or a pair that ends in one, got "
+            f"{type(outputs).__name__}"
         )
     for key, values in outputs.items():
         if not isinstance(key, str):
-            raise OrderError(
-                f"the function given to forward_only returned the key {key!r}: name outputs by "
-                "texts"
-            )
+            raise OrderError(f"f returned the key {key!r}; name outputs by texts")
         count = count_of(values)
         if count != num_samples or any(value is None for value in values):
             found = describe(values) if count is None else f"{count} values"
             if count == num_samples:
                 found += ", some of them None,"
             raise OrderError(
-                f"the function given to forward_only returned {found} for {key!r} in a micro-batch "
-                f"of {num_samples} samples; return one tensor for each, a placeholder's included"
+                f"f returned {found} for {key!r} in a micro-batch of {num_samples} samples; return "
+                "one tensor for each, a placeholder's included"
             )
     return {key: list(values) for key, values in outputs.items()}

@@ -34,20 +34,20 @@ def checked_shares(made: Any, device: torch.device) -> tuple[Tensor, dict[str, T
     """
     if not (isinstance(made, tuple | list) and len(made) == 2 and isinstance(made[1], Mapping)):
         raise TypeError(
-            "the loss function must return (share of the loss, dict of shares of metrics), got "
-            f"{type(made).__name__}"
+            "the loss function must return (loss, dict of metrics), got "
+            f"{type(made).__name__}; both are shares of the step's"
         )
     share = _scalar("the loss", made[0], device)
     if not share.is_floating_point():
         # Its backward pass would be left out, and the stages before would wait for a gradient.
         raise TypeError(
-            f"the loss must be of a floating-point type, got {share.dtype}: return logits.new_zeros"
-            "(()), not torch.tensor(0), where there is none"
+            f"the loss must be of a floating-point type, got {share.dtype}; where there is none, "
+            "return logits.new_zeros(()), not torch.tensor(0)"
         )
     metrics = {}
     for name, value in made[1].items():
         if not isinstance(name, str):
-            raise TypeError(f"the loss function returned the key {name!r}: name metrics by texts")
+            raise TypeError(f"the loss function returned the key {name!r}; name metrics by texts")
         metrics[name] = _scalar(f"metric {name!r}", value, device)
     return share, metrics
 
@@ -55,12 +55,12 @@ def checked_shares(made: Any, device: torch.device) -> tuple[Tensor, dict[str, T
 def _scalar(name: str, value: Any, device: torch.device) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(
-            f"{name} must be a tensor of one value, got {type(value).__name__}: return shares as "
+            f"{name} must be a tensor of one value, got {type(value).__name__}; return shares as "
             "tensors, the loss attached to the graph"
         )
     if value.numel() != 1:
         raise ValueError(
-            f"{name} must be a tensor of one value, got shape {list(value.shape)}: return "
+            f"{name} must be a tensor of one value, got shape {list(value.shape)}; return "
             "token_mean(...), or a sum over the step's totals"
         )
     if value.is_complex() or not has_bytes(value):
@@ -205,8 +205,8 @@ def agreed_shares(
         for each in shares:
             if set(each) != set(shares[0]):
                 raise ValueError(
-                    f"the loss function returned metrics {sorted(each)} for one micro-batch and "
-                    f"{sorted(shares[0])} for another: return the same names for all"
+                    f"the loss function returned {sorted(each)} for one micro-batch, "
+                    f"{sorted(shares[0])} for another; return the same names for all"
                 )
         return (list(shares[0]) if shares else []), faults()
 

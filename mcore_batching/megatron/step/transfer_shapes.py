@@ -121,14 +121,13 @@ _ADVICE = "set --dynamic-batch-no-planned-shapes, and stages exchange shapes bef
 def _check(shape: Shape, planned: Shape | None) -> None:
     if shape != _planned(planned):
         raise DynamicBatchArgumentError(
-            f"a pipeline stage sends a tensor of shape {shape}, and its neighbour expects "
-            f"{planned}, [tokens of the row, 1, hidden size]: {_ADVICE}"
+            f"a stage sends shape {shape}, but its neighbour expects {planned}; {_ADVICE}"
         )
 
 
 def _planned(shape: Shape | None) -> Shape:
     if shape is None:
         raise DynamicBatchArgumentError(
-            f"the pipeline makes more transfers than its schedule is known to make: {_ADVICE}"
+            f"the pipeline makes more transfers than its schedule has; {_ADVICE}"
         )
     return shape

@@ -78,9 +78,9 @@ def samples_counted(
         raise ConfigError(
             "the steps were not cut by ",
             Argument("global_batch_size"),
-            ", so nothing says how many samples one counts as in opt_param_scheduler; set ",
+            ", so their size is not known; set ",
             Argument("increment"),
             " to what lr_decay_steps counts a step as: prompts per step times trajectories per "
-            "prompt, however many samples they have (1 where it counts steps)",
+            "prompt (1 where it counts steps)",
         )
     return schedule.samples_per_step
