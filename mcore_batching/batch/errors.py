@@ -5,8 +5,7 @@ Each survives pickling with its message and attributes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from itertools import islice
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mcore_batching.planning.errors import MCoreBatchingError
@@ -34,12 +33,6 @@ def readable(text: str) -> str:
         text = f"{text[:half]} [{more} characters left out] {text[-half:]}"
     # Lone surrogates, from file names for instance, cannot be encoded: they are escaped.
     return text.encode(errors="backslashreplace").decode()
-
-
-def listed(items: Collection[object], most: int = 10, separator: str = ", ") -> str:
-    """The first items of a collection, for a message: ``listed(range(12))`` ends "9 and 2 more"."""
-    more = f" and {len(items) - most} more" if len(items) > most else ""
-    return separator.join(map(str, islice(items, most))) + more
 
 
 class BatchError(MCoreBatchingError, ValueError):

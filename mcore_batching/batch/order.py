@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import TypeVar
 
-from mcore_batching.batch.errors import BatchError, OrderError, listed
+from mcore_batching.batch.errors import BatchError, OrderError
 from mcore_batching.batch.value_checks import require_index
+from mcore_batching.planning.errors import shortened
 from mcore_batching.planning.integers import entries
 
 T = TypeVar("T")
@@ -81,7 +82,7 @@ def _require_permutation(
     if len(values) == len(sample_indices) and not (missing or doubled or extra):
         return sample_indices
     faults = [
-        f"{name} {listed(indices)}"
+        f"{name} {shortened(indices)}"
         for name, indices in (("missing", missing), ("doubled", doubled), ("extra", extra))
         if indices
     ]

@@ -16,9 +16,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mcore_batching.batch.errors import BatchError, OrderError, listed
+from mcore_batching.batch.errors import BatchError, OrderError
 from mcore_batching.batch.field_checks import num_samples, require_one_per_sample
 from mcore_batching.batch.value_checks import require_index
+from mcore_batching.planning.errors import shortened
 from mcore_batching.planning.integers import entries
 
 
@@ -47,7 +48,7 @@ def take(batch: Mapping[str, Any], indices: Sequence[int]) -> dict[str, Any]:
     beyond = tuple(sorted({index for index in positions if not 0 <= index < count}))
     if beyond:
         raise OrderError(
-            f"expected indices below {count} samples, got {listed(beyond)}; count from 0",
+            f"expected indices below {count} samples, got {shortened(beyond)}; count from 0",
             extra=beyond,
         )
     return {key: _entries(values, positions) for key, values in batch.items()}
@@ -75,7 +76,7 @@ def step_batches(batch: Mapping[str, Any], steps: Iterable[Iterable[int]]) -> li
     if doubled:
         raise OrderError(
             f"expected every sample in one step at most, got {len(doubled)} in more: "
-            f"{listed(doubled)}; pass each step's own sample indices",
+            f"{shortened(doubled)}; pass each step's own sample indices",
             doubled=doubled,
         )
     return [take(batch, step) for step in members]

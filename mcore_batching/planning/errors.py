@@ -15,8 +15,9 @@ Every error survives pickling with its message and attributes, so that a rank ca
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 
@@ -42,13 +43,13 @@ def printable(text: str) -> str:
     )
 
 
-def shortened(entries: Sequence[object], limit: int = 10, separator: str = ", ") -> str:
-    """The first entries of a list for a message, and how many more there are.
+def shortened(entries: Collection[object], limit: int = 10, separator: str = ", ") -> str:
+    """The first entries of a collection for a message, and how many more there are.
 
     >>> shortened([3, 17, 4], limit=2)
     '3, 17 and 1 more'
     """
-    shown = separator.join(map(str, entries[:limit]))
+    shown = separator.join(map(str, islice(entries, limit)))
     return f"{shown} and {len(entries) - limit} more" if len(entries) > limit else shown
 
 
@@ -165,7 +166,7 @@ class OversizeSampleError(PlanningError):
         padded_length: int,
         cap: int,
         needed_max_tokens_per_gpu: int,
-        num_oversize: int = 1,
+        num_oversize: int,
     ) -> None:
         others = f" (and {num_oversize - 1} more samples)" if num_oversize > 1 else ""
         super().__init__(

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_batching.batch.consensus import Consensus, Statement
-from mcore_batching.batch.errors import BatchError, listed
+from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.field_checks import (
     checked_values,
     num_samples,
@@ -37,7 +37,7 @@ from mcore_batching.batch.field_checks import (
 )
 from mcore_batching.batch.schema import DEFAULT_SCHEMA
 from mcore_batching.batch.select import step_batches
-from mcore_batching.planning.errors import Argument
+from mcore_batching.planning.errors import Argument, shortened
 from mcore_batching.rl.group_locality import groups_held, require_local
 from mcore_batching.rl.metrics import masked_zscore
 from mcore_batching.rl.real_samples import as_numbers, indices_by_group, real_indices
@@ -187,7 +187,7 @@ def _trajectories(batch: Mapping[str, Any], uids: Any, step_wise: bool) -> list[
     for trajectory, turns in trajectories:
         if len(turns) > 1 and not step_wise:
             raise BatchError(
-                f"trajectory {trajectory!r} has {len(turns)} samples ({listed(turns)}); if a "
+                f"trajectory {trajectory!r} has {len(turns)} samples ({shortened(turns)}); if a "
                 "sample is one turn, set ",
                 Argument("step_wise", True),
             )

@@ -16,9 +16,9 @@ from typing import Any
 import torch.distributed as dist
 
 from mcore_batching.batch.consensus import Consensus, Statement
-from mcore_batching.batch.errors import BatchError, listed
+from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.field_checks import num_samples, require_one_per_sample
-from mcore_batching.planning.errors import Argument
+from mcore_batching.planning.errors import Argument, shortened
 from mcore_batching.rl.real_samples import indices_by_group, real_indices
 
 
@@ -98,7 +98,8 @@ def require_local(held: Mapping[int, Collection[Hashable]]) -> None:
         return
     found = [f"{each!r:.60} on ranks {', '.join(map(str, ranks))}" for each, ranks in split.items()]
     raise SplitGroupError(
-        f"groups are split: {listed(found, 5, '; ')}; give a uid's samples to one rank, and set ",
+        f"groups are split: {shortened(found, 5, '; ')}; "
+        "give a uid's samples to one rank, and set ",
         Argument("group"),
         " to data-parallel ranks alone",
         ranks_of_group=split,

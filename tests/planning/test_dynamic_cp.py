@@ -282,6 +282,13 @@ def test_a_largest_size_that_no_row_can_have_is_refused(most: int, ranks: int, a
     plan_step([3], ParallelDims(data_parallel=6), replace(config, max_context_parallel=6))
 
 
+def test_a_token_has_room_on_one_rank() -> None:
+    """Where a placeholder goes, although rows on two ranks have room for one."""
+    config = PlannerConfig(max_tokens_per_gpu=5, max_context_parallel=4, pad_each_to=8)
+    with pytest.raises(ConfigError, match="takes 8 tokens, the cap is 5"):
+        Problem.of([3], DIMS, config)
+
+
 def test_what_dynamic_cp_does_not_go_with_is_refused() -> None:
     with pytest.raises(ConfigError, match="leave out owners or max_context_parallel"):
         plan_step(LENGTHS, DIMS, CONFIG, owners=[0, 1, 2, 3])

@@ -15,7 +15,7 @@ from mcore_batching.planning import (
     plan_step,
     step_statistics,
 )
-from mcore_batching.planning.placement import largest_first
+from mcore_batching.planning.placement import by_folds, largest_first, place
 
 PROPORTIONAL = CostModel(quadratic=0, per_micro_batch=0)
 
@@ -43,6 +43,21 @@ def test_ranks_are_evened_out_by_cost() -> None:
     )
     assert dealt.micro_batches == (((0,), (2,), (4,), (6,)), ((1,), (3,), (5,), (7,)))
     assert loads(dealt, lengths) == [104, 108]
+
+
+def test_sums_of_folds_are_merged_as_folds_are() -> None:
+    weights = [4, 4, 3, 3, 3, 1, 1, 1]
+    ranks = by_folds(weights, 3, 3)
+    assert sorted(sum(weights[i] for i in rank) for rank in ranks) == [6, 7, 7]
+
+
+def test_a_rank_may_take_more_micro_batches_where_that_evens_out_ranks() -> None:
+    """In folds of two the rank of the 5 gets two of the 1s, at least."""
+    lengths = [5, 1, 1, 1, 1, 1]
+    config = PlannerConfig(max_tokens_per_gpu=5)
+    problem = Problem.of(lengths, ParallelDims(data_parallel=2), config, PROPORTIONAL)
+    ranks = place(problem, [(sample,) for sample in range(6)], 5)
+    assert sorted(len(list(filter(None, rank))) for rank in ranks) == [1, 5]
 
 
 def test_cost_and_tokens_balance_differently() -> None:

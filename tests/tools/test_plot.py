@@ -89,6 +89,7 @@ def test_placeholders_are_hatched() -> None:
     assert {n for n, box in boxes(figure, "fill-").items() if box.get_hatch()} == {f"{empty}-0"}
     assert "(placeholder)" in tooltips[f"fill-{empty}-0"]
     assert [text.get_text() for text in figure.axes[1].texts] == ["50"]  # % of the cap
+    assert figure.axes[1].get_gridspec().get_height_ratios()[1] > 1  # inches, for titles to fit
 
 
 def test_chunks_have_shades_and_names() -> None:

@@ -136,11 +136,18 @@ def test_a_killed_job_has_lost_nothing(tmp_path: Path) -> None:
     assert len(read_records(tmp_path)) == 3
 
 
-def test_a_last_line_that_was_cut_is_left_out(tmp_path: Path) -> None:
+def test_a_last_line_that_was_cut_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorded_job(tmp_path, [0.5, 0.6])
     file = the_file(tmp_path)
-    file.write_text(file.read_text()[:-20])
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines)[:-20])
     assert [record.step for record in read_records(tmp_path)] == [0]
+    longest = max(map(len, lines))
+    monkeypatch.setattr("mcore_batching.planning.records.MAX_JSON_CHARACTERS", longest)
+    file.write_text("".join(lines) + "{" * longest)
+    assert [record.step for record in read_records(tmp_path)] == [0, 1]
 
 
 def test_a_full_disk_stops_the_record_and_not_the_job(tmp_path: Path) -> None:

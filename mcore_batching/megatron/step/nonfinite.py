@@ -22,6 +22,7 @@ from mcore_batching.megatron.errors import NonFiniteError
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
+from mcore_batching.planning.errors import shortened
 
 _NAMED = 3
 """Micro-batches, or parameters, that a message names; of more it gives the number."""
@@ -145,8 +146,7 @@ def _gradient_fault(largest: Sequence[Tensor], model: list[Any]) -> str:
 
 
 def _listed(texts: Sequence[str]) -> str:
-    more = len(texts) - _NAMED
-    return "; ".join([*texts[:_NAMED], *([f"and {more} more"] if more > 0 else [])])
+    return shortened(texts, _NAMED, "; ")
 
 
 def _gradients(model: list[Any]) -> Iterator[tuple[str, Tensor]]:

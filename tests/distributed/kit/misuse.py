@@ -259,7 +259,9 @@ _WRONG: dict[str, Callable[[_Calls], Any]] = {
     "no fields": lambda calls: add_fields(calls.iterators, None),
     # The others' fields stay on their ranks, those of this one would move.
     "field of another batch": lambda calls: add_fields(calls.another, {}),
-    "field is a number": lambda calls: add_fields(calls.iterators, {"advantages": 5}),
+    "field is a number": lambda calls: add_fields(
+        calls.iterators, {"tokens": calls.data["tokens"], "advantages": 5}
+    ),
     "train_step against forward_only": lambda calls: calls.train(),
     "add_fields against train_step": lambda calls: add_fields(calls.iterators, {}),
     "exchange": lambda calls: get_data_iterator(
