@@ -97,11 +97,11 @@ def test_plain_rows_are_sequences_side_by_side() -> None:
     attention = PackedAttention.__new__(PackedAttention)
     torch.nn.Module.__init__(attention)
     attention.cp_group = SimpleNamespace(size=lambda: 1)
-    attention.softmax_scale, attention.dropout = SCALE, 0.0
+    attention.softmax_scale, attention.dropout, attention.window = SCALE, 0.0, -1
     query, (key, value) = torch.randn(5, 3, 4, 8), torch.randn(2, 5, 3, 2, 8)
     together = attention(query, key, value, None)
     for i in range(3):
-        alone = one_sequence(query[:, i], key[:, i], value[:, i])
+        alone = one_sequence(query[:, i], key[:, i], value[:, i], -1)
         torch.testing.assert_close(together[:, i], alone.reshape(5, -1))
 
 
