@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from operator import attrgetter
 
 from mcore_batching.planning.integers import round_up
 from mcore_batching.planning.pipeline import Clock, CoupledClock, blocks_of, inflight_tokens
@@ -41,14 +42,11 @@ ROUNDED = 1.0 + 1e-12
 NOWHERE = -2
 """A place that no chain passes."""
 
-Below = Callable[[int], int]
-"""The next random number from 0 to a bound."""
 
-
-def counter() -> Below:
-    """Python's Mersenne Twister from one seed: the same numbers on every platform and version."""
-    number = random.Random(1).random
-    return lambda bound: int(number() * bound)
+def drawing() -> Callable[[], float]:
+    """Python's Mersenne Twister from one seed: the same numbers from 0 to 1, which is never drawn,
+    on every platform and version."""
+    return random.Random(1).random
 
 
 def improve(step: Candidate, objective: Objective, *, keep: float = 0.0) -> Candidate:
@@ -137,6 +135,9 @@ def fits_in_memory(ranks: Iterable[Sequence[Row]], objective: Objective) -> bool
     """True if the first stage of none of these ranks holds more than it may."""
     bound = objective.max_inflight_tokens
     return bound is None or most_in_flight(ranks, objective) <= bound
+
+
+_cost = attrgetter("cost")
 
 
 class Chains:
@@ -272,7 +273,7 @@ class _Moves:
 
     def __init__(self, step: Candidate, objective: Objective) -> None:
         self._objective = objective
-        self._below = counter()
+        self._draw = drawing()
         self._scale = 1.0 / step.end if step.end else 1.0
         self._shared = step.sizes is not None
         self._ranks = rows_of(step, objective)
@@ -305,12 +306,12 @@ class _Moves:
         mine, theirs = self._two_rows()
         if mine is theirs or not mine.samples:
             return
-        if mine.ranks == theirs.ranks and self._below(4):
+        if mine.ranks == theirs.ranks and self._draw() >= 0.25:
             self._exchange_slots(mine, theirs)
             return
         # A rank with a placeholder takes a further sample there.
         bare = self._placeholders[theirs.ranks.start]
-        may_move = len(mine.samples) > 1 and (not bare or not self._below(3))
+        may_move = len(mine.samples) > 1 and (not bare or int(self._draw() * 3) == 0)
         if may_move and bare:
             theirs = bare[0]
         given, taken = self._choose(mine, theirs, may_move)
@@ -332,19 +333,22 @@ class _Moves:
     def _two_rows(self) -> tuple[Row, Row]:
         """A micro-batch on which the end of a late pipeline depends, and one on which less does,
         half the time of the same rank."""
-        below, ranks = self._below, self._ranks
-        giver, taker = ranks[below(len(ranks))], ranks[below(len(ranks))]
+        # No function draws from 0 to a bound: most tries are refused at once, and it would take a
+        # tenth of their time.
+        draw, ranks = self._draw, self._ranks
+        giver, taker = ranks[int(draw() * len(ranks))], ranks[int(draw() * len(ranks))]
         if giver[0].pipeline.end < taker[0].pipeline.end:
             giver, taker = taker, giver
-        late = self.slowest if below(2) else giver[0].pipeline
+        late = self.slowest if draw() >= 0.5 else giver[0].pipeline
         places, weights = late.on_chain, late.weights
-        place, other = places[below(len(places))], places[below(len(places))]
+        place, other = places[int(draw() * len(places))], places[int(draw() * len(places))]
         if weights[other] > weights[place]:
             place = other
-        mine = max(late.rows(place), key=lambda row: row.cost)
-        if below(2):
+        rows = late.rows(place)
+        mine = max(rows, key=_cost) if len(rows) > 1 else rows[0]
+        if draw() >= 0.5:
             taker = ranks[mine.ranks.start]
-        theirs, another = taker[below(len(taker))], taker[below(len(taker))]
+        theirs, another = taker[int(draw() * len(taker))], taker[int(draw() * len(taker))]
         weights = theirs.pipeline.weights
         return mine, theirs if weights[theirs.place] <= weights[another.place] else another
 
@@ -356,12 +360,14 @@ class _Moves:
         at, place = mine.place if late is early else NOWHERE, theirs.place
         slope = late.weights[mine.place] - (late.weights[place] if late is early else 0.0)
         free = early.costs[place] - theirs.cost
-        given = mine.samples[self._below(len(mine.samples))]
+        given = mine.samples[int(self._draw() * len(mine.samples))]
+        if slope <= 0.0 and not free:
+            return -1, -1
         cost = costs[given]
         choices = [(cost - costs[i], i) for i in theirs.samples if costs[i] < cost]
         if may_move:
             choices.append((cost, -1))
-        if not choices or (slope <= 0.0 and not free):
+        if not choices:
             return -1, -1
         least = min(choices)[0]
         if at == place:
