@@ -35,7 +35,9 @@ EFFORT_OF_A_SHARED_PASS = 1.5
 """Effort of one pass of one rank among ranks that wait for each other, which are simulated side by
 side."""
 MOST_CHAINS = 32
-"""Critical paths remembered per pipeline."""
+"""Critical paths remembered per pipeline, twice as many of ranks that share micro-batches: with no
+more than 32, steps of these end 0.07 % later in the mean of five cases, 128 samples of azure_conv
+0.1 %; with 128, as soon."""
 ROUNDED = 1.0 + 1e-12
 """Ends closer than this are equal: they add up the same costs in another order."""
 
@@ -143,8 +145,8 @@ _cost = attrgetter("cost")
 class Chains:
     """The chains of a pipeline that were found last, those that refused a move first."""
 
-    def __init__(self) -> None:
-        self._chains: list[list[float]] = []
+    def __init__(self, most: int = MOST_CHAINS) -> None:
+        self._most, self._chains = most, list[list[float]]()
 
     def __iter__(self) -> Iterator[list[float]]:
         """Weights of places on each chain, that of `NOWHERE`, and last how long it is."""
@@ -153,7 +155,7 @@ class Chains:
     def add(self, weights: Sequence[float], length: float) -> None:
         """Add a chain with these weights of places, and so long."""
         self._chains.insert(0, [*weights, 0.0, length])
-        del self._chains[MOST_CHAINS:]
+        del self._chains[self._most :]
 
     def change(self, changes: Changes) -> None:
         """Let some places cost so much more."""
@@ -221,7 +223,7 @@ class Pipeline:
             else Clock(self.costs, schedule)
         )
         self._passes_counted = 0
-        self.chains = Chains()
+        self.chains = Chains(MOST_CHAINS * min(2, self.width))
         self._look()
 
     def place(self, row: Row, slot: int) -> int:
