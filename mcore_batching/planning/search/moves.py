@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from operator import attrgetter
 
 from mcore_batching.planning.integers import round_up
 from mcore_batching.planning.pipeline import Clock, CoupledClock, blocks_of, inflight_tokens
@@ -34,22 +35,21 @@ EFFORT_OF_A_SHARED_PASS = 1.5
 """Effort of one pass of one rank among ranks that wait for each other, which are simulated side by
 side."""
 MOST_CHAINS = 32
-"""Critical paths remembered per pipeline."""
+"""Critical paths remembered per pipeline, twice as many of ranks that share micro-batches: with no
+more than 32, steps of these end 0.07 % later in the mean of five cases, 128 samples of azure_conv
+0.1 %; with 128, as soon."""
 ROUNDED = 1.0 + 1e-12
 """Ends closer than this are equal: they add up the same costs in another order."""
 
 NOWHERE = -2
 """A place that no chain passes."""
 
-Below = Callable[[int], int]
-"""The next random number from 0 to a bound."""
 
-
-def counter() -> Below:
-    """Python's Mersenne Twister from one seed: the same numbers on every platform and version."""
-    number = random.Random(1).random
+def drawing() -> Callable[[], float]:
+    """Python's Mersenne Twister from one seed: the same numbers from 0 to 1, which is never drawn,
+    on every platform and version."""
     # Not `randrange`, whose draws may differ between versions of Python.
-    return lambda bound: int(number() * bound)
+    return random.Random(1).random
 
 
 def improve(step: Candidate, objective: Objective, *, keep: float = 0.0) -> Candidate:
@@ -143,11 +143,14 @@ def fits_in_memory(ranks: Iterable[Sequence[Row]], objective: Objective) -> bool
     return bound is None or most_in_flight(ranks, objective) <= bound
 
 
+_cost = attrgetter("cost")
+
+
 class Chains:
     """The chains of a pipeline that were found last, those that refused a move first."""
 
-    def __init__(self) -> None:
-        self._chains: list[list[float]] = []
+    def __init__(self, most: int = MOST_CHAINS) -> None:
+        self._most, self._chains = most, list[list[float]]()
 
     def __iter__(self) -> Iterator[list[float]]:
         """Weights of places on each chain, that of `NOWHERE`, and last how long it is."""
@@ -157,7 +160,7 @@ class Chains:
         """Add a chain with these weights of places, and so long."""
         # The 0 is for `NOWHERE`, -2 as an index: what is outside the pipeline is on no chain.
         self._chains.insert(0, [*weights, 0.0, length])
-        del self._chains[MOST_CHAINS:]
+        del self._chains[self._most :]
 
     def change(self, changes: Changes) -> None:
         """Let some places cost so much more."""
@@ -228,7 +231,7 @@ class Pipeline:
             else Clock(self.costs, schedule)
         )
         self._passes_counted = 0
-        self.chains = Chains()
+        self.chains = Chains(MOST_CHAINS * min(2, self.width))
         self._look()
 
     def place(self, row: Row, slot: int) -> int:
@@ -283,8 +286,8 @@ class _Moves:
 
     def __init__(self, step: Candidate, objective: Objective) -> None:
         self._objective = objective
-        self._below = counter()
         # Powers of ends are taken in units of the first end: in any other the 64th may overflow.
+        self._draw = drawing()
         self._scale = 1.0 / step.end if step.end else 1.0
         self._shared = step.sizes is not None
         self._ranks = rows_of(step, objective)
@@ -320,13 +323,13 @@ class _Moves:
             return
         # Of the same ranks whole slots, 3 times in 4: that changes no micro-batch, so the cap still
         # holds.
-        if mine.ranks == theirs.ranks and self._below(4):
+        if mine.ranks == theirs.ranks and self._draw() >= 0.25:
             self._exchange_slots(mine, theirs)
             return
         # A rank with a placeholder takes a further sample there.
         bare = self._placeholders[theirs.ranks.start]
         # The last sample stays: an empty micro-batch would be a placeholder. It may be exchanged.
-        may_move = len(mine.samples) > 1 and (not bare or not self._below(3))
+        may_move = len(mine.samples) > 1 and (not bare or int(self._draw() * 3) == 0)
         if may_move and bare:
             theirs = bare[0]
         given, taken = self._choose(mine, theirs, may_move)
@@ -350,23 +353,26 @@ class _Moves:
     def _two_rows(self) -> tuple[Row, Row]:
         """A micro-batch on which the end of a late pipeline depends, and one on which less does,
         half the time of the same rank."""
-        below, ranks = self._below, self._ranks
-        giver, taker = ranks[below(len(ranks))], ranks[below(len(ranks))]
+        # No function draws from 0 to a bound: most tries are refused at once, and it would take a
+        # tenth of their time.
+        draw, ranks = self._draw, self._ranks
+        giver, taker = ranks[int(draw() * len(ranks))], ranks[int(draw() * len(ranks))]
         # Samples go from a late pipeline to an earlier one.
         if giver[0].pipeline.end < taker[0].pipeline.end:
             giver, taker = taker, giver
         # Half the time the latest, which alone decides the step; less elsewhere is room for later
         # moves.
-        late = self.slowest if below(2) else giver[0].pipeline
+        late = self.slowest if draw() >= 0.5 else giver[0].pipeline
         places, weights = late.on_chain, late.weights
-        place, other = places[below(len(places))], places[below(len(places))]
+        place, other = places[int(draw() * len(places))], places[int(draw() * len(places))]
         if weights[other] > weights[place]:
             place = other
         # In lockstep only the costliest micro-batch of a slot matters.
-        mine = max(late.rows(place), key=lambda row: row.cost)
-        if below(2):
+        rows = late.rows(place)
+        mine = max(rows, key=_cost) if len(rows) > 1 else rows[0]
+        if draw() >= 0.5:
             taker = ranks[mine.ranks.start]
-        theirs, another = taker[below(len(taker))], taker[below(len(taker))]
+        theirs, another = taker[int(draw() * len(taker))], taker[int(draw() * len(taker))]
         weights = theirs.pipeline.weights
         return mine, theirs if weights[theirs.place] <= weights[another.place] else another
 
@@ -380,12 +386,14 @@ class _Moves:
         slope = late.weights[mine.place] - (late.weights[place] if late is early else 0.0)
         # In lockstep a micro-batch may grow up to the costliest of its slot for nothing.
         free = early.costs[place] - theirs.cost
-        given = mine.samples[self._below(len(mine.samples))]
+        given = mine.samples[int(self._draw() * len(mine.samples))]
+        if slope <= 0.0 and not free:
+            return -1, -1
         cost = costs[given]
         choices = [(cost - costs[i], i) for i in theirs.samples if costs[i] < cost]
         if may_move:
             choices.append((cost, -1))
-        if not choices or (slope <= 0.0 and not free):
+        if not choices:
             return -1, -1
         least = min(choices)[0]
         if at == place:
