@@ -122,7 +122,7 @@ def test_turns_that_share_prefixes_play_and_train_alike(tmp_path):
     for shared, alone in zip(*runs, strict=True):
         for name in ("reward", "games_won", "samples", "turns"):
             assert getattr(shared, name) == getattr(alone, name), name
-        assert shared.tokens < 0.9 * alone.tokens
+        assert shared.tokens < alone.tokens
         for one, other in zip(shared.steps, alone.steps, strict=True):
             # Float32 sums in another order, through at most four updates.
             assert one.loss == pytest.approx(other.loss, abs=1e-5)

@@ -280,6 +280,35 @@ def test_what_cannot_share_prefixes_is_refused_by_name(
         shared_prefixes._refuse_fused()
 
 
+def test_the_forward_computes_hosts_alone_and_other_temperatures_themselves() -> None:
+    pytest.importorskip("megatron.core")
+    model = torch.nn.Linear(1, 1)
+    settings = SimpleNamespace(hidden_dropout=0.0, attention_dropout=0.0)
+    vars(model).update(config=settings, position_embedding_type="rope")
+    whole = torch.arange(1.0, 9.0, requires_grad=True)
+    rows = [whole[:2], whole[:5], whole[:3], whole[:5]]
+    temperature = [torch.full((len(row),), 1.0 + (i == 2)) for i, row in enumerate(rows)]
+    ran: list[int] = []
+
+    def forward(_model: Any, input_ids: Any, _inputs: Any, _processor: Any, given: Any) -> Any:
+        pairs = zip(input_ids.unbind(), given["temperature"].unbind(), strict=True)
+        outputs = [row.cumsum(0) / each for row, each in pairs]
+        ran.extend(map(len, outputs))
+        return {"sums": nested(outputs)}
+
+    given = {"temperature": nested(temperature), "loss_mask": None}
+    outputs = shared_prefixes._forward(forward, model, nested(rows), {}, None, given)
+    assert sorted(ran) == [3, 5]
+    expected = [row.cumsum(0) / each for row, each in zip(rows, temperature, strict=True)]
+    for one, other in zip(outputs["sums"].unbind(), expected, strict=True):
+        torch.testing.assert_close(one, other)
+    gradients = [
+        torch.autograd.grad(sum(map(torch.sum, each)), whole, retain_graph=True)[0]
+        for each in ([outputs["sums"].values()], expected)
+    ]
+    torch.testing.assert_close(*gradients)
+
+
 def test_verl_finds_the_plugin() -> None:
     tomllib = importlib.import_module("tomllib")
     path = Path(__file__).resolve().parents[2] / "pyproject.toml"
