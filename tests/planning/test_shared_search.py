@@ -74,9 +74,9 @@ def test_a_bound_on_tokens_in_flight_costs_time() -> None:
     assert step_statistics(step, LENGTHS).peak_inflight_tokens <= bound
     assert max(row.size for row in step.rows()) > 1
     assert predicted_step_time(step, LENGTHS) >= predicted_step_time(free, LENGTHS)
-    with pytest.raises(InflightBoundError, match="at most max_inflight_tokens=9 tokens at a time"):
+    with pytest.raises(InflightBoundError, match="keeps to max_inflight_tokens=9 tokens at a time"):
         plan_step(LENGTHS, PP2, replace(config, max_inflight_tokens=9))
-    with pytest.raises(InflightBoundError, match="at most max_inflight_tokens=9 tokens at a time"):
+    with pytest.raises(InflightBoundError, match="keeps to max_inflight_tokens=9 tokens at a time"):
         plan_step(LENGTHS, PP2, replace(config, max_inflight_tokens=9, balance="cost"))
 
 

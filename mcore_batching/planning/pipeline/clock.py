@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import Any
 
 from mcore_batching.planning.compiled import Integers, Numbers, as_list, kernel, numbers
@@ -72,9 +73,7 @@ class Clock:
     def __init__(self, costs: Sequence[float], schedule: Schedule) -> None:
         self._load(costs, schedule, len(costs))
         of_slots = [*costs, 0.0]  # numbers without a micro-batch have the slot after the last
-        took = [
-            of_slots[slot] * share for slot, share in zip(self._slots, self._shares, strict=True)
-        ]
+        took = list(map(mul, self._program.of_each(of_slots), self._shares))
         self._took, self._ends = numbers(took), numbers([0.0] * len(took))
         self._tails, self._tails_from = numbers(took), len(took)
         """Tails [numbers], valid from number `_tails_from` on; computed when first needed."""

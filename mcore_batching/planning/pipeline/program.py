@@ -15,6 +15,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 from mcore_batching.planning.compiled import Integers, Numbers, integers, numbers
 from mcore_batching.planning.errors import ParallelDimsError
@@ -40,6 +41,7 @@ class Program:
     Attributes:
         places: stage and pass of each number [numbers]; None for joints.
         slots: slot whose cost each number takes [numbers]; `count` for joints.
+        of_each: what each number has, from a list of what slots have, and last joints.
         waits: the two numbers that each waits for, which may be equal [2][numbers].
         of_slot: numbers of each slot's passes, ascending [slots].
         spans: the first of these, and one more than the last [slots].
@@ -67,6 +69,7 @@ class Program:
         self.of_slot = [integers(each) for each in of_slot[:count]]
         self.spans = [(each[0], each[-1] + 1) for each in of_slot[:count]]
         self.slots = integers(self._slots)
+        self.of_each = itemgetter(*self._slots)
         self.waits = integers(self._waits[0]), integers(self._waits[1])
         self._crossing: dict[int, tuple[Integers, Integers]] = {}
 

@@ -21,7 +21,7 @@ from mcore_batching.planning.bounds import step_time_floor
 from mcore_batching.planning.errors import InflightBoundError
 from mcore_batching.planning.plan import MicroBatches
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.search.moves import counter, improve
+from mcore_batching.planning.search.moves import drawing, improve
 from mcore_batching.planning.search.objective import Candidate, Objective, Slots
 from mcore_batching.planning.search.shared_rows import Form, Forms, SharedObjective
 from mcore_batching.planning.search.steps import (
@@ -155,7 +155,7 @@ class FormSearch:
         )
         # The same sizes may keep to several limits.
         self._limits = list(dict.fromkeys(map(forms.sizes_under, limits)))[:LIMITS]
-        self._random = counter()
+        self._draw = drawing()
         self._tried: set[Form] = set()
         self._best: dict[int, tuple[Candidate, Form, float]] = {}
         """By number of slots, the earliest first: a step, its form, and when that was judged to
@@ -186,7 +186,7 @@ class FormSearch:
             if self._objective.cannot_be_beaten(best[0][0].end):
                 break
             self._objective.effort -= EFFORT_OF_A_FORM
-            _, form, judged = best[self._random(len(best))]
+            _, form, judged = best[self._below(len(best))]
             self._consider(self._changed(form), NEAR * judged)
         return [step for step, _, _ in self._best.values()]
 
@@ -208,7 +208,7 @@ class FormSearch:
 
     def _changed(self, form: Form) -> Form:
         """The form with one of its parts changed at random."""
-        below, problem = self._random, self._problem
+        below, problem = self._below, self._problem
         # A single stage has no use for sizes of slots that differ.
         part = below(6 if problem.dims.pipeline_parallel > 1 else 3)
         sizes, kind = form.sizes, form.kind
@@ -232,6 +232,10 @@ class FormSearch:
         else:
             return form._replace(skip=below(10) * below(10) / 100)
         return form._replace(sizes=sizes, kind=kind)
+
+    def _below(self, bound: int) -> int:
+        """A random number from 0 to a bound."""
+        return int(self._draw() * bound)
 
     def _counts(self, sizes: Sequence[int]) -> list[int]:
         """Numbers of slots to try."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from operator import attrgetter
 
 from mcore_batching.planning.integers import round_up
 from mcore_batching.planning.pipeline import Clock, CoupledClock, blocks_of, inflight_tokens
@@ -34,21 +35,20 @@ EFFORT_OF_A_SHARED_PASS = 1.5
 """Effort of one pass of one rank among ranks that wait for each other, which are simulated side by
 side."""
 MOST_CHAINS = 32
-"""Critical paths remembered per pipeline."""
+"""Critical paths remembered per pipeline, twice as many of ranks that share micro-batches: with no
+more than 32, steps of these end 0.07 % later in the mean of five cases, 128 samples of azure_conv
+0.1 %; with 128, as soon."""
 ROUNDED = 1.0 + 1e-12
 """Ends closer than this are equal: they add up the same costs in another order."""
 
 NOWHERE = -2
 """A place that no chain passes."""
 
-Below = Callable[[int], int]
-"""The next random number from 0 to a bound."""
 
-
-def counter() -> Below:
-    """Python's Mersenne Twister from one seed: the same numbers on every platform and version."""
-    number = random.Random(1).random
-    return lambda bound: int(number() * bound)
+def drawing() -> Callable[[], float]:
+    """Python's Mersenne Twister from one seed: the same numbers from 0 to 1, which is never drawn,
+    on every platform and version."""
+    return random.Random(1).random
 
 
 def improve(step: Candidate, objective: Objective, *, keep: float = 0.0) -> Candidate:
@@ -139,11 +139,14 @@ def fits_in_memory(ranks: Iterable[Sequence[Row]], objective: Objective) -> bool
     return bound is None or most_in_flight(ranks, objective) <= bound
 
 
+_cost = attrgetter("cost")
+
+
 class Chains:
     """The chains of a pipeline that were found last, those that refused a move first."""
 
-    def __init__(self) -> None:
-        self._chains: list[list[float]] = []
+    def __init__(self, most: int = MOST_CHAINS) -> None:
+        self._most, self._chains = most, list[list[float]]()
 
     def __iter__(self) -> Iterator[list[float]]:
         """Weights of places on each chain, that of `NOWHERE`, and last how long it is."""
@@ -152,7 +155,7 @@ class Chains:
     def add(self, weights: Sequence[float], length: float) -> None:
         """Add a chain with these weights of places, and so long."""
         self._chains.insert(0, [*weights, 0.0, length])
-        del self._chains[MOST_CHAINS:]
+        del self._chains[self._most :]
 
     def change(self, changes: Changes) -> None:
         """Let some places cost so much more."""
@@ -220,7 +223,7 @@ class Pipeline:
             else Clock(self.costs, schedule)
         )
         self._passes_counted = 0
-        self.chains = Chains()
+        self.chains = Chains(MOST_CHAINS * min(2, self.width))
         self._look()
 
     def place(self, row: Row, slot: int) -> int:
@@ -272,7 +275,7 @@ class _Moves:
 
     def __init__(self, step: Candidate, objective: Objective) -> None:
         self._objective = objective
-        self._below = counter()
+        self._draw = drawing()
         self._scale = 1.0 / step.end if step.end else 1.0
         self._shared = step.sizes is not None
         self._ranks = rows_of(step, objective)
@@ -305,12 +308,12 @@ class _Moves:
         mine, theirs = self._two_rows()
         if mine is theirs or not mine.samples:
             return
-        if mine.ranks == theirs.ranks and self._below(4):
+        if mine.ranks == theirs.ranks and self._draw() >= 0.25:
             self._exchange_slots(mine, theirs)
             return
         # A rank with a placeholder takes a further sample there.
         bare = self._placeholders[theirs.ranks.start]
-        may_move = len(mine.samples) > 1 and (not bare or not self._below(3))
+        may_move = len(mine.samples) > 1 and (not bare or int(self._draw() * 3) == 0)
         if may_move and bare:
             theirs = bare[0]
         given, taken = self._choose(mine, theirs, may_move)
@@ -332,19 +335,22 @@ class _Moves:
     def _two_rows(self) -> tuple[Row, Row]:
         """A micro-batch on which the end of a late pipeline depends, and one on which less does,
         half the time of the same rank."""
-        below, ranks = self._below, self._ranks
-        giver, taker = ranks[below(len(ranks))], ranks[below(len(ranks))]
+        # No function draws from 0 to a bound: most tries are refused at once, and it would take a
+        # twentieth of the search's time.
+        draw, ranks = self._draw, self._ranks
+        giver, taker = ranks[int(draw() * len(ranks))], ranks[int(draw() * len(ranks))]
         if giver[0].pipeline.end < taker[0].pipeline.end:
             giver, taker = taker, giver
-        late = self.slowest if below(2) else giver[0].pipeline
+        late = self.slowest if draw() >= 0.5 else giver[0].pipeline
         places, weights = late.on_chain, late.weights
-        place, other = places[below(len(places))], places[below(len(places))]
+        place, other = places[int(draw() * len(places))], places[int(draw() * len(places))]
         if weights[other] > weights[place]:
             place = other
-        mine = max(late.rows(place), key=lambda row: row.cost)
-        if below(2):
+        rows = late.rows(place)
+        mine = max(rows, key=_cost) if len(rows) > 1 else rows[0]
+        if draw() >= 0.5:
             taker = ranks[mine.ranks.start]
-        theirs, another = taker[below(len(taker))], taker[below(len(taker))]
+        theirs, another = taker[int(draw() * len(taker))], taker[int(draw() * len(taker))]
         weights = theirs.pipeline.weights
         return mine, theirs if weights[theirs.place] <= weights[another.place] else another
 
@@ -356,12 +362,14 @@ class _Moves:
         at, place = mine.place if late is early else NOWHERE, theirs.place
         slope = late.weights[mine.place] - (late.weights[place] if late is early else 0.0)
         free = early.costs[place] - theirs.cost
-        given = mine.samples[self._below(len(mine.samples))]
+        given = mine.samples[int(self._draw() * len(mine.samples))]
+        if slope <= 0.0 and not free:
+            return -1, -1
         cost = costs[given]
         choices = [(cost - costs[i], i) for i in theirs.samples if costs[i] < cost]
         if may_move:
             choices.append((cost, -1))
-        if not choices or (slope <= 0.0 and not free):
+        if not choices:
             return -1, -1
         least = min(choices)[0]
         if at == place:
