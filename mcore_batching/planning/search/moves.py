@@ -354,7 +354,7 @@ class _Moves:
         """A micro-batch on which the end of a late pipeline depends, and one on which less does,
         half the time of the same rank."""
         # No function draws from 0 to a bound: most tries are refused at once, and it would take a
-        # tenth of their time.
+        # twentieth of the search's time.
         draw, ranks = self._draw, self._ranks
         giver, taker = ranks[int(draw() * len(ranks))], ranks[int(draw() * len(ranks))]
         # Samples go from a late pipeline to an earlier one.
