@@ -212,7 +212,7 @@ COSTLY = {**ATTENTION, "context_parallel_overhead": 0.6, "context_parallel_fixed
 
 def experts_and_shared_rows(name: str, most: int, hidden: dict[str, float], **dims: int) -> Job:
     dims = {**DP4, "expert_parallel": 2, **dims}
-    return job(name, hidden=hidden, dims=dims, max_context_parallel=most, num_steps=8)
+    return job(name, hidden=hidden, dims=dims, max_context_parallel=most, num_steps=12)
 
 
 @on(
@@ -232,9 +232,17 @@ def test_both_kinds_of_waiting_together_spoil_nothing(job: Job, ranks: Ranks) ->
     most = job.parameters["max_context_parallel"]
     sizes = {row.size for step in ranks[0] for row in StepPlan.from_json(step["whole"]).rows()}
     assert {1, most} <= sizes
-    # Which rows were the costliest, and so count, is judged by what was known then.
-    for step in ranks[0][LEARNT_BY + 1 :]:
-        assert max(row_errors(step)) < 0.05
+    # A row that was never the costliest is known only to cost no more: single rows are off by up to
+    # 90 % for a step. It costs no time, and whole steps are known by the ninth.
+    config = dataclasses.replace(CONFIG, max_context_parallel=most)
+    for step in ranks[0][LEARNT_BY:]:
+        assert loss_of_time(step, job.parameters["dims"], config) < 0.03
+    for step in ranks[0][8:]:
+        plan = StepPlan.from_json(step["whole"])
+        learnt, hidden = LearntCosts.from_data(step["state"]), CostModel(**step["hidden"])
+        predicted = learnt.predicted_seconds_of_plan(plan, step["lengths"])
+        truth = predicted_step_time(plan, step["lengths"], hidden)
+        assert predicted == pytest.approx(SECONDS_PER_UNIT * truth, rel=0.05)
 
 
 @on(job("faults", hidden=BOTH, faults=True))

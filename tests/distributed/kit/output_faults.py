@@ -60,7 +60,7 @@ CHANGES: dict[str, tuple[int, Change]] = {
 }
 """From which call on the outputs of ``f`` are changed, and how."""
 
-_WRONG_COUNT = r".*OrderError: the function .* returned \d values.* for 'log_probs' in a micro-ba"
+_WRONG_COUNT = r".*OrderError: .* returned \d values.* for 'log_probs' in a micro-ba"
 ENDS = {
     "one too few": _WRONG_COUNT,
     "one too few later": _WRONG_COUNT,
