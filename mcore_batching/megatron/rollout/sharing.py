@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
+from mcore_batching.batch.fields import Kind
 from mcore_batching.batch.figures import Figure, total
 from mcore_batching.batch.prefixes import Hosts, find_hosts
 from mcore_batching.flags import FLAGS
@@ -23,8 +25,18 @@ from mcore_batching.planning import CostModel
 WORTH_SAYING = 0.2
 """Share of a step's work that the flag would save: at half of it a log line would name a gain that
 runs of the same job differ by."""
+BATCHES_LOOKED_AT = 3
+"""Without the flag. Comparing a million tokens takes 0.01 s, and a copy where a device has them:
+too much for every batch of a job whose samples never begin others."""
 _SAVED, _ADVICE, _ALONE = "prefixes are shared", "prefixes could be", "prefixes that are not"
 """In `JobMemory.said`."""
+
+
+@dataclass
+class _Looks:
+    """Batches that a job without the flag is still looked at."""
+
+    left: int = BATCHES_LOOKED_AT
 
 
 def look_for_hosts(
@@ -38,13 +50,20 @@ def look_for_hosts(
         batch: resolved.
         steps: local sample indices of every step.
     """
-    flag = job.options.share_prefixes
-    # None: it cannot be set here. Comparing all tokens would be for nothing, too, once the advice
-    # was given or where this model could not follow it.
-    if not flag and (flag is None or _ADVICE in job.memory.said or any(sharing_problems(chunks))):
-        return None
+    flag, columns = job.options.share_prefixes, batch.data
+    if flag is None:
+        return None  # it cannot be set here
+    if not flag:
+        looks = job.memory.only(_Looks)
+        # For nothing, too, once the advice was given or where this model could not follow it.
+        if not looks.left or _ADVICE in job.memory.said or any(sharing_problems(chunks)):
+            return None
+        looks.left -= 1
+        # Recorded experts are the largest field by far: whoever sets the flag is told of them.
+        is_small = {name: batch.schema[name].kind is not Kind.ROUTED_EXPERTS for name in columns}
+        columns = {name: values for name, values in columns.items() if is_small[name]}
     return find_hosts(
-        batch.data,
+        columns,
         batch.schema,
         batch.data["response_lengths"],
         steps=steps,
