@@ -107,6 +107,18 @@ def find_hosts(
     return Hosts(tuple(host), dict(alone), sum(totals), computed)
 
 
+def samples_of_hosts(hosts: Sequence[int]) -> dict[int, list[int]]:
+    """The samples that are computed in each host's segment, itself among them, ascending.
+
+    Args:
+        hosts: as `Hosts.host`.
+    """
+    members: dict[int, list[int]] = {}
+    for sample, host in enumerate(hosts):
+        members.setdefault(host, []).append(sample)
+    return members
+
+
 _Head = tuple[int, int]
 """A chain's first sample: its prompt's tokens, negative, since heaps give the least; its index."""
 

@@ -7,6 +7,8 @@ named error; the rank on which it happened chains its own exception to it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from mcore_batching.batch.errors import CollectiveError
 from mcore_batching.planning.errors import MCoreBatchingError
 
@@ -16,6 +18,18 @@ class DynamicBatchArgumentError(MCoreBatchingError, ValueError):
 
     The message lists every problem found, each with what to set instead.
     """
+
+
+def refuse(what: str, problems: Iterable[str]) -> None:
+    """Raise `DynamicBatchArgumentError` if there are problems, each said once.
+
+    Args:
+        what: cannot run with the settings.
+        problems: each with what to set instead.
+    """
+    listed = "".join(f"\n  - {problem}" for problem in dict.fromkeys(problems))
+    if listed:
+        raise DynamicBatchArgumentError(f"{what} cannot run with these settings:{listed}")
 
 
 class PlanningFailedError(CollectiveError):

@@ -359,6 +359,19 @@ def _num_ranks(dims: dict[str, Any]) -> int:
     return int(dims.get("data_parallel", 1) * dims.get("context_parallel", 1))
 
 
+def assert_equal_to(expected: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    """Outputs, gradients, weights and metrics of all ranks are the reference's."""
+    assert max(rank["log_probs"] for rank in ranks) < LOG_PROBS
+    assert max(rank["gradients"] for rank in ranks) < GRADIENTS
+    assert max(rank["weights"] for rank in ranks) < WEIGHTS
+    for rank in ranks:
+        assert rank["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRADIENTS)
+        if rank["last_stage"]:
+            assert rank["metrics"].keys() == expected["metrics"].keys()
+            for name, value in expected["metrics"].items():
+                assert rank["metrics"][name] == pytest.approx(value, rel=METRICS), name
+
+
 @pytest.mark.parametrize("job", prefix_jobs(), ids=str)
 def test_shared_prefixes_equal_reference(
     job: Job, ranks: list[dict[str, Any]], references: dict[str, str]
@@ -372,15 +385,7 @@ def test_shared_prefixes_equal_reference(
     for rank in ranks:
         if unpadded and rank["tokens"]:  # not on the first stage alone; a placeholder has one
             assert rank["tokens"] == rank["computed"] + rank["placeholders"]
-    assert max(rank["log_probs"] for rank in ranks) < LOG_PROBS
-    assert max(rank["gradients"] for rank in ranks) < GRADIENTS
-    assert max(rank["weights"] for rank in ranks) < WEIGHTS
-    for rank in ranks:
-        assert rank["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRADIENTS)
-        if rank["last_stage"]:
-            assert rank["metrics"].keys() == expected["metrics"].keys()
-            for name, value in expected["metrics"].items():
-                assert rank["metrics"][name] == pytest.approx(value, rel=METRICS), name
+    assert_equal_to(expected, ranks)
 
 
 SHARED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -474,15 +479,7 @@ def test_rows_of_several_sizes_equal_reference(
     sizes = {size for rank in ranks for size in rank["sizes"]}
     assert sizes == {1, 2, width} if job.parameters["plan"] == "mixed" else width in sizes
     assert len({tuple(rank["counts"]) for rank in ranks}) == 1
-    assert max(rank["log_probs"] for rank in ranks) < LOG_PROBS
-    assert max(rank["gradients"] for rank in ranks) < GRADIENTS
-    assert max(rank["weights"] for rank in ranks) < WEIGHTS
-    for rank in ranks:
-        assert rank["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRADIENTS)
-        if rank["last_stage"]:
-            assert rank["metrics"].keys() == expected["metrics"].keys()
-            for name, value in expected["metrics"].items():
-                assert rank["metrics"][name] == pytest.approx(value, rel=METRICS), name
+    assert_equal_to(expected, ranks)
     exchanged = job.parameters["planner"].get("dynamic_batch_no_planned_shapes", False)
     for rank in ranks:
         assert bool(rank["messages"]["shapes"]) == exchanged
@@ -655,21 +652,12 @@ def test_equals_reference(
         fullest, wider = max(rank["forward_fullest"] for rank in ranks), forward_cap > CAP_TOKENS
         assert (CAP_TOKENS if wider else 0) < fullest <= forward_cap
         assert (ranks[0]["forward_count"] < ranks[0]["counts"][0]) == wider
-    assert max(rank["log_probs"] for rank in ranks) < LOG_PROBS
-    assert max(rank["gradients"] for rank in ranks) < GRADIENTS
-    assert max(rank["weights"] for rank in ranks) < WEIGHTS
-    reporting = [rank for rank in ranks if rank["last_stage"]]
-    for rank in reporting:
-        assert rank["metrics"].keys() == expected["metrics"].keys()
-        for name, value in expected["metrics"].items():
-            assert rank["metrics"][name] == pytest.approx(value, rel=METRICS), name
+    assert_equal_to(expected, ranks)
     # The plan says what shape each tensor has that stages send each other.
     exchanged = job.parameters.get("planner", {}).get("dynamic_batch_no_planned_shapes", False)
     for rank in ranks:
         assert bool(rank["messages"]["shapes"]) == exchanged
         assert bool(rank["messages"]["tensors"]) == (job.dims.get("pipeline_parallel", 1) > 1)
-    for rank in ranks:
-        assert rank["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRADIENTS)
 
 
 @pytest.mark.parametrize(

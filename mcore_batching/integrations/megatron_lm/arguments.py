@@ -16,7 +16,7 @@ from mcore_batching.integrations.megatron_lm.start_messages import print_start_m
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.checks.transformer_engine import installed_versions
 from mcore_batching.megatron.checks.validation import check_model_config
-from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.planning import ConfigError, ParallelDimsError
 
@@ -94,11 +94,7 @@ def check_arguments(args: Any) -> None:
         options.checked_timeout_seconds()
     except (DynamicBatchArgumentError, ConfigError, ParallelDimsError) as error:
         problems.append(str(error))
-    if problems:
-        raise DynamicBatchArgumentError(
-            f"{FLAG} cannot run with these settings:\n"
-            + "\n".join(f"  - {problem}" for problem in problems)
-        )
+    refuse(FLAG, problems)
     from megatron.training.arguments import core_transformer_config_from_args
 
     config = core_transformer_config_from_args(args)

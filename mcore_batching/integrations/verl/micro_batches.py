@@ -26,6 +26,7 @@ import torch.distributed as dist
 from mcore_batching.batch import OrderError
 from mcore_batching.batch.consensus import Consensus, Statement
 from mcore_batching.batch.figures import largest, least
+from mcore_batching.batch.prefixes import samples_of_hosts
 from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.replacements import HookError
 from mcore_batching.integrations.shards import planned_shard
@@ -91,9 +92,7 @@ def rearrange_micro_batches(
     hosts: Sequence[int] = range(len(lengths))
     if sharing is not None:
         hosts = consensus.agree("finding prefixes", lambda: sharing.hosts(batch)).result
-    members: dict[int, list[int]] = {}
-    for sample, host in enumerate(hosts):
-        members.setdefault(host, []).append(sample)
+    members = samples_of_hosts(hosts)
     held = sorted(members)
     dims, config = _settings(max_token_len, multiple, dist.get_world_size(group) if agrees else 1)
     fewest = min_num_micro_batch or 1

@@ -9,7 +9,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import get_model_config, unwrap_model
 
 from mcore_batching.flags import FLAGS
-from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.errors import refuse
 
 _FLAG = FLAGS["share_prefixes"]
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
@@ -23,12 +23,7 @@ def check_shared_prefixes(chunks: list[Any]) -> None:
     Raises:
         DynamicBatchArgumentError: listing every problem with what to set instead.
     """
-    problems = list(dict.fromkeys(sharing_problems(chunks)))
-    if problems:
-        raise DynamicBatchArgumentError(
-            f"{_FLAG} cannot run with these settings:\n"
-            + "\n".join(f"  - {problem}" for problem in problems)
-        )
+    refuse(_FLAG, sharing_problems(chunks))
 
 
 def sharing_problems(chunks: list[Any]) -> Iterator[str]:

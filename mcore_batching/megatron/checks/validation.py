@@ -5,7 +5,7 @@ All problems are listed at once, each with the setting that solves it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.utils import get_model_config
@@ -25,7 +25,7 @@ from mcore_batching.megatron.checks.transformer_engine import (
     installed_versions,
     low_precision_problems,
 )
-from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.errors import refuse
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.logits.fused_output import check_can_be_fused
 from mcore_batching.megatron.topology import current_dims, model_chunks
@@ -36,6 +36,8 @@ from mcore_batching.planning import (
     sample_multiple_tokens,
 )
 
+_PACKED_ROWS = "dynamic micro-batches"
+"""What cannot run, in messages."""
 _REFUSED_ROUTING = {
     "global_aux_loss": "averages over micro-batches, placeholders included",
     "sinkhorn": "routes a token by all tokens of its micro-batch, padding included",
@@ -88,11 +90,12 @@ def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -
         DynamicBatchArgumentError: naming what to change.
     """
     model_config = get_model_config(model[0])
-    _refuse(
+    refuse(
+        _PACKED_ROWS,
         [
             *_config_problems(model_config, dims, config, _engine_of(model)),
             *layer_problems(model, dims, pads_rows=_pads_rows(dims, config)),
-        ]
+        ],
     )
     # What packed rows need beyond settings, each where the model has such layers.
     if model_config.num_moe_experts:
@@ -117,7 +120,10 @@ def prepare_packed_model(model: Any) -> None:
     """
     chunks = model_chunks(model)
     config, dims = get_model_config(chunks[0]), current_dims(chunks)
-    _refuse([*_row_problems(config, dims), *layer_problems(chunks, dims, pads_rows=False)])
+    refuse(
+        _PACKED_ROWS,
+        [*_row_problems(config, dims), *layer_problems(chunks, dims, pads_rows=False)],
+    )
     compat.end_states_with_samples()
 
 
@@ -149,7 +155,7 @@ def check_model_config(
     Raises:
         DynamicBatchArgumentError: listing every problem with what to set instead.
     """
-    _refuse(_config_problems(config, dims, planner, versions))
+    refuse(_PACKED_ROWS, _config_problems(config, dims, planner, versions))
 
 
 def _config_problems(
@@ -176,15 +182,6 @@ def _row_problems(config: Any, dims: ParallelDims) -> Iterator[str]:
         yield (
             f"attention of the variant {variant} is not known to keep packed samples apart: unset "
             "--experimental-attention-variant"
-        )
-
-
-def _refuse(problems: Iterable[str]) -> None:
-    problems = list(dict.fromkeys(problems))  # each once, whichever size of rows found it
-    if problems:
-        raise DynamicBatchArgumentError(
-            "dynamic micro-batches cannot run with these settings:\n"
-            + "\n".join(f"  - {problem}" for problem in problems)
         )
 
 

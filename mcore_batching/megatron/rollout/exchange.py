@@ -22,7 +22,7 @@ from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.row_groups import make_row_groups
 from mcore_batching.megatron.rollout.planning_protocol import PlanningProtocol, digest_of
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
-from mcore_batching.megatron.rollout.sharing import figures_of, reasons_to_say, say_saving
+from mcore_batching.megatron.rollout.sharing import say_saving
 from mcore_batching.megatron.rows.sample_moves import Columns, SampleMoves
 from mcore_batching.megatron.rows.schedule import GlobalPlan, MicroBatchSchedule
 from mcore_batching.megatron.rows.shards import MicroBatches, Shard
@@ -78,19 +78,8 @@ class ExchangingProtocol(PlanningProtocol):
 
         def says(made: tuple[RolloutBatch, Shard, Hosts | None]) -> Statement:
             batch, shard, found = made
-            # Every step is planned of all ranks' samples, so all must have it.
-            equal = {"number of steps": len(shard.steps), **batch.comparable()}
-            # A rank without samples may not have been told one, and steps of its own need none.
-            if batch.total_lengths and batch.steps is None:
-                equal["global_batch_size"] = batch.global_batch_size
-            return Statement(
-                equal=equal,
-                figures={
-                    "integers": largest(len(shard.integers())),
-                    **figures_of(found, batch.total_lengths, self.settings.cost_model),
-                },
-                tell=reasons_to_say(self.job, found),
-            )
+            room = largest(len(shard.integers()))
+            return self._statement_of_steps(batch, len(shard.steps), found, {"integers": room})
 
         agreed = self.consensus.agree("gathering lengths", work, says, failure=PlanningFailedError)
         self.batch, own, _ = agreed.result

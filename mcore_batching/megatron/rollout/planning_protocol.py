@@ -359,7 +359,7 @@ class PlanningProtocol:
     def _schedule(
         self, chosen: tuple[MicroBatches, ...], own_digest: str = ""
     ) -> MicroBatchSchedule:
-        steps = tuple(with_hosted(micro_batches, self.hosts) for micro_batches in chosen)
+        steps = with_hosted(chosen, self.hosts)
         shard = Shard(self.batch.total_lengths, steps, self.hosts)
         # For later batches, whose samples may be too few or too empty to tell.
         self.job.memory.told_fields |= self.batch.inferred()
@@ -409,26 +409,27 @@ class PlanningProtocol:
 
         def says(packed: tuple[RolloutBatch, list[StepShard], Hosts | None]) -> Statement:
             batch, shards, found = packed
-            # Pipelines run step by step: ranks with fewer steps would leave the others waiting.
-            equal = {"number of steps": len(shards), **batch.comparable()}
-            # A rank without samples may not have been told one, and steps of its own need none.
-            if batch.total_lengths and batch.steps is None:
-                equal["global_batch_size"] = batch.global_batch_size
             ends = [end for shard in shards for end in shard.ends]
-            return Statement(
-                equal=equal,
-                figures={
-                    "ends": largest(ends),
-                    **figures_of(found, batch.total_lengths, self.settings.cost_model),
-                },
-                tell=reasons_to_say(self.job, found),
-            )
+            return self._statement_of_steps(batch, len(shards), found, {"ends": largest(ends)})
 
         agreed = self.consensus.agree("packing", work, says, failure=PlanningFailedError)
         self.batch, self._shards, _ = agreed.result
         say_saving(self.job, agreed.figures, agreed.told)
         latest: list[float] = agreed.figures["ends"]
         return latest
+
+    def _statement_of_steps(
+        self, batch: RolloutBatch, num_steps: int, found: Hosts | None, figures: dict[str, Figure]
+    ) -> Statement:
+        # Pipelines run step by step: ranks with fewer steps would leave the others waiting.
+        equal = {"number of steps": num_steps, **batch.comparable()}
+        # A rank without samples may not have been told one, and steps of its own need none.
+        if batch.total_lengths and batch.steps is None:
+            equal["global_batch_size"] = batch.global_batch_size
+        saved = figures_of(found, batch.total_lengths, self.settings.cost_model)
+        return Statement(
+            equal=equal, figures={**figures, **saved}, tell=reasons_to_say(self.job, found)
+        )
 
     def _look_for_hosts(self, batch: RolloutBatch, steps: Sequence[Sequence[int]]) -> Hosts | None:
         """Know `hosts`, where samples are to share segments; what was found in any case."""

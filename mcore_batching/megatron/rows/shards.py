@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from mcore_batching.batch.consensus import Statement
 from mcore_batching.batch.figures import largest
+from mcore_batching.batch.prefixes import samples_of_hosts
 from mcore_batching.megatron.job.consensus import JobConsensus
 
 MicroBatches = tuple[tuple[int, ...], ...]
@@ -27,19 +28,22 @@ def computed_alone(micro_batches: MicroBatches, hosts: Sequence[int] | None) -> 
     return tuple(tuple(i for i in indices if hosts[i] == i) for indices in micro_batches)
 
 
-def with_hosted(micro_batches: MicroBatches, hosts: Sequence[int] | None) -> MicroBatches:
-    """Micro-batches of hosts with the samples that are computed in their segments, ascending.
+def with_hosted(
+    steps: tuple[MicroBatches, ...], hosts: Sequence[int] | None
+) -> tuple[MicroBatches, ...]:
+    """Steps of hosts with the samples that are computed in their segments, ascending.
 
     Args:
-        micro_batches: local indices of samples that have segments of their own.
+        steps: micro-batches as local indices of samples that have segments of their own.
         hosts: as `MicroBatchSchedule.hosts`.
     """
     if hosts is None:
-        return micro_batches
-    members: dict[int, list[int]] = {}
-    for index, host in enumerate(hosts):
-        members.setdefault(host, []).append(index)
-    return tuple(tuple(i for h in indices for i in members[h]) for indices in micro_batches)
+        return steps
+    members = samples_of_hosts(hosts)
+    return tuple(
+        tuple(tuple(i for h in indices for i in members[h]) for indices in micro_batches)
+        for micro_batches in steps
+    )
 
 
 @dataclasses.dataclass(frozen=True)
