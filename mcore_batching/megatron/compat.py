@@ -553,5 +553,7 @@ def patch_for_cpu() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 without Transformer Engine
         moe_utils.te_general_gemm = None
+    if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):  # main, likewise
+        multi_token_prediction.is_inference_column_parallel_linear = lambda layer: False
     # The wheels ship the compiled helper, but not the Makefile that would build it.
     dataset_utils.compile_helpers = lambda: None

@@ -16,6 +16,7 @@ from packaging.version import Version
 
 from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS, THEMES, add_flags
 from mcore_batching.megatron import cpu_emulation
+from mcore_batching.megatron.checks.multi_token import lost_predictions
 from mcore_batching.megatron.checks.transformer_engine import Versions, installed_versions
 from mcore_batching.megatron.checks.validation import check_model_config
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
@@ -293,6 +294,16 @@ def test_multi_token_prediction_runs_from_0_17_on() -> None:
         return
     with pytest.raises(DynamicBatchArgumentError, match=r"runs from Megatron-LM 0.17 on: unset"):
         check_model_config(predicting, ParallelDims(), PlannerConfig(max_tokens_per_gpu=64))
+
+
+def test_a_model_without_the_layers_that_it_is_said_to_have_is_refused() -> None:
+    chunk = SimpleNamespace(config=config(mtp_num_layers=1), post_process=True)
+    (problem,) = lost_predictions([chunk])
+    assert "mtp_block_spec=packed_mtp_block_spec(config)" in problem
+    chunk.post_process = False
+    assert not [*lost_predictions([chunk])]
+    chunk.post_process, chunk.config.mtp_num_layers = True, None
+    assert not [*lost_predictions([chunk])]
 
 
 EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"}

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core.utils import get_model_config
 
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.attention.latent_gradients import fix_latent_gradients
 from mcore_batching.megatron.checks.layer_checks import layer_problems
+from mcore_batching.megatron.checks.multi_token import lost_predictions, multi_token_problems
 from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
 from mcore_batching.megatron.checks.shared_rows import (
     dims_of_rows,
@@ -28,7 +29,7 @@ from mcore_batching.megatron.checks.transformer_engine import (
 from mcore_batching.megatron.errors import refuse
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.logits.fused_output import check_can_be_fused
-from mcore_batching.megatron.topology import current_dims, model_chunks, prediction_depths
+from mcore_batching.megatron.topology import current_dims, model_chunks
 from mcore_batching.planning import (
     ParallelDims,
     PlannerConfig,
@@ -94,7 +95,7 @@ def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -
         _PACKED_ROWS,
         [
             *_config_problems(model_config, dims, config, _engine_of(model)),
-            *_lost_predictions(model, model_config),
+            *lost_predictions(model),
             *layer_problems(model, dims, pads_rows=_pads_rows(dims, config)),
         ],
     )
@@ -243,35 +244,13 @@ def _fixed_size_problems(config: Any) -> Iterator[str]:
 
 
 def _loss_problems(config: Any) -> Iterator[str]:
-    if prediction_depths(config):
-        yield from _multi_token_problems(config)
+    yield from multi_token_problems(config)
     if has_auxiliary_loss(config) and not config.calculate_per_token_loss:
         yield (
             "the mixture-of-experts auxiliary losses would be averaged over micro-batches however "
             "full, placeholders included, and Megatron leaves no place to rescale them: set "
             "--calculate-per-token-loss"
         )
-
-
-def _multi_token_problems(config: Any) -> Iterator[str]:
-    lacks = compat.what_multi_token_prediction_lacks()
-    if lacks:
-        yield f"multi-token prediction {lacks}: unset --mtp-num-layers"
-    if getattr(config, "mtp_standalone", False):
-        yield (
-            "multi-token prediction on a stage of its own sends the next one several rows at once: "
-            "put its layers on the last stage (--pipeline-model-parallel-layout)"
-        )
-
-
-def _lost_predictions(model: list[Any], config: Any) -> Iterator[str]:
-    for chunk in map(unwrap_model, model) if prediction_depths(config) else ():
-        if getattr(chunk, "post_process", False) and not hasattr(chunk, "mtp"):
-            yield (
-                "the model has no layers for multi-token prediction: build a GPTModel with "
-                "mtp_block_spec=packed_mtp_block_spec(config), a HybridModel with a / in its "
-                "--hybrid-layer-pattern, or unset --mtp-num-layers"
-            )
 
 
 def _expert_problems(config: Any) -> Iterator[str]:

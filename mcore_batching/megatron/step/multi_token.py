@@ -205,7 +205,10 @@ def _follow_parameters() -> None:
 
 
 def _mask_padding(layer: Any) -> None:
-    """Let a layer's routers leave padding out, of which `HybridModel` does not tell this one."""
+    """Let a layer's routers leave padding out where Megatron does not tell it what is padding.
+
+    As `HybridModel` and, before 0.18, `GPTModel` do not.
+    """
     if hasattr(layer, "is_told_padding"):
         return
     layer.is_told_padding = True
@@ -213,6 +216,8 @@ def _mask_padding(layer: Any) -> None:
     def before_forward(module: Any, arguments: Any, named: dict[str, Any]) -> Any:
         del module
         mask = getattr(named.get("packed_seq_params"), "own_padding_mask", None)
-        return None if mask is None else (arguments, named | {"padding_mask": mask})
+        if mask is None or named.get("padding_mask") is not None:
+            return None
+        return arguments, named | {"padding_mask": mask}
 
     layer.register_forward_pre_hook(before_forward, with_kwargs=True)
