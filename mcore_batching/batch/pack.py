@@ -17,7 +17,7 @@ from torch import Tensor
 from mcore_batching.batch.errors import BatchError, SchemaError
 from mcore_batching.batch.field_checks import checked_values
 from mcore_batching.batch.fields import Kind
-from mcore_batching.batch.packed import PackedMicroBatch
+from mcore_batching.batch.packed import LaterTokens, PackedMicroBatch
 from mcore_batching.batch.prefixes import agree
 from mcore_batching.batch.response_tokens import loss_masks, predicted_positions, response_tokens
 from mcore_batching.batch.row_layout import Row, padded_offsets, require_alignment
@@ -40,6 +40,7 @@ def pack(
     is_placeholder: bool = False,
     validated: bool = False,
     hosts: Sequence[int] | None = None,
+    depths: int = 0,
 ) -> PackedMicroBatch:
     """Pack samples into one row, and take a context-parallel rank's slice of it.
 
@@ -69,6 +70,7 @@ def pack(
             in the row are checked again.
         hosts: for each sample the place among them of the one in whose segment it lies, whose
             tokens begin with its own; its own place if it has a segment; None: all have one.
+        depths: of multi-token prediction; 0: none.
 
     Returns:
         the row, on the device of the first sample's tokens.
@@ -105,11 +107,20 @@ def pack(
     def local(full: Tensor, dim: int = 0) -> Tensor:
         return row.local(full, context_parallel_size, context_parallel_rank, dim)
 
+    full = {
+        "tokens": row.lay_out(tokens, pad_token_id),
+        "labels": row.lay_out([each[1:] for each in tokens], pad_token_id),
+        "position_ids": _position_ids(row, fields, laid_out, schema),
+        "loss_mask": _at_positions(predicted_at, weights, row.num_tokens),
+    }
+    # Before the row is cut: what comes later in a sample is on other context-parallel ranks.
+    deeper = [{k: row.later(v, depth) for k, v in full.items()} for depth in range(1, depths + 1)]
+    sliced = [{k: local(v, -1).unsqueeze(-2) for k, v in each.items()} for each in (full, *deeper)]
     return PackedMicroBatch(
-        tokens=local(row.lay_out(tokens, pad_token_id))[None],
-        labels=local(row.lay_out([each[1:] for each in tokens], pad_token_id))[None],
-        position_ids=local(_position_ids(row, fields, laid_out, schema), -1).unsqueeze(-2),
-        loss_mask=local(_at_positions(predicted_at, weights, row.num_tokens))[None],
+        **sliced[0],
+        later=tuple(LaterTokens(**each) for each in sliced[1:]),
+        # In double precision: micro-batches, and so packing, should not show in the sum.
+        token_weights=tuple(float(each["loss_mask"].double().sum()) for each in (full, *deeper)),
         padding_mask=local(_padding_mask(row, tokens, fields, laid_out))[None],
         cu_seqlens_padded=torch.tensor(row.offsets, dtype=torch.int32, device=device),
         host_cu_seqlens_padded=tuple(row.offsets),

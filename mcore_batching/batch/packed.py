@@ -36,6 +36,29 @@ from mcore_batching.batch.schema import Schema
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class LaterTokens:
+    """What multi-token prediction reads at one depth: at each position that of a later one.
+
+    Depth 1 of the row drawn above, 0 where a segment ends:
+
+        tokens       b c . 0 | e 0 | . 0
+        labels       c . . 0 | . 0 | . 0
+        loss_mask    1 0 0 0 | 0 0 | 0 0
+
+    Attributes:
+        tokens: int64 ``[1, T_local]``.
+        position_ids: int64 ``[1, T_local]``, or with axes in front.
+        labels: int64 ``[1, T_local]``.
+        loss_mask: float32 ``[1, T_local]``.
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class PackedMicroBatch:
     """One context-parallel rank's slice of a packed row.
 
@@ -68,6 +91,8 @@ class PackedMicroBatch:
         schema: the kinds of the fields.
         context_parallel_size: ranks that share the row.
         context_parallel_rank: this rank among them.
+        later: for multi-token prediction, at each depth from 1 on.
+        token_weights: sum of the full row's loss mask, and at each of these depths.
     """
 
     tokens: Tensor
@@ -89,6 +114,8 @@ class PackedMicroBatch:
     schema: Schema
     context_parallel_size: int
     context_parallel_rank: int
+    later: tuple[LaterTokens, ...] = ()
+    token_weights: tuple[float, ...] = ()
 
     @property
     def num_samples(self) -> int:
@@ -105,7 +132,7 @@ class PackedMicroBatch:
             raise KeyError(f"no field {key!r} in this micro-batch; it has {sorted(self.fields)}")
         return self.fields[key]
 
-    def packed(self, key: str, pad_value: float = 0) -> Tensor:
+    def packed(self, key: str, pad_value: float = 0, *, later: int = 0) -> Tensor:
         """A field with rows per token, packed, padded and cut like `tokens`.
 
         Padding of routed experts ignores ``pad_value``: its experts take turns, so that padding
@@ -114,6 +141,7 @@ class PackedMicroBatch:
         Args:
             key: a field of kind PER_TOKEN or ROUTED_EXPERTS (or TOKENS).
             pad_value: fills padding, and tokens without a row (negative ``length_offset``).
+            later: each token has the value of the one that comes so many later in its sample.
 
         Returns:
             ``[1, T_local, ...]`` on the tokens' device.
@@ -130,7 +158,7 @@ class PackedMicroBatch:
                 f"read micro_batch[{key!r}], or declare it as Kind.PER_TOKEN"
             )
         laid_out = [i for i, host in enumerate(self.hosts) if host == i]
-        rows = [values[i].to(self.tokens.device) for i in laid_out]
+        rows = [values[i][later:].to(self.tokens.device) for i in laid_out]
         trailing = {tuple(row.shape[1:]) for row in rows if row.shape[0]}
         # More values than tokens, as one for each gap and both ends: there is no row for some.
         if len(trailing) > 1 or field.length_offset > 0:
@@ -187,8 +215,8 @@ def _spread_experts(rows: list[Tensor], num_tokens: int) -> Tensor:
 def _map_tensors(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return move(value)
-    if isinstance(value, ResponseTokens):
-        return ResponseTokens(**_map_tensors(vars(value), move))
+    if isinstance(value, ResponseTokens | LaterTokens):
+        return type(value)(**_map_tensors(vars(value), move))
     if isinstance(value, Mapping):
         return {key: _map_tensors(item, move) for key, item in value.items()}
     if type(value) in (list, tuple):

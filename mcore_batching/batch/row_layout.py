@@ -3,6 +3,7 @@
     samples of 3 and 2 tokens, each padded to a multiple of 2, the row to a multiple of 8
     padded_offsets([3, 2], 2, 8)                        (0, 4, 6, 8)
     Row([3, 2], (0, 4, 6, 8)).lay_out([abc, de], .)     a b c . d e . .
+    Row([3, 2], (0, 4, 6, 8)).later(of that, 1)         b c . 0 e 0 . 0
 
 The last segment is the row's own padding. A sample without tokens takes one alignment unit, since
 attention kernels break on empty segments.
@@ -14,6 +15,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from mcore_batching.batch.errors import BatchError
@@ -135,6 +137,19 @@ class Row:
             start = self.offsets[i]
             full[start : start + piece.shape[0]] = piece
         return full
+
+    def later(self, full: Tensor, depth: int) -> Tensor:
+        """At each position the value ``depth`` positions on, 0 beyond the end of its segment.
+
+        Args:
+            full: ``[..., tokens of the row]``.
+            depth: 1 or more.
+        """
+        sizes = torch.tensor(self.offsets).diff()
+        ends = torch.tensor(self.offsets[1:]).repeat_interleave(sizes).to(full.device)
+        at = torch.arange(depth, depth + self.num_tokens, device=full.device)
+        values = full.index_select(-1, at.clamp(max=self.num_tokens - 1))
+        return values.masked_fill(at >= ends, 0)
 
     def local(
         self, full: Tensor, context_parallel_size: int, context_parallel_rank: int, dim: int = 0

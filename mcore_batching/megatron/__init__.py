@@ -10,7 +10,11 @@ from mcore_batching.batch.errors import CollectiveError
 from mcore_batching.megatron import cpu_request as cpu_request  # before megatron.core is imported
 from mcore_batching.megatron.attention.hybrid_specs import hybrid_spec as _hybrid_spec
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
-from mcore_batching.megatron.attention.specs import packed_layer_spec, use_packed_attention
+from mcore_batching.megatron.attention.specs import (
+    packed_layer_spec,
+    packed_mtp_block_spec,
+    use_packed_attention,
+)
 from mcore_batching.megatron.checks.validation import check_settings, prepare_packed_model
 from mcore_batching.megatron.cpu_emulation import enable as _let_the_cpu_stand_in
 from mcore_batching.megatron.errors import (
@@ -71,6 +75,7 @@ __all__ = [
     "get_data_iterator",
     "packed_hybrid_stack_spec",
     "packed_layer_spec",
+    "packed_mtp_block_spec",
     "prepare_packed_model",
     "response_entropy",
     "response_log_probs",

@@ -103,6 +103,11 @@ def _window(config: Any) -> int | None:
     return None if size is None or is_mixed or size[0] < 0 else size[0] + 1
 
 
+def prediction_depths(config: Any) -> int:
+    """Tokens after the next one that a model predicts as well (multi-token prediction)."""
+    return getattr(config, "mtp_num_layers", None) or 0
+
+
 def model_chunks(model: Any) -> list[Any]:
     """The model as a list of chunks: a module alone counts as one."""
     return list(model) if isinstance(model, Sequence) else [model]

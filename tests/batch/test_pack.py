@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -43,13 +44,24 @@ def merged(rows: list[PackedMicroBatch], name: str) -> list:
     return merge_packed(parts, rows[0].host_cu_seqlens_padded, -1)[0].tolist()
 
 
+def later(values: list, offsets: list[int], depth: int) -> list:
+    """At each position the value `depth` positions on in its segment, else 0."""
+    cut = [values[start:end] for start, end in itertools.pairwise(offsets)]
+    return [value for each in cut for value in (each[depth:] + [0] * depth)[: len(each)]]
+
+
 def require_equals_plain_row(samples: dict, size: int, align: int, row_align: int) -> None:
     rows = pack_on_all_ranks(
-        samples, size, sample_alignment_tokens=align, row_alignment_tokens=row_align
+        samples, size, sample_alignment_tokens=align, row_alignment_tokens=row_align, depths=2
     )
     plain = plain_row(samples, align, row_align)
     for name in STREAMS:
         assert merged(rows, name) == getattr(plain, name), name
+    for name in ("tokens", "labels", "position_ids", "loss_mask"):
+        for depth in (1, 2):
+            parts = [getattr(row.later[depth - 1], name) for row in rows]
+            full = merge_packed(parts, plain.offsets, -1)[0].tolist()
+            assert full == later(getattr(plain, name), plain.offsets, depth), (name, depth)
     for row in rows:
         assert row.cu_seqlens_padded.tolist() == plain.offsets
         assert list(row.host_cu_seqlens_padded) == plain.offsets
@@ -57,6 +69,8 @@ def require_equals_plain_row(samples: dict, size: int, align: int, row_align: in
         assert row.cu_seqlens.tolist() == [0, *np.cumsum(samples["total_lengths"])]
         assert row.total_lengths == samples["total_lengths"]
         assert row.response_lengths == samples["response_lengths"]
+        masks = [later(plain.loss_mask, plain.offsets, depth) for depth in range(3)]
+        assert row.token_weights == tuple(map(sum, masks))
         if size > 1:
             assert all(offset % (2 * size) == 0 for offset in plain.offsets)
 

@@ -12,6 +12,7 @@ from kit.patience import patience
 
 KINDS = ("dense", "moe", "replay", "learned", "qk")
 HYBRID = ("hybrid", "hybrid-moe", "hybrid-mamba", "hybrid-gdn")
+MULTI_TOKEN = ("mtp", "mtp-deep", "mtp-moe", "hybrid-mtp", "hybrid-mtp-moe")
 KINDS_ASKED_FOR = (
     "window",
     "mrope",
@@ -19,6 +20,7 @@ KINDS_ASKED_FOR = (
     "mla",
     "mamba",
     *HYBRID,
+    *MULTI_TOKEN,
     "dense-trained",
     "moe-trained",
 )

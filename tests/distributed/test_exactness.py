@@ -150,7 +150,8 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Settings beside the matrix: name to layout and what differs."""
-HAS_HYBRID_MODEL = tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 18)
+VERSION = tuple(map(int, version("megatron-core").split(".")[:2]))
+HAS_HYBRID_MODEL = VERSION >= (0, 18)
 if HAS_HYBRID_MODEL:  # dense, of experts, and with state that ends with every sample
     # 0.16 cannot build multi-latent attention without Transformer Engine.
     SPECIAL |= {f"{name}-mla": (name, {"kind": "mla"}) for name in ("dp2", "cp2", "tp2", "tp2-sp")}
@@ -170,6 +171,54 @@ if HAS_HYBRID_MODEL:  # dense, of experts, and with state that ends with every s
             ("cp2", "hybrid-gdn", "uneven"),
             ("dp2-pp2", "hybrid-gdn", "empty"),
         )
+    }
+
+
+FUSED = {"dynamic_batch_fuse_output_layer": True}
+MEAN = {"per_token_loss": False}
+MULTI_TOKEN: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "dp2": ("dp2", "mtp", {"spread": "empty"}),
+    "dp2-uneven": ("dp2", "mtp", {}),
+    "dp2-mean": ("dp2", "mtp", {"spread": "empty", **MEAN}),
+    "dp2-deep": ("dp2", "mtp-deep", {"spread": "fewer"}),
+    "dp2-padding-samples": ("dp2", "mtp", {"padded_to": 8}),
+    "dp2-prefixes": ("dp2", "mtp", {"planner": {"dynamic_batch_share_prefixes": True}}),
+    "cp2": ("cp2", "mtp", {}),
+    "cp2-mean": ("cp2", "mtp", MEAN),
+    "dp2-fused-output-layer": ("dp2", "mtp", {"planner": FUSED, "spread": "empty"}),
+    "tp2-sp-fused-output-layer": ("tp2-sp", "mtp", {"planner": FUSED}),
+    "tp2-sp": ("tp2-sp", "mtp", {}),
+    "tp2-sp-mean": ("tp2-sp", "mtp", {"settings": RECOMPUTED, **MEAN}),
+    "dp2-ep2": ("dp2-ep2", "mtp-moe", {"spread": "empty"}),
+    "dp2-ep2-mean": ("dp2-ep2", "mtp-moe", MEAN),
+    "dp2-pp2": ("dp2-pp2", "mtp", {"spread": "empty"}),
+    "dp2-pp2-mean": ("dp2-pp2", "mtp", MEAN),
+    "dp2-pp2-distributed-optimizer": (
+        "dp2-pp2",
+        "mtp",
+        {"distributed_optimizer": True, "overlap": True, "spread": "empty"},
+    ),
+    "dp2-pp2-vpp2": ("dp2-pp2-vpp2", "mtp", {"spread": "empty", "settings": RECOMPUTED}),
+    "dp2-pp2-vpp2-mean": ("dp2-pp2-vpp2", "mtp", MEAN),
+    "cp2-tp2-sp-padded": (
+        "cp2-tp2-sp",
+        "mtp",
+        {"planner": {"dynamic_batch_pad_each_to": 12, "dynamic_batch_pad_total_to": 16}},
+    ),
+    "cp2-pp2": ("cp2-pp2", "mtp", {"planner": {"dynamic_batch_forward_only_plan": "own"}}),
+}
+"""Models that predict further tokens: name to layout, kind and what differs."""
+MULTI_TOKEN_OF_HYBRIDS = {
+    "dp2-hybrid": ("dp2", "hybrid-mtp", {"spread": "empty"}),
+    "cp2-hybrid": ("cp2", "hybrid-mtp", MEAN),
+    "dp2-pp2-vpp2-hybrid": ("dp2-pp2-vpp2", "hybrid-mtp", {"spread": "empty"}),
+    "tp2-sp-ep2-hybrid": ("tp2-sp-ep2", "hybrid-mtp-moe", {}),
+}
+if VERSION >= (0, 17):
+    MULTI_TOKEN |= MULTI_TOKEN_OF_HYBRIDS if HAS_HYBRID_MODEL else {}
+    SPECIAL |= {
+        f"{name}-multi-token": (layout, {"kind": kind, **changes})
+        for name, (layout, kind, changes) in MULTI_TOKEN.items()
     }
 
 
@@ -438,6 +487,7 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
 """Rows of context-parallel sizes of their own: name to layout and what differs."""
 if HAS_HYBRID_MODEL:
     SHARED["dp2-shared-hybrid"] = ("dp2", {"kind": "hybrid"})
+    SHARED["dp2-shared-multi-token"] = ("dp2", {"kind": "mtp"})
 SHARED_LAYOUTS = LAYOUTS | {
     "dp2-tp2-sp": (
         4,
@@ -450,7 +500,13 @@ SHARED_LAYOUTS = LAYOUTS | {
         {"context_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2},
     ),
 }
-SHARED_WITHOUT_LONG = {"dp2-shared", "dp4-shared", "dp2-pp2-shared", "dp2-shared-prefixes"}
+SHARED_WITHOUT_LONG = {
+    "dp2-shared",
+    "dp2-shared-multi-token",
+    "dp4-shared",
+    "dp2-pp2-shared",
+    "dp2-shared-prefixes",
+}
 
 
 def shared_jobs() -> list[Any]:

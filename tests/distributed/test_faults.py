@@ -823,24 +823,20 @@ def test_functions_written_for_slime_run(job: Job, ranks: list[dict[str, Any]]) 
             assert rank["alias"] == len(rank["expected"])
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
-        job(
-            "expert-bias",
-            "expert_bias_counts",
-            {"data_parallel": 2, "expert_parallel": 2},
-            2,
-            reference="moe",
-        )
-    ],
-    ids=str,
-)
+VERSION = tuple(map(int, version("megatron-core").split(".")[:2]))
+DP2_EP2 = {"data_parallel": 2, "expert_parallel": 2}
+BIASES = [job("expert-bias", "expert_bias_counts", DP2_EP2, 2, reference="moe")]
+if VERSION >= (0, 17):  # four layers, and one for each of two further tokens
+    several = {"reference": "mtp-moe", "kind": "mtp-moe"}
+    BIASES.append(job("expert-bias-multi-token", "expert_bias_counts", DP2_EP2, 2, **several))
+
+
+@pytest.mark.parametrize("job", BIASES, ids=str)
 def test_router_counts_real_tokens_alone(job: Job, ranks: list[dict[str, Any]]) -> None:
     """The mask has a broadcast bug upstream; padding and placeholders must not move the bias."""
     assert ranks[1]["real"] == 0
     for rank in ranks:
-        assert rank["counted"] == [rank["real"]] * 4
+        assert rank["counted"] == [rank["real"]] * (6 if "multi-token" in job.name else 4)
 
 
 SHARDED_EXPERTS = {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}
@@ -853,9 +849,13 @@ MASKS = [
         reference="moe",
     )
 ]
-if tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 18):
+if VERSION >= (0, 18):
     hybrid = {"reference": "hybrid-moe", "kind": "hybrid-moe"}
     MASKS.append(job("expert-bias-hybrid", "expert_bias_counts", SHARDED_EXPERTS, 2, **hybrid))
+    several = {"reference": "hybrid-mtp-moe", "kind": "hybrid-mtp-moe"}
+    MASKS.append(
+        job("expert-bias-hybrid-multi-token", "expert_bias_counts", SHARDED_EXPERTS, 2, **several)
+    )
 
 
 @pytest.mark.parametrize("job", MASKS, ids=str)
@@ -863,7 +863,7 @@ def test_every_stage_masks_its_own_tokens(job: Job, ranks: list[dict[str, Any]])
     """Only the first stage of a GPTModel scatters the mask over tensor-parallel ranks by itself."""
     for first, second in zip(ranks[::2], ranks[1::2], strict=True):
         both = [a + b for a, b in zip(first["counted"], second["counted"], strict=True)]
-        assert both == [first["real"]] * 2
+        assert both == [first["real"]] * (3 if "multi-token" in job.name else 2)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="makes groups of gloo")

@@ -145,9 +145,11 @@ def printed(
     return [line for line in output.splitlines() if re.search(r" iteration +\d+/", line)]
 
 
-def log_lines(checkout: Path, words: list[str], **script: str) -> list[dict[str, float]]:
+def log_lines(
+    checkout: Path, words: list[str], also: tuple[str, ...] = (), **script: Any
+) -> list[dict[str, float]]:
     """Steps as the log gives them (7 digits)."""
-    wanted = ("consumed samples", "learning rate", "lm loss", "grad norm")
+    wanted = ("consumed samples", "learning rate", "lm loss", "grad norm", *also)
     return [
         {name: float(re.findall(rf"{name}: +(\S+)", line)[0]) for name in wanted}
         | {"packed": float("batching/fill" in line)}
@@ -217,6 +219,40 @@ def test_megatrons_script_of_hybrid_models(release: str, name: str) -> None:
     dims, pattern, layers = PATTERNS[name]
     words = [*HYBRID, "--hybrid-layer-pattern", pattern, *layers]
     logs_are_equal(checkout_of(release), dims, words, script="pretrain_hybrid.py")
+
+
+MULTI_TOKEN: dict[str, tuple[str, list[str]]] = {
+    "gpt": ("pretrain_gpt.py", ["--mtp-num-layers", "1"]),
+    "hybrid": ("pretrain_hybrid.py", [*HYBRID, "--hybrid-layer-pattern", "*-*-/*-"]),
+    "hybrid-pp2": ("pretrain_hybrid.py", [*HYBRID, "--hybrid-layer-pattern", "*-|*-/*-"]),
+}
+"""By name: a script, and a model that predicts the token after the next one, too."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("release", "name", "dims"),
+    [
+        *itertools.product(("core_v0.19.0", "main"), ("gpt",), ("pp2", "dp2-exchange")),
+        *itertools.product(("core_v0.19.0", "main"), ("hybrid-pp2",), ("pp2",)),
+        *itertools.product(("core_v0.19.0", "main"), ("hybrid",), ("dp2-exchange",)),
+        ("core_v0.17.1", "gpt", "pp2"),
+        ("core_v0.18.2", "gpt", "pp2"),
+    ],
+)
+@needs_checkouts
+def test_scripts_that_predict_further_tokens(release: str, name: str, dims: str) -> None:
+    """Padded in one micro-batch a rank, the mean of which is what stock code logs and trains."""
+    checkout, (script, model) = checkout_of(release), MULTI_TOKEN[name]
+    is_pp2, flags = dims == "pp2", LAYOUTS[dims][1]
+    words = [*steps(3, micro_batch_size=8 if is_pp2 else 4), *(PP2 if is_pp2 else []), *model]
+    logged: dict[str, Any] = {"also": ("mtp_1 loss",), "script": script}
+    padded = log_lines(checkout, words, **logged)
+    flagged = log_lines(checkout, [*words, *flags], **logged)
+    for line, expected in zip(flagged, padded, strict=True):
+        if not is_pp2:  # a mean over tokens, the other one over ranks of theirs; the same trained
+            assert line.pop("mtp_1 loss") == pytest.approx(expected.pop("mtp_1 loss"), rel=0.02)
+        assert line == pytest.approx(expected | {"packed": 1.0}, rel=2e-6)
 
 
 def logs_are_equal(checkout: Path, dims: str, model: list[str], **script: str) -> None:

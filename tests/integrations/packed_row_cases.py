@@ -24,7 +24,9 @@ SAMPLES: dict[str, list[Any]] = {
 }
 
 
-def prepared(samples: dict[str, list[Any]], *, is_placeholder: bool = False) -> PreparedRow:
+def prepared(
+    samples: dict[str, list[Any]], *, is_placeholder: bool = False, depths: int = 0
+) -> PreparedRow:
     """The samples as one row, each padded to a multiple of 4."""
     row = pack(
         samples,
@@ -33,6 +35,7 @@ def prepared(samples: dict[str, list[Any]], *, is_placeholder: bool = False) -> 
         pad_token_id=PAD,
         sample_indices=() if is_placeholder else range(len(samples["tokens"])),
         is_placeholder=is_placeholder,
+        depths=depths,
     )
     return PreparedRow(stock_row(row), owned_num_tokens(row))
 

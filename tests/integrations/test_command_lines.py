@@ -89,6 +89,10 @@ ACCEPTED = {
     "exchange": [*ON, "--dynamic-batch-exchange"],
     "hybrid": [*ON, *PP2, "--hybrid-layer-pattern", "M*-|G*-|M*-|G*-"],
     "documents": [*ON, "--reset-attention-mask", "--reset-position-ids"],
+    "multi-token": [*ON, "--mtp-num-layers", "1", "--position-embedding-type", "rope"],
+    "hybrid-multi-token": [
+        *(*ON, "--hybrid-layer-pattern", "*-*-/*-", "--position-embedding-type", "rope"),
+    ],
     "off": ["--sft", *PP2],
     "off-with-cap": ["--max-tokens-per-gpu", "64"],
 }
@@ -127,14 +131,6 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         "needs --reset-position-ids",
     ),
     "skipped-iterations": ([*ON, "--iterations-to-skip", "3"], "--iterations-to-skip"),
-    "multi-token-prediction": (
-        [*ON, "--mtp-num-layers", "1", "--position-embedding-type", "rope"],
-        "unset --mtp-num-layers",
-    ),
-    "hybrid-multi-token-prediction": (
-        [*ON, "--hybrid-layer-pattern", "*-*-/*-", "--position-embedding-type", "rope"],
-        "unset --mtp-num-layers",
-    ),
     "cuda-graphs": ([*ON, "--cuda-graph-impl", "local"], "set --cuda-graph-impl none"),
     "global-auxiliary-loss": (
         [

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from packed_row_cases import EXPECTED, SAMPLES, found, prepared, rows
+from packed_row_cases import EXPECTED, PAD, SAMPLES, found, prepared, rows
 
 from mcore_batching.integrations.megatron_lm import next_batch, packed_batches
 from mcore_batching.integrations.megatron_lm.packed_batches import (
@@ -33,6 +33,14 @@ def test_fields_come_in_the_order_of_the_script(names: tuple[str, ...], by: str)
     assert got["tokens"].dtype == got["labels"].dtype == torch.int64
     assert got["loss_mask"].dtype == torch.float32
     assert got["attention_mask"] is None
+
+
+def test_later_tokens_have_the_labels_and_masks_of_the_batch() -> None:
+    row = prepared(SAMPLES, depths=1).row
+    assert row.later[0].tokens.tolist() == [[2, 3, PAD, 0, 5, PAD, PAD, 0]]
+    assert row.later[0].labels.tolist() == [[3, 7, 0, 0, 8, 0, 0, 0]]
+    assert row.later[0].loss_mask.tolist() == [[1, 1, 0, 0, 1, 0, 0, 0]]
+    assert row.token_weights == (4, 3)
 
 
 def test_rows_are_told_apart_by_packed_sequence_parameters() -> None:

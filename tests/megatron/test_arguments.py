@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import megatron.core
 import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -15,6 +16,7 @@ from packaging.version import Version
 
 from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS, THEMES, add_flags
 from mcore_batching.megatron import cpu_emulation
+from mcore_batching.megatron.checks.multi_token import lost_predictions
 from mcore_batching.megatron.checks.transformer_engine import Versions, installed_versions
 from mcore_batching.megatron.checks.validation import check_model_config
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
@@ -285,6 +287,25 @@ def config(**changes: Any) -> TransformerConfig:
     return made
 
 
+def test_multi_token_prediction_runs_from_0_17_on() -> None:
+    predicting = config(mtp_num_layers=1)
+    if Version(megatron.core.__version__) >= Version("0.17"):
+        check_model_config(predicting, ParallelDims(), PlannerConfig(max_tokens_per_gpu=64))
+        return
+    with pytest.raises(DynamicBatchArgumentError, match=r"runs from Megatron-LM 0.17 on: unset"):
+        check_model_config(predicting, ParallelDims(), PlannerConfig(max_tokens_per_gpu=64))
+
+
+def test_a_model_without_the_layers_that_it_is_said_to_have_is_refused() -> None:
+    chunk = SimpleNamespace(config=config(mtp_num_layers=1), post_process=True)
+    (problem,) = lost_predictions([chunk])
+    assert "mtp_block_spec=packed_mtp_block_spec(config)" in problem
+    chunk.post_process = False
+    assert not [*lost_predictions([chunk])]
+    chunk.post_process, chunk.config.mtp_num_layers = True, None
+    assert not [*lost_predictions([chunk])]
+
+
 EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"}
 FLEX = {"num_moe_experts": 4, "moe_token_dispatcher_type": "flex"}
 VIRTUAL = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
@@ -317,7 +338,11 @@ VIRTUAL = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
             "set --calculate-per-token-loss",
         ),
         (ParallelDims(), {**EXPERTS, "moe_z_loss_coeff": 0.01}, "set --calculate-per-token-loss"),
-        (ParallelDims(), {"mtp_num_layers": 1}, "unset --mtp-num-layers"),
+        (
+            ParallelDims(),
+            {"mtp_num_layers": 1, "mtp_standalone": True},
+            "put its layers on the last stage",
+        ),
         (
             ParallelDims(),
             {**EXPERTS, "moe_router_load_balancing_type": "global_aux_loss"},
@@ -545,7 +570,6 @@ SHARED_ROWS = PlannerConfig(max_tokens_per_gpu=128, max_context_parallel=4)
             {"multi_latent_attention": True},
             "unset --multi-latent-attention or --dynamic-batch-context-parallel",
         ),
-        (ParallelDims(data_parallel=4), {"mtp_num_layers": 1}, "unset --mtp-num-layers"),
         (
             ParallelDims(data_parallel=4),
             {"fp8": "hybrid"},

@@ -41,6 +41,7 @@ from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.job import Job, job_of
 from mcore_batching.megatron.rollout.data_iterator import protocol_of
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.megatron.step.multi_token import LossesOfRows
 from mcore_batching.megatron.step.prepare import prepare
 from mcore_batching.megatron.step.run_pipeline import run_pipeline
 from mcore_batching.megatron.topology import model_chunks, model_shape, vocabulary_size
@@ -111,20 +112,23 @@ class PackedForwardBackward:
         started, job = time.monotonic(), job_of(self._args)
         operation = "evaluation" if forward_only else "training"
         planned = self._plan(job, chunks, data_iterator, num_microbatches, forward_only)
-        prepared = prepare(job, chunks, operation, 0, planned, change=stock_row)
+        prepared = prepare(
+            job, chunks, operation, 0, planned, trains=not forward_only, change=stock_row
+        )
         # Every model chunk of a rank runs every row: only the first counts its tokens.
         rows = [
             PackedRows(stage, counts_flops=not forward_only and number == 0)
             for number, stage in enumerate(prepared.iterators(len(chunks)))
         ]
         failed: list[Exception] = []
+        later = LossesOfRows(prepared.token_weights, undo=prepared.token_weights[0])
         ready = time.monotonic()
         losses, _ = run_pipeline(
             job,
             chunks,
             prepared,
             operation,
-            with_deferred_errors(forward_step_func, failed, job),
+            with_deferred_errors(forward_step_func, failed, job, later.of),
             forward_only=forward_only,
             rows=rows,
             schedule=self._run,
@@ -137,6 +141,7 @@ class PackedForwardBackward:
         agreed = job.agree_after_pipeline(operation, failed, figures.own, figures.says)
         # Megatron divides by the micro-batches that it was asked for; other rows were run.
         compat.scale_moe_metrics(num_microbatches / len(prepared.rows))
+        later.log(num_microbatches)
         torch.cuda.synchronize()  # so that the clock covers what the device has still to do
         self._log(job, figures, agreed, chunks, ready - started, time.monotonic() - ready)
         return losses

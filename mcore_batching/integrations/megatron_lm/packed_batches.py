@@ -47,8 +47,20 @@ _NEEDED = ("tokens", "labels", "loss_mask", "position_ids")
 
 def stock_row(row: PackedMicroBatch) -> PackedMicroBatch:
     """The row with the labels and loss mask of the stock batches, and without fields."""
+    masks, depths = row["loss_mask"], range(len(row.later) + 1)
+    labels, loss_masks = (
+        [row.packed(name, later=depth) for depth in depths] for name in ("labels", "loss_mask")
+    )
     return dataclasses.replace(
-        row, labels=row.packed("labels"), loss_mask=row.packed("loss_mask"), fields={}
+        row,
+        labels=labels[0],
+        loss_mask=loss_masks[0],
+        later=tuple(
+            dataclasses.replace(each, labels=labels[depth], loss_mask=loss_masks[depth])
+            for depth, each in enumerate(row.later, 1)
+        ),
+        token_weights=tuple(sum(float(mask[k:].sum()) for mask in masks) for k in depths),
+        fields={},
     )
 
 

@@ -10,18 +10,23 @@ import torch
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
+from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.batch.value_shapes import describe
 from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.job.row_groups import row_group
-from mcore_batching.megatron.step.chunk_forward import padding_mask
+from mcore_batching.megatron.step.chunk_forward import padding_mask, predict_later_tokens
 from mcore_batching.megatron.step.model_inputs import changed_inputs
+from mcore_batching.megatron.step.multi_token import LaterLosses
 
 
 def with_deferred_errors(
-    forward_step_func: Callable[..., Any], failed: list[Exception], job: Job
+    forward_step_func: Callable[..., Any],
+    failed: list[Exception],
+    job: Job,
+    later_of: Callable[[PackedMicroBatch], LaterLosses | None],
 ) -> Callable[..., tuple[Tensor, Callable[..., Any]]]:
     """The forward step, with errors of its loss function collected instead of raised.
 
@@ -32,10 +37,11 @@ def with_deferred_errors(
         forward_step_func: the script's.
         failed: gets the exceptions.
         job: the present one.
+        later_of: gives a row's losses of multi-token prediction; None leaves its layers out.
     """
 
     def forward_step(data_iterator: PackedRows, chunk: Any, *rest: Any, **options: Any) -> Any:
-        with row_given(data_iterator, chunk):
+        with row_given(data_iterator, chunk, later_of):
             output, loss_function = forward_step_func(data_iterator, chunk, *rest, **options)
 
         def loss(output_tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
@@ -91,8 +97,13 @@ def _described(result: Any) -> str:
 
 
 @contextlib.contextmanager
-def row_given(data_iterator: PackedRows, chunk: Any) -> Iterator[None]:
-    """Pass the model what stock scripts do not: host offsets, the row's group, a padding mask.
+def row_given(
+    data_iterator: PackedRows,
+    chunk: Any,
+    later_of: Callable[[PackedMicroBatch], LaterLosses | None] = lambda row: None,
+) -> Iterator[None]:
+    """Pass the model what stock scripts do not: host offsets, the row's group, a padding mask, and
+    what multi-token prediction reads.
 
     Attention without Transformer Engine reads the offsets on the host, where it would wait for the
     device, and Mamba layers end their state at them. By the mask MoE routers neither route nor
@@ -105,6 +116,7 @@ def row_given(data_iterator: PackedRows, chunk: Any) -> Iterator[None]:
         if row is not None and params is not None:
             compat.give_offsets(params, row.host_cu_seqlens_padded)
             compat.set_row_group(params, row_group(row.context_parallel_size))
+            predict_later_tokens(params, chunk, row, later_of(row))
         if not is_routed:
             return inputs
         compat.forget_padded_length(params)

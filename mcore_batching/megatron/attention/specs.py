@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mcore_batching.megatron import compat, cpu_emulation
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.topology import prediction_depths
 
 
 def uses_transformer_engine() -> bool:
@@ -46,6 +47,36 @@ def packed_layer_spec(config: TransformerConfig) -> ModuleSpec:
             multi_latent_attention=config.multi_latent_attention,
         )
     return use_packed_attention(compat.local_gpt_layer_spec(config), config)
+
+
+def packed_mtp_block_spec(
+    config: TransformerConfig, spec: ModuleSpec | None = None, vp_stage: int | None = None
+) -> Any:
+    """The ``mtp_block_spec`` of a `GPTModel` for packed rows.
+
+    Args:
+        config: the model's.
+        spec: of the layer that it repeats; None: `packed_layer_spec`.
+        vp_stage: number of the model chunk, where there are several.
+
+    Returns:
+        None where the model predicts one token alone, and on other stages than the last.
+    """
+    if not prediction_depths(config):
+        return None
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    block = get_gpt_mtp_block_spec(
+        config,
+        packed_layer_spec(config) if spec is None else spec,
+        use_transformer_engine=uses_transformer_engine(),
+        vp_stage=vp_stage,
+    )
+    if block is not None and config.sequence_parallel and not uses_transformer_engine():
+        norms = dict.fromkeys(("enorm", "hnorm", "layer_norm"), SequenceParallelNorm)
+        for layer in block.layer_specs:
+            layer.submodules = dataclasses.replace(layer.submodules, **norms)
+    return block
 
 
 def use_packed_attention(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:

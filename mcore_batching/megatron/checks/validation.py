@@ -13,6 +13,7 @@ from megatron.core.utils import get_model_config
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.attention.latent_gradients import fix_latent_gradients
 from mcore_batching.megatron.checks.layer_checks import layer_problems
+from mcore_batching.megatron.checks.multi_token import lost_predictions, multi_token_problems
 from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
 from mcore_batching.megatron.checks.shared_rows import (
     dims_of_rows,
@@ -94,6 +95,7 @@ def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -
         _PACKED_ROWS,
         [
             *_config_problems(model_config, dims, config, _engine_of(model)),
+            *lost_predictions(model),
             *layer_problems(model, dims, pads_rows=_pads_rows(dims, config)),
         ],
     )
@@ -242,11 +244,7 @@ def _fixed_size_problems(config: Any) -> Iterator[str]:
 
 
 def _loss_problems(config: Any) -> Iterator[str]:
-    if config.mtp_num_layers:
-        yield (
-            "the multi-token-prediction loss is made inside the model, from labels and masks that "
-            "a forward pass for log-probs does not have: unset --mtp-num-layers"
-        )
+    yield from multi_token_problems(config)
     if has_auxiliary_loss(config) and not config.calculate_per_token_loss:
         yield (
             "the mixture-of-experts auxiliary losses would be averaged over micro-batches however "

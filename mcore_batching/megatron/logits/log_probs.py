@@ -157,6 +157,16 @@ def response_entropy(
     return entropy
 
 
+def log_probs_of_all(logits: FusedLogits, labels: Tensor) -> Tensor:
+    """Log-probability of a label at every position, float32 ``[1, local tokens]`` like these."""
+    whole = logits.whole_hidden()
+    positions = torch.arange(len(whole), device=whole.device)
+    options = Options(1.0, _chunk_tokens.get(), with_entropy=False)
+    product = cast(Any, StatisticsOfProduct)
+    values: Tensor = product.apply(whole, logits.weight, positions, labels[0], options)
+    return values[:, 0][None]
+
+
 def _options(temperature: float, chunk_tokens: int | None, *, with_entropy: bool) -> Options:
     tokens = _chunk_tokens.get() if chunk_tokens is None else chunk_tokens
     options, asked = Options(temperature, tokens, with_entropy), _temperatures.get()

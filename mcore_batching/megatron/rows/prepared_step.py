@@ -20,7 +20,7 @@ from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import is_last_stage
 
 MODEL_INPUTS = ("tokens", "position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded")
-_LOSS_INPUTS = ("labels", "loss_mask", "responses")
+_LOSS_INPUTS = ("labels", "loss_mask", "responses", "later")
 _FIELDS_OF_THE_MODEL = (Kind.MULTIMODAL, Kind.ROUTED_EXPERTS)
 
 
@@ -92,6 +92,7 @@ class PreparedStep:
         rows: packed micro-batches of this rank, in slot order, on the host.
         portable_rows: the same, ready for the device.
         totals: over all samples of the step on all ranks.
+        token_weights: sums of the rows' own, over all ranks.
     """
 
     schedule: MicroBatchSchedule
@@ -99,6 +100,7 @@ class PreparedStep:
     rows: list[PreparedRow]
     portable_rows: list[PortableRow]
     totals: StepTotals
+    token_weights: Sequence[float]
 
     @classmethod
     def of_rows(
@@ -109,7 +111,7 @@ class PreparedStep:
         chunks: list[Any],
         change: Callable[[PackedMicroBatch], PackedMicroBatch],
     ) -> PreparedStep:
-        """Of packed rows on the host; the totals are this rank's alone.
+        """Of packed rows on the host; the sums are this rank's alone.
 
         Args:
             schedule: where they come from.
@@ -126,7 +128,11 @@ class PreparedStep:
             PreparedRow(change(replayable(chunks, row)), owned_num_tokens(row)) for row in rows
         ]
         portable = [PortableRow.of_stage(each.row) for each in prepared]
-        return cls(schedule, step, prepared, portable, step_totals(schedule.counts_once(rows)))
+        counted = schedule.counts_once([each.row for each in prepared])
+        depths = range(len(rows[0].token_weights))  # a rank may count none of its rows
+        weights = [sum(row.token_weights[depth] for row in counted) for depth in depths]
+        totals = step_totals(schedule.counts_once(rows))
+        return cls(schedule, step, prepared, portable, totals, weights)
 
     def iterators(self, count: int) -> list[Iterator[PreparedRow]]:
         """One iterator per virtual pipeline stage over the rows, moved to the device as drawn.

@@ -239,15 +239,19 @@ class MicroBatchSchedule:
             )
         return {key: [self.rollout_data[key][i] for i in indices] for key in keys}
 
-    def rows(self, step: int) -> list[PackedMicroBatch]:
+    def rows(self, step: int, depths: int = 0) -> list[PackedMicroBatch]:
         """This rank's slices of a step's micro-batches, packed, on the host.
+
+        Args:
+            step: which optimizer step.
+            depths: of multi-token prediction.
 
         Raises:
             SchemaError: a value does not fit its field.
         """
         # Under dynamic CP a rank's rows are of different sizes, each cut in its own way.
         sizes = self.row_sizes(step)
-        return [self._row(*each) for each in zip(self.steps[step], sizes, strict=True)]
+        return [self._row(*each, depths) for each in zip(self.steps[step], sizes, strict=True)]
 
     def counts_once(self, rows: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
         """Of this rank's rows those that no other data-parallel rank counts."""
@@ -270,7 +274,7 @@ class MicroBatchSchedule:
         assert self.moves is not None
         return planned[self.moves.own]
 
-    def _row(self, indices: tuple[int, ...], size: int) -> PackedMicroBatch:
+    def _row(self, indices: tuple[int, ...], size: int, depths: int) -> PackedMicroBatch:
         # Ranks that share a row are one block of consecutive ones: the place in it is the slice.
         shared = self.moves if self.has_sizes_of_rows else None
         # Paddings depend on the context-parallel size, which here is the row's.
@@ -297,4 +301,5 @@ class MicroBatchSchedule:
             is_placeholder=not indices,
             validated=True,  # as it was read, or as the field was added
             hosts=hosts,
+            depths=depths,
         )

@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron.attention.hybrid_specs import hybrid_spec
-from mcore_batching.megatron.attention.specs import packed_layer_spec
+from mcore_batching.megatron.attention.specs import packed_layer_spec, packed_mtp_block_spec
 from mcore_batching.planning import ParallelDims, ParallelDimsError
 
 
@@ -133,7 +133,7 @@ def build_model(
         ddp: data-parallel settings; None: Megatron's defaults, gradients reduced in float32.
         wrap: False gives bare chunks, for inference alone.
         hybrid_layer_pattern: a letter for each layer, as ``--hybrid-layer-pattern``; ``|`` cuts
-            (virtual) pipeline stages.
+            (virtual) pipeline stages, ``/`` begins those of multi-token prediction.
         options: further arguments of the model.
 
     Returns:
@@ -178,12 +178,16 @@ def _bare_chunks(config: TransformerConfig, model: Any, options: dict[str, Any])
     chunks: list[Any] = []
     for stage in range(virtual):
         at = {"vp_stage": stage if virtual > 1 else None}
+        further = {}
+        if model is GPTModel:
+            layer = options["transformer_layer_spec"]
+            further["mtp_block_spec"] = packed_mtp_block_spec(config, layer, **at)
         chunk = model(
             config=config,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=virtual == 1, **at),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=virtual == 1, **at),
             vp_stage=at["vp_stage"],
-            **options,
+            **options | further,
         )
         chunk.model_type = ModelType.encoder_or_decoder
         chunks.append(

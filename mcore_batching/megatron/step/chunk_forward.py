@@ -18,22 +18,30 @@ from mcore_batching.megatron.job.row_groups import row_group
 from mcore_batching.megatron.logits.fused_output import Logits, output_layer
 from mcore_batching.megatron.rows.routing_replay import replayed
 from mcore_batching.megatron.step.model_inputs import joined_multimodal_inputs
+from mcore_batching.megatron.step.multi_token import LaterLosses, give_later_tokens
+from mcore_batching.megatron.topology import prediction_depths
 
 
 def run_for_losses(
-    options: Options, chunk: Any, row: PackedMicroBatch
+    options: Options, chunk: Any, row: PackedMicroBatch, later: LaterLosses | None = None
 ) -> tuple[Tensor, Callable[[Tensor], Logits]]:
     """The chunk's output, and what makes of it, on the last stage, what losses are given."""
     with output_layer(chunk, options.fuse_output_layer) as logits_of:
-        return run_chunk(chunk, row, options.keeps_logits_in_model_dtype), logits_of
+        return run_chunk(chunk, row, later, options.keeps_logits_in_model_dtype), logits_of
 
 
-def run_chunk(chunk: Any, row: PackedMicroBatch, in_model_dtype: bool = False) -> Tensor:
+def run_chunk(
+    chunk: Any,
+    row: PackedMicroBatch,
+    later: LaterLosses | None = None,
+    in_model_dtype: bool = False,
+) -> Tensor:
     """The chunk's output for a packed row.
 
     Args:
         chunk: a model chunk, wrapped or not.
         row: this context-parallel rank's slice of the micro-batch, on the device.
+        later: losses of multi-token prediction; None leaves its layers out.
         in_model_dtype: logits as the model makes them; else Megatron's half-precision wrapper
             copies them to float32.
 
@@ -59,6 +67,7 @@ def run_chunk(chunk: Any, row: PackedMicroBatch, in_model_dtype: bool = False) -
     # Routers balance experts by the tokens they count: padding must not be among them.
     if get_model_config(chunk).num_moe_experts:
         arguments["padding_mask"] = padding_mask(chunk, row)
+    predict_later_tokens(arguments["packed_seq_params"], chunk, row, later)
     # The wrapper alone takes this argument; the model inside would refuse it.
     if in_model_dtype and has_half_precision_wrapper(chunk):
         arguments["fp32_output"] = False
@@ -77,13 +86,41 @@ def has_half_precision_wrapper(chunk: Any) -> bool:
     return module is not None
 
 
+def predict_later_tokens(
+    params: Any, chunk: Any, row: PackedMicroBatch, later: LaterLosses | None
+) -> None:
+    """Let a row's packed-sequence parameters say what multi-token prediction is to do with it.
+
+    Args:
+        params: of the row.
+        chunk: the model chunk that runs it.
+        row: on the device.
+        later: its losses; None leaves these layers out.
+    """
+    config = get_model_config(chunk)
+    if prediction_depths(config):
+        mask = _own_padding_mask(config, row) if config.num_moe_experts else None
+        give_later_tokens(params, row, later, mask)
+
+
 def padding_mask(chunk: Any, row: PackedMicroBatch) -> Tensor:
     """Bool ``[1, tokens]``, True for padding; a placeholder is padding throughout."""
-    mask = torch.ones_like(row.padding_mask) if row.is_placeholder else row.padding_mask
     model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
     # A first stage that scatters its input scatters the mask, too, and takes that of all tokens;
     # elsewhere a stage expects the mask of its own.
-    if compat.scatters_padding_mask(model) or not get_model_config(chunk).sequence_parallel:
+    if compat.scatters_padding_mask(model):
+        return _padding_mask(row)
+    return _own_padding_mask(get_model_config(chunk), row)
+
+
+def _padding_mask(row: PackedMicroBatch) -> Tensor:
+    return torch.ones_like(row.padding_mask) if row.is_placeholder else row.padding_mask
+
+
+def _own_padding_mask(config: Any, row: PackedMicroBatch) -> Tensor:
+    """Of the tokens that this tensor-parallel rank holds between layers."""
+    mask = _padding_mask(row)
+    if not config.sequence_parallel:
         return mask
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()

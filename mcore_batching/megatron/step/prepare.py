@@ -16,10 +16,11 @@ from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
-from mcore_batching.megatron.topology import model_chunks
+from mcore_batching.megatron.topology import model_chunks, prediction_depths
 
 _ALIKE = ("no_planned_shapes", "fuse_output_layer")
 """Arguments of the pipeline, which planning does not read."""
+_TOKEN_WEIGHTS = "token weights by depth"
 
 
 def prepare(
@@ -29,6 +30,7 @@ def prepare(
     step: int,
     schedule: Callable[[], MicroBatchSchedule],
     *,
+    trains: bool = False,
     change: Callable[[PackedMicroBatch], PackedMicroBatch] = lambda row: row,
     alike: Callable[[MicroBatchSchedule], Mapping[str, Any]] = lambda schedule: {},
 ) -> PreparedStep:
@@ -42,6 +44,7 @@ def prepare(
         operation: the call that is about to run the step, in words; the same on every rank.
         step: which optimizer step.
         schedule: gives the schedule; what it raises is raised on every rank.
+        trains: rows have what losses of multi-token prediction are made of.
         change: from a row to the one that the model and the loss get.
         alike: gives further values by name, the same on every rank.
 
@@ -53,8 +56,9 @@ def prepare(
     def collate() -> PreparedStep:
         # All rows at once, before the pipeline: a value that does not fit would otherwise show
         # inside it, where the other ranks wait for this one's tensors.
-        found = schedule()
-        return PreparedStep.of_rows(found, step, found.rows(step), model_chunks(model), change)
+        found, chunks = schedule(), model_chunks(model)
+        depths = prediction_depths(get_model_config(chunks[0])) if trains else 0
+        return PreparedStep.of_rows(found, step, found.rows(step, depths), chunks, change)
 
     def says(prepared: PreparedStep) -> Statement:
         return _statement(job, model, prepared, alike(prepared.schedule))
@@ -63,7 +67,9 @@ def prepare(
     agreed = job.consensus_of_rows.agree(
         f"{operation}, collating", collate, says, failure=CollationFailedError
     )
-    return dataclasses.replace(agreed.result, totals=StepTotals(**agreed.figures))
+    sums = dict(agreed.figures)
+    weights = sums.pop(_TOKEN_WEIGHTS)
+    return dataclasses.replace(agreed.result, totals=StepTotals(**sums), token_weights=weights)
 
 
 def _statement(job: Job, model: Any, prepared: PreparedStep, alike: Mapping[str, Any]) -> Statement:
@@ -88,5 +94,8 @@ def _statement(job: Job, model: Any, prepared: PreparedStep, alike: Mapping[str,
             **{n: value for n, value in sums.items() if n != "token_weight"},
         },
         # What losses divide by, over all ranks, without a collective of its own.
-        figures={name: total(value) for name, value in sums.items()},
+        figures={
+            **{name: total(value) for name, value in sums.items()},
+            _TOKEN_WEIGHTS: total(prepared.token_weights),
+        },
     )

@@ -44,6 +44,7 @@ from mcore_batching.megatron.step.loss_shares import (
     summed_metrics,
     warn_of_unread_totals,
 )
+from mcore_batching.megatron.step.multi_token import LaterLosses
 from mcore_batching.megatron.step.nonfinite import (
     faults,
     gradients_measured,
@@ -158,7 +159,7 @@ def train_step(
         is_needed = opt_param_scheduler is not None
         return {"increment": samples_counted(increment, found, is_needed=is_needed)}
 
-    prepared = prepare(job, model, _OPERATION, step, schedule, alike=alike)
+    prepared = prepare(job, model, _OPERATION, step, schedule, trains=True, alike=alike)
     # Only now: what is no model has been refused above, on every rank.
     model = model_chunks(model)
     checked = is_checked(job.options, optimizer)
@@ -238,13 +239,21 @@ def _forward_backward(
     # Megatron divides by this behind our back; multiplied in first, it cancels out.
     per_token = bool(config.calculate_per_token_loss)
     undo = tokens if per_token else len(prepared.rows) * _num_averaged_replicas()
+    # Unlike a loss, what the model makes of later tokens is not multiplied by their number.
+    undo_later = undo if per_token else undo * parallel_state.get_context_parallel_world_size()
 
     def forward_step(
         rows: Iterator[PreparedRow], chunk: Any, *unused: Any
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]:
         del unused
         prepared_row = next(rows)
-        made, logits_of = run_for_losses(job.options, chunk, prepared_row.row)
+        later = LaterLosses(
+            prepared_row.row,
+            prepared.token_weights,
+            undo_later,
+            is_fused=job.options.fuse_output_layer,
+        )
+        made, logits_of = run_for_losses(job.options, chunk, prepared_row.row, later)
 
         def loss(output: Tensor) -> tuple[Any, ...]:
             reported: dict[str, Tensor] = {}
@@ -253,7 +262,7 @@ def _forward_backward(
                 with logits_of_shape(logits):
                     made = loss_function(logits, prepared_row.row, totals)
                 share, metrics = checked_shares(made, output.device)
-                reported = {"loss": share, **metrics}
+                reported = {"loss": share, **later.named_shares(), **metrics}
                 # Copies: a view would keep the logits in memory until the step ends.
                 reported = {name: value.detach().clone() for name, value in reported.items()}
                 scaled = attached(share, *tensors_of(logits)) * undo

@@ -48,8 +48,19 @@ HYBRID = {
     "hybrid-moe": "*E*E",
     "hybrid-mamba": "M*-",
     "hybrid-gdn": "G*-",
+    "hybrid-mtp": "*-*-/*-/*-",
+    "hybrid-mtp-moe": "*E*E/*E",
 }
 """Kinds that are a `HybridModel`, and its layers."""
+MULTI_TOKEN = {
+    "mtp": 2,
+    "mtp-deep": 5,
+    "mtp-moe": 2,
+    "hybrid-mtp": 2,
+    "hybrid-mtp-moe": 1,
+}
+"""Kinds that predict so many tokens after the next one."""
+MTP_SCALING_FACTOR = 0.3
 GATED_DELTA_NET = {
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
@@ -67,7 +78,7 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
     ``"window"``: dense, every second layer with a sliding window; ``"mrope"``: dense with
     multimodal rotary embeddings; ``"frozen"``: dense, of which little is trained; ``"mamba"``:
     dense, three of four layers with Mamba for attention; ``"mla"``: dense with multi-latent
-    attention. Those of `HYBRID` have its layers.
+    attention. Those of `HYBRID` have its layers; those of `MULTI_TOKEN` predict further tokens.
     """
     options: dict[str, Any] = {
         "num_layers": 4,
@@ -94,8 +105,14 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
         "calculate_per_token_loss": True,
     }
     if kind in HYBRID:
-        options |= {"num_layers": len(HYBRID[kind]), "is_hybrid_model": True}
-    if kind in ("moe", "replay", "hybrid-moe"):
+        layers = HYBRID[kind].partition("/")[0]
+        options |= {"num_layers": len(layers), "is_hybrid_model": True}
+    if kind in MULTI_TOKEN:
+        options |= {
+            "mtp_num_layers": MULTI_TOKEN[kind],
+            "mtp_loss_scaling_factor": MTP_SCALING_FACTOR,
+        }
+    if kind in ("moe", "replay", "hybrid-moe", "mtp-moe", "hybrid-mtp-moe"):
         options |= {
             "moe_enable_routing_replay": kind == "replay",
             "num_moe_experts": 4,
@@ -138,11 +155,12 @@ def model_options(kind: str, stages: int = 1) -> dict[str, Any]:
     kinds = {"learned": "learned_absolute", "mrope": "mrope"}
     options = {"position_embedding_type": kinds.get(kind, "rope")}
     if kind in HYBRID:
-        layers = HYBRID[kind]
+        layers, slash, later = HYBRID[kind].partition("/")
         cuts = [len(layers) * stage // stages for stage in range(stages + 1)]
         options["hybrid_layer_pattern"] = "|".join(
             layers[start:end] for start, end in itertools.pairwise(cuts)
         )
+        options["hybrid_layer_pattern"] += slash + later
     return options
 
 

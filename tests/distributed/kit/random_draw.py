@@ -105,6 +105,7 @@ def _model(draw: Draw, dims: dict[str, Any]) -> dict[str, Any]:
         }
         if draw.chance("shared experts", 0.3):
             settings["moe_shared_expert_intermediate_size"] = 32
+    settings |= _later_tokens(draw, dims, layers)
     positions = ["rope", "rope", "rope"] if kind == "mla" else ["rope", "learned_absolute", "none"]
     options: dict[str, Any] = {
         "position_embedding_type": draw.one("positions", ["rope", "rope", *positions]),
@@ -113,6 +114,27 @@ def _model(draw: Draw, dims: dict[str, Any]) -> dict[str, Any]:
     if draw.chance("rotary percent", 0.2) and kind != "mla":
         options["rotary_percent"] = 0.5
     return {"kind": kind, "settings": settings, "options": options}
+
+
+def _later_tokens(draw: Draw, dims: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Multi-token prediction, and stages of unlike numbers of layers."""
+    if not draw.chance("multi-token prediction", 0.3):
+        return {}
+    settings: dict[str, Any] = {
+        "mtp_num_layers": draw.one("depths", [1, 1, 2, 3, 5]),
+        "mtp_loss_scaling_factor": draw.one("scaling factor", [0.1, 0.3, 2.0]),
+        "mtp_use_repeated_layer": draw.chance("repeated layer", 0.3),
+    }
+    chunks = dims["pipeline_parallel"] * dims.get("virtual_pipeline", 1)
+    if dims["pipeline_parallel"] > 1 and draw.chance("layout of stages", 0.5):
+        held = ["t"] * chunks  # each chunk but the last needs something to run
+        for number in range(layers - chunks):
+            held[draw.one(f"layer {number}", range(chunks))] += "t"
+        if draw.chance("no layer beside the last", 0.5):
+            held[-2:] = [held[-2] + held[-1], ""]
+        last = "m" * settings["mtp_num_layers"] + "L"
+        settings["pipeline_model_parallel_layout"] = "E" + "|".join(held) + last
+    return settings
 
 
 def _ddp(draw: Draw) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from kit.random_reference import RandomReference
 from kit.random_run import RandomRun, Samples
 from kit.samples import VOCABULARY
 from kit.shared_rows import mixed_sizes
-from mcore_batching.megatron import CollectiveError, PipelineFailedError
+from mcore_batching.megatron import CollectiveError, PipelineFailedError, compat
 from mcore_batching.megatron.learning import pass_times
 from mcore_batching.megatron.standalone.bootstrap import initialize_model_parallel
 from mcore_batching.planning import MCoreBatchingError, ParallelDims
@@ -45,6 +45,9 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
     """
     if job["model"]["kind"] == "mla" and latent.HAVE_TE and not isinstance(latent.TELinear, type):
         return {"not built": "0.16 makes no such layers without Transformer Engine"}
+    predicts = job["model"]["settings"].get("mtp_num_layers")
+    if predicts and not compat.modules_with_multi_token_losses():
+        return {"not built": "0.16 runs no multi-token prediction on packed rows"}
     with _layout(ParallelDims(data_parallel=job["nproc"])):
         reference = RandomReference(job) if dist.get_rank() == 0 else None
         weights = _from_first(lambda: reference and reference.weights)

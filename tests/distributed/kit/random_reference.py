@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kit.model import CLIP_GRAD, MAX_SEQUENCE_LENGTH, named_parameters, transformer_config
 from kit.objective import KL_WEIGHT, kl_terms, policy_terms
-from kit.reference import PlainAttention, plain_adam
+from kit.reference import PlainAttention, hidden_states_kept, mtp_block_spec, plain_adam
 from kit.samples import VOCABULARY
 from mcore_batching.megatron.standalone.bootstrap import pipeline_config
 from mcore_batching.planning import ParallelDims
@@ -38,8 +38,9 @@ class RandomReference:
         self._objective = job["objective"]
         drawn = job["model"]
         settings = pipeline_config(ParallelDims()) | drawn["settings"]
-        for name in [name for name in settings if name.startswith("recompute")]:
-            del settings[name]
+        for name in [name for name in settings if name.startswith(("recompute", "pipeline_model"))]:
+            if name != "pipeline_model_parallel_size":
+                del settings[name]
         config = transformer_config(drawn["kind"], **settings)
         spec = get_gpt_layer_local_spec(
             num_experts=config.num_moe_experts,
@@ -57,6 +58,7 @@ class RandomReference:
             max_sequence_length=MAX_SEQUENCE_LENGTH,
             pre_process=True,
             post_process=True,
+            mtp_block_spec=mtp_block_spec(config, spec),
             **drawn["options"],
         ).to(torch.device(torch.cuda.current_device()))
         self._parameters = dict(named_parameters([self._model]))
@@ -68,10 +70,10 @@ class RandomReference:
                     parameter += 0.2 * (noise.to(parameter.device) - 0.5)
         self._optimizer = plain_adam(self._model)
         self._gaps: list[float] = []
-        for module in self._model.modules():
-            if isinstance(module, TopKRouter):
-                module.register_forward_hook(self._see_gap)
         self._is_replayed = drawn["kind"] == "replay"
+        for name, module in self._model.named_modules():
+            if isinstance(module, TopKRouter) and not (self._is_replayed and "mtp" not in name):
+                module.register_forward_hook(self._see_gap)
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -80,7 +82,7 @@ class RandomReference:
     @property
     def smallest_gap(self) -> float:
         """Between the last expert that any router took and the first that it did not."""
-        return float("inf") if self._is_replayed else min(self._gaps, default=float("inf"))
+        return min(self._gaps, default=float("inf"))
 
     def _see_gap(self, router: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
         del output
@@ -96,12 +98,32 @@ class RandomReference:
             self._tell_routers(samples["rollout_routed_experts"][i])
         positions = torch.arange(length, device=tokens.device)[None]
         future = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).triu(1)
-        logits = self._model(tokens[None], positions, future)[0].float()
+        with hidden_states_kept() as self._kept:
+            logits = self._model(tokens[None], positions, future)[0].float()
         logits = logits / self._objective["temperature"]
         each = torch.log_softmax(logits, -1)
         log_probs = torch.cat([each.new_zeros(1), each[:-1].gather(1, tokens[1:, None])[:, 0]])
         entropies = torch.cat([each.new_zeros(1), -(each.exp() * each).sum(-1)[:-1]])
         return log_probs[length - response :], entropies[length - response :]
+
+    def _later(
+        self, samples: Mapping[str, list[Any]], i: int, kept: Sequence[Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """At each depth the losses of a sample's tokens, and their weights."""
+        weight = self._model.output_layer.weight
+        if self._model.share_embeddings_and_output_weights:
+            weight = self._model.shared_embedding_or_output_weight()
+        if getattr(self._model.config, "mtp_detach_heads", False):
+            weight = weight.detach()
+        tokens = samples["tokens"][i].to(weight.device)
+        mask = torch.zeros(len(tokens))
+        mask[len(tokens) - samples["response_lengths"][i] :] = trained_mask(samples, i)
+        pairs = []
+        for depth, states in enumerate(kept[1:], 1):
+            each = torch.log_softmax((states[:, 0] @ weight.t()).float(), -1)[: -depth - 1]
+            losses = -each.gather(1, tokens[depth + 1 :, None])[:, 0]
+            pairs.append((losses, mask[depth + 1 :].to(weight.device)))
+        return pairs
 
     def _tell_routers(self, experts: Tensor) -> None:
         """Layer by layer; a sample's last token, for which nothing follows, takes the first."""
@@ -129,8 +151,10 @@ class RandomReference:
         """
         terms: dict[str, list[Tensor]] = {"policy": [], "kl": [], "entropy": []}
         masks, farthest = [], 1.0
+        later: list[list[tuple[Tensor, Tensor]]] = []
         for i in chosen:
             log_probs, entropies = self.statistics(samples, i)
+            later.append([pair for kept in self._kept for pair in self._later(samples, i, kept)])
             farthest = max([farthest, *log_probs.detach().abs().tolist()])
             masks.append(trained_mask(samples, i).to(log_probs.device))
             behaviour, advantages, anchor = (
@@ -152,6 +176,11 @@ class RandomReference:
             sum(WEIGHTS[name] * value for name, (value, _) in means.items()),
             sum(abs(WEIGHTS[name]) * size for name, (_, size) in means.items()),
         )
+        loss, config = means["loss"][0], self._model.config
+        for depth, pairs in enumerate(zip(*later, strict=True), 1):
+            made = _mean("token", *map(list, zip(*pairs, strict=True)), 1.0)
+            means[f"mtp_{depth} loss"] = made
+            loss = loss + made[0] * config.mtp_loss_scaling_factor / config.mtp_num_layers
         result: dict[str, Any] = {
             "metrics": {name: [float(value), float(size)] for name, (value, size) in means.items()},
             "counts": [
@@ -161,7 +190,7 @@ class RandomReference:
             ],
         }
         if chosen:  # else nothing is updated
-            result |= self._update(means["loss"][0])
+            result |= self._update(loss)
         return result | {"weights": self.weights}
 
     def _update(self, loss: Tensor) -> dict[str, Any]:

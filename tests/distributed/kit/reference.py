@@ -8,12 +8,14 @@ gradients and the weights after one step; of a kind that ends in `TRAINED` sever
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -29,6 +31,7 @@ from kit.model import (
     CLIP_GRAD,
     HYBRID,
     MAX_SEQUENCE_LENGTH,
+    MTP_SCALING_FACTOR,
     ROUTING,
     freeze,
     layer_spec,
@@ -39,6 +42,7 @@ from kit.model import (
 from kit.objective import DEFAULT_OBJECTIVE, OBJECTIVES, plain_objective
 from kit.samples import VOCABULARY, make_samples, multimodal_positions, routed_experts
 from mcore_batching import megatron
+from mcore_batching.megatron import compat
 from mcore_batching.megatron.standalone.bootstrap import (
     build_model,
     initialize_model_parallel,
@@ -81,10 +85,20 @@ def plain_model(kind: str, **settings: Any) -> Any:
         pre_process=True,
         post_process=True,
         share_embeddings_and_output_weights=False,
+        mtp_block_spec=mtp_block_spec(config, local_layer),
         **model_options(kind),
     )
     freeze(kind, model)
     return model.to(torch.device(torch.cuda.current_device()))
+
+
+def mtp_block_spec(config: TransformerConfig, layer: ModuleSpec) -> Any:
+    """Megatron's own, None where the model predicts one token alone."""
+    if not config.mtp_num_layers:
+        return None
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    return get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
 
 
 class PlainAttention(torch.nn.Module):
@@ -129,6 +143,43 @@ def plain_log_probs(model: Any, tokens: Tensor, positions: Tensor | None = None)
     return torch.cat((predicted.new_zeros(num_samples, 1), predicted), 1)
 
 
+@contextlib.contextmanager
+def hidden_states_kept() -> Iterator[list[tuple[Tensor, ...]]]:
+    """Of each forward pass the hidden states of every depth, in place of Megatron's own losses."""
+    kept: list[tuple[Tensor, ...]] = []
+
+    def keep(hidden_states: Tensor, *, config: TransformerConfig, **unused: Any) -> Tensor:
+        del unused
+        kept.append(hidden_states.chunk(1 + config.mtp_num_layers))
+        return kept[-1][0]
+
+    with contextlib.ExitStack() as stack:
+        for module in compat.modules_with_multi_token_losses():
+            stack.enter_context(mock.patch.object(module, "process_mtp_loss", keep))
+        yield kept
+
+
+def mtp_losses(
+    model: Any, samples: Mapping[str, list[Any]], kept: list[tuple[Tensor, ...]]
+) -> list[Tensor]:
+    """At each depth the mean over the trained tokens of all samples that are predicted there."""
+    made = []
+    for depth in range(1, len(kept[0])):
+        total, count = torch.zeros(()), 0.0
+        for i, states in enumerate(kept):
+            tokens, response = samples["tokens"][i], samples["response_lengths"][i]
+            mask = torch.zeros(len(tokens))
+            mask[len(tokens) - response :] = samples["loss_masks"][i].float()
+            logits, _ = model.output_layer(states[depth])
+            # Position j predicts the token that comes depth + 1 places later, if there is one.
+            predicted = torch.log_softmax(logits[:, 0].float(), -1)[: -depth - 1]
+            losses = -predicted.gather(1, tokens[depth + 1 :, None])[:, 0]
+            total = total + (losses * mask[depth + 1 :]).sum()
+            count += float(mask[depth + 1 :].sum())
+        made.append(total / count)
+    return made
+
+
 def plain_adam(model: Any) -> torch.optim.Optimizer:
     """PyTorch's own optimizer with the settings of `kit.model.adam`."""
     return torch.optim.AdamW(
@@ -157,19 +208,25 @@ def _results(kind: str, *, is_trained: bool) -> dict[str, Any]:
         key: [v.to(device) if torch.is_tensor(v) else v for v in values]
         for key, values in make_samples().items()
     }
-    log_probs = _log_probs(model, samples, kind)
+    with hidden_states_kept() as kept:
+        log_probs = _log_probs(model, samples, kind)
+    later = mtp_losses(model, samples, kept) if kept else []
     weights = {name: p.detach().cpu().clone() for name, p in named_parameters([model])}
     parameters = {name: p for name, p in named_parameters([model]) if p.requires_grad}
     values = {name: plain_objective(log_probs, samples, name) for name in OBJECTIVES}
+    named = {f"mtp_{depth} loss": loss for depth, loss in enumerate(later, 1)}
+    further = MTP_SCALING_FACTOR / len(later) * torch.stack(later).sum() if later else 0.0
     # All gradients before the first update, which changes what they are computed from.
     gradients = {
-        name: torch.autograd.grad(value["loss"], list(parameters.values()), retain_graph=True)
+        name: torch.autograd.grad(
+            value["loss"] + further, list(parameters.values()), retain_graph=True
+        )
         for name, value in values.items()
     }
     objectives = {}
     for name, value in values.items():
         objectives[name] = {
-            "metrics": {key: float(each.detach()) for key, each in value.items()},
+            "metrics": {key: float(each.detach()) for key, each in (value | named).items()},
             **_one_step(model, dict(zip(parameters, gradients[name], strict=True)), weights),
         }
     return {

@@ -1,0 +1,46 @@
+"""Multi-token prediction that cannot be trained on packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.utils import get_model_config, unwrap_model
+
+from mcore_batching.megatron import compat
+from mcore_batching.megatron.topology import prediction_depths
+
+
+def multi_token_problems(config: Any) -> Iterator[str]:
+    """Reasons why a model's multi-token prediction cannot run, each with the setting that mends it.
+
+    Args:
+        config: the model's `TransformerConfig`.
+    """
+    if not prediction_depths(config):
+        return
+    lacks = compat.what_multi_token_prediction_lacks()
+    if lacks:
+        yield f"multi-token prediction {lacks}: unset --mtp-num-layers"
+    if getattr(config, "mtp_standalone", False):
+        yield (
+            "multi-token prediction on a stage of its own sends the next one several rows at once: "
+            "put its layers on the last stage (--pipeline-model-parallel-layout)"
+        )
+
+
+def lost_predictions(chunks: list[Any]) -> Iterator[str]:
+    """A model that is said to predict further tokens, and has no layers for them.
+
+    Args:
+        chunks: this rank's model chunks.
+    """
+    if not prediction_depths(get_model_config(chunks[0])):
+        return
+    for chunk in map(unwrap_model, chunks):
+        if getattr(chunk, "post_process", False) and not hasattr(chunk, "mtp"):
+            yield (
+                "the model has no layers for multi-token prediction: build a GPTModel with "
+                "mtp_block_spec=packed_mtp_block_spec(config), a HybridModel with a / in its "
+                "--hybrid-layer-pattern, or unset --mtp-num-layers"
+            )
