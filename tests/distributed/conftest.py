@@ -11,11 +11,15 @@ from kit.harness import REPOSITORY, Job, environment, results, run_jobs
 from kit.patience import patience
 
 KINDS = ("dense", "moe", "replay", "learned", "qk")
-HYBRID = ("hybrid", "hybrid-moe", "hybrid-mamba", "hybrid-gdn")
+HYBRID = (
+    "hybrid",
+    *(f"hybrid-{layers}" for layers in ("moe", "mamba", "gdn", "dsa", "dsa-top", "dsa-loss")),
+)
 KINDS_ASKED_FOR = (
     "window",
     "mrope",
     "frozen",
+    "lora",
     "mla",
     "mamba",
     *HYBRID,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -146,6 +147,7 @@ def main(folder: str, *kinds: str) -> None:
     initialize_model_parallel(ParallelDims())
     for kind in kinds:
         torch.manual_seed(22)  # the same weights whichever kinds are asked for
+        model_parallel_cuda_manual_seed(22)  # likewise, of state-space layers
         results = _results(kind.removesuffix(TRAINED), is_trained=kind.endswith(TRAINED))
         torch.save(results, Path(folder) / f"{kind}.pt")
 
@@ -161,9 +163,21 @@ def _results(kind: str, *, is_trained: bool) -> dict[str, Any]:
     weights = {name: p.detach().cpu().clone() for name, p in named_parameters([model])}
     parameters = {name: p for name, p in named_parameters([model]) if p.requires_grad}
     values = {name: plain_objective(log_probs, samples, name) for name in OBJECTIVES}
+    if kind == "hybrid-dsa-loss":
+        from megatron.core.transformer.experimental_attention_variant import dsa
+
+        # A sum over the tokens of all samples, divided by those of the step that are trained on.
+        lengths = zip(samples["total_lengths"], samples["loss_masks"], strict=True)
+        tokens = sum(int(mask[max(len(mask) - n + 1, 0) :].sum()) for n, mask in lengths)
+        dsa.DSAIndexerLossAutoScaler.set_loss_scale(torch.tensor(1 / tokens))
     # All gradients before the first update, which changes what they are computed from.
     gradients = {
-        name: torch.autograd.grad(value["loss"], list(parameters.values()), retain_graph=True)
+        name: torch.autograd.grad(
+            value["loss"],
+            list(parameters.values()),
+            retain_graph=True,
+            materialize_grads=True,  # zeros of what no loss trains, as sparse attention's indexer
+        )
         for name, value in values.items()
     }
     objectives = {}
