@@ -11,10 +11,8 @@ from kit.harness import REPOSITORY, Job, environment, results, run_jobs
 from kit.patience import patience
 
 KINDS = ("dense", "moe", "replay", "learned", "qk")
-HYBRID = (
-    "hybrid",
-    *(f"hybrid-{layers}" for layers in ("moe", "mamba", "gdn", "dsa", "dsa-top", "dsa-loss")),
-)
+LAYERS = ("moe", "mamba", "gdn", "mla", "dsa", "dsa-top", "dsa-loss")
+HYBRID = ("hybrid", *(f"hybrid-{layers}" for layers in LAYERS))
 KINDS_ASKED_FOR = (
     "window",
     "mrope",

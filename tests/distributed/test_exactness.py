@@ -195,6 +195,8 @@ if MEGATRON >= (0, 19):
             *itertools.product(("cp2", "tp2-sp"), ("hybrid-dsa", "hybrid-dsa-top"), ["uneven"]),
             *itertools.product(("dp2", "dp2-pp2"), ("hybrid-dsa", "hybrid-dsa-top"), ["empty"]),
             ("dp2", "hybrid-dsa-loss", "empty"),
+            ("dp2", "hybrid-mla", "empty"),
+            ("tp2-sp", "hybrid-mla", "uneven"),
         )
     }
 

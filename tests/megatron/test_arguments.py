@@ -317,6 +317,7 @@ VIRTUAL = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
             "set --calculate-per-token-loss",
         ),
         (ParallelDims(), {**EXPERTS, "moe_z_loss_coeff": 0.01}, "set --calculate-per-token-loss"),
+        (ParallelDims(), {"dsa_indexer_loss_coeff": 0.1}, "the indexer loss of sparse attention"),
         (ParallelDims(), {"mtp_num_layers": 1}, "unset --mtp-num-layers"),
         (
             ParallelDims(),

@@ -49,6 +49,7 @@ HYBRID = {
     "hybrid-moe": "*E*E",
     "hybrid-mamba": "M*-",
     "hybrid-gdn": "G*-",
+    "hybrid-mla": "+-+-",
     "hybrid-dsa": "D-D-",
     "hybrid-dsa-top": "D-D-",
     "hybrid-dsa-loss": "D-D-",
@@ -142,7 +143,7 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
         # Weights so large that the indexer's distribution is not the attention's by itself: else
         # the loss is a difference of equals, all rounding.
         options |= {"dsa_indexer_loss_coeff": 0.1, "init_method_std": 0.2}
-    if kind == "mla" or "dsa" in kind:
+    if "mla" in kind or "dsa" in kind:
         del options["num_query_groups"]
         options |= {
             "multi_latent_attention": True,

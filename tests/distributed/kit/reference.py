@@ -108,9 +108,12 @@ def hybrid_with_local_attention(config: TransformerConfig) -> ModuleSpec:
     """Hybrid layers with Megatron's own local attention, which takes plain rows alone."""
     del config
     spec = megatron.packed_hybrid_stack_spec
-    layer = copy.deepcopy(spec.submodules.attention_layer)
-    layer.submodules.self_attention.submodules.core_attention = DotProductAttention
-    return replace(spec, submodules=replace(spec.submodules, attention_layer=layer))
+    layers = {}
+    for name, core in (("attention_layer", DotProductAttention), ("mla_layer", PlainAttention)):
+        if hasattr(spec.submodules, name):
+            layers[name] = copy.deepcopy(getattr(spec.submodules, name))
+            layers[name].submodules.self_attention.submodules.core_attention = core
+    return replace(spec, submodules=replace(spec.submodules, **layers))
 
 
 def plain_log_probs(model: Any, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
