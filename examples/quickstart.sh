@@ -6,7 +6,8 @@
 # Makes .venv (or $MCORE_BATCHING_VENV), installs this package with what the job needs, and runs
 # examples/grpo/grpo.py --compare on 4 processes, 2 data-parallel ranks of 2 pipeline stages: on GPUs if
 # there are enough, on the CPU otherwise. --dp, --pp, --vpp, --tp and --cp change the layout, and
-# with it the number of processes; --rollouts FILE takes other rollouts; --short runs for seconds.
+# with it the number of processes; --rollouts FILE takes other rollouts; --short runs for seconds;
+# --hybrid-layer-pattern '*-*-|*-*-' trains a HybridModel of these layers in place of a GPTModel.
 #
 # --online runs, instead, a policy that plays a game of several turns itself and learns from what it
 # won (minutes; the reward's curve is in runs/quickstart/online/reward.png). With --step-wise, too,

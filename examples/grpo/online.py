@@ -50,6 +50,7 @@ def train_online(
         num_layers=options.num_layers,
         hidden_size=options.hidden_size,
         max_sequence_length=MAX_TOKENS,
+        hybrid_layer_pattern=options.hybrid_layer_pattern,
         seed=options.seed,
     )
     # Untrained weights win no game, and a group of equal rewards teaches nothing.

@@ -42,6 +42,8 @@ AT_LEAST_ONE = (
     "trajectories_per_prompt",
     "groups_per_step",
 )
+HYBRID_LAYERS = "*-MG"
+"""Attention, MLP, Mamba-2, GatedDeltaNet, as in Megatron's patterns."""
 LR_DECAY_STYLES = ("constant", "linear", "cosine")
 NOT_SETTINGS = ("out", "baseline", "compare")
 """Options in which two runs may differ and still be compared."""
@@ -76,6 +78,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     job.add_argument("--prompts-per-iteration", type=int, default=32)
     job.add_argument("--global-batch-size", type=int, default=64, help="samples per step")
     job.add_argument("--num-layers", type=int, default=4)
+    job.add_argument(
+        "--hybrid-layer-pattern",
+        metavar="LAYERS",
+        help="a HybridModel, not a GPTModel: a letter for each layer (* attention, - MLP, "
+        "M Mamba-2, G GatedDeltaNet), | between model chunks",
+    )
     job.add_argument("--hidden-size", type=int, default=128)
     job.add_argument("--lr", type=float, default=3e-4)
     job.add_argument("--lr-decay-style", choices=LR_DECAY_STYLES, default="constant")
@@ -108,7 +116,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
             parser.error(f"{_flag(name)} must be 1 or more, got {getattr(options, name)}")
     if options.warm_start_steps < 0:
         parser.error(f"--warm-start-steps must be 0 or more, got {options.warm_start_steps}")
-    if options.num_layers % (options.pp * options.vpp):
+    pattern = options.hybrid_layer_pattern
+    if pattern is not None:
+        if not set(pattern) <= {*HYBRID_LAYERS, "|"}:
+            parser.error(f"--hybrid-layer-pattern {pattern} has other layers than {HYBRID_LAYERS}")
+        if len(pattern.split("|")) != options.pp * options.vpp:
+            parser.error(
+                f"--hybrid-layer-pattern {pattern} is not cut into {options.pp * options.vpp} "
+                f"model chunks (--pp {options.pp} × --vpp {options.vpp}): set one | less than these"
+            )
+        options.num_layers = len(pattern.replace("|", ""))
+    elif options.num_layers % (options.pp * options.vpp):
         parser.error(
             f"--num-layers {options.num_layers} cannot be cut into {options.pp * options.vpp} "
             f"equal model chunks (--pp {options.pp} × --vpp {options.vpp}): set --num-layers to a "

@@ -1,4 +1,4 @@
-"""A small Megatron `GPTModel` as policy, its frozen copy, the optimizer and its scheduler."""
+"""A small `GPTModel` or `HybridModel` as policy, its frozen copy, the optimizer, its scheduler."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def build_policy_and_reference(
     hidden_size: int,
     max_sequence_length: int,
     seed: int,
+    hybrid_layer_pattern: str | None = None,
 ) -> tuple[list[Any], list[Any]]:
     """This rank's chunks of the policy, ready to train, and of its frozen copy.
 
@@ -40,6 +41,7 @@ def build_policy_and_reference(
         hidden_size: of the residual stream.
         max_sequence_length: longest sample, in tokens.
         seed: of the initial weights; the same seed and layout give the same weights.
+        hybrid_layer_pattern: the layers of a `HybridModel`; None: a `GPTModel`.
 
     Returns:
         policy, wrapped in Megatron's DDP; reference, bare.
@@ -48,13 +50,19 @@ def build_policy_and_reference(
     stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(stage_seed)
     tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
-    shape: dict[str, Any] = {"vocab_size": VOCABULARY, "max_sequence_length": max_sequence_length}
-    policy = build_model(
-        _transformer_config(dims, num_layers, hidden_size),
-        ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
-        **shape,
-    )
-    reference = build_model(_transformer_config(dims, num_layers, hidden_size), wrap=False, **shape)
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "max_sequence_length": max_sequence_length,
+        "hybrid_layer_pattern": hybrid_layer_pattern,
+    }
+    state_space = {} if hybrid_layer_pattern is None else _state_space_settings(hidden_size)
+
+    def config() -> TransformerConfig:
+        return _transformer_config(dims, num_layers, hidden_size, state_space)
+
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    policy = build_model(config(), ddp=ddp, **shape)
+    reference = build_model(config(), wrap=False, **shape)
     copy_weights(policy, reference)
     for chunk in reference:
         chunk.requires_grad_(False)
@@ -107,7 +115,25 @@ def build_scheduler(optimizer: Any, decay_style: str, num_samples: int) -> Optim
     )
 
 
-def _transformer_config(dims: ParallelDims, num_layers: int, hidden_size: int) -> TransformerConfig:
+def _state_space_settings(hidden_size: int) -> dict[str, Any]:
+    """Of a hybrid model: Mamba and GatedDeltaNet layers have heads as large as attention's."""
+    head = hidden_size // ATTENTION_HEADS
+    return {
+        "is_hybrid_model": True,
+        "activation_func": torch.nn.functional.silu,
+        "mamba_head_dim": head,
+        "mamba_num_groups": ATTENTION_HEADS,
+        "mamba_state_dim": head,
+        "linear_num_key_heads": ATTENTION_HEADS,
+        "linear_num_value_heads": ATTENTION_HEADS,
+        "linear_key_head_dim": head,
+        "linear_value_head_dim": head,
+    }
+
+
+def _transformer_config(
+    dims: ParallelDims, num_layers: int, hidden_size: int, more: dict[str, Any]
+) -> TransformerConfig:
     return TransformerConfig(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -130,5 +156,6 @@ def _transformer_config(dims: ParallelDims, num_layers: int, hidden_size: int) -
         apply_rope_fusion=uses_transformer_engine(),
         # Gradients are divided by the tokens of the step, not averaged over micro-batches.
         calculate_per_token_loss=True,
+        **more,
         **pipeline_config(dims),
     )

@@ -45,6 +45,7 @@ def train(
         num_layers=options.num_layers,
         hidden_size=options.hidden_size,
         max_sequence_length=longest,
+        hybrid_layer_pattern=options.hybrid_layer_pattern,
         seed=options.seed,
     )
     chosen_groups = [

@@ -1,11 +1,12 @@
-"""Supervised fine-tuning of a GPT model: a script of one's own around ``megatron.training``.
+"""Supervised fine-tuning: a script of one's own around ``megatron.training``.
 
     torchrun --nproc-per-node 4 examples/sft/sft.py --dynamic-batch-data FILE [Megatron's arguments]
     torchrun --nproc-per-node 4 -m mcore_batching.run examples/sft/sft.py \\
         --dynamic-batch-data FILE --use-dynamic-batch-size --max-tokens-per-gpu 4096 [the same]
 
 Written for megatron-core 0.19. Only the datasets come from ``mcore_batching``: padded to
-``--seq-length`` in the first command, as they are in the second.
+``--seq-length`` in the first command, as they are in the second. The model is a `GPTModel`, with
+``--hybrid-layer-pattern`` a `HybridModel`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from megatron.core.enums import ModelType
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training import get_args, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    hybrid_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import is_first_or_last_pipeline_stage
@@ -109,8 +114,13 @@ def datasets_provider(num_samples: tuple[int, int, int], vp_stage: int | None = 
 if __name__ == "__main__":
     datasets_provider.is_distributed = True  # type: ignore[attr-defined]
     args = parse_and_validate_args(extra_args_provider=add_sft_arguments)
+    if args.hybrid_layer_pattern:
+        args.spec = args.spec or ["mcore_batching.megatron", "packed_hybrid_stack_spec"]
+        config = hybrid_config_from_args(args)
+    else:
+        config = gpt_config_from_args(args)
     pretrain(
-        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        pretrain_cfg_container_from_args(args, config),
         datasets_provider,
         ModelType.encoder_or_decoder,
         forward_step,

@@ -11,12 +11,14 @@ from kit.harness import REPOSITORY, Job, environment, results, run_jobs
 from kit.patience import patience
 
 KINDS = ("dense", "moe", "replay", "learned", "qk")
-HYBRID = ("hybrid", "hybrid-moe", "hybrid-mamba", "hybrid-gdn")
+LAYERS = ("moe", "mamba", "gdn", "mla", "dsa", "dsa-top", "dsa-loss")
+HYBRID = ("hybrid", *(f"hybrid-{layers}" for layers in LAYERS))
 MULTI_TOKEN = ("mtp", "mtp-deep", "mtp-moe", "hybrid-mtp", "hybrid-mtp-moe")
 KINDS_ASKED_FOR = (
     "window",
     "mrope",
     "frozen",
+    "lora",
     "mla",
     "mamba",
     *HYBRID,

@@ -8,6 +8,7 @@ counted, a sample forgotten or doubled changes them by 1e-3 and more.
 
 from __future__ import annotations
 
+import itertools
 from importlib.metadata import version
 from typing import Any
 
@@ -132,10 +133,18 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
     "dp2-mrope": ("dp2", {"kind": "mrope"}),
     "dp2-frozen": ("dp2", {"kind": "frozen", "spread": "empty"}),
     "dp2-pp2-frozen": ("dp2-pp2", {"kind": "frozen", "spread": "empty"}),
+    "dp2-lora": ("dp2", {"kind": "lora", "spread": "empty"}),
+    "dp2-pp2-lora-overlapped-reduction": (
+        "dp2-pp2",
+        {"kind": "lora", "spread": "empty", "overlap": True},
+    ),
+    "tp2-lora": ("tp2", {"kind": "lora"}),
     # State that flowed from one sample of a row to the next would be off by most of a gradient.
     "dp2-mamba": ("dp2", {"kind": "mamba", "spread": "fewer"}),
     "cp2-mamba": ("cp2", {"kind": "mamba"}),
     "dp2-pp2-mamba": ("dp2-pp2", {"kind": "mamba", "spread": "empty"}),
+    "tp2-mamba": ("tp2", {"kind": "mamba"}),
+    "tp2-sp-mamba": ("tp2-sp", {"kind": "mamba"}),
     "dp2-cp2-learned-positions": ("dp2-cp2", {"kind": "learned"}),
     # Without the flag: two samples a micro-batch, however long.
     "dp2-pp2-fixed-size": (
@@ -170,6 +179,9 @@ if HAS_HYBRID_MODEL:  # dense, of experts, and with state that ends with every s
             ("dp2", "hybrid-gdn", "empty"),
             ("cp2", "hybrid-gdn", "uneven"),
             ("dp2-pp2", "hybrid-gdn", "empty"),
+            *itertools.product(
+                ("tp2", "tp2-sp", "cp2-tp2-sp"), ("hybrid-mamba", "hybrid-gdn"), ["uneven"]
+            ),
         )
     }
 
@@ -222,7 +234,32 @@ if VERSION >= (0, 17):
     }
 
 
+if VERSION >= (0, 19):
+    # Sparse attention to all of a sample, to 6 tokens of it, and with the loss of its indexer, in
+    # which a placeholder's one token counts 0.
+    SPECIAL |= {
+        f"{layout}-{kind}": (layout, {"kind": kind, "spread": spread})
+        for layout, kind, spread in (
+            *itertools.product(("cp2", "tp2-sp"), ("hybrid-dsa", "hybrid-dsa-top"), ["uneven"]),
+            *itertools.product(("dp2", "dp2-pp2"), ("hybrid-dsa", "hybrid-dsa-top"), ["empty"]),
+            ("dp2", "hybrid-dsa-loss", "empty"),
+            ("dp2", "hybrid-mla", "empty"),
+            ("tp2-sp", "hybrid-mla", "uneven"),
+        )
+    }
+
+
+MEAN_NAME = "-mean-over-micro-batches"
+SPECIAL |= {
+    f"{name}{MEAN_NAME}": (layout, {"per_token_loss": False, **changes})
+    for name, (layout, changes) in SPECIAL.items()
+    if layout == "dp2" and name == f"dp2-{changes.get('kind')}" and "dsa" not in name
+}
+
+
 LONG_SPECIAL = {
+    *(name for name in SPECIAL if name.endswith(MEAN_NAME)),
+    *(name for name in SPECIAL if name.startswith("cp2-tp2-sp-hybrid")),
     "cp2-tp2-sp-padded",
     "cp2-ep2-replayed-routing",
     "tp2-sp-ep2-replayed-routing",
@@ -292,7 +329,7 @@ def jobs() -> list[Any]:
         spreads = ["fewer", "uneven", "empty"] if dims.get("data_parallel", 1) > 1 else ["uneven"]
         variants = {
             "": {},
-            "-mean-over-micro-batches": {"per_token_loss": False},
+            MEAN_NAME: {"per_token_loss": False},
             "-distributed-optimizer": {"distributed_optimizer": True},
         }
         for spread in spreads:
@@ -714,6 +751,27 @@ def test_equals_reference(
     for rank in ranks:
         assert bool(rank["messages"]["shapes"]) == exchanged
         assert bool(rank["messages"]["tensors"]) == (job.dims.get("pipeline_parallel", 1) > 1)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(
+            f"{kind}-state-across-samples",
+            "kit.exactness:compare_with_state_across_samples",
+            1,
+            {},
+            {"dims": {}, "kind": kind, "reference": kind},
+        )
+        for kind in ("mamba", *(("hybrid-mamba", "hybrid-gdn") if HAS_HYBRID_MODEL else ()))
+    ],
+    ids=str,
+)
+def test_state_that_crosses_samples_would_be_seen(job: Job, ranks: list[dict[str, Any]]) -> None:
+    """The fault that all comparisons of such layers are there for, in the kernels themselves."""
+    (rank,) = ranks
+    assert rank["log_probs"] > 1000 * LOG_PROBS
+    assert rank["gradients"] > 1000 * GRADIENTS
 
 
 @pytest.mark.parametrize(

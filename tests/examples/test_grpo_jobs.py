@@ -12,6 +12,8 @@ from metrics import IterationMetrics, OnlineMetrics, read
 
 pytest.importorskip("megatron.core")
 
+from mcore_batching.megatron import compat
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 SECONDS = 300
 # Two pipeline stages of two model chunks.
@@ -67,6 +69,18 @@ def test_rows_shared_by_ranks_have_the_same_curve(tmp_path):
     """Rollouts over the cap of a rank are cut over both data-parallel ranks."""
     shared = "--dynamic-batch-context-parallel=2"
     done = run_grpo(4, *RECORDED, shared, "--compare", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    dynamic, baseline = (read_run(tmp_path, name) for name in ("dynamic", "baseline"))
+    assert_same_curve(dynamic, baseline)
+
+
+@pytest.mark.long
+def test_hybrid_models_have_the_same_curve(tmp_path):
+    hybrid = "--hybrid-layer-pattern=*-|M-|*-|G-"
+    done = run_grpo(2, *RECORDED, hybrid, "--compare", "--out", str(tmp_path))
+    if not compat.has_hybrid_model():
+        assert "from 0.18 on: install a later one" in done.stderr
+        return
     assert done.returncode == 0, done.stderr[-3000:]
     dynamic, baseline = (read_run(tmp_path, name) for name in ("dynamic", "baseline"))
     assert_same_curve(dynamic, baseline)

@@ -343,6 +343,7 @@ VIRTUAL = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
             {"mtp_num_layers": 1, "mtp_standalone": True},
             "put its layers on the last stage",
         ),
+        (ParallelDims(), {"dsa_indexer_loss_coeff": 0.1}, "the indexer loss of sparse attention"),
         (
             ParallelDims(),
             {**EXPERTS, "moe_router_load_balancing_type": "global_aux_loss"},

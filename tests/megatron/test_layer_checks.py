@@ -31,14 +31,16 @@ def problems(made: Any, dims: ParallelDims = CP2, *, pads_rows: bool = True, **c
     """What is said of a model with two of this layer."""
     chunk = torch.nn.ModuleDict({"first": made, "second": made.__class__.__new__(made.__class__)})
     torch.nn.Module.__init__(chunk["second"])
+    chunk["second"].__dict__.update({k: v for k, v in made.__dict__.items() if k[0] != "_"})
     settings = {"num_moe_experts": None, "tensor_model_parallel_size": 1} | changes
     chunk.config = SimpleNamespace(**{"deterministic_mode": False} | settings)
     return "\n".join(layer_problems([chunk], dims, pads_rows=pads_rows))
 
 
 def test_gated_delta_nets_that_take_no_packed_rows() -> None:
-    """Until 0.17, and everywhere in deterministic mode, they raise in mid-forward."""
+    """Until 0.17, everywhere in deterministic mode and without silu, they raise in mid-forward."""
     made = layer("ssm.gated_delta_net.GatedDeltaNet")
+    made.activation = "silu"
     if MEGATRON < (0, 18):
         said = problems(made)
         assert said.startswith("first is a GatedDeltaNet, which runs packed rows from Megatron-LM")
@@ -46,6 +48,8 @@ def test_gated_delta_nets_that_take_no_packed_rows() -> None:
     else:
         assert problems(made) == ""
         assert "unset --deterministic-mode" in problems(made, deterministic_mode=True)
+        made.activation = "gelu"
+        assert "with gelu, whose kernel has silu alone: set --swiglu" in problems(made)
 
 
 def test_sparse_attention_that_takes_no_packed_rows() -> None:

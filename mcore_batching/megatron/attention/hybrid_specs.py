@@ -2,15 +2,17 @@
 
 Megatron's own spec of them has Transformer Engine's layers throughout. Here each has Megatron's
 local linear layers instead, `PackedAttention`, and a norm of its own where Transformer Engine's
-linear layers hold it; DeepSeek sparse attention has no local layers.
+linear layers hold it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.extensions.transformer_engine import (
     TEColumnParallelLinear,
     TEDotProductAttention,
@@ -22,6 +24,8 @@ from megatron.core.extensions.transformer_engine import (
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from mcore_batching.megatron import compat, cpu_emulation
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
@@ -60,10 +64,32 @@ _NO_MODEL = ModuleSpec(
 _NO_SPARSE_ATTENTION = ModuleSpec(
     module=_Refused,
     params={
-        "instead": "Megatron-LM has DeepSeek sparse attention of Transformer Engine's layers "
-        "alone: install it, or set a --hybrid-layer-pattern without D"
+        "instead": "DeepSeek sparse attention runs packed rows from Megatron-LM 0.19 on: install a "
+        "later one, or set a --hybrid-layer-pattern without D"
     },
 )
+
+
+class _WholeLinear(torch.nn.Linear):
+    """A projection of sparse attention's indexer, which all tensor-parallel ranks hold whole."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], Any],
+        bias: bool,
+        **unused: Any,
+    ) -> None:
+        del unused
+        super().__init__(input_size, output_size, bias, dtype=config.params_dtype)
+        if config.perform_initialization:
+            init_method(self.weight)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return super().forward(inputs), None
 
 
 @functools.cache
@@ -86,7 +112,13 @@ def hybrid_spec() -> ModuleSpec:
         stand_in_for_kernels()
     # The final norm is no part of the spec: the block builds it by this name.
     hybrid_block.TENorm = SequenceParallelNorm
-    ours = dataclasses.replace(_local(hybrid_stack_spec.submodules), dsa_layer=_NO_SPARSE_ATTENTION)
+    ours = _local(hybrid_stack_spec.submodules)
+    if compat.packs_sparse_attention():
+        sparse = ours.dsa_layer.submodules.self_attention.submodules.core_attention
+        for name in ("linear_wq_b", "linear_wk", "linear_weights_proj"):
+            setattr(sparse.submodules.indexer.submodules, name, _WholeLinear)
+    else:
+        ours.dsa_layer = _NO_SPARSE_ATTENTION
     # The number says only that there are experts: a layer takes its own from the configuration.
     experts = get_moe_module_spec(use_te=False, num_experts=1, moe_grouped_gemm=False)
     ours.moe_layer.submodules.mlp = experts

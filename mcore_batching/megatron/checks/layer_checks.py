@@ -52,6 +52,11 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
                 "is a GatedDeltaNet, which runs no packed rows in deterministic mode: unset "
                 "--deterministic-mode (deterministic_mode=False)"
             )
+        if layer.activation not in ("silu", "swish"):
+            return (
+                f"is a GatedDeltaNet with {layer.activation}, whose kernel has silu alone: set "
+                "--swiglu (activation_func=torch.nn.functional.silu)"
+            )
     if runs == "DSAttention":
         if not compat.packs_sparse_attention():
             return (

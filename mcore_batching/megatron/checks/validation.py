@@ -11,7 +11,7 @@ from typing import Any
 from megatron.core.utils import get_model_config
 
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.attention.latent_gradients import fix_latent_gradients
+from mcore_batching.megatron.attention.parallel_gradients import fix_parallel_gradients
 from mcore_batching.megatron.checks.layer_checks import layer_problems
 from mcore_batching.megatron.checks.multi_token import lost_predictions, multi_token_problems
 from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
@@ -102,8 +102,7 @@ def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -
     # What packed rows need beyond settings, each where the model has such layers.
     if model_config.num_moe_experts:
         compat.fix_router_masks()
-    if model_config.multi_latent_attention:
-        fix_latent_gradients(model)
+    fix_parallel_gradients(model)
     if config.max_context_parallel is not None:
         let_rows_have_groups(model)
     model_config.variable_seq_lengths = True
@@ -124,7 +123,8 @@ def prepare_packed_model(model: Any) -> None:
     config, dims = get_model_config(chunks[0]), current_dims(chunks)
     refuse(
         _PACKED_ROWS,
-        [*_row_problems(config, dims), *layer_problems(chunks, dims, pads_rows=False)],
+        # Frameworks pad the tail of every row.
+        [*_row_problems(config, dims), *layer_problems(chunks, dims, pads_rows=True)],
     )
     compat.end_states_with_samples()
 
@@ -250,6 +250,11 @@ def _loss_problems(config: Any) -> Iterator[str]:
             "the mixture-of-experts auxiliary losses would be averaged over micro-batches however "
             "full, placeholders included, and Megatron leaves no place to rescale them: set "
             "--calculate-per-token-loss"
+        )
+    if config.dsa_indexer_loss_coeff and not config.calculate_per_token_loss:
+        yield (
+            "the indexer loss of sparse attention would be averaged over micro-batches however "
+            "full: set --calculate-per-token-loss, or dsa_indexer_loss_coeff=0"
         )
 
 

@@ -23,9 +23,10 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_batching.megatron import cpu_emulation
+from mcore_batching.megatron import compat, cpu_emulation
 from mcore_batching.megatron.attention.hybrid_specs import hybrid_spec
 from mcore_batching.megatron.attention.specs import packed_layer_spec, packed_mtp_block_spec
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.planning import ParallelDims, ParallelDimsError
 
 
@@ -138,7 +139,15 @@ def build_model(
 
     Returns:
         one chunk per virtual pipeline stage.
+
+    Raises:
+        DynamicBatchArgumentError: there is a pattern, and this Megatron has no `HybridModel`.
     """
+    if hybrid_layer_pattern is not None and not compat.has_hybrid_model():
+        raise DynamicBatchArgumentError(
+            "a pattern of layers is of HybridModel, which Megatron-LM has from 0.18 on: install a "
+            "later one, or unset --hybrid-layer-pattern"
+        )
     options = {
         "vocab_size": vocab_size,
         "max_sequence_length": max_sequence_length,

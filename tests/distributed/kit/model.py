@@ -11,6 +11,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import (
     MLATransformerConfig,
@@ -40,7 +41,7 @@ MAMBA = {
     "mamba_num_groups": 2,
     "mamba_head_dim": 8,
     "mamba_num_heads": 8,
-    "mamba_state_dim": 16,
+    "mamba_state_dim": 8,
 }
 """Of Mamba layers."""
 HYBRID = {
@@ -50,6 +51,10 @@ HYBRID = {
     "hybrid-gdn": "G*-",
     "hybrid-mtp": "*-*-/*-/*-",
     "hybrid-mtp-moe": "*E*E/*E",
+    "hybrid-mla": "+-+-",
+    "hybrid-dsa": "D-D-",
+    "hybrid-dsa-top": "D-D-",
+    "hybrid-dsa-loss": "D-D-",
 }
 """Kinds that are a `HybridModel`, and its layers."""
 MULTI_TOKEN = {
@@ -61,6 +66,15 @@ MULTI_TOKEN = {
 }
 """Kinds that predict so many tokens after the next one."""
 MTP_SCALING_FACTOR = 0.3
+SPARSE_ATTENTION = {
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 2,
+    "dsa_indexer_head_dim": 8,
+    "dsa_indexer_topk": 256,  # all of a sample
+    "dsa_indexer_rotate_activation": False,  # bfloat16 alone has it
+    "dsa_indexer_scoring_relu": False,  # with it many keys have a score of 0: which count is open
+    "cp_comm_type": "allgather",
+}
 GATED_DELTA_NET = {
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
@@ -68,6 +82,14 @@ GATED_DELTA_NET = {
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
 }
+MERGED = {
+    ("in_proj", 168): (64, 64, 16, 16, 8),
+    ("conv1d", 96): (64, 16, 16),
+    ("in_proj", 208): (32, 32, 64, 64, 8, 8),
+    ("conv1d", 128): (32, 32, 64),
+}
+"""Weights of several projections, by what their names hold and by rows, with the rows of each; the
+first two are Mamba's, the others GatedDeltaNet's. Tensor-parallel ranks have a part of each."""
 
 
 def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
@@ -76,7 +98,8 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
     ``"dense"``; ``"moe"``: 4 experts, top 2; ``"replay"``: these, told which experts to take;
     ``"learned"``: dense with learned positions; ``"qk"``: dense with norms on queries and keys;
     ``"window"``: dense, every second layer with a sliding window; ``"mrope"``: dense with
-    multimodal rotary embeddings; ``"frozen"``: dense, of which little is trained; ``"mamba"``:
+    multimodal rotary embeddings; ``"frozen"``: dense, of which little is trained; ``"lora"``: dense
+    and frozen, with low-rank adapters; ``"mamba"``:
     dense, three of four layers with Mamba for attention; ``"mla"``: dense with multi-latent
     attention. Those of `HYBRID` have its layers; those of `MULTI_TOKEN` predict further tokens.
     """
@@ -129,7 +152,15 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
     if kind == "mrope":
         options["mrope_section"] = [2, 1, 1]
     options["qk_layernorm"] = kind == "qk"
-    if kind == "mla":
+    if "dsa" in kind:
+        options |= SPARSE_ATTENTION
+    if kind == "hybrid-dsa-top":
+        options["dsa_indexer_topk"] = 6
+    if kind == "hybrid-dsa-loss":
+        # Weights so large that the indexer's distribution is not the attention's by itself: else
+        # the loss is a difference of equals, all rounding.
+        options |= {"dsa_indexer_loss_coeff": 0.1, "init_method_std": 0.2}
+    if "mla" in kind or "dsa" in kind:
         del options["num_query_groups"]
         options |= {
             "multi_latent_attention": True,
@@ -186,7 +217,7 @@ def sharded_model(
     if kind not in HYBRID:
         options["spec"] = lambda config: layer_spec(kind, packed_layer_spec(config), config)
     options |= {"vocab_size": VOCABULARY, "max_sequence_length": MAX_SEQUENCE_LENGTH}
-    if kind == "frozen":  # the wrapper has no gradients of what is frozen by then
+    if kind in ("frozen", "lora"):  # the wrapper has no gradients of what is frozen by then
         model = build_model(config, wrap=False, **options)
         for chunk in model:
             freeze(kind, chunk)
@@ -200,9 +231,39 @@ def sharded_model(
 
 
 def freeze(kind: str, chunk: Any) -> None:
-    """Of the kind ``"frozen"`` train the output projections of attention alone, as adapters are."""
+    """Of the kind ``"frozen"`` train the output projections of attention alone; of ``"lora"`` put
+    adapters beside all that attention projects, and train these alone."""
+    if kind == "lora":
+        for layer in chunk.decoder.layers:
+            attention = layer.self_attention
+            attention.linear_qkv = Adapted(attention.linear_qkv)
+            attention.linear_proj = Adapted(attention.linear_proj)
+    trained = {"frozen": "linear_proj", "lora": "adapter"}.get(kind, "")
     for name, parameter in chunk.named_parameters():
-        parameter.requires_grad_(kind != "frozen" or "linear_proj" in name)
+        parameter.requires_grad_(trained in name)
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer, and beside it a low-rank one, cut over tensor-parallel ranks as it is."""
+
+    RANK = 4
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.linear = linear
+        options = {"config": linear.config, "init_method": linear.config.init_method}
+        options |= {"bias": False, "skip_bias_add": True}
+        # What goes in is whole beside columns, and a part beside rows; so is what comes out.
+        make, down, up = ColumnParallelLinear, {"gather_output": True}, {"gather_output": False}
+        if isinstance(linear, RowParallelLinear):
+            make = RowParallelLinear
+            down, up = {"input_is_parallel": True}, {"input_is_parallel": False}
+        self.adapter_down = make(linear.input_size, self.RANK, **options | down)
+        self.adapter_up = make(self.RANK, linear.output_size, **options | up)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Any]:
+        output, bias = self.linear(inputs)
+        return output + self.adapter_up(self.adapter_down(inputs)[0])[0], bias
 
 
 def adam(
@@ -245,8 +306,11 @@ def local_part(name: str, whole: Tensor, parameter: torch.nn.Parameter) -> Tenso
         return whole
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
-    dim = parameter.partition_dim
-    if "linear_fc1" in name:  # gate and up halves are each split
-        gate, up = whole.chunk(2, dim=dim)
-        return torch.cat((gate.chunk(size, dim)[rank], up.chunk(size, dim)[rank]), dim)
-    return whole.chunk(size, dim)[rank]
+    dim = max(parameter.partition_dim, 0)  # 0.16 does not tell that of Mamba's convolution
+    rows = whole.shape[dim]
+    sections = next(
+        (sizes for (part, size), sizes in MERGED.items() if part in name and size == rows), (rows,)
+    )
+    if "linear_fc1" in name:  # gate and up
+        sections = (rows // 2, rows // 2)
+    return torch.cat([part.chunk(size, dim)[rank] for part in whole.split(sections, dim)], dim)

@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -121,9 +122,12 @@ def hybrid_with_local_attention(config: TransformerConfig) -> ModuleSpec:
     """Hybrid layers with Megatron's own local attention, which takes plain rows alone."""
     del config
     spec = megatron.packed_hybrid_stack_spec
-    layer = copy.deepcopy(spec.submodules.attention_layer)
-    layer.submodules.self_attention.submodules.core_attention = DotProductAttention
-    return replace(spec, submodules=replace(spec.submodules, attention_layer=layer))
+    layers = {}
+    for name, core in (("attention_layer", DotProductAttention), ("mla_layer", PlainAttention)):
+        if hasattr(spec.submodules, name):
+            layers[name] = copy.deepcopy(getattr(spec.submodules, name))
+            layers[name].submodules.self_attention.submodules.core_attention = core
+    return replace(spec, submodules=replace(spec.submodules, **layers))
 
 
 def plain_log_probs(model: Any, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -197,6 +201,7 @@ def main(folder: str, *kinds: str) -> None:
     initialize_model_parallel(ParallelDims())
     for kind in kinds:
         torch.manual_seed(22)  # the same weights whichever kinds are asked for
+        model_parallel_cuda_manual_seed(22)  # likewise, of state-space layers
         results = _results(kind.removesuffix(TRAINED), is_trained=kind.endswith(TRAINED))
         torch.save(results, Path(folder) / f"{kind}.pt")
 
@@ -216,10 +221,20 @@ def _results(kind: str, *, is_trained: bool) -> dict[str, Any]:
     values = {name: plain_objective(log_probs, samples, name) for name in OBJECTIVES}
     named = {f"mtp_{depth} loss": loss for depth, loss in enumerate(later, 1)}
     further = MTP_SCALING_FACTOR / len(later) * torch.stack(later).sum() if later else 0.0
+    if kind == "hybrid-dsa-loss":
+        from megatron.core.transformer.experimental_attention_variant import dsa
+
+        # A sum over the tokens of all samples, divided by those of the step that are trained on.
+        lengths = zip(samples["total_lengths"], samples["loss_masks"], strict=True)
+        tokens = sum(int(mask[max(len(mask) - n + 1, 0) :].sum()) for n, mask in lengths)
+        dsa.DSAIndexerLossAutoScaler.set_loss_scale(torch.tensor(1 / tokens))
     # All gradients before the first update, which changes what they are computed from.
     gradients = {
         name: torch.autograd.grad(
-            value["loss"] + further, list(parameters.values()), retain_graph=True
+            value["loss"] + further,
+            list(parameters.values()),
+            retain_graph=True,
+            materialize_grads=True,  # zeros of what no loss trains, as sparse attention's indexer
         )
         for name, value in values.items()
     }

@@ -8,12 +8,12 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from kit.stand_ins import stood_in
+from mcore_batching.megatron.attention.specs import SequenceParallelNorm
 from mcore_batching.megatron.cpu_kernels import stand_in_for_kernels
 
 with stood_in("triton"):  # whose kernels are for inference
@@ -61,4 +61,4 @@ def with_mamba(attention_layer: ModuleSpec, config: TransformerConfig) -> Any:
         attention_layer if number % 4 == 3 else mamba_layer
         for number in range(first, first + count)
     ]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=WrappedTorchNorm)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=SequenceParallelNorm)
