@@ -325,6 +325,73 @@ def test_rerun_step_is_the_same_step(records: list[Ranks]) -> None:
             assert step["grad_norm"] == expected["grad_norm"]
 
 
+def in_line(ranks: Ranks) -> list[int]:
+    """How many plans of each rank the device waited for."""
+    return [record["in_line"] for record in ranks]
+
+
+def assert_equal_steps(ranks: Ranks, before: Ranks) -> None:
+    """Bit for bit."""
+    for record, expected in zip(ranks, before, strict=True):
+        assert record["evaluations"] == expected["evaluations"]
+        assert len(record["steps"]) == len(expected["steps"])
+        for step, other in zip(record["steps"], expected["steps"], strict=True):
+            for name in ("iteration", "loss", "grad_norm", "consumed_samples", "tokens"):
+                assert step[name] == other[name], (step["iteration"], name)
+
+
+@pytest.mark.parametrize(
+    ("records", "counts"),
+    [
+        pytest.param((f"{name}-not-ahead", f"{name}-ahead"), counts, id=name, marks=marks)
+        for name, counts, marks in (
+            # The first step is planned in line.
+            ("pp2", (5, 1), ()),
+            ("vpp2", (5, 1), pytest.mark.long),
+            ("tp2", (5, 1), pytest.mark.long),
+            ("dp4-shared", (5, 1), pytest.mark.long),
+            # Of 2, 2, 4, 4, 8, 8 and 8 samples: the first of each number.
+            ("pp2-ramp-up", (7, 3), pytest.mark.long),
+            # Once more, what was planned ahead is the step after.
+            ("pp2-rerun", (6, 2), pytest.mark.long),
+        )
+    ],
+    indirect=["records"],
+)
+def test_steps_planned_ahead_are_the_same_steps(
+    records: list[Ranks], counts: tuple[int, int]
+) -> None:
+    in_turn, ahead = records
+    assert_equal_steps(ahead, in_turn)
+    assert [in_line(in_turn), in_line(ahead)] == [[count] * 4 for count in counts]
+    assert [record["said"] for record in ahead] == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    ("records", "counts", "text"),
+    [
+        pytest.param(("pp2-not-ahead", f"pp2-{fault}"), counts, text, id=fault, marks=marks)
+        for fault, counts, text, marks in (
+            # Its third plan is the fourth step's.
+            ("killed", [3, 1, 1, 1], "planning process PID failed: ", ()),
+            ("stopped", [3, 1, 1, 1], "the plan that is made ahead is late", ()),
+            ("late", [5, 1, 1, 1], "the plan that is made ahead is late", pytest.mark.long),
+            ("absent", [5, 1, 1, 1], "no planning process: ", pytest.mark.long),
+            ("lost", [3, 3, 3, 3], "lengths were not gathered: connection closed", ()),
+        )
+    ],
+    indirect=["records"],
+)
+def test_planning_ahead_that_fails_is_made_up_for(
+    records: list[Ranks], counts: list[int], text: str
+) -> None:
+    in_turn, faulty = records
+    assert_equal_steps(faulty, in_turn)
+    assert in_line(faulty) == counts
+    [said] = faulty[0]["said"]
+    assert said.startswith(text.replace("PID", str(faulty[0]["pids"][0])))
+
+
 @pytest.mark.parametrize(
     ("records", "at_fault", "error", "text"),
     [

@@ -20,6 +20,7 @@ from mcore_batching.batch.figures import largest
 from mcore_batching.batch.prefixes import Hosts
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.row_groups import make_row_groups
+from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
 from mcore_batching.megatron.rollout.planning_protocol import PlanningProtocol, digest_of
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
 from mcore_batching.megatron.rollout.sharing import say_saving
@@ -27,6 +28,7 @@ from mcore_batching.megatron.rows.sample_moves import Columns, SampleMoves
 from mcore_batching.megatron.rows.schedule import GlobalPlan, MicroBatchSchedule
 from mcore_batching.megatron.rows.shards import MicroBatches, Shard
 from mcore_batching.planning import StepPlan, plan_step
+from mcore_batching.planning.planning_process import PlanRequest
 
 _Laid = tuple[tuple[GlobalPlan, ...], SampleMoves, str]
 """Plans, where their samples move, and the plans' digest."""
@@ -150,13 +152,10 @@ class ExchangingProtocol(PlanningProtocol):
 
     def _planned(self, lengths: Sequence[int]) -> StepPlan:
         settings = self.settings
-        return plan_step(
-            lengths,
-            settings.dims,
-            settings.config,
-            settings.cost_model,
-            forward_only=self.forward_only,
-        )
+        of = settings.dims, settings.config, settings.cost_model
+        if self._is_planned_ahead:
+            return self.job.memory.only(PlansAhead).plan(PlanRequest(tuple(lengths), *of))
+        return plan_step(lengths, *of, forward_only=self.forward_only)
 
 
 def _run_on(rank: int, plans: Sequence[GlobalPlan], hosts: Sequence[int]) -> list[int]:

@@ -176,7 +176,9 @@ class PlanningProtocol:
             self._learner.learn(agreed.figures)
             # What packs at once has packed before these figures were heard: the plan is of the
             # costs before, and the next batch's of these.
-            self.learnt = packed_by if self._packs_at_once else self._learner.learnt
+            # So is what may have been planned ahead.
+            is_older = self._packs_at_once or self._is_planned_ahead
+            self.learnt = packed_by if is_older else self._learner.learnt
             assert self.learnt is not None
             self.settings = dataclasses.replace(self.settings, cost_model=self.learnt.cost_model)
         if not self.forward_only:  # of forward passes alone training has said it already
@@ -221,6 +223,7 @@ class PlanningProtocol:
         equal["steps are recorded"] = self.job.recorder is not None
         equal["costs are learnt"] = self._learns
         equal["samples stay on their rank"] = self.scope == "local"
+        equal[FLAGS["no_plan_ahead"]] = self.job.options.no_plan_ahead
         equal[FLAGS["share_prefixes"]] = bool(self.job.options.share_prefixes)
         counted = self._counted(batch)
         figures = {**counted.figures, "ranks without data": largest(int(batch is None))}
@@ -326,6 +329,12 @@ class PlanningProtocol:
     def _packs_at_once(self) -> bool:
         """True if packing follows from this rank's settings and samples alone."""
         return self.one_step and self.scope == "local"
+
+    @property
+    def _is_planned_ahead(self) -> bool:
+        """True if the plan may have been made during the step before, of what was known then."""
+        exchanges = self.scope == "global" and self.one_step and not self.forward_only
+        return exchanges and not self.job.options.no_plan_ahead
 
     def _filled_alone(self) -> MicroBatchSchedule:
         """The schedule, filled to the count that follows from what is agreed on."""

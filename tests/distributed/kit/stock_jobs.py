@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from typing import Any
+
 from kit.harness import REPOSITORY, Job
 
 SFT = "examples/sft/sft.py"
@@ -47,6 +51,9 @@ FIXED = ["--dynamic-batch-cost-model", "fixed"]
 """For runs that are compared bit for bit: costs that are learnt would give them other plans."""
 
 
+PLANNING_FAULTS = ("killed", "stopped", "late", "absent", "lost")
+
+
 def steps(number: int, *, micro_batch_size: int = 1, evaluations: int = 1) -> list[str]:
     """The schedule of the first steps of 20."""
     return [
@@ -89,10 +96,29 @@ AUXILIARY_LOSS = [
 
 
 def job(
-    name: str, *words: str, script: str = SFT, function: str = "train", data: list[str] = SFT_DATA
+    name: str,
+    *words: str,
+    script: str = SFT,
+    function: str = "train",
+    data: list[str] = SFT_DATA,
+    **parameters: Any,
 ) -> Job:
-    parameters = {"script": script, "words": [*COMMON, *data, *words]}
-    return Job(name, f"kit.stock:{function}", 4, None, parameters)
+    parameters |= {"script": script, "words": [*COMMON, *data, *words]}
+    module = "kit.planning_ahead" if function == "train_ahead" else "kit.stock"
+    return Job(name, f"{module}:{function}", 4, None, parameters)
+
+
+def ahead(name: str, *words: str, faults: tuple[str, ...] = (), **parameters: Any) -> Iterator[Job]:
+    """With each step planned during the one before, without, and with each of some faults.
+
+    Evaluation, which draws from another iterator, comes in between.
+    """
+    words = (*words, *EXCHANGE, *FIXED, "--eval-interval", "2")
+    planned = functools.partial(job, function="train_ahead", **parameters)
+    yield planned(f"{name}-ahead", *words)
+    yield planned(f"{name}-not-ahead", *words, "--dynamic-batch-no-plan-ahead")
+    for fault in faults:
+        yield planned(f"{name}-{fault}", *words, fault=fault)
 
 
 JOBS = {
@@ -170,6 +196,16 @@ JOBS = {
             *("--variant", "data-ends"),
             script=VARIANTS,
             data=OWN_DATA,
+        ),
+        *ahead("pp2", *steps(5), *PP2, faults=PLANNING_FAULTS),
+        *ahead("vpp2", *steps(5), *VPP2, blocking=True),
+        *ahead("tp2", *steps(5), *TP2),
+        *ahead("dp4-shared", *steps(5), *SHARED, "4"),
+        *ahead("pp2-ramp-up", *RAMP_UP, *PP2),
+        *ahead(
+            "pp2-rerun",
+            *(*steps(5), *PP2, "--rerun-mode", "validate_results", "--variant", "rejected"),
+            script=VARIANTS,
         ),
     )
 }
