@@ -127,10 +127,15 @@ class PackedForwardBackward:
             PackedRows(stage, counts_flops=not forward_only and number == 0)
             for number, stage in enumerate(prepared.iterators(len(chunks)))
         ]
-        ahead = None
-        if not forward_only and self._plans_ahead(job):
-            job.memory.only(PlansAhead).connect(job)
-            ahead = functools.partial(self._plan_next, job, chunks, data_iterator, num_microbatches)
+        ahead = None if forward_only else _plans_ahead(job)
+        between = None
+        if ahead is not None and self._may_read_ahead:
+            ahead.connect(job)
+            between = after_first_pass(
+                functools.partial(
+                    self._plan_next, ahead, job, chunks, data_iterator, num_microbatches
+                )
+            )
         failed: list[Exception] = []
         ready, begun = time.monotonic(), mark()
         losses, _ = run_pipeline(
@@ -142,7 +147,7 @@ class PackedForwardBackward:
             forward_only=forward_only,
             rows=rows,
             schedule=self._run,
-            inside=None if ahead is None else after_first_pass(ahead),
+            inside=between,
             **others,
         )
         if forward_only:
@@ -194,25 +199,29 @@ class PackedForwardBackward:
             cost_model=None if forward_only else self._cost_model_of_rerun(),
             forward_only=forward_only and job.options.has_own_forward_plan,
             one_step=True,
+            ahead=None if forward_only else _plans_ahead(job),
         )
         planned = protocol.begin()
         if not forward_only:
             self._last_planned = self._iteration, protocol.settings.cost_model
         return planned
 
-    def _plans_ahead(self, job: Job) -> bool:
-        """True if the step after this one is read and planned while this one runs."""
+    @property
+    def _may_read_ahead(self) -> bool:
+        """True if there is a step after this one, of which reading changes nothing in this one."""
         args, iteration = self._args, self._iteration
         is_last = iteration is not None and iteration + 1 >= (args.train_iters or 0)
         # Other loaders draw random numbers of the main process where an epoch ends, or save how
         # far they have been read.
-        by_sequence = getattr(args, "dataloader_type", None) == "single"
-        options = job.options
-        wanted = options.exchanges_samples and not options.no_plan_ahead
-        return wanted and by_sequence and not is_last
+        return getattr(args, "dataloader_type", None) == "single" and not is_last
 
     def _plan_next(
-        self, job: Job, chunks: list[Any], data_iterator: Any, num_microbatches: int
+        self,
+        ahead: PlansAhead,
+        job: Job,
+        chunks: list[Any],
+        data_iterator: Any,
+        num_microbatches: int,
     ) -> None:
         """Read the next step's samples, should it have as many micro-batches, and have it planned.
 
@@ -224,8 +233,7 @@ class PackedForwardBackward:
             if batches is not None:
                 self._ahead = batches, self._unpadded(batches)
                 lengths = self._ahead[1]["total_lengths"]
-        settings = Settings.of(job, chunks, None, None, forward_only=False)
-        job.memory.only(PlansAhead).begin(lengths, settings)
+        ahead.begin(lengths, Settings.of(job, chunks, None, None, forward_only=False))
 
     @property
     def _iteration(self) -> int | None:
@@ -260,6 +268,12 @@ class PackedForwardBackward:
         return unpadded_samples(
             batches, split_documents=getattr(self._args, "reset_attention_mask", False)
         )
+
+
+def _plans_ahead(job: Job) -> PlansAhead | None:
+    """Where a job's steps are planned ahead; None where they are not."""
+    is_on = job.options.exchanges_samples and not job.options.no_plan_ahead
+    return job.memory.only(PlansAhead) if is_on else None
 
 
 def _check_options(collect_non_loss_data: bool, adjust_tensor_shapes_fn: Any) -> None:

@@ -20,7 +20,6 @@ from mcore_batching.batch.figures import largest
 from mcore_batching.batch.prefixes import Hosts
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.row_groups import make_row_groups
-from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
 from mcore_batching.megatron.rollout.planning_protocol import PlanningProtocol, digest_of
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
 from mcore_batching.megatron.rollout.sharing import say_saving
@@ -153,8 +152,8 @@ class ExchangingProtocol(PlanningProtocol):
     def _planned(self, lengths: Sequence[int]) -> StepPlan:
         settings = self.settings
         of = settings.dims, settings.config, settings.cost_model
-        if self._is_planned_ahead:
-            return self.job.memory.only(PlansAhead).plan(PlanRequest(tuple(lengths), *of))
+        if self.ahead is not None:
+            return self.ahead.plan(PlanRequest(tuple(lengths), *of))
         return plan_step(lengths, *of, forward_only=self.forward_only)
 
 

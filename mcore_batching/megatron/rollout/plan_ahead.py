@@ -11,6 +11,7 @@ how another came by its plan, and nothing that is done ahead is part of an agree
 
 from __future__ import annotations
 
+import collections
 import datetime
 import os
 import queue
@@ -49,7 +50,7 @@ class PlansAhead:
         self._ahead: _Ahead | None = None
         self._maker: _Maker | None = None
         self._seconds_in_line = 0.0
-        self._said: set[type[Exception]] = set()
+        self._times: collections.Counter[type[Exception]] = collections.Counter()
 
     def connect(self, job: Job) -> None:
         """Be ready to plan ahead. A collective over all ranks at the first call.
@@ -99,8 +100,9 @@ class PlansAhead:
 
     def _say(self, why: Exception) -> None:
         """Once a job and kind, on the rank that it is about."""
-        if type(why) not in self._said:
-            self._said.add(type(why))
+        self._times[type(why)] += 1
+        # The first plan may be late for the start of the process alone.
+        if self._times[type(why)] == 1 + isinstance(why, TimeoutError):
             print(
                 f"mcore_batching: rank {dist.get_rank()} plans in line, for which its device "
                 f"waits: {why}",

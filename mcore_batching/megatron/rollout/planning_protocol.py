@@ -45,6 +45,7 @@ from mcore_batching.megatron.checks.validation import prepare_model
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.learning.cost_learning import CostLearner, learners_of
+from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
 from mcore_batching.megatron.rollout.settings import Settings, say_oversize
 from mcore_batching.megatron.rollout.sharing import (
@@ -83,6 +84,7 @@ class PlanningProtocol:
             all samples.
         hosts: as `MicroBatchSchedule.hosts`, where they are known; None: they are looked for if
             samples are to share segments.
+        ahead: where the plan of all samples of one step may have been made already.
 
     Attributes:
         settings: from `take_stock` on.
@@ -116,6 +118,7 @@ class PlanningProtocol:
         forward_only: bool,
         one_step: bool = False,
         hosts: Sequence[int] | None = None,
+        ahead: PlansAhead | None = None,
     ) -> None:
         self.job = job
         self.model = model
@@ -127,6 +130,7 @@ class PlanningProtocol:
         self.forward_only = forward_only
         self.one_step = one_step
         self.hosts = hosts
+        self.ahead = ahead
         self.consensus = job.consensus
         self._shards: list[StepShard] = []
         self._packed_lengths: list[int] = []
@@ -177,7 +181,7 @@ class PlanningProtocol:
             # What packs at once has packed before these figures were heard: the plan is of the
             # costs before, and the next batch's of these.
             # So is what may have been planned ahead.
-            is_older = self._packs_at_once or self._is_planned_ahead
+            is_older = self._packs_at_once or self.ahead is not None
             self.learnt = packed_by if is_older else self._learner.learnt
             assert self.learnt is not None
             self.settings = dataclasses.replace(self.settings, cost_model=self.learnt.cost_model)
@@ -329,12 +333,6 @@ class PlanningProtocol:
     def _packs_at_once(self) -> bool:
         """True if packing follows from this rank's settings and samples alone."""
         return self.one_step and self.scope == "local"
-
-    @property
-    def _is_planned_ahead(self) -> bool:
-        """True if the plan may have been made during the step before, of what was known then."""
-        exchanges = self.scope == "global" and self.one_step and not self.forward_only
-        return exchanges and not self.job.options.no_plan_ahead
 
     def _filled_alone(self) -> MicroBatchSchedule:
         """The schedule, filled to the count that follows from what is agreed on."""

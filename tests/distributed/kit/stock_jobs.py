@@ -51,6 +51,7 @@ FIXED = ["--dynamic-batch-cost-model", "fixed"]
 """For runs that are compared bit for bit: costs that are learnt would give them other plans."""
 
 
+NOT_AHEAD = "--dynamic-batch-no-plan-ahead"
 PLANNING_FAULTS = ("killed", "stopped", "late", "absent", "lost")
 
 
@@ -104,7 +105,7 @@ def job(
     **parameters: Any,
 ) -> Job:
     parameters |= {"script": script, "words": [*COMMON, *data, *words]}
-    module = "kit.planning_ahead" if function == "train_ahead" else "kit.stock"
+    module = "kit.planning_ahead" if function in ("train_ahead", "pauses") else "kit.stock"
     return Job(name, f"{module}:{function}", 4, None, parameters)
 
 
@@ -116,7 +117,7 @@ def ahead(name: str, *words: str, faults: tuple[str, ...] = (), **parameters: An
     words = (*words, *EXCHANGE, *FIXED, "--eval-interval", "2")
     planned = functools.partial(job, function="train_ahead", **parameters)
     yield planned(f"{name}-ahead", *words)
-    yield planned(f"{name}-not-ahead", *words, "--dynamic-batch-no-plan-ahead")
+    yield planned(f"{name}-not-ahead", *words, NOT_AHEAD)
     for fault in faults:
         yield planned(f"{name}-{fault}", *words, fault=fault)
 
@@ -198,6 +199,15 @@ JOBS = {
             data=OWN_DATA,
         ),
         *ahead("pp2", *steps(5), *PP2, faults=PLANNING_FAULTS),
+        *(
+            job(f"pauses-{name}", *(*steps(6), *PP2, *words), function="pauses", seconds=seconds)
+            for name, seconds, words in (
+                ("padded", 0.0, ["--micro-batch-size", "2"]),
+                ("short-plans", 0.2, [*EXCHANGE, *FIXED]),
+                ("long-plans", 1.0, [*EXCHANGE, *FIXED]),
+                ("long-plans-not-ahead", 1.0, [*EXCHANGE, *FIXED, NOT_AHEAD]),
+            )
+        ),
         *ahead("vpp2", *steps(5), *VPP2, blocking=True),
         *ahead("tp2", *steps(5), *TP2),
         *ahead("dp4-shared", *steps(5), *SHARED, "4"),
