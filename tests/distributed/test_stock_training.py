@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import statistics
 from typing import Any
 
 import pytest
@@ -396,15 +395,15 @@ def test_planning_ahead_that_fails_is_made_up_for(
 @runs("pauses-padded", "pauses-short-plans", "pauses-long-plans", "pauses-long-plans-not-ahead")
 def test_the_device_does_not_wait_for_plans(records: list[Ranks]) -> None:
     """From a step's last pass to the next one's first, where passes and planning sleep."""
-    usual, short, long, in_turn = (
-        # Without the first steps, of which the first is planned in line, and the second too where
-        # the process takes as long to start.
-        statistics.median(record["pauses"][2:])
+    # Without the first, whose plan has to wait for the process to start. The least, and the main
+    # thread's own time: a pause has a dozen messages, which wait for processors under load.
+    (usual, own), (short, own_short), (long, own_long), (in_turn, _) = (
+        map(min, zip(*record["pauses"][1:], strict=True))
         for record in (ranks[0] for ranks in records)
     )
-    print(usual, short, long, in_turn)
-    assert max(short, long) < usual + PAUSE_SECONDS
-    assert in_turn > usual + 0.9
+    assert max(own_short, own_long) < own + PAUSE_SECONDS
+    assert in_turn > usual + 1.0
+    assert max(short, long) < usual + 0.2
 
 
 @pytest.mark.parametrize(

@@ -15,35 +15,38 @@ from unittest import mock
 from megatron.core.pipeline_parallel import schedules
 
 from kit.stock import train, train_blocking
+from mcore_batching.megatron.rollout import exchange
 from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
 from mcore_batching.planning import planning_process
 from mcore_batching.planning.planning_process import PlanRequest
 
+Clocks = tuple[float, float]
+
 FAULTY_STEP = 3
 SECONDS_TO_START = 60.0
-SLOWLY = """
+_SLOW_START = """
 import time
-from mcore_batching.planning.planning_process import PlanRequest
-plan = PlanRequest.plan
-PlanRequest.plan = lambda request: time.sleep({seconds}) or plan(request)
-"""
-"""In the planning process, before it serves: planning that takes longer."""
+from mcore_batching.planning import planning_process
+plan_step = planning_process.plan_step
+planning_process.plan_step = lambda *a, **o: time.sleep({seconds}) or plan_step(*a, **o)
+serve("""
 
 
 @contextlib.contextmanager
 def slow_planning(seconds: float, *, in_line: float | None = None) -> Iterator[None]:
-    """Planning that takes so long: in the process, and in line (None: as long)."""
-    plan, start = PlanRequest.plan, planning_process._START
-    slow = start.replace("\nserve(", SLOWLY.format(seconds=seconds) + "\nserve(")
-    assert slow != start
+    """Planning that takes so much longer: in the process, and in line (None: as much)."""
+    start = planning_process._START.replace("\nserve(", _SLOW_START.format(seconds=seconds))
+    assert start != planning_process._START
+    plan_step = planning_process.plan_step
 
-    def slowly(request: PlanRequest) -> Any:
+    def slowly(*arguments: Any, **options: Any) -> Any:
         time.sleep(seconds if in_line is None else in_line)
-        return plan(request)
+        return plan_step(*arguments, **options)
 
     with (
-        mock.patch.object(planning_process, "_START", slow),
-        mock.patch.object(PlanRequest, "plan", slowly),
+        mock.patch.object(planning_process, "_START", start),
+        mock.patch.object(planning_process, "plan_step", slowly),
+        mock.patch.object(exchange, "plan_step", slowly),
     ):
         yield
 
@@ -119,19 +122,20 @@ def pauses(script: str, words: Sequence[str], seconds: float) -> dict[str, Any]:
     """`train` with passes that sleep, and planning of so many seconds.
 
     Returns:
-        its record, with ``pauses``, the seconds from a backward to a forward pass on this rank:
-        those of two steps, where all forward passes of a step come before its backward passes.
+        its record, with ``pauses``: from each backward to a forward pass on this rank, which are of
+        two steps where all forward passes of a step come before its backward passes, the seconds
+        and those of them that the main thread computed.
     """
-    passes: list[tuple[str, float, float]] = []
+    passes: list[tuple[str, Clocks, Clocks]] = []
     forward, backward = schedules.forward_step, schedules.backward_step
 
     def sleeping(kind: str, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
         def run(*arguments: Any, **options: Any) -> Any:
-            started = time.perf_counter()
+            started = _clocks()
             result = step(*arguments, **options)
             time.sleep(_PASS_SECONDS[kind])
-            passes.append((kind, started, time.perf_counter()))
+            passes.append((kind, started, _clocks()))
             return result
 
         return run
@@ -144,8 +148,13 @@ def pauses(script: str, words: Sequence[str], seconds: float) -> dict[str, Any]:
         record = train(script, words)
     # On the first stage nothing else runs dry: one forward pass follows another without a wait.
     in_turn = itertools.pairwise(passes)
-    before = [(b, a) for a, b in in_turn if (a[0], b[0]) == ("B", "F")]
-    return record | {"pauses": [first[1] - last[2] for first, last in before]}
+    between = [(a[2], b[1]) for a, b in in_turn if (a[0], b[0]) == ("B", "F")]
+    found = [[end - start for start, end in zip(*clocks, strict=True)] for clocks in between]
+    return record | {"pauses": found}
+
+
+def _clocks() -> Clocks:
+    return time.perf_counter(), time.thread_time()
 
 
 _PASS_SECONDS = {"F": 0.4, "B": 0.6}

@@ -200,7 +200,7 @@ JOBS = {
         ),
         *ahead("pp2", *steps(5), *PP2, faults=PLANNING_FAULTS),
         *(
-            job(f"pauses-{name}", *(*steps(6), *PP2, *words), function="pauses", seconds=seconds)
+            job(f"pauses-{name}", *(*steps(10), *PP2, *words), function="pauses", seconds=seconds)
             for name, seconds, words in (
                 ("padded", 0.0, ["--micro-batch-size", "2"]),
                 ("short-plans", 0.2, [*EXCHANGE, *FIXED]),
