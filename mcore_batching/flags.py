@@ -53,11 +53,12 @@ THEMES = {
         "no_planned_shapes",
     ),
     "recorded jobs": ("record",),
+    "stock scripts: the next step's plan": ("no_plan_ahead",),
     "stock scripts: the log": ("log_all",),
     "stock scripts: fine-tuning data": ("data", "on_too_long", "tokenizer"),
 }
-*ENGINE, LOG, FINE_TUNING = THEMES
-"""`THEMES` of every job; the last two are of stock scripts alone."""
+*ENGINE, AHEAD, LOG, FINE_TUNING = THEMES
+"""`THEMES` of every job; the last three are of stock scripts alone."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "use_dynamic_batch_size": {
@@ -138,6 +139,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "plan the samples of all data-parallel ranks as one, and move them between ranks "
         "so that these are balanced; without it every rank runs the samples that it has read",
+    },
+    "no_plan_ahead": {
+        "action": "store_true",
+        "help": "read and plan a step when it begins, while the device waits; without it, where "
+        "samples are exchanged and --dataloader-type is single, both happen during the step before",
     },
     "forward_only_plan": {
         "choices": ["shared", "own"],

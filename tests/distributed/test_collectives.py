@@ -69,3 +69,27 @@ def test_collectives_of_each_phase(job: Job, ranks: list[dict[str, Any]]) -> Non
     expected = EXPECTED[job.name.removeprefix("collectives-")]
     for phases in ranks:
         assert phases == expected
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(
+            "planned-together-dp2-pp2",
+            "kit.collectives:planned_together",
+            4,
+            DP2_PP2,
+            {"dims": DP2_PP2, "reference": "dense"},
+        )
+    ],
+    ids=str,
+)
+def test_each_step_of_a_rollout_is_planned_once(job: Job, ranks: list[dict[str, Any]]) -> None:
+    """By one of the four ranks, not by each of them; a sample over the cap is the same error."""
+    num_steps = len(ranks[0]["plans"])
+    assert num_steps > 1
+    assert sum(rank["made"] for rank in ranks) == num_steps * (4 // num_steps or 1)
+    for rank in ranks:
+        assert rank["made"] <= -(-num_steps // 4)
+        assert rank["plans"] == rank["alone"] == ranks[0]["plans"]
+        assert rank["error"] == "OversizeSampleError"

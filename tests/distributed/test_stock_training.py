@@ -25,6 +25,8 @@ LOSS = 3e-6
 GRAD_NORM = 2e-5
 ERROR_SECONDS = 45.0  # an error that came by a collective's timeout would take 60
 
+PAUSE_SECONDS = 0.02
+
 Ranks = list[Any]
 
 
@@ -323,6 +325,85 @@ def test_rerun_step_is_the_same_step(records: list[Ranks]) -> None:
         for step, expected in zip(record["steps"], before["steps"], strict=False):
             assert step["loss"] == expected["loss"]
             assert step["grad_norm"] == expected["grad_norm"]
+
+
+def assert_equal_steps(ranks: Ranks, before: Ranks) -> None:
+    """Bit for bit."""
+    for record, expected in zip(ranks, before, strict=True):
+        assert record["evaluations"] == expected["evaluations"]
+        assert len(record["steps"]) == len(expected["steps"])
+        for step, other in zip(record["steps"], expected["steps"], strict=True):
+            for name in ("iteration", "loss", "grad_norm", "consumed_samples", "tokens"):
+                assert step[name] == other[name], (step["iteration"], name)
+
+
+@pytest.mark.parametrize(
+    ("records", "counts"),
+    [
+        pytest.param((f"{name}-not-ahead", f"{name}-ahead"), counts, id=name, marks=marks)
+        for name, counts, marks in (
+            # The first step is planned in line, as all of them without planning ahead.
+            ("pp2", (0, 1), ()),
+            ("vpp2", (0, 1), pytest.mark.long),
+            ("tp2", (0, 1), pytest.mark.long),
+            ("dp4-shared", (0, 1), pytest.mark.long),
+            # Of 2, 2, 4, 4, 8, 8 and 8 samples: the first of each number.
+            ("pp2-ramp-up", (0, 3), pytest.mark.long),
+            # Once more, what was planned ahead is the step after.
+            ("pp2-rerun", (0, 2), pytest.mark.long),
+        )
+    ],
+    indirect=["records"],
+)
+def test_steps_planned_ahead_are_the_same_steps(
+    records: list[Ranks], counts: tuple[int, int]
+) -> None:
+    in_turn, ahead = records
+    assert_equal_steps(ahead, in_turn)
+    in_line = [[record["in_line"] for record in ranks] for ranks in records]
+    assert in_line == [[count] * 4 for count in counts]
+    assert [record["said"] for record in ahead] == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    ("records", "counts", "text"),
+    [
+        pytest.param(("pp2-not-ahead", f"pp2-{fault}"), counts, text, id=fault, marks=marks)
+        for fault, counts, text, marks in (
+            # Its third plan is the fourth step's.
+            ("killed", [3, 1, 1, 1], "planning process PID failed: ", ()),
+            ("stopped", [3, 1, 1, 1], "the plan that is made ahead is late", ()),
+            ("late", [5, 1, 1, 1], "the plan that is made ahead is late", pytest.mark.long),
+            ("absent", [5, 1, 1, 1], "no planning process: ", pytest.mark.long),
+            ("lost", [3, 3, 3, 3], "lengths were not gathered: connection closed", ()),
+        )
+    ],
+    indirect=["records"],
+)
+def test_planning_ahead_that_fails_is_made_up_for(
+    records: list[Ranks], counts: list[int], text: str
+) -> None:
+    in_turn, faulty = records
+    assert_equal_steps(faulty, in_turn)
+    assert [record["in_line"] for record in faulty] == counts
+    said = faulty[0]["said"]
+    assert said == [said[0]] * (counts[0] - 1)
+    assert said[0].startswith(text.replace("PID", str((faulty[0]["pids"] or [0])[0])))
+
+
+@pytest.mark.long
+@runs("pauses-padded", "pauses-short-plans", "pauses-long-plans", "pauses-long-plans-not-ahead")
+def test_the_device_does_not_wait_for_plans(records: list[Ranks]) -> None:
+    """From a step's last pass to the next one's first, where passes and planning sleep."""
+    # Without the first, whose plan has to wait for the process to start. The least, and the main
+    # thread's own time: a pause has a dozen messages, which wait for processors under load.
+    (usual, own), (short, own_short), (long, own_long), (in_turn, _) = (
+        map(min, zip(*record["pauses"][1:], strict=True))
+        for record in (ranks[0] for ranks in records)
+    )
+    assert max(own_short, own_long) < own + PAUSE_SECONDS
+    assert in_turn > usual + 1.0
+    assert max(short, long) < usual + 0.2
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ the same sums as those of the ordinary micro-batches; a placeholder's are 0 and 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from megatron.core.utils import get_model_config
 
 from mcore_batching.batch.consensus import Agreement
@@ -25,6 +26,11 @@ from mcore_batching.batch.value_checks import require_vocabulary
 from mcore_batching.integrations.megatron_lm.arguments import is_on
 from mcore_batching.integrations.megatron_lm.learnt_costs import keep_learnt_costs
 from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows, stock_row
+from mcore_batching.integrations.megatron_lm.reading_ahead import (
+    Batches,
+    after_first_pass,
+    batches_ahead,
+)
 from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
 from mcore_batching.integrations.megatron_lm.script_forward_step import (
     with_deferred_errors,
@@ -39,7 +45,10 @@ from mcore_batching.integrations.megatron_lm.unpadding import (
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.job import Job, job_of
+from mcore_batching.megatron.learning.pass_times import mark
 from mcore_batching.megatron.rollout.data_iterator import protocol_of
+from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
+from mcore_batching.megatron.rollout.settings import Settings
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.step.multi_token import LossesOfRows
 from mcore_batching.megatron.step.prepare import prepare
@@ -80,6 +89,7 @@ class PackedForwardBackward:
         self._run = forward_backward_func
         self._args = args
         self._last_planned: tuple[int | None, CostModel | None] = None, None
+        self._ahead: tuple[Batches, dict[str, Any]] | None = None
 
     def __call__(
         self,
@@ -120,9 +130,18 @@ class PackedForwardBackward:
             PackedRows(stage, counts_flops=not forward_only and number == 0)
             for number, stage in enumerate(prepared.iterators(len(chunks)))
         ]
+        ahead = None if forward_only else _plans_ahead(job)
+        between = None
+        if ahead is not None and self._may_read_ahead:
+            ahead.connect(job)
+            between = after_first_pass(
+                functools.partial(
+                    self._plan_next, ahead, job, chunks, data_iterator, num_microbatches
+                )
+            )
         failed: list[Exception] = []
         later = LossesOfRows(prepared.token_weights, undo=prepared.token_weights[0])
-        ready = time.monotonic()
+        ready, begun = time.monotonic(), mark()
         losses, _ = run_pipeline(
             job,
             chunks,
@@ -132,6 +151,7 @@ class PackedForwardBackward:
             forward_only=forward_only,
             rows=rows,
             schedule=self._run,
+            inside=between,
             **others,
         )
         if forward_only:
@@ -142,8 +162,7 @@ class PackedForwardBackward:
         # Megatron divides by the micro-batches that it was asked for; other rows were run.
         compat.scale_moe_metrics(num_microbatches / len(prepared.rows))
         later.log(num_microbatches)
-        torch.cuda.synchronize()  # so that the clock covers what the device has still to do
-        self._log(job, figures, agreed, chunks, ready - started, time.monotonic() - ready)
+        self._log(job, figures, agreed, chunks, ready - started, (begun, mark()))
         return losses
 
     def _log(
@@ -153,14 +172,14 @@ class PackedForwardBackward:
         agreed: Agreement[Any],
         chunks: list[Any],
         plan_seconds: float,
-        run_seconds: float,
+        run: tuple[Any, Any],
     ) -> None:
         made = figures.statistics(agreed)
         shape = model_shape(self._args.padded_vocab_size, get_model_config(chunks[0]))
         record_step(
             made,
             plan_seconds=plan_seconds,
-            run_seconds=run_seconds,
+            run=run,
             memory=predicted_memory(made, figures.problem, shape),
             learnt=keep_learnt_costs(self._args, job, figures.predicted_seconds(agreed)),
             log_all=getattr(self._args, "dynamic_batch_log_all", False),
@@ -185,11 +204,41 @@ class PackedForwardBackward:
             cost_model=None if forward_only else self._cost_model_of_rerun(),
             forward_only=forward_only and job.options.has_own_forward_plan,
             one_step=True,
+            ahead=None if forward_only else _plans_ahead(job),
         )
         planned = protocol.begin()
         if not forward_only:
             self._last_planned = self._iteration, protocol.settings.cost_model
         return planned
+
+    @property
+    def _may_read_ahead(self) -> bool:
+        """True if there is a step after this one, of which reading changes nothing in this one."""
+        args, iteration = self._args, self._iteration
+        is_last = iteration is not None and iteration + 1 >= (args.train_iters or 0)
+        # Other loaders draw random numbers of the main process where an epoch ends, or save how
+        # far they have been read.
+        return getattr(args, "dataloader_type", None) == "single" and not is_last
+
+    def _plan_next(
+        self,
+        ahead: PlansAhead,
+        job: Job,
+        chunks: list[Any],
+        data_iterator: Any,
+        num_microbatches: int,
+    ) -> None:
+        """Read the next step's samples, should it have as many micro-batches, and have it planned.
+
+        What reading raises is raised when they are drawn.
+        """
+        self._ahead, lengths = None, None
+        batches = batches_ahead(data_iterator, num_microbatches)
+        with contextlib.suppress(Exception):
+            if batches is not None:
+                self._ahead = batches, self._unpadded(batches)
+                lengths = self._ahead[1]["total_lengths"]
+        ahead.begin(lengths, Settings.of(job, chunks, None, None, forward_only=False))
 
     @property
     def _iteration(self) -> int | None:
@@ -210,15 +259,26 @@ class PackedForwardBackward:
         batches = draw_batches(data_iterator, num_microbatches)
         if batches is None:
             return None
-        data = unpadded_samples(
-            batches, split_documents=getattr(self._args, "reset_attention_mask", False)
-        )
+        batches_ahead, data = self._ahead or ([], {})
+        if [*map(id, batches)] != [*map(id, batches_ahead)]:
+            data = self._unpadded(batches)
         if vocabulary is not None:
             # Untrained labels are not checked: they may be -100.
             require_vocabulary("labels", data["labels"], vocabulary, data["loss_mask"])
         # All samples are one step, even where batch-size ramp-up draws fewer than
         # --global-batch-size.
         return data | {"dynamic_global_batch_size": None}
+
+    def _unpadded(self, batches: Batches) -> dict[str, Any]:
+        return unpadded_samples(
+            batches, split_documents=getattr(self._args, "reset_attention_mask", False)
+        )
+
+
+def _plans_ahead(job: Job) -> PlansAhead | None:
+    """Where a job's steps are planned ahead; None where they are not."""
+    is_on = job.options.exchanges_samples and not job.options.no_plan_ahead
+    return job.memory.only(PlansAhead) if is_on else None
 
 
 def _check_options(collect_non_loss_data: bool, adjust_tensor_shapes_fn: Any) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from mcore_batching.megatron.learning.pass_times import is_over, seconds_between
 from mcore_batching.planning import StepStatistics
 from mcore_batching.planning.memory import PredictedMemory
 
@@ -38,13 +39,15 @@ _last_step: dict[str, float] = {}
 """Values of the training step that ran last."""
 _seconds_per_unit: collections.deque[float] = collections.deque(maxlen=REMEMBERED_STEPS)
 """Of the last steps, each step's seconds per unit of cost."""
+_unread: collections.deque[tuple[Any, Any, float]] = collections.deque(maxlen=REMEMBERED_STEPS)
+"""Marks of steps whose time has not been read, and the units of cost of each."""
 
 
 def record_step(
     made: StepStatistics,
     *,
     plan_seconds: float,
-    run_seconds: float,
+    run: tuple[Any, Any],
     memory: PredictedMemory | None = None,
     learnt: Mapping[str, float] | None = None,
     log_all: bool = False,
@@ -54,7 +57,7 @@ def record_step(
     Args:
         made: statistics of its plan, over all data-parallel ranks.
         plan_seconds: reading, planning and collating, on this rank.
-        run_seconds: all forward and backward passes, on this rank.
+        run: marks before and after all forward and backward passes, on this rank.
         memory: predicted, where the model's shape is known.
         learnt: entries of learnt costs; its predicted seconds replace the median's.
         log_all: True logs every value, False those of `LOGGED`.
@@ -70,21 +73,32 @@ def record_step(
         "time over floor": made.time_over_floor,
         "tokens in flight": made.peak_inflight_tokens,
         "plan seconds": plan_seconds,
-        "step seconds": run_seconds,
+        "step seconds": _last_step.get("step seconds", 0.0),
     }
     if memory is not None:
         values["activations GiB"] = memory.first_stage_bytes / 2**30
         values["logits GiB"] = memory.logit_bytes / 2**30
+    _read_times()
     # From the third step on. Stock code averages the first two in one log line, in which each entry
     # must be in both.
     if len(_seconds_per_unit) >= 2:
         seconds = statistics.median(_seconds_per_unit) * made.step_time
         values["predicted step seconds"] = seconds
-    if made.step_time:
-        _seconds_per_unit.append(run_seconds / made.step_time)
     values |= dict(learnt or {})
     _last_step.clear()
     _last_step.update(values if log_all else {name: values[name] for name in LOGGED})
+    _unread.append((*run, made.step_time))
+
+
+def _read_times() -> None:
+    """Read the times of steps that are over on the device, without waiting for it."""
+    while _unread and is_over(_unread[0][1]):
+        start, end, units = _unread.popleft()
+        seconds = seconds_between(start, end)
+        if "step seconds" in _last_step:
+            _last_step["step seconds"] = seconds
+        if units:
+            _seconds_per_unit.append(seconds / units)
 
 
 def with_batching_statistics(loss_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,6 +115,8 @@ def with_batching_statistics(loss_dict: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not loss_dict:
         return {}
+    # By now the optimizer has most likely waited for the device; if not, it is of the step before.
+    _read_times()
     device = next(iter(loss_dict.values())).device
     return dict(loss_dict) | {
         f"{PREFIX}{name}": torch.tensor([float(value)], device=device)

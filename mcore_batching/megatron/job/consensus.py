@@ -192,6 +192,18 @@ class JobConsensus(Consensus):
         gathered = _gathered(RankMessages(self._world, counterparts), padded)
         return [integers[:count] for count, *integers in gathered]
 
+    def gather_bytes(self, own: bytes, longest: int, ranks: Sequence[int]) -> list[bytes]:
+        """What each of some ranks has, in their order. A collective over them.
+
+        Args:
+            own: any number of bytes.
+            longest: the most that any rank has, agreed on before.
+            ranks: this one and others, which all name the same.
+        """
+        padded = len(own).to_bytes(8, "little") + own.ljust(longest, b"\0")
+        gathered = RankMessages(self._world, ranks).gather(padded)
+        return [each[8 : 8 + int.from_bytes(each[:8], "little")] for each in gathered]
+
     def exchange(
         self,
         stage: str,

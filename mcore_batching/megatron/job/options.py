@@ -56,6 +56,7 @@ class Options:
     planner: dict[str, Any] = dataclasses.field(default_factory=lambda: dict(PLANNER_DEFAULTS))
     cost_model: str | None = None
     exchange: bool = False
+    no_plan_ahead: bool = False
     share_prefixes: bool | None = False
     forward_only_plan: str = "shared"
     forward_only_max_tokens_per_gpu: Any = None

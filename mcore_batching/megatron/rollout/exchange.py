@@ -8,7 +8,9 @@ them: turns of a trajectory that several ranks bring are in as many segments.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import pickle
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Literal
@@ -27,6 +29,7 @@ from mcore_batching.megatron.rows.sample_moves import Columns, SampleMoves
 from mcore_batching.megatron.rows.schedule import GlobalPlan, MicroBatchSchedule
 from mcore_batching.megatron.rows.shards import MicroBatches, Shard
 from mcore_batching.planning import StepPlan, plan_step
+from mcore_batching.planning.planning_process import PlanRequest
 
 _Laid = tuple[tuple[GlobalPlan, ...], SampleMoves, str]
 """Plans, where their samples move, and the plans' digest."""
@@ -104,7 +107,7 @@ class ExchangingProtocol(PlanningProtocol):
         sharing = num_ranks // dims.data_parallel
         own = parallel_state.get_data_parallel_rank(with_context_parallel=sharing > 1)
 
-        def plan(step: int) -> GlobalPlan:
+        def samples_of(step: int) -> tuple[list[int], list[int]]:
             numbers = [
                 start + index
                 for start, shard in zip(first, shards, strict=False)
@@ -112,15 +115,24 @@ class ExchangingProtocol(PlanningProtocol):
             ]
             # Who lies in a host's segment costs nothing: the plan must not see it.
             computed = [number for number in numbers if hosts[number] == number]
-            of_step = [lengths[number] for number in computed]
-            hosted = tuple(lengths[number] for number in numbers if hosts[number] != number)
-            planned = dataclasses.replace(self._planned(of_step), hosted_lengths=hosted)
-            return GlobalPlan(planned, computed, of_step)
+            return computed, [number for number in numbers if hosts[number] != number]
+
+        steps = [samples_of(step) for step in range(len(shards[0].steps))]
+        of_steps = [[lengths[number] for number in computed] for computed, _ in steps]
+        made = self._planned_together(of_steps)
+
+        def plan(step: int) -> GlobalPlan:
+            (computed, beside), of_step = steps[step], of_steps[step]
+            planned = made[step] if made else self._planned(of_step)
+            hosted = tuple(lengths[number] for number in beside)
+            return GlobalPlan(
+                dataclasses.replace(planned, hosted_lengths=hosted), computed, of_step
+            )
 
         def work() -> tuple[_Laid, list[Any]]:
             # A sample over the cap is found here: inside the agreement, so that all ranks raise.
             with self.job.options.naming_the_cap(forward_only=self.forward_only):
-                plans = tuple(map(plan, range(len(shards[0].steps))))
+                plans = tuple(map(plan, range(len(steps))))
             runs_on = [_run_on(rank, plans, hosts) for rank in range(num_ranks)]
             moves = SampleMoves(own, first, runs_on, sharing)
             digest = digest_of([made.plan.digest() for made in plans])
@@ -148,15 +160,51 @@ class ExchangingProtocol(PlanningProtocol):
             # A host is always here as well: `_run_on` moves the samples of a segment together.
             self.hosts = [self._moves.places[hosts[number]] for number in self._moves.held]
 
+    def _planned_together(self, of_steps: Sequence[Sequence[int]]) -> list[StepPlan] | None:
+        """The plans of all steps, each made by one rank of a block; None where that is no gain.
+
+        None as well where a plan cannot be made: whoever then makes them all says why, as all do.
+
+        Args:
+            of_steps: lengths of the samples of each, the same on all ranks.
+        """
+        ranks, count = self.consensus.ranks, len(of_steps)
+        # Blocks of neighbours, with a rank for every step where there are as many ranks.
+        blocks = max(1, len(ranks) // max(count, 1))
+        if count == 1 or len(ranks) == 1:
+            return None
+        of_block = [
+            ranks[len(ranks) * block // blocks : len(ranks) * (block + 1) // blocks]
+            for block in range(blocks)
+        ]
+        [block] = [each for each in of_block if self.consensus.rank in each]
+        place = block.index(self.consensus.rank)
+
+        def work() -> bytes:
+            # Not raised: on the other ranks of the block another step may be planned.
+            with contextlib.suppress(Exception):
+                return pickle.dumps([self._planned(step) for step in of_steps[place :: len(block)]])
+            return b""
+
+        def says(made: bytes) -> Statement:
+            return Statement(
+                equal={"lengths of all samples (sha256)": digest_of(of_steps)},
+                figures={"bytes": largest(len(made)), "not planned": largest(int(not made))},
+            )
+
+        agreed = self.consensus.agree("planning steps", work, says, failure=PlanningFailedError)
+        if agreed.figures["not planned"]:
+            return None
+        parts = self.consensus.gather_bytes(agreed.result, agreed.figures["bytes"], block)
+        by_rank = [pickle.loads(part) for part in parts]
+        return [by_rank[step % len(block)][step // len(block)] for step in range(count)]
+
     def _planned(self, lengths: Sequence[int]) -> StepPlan:
         settings = self.settings
-        return plan_step(
-            lengths,
-            settings.dims,
-            settings.config,
-            settings.cost_model,
-            forward_only=self.forward_only,
-        )
+        of = settings.dims, settings.config, settings.cost_model
+        if self.ahead is not None:
+            return self.ahead.plan(PlanRequest(tuple(lengths), *of))
+        return plan_step(lengths, *of, forward_only=self.forward_only)
 
 
 def _run_on(rank: int, plans: Sequence[GlobalPlan], hosts: Sequence[int]) -> list[int]:

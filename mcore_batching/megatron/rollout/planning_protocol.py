@@ -45,6 +45,7 @@ from mcore_batching.megatron.checks.validation import prepare_model
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.learning.cost_learning import CostLearner, learners_of
+from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
 from mcore_batching.megatron.rollout.settings import Settings, say_oversize
 from mcore_batching.megatron.rollout.sharing import (
@@ -83,6 +84,7 @@ class PlanningProtocol:
             all samples.
         hosts: as `MicroBatchSchedule.hosts`, where they are known; None: they are looked for if
             samples are to share segments.
+        ahead: where the plan of all samples of one step may have been made already.
 
     Attributes:
         settings: from `take_stock` on.
@@ -116,6 +118,7 @@ class PlanningProtocol:
         forward_only: bool,
         one_step: bool = False,
         hosts: Sequence[int] | None = None,
+        ahead: PlansAhead | None = None,
     ) -> None:
         self.job = job
         self.model = model
@@ -127,6 +130,7 @@ class PlanningProtocol:
         self.forward_only = forward_only
         self.one_step = one_step
         self.hosts = hosts
+        self.ahead = ahead
         self.consensus = job.consensus
         self._shards: list[StepShard] = []
         self._packed_lengths: list[int] = []
@@ -176,7 +180,9 @@ class PlanningProtocol:
             self._learner.learn(agreed.figures)
             # What packs at once has packed before these figures were heard: the plan is of the
             # costs before, and the next batch's of these.
-            self.learnt = packed_by if self._packs_at_once else self._learner.learnt
+            # So is what may have been planned ahead.
+            is_older = self._packs_at_once or self.ahead is not None
+            self.learnt = packed_by if is_older else self._learner.learnt
             assert self.learnt is not None
             self.settings = dataclasses.replace(self.settings, cost_model=self.learnt.cost_model)
         if not self.forward_only:  # of forward passes alone training has said it already
@@ -221,6 +227,7 @@ class PlanningProtocol:
         equal["steps are recorded"] = self.job.recorder is not None
         equal["costs are learnt"] = self._learns
         equal["samples stay on their rank"] = self.scope == "local"
+        equal[FLAGS["no_plan_ahead"]] = self.job.options.no_plan_ahead
         equal[FLAGS["share_prefixes"]] = bool(self.job.options.share_prefixes)
         counted = self._counted(batch)
         figures = {**counted.figures, "ranks without data": largest(int(batch is None))}

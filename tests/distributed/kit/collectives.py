@@ -6,6 +6,7 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,9 @@ from kit.samples import VOCABULARY
 from mcore_batching.batch.rank_messages import RankMessages
 from mcore_batching.integrations.megatron_lm.forward_backward import PackedForwardBackward
 from mcore_batching.megatron import forward_only, get_data_iterator, schedule_of, train_step
+from mcore_batching.megatron.rollout import exchange
 from mcore_batching.megatron.rollout.data_iterator import plan_micro_batches
-from mcore_batching.planning import CostModel, ParallelDims
+from mcore_batching.planning import CostModel, MCoreBatchingError, ParallelDims, StepPlan
 
 COUNTED: list[tuple[Any, str]] = [
     (RankMessages, "reduce"),
@@ -110,6 +112,39 @@ def stock_step(
         forward_only=forward_only,
         seq_length=1,
     )
+
+
+def planned_together(dims: dict[str, Any], reference: str) -> dict[str, Any]:
+    """The plans that this rank makes of a rollout of several steps, and how all of them ended.
+
+    Returns:
+        ``made``, the number of plans by this rank; ``plans``, the digests of all steps' plans;
+        ``alone``, those of the same plans made one by one; ``error``, of a sample over the cap.
+    """
+    model, samples, made = small_model(dims, reference), my_samples(dims), []
+    step_of_two = arguments(ParallelDims(**dims), dynamic_batch_exchange=True, global_batch_size=2)
+    plan_step = exchange.plan_step
+
+    def counted_plans(lengths: list[int], *rest: Any, **options: Any) -> StepPlan:
+        made.append(len(lengths))
+        return plan_step(lengths, *rest, **options)
+
+    with mock.patch.object(exchange, "plan_step", counted_plans):
+        iterators, _ = get_data_iterator(step_of_two, model, samples)
+    schedule = schedule_of(iterators)
+    of_schedule = schedule.dims, schedule.config, schedule.cost_model
+    vars(step_of_two).update(max_tokens_per_gpu=3, dynamic_batch_on_oversize="error")
+    error = "none"
+    try:
+        get_data_iterator(step_of_two, model, samples)
+    except MCoreBatchingError as exception:
+        error = type(exception).__name__
+    return {
+        "made": len(made),
+        "plans": [each.plan.digest() for each in schedule.plans],
+        "alone": [plan_step(each.lengths, *of_schedule).digest() for each in schedule.plans],
+        "error": error,
+    }
 
 
 def collectives_of_phases(dims: dict[str, Any], reference: str) -> dict[str, dict[str, int]]:

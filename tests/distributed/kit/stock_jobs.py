@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from typing import Any
+
 from kit.harness import REPOSITORY, Job
 
 SFT = "examples/sft/sft.py"
@@ -47,6 +51,10 @@ FIXED = ["--dynamic-batch-cost-model", "fixed"]
 """For runs that are compared bit for bit: costs that are learnt would give them other plans."""
 
 
+NOT_AHEAD = "--dynamic-batch-no-plan-ahead"
+PLANNING_FAULTS = ("killed", "stopped", "late", "absent", "lost")
+
+
 def steps(number: int, *, micro_batch_size: int = 1, evaluations: int = 1) -> list[str]:
     """The schedule of the first steps of 20."""
     return [
@@ -89,10 +97,29 @@ AUXILIARY_LOSS = [
 
 
 def job(
-    name: str, *words: str, script: str = SFT, function: str = "train", data: list[str] = SFT_DATA
+    name: str,
+    *words: str,
+    script: str = SFT,
+    function: str = "train",
+    data: list[str] = SFT_DATA,
+    **parameters: Any,
 ) -> Job:
-    parameters = {"script": script, "words": [*COMMON, *data, *words]}
-    return Job(name, f"kit.stock:{function}", 4, None, parameters)
+    parameters |= {"script": script, "words": [*COMMON, *data, *words]}
+    module = "kit.planning_ahead" if function in ("train_ahead", "pauses") else "kit.stock"
+    return Job(name, f"{module}:{function}", 4, None, parameters)
+
+
+def ahead(name: str, *words: str, faults: tuple[str, ...] = (), **parameters: Any) -> Iterator[Job]:
+    """With each step planned during the one before, without, and with each of some faults.
+
+    Evaluation, which draws from another iterator, comes in between.
+    """
+    words = (*words, *EXCHANGE, *FIXED, "--eval-interval", "2")
+    planned = functools.partial(job, function="train_ahead", **parameters)
+    yield planned(f"{name}-ahead", *words)
+    yield planned(f"{name}-not-ahead", *words, NOT_AHEAD)
+    for fault in faults:
+        yield planned(f"{name}-{fault}", *words, fault=fault)
 
 
 JOBS = {
@@ -170,6 +197,25 @@ JOBS = {
             *("--variant", "data-ends"),
             script=VARIANTS,
             data=OWN_DATA,
+        ),
+        *ahead("pp2", *steps(5), *PP2, faults=PLANNING_FAULTS),
+        *(
+            job(f"pauses-{name}", *(*steps(10), *PP2, *words), function="pauses", seconds=seconds)
+            for name, seconds, words in (
+                ("padded", 0.0, ["--micro-batch-size", "2"]),
+                ("short-plans", 0.2, [*EXCHANGE, *FIXED]),
+                ("long-plans", 1.0, [*EXCHANGE, *FIXED]),
+                ("long-plans-not-ahead", 1.0, [*EXCHANGE, *FIXED, NOT_AHEAD]),
+            )
+        ),
+        *ahead("vpp2", *steps(5), *VPP2, blocking=True),
+        *ahead("tp2", *steps(5), *TP2),
+        *ahead("dp4-shared", *steps(5), *SHARED, "4"),
+        *ahead("pp2-ramp-up", *RAMP_UP, *PP2),
+        *ahead(
+            "pp2-rerun",
+            *(*steps(5), *PP2, "--rerun-mode", "validate_results", "--variant", "rejected"),
+            script=VARIANTS,
         ),
     )
 }

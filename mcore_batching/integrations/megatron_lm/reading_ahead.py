@@ -1,0 +1,101 @@
+"""The next step's batches, read while the device runs this one.
+
+    draws of the step    b0 b1 b2 b3 | b4 b5 b6 b7 | ...      as without reading ahead
+    reads                b0 b1 b2 b3   b4 b5 b6 b7 ...        after the step's first pass
+
+Megatron's iterators stay where they are, and what they draw from gets a buffer. So they record and
+replay the same batches, consumed samples are counted as they are drawn, and batches that no step
+has drawn (another number is wanted, or the job ends) are not lost, only read.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron.core.rerun_state_machine import RerunDataIterator
+
+from mcore_batching.megatron import compat
+
+Batches = Sequence[Mapping[str, Any]]
+
+
+class Buffered:
+    """An iterator, of which some values have been read before they are drawn.
+
+    Args:
+        iterator: what it draws from.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._read: collections.deque[tuple[Any, Exception | None]] = collections.deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._read:
+            return next(self._iterator)
+        value, error = self._read.popleft()
+        if error is not None:  # in the place where it would have been raised
+            raise error
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+    def next_values(self, count: int) -> list[Any] | None:
+        """The values that are drawn next; None if reading one of them raised."""
+        while len(self._read) < count and not (self._read and self._read[-1][1]):
+            try:
+                self._read.append((next(self._iterator), None))
+            except Exception as error:
+                self._read.append((None, error))
+        ahead = [value for value, error in self._read if error is None][:count]
+        return ahead if len(ahead) == count else None
+
+
+def batches_ahead(data_iterator: Any, num_batches: int) -> Batches | None:
+    """The ordinary micro-batches that `draw_batches` would draw next.
+
+    Args:
+        data_iterator: as in `draw_batches`.
+        num_batches: likewise.
+
+    Returns:
+        None where there are none, and of iterators that are not Megatron's.
+    """
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    read = []
+    for iterator in iterators:
+        if isinstance(iterator, RerunDataIterator):
+            if not isinstance(iterator.iterable, Buffered):
+                iterator.iterable = Buffered(iterator.iterable)
+            read.append(iterator.iterable.next_values(num_batches))
+    return read[0] if read else None
+
+
+@contextlib.contextmanager
+def after_first_pass(call: Callable[[], None]) -> Iterator[None]:
+    """Call a function once, between this rank's first and second pass of the pipeline inside.
+
+    Then the device is at work, and what the first pass made has been sent.
+    """
+    num_marks = 0
+
+    def mark() -> None:
+        nonlocal num_marks
+        num_marks += 1
+        if num_marks == _BEFORE_SECOND_PASS:
+            call()
+
+    with compat.around_passes(mark):
+        yield
+    if num_marks < _BEFORE_SECOND_PASS:
+        call()
+
+
+_BEFORE_SECOND_PASS = 3  # there is a mark before and one after each

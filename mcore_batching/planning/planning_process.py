@@ -1,0 +1,141 @@
+"""A process that makes plans while the one that asks for them does something else.
+
+    process = PlanningProcess()
+    plan = process.plan(PlanRequest(lengths, dims, config, cost_model))     # waits; in a thread
+    process.end()
+
+It is started once, runs this package's planner from where it was imported, in an interpreter that
+reads neither the working directory nor ``PYTHON...`` variables, and ends with whoever started it:
+at the end of its input, or when it finds itself with another parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from mcore_batching.planning.config import PlannerConfig
+from mcore_batching.planning.cost import CostModel
+from mcore_batching.planning.errors import PlanningError
+from mcore_batching.planning.parallel_dims import ParallelDims
+from mcore_batching.planning.plan import StepPlan
+from mcore_batching.planning.planner import plan_step
+
+PARENT_POLL_SECONDS = 1.0
+"""Between two looks at who the parent is, since forks of it may hold the input open. Doubled, a
+process without a parent stays for a second longer."""
+
+# The package by its place, not by a folder on sys.path, where another `random` may lie beside it.
+_START = """
+import sys
+from importlib import util
+name, folder = "mcore_batching", sys.argv[1]
+spec = util.spec_from_file_location(
+    name, folder + "/__init__.py", submodule_search_locations=[folder]
+)
+sys.modules[name] = util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules[name])
+from mcore_batching.planning.planning_process import serve
+serve(int(sys.argv[2]))
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRequest:
+    """What `plan_step` is given of a training step; equal requests have equal plans."""
+
+    lengths: tuple[int, ...]
+    dims: ParallelDims
+    config: PlannerConfig
+    cost_model: CostModel
+
+    def plan(self) -> StepPlan:
+        """Plan in this process.
+
+        Raises:
+            As `plan_step`.
+        """
+        return plan_step(self.lengths, self.dims, self.config, self.cost_model)
+
+
+class PlanningProcess:
+    """The process, as who starts it sees it.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            # -I: neither the working directory, nor the script's folder, nor PYTHONPATH.
+            [sys.executable, "-I", "-c", _START, str(Path(__file__).parents[1]), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # Whoever launched the job may wait for the end of all that can write there.
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,  # a signal to the job's processes is not for this one
+        )
+        self._owner = os.getpid()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def plan(self, request: PlanRequest) -> StepPlan:
+        """The plan of a request; waits for it. One call at a time.
+
+        Raises:
+            PlanningError: the planner refused it, in words.
+            EOFError, OSError: the process has ended.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        pickle.dump(request, self._process.stdin)
+        self._process.stdin.flush()
+        answer = pickle.load(self._process.stdout)
+        if isinstance(answer, str):
+            raise PlanningError(answer)
+        assert isinstance(answer, StepPlan)
+        return answer
+
+    def end(self) -> None:
+        """End the process, also while it plans or is stopped; nothing in a fork of its owner."""
+        if os.getpid() == self._owner:
+            self._process.kill()
+            self._process.wait()
+
+
+def serve(parent: int) -> None:
+    """Answer requests from standard input until it ends.
+
+    Args:
+        parent: the process to end with.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_POLL_SECONDS)
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr  # what is printed is no answer
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            request: PlanRequest = pickle.load(requests)
+            answer: StepPlan | str
+            try:
+                answer = request.plan()
+            except Exception as exception:
+                answer = f"{type(exception).__name__}: {exception}"
+            pickle.dump(answer, answers)
+            answers.flush()
