@@ -10,7 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 
 from mcore_batching.megatron.compat import waits_for_sends
-from mcore_batching.planning import ConfigError, CostModel, ParallelDims
+from mcore_batching.planning import ConfigError, CostModel, ParallelDims, layers_of
 from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.memory import ModelShape
 
@@ -63,44 +63,54 @@ def model_shape(vocabulary: int, config: Any) -> ModelShape:
     )
 
 
-def first_guess(vocabulary: int | None, config: Any) -> CostModel:
-    """The cost model of a model's shape, before any pass of it was timed.
+def first_guess(vocabulary: int | None, config: Any, model: Any = None) -> CostModel:
+    """The cost model of a model's layers and stages, before any pass of it was timed.
 
     Args:
         vocabulary: entries, padding included; None leaves the output layer out.
         config: the model's. One that is no `TransformerConfig`, or of no transformer's shape, as
             without attention, gives the default costs.
+        model: any of its chunks, which knows a hybrid model's pattern of layers.
     """
     if not isinstance(config, TransformerConfig):
         return CostModel()
-    ffn, experts = config.ffn_hidden_size, config.num_moe_experts
-    if experts:
-        ffn = config.moe_ffn_hidden_size or ffn
+    known = vars(config) | {"vocab_size": vocabulary or 0}
+    pattern = getattr(model, "hybrid_layer_pattern", None)
     try:
-        return CostModel.from_model(
-            hidden=config.hidden_size,
-            ffn=ffn,
-            layers=config.num_layers,
-            heads=config.num_attention_heads,
-            groups=config.num_query_groups,
-            head_dim=config.kv_channels,
-            vocab=vocabulary or 0,
-            gated=config.gated_linear_unit,
-            experts_per_token=config.moe_router_topk if experts else 1,
-            experts_held=experts // config.expert_model_parallel_size if experts else 1,
-            shared_ffn=(config.moe_shared_expert_intermediate_size or 0) if experts else 0,
-            recompute=config.recompute_granularity == "full",
-            window=_window(config),
-        )
+        if pattern or getattr(config, "is_hybrid_model", False):
+            return layers_of.first_guess(known | {"hybrid_layer_pattern": pattern or "?"})
+        return layers_of.first_guess(known, _layers_of_chunks(config))
     except (ConfigError, TypeError):  # only a guess, which passes soon correct
         return CostModel()
 
 
-def _window(config: Any) -> int | None:
-    """Tokens that each token sees, itself included; None where not all layers have a window."""
-    # Megatron's window is (tokens before, tokens after), -1 for all.
-    size, is_mixed = config.window_size, getattr(config, "window_attn_skip_freq", None)
-    return None if size is None or is_mixed or size[0] < 0 else size[0] + 1
+def _layers_of_chunks(config: Any) -> list[int]:
+    """Layers of each model chunk, all stages' first chunks first; nothing where they are equal."""
+    stages = config.pipeline_model_parallel_size
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        return [
+            sum(layer.name == "decoder" for layer in layout.layout[stage][chunk])
+            for chunk in range(chunks)
+            for stage in range(stages)
+        ]
+    first = config.num_layers_in_first_pipeline_stage
+    last = config.num_layers_in_last_pipeline_stage
+    ends = (
+        bool(config.account_for_embedding_in_pipeline_split),
+        bool(config.account_for_loss_in_pipeline_split),
+    )
+    if stages == 1 or (first is None and last is None and not any(ends)):
+        return []
+    given = [each for each in (first, last) if each is not None]
+    each = (config.num_layers + sum(ends) - sum(given)) // max(1, stages - len(given))
+    of_stages = [each] * stages
+    of_stages[0], of_stages[-1] = first or each, last or each
+    counts = [count // chunks for _ in range(chunks) for count in of_stages]
+    # The embedding and the loss take the place of a layer each.
+    counts[0], counts[-1] = counts[0] - ends[0], counts[-1] - ends[1]
+    return counts
 
 
 def prediction_depths(config: Any) -> int:

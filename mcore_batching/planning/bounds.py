@@ -60,12 +60,25 @@ def micro_batch_lower_bound(problem: Problem) -> int:
 
 
 def step_time_floor(problem: Problem) -> float:
-    """Lower bound on the makespan of any plan on equal stages, in units of cost."""
+    """Lower bound on the makespan of any plan, in units of cost."""
     longest = max(range(problem.num_samples), key=problem.lengths.__getitem__, default=None)
     alone = problem.cost_model.per_micro_batch
     if longest is not None:
         alone = min(rows.cost([longest]) for rows in problem.on_ranks.values())
-    return floor_of_totals(problem, ordered_sum(problem.least_costs), problem.fewest_rows, alone)
+    floor = floor_of_totals(problem, ordered_sum(problem.least_costs), problem.fewest_rows, alone)
+    if problem.config.max_context_parallel is None:
+        return max(floor, _work_of_slowest_stage(problem))
+    return floor
+
+
+def _work_of_slowest_stage(problem: Problem) -> float:
+    """Time of its passes of all samples on a mean rank."""
+    schedule = problem.schedule
+    if not schedule.which_cost:
+        return 0.0
+    works = [ordered_sum(costs) / problem.num_ranks for _, costs in problem.costs_of_stages]
+    slowest = max(ordered_sum(works[kind] for kind in stage) for stage in schedule.which_cost)
+    return schedule.cost_of_passes * slowest / problem.dims.virtual_pipeline
 
 
 def floor_of_totals(

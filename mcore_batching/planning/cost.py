@@ -1,7 +1,8 @@
 """Costs of samples and micro-batches; the unit is one token's forward work outside attention.
 
 Measured models differ by machine; the defaults are the shape of a 7B dense model: attention costs
-as much as all else at 24576 tokens, and starting a micro-batch as much as 256 tokens.
+as much as all else at 24576 tokens, and starting a micro-batch as much as 256 tokens. What each
+layer of a model costs, and a stage of such layers, is in `layer_costs`.
 
 Costs are the same numbers on every platform and Python version: only IEEE `+` and `*` in a fixed
 order are used, because two ranks that differ in the last bit could choose different plans.
@@ -29,15 +30,12 @@ def ordered_sum(values: Iterable[float]) -> float:
     return reduce(add, values, 0.0)
 
 
-RIDGE_TOKENS = 256
-"""Tokens that a GPU multiplies by a half-precision weight while it reads one: 153 on an A100, 206
-on an H200, 281 on a B200, 295 on an H100, dense bfloat16 rate over bandwidth of their data sheets.
-A micro-batch of fewer tokens takes no less time (Williams et al., "Roofline", 2009)."""
 _ALSO_WRITTEN = {"seconds_per_unit"}
 """Keys that a job writes beside the coefficients."""
-_NEWER = ("context_parallel_overhead", "context_parallel_fixed")
-"""Coefficients of dynamic CP; left out of the JSON at their defaults, as in older documents."""
-_COEFFICIENTS = ("linear", "quadratic", "per_micro_batch", "backward_ratio", *_NEWER)
+_NEWER_COSTS = ("context_parallel_overhead", "context_parallel_fixed", "beyond_window")
+_NEWER = (*_NEWER_COSTS, "layers", "layer_costs")
+"""Left out of the JSON at their defaults, as in older documents."""
+_COEFFICIENTS = ("linear", "quadratic", "per_micro_batch", "backward_ratio", *_NEWER_COSTS)
 _MAX_COEFFICIENT = 1e100
 """Times the largest length squared and the most samples, a cost is still finite: 1e100 · 2^80 ·
 10^6 < 1e308."""
@@ -60,14 +58,22 @@ class CostModel:
     backward_ratio: float = 2.0
     """Cost of a backward pass over that of its forward pass."""
     window: int | None = None
-    """Tokens that each token attends to at most, itself included (a sliding window); None: all
-    before it."""
+    """Tokens that each token attends to at most, itself included (a sliding window, or the top k
+    of sparse attention); None: all before it."""
     context_parallel_overhead: float = 0.1
     """Growth of a micro-batch's total work with each doubling of its context-parallel size, by
     exposed communication and smaller kernels. An assumption until a job measures it."""
     context_parallel_fixed: float = 64.0
     """Cost of each doubling whatever the micro-batch holds: latency of communication. A quarter of
     `per_micro_batch`, an assumption until a job measures it."""
+    beyond_window: float = 0.0
+    """Cost of a pair further apart than the window over that of one within it: layers without a
+    window, or the indexer of sparse attention."""
+    layers: str = ""
+    """A letter for each layer of the model, `|` between model chunks (`layer_costs`); empty: all
+    stages cost the same."""
+    layer_costs: tuple[tuple[str, float, float, float, float], ...] = ()
+    """Of each letter, as `layer_costs.LayerCost`; only their proportions count."""
 
     def __post_init__(self) -> None:
         """Check that each coefficient is a number of 0 to `_MAX_COEFFICIENT`."""
@@ -87,70 +93,35 @@ class CostModel:
                     f" must be {_MAX_COEFFICIENT:g} or less, got {number}; scale all costs down",
                 )
             object.__setattr__(self, name, number)
+        if self.beyond_window > 1:
+            raise ConfigError(
+                Argument("beyond_window"), f" must be 1 or less, got {self.beyond_window}"
+            )
         if self.window is not None:
             object.__setattr__(self, "window", at_least("window", self.window, 1, ConfigError))
+        self._check_layers()
 
-    @classmethod
-    def from_model(
-        cls,
-        *,
-        hidden: int,
-        ffn: int,
-        layers: int,
-        heads: int,
-        groups: int | None = None,
-        head_dim: int | None = None,
-        vocab: int = 0,
-        gated: bool = True,
-        experts_per_token: int = 1,
-        experts_held: int = 1,
-        shared_ffn: int = 0,
-        window: int | None = None,
-        recompute: bool = False,
-    ) -> CostModel:
-        """The cost model of a transformer's shape, from its multiplications.
-
-        Args:
-            hidden: size of the residual stream.
-            ffn: inner size of the feed-forward layer, of one expert with a mixture.
-            layers: of the whole model.
-            heads: query heads.
-            groups: key-value heads; None: as many as query heads.
-            head_dim: of each; None: hidden / heads.
-            vocab: entries of the output layer.
-            gated: whether the feed-forward layer has a gate (SwiGLU).
-            experts_per_token: experts that a token is sent to.
-            experts_held: experts of a layer whose weights a rank has.
-            shared_ffn: inner size of experts that every token is sent to.
-            window: most tokens that each token attends to; None: no bound.
-            recompute: whether activations are computed anew before a backward pass.
-
-        Raises:
-            ConfigError: a size is out of range.
-        """
-        groups, dim = groups or heads, head_dim or hidden // max(heads, 1)
-        sizes = {"hidden": hidden, "ffn": ffn, "layers": layers, "heads": heads, "groups": groups}
-        sizes |= {"head_dim": dim, "experts_per_token": experts_per_token}
-        least = dict.fromkeys([*sizes, "experts_held"], 1) | {"vocab": 0, "shared_ffn": 0}
-        sizes |= {"experts_held": experts_held, "vocab": vocab, "shared_ffn": shared_ffn}
-        for name, size in sizes.items():
-            at_least(name, size, least[name], ConfigError)
-        projections, of_ffn = hidden * dim * (2 * heads + 2 * groups), (3 if gated else 2) * hidden
-        everywhere = layers * (projections + of_ffn * shared_ffn) + hidden * vocab
-        of_experts = layers * of_ffn * ffn  # of one expert
-        # A token costs 2 operations for each weight that it meets. A pair of tokens costs 2 for the
-        # score and 2 for the sum, of each head's size, but half of the pairs are masked (Narayanan
-        # et al. 2021, appendix, without the causal half). All relative to a token: 2s cancel.
-        weights = everywhere + experts_per_token * of_experts
-        pairs = 2 * layers * heads * dim
-        return cls(
-            linear=1.0,
-            quadratic=0.5 * pairs / weights,
-            # A micro-batch reads the weights of all experts on the rank, whatever tokens they get.
-            per_micro_batch=RIDGE_TOKENS * (everywhere + experts_held * of_experts) / weights,
-            backward_ratio=3.0 if recompute else 2.0,
-            window=window,
-        )
+    def _check_layers(self) -> None:
+        found: dict[str, tuple[float, ...]] = {}
+        try:
+            for letter, *costs in self.layer_costs:
+                found[letter] = tuple(map(float, costs))
+            is_known = isinstance(self.layers, str) and set(self.layers) <= {"|", *found}
+        except (TypeError, ValueError):
+            is_known = False
+        numbers = [each for costs in found.values() for each in costs]
+        if not (
+            is_known
+            and len(numbers) == 4 * len(found)
+            and all(0 <= each <= _MAX_COEFFICIENT for each in numbers)
+        ):
+            raise ConfigError(
+                Argument("layer_costs"),
+                f" must have four numbers of 0 or more for each letter of layers, got "
+                f"{self.layer_costs!r:.80}",
+            )
+        costs_of_layers = tuple((letter, *costs) for letter, costs in found.items())
+        object.__setattr__(self, "layer_costs", costs_of_layers)
 
     @classmethod
     def from_json(cls, text: str) -> CostModel:
@@ -198,10 +169,13 @@ class CostModel:
 
     def sample(self, length: int) -> float:
         """Forward cost of one sample of `length` tokens."""
-        pairs = length * length  # masked ones too; `quadratic` says what a pair costs on average
+        pairs: float = (
+            length * length
+        )  # masked ones too; `quadratic` says what a pair costs on average
         if self.window is not None and length > self.window:
             # Of n(n+1)/2 pairs, those more than a window apart are never computed.
-            pairs -= (length - self.window) * (length - self.window)
+            far = (length - self.window) * (length - self.window)
+            pairs -= (1.0 - self.beyond_window) * far
         return self.linear * length + self.quadratic * pairs
 
     def micro_batch(self, lengths: Iterable[int]) -> float:
@@ -211,7 +185,7 @@ class CostModel:
 
 
 def in_units_of(model: CostModel, unit: float) -> CostModel:
-    """The same costs in units `unit` times as large.
+    """The same costs in units `unit` times as large; those of layers are proportions.
 
     Raises:
         ConfigError: a cost is too large in them.

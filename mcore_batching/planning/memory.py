@@ -6,9 +6,9 @@
 Tokens in flight are exact. Bytes are the tensors that a transformer's layers keep for their
 backward pass with fused kernels, attention's keeping no scores (after Korthikanti et al., "Reducing
 Activation Recomputation in Large Transformer Models", 2022, without dropout), and the logits: an
-estimate. Unfused layers keep more, megatron-core's local ones 1.7 times as much in float32 and 1.9
-in bfloat16 (counted on a CPU); the allocator's fragments, communication buffers and what a kernel
-needs meanwhile are left out.
+estimate (their time is in `layer_costs`). Unfused layers keep more, megatron-core's local ones 1.7
+times as much in float32 and 1.9 in bfloat16 (counted on a CPU); the allocator's fragments,
+communication buffers and what a kernel needs meanwhile are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from mcore_batching.planning.errors import ConfigError
 from mcore_batching.planning.integers import at_least
-from mcore_batching.planning.json_text import parse_json
+from mcore_batching.planning.layers_of import config_of_json
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.plan import StepPlan
 from mcore_batching.planning.problem import Problem
@@ -88,14 +88,7 @@ class ModelShape:
         Raises:
             ConfigError: no JSON object, or a size is missing or no integer of 1 or more.
         """
-        try:
-            raw = parse_json(text)
-        except ValueError as error:
-            raise ConfigError(f"expected a model's config.json, got {error}") from None
-        if not isinstance(raw, dict):
-            raise ConfigError(f"expected a model's config.json, got {text!r:.80}")
-        inner = raw.get("text_config")  # of multimodal models
-        raw = raw | (inner if isinstance(inner, dict) else {})
+        raw = config_of_json(text)
         found: dict[str, Any] = {}
         for name, keys in _IN_CONFIG_JSON.items():
             value = next((raw[key] for key in keys if raw.get(key) is not None), None)

@@ -12,7 +12,7 @@ Everything below the planner's public functions takes a `Problem` and checks not
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,6 +20,7 @@ from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
 from mcore_batching.planning.errors import Argument, ConfigError, OversizeSampleError
 from mcore_batching.planning.integers import integer_entries, round_up
+from mcore_batching.planning.layer_costs import costs_of_chunks
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline import Schedule, inflight_tokens
 from mcore_batching.planning.tokens import (
@@ -101,7 +102,20 @@ class Problem:
             dims=self.dims,
             forward_only=self.forward_only,
             backward_ratio=self.cost_model.backward_ratio,
+            which_cost=costs_of_chunks(self.cost_model, self.dims)[1],
         )
+
+    @cached_property
+    def costs_of_stages(self) -> list[tuple[float, list[float]]]:
+        """For each kind of stage the forward cost of a micro-batch and of each sample [samples];
+        a single one, the mean stage's, where stages are equal."""
+        kinds, _ = costs_of_chunks(self.cost_model, self.dims)
+        if len(kinds) == 1:
+            return [(self.cost_model.per_micro_batch, self.costs)]
+        return [
+            (kind.per_micro_batch, [kind.sample(length) for length in self.lengths])
+            for kind in kinds
+        ]
 
     @cached_property
     def capacity(self) -> int:
@@ -127,7 +141,7 @@ class Problem:
 
     @cached_property
     def costs(self) -> list[float]:
-        """Forward cost of each sample [samples]."""
+        """Forward cost of each sample on a mean stage [samples]."""
         cost = self.cost_model.sample
         return [cost(length) for length in self.lengths]
 
@@ -228,13 +242,25 @@ class Problem:
         return round_up(sum(self.tokens[sample] for sample in samples), self.row_multiple)
 
     def cost(self, samples: Sequence[int]) -> float:
-        """Forward cost of a micro-batch."""
+        """Forward cost of a micro-batch on a mean stage."""
         # CostModel.micro_batch with the costs of samples known: the search asks very often. In the
         # same order of additions, since plans must not depend on which of the two was asked.
         total = 0.0
         for sample in samples:
             total += self.costs[sample]
         return self.cost_model.per_micro_batch + total
+
+    def slot_costs(self, slots: Iterable[Sequence[int]]) -> list[float]:
+        """Forward cost of each micro-batch on each kind of stage [slots * kinds], as clocks take
+        them."""
+        found = []
+        for samples in slots:
+            for fixed, costs in self.costs_of_stages:
+                total = 0.0
+                for sample in samples:
+                    total += costs[sample]
+                found.append(fixed + total)
+        return found
 
     def weight(self, samples: Sequence[int]) -> float:
         """What `config.balance` evens out: padded tokens for "tokens", else cost."""

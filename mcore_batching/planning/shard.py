@@ -197,7 +197,7 @@ def shard_outlook(problem: Problem, micro_batches: Sequence[Sequence[int]]) -> S
         micro_batches: of `fill_shard`.
     """
     return ShardOutlook(
-        end=Clock([problem.cost(samples) for samples in micro_batches], problem.schedule).end,
+        end=Clock(problem.slot_costs(micro_batches), problem.schedule).end,
         inflight_tokens=problem.inflight_tokens(micro_batches),
     )
 

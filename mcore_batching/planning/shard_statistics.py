@@ -27,10 +27,11 @@ def shard_statistics(
 
     Returns:
         numbers by name to sum over data-parallel ranks, and numbers by name to take the maximum of;
-        "slot costs" of the latter is a list [num_microbatches].
+        "slot costs" of the latter is a list [num_microbatches], as is "stage costs"
+        [num_microbatches * kinds], which is there where stages differ.
     """
     # Placeholders take no padded tokens of a sample, but are held in flight like any row.
-    costs = [problem.cost(samples) for samples in micro_batches]
+    costs, on_stages = list(map(problem.cost, micro_batches)), problem.slot_costs(micro_batches)
     tokens = [problem.row_tokens(samples) for samples in micro_batches]
     held = [each or problem.placeholder_tokens for each in tokens]
     work, last = ordered_sum(costs), problem.dims.pipeline_parallel - 1
@@ -47,12 +48,13 @@ def shard_statistics(
     }
     maxima = {
         "rank cost": work,
-        "rank end": Clock(costs, problem.schedule).end,
+        "rank end": Clock(on_stages, problem.schedule).end,
         "first stage tokens": inflight_tokens(held, problem.schedule),
         "last stage tokens": inflight_tokens(held, problem.schedule, stage=last),
         "row tokens": max(held),
         "sample cost": max(map(problem.cost_model.sample, problem.lengths), default=0.0),
         "slot costs": costs,
+        **({"stage costs": on_stages} if problem.schedule.which_cost else {}),
     }
     return totals, maxima
 
@@ -68,7 +70,7 @@ def joined_statistics(problem: Problem, joined: Mapping[str, Any]) -> StepStatis
     samples, oversize = int(joined["samples"]), int(joined["oversize"])
     end = joined["rank end"]
     if problem.dims.in_lockstep:  # no rank's own end, but that of each slot's costliest
-        end = Clock(slots, problem.schedule).end
+        end = Clock(joined.get("stage costs", slots), problem.schedule).end
     # As `Problem.fewest_rows` counts them.
     per_row = config.max_samples_per_row or max(1, samples)
     by_tokens = -(-int(joined["fitting tokens"]) // problem.capacity)

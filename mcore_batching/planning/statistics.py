@@ -134,7 +134,7 @@ def step_statistics(
         heaviest_rank_cost=max(rank_costs),
         mean_rank_cost=ordered_sum(rank_costs) / len(ranks),
         slot_maxima_cost=ordered_sum(max(slot) for slot in zip(*costs, strict=True)),
-        step_time=_end(step, problem, costs),
+        step_time=_end(step, problem, ranks),
         floor_time=step_time_floor(problem),
         peak_inflight_tokens=max(inflight_tokens(rank, schedule) for rank in held),
         last_stage_inflight_tokens=max(
@@ -162,7 +162,7 @@ def predicted_step_time(
         forward_only: of the forward passes alone; None: as the plan was made.
     """
     problem, ranks = step_problem(step, lengths, cost_model, forward_only)
-    return _end(step, problem, micro_batch_costs(step, problem, ranks))
+    return _end(step, problem, ranks)
 
 
 def step_problem(
@@ -199,7 +199,8 @@ def step_problem(
 def micro_batch_costs(
     step: StepPlan, problem: Problem, ranks: Sequence[Sequence[Sequence[int]]]
 ) -> list[list[float]]:
-    """Forward cost of each micro-batch [ranks][slots]; a shared one costs each of its ranks.
+    """Forward cost of each micro-batch on a mean stage [ranks][slots]; a shared one costs each of
+    its ranks.
 
     Args:
         step: the plan.
@@ -210,6 +211,21 @@ def micro_batch_costs(
         [
             problem.on_ranks[step.row_size(rank, slot)].cost(samples)
             for slot, samples in enumerate(slots)
+        ]
+        for rank, slots in enumerate(ranks)
+    ]
+
+
+def costs_on_stages(
+    step: StepPlan, problem: Problem, ranks: Sequence[Sequence[Sequence[int]]]
+) -> list[list[float]]:
+    """Forward cost of each micro-batch on each kind of stage [ranks][slots * kinds], as clocks take
+    them. Arguments are those of `micro_batch_costs`."""
+    return [
+        [
+            cost
+            for slot, samples in enumerate(slots)
+            for cost in problem.on_ranks[step.row_size(rank, slot)].slot_costs([samples])
         ]
         for rank, slots in enumerate(ranks)
     ]
@@ -231,8 +247,9 @@ def _held_tokens(
     return held
 
 
-def _end(step: StepPlan, problem: Problem, costs: Sequence[Sequence[float]]) -> float:
-    """End of a step, given the cost of each micro-batch [ranks][slots]."""
+def _end(step: StepPlan, problem: Problem, ranks: Sequence[Sequence[Sequence[int]]]) -> float:
+    """End of a step, given the samples of each micro-batch [ranks][slots]."""
+    costs = costs_on_stages(step, problem, ranks)
     return max(clock.end for clock in clocks_of(costs, problem.schedule, step.context_parallel))
 
 

@@ -23,6 +23,7 @@ from mcore_batching.planning import (
     step_statistics,
 )
 from mcore_batching.planning.pipeline import clocks_of
+from mcore_batching.planning.statistics import costs_on_stages
 
 Changes = tuple[Argument, ...]
 """Arguments to set together, with their new values."""
@@ -114,11 +115,11 @@ def _trials(
 def _split_backward_time(step: StepPlan, lengths: Sequence[int]) -> float:
     """End of the same micro-batches on plain stages that split backward passes."""
     # Interleaving and split passes both fill the bubble; together they are no schedule known here.
-    problem, numbered = step_problem(step, lengths)
-    costs = [[problem.cost(samples) for samples in rank] for rank in numbered]
+    problem, ranks = step_problem(step, lengths)
     plain = replace(step.dims, virtual_pipeline=1, microbatch_group_size=None)
-    schedule = replace(problem.schedule, dims=plain, splits_backward=True)
-    return max(clock.end for clock in clocks_of(costs, schedule))
+    problem = replace(problem, dims=plain)
+    schedule = replace(problem.schedule, splits_backward=True)
+    return max(clock.end for clock in clocks_of(costs_on_stages(step, problem, ranks), schedule))
 
 
 def alternatives(

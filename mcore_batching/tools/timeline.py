@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mcore_batching.planning import CostModel, StepPlan, step_problem
-from mcore_batching.planning.pipeline import Operation, clocks_of
-from mcore_batching.planning.statistics import micro_batch_costs
+from mcore_batching.planning.pipeline import Operation, Pass, clocks_of
+from mcore_batching.planning.statistics import costs_on_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,7 @@ def step_timeline(
         cost_model: the plan's own if None.
     """
     problem, ranks = step_problem(step, lengths, cost_model)
-    costs = micro_batch_costs(step, problem, ranks)
-    schedule = problem.schedule
+    costs, schedule = costs_on_stages(step, problem, ranks), problem.schedule
     # With expert parallelism one clock has the pace of all ranks: a slot takes as long as its
     # slowest micro-batch, and each rank's own passes end earlier within it.
     clocks = clocks_of(costs, schedule, step.context_parallel)
@@ -97,8 +96,9 @@ def step_timeline(
         at_the_pace *= len(costs)
     passes = [
         [
-            replace(o, end=o.start + own[o.slot] * schedule.share(o.stage, o.kind, o.chunk))
+            replace(o, end=o.start + own[place] * schedule.share(o.stage, o.kind, o.chunk))
             for o in operations
+            for place in [schedule.place_of_cost(o.stage, Pass(o.kind, o.chunk, o.slot))]
         ]
         for own, operations in zip(costs, at_the_pace, strict=True)
     ]

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core import ModelParallelConfig
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from mcore_batching.megatron.topology import first_guess
-from mcore_batching.planning import CostModel
+from mcore_batching.planning import CostModel, layers_of
 
 VOCABULARY = 10
-SHAPE = {"hidden_size": 8, "ffn_hidden_size": 12, "num_layers": 2, "num_attention_heads": 2}
-SAME = {"hidden": 8, "layers": 2, "heads": 2, "gated": False}
+SHAPE = {"hidden_size": 8, "ffn_hidden_size": 12, "num_layers": 4, "num_attention_heads": 2}
+SAME = {
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "hidden_act": "gelu",
+    "vocab_size": 10,
+}
 
 
 @pytest.mark.parametrize(
-    ("config", "shape"),
+    ("config", "published"),
     [
-        ({}, {"ffn": 12, "vocab": 10}),
+        ({}, {}),
         (
             {"gated_linear_unit": True, "num_query_groups": 1, "kv_channels": 3},
-            {"ffn": 12, "vocab": 10, "gated": True, "groups": 1, "head_dim": 3},
+            {"hidden_act": "silu", "num_key_value_heads": 1, "head_dim": 3},
         ),
         (
             {
@@ -30,11 +39,14 @@ SAME = {"hidden": 8, "layers": 2, "heads": 2, "gated": False}
                 "recompute_method": "uniform",
                 "recompute_num_layers": 1,
             },
-            {"ffn": 12, "vocab": 10, "recompute": True},
+            {"recompute_granularity": "full"},
         ),
-        ({"window_size": (7, 0)}, {"ffn": 12, "vocab": 10, "window": 8}),
-        ({"window_size": (7, 0), "window_attn_skip_freq": 2}, {"ffn": 12, "vocab": 10}),
-        ({"window_size": (-1, -1)}, {"ffn": 12, "vocab": 10}),
+        ({"window_size": (7, 0)}, {"sliding_window": 8}),
+        (
+            {"window_size": (7, 0), "window_attn_skip_freq": 2},
+            {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8},
+        ),
+        ({"window_size": (-1, -1)}, {}),
         (
             {
                 "num_moe_experts": 8,
@@ -42,20 +54,66 @@ SAME = {"hidden": 8, "layers": 2, "heads": 2, "gated": False}
                 "moe_ffn_hidden_size": 6,
                 "moe_shared_expert_intermediate_size": 4,
                 "expert_model_parallel_size": 2,
+                "moe_layer_freq": [0, 1, 1, 1],
             },
-            {"ffn": 6, "vocab": 10, "experts_per_token": 2, "experts_held": 4, "shared_ffn": 4},
+            {
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 6,
+                "shared_expert_intermediate_size": 4,
+                "expert_model_parallel_size": 2,
+                "first_k_dense_replace": 1,
+            },
         ),
+        ({"mtp_num_layers": 2}, {"num_nextn_predict_layers": 2}),
     ],
-    ids=("dense", "grouped", "recomputed", "window", "windows", "no-window", "experts"),
+    ids=("dense", "grouped", "recomputed", "window", "windows", "no-window", "experts", "mtp"),
 )
-def test_costs_of_a_transformer(config: dict[str, Any], shape: dict[str, Any]) -> None:
+def test_costs_of_a_transformer(config: dict[str, Any], published: dict[str, Any]) -> None:
+    """The same from Megatron's config as from the model's published one."""
     guess = first_guess(VOCABULARY, TransformerConfig(**SHAPE, **config))
-    assert guess == CostModel.from_model(**SAME | shape)
+    assert guess == layers_of.first_guess(SAME | published)
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        ({}, "aaaaV"),
+        ({"num_layers_in_last_pipeline_stage": 1}, "aaa|aV"),
+        ({"num_layers_in_first_pipeline_stage": 1}, "a|aaaV"),
+        (
+            {"num_layers": 3, "account_for_loss_in_pipeline_split": True},
+            "aa|aV",
+        ),
+        (
+            {
+                "num_layers": 6,
+                "virtual_pipeline_model_parallel_size": 2,
+                "account_for_embedding_in_pipeline_split": True,
+                "account_for_loss_in_pipeline_split": True,
+            },
+            "a|aa|aa|aV",
+        ),
+        ({"pipeline_model_parallel_layout": "Ettt|tL"}, "aaa|aV"),
+    ],
+    ids=("even", "last", "first", "loss", "embedding-and-loss-interleaved", "layout"),
+)
+def test_layers_of_uneven_pipelines(config: dict[str, Any], layers: str) -> None:
+    made = TransformerConfig(
+        **SHAPE | config, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32
+    )
+    assert first_guess(VOCABULARY, made).layers == layers
+
+
+def test_layers_of_a_hybrid_model() -> None:
+    config = TransformerConfig(**SHAPE, mamba_head_dim=4, mamba_num_groups=2, mamba_state_dim=4)
+    model = SimpleNamespace(hybrid_layer_pattern="M*|M-/*-")
+    assert first_guess(VOCABULARY, config, model).layers == "M*|M-V"
 
 
 def test_the_output_layer_is_left_out_where_its_size_is_not_known() -> None:
     guess = first_guess(None, TransformerConfig(**SHAPE))
-    assert guess == CostModel.from_model(**SAME, ffn=12)
+    assert guess == layers_of.first_guess(SAME | {"vocab_size": 0})
 
 
 @pytest.mark.parametrize(
@@ -77,4 +135,14 @@ def test_a_model_of_another_shape_has_the_default_costs(odd: dict[str, Any]) -> 
 
 
 def test_latent_attention_is_guessed_by_its_heads() -> None:
-    assert first_guess(VOCABULARY, MLATransformerConfig(**SHAPE)).quadratic > 0
+    config = MLATransformerConfig(
+        **SHAPE,
+        q_lora_rank=6,
+        kv_lora_rank=5,
+        qk_head_dim=4,
+        qk_pos_emb_head_dim=2,
+        v_head_dim=3,
+    )
+    sizes = {"q_lora_rank": 6, "kv_lora_rank": 5, "qk_nope_head_dim": 4}
+    sizes |= {"qk_rope_head_dim": 2, "v_head_dim": 3}
+    assert first_guess(VOCABULARY, config) == layers_of.first_guess(SAME | sizes)

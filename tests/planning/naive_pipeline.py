@@ -27,7 +27,10 @@ def played(
     """Start and end of each pass of each rank, given costs [slots][ranks] and who shares what."""
     dims, ranks = schedule.dims, range(len(costs[0]))
     stages = range(dims.pipeline_parallel)
-    orders = [[(stage, *what) for what in schedule.order(stage, len(costs))] for stage in stages]
+    kinds = 1 + max((max(stage) for stage in schedule.which_cost), default=0)
+    orders = [
+        [(stage, *what) for what in schedule.order(stage, len(costs) // kinds)] for stage in stages
+    ]
     has_waits = dims.virtual_pipeline > 1 and dims.waits_for_sends
     waits = waited_for(orders, dims) if has_waits else {}
     left = {(rank, stage): list(orders[stage]) for rank in ranks for stage in stages}
@@ -46,7 +49,9 @@ def played(
                 before = [free[each, stage] for each in members]
                 start = max(before + [times[each][1] for each in needed])
                 for each in members:
-                    took = costs[node[3]][each] * schedule.share(stage, node[1], node[2])
+                    of_slot = costs[node[3] * kinds :][:kinds]
+                    which = schedule.which_cost[stage][node[2]] if kinds > 1 else 0
+                    took = of_slot[which][each] * schedule.share(stage, node[1], node[2])
                     times[each, node] = start, start + took
                     free[each, stage] = start + took
                     del left[each, stage][0]

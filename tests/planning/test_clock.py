@@ -22,7 +22,7 @@ class Step:
 
     schedule: Schedule
     costs: list[list[float]]
-    """Slot after slot, of each rank."""
+    """Slot after slot, for each kind of stage, of each rank."""
     blocks: list[Blocks]
     dice: random.Random
 
@@ -37,7 +37,7 @@ class Step:
     def other_costs(self) -> list[list[float]]:
         dice, ranks = self.dice, len(self.costs[0])
         costs = []
-        for shared in self.blocks:
+        for shared in (each for each in self.blocks for _ in range(self.schedule.num_costs)):
             costs.append([dice.choice((0.0, 1.0, 9 * dice.random())) for _ in range(ranks)])
             for first, after in shared:
                 costs[-1][first:after] = [costs[-1][first]] * (after - first)
@@ -50,7 +50,11 @@ class Step:
         costs, changes, ranks = [slot[:] for slot in costs], [], len(costs[0])
         for _ in range(self.dice.choice((1, 2, 2, 3))):
             slot, rank = self.dice.randrange(len(costs)), self.dice.randrange(ranks)
-            shared = [each for each in self.blocks[slot] if each[0] <= rank < each[1]]
+            shared = [
+                each
+                for each in self.blocks[slot // self.schedule.num_costs]
+                if each[0] <= rank < each[1]
+            ]
             ((first, after),) = shared or [(rank, rank + 1)]
             more = self.dice.choice((self.dice.random(), -costs[slot][rank]))
             costs[slot][first:after] = [costs[slot][rank] + more] * (after - first)
@@ -71,13 +75,15 @@ def steps(draw: st.DrawFn) -> Step:
     )
     kind = draw(st.sampled_from(["", "", "forward only", "split"]))
     dice = random.Random(draw(st.integers(0, 10**9)))
-    factors = [tuple(dice.choice((0.5, 1.0, 2.0)) for _ in range(chunks)) for _ in range(stages)]
+    drawn = [dice.randrange(3) for _ in range(chunks * stages)]
+    numbers = [list(dict.fromkeys(drawn)).index(each) for each in drawn]
+    kinds = [tuple(numbers[stage::stages]) for stage in range(stages)]
     schedule = Schedule(
         dims=dims,
         forward_only=kind == "forward only",
         splits_backward=kind == "split" and chunks == 1,
         backward_ratio=draw(st.sampled_from([2.0, 2.0, 1.0, 0.0, 3.7])),
-        factors=tuple(factors) if draw(st.booleans()) else (),
+        which_cost=tuple(kinds) if draw(st.booleans()) else (),
     )
     ranks = draw(st.sampled_from([1, 1, 2, 4]))
     count = dims.round_up_num_microbatches(draw(st.integers(1, 10)))
@@ -86,7 +92,7 @@ def steps(draw: st.DrawFn) -> Step:
         size = draw(st.sampled_from([size for size in (1, 2, 4) if size <= ranks]))
         firsts = range(0, ranks, size) if size > 1 else ()
         blocks.append([(first, first + size) for first in firsts if dice.random() < 0.6])
-    step = Step(schedule, [[0.0] * ranks] * count, blocks, dice)
+    step = Step(schedule, [[0.0] * ranks], blocks, dice)
     step.costs = step.other_costs()
     return step
 
@@ -142,6 +148,11 @@ def test_no_rank_ends_before_what_its_schedule_says(step: Step) -> None:
     schedule = step.schedule
     for costs in ([1.0 + slot[0] for slot in step.costs], [1.0] * len(step.costs)):
         end = Clock(costs, schedule).end * (1 + 1e-9)
+        kinds = [kind for stage in schedule.which_cost for kind in stage] or [0]
+        costs = [
+            sum(costs[at + kind] for kind in kinds) / len(kinds)
+            for at in range(0, len(costs), schedule.num_costs)
+        ]
         assert schedule.least_end(sum(costs), min(costs)) <= end
         assert schedule.way * max(costs) + schedule.least_beside(len(costs)) * min(costs) <= end
 
@@ -183,9 +194,10 @@ def test_ranks_wait_for_each_other_in_lockstep_and_where_they_share_rows() -> No
 def test_model_chunks_of_different_costs() -> None:
     """Down 1 + 2 + 4 + 8 of both, in halves, the first one ahead; the last chunk holds it up."""
     dims = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
-    factors = ((1.0, 4.0), (2.0, 8.0))
-    clock = Clock([2.0, 2.0], Schedule(dims=dims, forward_only=True, factors=factors))
+    which = ((0, 2), (1, 3))
+    schedule = Schedule(dims=dims, forward_only=True, which_cost=which)
+    clock = Clock([2.0, 4.0, 8.0, 16.0] * 2, schedule)
     assert [(o.stage, o.chunk, o.end - o.start) for o in clock.operations() if o.slot] == [
-        (stage, chunk, factors[stage][chunk]) for stage, chunk in product((0, 1), (0, 1))
+        (stage, chunk, 2.0 ** which[stage][chunk]) for stage, chunk in product((0, 1), (0, 1))
     ]
     assert clock.end == 1 + 2 + 4 + 2 * 8

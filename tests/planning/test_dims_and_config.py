@@ -199,22 +199,6 @@ def test_cost_of_samples_and_micro_batches() -> None:
     assert CostModel(linear=2, quadratic=3, per_micro_batch=5).micro_batch([1, 10]) == 330
 
 
-def test_cost_model_of_a_models_shape() -> None:
-    shape = {"hidden": 4, "ffn": 8, "layers": 2, "heads": 2, "groups": 1, "vocab": 10}
-    # Of each layer 48 weights of attention, 96 of the feed-forward layer; the output layer has 40.
-    dense = CostModel.from_model(**shape)
-    assert dense.quadratic == pytest.approx(0.5 * 16 / 328)
-    assert (dense.per_micro_batch, dense.backward_ratio) == (256, 2)
-    assert CostModel.from_model(**shape, recompute=True).backward_ratio == 3
-    # A token meets 2 of 6 experts, whose weights a micro-batch reads all.
-    routed = CostModel.from_model(**shape, experts_per_token=2, experts_held=6, shared_ffn=1)
-    weights = 2 * (48 + 2 * 96 + 12) + 40
-    assert routed.quadratic == pytest.approx(0.5 * 16 / weights)
-    assert routed.per_micro_batch == pytest.approx(256 * (weights + 2 * 4 * 96) / weights)
-    with pytest.raises(ConfigError, match="experts_held"):
-        CostModel.from_model(**shape, experts_held=0)
-
-
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

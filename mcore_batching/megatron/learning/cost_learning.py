@@ -35,7 +35,8 @@ from mcore_batching.megatron.learning.pass_times import (
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks
-from mcore_batching.planning import CostModel
+from mcore_batching.planning import CostModel, ParallelDims
+from mcore_batching.planning.layer_costs import costs_of_stage
 from mcore_batching.planning.learnt_costs import (
     WINDOW_STEPS,
     LearntCosts,
@@ -68,6 +69,8 @@ class CostLearner:
         self._alone: dict[int, Timing] = {}
         self._shared: SharedTimes | None = None
         self._num_slots = 0  # of that step
+        self._stage: tuple[ParallelDims, int] | None = None
+        """The dims, and this rank's stage, where passes were timed."""
         self._alone_steps: deque[list[Timing]] = deque(maxlen=WINDOW_STEPS)
         self._shared_steps: deque[list[Timing]] = deque(maxlen=WINDOW_STEPS)
 
@@ -132,6 +135,7 @@ class CostLearner:
         rows, sizes = rows_of(schedule, step), list(schedule.row_sizes(step))
         stage = parallel_state.get_pipeline_model_parallel_rank()
         order = Schedule(dims=schedule.dims).order(stage, len(rows))
+        self._stage = schedule.dims, stage
         if len(marks) == 2 * len(order):  # else the schedule is none that is known here
             self._shared = SharedTimes.of(schedule, step) if schedule.has_sizes_of_rows else None
             if self._shared is None:
@@ -168,9 +172,11 @@ class CostLearner:
                 shared = step.shared.seconds(seconds, slowness(self._alone_steps, self.learnt))
             if not self._unread:  # else ranks may have read different steps
                 costs = costs_of_slots([self._units(timings[slot]) for slot in sorted(timings)])
+        model = self.learnt.cost_model
+        stage = costs_of_stage(model, *self._stage) if self._stage else model
         figures = {
             "steps timed": largest(has_news),
-            "evidence": rank_total(evidence(self._alone_steps, self.learnt)),
+            "evidence": rank_total(evidence(self._alone_steps, self.learnt, stage=stage)),
         }
         if shares_rows:
             figures["seconds of shared passes"] = least(shared)

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.learning.cost_learning import learners_of
@@ -64,7 +64,8 @@ def _known_cost_model(job: Job, chunks: list[Any], forward_only: bool) -> CostMo
     given = job.options.given_cost_model()
     if given is not None:
         return given
-    guess = first_guess(job.options.padded_vocab_size, get_model_config(chunks[0]))
+    model = unwrap_model(chunks[0])
+    guess = first_guess(job.options.padded_vocab_size, get_model_config(chunks[0]), model)
     learners = learners_of(job)
     # Not asked of a model that only runs forward, a reference: the first one asked of takes what a
     # checkpoint had learnt, which is of the model that is trained.

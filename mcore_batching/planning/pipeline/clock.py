@@ -33,7 +33,7 @@ from mcore_batching.planning.pipeline.passes import Kind, Schedule
 from mcore_batching.planning.pipeline.program import program
 
 Changes = Sequence[tuple[int, float]]
-"""Places of micro-batches, and what to add to the cost of each; a place may come twice."""
+"""Places of micro-batches, and what to add to the cost at each; a place may come twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ class Clock:
     """The pipeline of one data-parallel rank, or of ranks in lockstep.
 
     Args:
-        costs: forward cost of each micro-batch on a mean stage [slots]; in lockstep of the
-            costliest in each slot.
+        costs: forward cost of each micro-batch on a stage [slots]; in lockstep of the costliest in
+            each slot. Where stages differ, on each kind of them [slots * kinds].
         schedule: order and relative costs of passes.
 
     Attributes:
-        costs: current cost of each micro-batch [places]; a place is a slot.
+        costs: current cost of each micro-batch [places]; a place is a slot, or a slot and a kind.
         passes_run: passes simulated so far.
 
     Raises:
@@ -71,7 +71,7 @@ class Clock:
     """
 
     def __init__(self, costs: Sequence[float], schedule: Schedule) -> None:
-        self._load(costs, schedule, len(costs))
+        self._load(costs, schedule, len(costs) // schedule.num_costs)
         of_slots = [*costs, 0.0]  # numbers without a micro-batch have the slot after the last
         took = list(map(mul, self._program.of_each(of_slots), self._shares))
         self._took, self._ends = numbers(took), numbers([0.0] * len(took))

@@ -27,8 +27,9 @@ class CoupledClock(Clock):
     share a row; a shared row has its weight at the place of its first rank.
 
     Args:
-        costs: forward cost of each micro-batch on a mean stage [slots * ranks]; place slot * ranks
-            + rank. A shared one has its cost on each of its ranks.
+        costs: forward cost of each micro-batch on a stage [slots * ranks]; place slot * ranks +
+            rank. A shared one has its cost on each of its ranks. Where stages differ, a slot's
+            costs on each kind of them follow each other [slots * kinds * ranks].
         schedule: order and relative costs of passes.
         blocks: the ranks that share a micro-batch [slots].
     """
@@ -37,6 +38,7 @@ class CoupledClock(Clock):
         self, costs: Sequence[float], schedule: Schedule, blocks: Sequence[Blocks]
     ) -> None:
         self._load(costs, schedule, len(blocks))
+        blocks = [shared for shared in blocks for _ in range(schedule.num_costs)]
         ranks = self._ranks = len(costs) // len(blocks)
         # The slot after the last belongs to numbers without a micro-batch.
         self._blocks = [*blocks, ()]
@@ -155,8 +157,8 @@ def clocks_of(
     """The clocks of a step.
 
     Args:
-        costs: forward cost of each micro-batch [ranks][slots]; a shared one has its cost on each
-            of its ranks.
+        costs: forward cost of each micro-batch [ranks][slots], or on each kind of stage
+            [ranks][slots * kinds]; a shared one has its cost on each of its ranks.
         schedule: order and relative costs of passes.
         sizes: under dynamic CP the context-parallel size of each micro-batch [ranks][slots].
 

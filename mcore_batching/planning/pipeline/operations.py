@@ -16,16 +16,17 @@ def pipeline_operations(
     *,
     backward_ratio: float = 2.0,
     forward_only: bool = False,
-    factors: Sequence[Sequence[float]] = (),
+    which_cost: Sequence[Sequence[int]] = (),
 ) -> list[Operation]:
     """Every pass of one data-parallel rank's step, with its times.
 
     Args:
-        forward_costs: of each micro-batch on a mean stage [num_microbatches], over all its chunks.
+        forward_costs: of each micro-batch on a stage [num_microbatches], over all its chunks;
+            with `which_cost` on each kind of stage [num_microbatches * kinds].
         dims: stages and chunks.
         backward_ratio: cost of a backward pass over its forward pass.
         forward_only: no backward passes.
-        factors: cost of each model chunk over that of a mean one [stages][chunks]; empty: equal.
+        which_cost: the kind of each model chunk [stages][chunks]; empty: equal.
 
     Returns:
         passes of stage 0 in the order it runs them, then those of stage 1, ...
@@ -37,7 +38,7 @@ def pipeline_operations(
         dims=dims,
         backward_ratio=backward_ratio,
         forward_only=forward_only,
-        factors=tuple(map(tuple, factors)),
+        which_cost=tuple(map(tuple, which_cost)),
     )
     return Clock(forward_costs, schedule).operations()
 
@@ -48,9 +49,15 @@ def pipeline_time(
     *,
     backward_ratio: float = 2.0,
     forward_only: bool = False,
+    which_cost: Sequence[Sequence[int]] = (),
 ) -> float:
     """End of the last pass of `pipeline_operations`."""
-    schedule = Schedule(dims=dims, backward_ratio=backward_ratio, forward_only=forward_only)
+    schedule = Schedule(
+        dims=dims,
+        backward_ratio=backward_ratio,
+        forward_only=forward_only,
+        which_cost=tuple(map(tuple, which_cost)),
+    )
     return Clock(forward_costs, schedule).end
 
 

@@ -16,6 +16,7 @@ et al., "Zero Bubble Pipeline Parallelism", 2023), which stock Megatron does not
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Literal, NamedTuple
 
@@ -47,20 +48,30 @@ class Schedule:
     forward_only: bool = False
     backward_ratio: float = 2.0
     """Cost of a whole backward pass over its forward pass."""
-    factors: tuple[tuple[float, ...], ...] = ()
-    """Cost of each model chunk over that of a mean one [stages][chunks]; empty: all equal."""
+    which_cost: tuple[tuple[int, ...], ...] = ()
+    """Which of its micro-batch's costs each model chunk takes [stages][chunks], where chunks hold
+    different layers; empty: there is one."""
     splits_backward: bool = False
     """Backward passes are split into B and W, in the order of ZB-H1."""
 
     def share(self, stage: int, kind: Kind, chunk: int) -> float:
-        """Cost of a pass over the forward cost of its micro-batch on a mean stage."""
+        """Cost of a pass over the forward cost of its micro-batch on a stage of such chunks."""
+        del stage, chunk
         share = 1.0 / self.dims.virtual_pipeline
-        if self.factors:
-            share *= self.factors[stage][chunk]
         if kind == "F":
             return share
         inputs = SHARE_OF_INPUTS if self.splits_backward else 1.0
         return share * self.backward_ratio * (inputs if kind == "B" else 1.0 - inputs)
+
+    @cached_property
+    def num_costs(self) -> int:
+        """Costs of each micro-batch: one for every kind of model chunk."""
+        return 1 + max(map(max, self.which_cost), default=0)
+
+    def place_of_cost(self, stage: int, what: Pass) -> int:
+        """Place of the cost that a pass takes, in a list of all micro-batches' [slots * kinds]."""
+        which = self.which_cost[stage][what.chunk] if self.which_cost else 0
+        return what.slot * self.num_costs + which
 
     @property
     def cost_of_passes(self) -> float:
@@ -76,7 +87,7 @@ class Schedule:
     @property
     def order_matters(self) -> bool:
         """True if the order of micro-batches changes the end of a step."""
-        if self.forward_only and self.dims.slots_per_group == 1 and not self.factors:
+        if self.forward_only and self.dims.slots_per_group == 1 and not self.which_cost:
             return False
         return self.dims.pipeline_parallel > 1
 
@@ -88,7 +99,7 @@ class Schedule:
 
     @property
     def way(self) -> float:
-        """Time of one micro-batch through all stages, and back, over its forward cost."""
+        """Time of one micro-batch through all stages, and back, over its cost on a mean stage."""
         parts = product(range(self.dims.pipeline_parallel), range(self.dims.virtual_pipeline))
         kinds: tuple[Kind, ...] = ("F",) if self.forward_only else ("F", "B")
         return sum(self.share(stage, kind, chunk) for stage, chunk in parts for kind in kinds)
@@ -101,6 +112,8 @@ class Schedule:
             work: forward costs of all its micro-batches on a mean stage.
             least: of them, the least that one costs.
         """
+        if self.which_cost:  # some stage has as much work as the mean one
+            return self.cost_of_passes * work
         latest = waits = 0.0
         for stage in range(self.dims.pipeline_parallel):
             chunks = range(self.dims.virtual_pipeline)
@@ -116,13 +129,16 @@ class Schedule:
 
     def least_beside(self, count: int) -> float:
         """Least cost of what the first stage runs before the forward pass of one of `count`
-        micro-batches and after its backward pass, if each other costs 1; 0 but for plain 1F1B.
+        micro-batches and after its backward pass, if each other costs 1; 0 but for plain 1F1B on
+        equal stages.
 
         Of K micro-batches on P stages, p of them before that one, these are p forward and
         max(0, p - P + 1) backward passes, then max(0, K - P - p) forward and K - 1 - p backward
         passes.
         """
         if self.dims.slots_per_group > 1 or self.forward_only or self.splits_backward:
+            return 0.0
+        if self.which_cost:
             return 0.0
         fewest = count - self.dims.pipeline_parallel
         forward, backward = self.share(0, "F", 0), self.share(0, "B", 0)

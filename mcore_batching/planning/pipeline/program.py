@@ -40,11 +40,12 @@ class Program:
 
     Attributes:
         places: stage and pass of each number [numbers]; None for joints.
-        slots: slot whose cost each number takes [numbers]; `count` for joints.
-        of_each: what each number has, from a list of what slots have, and last joints.
+        slots: place of the cost that each number takes, slot * costs of a slot + which of them
+            [numbers]; the place after the last for joints.
+        of_each: what each number has, from a list of what places have, and last joints.
         waits: the two numbers that each waits for, which may be equal [2][numbers].
-        of_slot: numbers of each slot's passes, ascending [slots].
-        spans: the first of these, and one more than the last [slots].
+        of_slot: numbers of the passes of each place, ascending [slots * costs of a slot].
+        spans: the first of these, and one more than the last.
 
     Raises:
         ParallelDimsError: the schedule cannot run this many micro-batches.
@@ -52,6 +53,7 @@ class Program:
 
     def __init__(self, schedule: Schedule, count: int) -> None:
         self._schedule, self._count = schedule, count
+        joints = count * schedule.num_costs
         self.places: list[Place | None] = []
         self._slots: list[int] = []
         self._waits: tuple[list[int], list[int]] = [], []
@@ -63,11 +65,11 @@ class Program:
         self._joint(
             set(range(len(self._slots))) - {each for waits in self._waits for each in waits}
         )
-        of_slot: list[list[int]] = [[] for _ in range(count + 1)]
+        of_slot: list[list[int]] = [[] for _ in range(joints + 1)]
         for number, slot in enumerate(self._slots):
             of_slot[slot].append(number)
-        self.of_slot = [integers(each) for each in of_slot[:count]]
-        self.spans = [(each[0], each[-1] + 1) for each in of_slot[:count]]
+        self.of_slot = [integers(each) for each in of_slot[:joints]]
+        self.spans = [(each[0], each[-1] + 1) for each in of_slot[:joints]]
         self.slots = integers(self._slots)
         self.of_each = itemgetter(*self._slots)
         self.waits = integers(self._waits[0]), integers(self._waits[1])
@@ -106,9 +108,8 @@ class Program:
                 waits = [number.get(each, -1) for each in needs]
                 if -1 in waits:
                     continue  # not numbered yet: this stage's turn comes again
-                number[place] = newest[stage] = self._add(
-                    place, place[1].slot, (newest[stage], *waits)
-                )
+                slot = schedule.place_of_cost(*place)
+                number[place] = newest[stage] = self._add(place, slot, (newest[stage], *waits))
                 at[stage] += 1
             unfinished = [stage for stage in unfinished if at[stage] < len(orders[stage])]
             if len(number) == before:
@@ -116,7 +117,7 @@ class Program:
 
     def _joint(self, waits: Iterable[int]) -> int:
         """Add a joint, which ends with the last of its waits."""
-        return self._add(None, self._count, waits)
+        return self._add(None, self._count * self._schedule.num_costs, waits)
 
     def _add(self, place: Place | None, slot: int, waits: Iterable[int]) -> int:
         """Add a number. Where it waits for more than two others, joints gather them first."""
@@ -149,12 +150,13 @@ _programs = functools.lru_cache(maxsize=64)(Program)
 
 @functools.lru_cache(maxsize=64)
 def program(schedule: Schedule, count: int) -> tuple[Program, Numbers]:
-    """A program of `count` micro-batches, and each number's time over its slot's cost [numbers].
+    """A program of `count` micro-batches, and each number's time over the cost that it takes
+    [numbers].
 
-    Schedules that differ in costs or ranks alone share one program.
+    Schedules that differ in shares of costs or ranks alone share one program.
     """
     one_rank = replace(schedule.dims, data_parallel=1, context_parallel=1, expert_parallel=1)
-    made = _programs(replace(schedule, dims=one_rank, backward_ratio=1.0, factors=()), count)
+    made = _programs(replace(schedule, dims=one_rank, backward_ratio=1.0), count)
     shares = [
         schedule.share(place[0], place[1].kind, place[1].chunk) if place else 1.0
         for place in made.places

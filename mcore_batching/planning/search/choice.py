@@ -136,6 +136,8 @@ def _first_kinds(count: int, objective: Objective) -> list[Kind]:
     kinds = [Kind(count, USUAL)]
     if objective.lockstep:
         kinds.append(Kind(count, USUAL, gentle=True))
+    if objective.problem.schedule.which_cost and objective.problem.schedule.alternates:
+        kinds.append(Kind(count, USUAL, fades=True))
     if objective.max_inflight_tokens is not None:
         kinds.append(Kind(count, EVEN))
     return kinds

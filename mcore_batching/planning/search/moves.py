@@ -77,7 +77,9 @@ def improve(step: Candidate, objective: Objective, *, keep: float = 0.0) -> Cand
 class Row:
     """A micro-batch, with what it costs and holds on each rank that shares it."""
 
-    __slots__ = ("cost", "pipeline", "place", "problem", "ranks", "samples", "tokens")
+    __slots__ = ("cost", "costs", "pipeline", "place", "problem", "ranks", "samples", "tokens")
+    costs: list[float]
+    """On each kind of stage, where they differ; `cost` is the mean stage's."""
     pipeline: Pipeline
     place: int
 
@@ -92,6 +94,8 @@ class Row:
         tokens = self.problem.tokens
         self.samples = samples
         self.cost = self.problem.cost(samples)
+        if self.problem.schedule.which_cost:
+            self.costs = self.problem.slot_costs([samples])
         # A list, not a generator, here and below: every move passes through.
         self.tokens = sum([tokens[i] for i in samples])
 
@@ -151,22 +155,33 @@ class Chains:
 
     def __init__(self, most: int = MOST_CHAINS) -> None:
         self._most, self._chains = most, list[list[float]]()
+        self._on_stages: list[Sequence[float]] = []
+        """Of the same chains the weights of places of the clock, where these are others."""
 
     def __iter__(self) -> Iterator[list[float]]:
         """Weights of places on each chain, that of `NOWHERE`, and last how long it is."""
         return iter(self._chains)
 
-    def add(self, weights: Sequence[float], length: float) -> None:
-        """Add a chain with these weights of places, and so long."""
+    def add(self, weights: Sequence[float], length: float, on_stages: Sequence[float]) -> None:
+        """Add a chain with these weights of places, and so long.
+
+        Args:
+            weights: of places.
+            length: of the chain.
+            on_stages: weights of the clock's places.
+        """
         # The 0 is for `NOWHERE`, -2 as an index: what is outside the pipeline is on no chain.
         self._chains.insert(0, [*weights, 0.0, length])
         del self._chains[self._most :]
+        if on_stages is not weights:
+            self._on_stages.insert(0, on_stages)
+            del self._on_stages[self._most :]
 
     def change(self, changes: Changes) -> None:
-        """Let some places cost so much more."""
-        for chain in self._chains:
+        """Let some of the clock's places cost so much more."""
+        for chain, weights in zip(self._chains, self._on_stages or self._chains, strict=True):
             for place, more in changes:
-                chain[-1] += more * chain[place]
+                chain[-1] += more * weights[place]
 
     def room(
         self, place: int, at: int, *, slope: float, least: float, free: float, end: float
@@ -195,6 +210,8 @@ class Chains:
                     # What refused this move is likely to refuse the next one, so it is asked first.
                     if most < least:
                         self._chains.insert(0, self._chains.pop(number))
+                        if self._on_stages:
+                            self._on_stages.insert(0, self._on_stages.pop(number))
                         return None
                 weight += slope
                 if left < weight * even:
@@ -225,10 +242,17 @@ class Pipeline:
         self.costs = [max([row.cost for row in self.rows(place)]) for place in places]
         sizes = [[len(row.ranks) for row in rank] for rank in firsts]
         schedule = objective.problem.schedule
+        self._kinds = schedule.num_costs
+        costs = self.costs
+        if self._kinds > 1:
+            costs = [0.0] * (self._kinds * len(costs))
+            for place in places:
+                for at, cost in self._on_stages(place):
+                    costs[at] = cost
         self._clock = (
-            CoupledClock(self.costs, schedule, blocks_of(sizes))
+            CoupledClock(costs, schedule, blocks_of(sizes))
             if self.width > 1
-            else Clock(self.costs, schedule)
+            else Clock(costs, schedule)
         )
         self._passes_counted = 0
         self.chains = Chains(MOST_CHAINS * min(2, self.width))
@@ -243,35 +267,68 @@ class Pipeline:
         slot, column = divmod(place, self.width)
         return [rank[slot] for rank in self._columns[column]]
 
-    def growth(self, place: int) -> tuple[int, float]:
-        """The place, and how much more it costs by its micro-batches than it is known to."""
-        return place, max([row.cost for row in self.rows(place)]) - self.costs[place]
+    def growth(self, place: int) -> list[tuple[int, float]]:
+        """How much more a place costs by its micro-batches than it is known to, for the clock."""
+        if self._kinds > 1:
+            known = self._clock.costs
+            return [(at, cost - known[at]) for at, cost in self._on_stages(place)]
+        return [(place, max([row.cost for row in self.rows(place)]) - self.costs[place])]
+
+    def _on_stages(self, place: int) -> list[tuple[int, float]]:
+        """The clock's places of a place, one for each kind of stage, with the costs there."""
+        rows, (slot, column) = self.rows(place), divmod(place, self.width)
+        first = slot * self._kinds * self.width + column
+        return [
+            (first + kind * self.width, max([row.costs[kind] for row in rows]))
+            for kind in range(self._kinds)
+        ]
 
     def end_with(self, changes: Changes) -> float:
-        """End if some places cost so much more; a chain that ends later is remembered."""
+        """End if some of the clock's places cost so much more; a chain that ends later is
+        remembered."""
         end = self._clock.end_with(changes)
         # This chain is why; remembered, it refuses moves like this one without the clock.
         if end > self.end:
             weights, length = self._clock.weights_with(), 0.0
             # By the costs before: `change` brings it up to date if the move is made.
-            for weight, cost in zip(weights, self.costs, strict=True):
+            for weight, cost in zip(weights, self._clock.costs, strict=True):
                 length += weight * cost
-            self.chains.add(weights, length)
+            self.chains.add(self._of_places(weights), length, weights)
         self._count_effort()
         return end
 
     def become(self, changes: Changes) -> None:
-        """Let some places cost so much more."""
+        """Let some of the clock's places cost so much more."""
         self._clock.become(changes)
         self.chains.change(changes)
-        for place, more in changes:
-            self.costs[place] += more
+        for at, more in changes:
+            if self._kinds > 1:
+                slot, column = divmod(at, self.width)
+                place = slot // self._kinds * self.width + column
+                self.costs[place] = max([row.cost for row in self.rows(place)])
+            else:
+                self.costs[at] += more
         self._look()
 
+    def _of_places(self, weights: list[float]) -> list[float]:
+        """Weights of places from those of the clock's places: what a micro-batch that costs 1 more
+        on a mean stage adds, if that is made up like the micro-batch there."""
+        if self._kinds == 1:
+            return weights
+        made, costs = [0.0] * len(self.costs), self._clock.costs
+        for at, weight in enumerate(weights):
+            if weight:
+                slot, column = divmod(at, self.width)
+                made[slot // self._kinds * self.width + column] += weight * costs[at]
+        return [
+            weight / cost if cost else 0.0 for weight, cost in zip(made, self.costs, strict=True)
+        ]
+
     def _look(self) -> None:
-        self.end, self.weights = self._clock.end, self._clock.weights()
+        self.end, weights = self._clock.end, self._clock.weights()
+        self.weights = self._of_places(weights)
         self.on_chain = [place for place, weight in enumerate(self.weights) if weight > 0.0]
-        self.chains.add(self.weights, self.end)
+        self.chains.add(self.weights, self.end, weights)
         self._count_effort()
 
     def _count_effort(self) -> None:
@@ -443,7 +500,10 @@ class _Moves:
         if late is not early:
             both = [(early, {theirs.place}), (late, {mine.place})]
         # Sorted, as sets have no order of their own, and ranks must add up in the same one.
-        changes = [(each, list(map(each.growth, sorted(places)))) for each, places in both]
+        changes = [
+            (each, [change for place in sorted(places) for change in each.growth(place)])
+            for each, places in both
+        ]
         total, limit = 0.0, ROUNDED * sum([self._power(each.end) for each, _ in both])
         for each, change in changes:
             total += self._power(each.end_with(change))

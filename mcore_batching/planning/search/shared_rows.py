@@ -64,7 +64,11 @@ class SharedObjective(Objective):
         sizes = sizes or [[1] * len(slots) for slots in ranks]
         problems = self.whole.on_ranks
         costs = [
-            [problems[size].cost(samples) for samples, size in zip(slots, own, strict=True)]
+            [
+                cost
+                for samples, size in zip(slots, own, strict=True)
+                for cost in problems[size].slot_costs([samples])
+            ]
             for slots, own in zip(held, sizes, strict=True)
         ]
         (clock,) = clocks_of(costs, self.whole.on_ranks[1].schedule, sizes)
@@ -118,6 +122,10 @@ class Forms:
         self._profiles: dict[Kind, list[float]] = {}
         self.order = by_cost(range(problem.num_samples), self._costs)
         """Samples, costliest first."""
+        # Of all samples in one micro-batch: their cost on each kind of stage over the mean one's.
+        every = problem.on_ranks[1].slot_costs([self.order])
+        mean = problem.on_ranks[1].cost(self.order)
+        self._ratios = [cost / mean if mean else 1.0 for cost in every]
 
     def sizes_under(self, limit: float) -> tuple[int, ...]:
         """The least size of each sample that its length needs and that brings its cost to a limit
@@ -146,8 +154,13 @@ class Forms:
             if free and layout.own:
                 top = max(free, key=lambda slot: profile[slot])
                 costs[top] = max(costs[top], self._problem.on_ranks[1].cost(layout.own[:1]))
-            latest = max(latest, self._objective.end_of(costs))
+            latest = max(latest, self._objective.end_of(self._on_stages(costs)))
         return latest
+
+    def _on_stages(self, costs: Sequence[float]) -> list[float]:
+        """Costs of micro-batches as of mean ones, on each kind of stage [slots * kinds]."""
+        ratios = self._ratios
+        return [cost * ratio for cost in costs for ratio in ratios]
 
     def make(self, form: Form) -> Candidate | None:
         """The step of a form, simulated; None if its samples do not fit."""
@@ -196,7 +209,9 @@ class Forms:
     def _profile(self, kind: Kind) -> list[float]:
         """Sizes of slots relative to each other [slots]."""
         if kind not in self._profiles:
-            targets = Targets(self._objective, kind.num_slots, kind.first, 0.0, kind.gentle)
+            targets = Targets(
+                self._objective, kind.num_slots, kind.first, 0.0, kind.gentle, kind.fades
+            )
             self._profiles[kind] = targets.relative
         return self._profiles[kind]
 

@@ -53,6 +53,8 @@ class Kind(NamedTuple):
     """Size of the first slot over the plateau."""
     gentle: bool = False
     """True for a rise along a line, and a fall over twice as many slots."""
+    fades: bool = False
+    """True for a fall that gets gentle; tried where stages differ."""
 
 
 @dataclass
@@ -137,9 +139,8 @@ class Steps:
             return True
         best = self.made[self.soonest[0]].end
         for at in {kind.num_slots // 2, kind.num_slots - 1}:
-            costs = [self._problem.cost_model.per_micro_batch] * kind.num_slots
-            costs[at] = self.alone[0]
-            if self.objective.end_of(costs) < best:
+            slots: Slots = [[]] * at + [self.order[:1]] + [[]] * (kind.num_slots - 1 - at)
+            if self.objective.end_together([slots]) < best:
                 return True
         self.left_out.add(kind)
         return False
@@ -223,7 +224,9 @@ class Steps:
     def _targets(self, kind: Kind, made: Made) -> list[float]:
         problem = self._problem
         work = self._work + kind.num_slots * problem.cost_model.per_micro_batch
-        targets = Targets(self.objective, kind.num_slots, kind.first, self._least, kind.gentle)
+        targets = Targets(
+            self.objective, kind.num_slots, kind.first, self._least, kind.gentle, kind.fades
+        )
         if self.objective.lockstep:
             return lockstep_targets(targets, work, self.alone, self._levels) * self.ranks
         works = [work + more for more in made.offsets]
@@ -273,7 +276,9 @@ class Steps:
         group = self._problem.dims.slots_per_group
         if group == 1 or not all(map(all, ranks)):
             return ranks, way
-        costs = [max(slot) for slot in zip(*map(self.objective.slot_costs, ranks), strict=True)]
+        flat = [max(slot) for slot in zip(*map(self._problem.slot_costs, ranks), strict=True)]
+        each = self._problem.schedule.num_costs
+        costs = [flat[at : at + each] for at in range(0, len(flat), each)]
         found = []
         for number in range(4) if way < 0 else [way]:
             order: list[int] = []
@@ -284,7 +289,8 @@ class Steps:
                 if number == 3:
                     slots = slots[::2] + slots[1::2][::-1]
                 order += slots
-            end = self.objective.end_of([costs[slot] for slot in order]) if way < 0 else 0.0
+            ordered = itertools.chain.from_iterable(costs[slot] for slot in order)
+            end = self.objective.end_of(list(ordered)) if way < 0 else 0.0
             found.append((end, number, order))
         _, way, order = min(found)
         return [[slots[at] for at in order] for slots in ranks], way
