@@ -139,6 +139,7 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
         {"kind": "lora", "spread": "empty", "overlap": True},
     ),
     "tp2-lora": ("tp2", {"kind": "lora"}),
+    "cp2-lora-recomputed": ("cp2", {"kind": "lora", "settings": RECOMPUTED}),
     # State that flowed from one sample of a row to the next would be off by most of a gradient.
     "dp2-mamba": ("dp2", {"kind": "mamba", "spread": "fewer"}),
     "cp2-mamba": ("cp2", {"kind": "mamba"}),
