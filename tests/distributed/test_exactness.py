@@ -206,7 +206,7 @@ MEAN = "-mean-over-micro-batches"
 SPECIAL |= {
     f"{name}{MEAN}": (layout, {"per_token_loss": False, **changes})
     for name, (layout, changes) in SPECIAL.items()
-    if layout == "dp2" and name == f"dp2-{changes.get('kind')}" and "dsa" not in name
+    if layout == "dp2" and name == f"dp2-{changes.get('kind')}" and "dsa-loss" not in name
 }
 
 
