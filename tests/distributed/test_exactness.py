@@ -139,6 +139,7 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
         {"kind": "lora", "spread": "empty", "overlap": True},
     ),
     "tp2-lora": ("tp2", {"kind": "lora"}),
+    "cp2-lora-recomputed": ("cp2", {"kind": "lora", "settings": RECOMPUTED}),
     # State that flowed from one sample of a row to the next would be off by most of a gradient.
     "dp2-mamba": ("dp2", {"kind": "mamba", "spread": "fewer"}),
     "cp2-mamba": ("cp2", {"kind": "mamba"}),
@@ -253,7 +254,7 @@ MEAN_NAME = "-mean-over-micro-batches"
 SPECIAL |= {
     f"{name}{MEAN_NAME}": (layout, {"per_token_loss": False, **changes})
     for name, (layout, changes) in SPECIAL.items()
-    if layout == "dp2" and name == f"dp2-{changes.get('kind')}" and "dsa" not in name
+    if layout == "dp2" and name == f"dp2-{changes.get('kind')}" and "dsa-loss" not in name
 }
 
 

@@ -33,6 +33,8 @@ def test_data_parallelism_is_what_the_other_sizes_leave_unless_given():
     [
         (["--iterations", "0"], "--iterations must be 1 or more, got 0"),
         (["--vpp", "3"], "cannot be cut into 6 equal model chunks"),
+        (["--hybrid-layer-pattern", "*-"], "*- is not cut into 2 model chunks"),
+        (["--hybrid-layer-pattern", "*-|*E"], "*-|*E has other layers than *-MG"),
         (["--baseline", "--compare"], "not allowed with"),
         (["--online", "--compare"], "--compare is for recorded rollouts: leave out --online"),
         (["--step-wise"], "--step-wise is for games in play: add --online"),

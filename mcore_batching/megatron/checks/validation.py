@@ -11,7 +11,6 @@ from typing import Any
 from megatron.core.utils import get_model_config
 
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.attention.parallel_gradients import fix_parallel_gradients
 from mcore_batching.megatron.checks.layer_checks import layer_problems
 from mcore_batching.megatron.checks.multi_token import lost_predictions, multi_token_problems
 from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
@@ -29,6 +28,7 @@ from mcore_batching.megatron.checks.transformer_engine import (
 from mcore_batching.megatron.errors import refuse
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.logits.fused_output import check_can_be_fused
+from mcore_batching.megatron.mended_gradients import mend_gradients
 from mcore_batching.megatron.topology import current_dims, model_chunks
 from mcore_batching.planning import (
     ParallelDims,
@@ -102,7 +102,7 @@ def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -
     # What packed rows need beyond settings, each where the model has such layers.
     if model_config.num_moe_experts:
         compat.fix_router_masks()
-    fix_parallel_gradients(model)
+    mend_gradients(model)
     if config.max_context_parallel is not None:
         let_rows_have_groups(model)
     model_config.variable_seq_lengths = True
@@ -111,7 +111,8 @@ def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -
 def prepare_packed_model(model: Any) -> None:
     """Check that a model can run packed rows, whoever makes them, and end Mamba's state in them.
 
-    For frameworks that make rows and take the loss themselves: nothing is asked of the loss.
+    For frameworks that make rows, which they pad, and take the loss themselves: nothing is asked of
+    the loss.
 
     Args:
         model: this rank's model chunks.
@@ -123,7 +124,6 @@ def prepare_packed_model(model: Any) -> None:
     config, dims = get_model_config(chunks[0]), current_dims(chunks)
     refuse(
         _PACKED_ROWS,
-        # Frameworks pad the tail of every row.
         [*_row_problems(config, dims), *layer_problems(chunks, dims, pads_rows=True)],
     )
     compat.end_states_with_samples()
@@ -253,8 +253,8 @@ def _loss_problems(config: Any) -> Iterator[str]:
         )
     if config.dsa_indexer_loss_coeff and not config.calculate_per_token_loss:
         yield (
-            "the indexer loss of sparse attention would be averaged over micro-batches however "
-            "full: set --calculate-per-token-loss, or dsa_indexer_loss_coeff=0"
+            "the indexer loss of sparse attention would be a mean over micro-batches however full: "
+            "set --calculate-per-token-loss"
         )
 
 

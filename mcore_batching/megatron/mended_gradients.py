@@ -1,6 +1,6 @@
-"""Gradients of what all heads share under tensor parallelism, three of which Megatron gets wrong.
+"""Gradients that Megatron gets wrong, or not at all.
 
-Packed or not, from 0.16 to main:
+Packed or not, from 0.16 to main. Under tensor parallelism, of what all heads share:
 
 - All heads of multi-latent attention share one rotary key. Each rank's heads send back their part
   of its gradient, and the parts are not added up: on Megatron's own layers, and without sequence
@@ -9,6 +9,9 @@ Packed or not, from 0.16 to main:
   ``qk_layernorm`` has them added up as if it were a norm of heads: too large by the ranks.
 - All heads of GatedDeltaNet share the norm of outputs. Without sequence parallelism each rank has
   the gradient of its own heads, and nothing adds them up: with two ranks 79 % off.
+
+Under full recomputation, of adapters beside frozen weights: recomputed layers have no gradients
+where their input needs none, as where the embedding is frozen.
 """
 
 from __future__ import annotations
@@ -24,18 +27,22 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.utils import get_model_config, unwrap_model
 
 from mcore_batching.megatron import compat
 
-_MARK = "_mcore_batching_fixed"
+_MARK = "_mcore_batching_mended"
 
 
-def fix_parallel_gradients(chunks: list[Any]) -> None:
-    """Let what heads share have the gradients of all ranks' heads, once.
+def mend_gradients(chunks: list[Any]) -> None:
+    """Let what heads share have the gradients of all ranks' heads, and adapters have theirs.
 
     Args:
         chunks: this rank's model chunks; a second call does nothing.
     """
+    for chunk in chunks:
+        if get_model_config(chunk).recompute_granularity == "full":
+            _mend_recomputed(unwrap_model(chunk))
     for layer in (layer for chunk in chunks for layer in chunk.modules()):
         is_latent = getattr(layer, "linear_kv_down_proj", None) is not None
         is_delta_net = compat.class_of_forward(layer).startswith("GatedDeltaNet")
@@ -47,7 +54,7 @@ def fix_parallel_gradients(chunks: list[Any]) -> None:
             continue
         setattr(layer, _MARK, True)
         if is_latent:
-            _fix_latent(layer, group)
+            _mend_latent(layer, group)
         elif not layer.config.sequence_parallel:
             for parameter in layer.out_norm.parameters():
                 if parameter.requires_grad:
@@ -56,7 +63,16 @@ def fix_parallel_gradients(chunks: list[Any]) -> None:
                     parameter.average_gradients_across_tp_domain = True
 
 
-def _fix_latent(layer: Any, group: dist.ProcessGroup) -> None:
+def _mend_recomputed(model: Any) -> None:
+    embedding = getattr(model, "embedding", None)
+    if embedding is None or hasattr(embedding, _MARK):
+        return
+    if not any(each.requires_grad for each in embedding.parameters()):
+        setattr(embedding, _MARK, True)
+        embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+
+
+def _mend_latent(layer: Any, group: dist.ProcessGroup) -> None:
     # The gradients of all heads come back through this output: the last place where they are apart
     # from the latent values'.
     layer.linear_kv_down_proj.register_forward_hook(
