@@ -12,6 +12,7 @@ from mcore_batching.batch import PackedMicroBatch, StepTotals
 from mcore_batching.batch.consensus import Statement
 from mcore_batching.batch.figures import total
 from mcore_batching.flags import FLAGS
+from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
 from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
@@ -54,7 +55,10 @@ def prepare(
         # All rows at once, before the pipeline: a value that does not fit would otherwise show
         # inside it, where the other ranks wait for this one's tensors.
         found = schedule()
-        return PreparedStep.of_rows(found, step, found.rows(step), model_chunks(model), change)
+        chunks = model_chunks(model)
+        if found.hosts is not None:  # the model need not be the one planned with
+            check_shared_prefixes(chunks)
+        return PreparedStep.of_rows(found, step, found.rows(step), chunks, change)
 
     def says(prepared: PreparedStep) -> Statement:
         return _statement(job, model, prepared, alike(prepared.schedule))

@@ -75,7 +75,7 @@ def said_and_reported(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     )
     seconds = [list(range(0, count, 4)) + list(range(1, count, 4))]
     seconds.append([i for i in range(count) if i not in seconds[0]])
-    # After what is said once a job: samples that begin one of another step are counted as well.
+    printed["cut"] = _printed(lambda: get_data_iterator(on, model, data, steps=seconds)[0])
     cut = schedule_of(get_data_iterator(on, model, data, steps=seconds)[0])
     iterators, counts = get_data_iterator(on, model, data)
     schedule = schedule_of(iterators)
@@ -143,6 +143,12 @@ def refused(dims: dict[str, Any], reference: str) -> dict[str, str]:
 
     f: Any = by_lengths if rank else log_probs_of
     found["by lengths"] = _raised(lambda: forward_only(f, on, model, *planned))
+    other = small_model(dims, reference)
+    if rank == 1:
+        unwrap_model(other[0]).decoder.layers[
+            0
+        ].self_attention.attn_mask_type = AttnMaskType.no_mask
+    found["other model"] = _raised(lambda: forward_only(log_probs_of, on, other, *planned))
     return found | {"in the end": _raised(plan)}
 
 
