@@ -51,6 +51,7 @@ def train_online(
         hidden_size=options.hidden_size,
         max_sequence_length=MAX_TOKENS,
         seed=options.seed,
+        dtype=getattr(torch, options.dtype),
     )
     # Untrained weights win no game, and a group of equal rewards teaches nothing.
     warm_start(options, policy, on_warm_start)

@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config
 
 from mcore_batching.megatron.attention import uses_transformer_engine
 from mcore_batching.megatron.standalone.bootstrap import (
@@ -31,6 +32,7 @@ def build_policy_and_reference(
     hidden_size: int,
     max_sequence_length: int,
     seed: int,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[list[Any], list[Any]]:
     """This rank's chunks of the policy, ready to train, and of its frozen copy.
 
@@ -40,6 +42,7 @@ def build_policy_and_reference(
         hidden_size: of the residual stream.
         max_sequence_length: longest sample, in tokens.
         seed: of the initial weights; the same seed and layout give the same weights.
+        dtype: of weights, activations and gradients.
 
     Returns:
         policy, wrapped in Megatron's DDP; reference, bare.
@@ -49,12 +52,13 @@ def build_policy_and_reference(
     torch.manual_seed(stage_seed)
     tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
     shape: dict[str, Any] = {"vocab_size": VOCABULARY, "max_sequence_length": max_sequence_length}
+    torch.set_default_dtype(dtype)  # of which Megatron builds norms
+    config, frozen = (_transformer_config(dims, num_layers, hidden_size, dtype) for _ in range(2))
     policy = build_model(
-        _transformer_config(dims, num_layers, hidden_size),
-        ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
-        **shape,
+        config, ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=False), **shape
     )
-    reference = build_model(_transformer_config(dims, num_layers, hidden_size), wrap=False, **shape)
+    reference = build_model(frozen, wrap=False, **shape)
+    torch.set_default_dtype(torch.float32)
     copy_weights(policy, reference)
     for chunk in reference:
         chunk.requires_grad_(False)
@@ -68,7 +72,8 @@ def copy_weights(policy: list[Any], reference: list[Any]) -> None:
 
 
 def build_adam(policy: list[Any], learning_rate: float) -> Any:
-    """Megatron's Adam over the policy, gradients clipped to norm 1."""
+    """Megatron's Adam over the policy, gradients clipped to norm 1 if they are float32."""
+    is_float32 = get_model_config(policy[0]).params_dtype is torch.float32
     config = OptimizerConfig(
         optimizer="adam",
         lr=learning_rate,
@@ -79,7 +84,7 @@ def build_adam(policy: list[Any], learning_rate: float) -> Any:
         # With Adam's usual 1e-8 the first updates are signs of gradients, and the rounding of a
         # gradient near zero becomes a difference of twice the learning rate.
         adam_eps=1e-5,
-        clip_grad=1.0,
+        clip_grad=1.0 if is_float32 else 0.0,  # Megatron clips no others
     )
     return build_optimizer(policy, config)
 
@@ -107,7 +112,9 @@ def build_scheduler(optimizer: Any, decay_style: str, num_samples: int) -> Optim
     )
 
 
-def _transformer_config(dims: ParallelDims, num_layers: int, hidden_size: int) -> TransformerConfig:
+def _transformer_config(
+    dims: ParallelDims, num_layers: int, hidden_size: int, dtype: torch.dtype
+) -> TransformerConfig:
     return TransformerConfig(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -118,8 +125,8 @@ def _transformer_config(dims: ParallelDims, num_layers: int, hidden_size: int) -
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
         use_cpu_initialization=True,
         # Kernels that come with Apex or Transformer Engine.
         gradient_accumulation_fusion=False,

@@ -50,6 +50,9 @@ def test_what_is_said_and_reported_of_samples_and_hosts(
         assert rank["tokens"] == [COMPUTED, TOKENS - COMPUTED]
         errors = rank["errors"]
         assert "samples [0, 1, 2, 3" in errors["not finite"]  # hosts and who begins them
+        # The first trajectory's last turn, not the first of the samples with segments of their own.
+        for exchanges in (False, True):
+            assert f"sample {TURNS - 1} has {TOTALS[-1]} tokens" in errors[f"oversize, {exchanges}"]
         assert errors["agreeing field"] == ""
         assert errors["other field"].startswith("CollationFailedError")
         assert "field 'beside', sample " in errors["other field"]

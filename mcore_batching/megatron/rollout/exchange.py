@@ -114,13 +114,16 @@ class ExchangingProtocol(PlanningProtocol):
             computed = [number for number in numbers if hosts[number] == number]
             of_step = [lengths[number] for number in computed]
             hosted = tuple(lengths[number] for number in numbers if hosts[number] != number)
-            planned = dataclasses.replace(self._planned(of_step), hosted_lengths=hosted)
+            naming = self.job.options.naming_the_cap(
+                forward_only=self.forward_only, samples=computed
+            )
+            # A sample over the cap is found inside the agreement, so that all ranks raise.
+            with naming:
+                planned = dataclasses.replace(self._planned(of_step), hosted_lengths=hosted)
             return GlobalPlan(planned, computed, of_step)
 
         def work() -> tuple[_Laid, list[Any]]:
-            # A sample over the cap is found here: inside the agreement, so that all ranks raise.
-            with self.job.options.naming_the_cap(forward_only=self.forward_only):
-                plans = tuple(map(plan, range(len(shards[0].steps))))
+            plans = tuple(map(plan, range(len(shards[0].steps))))
             runs_on = [_run_on(rank, plans, hosts) for rank in range(num_ranks)]
             moves = SampleMoves(own, first, runs_on, sharing)
             digest = digest_of([made.plan.digest() for made in plans])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -91,6 +92,16 @@ def said_and_reported(dims: dict[str, Any], reference: str) -> dict[str, Any]:
         return train_step(loss, on, model, iterators, counts, optimizer)
 
     errors = {"not finite": _raised(step)}
+    for exchanges in (False, True):
+        small = arguments(
+            shape,
+            max_tokens_per_gpu=TOTALS[-1] - 1,
+            dynamic_batch_share_prefixes=True,
+            dynamic_batch_on_oversize="error",
+            dynamic_batch_exchange=exchanges,
+        )
+        said = _raised(functools.partial(get_data_iterator, small, model, data))
+        errors[f"oversize, {exchanges}"] = said
     errors["drawn"] = _raised(lambda: iterators[0].get_next(["tokens"]))
     for name, differs in (("agreeing field", False), ("other field", is_second)):
         values = [torch.full((total,), total * differs) for total in data["total_lengths"]]
