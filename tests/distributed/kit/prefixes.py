@@ -155,6 +155,8 @@ def refused(dims: dict[str, Any], reference: str) -> dict[str, str]:
     f: Any = by_lengths if rank else log_probs_of
     found["by lengths"] = _raised(lambda: forward_only(f, on, model, *planned))
     other = small_model(dims, reference)
+    get_model_config(other[0]).hidden_dropout = 0.1
+    found["evaluated"] = _raised(lambda: forward_only(log_probs_of, on, other, *planned))
     if rank == 1:
         unwrap_model(other[0]).decoder.layers[
             0
