@@ -52,6 +52,7 @@ def train_online(
         max_sequence_length=MAX_TOKENS,
         hybrid_layer_pattern=options.hybrid_layer_pattern,
         seed=options.seed,
+        dtype=getattr(torch, options.dtype),
     )
     # Untrained weights win no game, and a group of equal rewards teaches nothing.
     warm_start(options, policy, on_warm_start)

@@ -90,6 +90,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     job.add_argument("--clip", type=float, default=0.2)
     job.add_argument("--kl-coefficient", type=float, default=0.05)
     job.add_argument("--seed", type=int, default=1234)
+    job.add_argument(
+        "--dtype",
+        choices=("float32", "float64"),
+        default="float32",
+        help="float64: runs that differ in rounding alone play the same games; gradients are not "
+        "clipped",
+    )
     job.add_argument("--out", type=Path, default=Path("runs/grpo"), metavar="DIR")
     runs = job.add_mutually_exclusive_group()
     runs.add_argument("--baseline", action="store_true", help="one sample per micro-batch")

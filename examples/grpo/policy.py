@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config
 
 from mcore_batching.megatron.attention import uses_transformer_engine
 from mcore_batching.megatron.standalone.bootstrap import (
@@ -32,6 +33,7 @@ def build_policy_and_reference(
     max_sequence_length: int,
     seed: int,
     hybrid_layer_pattern: str | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[list[Any], list[Any]]:
     """This rank's chunks of the policy, ready to train, and of its frozen copy.
 
@@ -42,6 +44,7 @@ def build_policy_and_reference(
         max_sequence_length: longest sample, in tokens.
         seed: of the initial weights; the same seed and layout give the same weights.
         hybrid_layer_pattern: the layers of a `HybridModel`; None: a `GPTModel`.
+        dtype: of weights, activations and gradients.
 
     Returns:
         policy, wrapped in Megatron's DDP; reference, bare.
@@ -55,14 +58,16 @@ def build_policy_and_reference(
         "max_sequence_length": max_sequence_length,
         "hybrid_layer_pattern": hybrid_layer_pattern,
     }
-    state_space = {} if hybrid_layer_pattern is None else _state_space_settings(hidden_size)
-
-    def config() -> TransformerConfig:
-        return _transformer_config(dims, num_layers, hidden_size, state_space)
-
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    policy = build_model(config(), ddp=ddp, **shape)
-    reference = build_model(config(), wrap=False, **shape)
+    more = {"params_dtype": dtype, "pipeline_dtype": dtype}
+    if hybrid_layer_pattern is not None:
+        more |= _state_space_settings(hidden_size)
+    torch.set_default_dtype(dtype)  # of which Megatron builds norms
+    config, frozen = (_transformer_config(dims, num_layers, hidden_size, more) for _ in range(2))
+    policy = build_model(
+        config, ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=False), **shape
+    )
+    reference = build_model(frozen, wrap=False, **shape)
+    torch.set_default_dtype(torch.float32)
     copy_weights(policy, reference)
     for chunk in reference:
         chunk.requires_grad_(False)
@@ -76,7 +81,8 @@ def copy_weights(policy: list[Any], reference: list[Any]) -> None:
 
 
 def build_adam(policy: list[Any], learning_rate: float) -> Any:
-    """Megatron's Adam over the policy, gradients clipped to norm 1."""
+    """Megatron's Adam over the policy, gradients clipped to norm 1 if they are float32."""
+    is_float32 = get_model_config(policy[0]).params_dtype is torch.float32
     config = OptimizerConfig(
         optimizer="adam",
         lr=learning_rate,
@@ -87,7 +93,7 @@ def build_adam(policy: list[Any], learning_rate: float) -> Any:
         # With Adam's usual 1e-8 the first updates are signs of gradients, and the rounding of a
         # gradient near zero becomes a difference of twice the learning rate.
         adam_eps=1e-5,
-        clip_grad=1.0,
+        clip_grad=1.0 if is_float32 else 0.0,  # Megatron clips no others
     )
     return build_optimizer(policy, config)
 
@@ -144,8 +150,6 @@ def _transformer_config(
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
         use_cpu_initialization=True,
         # Kernels that come with Apex or Transformer Engine.
         gradient_accumulation_fusion=False,

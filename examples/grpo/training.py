@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Sequence
 
 import timeline
+import torch
 from batches import groups_of_iteration, rollout_data, share_of_rank
 from megatron.core import parallel_state
 from metrics import IterationMetrics
@@ -47,6 +48,7 @@ def train(
         max_sequence_length=longest,
         hybrid_layer_pattern=options.hybrid_layer_pattern,
         seed=options.seed,
+        dtype=getattr(torch, options.dtype),
     )
     chosen_groups = [
         groups_of_iteration(groups, iteration, options.prompts_per_iteration)

@@ -106,6 +106,15 @@ def test_a_sample_of_one_token_has_no_recorded_experts_to_agree() -> None:
     assert found(batch_of([("a", 0), ("ab", 1)], **fields)).host == (1, 1)
 
 
+@pytest.mark.parametrize("offset", [-1, -2])
+def test_a_value_that_only_the_host_has_is_of_a_token_that_predicts_nothing(offset: int) -> None:
+    schema = SCHEMA.declare("recorded", Kind.ROUTED_EXPERTS, length_offset=offset)
+    values = [torch.zeros(n + offset, 1, 1, dtype=torch.int64) for n in (3, 3, 5)]
+    batch = batch_of([("abc", 1), ("abc", 0), ("abcde", 1)]) | {"recorded": values}
+    hosts = find_hosts(batch, schema, batch["response_lengths"])
+    assert hosts.host == ((2, 2, 2) if offset == -1 else (1, 1, 2))
+
+
 def test_multimodal_samples_stay_alone_and_are_counted() -> None:
     image = {"pixel_values": torch.ones(1)}
     turns = [("ab", 1), ("abcd", 1), ("abcdef", 1)]

@@ -372,12 +372,20 @@ PREFIXES: dict[str, tuple[str, dict[str, Any]]] = {
         for objective in OBJECTIVES
         if objective != DEFAULT_OBJECTIVE
     },
+    **{
+        f"dp2-{name}-{objective}": ("dp2", {"objective": objective, "planner": planner})
+        for name, planner in (("exchange", EXCHANGE), ("own-forward-plan", {FORWARD_CAP: 60}))
+        for objective in OBJECTIVES
+        if objective != DEFAULT_OBJECTIVE
+    },
     "dp2-padding-samples": ("dp2", {"padded_to": 8}),
     "dp2-mean-over-micro-batches": ("dp2", {"per_token_loss": False}),
     "cp2": ("cp2", {}),
     "cp2-own-forward-plan": ("cp2", {"planner": OWN_FORWARD_PLAN, "kind": "qk"}),
     "cp2-learned-positions": ("cp2", {"kind": "learned"}),
     "cp2-mamba": ("cp2", {"kind": "mamba"}),
+    "cp2-window": ("cp2", {"kind": "window"}),
+    "dp2-mrope": ("dp2", {"kind": "mrope"}),
     "tp2-sp": ("tp2-sp", {}),
     "dp2-ep2": ("dp2-ep2", {"spread": "empty"}),
     "dp2-ep2-replayed-routing": ("dp2-ep2", {"kind": "replay"}),
@@ -396,6 +404,19 @@ PREFIXES: dict[str, tuple[str, dict[str, Any]]] = {
     "dp2-ep2-exchange-replayed-routing": ("dp2-ep2", {"planner": EXCHANGE, "kind": "replay"}),
 }
 """Samples that begin others, computed in those: name to layout and what differs."""
+if HAS_HYBRID_MODEL:
+    PREFIXES |= {
+        f"{layout}-{kind}": (layout, {"kind": kind})
+        for layout, kind in (
+            ("dp2", "mla"),
+            ("cp2", "mla"),
+            ("dp2", "hybrid"),
+            ("dp2-ep2", "hybrid-moe"),
+            ("cp2", "hybrid-mamba"),
+            ("dp2", "hybrid-gdn"),
+            ("cp2", "hybrid-gdn"),
+        )
+    }
 PREFIXES_WITHOUT_LONG = {
     "one",
     "dp2",
@@ -518,6 +539,14 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
         {"planner": {"dynamic_batch_pad_each_to": 12, "dynamic_batch_pad_total_to": 16}},
     ),
     "dp2-shared-prefixes": ("dp2", {"planner": SHARE_PREFIXES}),
+    **{
+        f"dp2-shared-prefixes-{objective}": (
+            "dp2",
+            {"planner": SHARE_PREFIXES, "objective": objective},
+        )
+        for objective in OBJECTIVES
+        if objective != DEFAULT_OBJECTIVE
+    },
     "dp4-shared-prefixes": ("dp4", {"planner": SHARE_PREFIXES, "spread": "fewer"}),
     "dp2-pp2-shared-prefixes": ("dp2-pp2", {"planner": SHARE_PREFIXES, "spread": "empty"}),
     "dp2-cp2-shared-prefixes": ("dp2-cp2", {"planner": SHARE_PREFIXES, "plan": "own"}),
@@ -569,6 +598,7 @@ def test_rows_of_several_sizes_equal_reference(
 ) -> None:
     """Rows on 1, 2 and 4 ranks in one step, log-probs back where their samples came from."""
     expected = torch.load(references[job.parameters["kind"]], weights_only=True)
+    expected |= expected["objectives"][job.parameters.get("objective", DEFAULT_OBJECTIVE)]
     width = _num_ranks(job.dims)
     sizes = {size for rank in ranks for size in rank["sizes"]}
     assert sizes == {1, 2, width} if job.parameters["plan"] == "mixed" else width in sizes

@@ -35,8 +35,12 @@ def test_what_is_said_and_reported_of_samples_and_hosts(
     assert told["on"].count("\n") == 1
     assert f"{ALL} samples in {OWN} rows' worth of tokens: {COMPUTED:,}, 2.2x" in told["on"]
     assert told["mark"].count("\n") == 1
-    assert "computed by themselves: " in told["mark"]
-    assert "'mark'" in told["mark"]
+    assert "1 samples that begin others are computed alone: field 'mark' differs" in told["mark"]
+    # A later reason is said all the same; of each trajectory a turn begins one of the other step.
+    assert told["cut"].count("\n") == 1
+    assert (
+        f"{OWN} samples that begin others are computed alone: another optimizer step" in told["cut"]
+    )
     for rank in ranks:
         last = [i // TURNS * TURNS + TURNS - 1 for i in range(TRAJECTORIES * TURNS)]
         assert rank["hosts"] == last
@@ -46,6 +50,9 @@ def test_what_is_said_and_reported_of_samples_and_hosts(
         assert rank["tokens"] == [COMPUTED, TOKENS - COMPUTED]
         errors = rank["errors"]
         assert "samples [0, 1, 2, 3" in errors["not finite"]  # hosts and who begins them
+        # The first trajectory's last turn, not the first of the samples with segments of their own.
+        for exchanges in (False, True):
+            assert f"sample {TURNS - 1} has {TOTALS[-1]} tokens" in errors[f"oversize, {exchanges}"]
         assert errors["agreeing field"] == ""
         assert errors["other field"].startswith("CollationFailedError")
         assert "field 'beside', sample " in errors["other field"]
@@ -61,6 +68,8 @@ def test_what_cannot_share_is_refused_on_all_ranks(job: Job, ranks: list[dict[st
         "rotary": "PlanningFailedError: .*Stretched may go by a sample's length",
         "flag": "PlanMismatchError: .*--dynamic-batch-share-prefixes",
         "by lengths": "CollationFailedError: .*by_lengths does not take micro_batch",
+        "evaluated": "^$",
+        "other model": "CollationFailedError: .*self_attention lets tokens see later ones",
         "in the end": "^$",
     }
     for rank in ranks:

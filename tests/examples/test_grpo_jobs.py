@@ -130,7 +130,8 @@ def test_turns_that_share_prefixes_play_and_train_alike(tmp_path):
     runs = []
     for number, flags in enumerate(([], ["--no-dynamic-batch-share-prefixes"])):
         out = tmp_path / str(number)
-        done = run_grpo(2, *ONLINE, "--step-wise", "--pp=1", "--out", str(out), *flags)
+        flags += ["--step-wise", "--pp=1", "--dtype=float64", "--out", str(out)]
+        done = run_grpo(2, *ONLINE, *flags)
         assert done.returncode == 0, done.stderr[-3000:]
         runs.append(read_run(out, "online-step-wise", OnlineMetrics))
     for shared, alone in zip(*runs, strict=True):

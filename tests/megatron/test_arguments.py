@@ -253,7 +253,8 @@ def test_a_sample_over_the_cap_of_forward_passes_alone_names_that_cap() -> None:
         settings = Settings(ParallelDims(), config, CostModel())
         if forward_only:
             with pytest.raises(OversizeSampleError) as caught:
-                StepShard(Options.of(args), settings, [0, 1], [30, 5], forward_only)
+                StepShard(Options.of(args), settings, [4, 7], [30, 5], forward_only)
+            assert str(caught.value).startswith("sample 4 has 30 tokens")
             assert f"set {FORWARD_CAP} to 30 or more, or" in caught.value.text(flag_of)
         else:
             StepShard(Options.of(args), settings, [0, 1], [30, 5], forward_only)

@@ -11,11 +11,11 @@ import torch
 from mcore_batching.batch import DEFAULT_SCHEMA
 from mcore_batching.megatron.job.job import JobMemory
 from mcore_batching.megatron.rollout import sharing
-from mcore_batching.megatron.rollout.sharing import BATCHES_LOOKED_AT, look_for_hosts
+from mcore_batching.megatron.rollout.sharing import look_for_hosts
 
 
 @pytest.mark.parametrize("flag", [True, False, None])
-def test_a_job_without_the_flag_is_looked_at_a_few_times(
+def test_a_job_without_the_flag_is_looked_at_ever_more_rarely(
     flag: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Any model that could share.
@@ -28,9 +28,9 @@ def test_a_job_without_the_flag_is_looked_at_a_few_times(
         options=SimpleNamespace(share_prefixes=flag), memory=JobMemory(data_parallel_group=None)
     )
     batch: Any = SimpleNamespace(data=data, schema=DEFAULT_SCHEMA)
-    found = [look_for_hosts(job, [], batch, [[0, 1]]) for _ in range(BATCHES_LOOKED_AT + 2)]
+    found = [look_for_hosts(job, [], batch, [[0, 1]]) for _ in range(9)]
     hosts = [each.host if each is not None else None for each in found]
     apart, together = (0, 1), (1, 1)
     looked = {True: [apart] * len(found), None: [None] * len(found)}
-    few: list[Any] = [together] * BATCHES_LOOKED_AT + [None, None]
+    few = [together if number in (1, 2, 4, 8) else None for number in range(1, 10)]
     assert hosts == (few if flag is False else looked[flag])

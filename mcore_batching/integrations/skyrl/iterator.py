@@ -57,7 +57,7 @@ def hook(*, share_prefixes: bool = False) -> Hook:
     """
     if share_prefixes:
         raise HookError(
-            "SkyRL finds a sample's tokens by lengths, so samples cannot share them: leave out "
+            "SkyRL reads a row by one segment a sample, so samples cannot share them: leave out "
             "share_prefixes; generator.merge_stepwise_output saves tokens by other samples"
         )
     module = importlib.import_module(_MODULE)

@@ -33,8 +33,9 @@ def sharing_problems(chunks: list[Any]) -> Iterator[str]:
         chunks: this rank's model chunks.
     """
     config = get_model_config(chunks[0])
+    is_trained = any(chunk.training for chunk in chunks)  # evaluation drops nothing
     for name in ("hidden_dropout", "attention_dropout"):
-        if getattr(config, name):
+        if is_trained and getattr(config, name):
             flag = f"--{name.replace('_', '-')}"
             yield (
                 f"samples that share tokens would share their dropout: set {flag} 0, or unset "

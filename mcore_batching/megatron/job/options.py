@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from mcore_batching.planning import (
     ConfigError,
     CostModel,
     MCoreBatchingError,
+    OversizeSampleError,
     ParallelDims,
     PlannerConfig,
     PlanningError,
@@ -230,14 +231,24 @@ class Options:
         return dataclasses.replace(training, max_tokens_per_gpu=cap, max_inflight_tokens=None)
 
     @contextlib.contextmanager
-    def naming_the_cap(self, *, forward_only: bool) -> Iterator[None]:
-        """Let errors of planning name the cap that was planned with."""
+    def naming_the_cap(self, *, forward_only: bool, samples: Sequence[int]) -> Iterator[None]:
+        """Let errors of planning name the cap that was planned with, and the batch's sample.
+
+        Args:
+            forward_only: the plan is of forward passes alone.
+            samples: number in the batch of each of those that are planned.
+        """
         try:
             yield
         except PlanningError as error:
+            named = error
+            if isinstance(error, OversizeSampleError):
+                # The planner counts samples of the step that have segments of their own.
+                said = {name: value for name, value in vars(error).items() if name != "parts"}
+                named = OversizeSampleError(**said | {"index": samples[error.index]})
             if forward_only and self.has_own_forward_cap:
-                error.rename("max_tokens_per_gpu", "forward_only_max_tokens_per_gpu")
-            raise
+                named.rename("max_tokens_per_gpu", "forward_only_max_tokens_per_gpu")
+            raise named from error.__cause__
 
     def given_cost_model(self) -> CostModel | None:
         """The cost model in the file of ``--dynamic-batch-cost-model``; None if it names none.

@@ -123,16 +123,19 @@ class ExchangingProtocol(PlanningProtocol):
 
         def plan(step: int) -> GlobalPlan:
             (computed, beside), of_step = steps[step], of_steps[step]
-            planned = made[step] if made else self._planned(of_step)
+            naming = self.job.options.naming_the_cap(
+                forward_only=self.forward_only, samples=computed
+            )
+            # A sample over the cap is found inside the agreement, so that all ranks raise.
+            with naming:
+                planned = made[step] if made else self._planned(of_step)
             hosted = tuple(lengths[number] for number in beside)
             return GlobalPlan(
                 dataclasses.replace(planned, hosted_lengths=hosted), computed, of_step
             )
 
         def work() -> tuple[_Laid, list[Any]]:
-            # A sample over the cap is found here: inside the agreement, so that all ranks raise.
-            with self.job.options.naming_the_cap(forward_only=self.forward_only):
-                plans = tuple(map(plan, range(len(steps))))
+            plans = tuple(map(plan, range(len(steps))))
             runs_on = [_run_on(rank, plans, hosts) for rank in range(num_ranks)]
             moves = SampleMoves(own, first, runs_on, sharing)
             digest = digest_of([made.plan.digest() for made in plans])

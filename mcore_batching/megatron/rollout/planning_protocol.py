@@ -200,7 +200,8 @@ class PlanningProtocol:
         )
         # Of every model anew: `forward_only` may plan for another one, such as a reference model.
         prepare_model(chunks, settings.dims, settings.config)
-        if self.job.options.share_prefixes:
+        # Forward passes take what training's plan found, and their model is checked there.
+        if self.job.options.share_prefixes and not self.forward_only:
             check_shared_prefixes(chunks)
         # Before the agreement is over: under `one_step` its figures pack by these settings.
         self.settings = settings

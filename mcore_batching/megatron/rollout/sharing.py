@@ -1,7 +1,7 @@
 """Samples that begin others: who is computed in whose segment; what it saves, said once a job.
 
-Without ``--dynamic-batch-share-prefixes`` they are looked for all the same, until it is said that
-the flag would save a good part of a step.
+So is each reason why some are computed alone. Without ``--dynamic-batch-share-prefixes`` they are
+looked for all the same, until it is said that the flag would save a good part of a step.
 """
 
 from __future__ import annotations
@@ -25,18 +25,15 @@ from mcore_batching.planning import CostModel
 WORTH_SAYING = 0.2
 """Share of a step's work that the flag would save: at half of it a log line would name a gain that
 runs of the same job differ by."""
-BATCHES_LOOKED_AT = 3
-"""Without the flag. Comparing a million tokens takes 0.01 s, and a copy where a device has them:
-too much for every batch of a job whose samples never begin others."""
-_SAVED, _ADVICE, _ALONE = "prefixes are shared", "prefixes could be", "prefixes that are not"
-"""In `JobMemory.said`."""
+_SAVED, _ADVICE = "prefixes are shared", "prefixes could be"
+"""In `JobMemory.said`, as are reasons why samples are alone."""
 
 
 @dataclass
-class _Looks:
-    """Batches that a job without the flag is still looked at."""
+class _Seen:
+    """Batches of a job without the flag."""
 
-    left: int = BATCHES_LOOKED_AT
+    batches: int = 0
 
 
 def look_for_hosts(
@@ -54,11 +51,15 @@ def look_for_hosts(
     if flag is None:
         return None  # it cannot be set here
     if not flag:
-        looks = job.memory.only(_Looks)
+        seen = job.memory.only(_Seen)
+        seen.batches += 1
+        # The 1st, 2nd, 4th, 8th, ... batch, as turns may come late: comparing a million tokens
+        # takes 0.01 s, and a copy where a device has them, too much for every batch.
+        is_power_of_two = seen.batches & (seen.batches - 1) == 0
         # For nothing, too, once the advice was given or where this model could not follow it.
-        if not looks.left or _ADVICE in job.memory.said or any(sharing_problems(chunks)):
+        is_said = _ADVICE in job.memory.said
+        if not is_power_of_two or is_said or any(sharing_problems(chunks)):
             return None
-        looks.left -= 1
         # Recorded experts are the largest field by far: whoever sets the flag is told of them.
         is_small = {name: batch.schema[name].kind is not Kind.ROUTED_EXPERTS for name in columns}
         columns = {name: values for name, values in columns.items() if is_small[name]}
@@ -94,16 +95,17 @@ def figures_of(hosts: Hosts | None, lengths: Sequence[int], costs: CostModel) ->
 
 
 def reasons_to_say(job: Job, hosts: Hosts | None) -> Mapping[str, int] | None:
-    """Why samples of this rank are alone, if they could have been with others; said once a job."""
-    if hosts is None or not job.options.share_prefixes or _ALONE in job.memory.said:
+    """Why samples of this rank are alone, if they could have been with others, and not said yet."""
+    if hosts is None or not job.options.share_prefixes:
         return None
-    return dict(hosts.alone) or None
+    said = job.memory.said
+    return {reason: count for reason, count in hosts.alone.items() if reason not in said} or None
 
 
 def say_saving(
     job: Job, figures: Mapping[str, Any], told: Mapping[int, Mapping[str, int] | None]
 ) -> None:
-    """Print once a job what sharing saves, or would save, and why samples are alone.
+    """Print what sharing saves, or would save, and why samples are alone, each once a job.
 
     Args:
         job: the present one.
@@ -127,9 +129,8 @@ def say_saving(
     # One rank of each replica: the others tell of the same samples.
     for replica in job.consensus.replicas:
         alone.update(told.get(replica[0]) or {})
-    if alone:
-        each = "; ".join(f"{count:,} ({reason})" for reason, count in sorted(alone.items()))
-        _say(job, _ALONE, f"samples that begin others are computed by themselves: {each}")
+    for reason, count in sorted(alone.items()):
+        _say(job, reason, f"{count:,} samples that begin others are computed alone: {reason}")
 
 
 def _say(job: Job, what: str, text: str) -> None:

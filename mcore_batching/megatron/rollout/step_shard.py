@@ -47,7 +47,7 @@ class StepShard:
         lengths: list[int],
         forward_only: bool,
     ) -> None:
-        with options.naming_the_cap(forward_only=forward_only):
+        with options.naming_the_cap(forward_only=forward_only, samples=indices):
             self._problem = Problem.of(
                 lengths,
                 settings.dims,

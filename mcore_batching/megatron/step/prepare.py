@@ -12,6 +12,7 @@ from mcore_batching.batch import PackedMicroBatch, StepTotals
 from mcore_batching.batch.consensus import Statement
 from mcore_batching.batch.figures import total
 from mcore_batching.flags import FLAGS
+from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
 from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
@@ -57,6 +58,8 @@ def prepare(
         # All rows at once, before the pipeline: a value that does not fit would otherwise show
         # inside it, where the other ranks wait for this one's tensors.
         found, chunks = schedule(), model_chunks(model)
+        if found.hosts is not None:  # the model need not be the one planned with
+            check_shared_prefixes(chunks)
         depths = prediction_depths(get_model_config(chunks[0])) if trains else 0
         return PreparedStep.of_rows(found, step, found.rows(step, depths), chunks, change)
 

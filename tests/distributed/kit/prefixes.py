@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -75,7 +76,7 @@ def said_and_reported(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     )
     seconds = [list(range(0, count, 4)) + list(range(1, count, 4))]
     seconds.append([i for i in range(count) if i not in seconds[0]])
-    # After what is said once a job: samples that begin one of another step are counted as well.
+    printed["cut"] = _printed(lambda: get_data_iterator(on, model, data, steps=seconds)[0])
     cut = schedule_of(get_data_iterator(on, model, data, steps=seconds)[0])
     iterators, counts = get_data_iterator(on, model, data)
     schedule = schedule_of(iterators)
@@ -91,6 +92,16 @@ def said_and_reported(dims: dict[str, Any], reference: str) -> dict[str, Any]:
         return train_step(loss, on, model, iterators, counts, optimizer)
 
     errors = {"not finite": _raised(step)}
+    for exchanges in (False, True):
+        small = arguments(
+            shape,
+            max_tokens_per_gpu=TOTALS[-1] - 1,
+            dynamic_batch_share_prefixes=True,
+            dynamic_batch_on_oversize="error",
+            dynamic_batch_exchange=exchanges,
+        )
+        said = _raised(functools.partial(get_data_iterator, small, model, data))
+        errors[f"oversize, {exchanges}"] = said
     errors["drawn"] = _raised(lambda: iterators[0].get_next(["tokens"]))
     for name, differs in (("agreeing field", False), ("other field", is_second)):
         values = [torch.full((total,), total * differs) for total in data["total_lengths"]]
@@ -143,6 +154,14 @@ def refused(dims: dict[str, Any], reference: str) -> dict[str, str]:
 
     f: Any = by_lengths if rank else log_probs_of
     found["by lengths"] = _raised(lambda: forward_only(f, on, model, *planned))
+    other = small_model(dims, reference)
+    get_model_config(other[0]).hidden_dropout = 0.1
+    found["evaluated"] = _raised(lambda: forward_only(log_probs_of, on, other, *planned))
+    if rank == 1:
+        unwrap_model(other[0]).decoder.layers[
+            0
+        ].self_attention.attn_mask_type = AttnMaskType.no_mask
+    found["other model"] = _raised(lambda: forward_only(log_probs_of, on, other, *planned))
     return found | {"in the end": _raised(plan)}
 
 
