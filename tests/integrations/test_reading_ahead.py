@@ -36,8 +36,10 @@ def test_another_number_may_be_drawn_than_was_read() -> None:
     """As where the batch size ramps up or down, or evaluation has been read for in between."""
     iterator = RerunDataIterator(numbered(9))
     assert numbers(batches_ahead(iterator, 4)) == [0, 1, 2, 3]
+    buffer = iterator.iterable
     assert numbers(draw_batches(iterator, 2)) == [0, 1]
     assert numbers(batches_ahead(iterator, 2)) == [2, 3]
+    assert iterator.iterable is buffer  # not one in front of another, more every step
     assert numbers(draw_batches(iterator, 4)) == [2, 3, 4, 5]
     assert numbers(batches_ahead(iterator, 3)) == [6, 7, 8]
     assert numbers(draw_batches(iterator, 3)) == [6, 7, 8]
