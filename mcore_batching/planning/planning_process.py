@@ -83,7 +83,6 @@ class PlanningProcess:
             cwd="/",
             start_new_session=True,  # a signal to the job's processes is not for this one
         )
-        self._owner = os.getpid()
 
     @property
     def pid(self) -> int:
@@ -108,10 +107,9 @@ class PlanningProcess:
         return answer
 
     def end(self) -> None:
-        """End the process, also while it plans or is stopped; nothing in a fork of its owner."""
-        if os.getpid() == self._owner:
-            self._process.kill()
-            self._process.wait()
+        """End the process, also while it plans or is stopped."""
+        self._process.kill()  # does nothing in a fork of who started it, whose child it is not
+        self._process.wait()
 
 
 def serve(parent: int) -> None:

@@ -24,11 +24,12 @@ def _new_job() -> Iterator[None]:
     yield
     step_log._last_step.clear()
     step_log._seconds_per_unit.clear()
+    step_log._unread.clear()
 
 
 def test_losses_are_joined_by_the_last_steps_statistics() -> None:
     assert with_batching_statistics(LOSSES) == LOSSES
-    step_log.record_step(STATISTICS, plan_seconds=0.5, run_seconds=3.0, log_all=True)
+    step_log.record_step(STATISTICS, plan_seconds=0.5, run=(1.0, 4.0), log_all=True)
     logged = with_batching_statistics(LOSSES)
     made = STATISTICS
     assert logged.pop("lm loss") is LOSSES["lm loss"]
@@ -52,7 +53,7 @@ def test_losses_are_joined_by_the_last_steps_statistics() -> None:
 
 
 def test_five_values_are_logged_unless_all_are_asked_for() -> None:
-    step_log.record_step(STATISTICS, plan_seconds=0.5, run_seconds=3.0, learnt={"cost": 1.0})
+    step_log.record_step(STATISTICS, plan_seconds=0.5, run=(1.0, 4.0), learnt={"cost": 1.0})
     assert {*with_batching_statistics({"lm loss": torch.ones(1)})} - {"lm loss"} == {
         "batching/micro-batches a rank",
         "batching/fill",
@@ -65,7 +66,7 @@ def test_five_values_are_logged_unless_all_are_asked_for() -> None:
 def test_memory_is_estimated_where_the_model_s_shape_is_known() -> None:
     shape = ModelShape(layers=2, hidden=8, ffn=32, heads=2, vocab=2**20)
     memory = predicted_memory(STATISTICS, PLAN, shape)
-    step_log.record_step(STATISTICS, plan_seconds=0.5, run_seconds=3.0, memory=memory, log_all=True)
+    step_log.record_step(STATISTICS, plan_seconds=0.5, run=(1.0, 4.0), memory=memory, log_all=True)
     logged = with_batching_statistics(LOSSES)
     assert logged["batching/tokens in flight"].tolist() == [9.0]
     assert logged["batching/logits GiB"].tolist() == [pytest.approx(9 * 6 / 2**10)]
@@ -75,14 +76,40 @@ def test_memory_is_estimated_where_the_model_s_shape_is_known() -> None:
 
 
 def test_ranks_without_losses_log_nothing() -> None:
-    step_log.record_step(STATISTICS, plan_seconds=0.5, run_seconds=3.0)
+    step_log.record_step(STATISTICS, plan_seconds=0.5, run=(1.0, 4.0))
     assert with_batching_statistics({}) == {}
 
 
 def test_the_third_step_is_predicted_from_the_median_of_those_before() -> None:
     predicted = []
     for seconds in (1.0, 3.0, 100.0, 5.0):
-        step_log.record_step(STATISTICS, plan_seconds=0.0, run_seconds=seconds, log_all=True)
+        step_log.record_step(STATISTICS, plan_seconds=0.0, run=(0.0, seconds), log_all=True)
         predicted.append(with_batching_statistics(LOSSES).get("batching/predicted step seconds"))
     assert predicted[:2] == [None, None]
     assert [float(each) for each in predicted[2:]] == pytest.approx([2.0, 3.0])
+
+
+class Mark:
+    """Of a device that gets there when it is told to."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.over = seconds, False
+
+    def query(self) -> bool:
+        return self.over
+
+    def elapsed_time(self, end: Mark) -> float:
+        assert end.over  # CUDA raises otherwise
+        return 1e3 * (end.seconds - self.seconds)
+
+
+def test_the_time_of_a_step_that_is_not_over_is_read_a_step_later() -> None:
+    ends = [Mark(2.0), Mark(5.0)]
+    logged = []
+    for end in ends:
+        step_log.record_step(STATISTICS, plan_seconds=0.0, run=(Mark(0.0), end), log_all=True)
+        logged.append(float(with_batching_statistics(LOSSES)["batching/step seconds"]))
+        ends[0].over = True
+    assert logged == [0.0, 2.0]
+    ends[1].over = True
+    assert float(with_batching_statistics(LOSSES)["batching/step seconds"]) == 5.0

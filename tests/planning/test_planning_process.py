@@ -30,7 +30,7 @@ REQUEST = PlanRequest(
     COSTS,
 )
 REPOSITORY = Path(__file__).resolve().parents[2]
-LIMIT_SECONDS = 60.0
+LIMIT_SECONDS = 25.0
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def _own_and_wait(pipe: Any) -> None:
     pipe.send((process.pid, plan.digest()))
     # Holds the process's input open after its owner is gone, as a worker of a data loader may.
     if os.fork() == 0:
-        time.sleep(LIMIT_SECONDS)
+        time.sleep(2 * LIMIT_SECONDS)
         os._exit(0)
     threading.Event().wait()
 

@@ -62,6 +62,7 @@ def record_step(
         learnt: entries of learnt costs; its predicted seconds replace the median's.
         log_all: True logs every value, False those of `LOGGED`.
     """
+    _read_times()
     values = {
         "fill": made.fill,
         "padding": made.padding,
@@ -78,7 +79,6 @@ def record_step(
     if memory is not None:
         values["activations GiB"] = memory.first_stage_bytes / 2**30
         values["logits GiB"] = memory.logit_bytes / 2**30
-    _read_times()
     # From the third step on. Stock code averages the first two in one log line, in which each entry
     # must be in both.
     if len(_seconds_per_unit) >= 2:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import collections
 import datetime
-import os
 import queue
 import threading
 import time
@@ -131,7 +130,6 @@ class _Maker:
             self._process = PlanningProcess()
         except OSError as exception:
             self._failure = RuntimeError(f"no planning process: {exception}")
-        self._owner = os.getpid()
         self._thread = threading.Thread(target=self._run, name="plans ahead", daemon=True)
         self._thread.start()
 
@@ -192,9 +190,7 @@ class _Maker:
             self._planning.release()
 
     def end(self) -> None:
-        """End thread and process; nothing in a fork of their owner."""
-        if os.getpid() != self._owner:
-            return
+        """End thread and process."""
         self.requests.put(None)
         if self._process is not None:
             self._process.end()

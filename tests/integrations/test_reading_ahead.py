@@ -1,0 +1,112 @@
+"""Batches that are read before they are drawn: the same draws, in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from megatron.core import rerun_state_machine
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode
+
+from mcore_batching.integrations.megatron_lm.reading_ahead import after_first_pass, batches_ahead
+from mcore_batching.integrations.megatron_lm.unpadding import StockDataError, draw_batches
+
+
+@pytest.fixture(autouse=True)
+def _rerun_machine() -> Iterator[None]:
+    rerun_state_machine.initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
+    yield
+    rerun_state_machine.destroy_rerun_state_machine()
+
+
+def numbered(count: int, error: Exception | None = None) -> Iterator[dict[str, int]]:
+    for number in range(count):
+        yield {"number": number}
+    if error is not None:
+        raise error
+
+
+def numbers(batches: Any) -> list[int]:
+    return [batch["number"] for batch in batches]
+
+
+def test_another_number_may_be_drawn_than_was_read() -> None:
+    """As where the batch size ramps up or down, or evaluation has been read for in between."""
+    iterator = RerunDataIterator(numbered(9))
+    assert numbers(batches_ahead(iterator, 4)) == [0, 1, 2, 3]
+    buffer = iterator.iterable
+    assert numbers(draw_batches(iterator, 2)) == [0, 1]
+    assert numbers(batches_ahead(iterator, 2)) == [2, 3]
+    assert iterator.iterable is buffer  # not one in front of another, more every step
+    assert numbers(draw_batches(iterator, 4)) == [2, 3, 4, 5]
+    assert numbers(batches_ahead(iterator, 3)) == [6, 7, 8]
+    assert numbers(draw_batches(iterator, 3)) == [6, 7, 8]
+
+
+def test_iterators_of_all_model_chunks_are_read_and_the_first_given() -> None:
+    iterators = [RerunDataIterator(numbered(4)), None, RerunDataIterator(numbered(4))]
+    assert numbers(batches_ahead(iterators, 2)) == [0, 1]
+    assert iterators[2].iterable.next_values(2) == [{"number": 0}, {"number": 1}]
+    assert numbers(draw_batches(iterators, 2)) == [0, 1]
+    assert numbers(draw_batches(iterators, 2)) == [2, 3]
+
+
+@pytest.mark.parametrize("iterator", [None, [None, None], iter([{"number": 0}])])
+def test_others_than_megatrons_iterators_are_left_alone(iterator: Any) -> None:
+    assert batches_ahead(iterator, 1) is None
+
+
+def test_the_end_of_the_data_is_an_error_where_it_is_drawn() -> None:
+    iterator = RerunDataIterator(numbered(5))
+    assert numbers(batches_ahead(iterator, 4)) == [0, 1, 2, 3]
+    draw_batches(iterator, 4)
+    assert batches_ahead(iterator, 4) is None
+    with pytest.raises(StockDataError, match="ended after 1 of 4 micro-batches"):
+        draw_batches(iterator, 4)
+    with pytest.raises(StockDataError, match="ended after 0 of 4 micro-batches"):
+        draw_batches(iterator, 4)
+
+
+def test_an_error_of_the_data_is_raised_where_it_is_drawn() -> None:
+    iterator = RerunDataIterator(numbered(1, OSError("the disk is gone")))
+    for _ in range(2):
+        assert batches_ahead(iterator, 2) is None
+    with pytest.raises(OSError, match="the disk is gone"):
+        draw_batches(iterator, 2)
+
+
+def test_a_rerun_replays_what_its_step_drew_though_more_was_read() -> None:
+    iterator = RerunDataIterator(numbered(9))
+    iterator.advance()
+    assert numbers(draw_batches(iterator, 2)) == [0, 1]
+    assert numbers(batches_ahead(iterator, 2)) == [2, 3]
+    iterator.rewind()
+    assert numbers(draw_batches(iterator, 2)) == [0, 1]
+    assert numbers(batches_ahead(iterator, 2)) == [2, 3]
+    # What a checkpoint of the rerun saves is what the step drew.
+    assert numbers(iterator.state_dict()["saved_microbatches"]) == [0, 1]
+    iterator.advance()
+    assert numbers(draw_batches(iterator, 2)) == [2, 3]
+
+
+@pytest.mark.parametrize("passes", ["", "F", "FB", "FFBB"])
+def test_reading_comes_once_and_between_the_first_pass_and_the_second(
+    passes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    for name in ("forward_step", "backward_step"):
+        kind = name[0].upper()
+        monkeypatch.setattr(schedules, name, lambda kind=kind: done.append(kind))
+    with after_first_pass(lambda: done.append("read")):
+        for kind in passes:
+            (schedules.forward_step if kind == "F" else schedules.backward_step)()
+    assert done == [*passes[:1], "read", *passes[1:]]
+
+
+def test_nothing_is_read_in_a_pipeline_that_fails_at_once() -> None:
+    done: list[str] = []
+    with pytest.raises(ArithmeticError), after_first_pass(lambda: done.append("read")):
+        raise ArithmeticError
+    assert not done

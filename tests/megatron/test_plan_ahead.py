@@ -1,0 +1,156 @@
+"""Plans that are made ahead, in one process: which are used, and what comes in place of others."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
+from mcore_batching.megatron.rollout.settings import Settings
+from mcore_batching.planning import CostModel, OversizeSampleError, ParallelDims, PlannerConfig
+from mcore_batching.planning.planning_process import PlanRequest
+
+SETTINGS = Settings(ParallelDims(), PlannerConfig(max_tokens_per_gpu=64), CostModel())
+LENGTHS = [30, 20, 40, 10]
+PATIENCE_SECONDS = 60.0
+
+
+def request(lengths: list[int], settings: Settings = SETTINGS) -> PlanRequest:
+    return PlanRequest(tuple(lengths), settings.dims, settings.config, settings.cost_model)
+
+
+def connected() -> PlansAhead:
+    ahead = PlansAhead()
+    job: Any = SimpleNamespace(
+        consensus=SimpleNamespace(replicas=[[0]]),
+        options=SimpleNamespace(checked_timeout_seconds=lambda: PATIENCE_SECONDS),
+    )
+    ahead.connect(job)
+    return ahead
+
+
+@pytest.fixture
+def ahead() -> Iterator[PlansAhead]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ahead = connected()
+    ahead._seconds_in_line = PATIENCE_SECONDS  # as planning may take
+    yield ahead
+    assert ahead._maker is not None
+    ahead._maker.end()
+    dist.destroy_process_group()
+
+
+def plans_in_line(ahead: PlansAhead, asked: PlanRequest) -> int:
+    """How many plans this process makes to get one, which is the right one."""
+    expected, plan = asked.plan(), PlanRequest.plan
+    with mock.patch.object(PlanRequest, "plan", autospec=True, side_effect=plan) as counted:
+        assert ahead.plan(asked) == expected
+    return counted.call_count
+
+
+def test_a_plan_that_was_made_ahead_is_used(ahead: PlansAhead) -> None:
+    assert plans_in_line(ahead, request(LENGTHS)) == 1
+    ahead._seconds_in_line = PATIENCE_SECONDS
+    ahead.begin(LENGTHS, SETTINGS)
+    assert plans_in_line(ahead, request(LENGTHS)) == 0
+    assert plans_in_line(ahead, request(LENGTHS)) == 0  # as where the step is run again
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        request(LENGTHS[:3]),
+        request(LENGTHS[::-1]),
+        request(LENGTHS, Settings(SETTINGS.dims, SETTINGS.config, CostModel(quadratic=9.0))),
+        request(
+            LENGTHS,
+            Settings(SETTINGS.dims, PlannerConfig(max_tokens_per_gpu=48), SETTINGS.cost_model),
+        ),
+    ],
+    ids=["fewer", "in another order", "by other costs", "under another cap"],
+)
+def test_a_plan_of_something_else_is_not_used(
+    ahead: PlansAhead, asked: PlanRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ahead.begin(LENGTHS, SETTINGS)
+    assert plans_in_line(ahead, asked) == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_nothing_is_planned_of_samples_that_nobody_read(ahead: PlansAhead) -> None:
+    ahead.begin(None, SETTINGS)
+    assert plans_in_line(ahead, request(LENGTHS)) == 1
+
+
+def test_what_cannot_be_planned_is_the_planners_own_error(
+    ahead: PlansAhead, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = PlannerConfig(max_tokens_per_gpu=16, on_oversize="error")
+    settings = Settings(SETTINGS.dims, config, SETTINGS.cost_model)
+    ahead.begin(LENGTHS, settings)
+    with pytest.raises(OversizeSampleError):
+        ahead.plan(request(LENGTHS, settings))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("by", ["SIGKILL", "SIGSTOP"])
+def test_a_process_that_is_lost_is_said_once(
+    ahead: PlansAhead, by: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    maker = ahead._maker
+    assert maker is not None
+    assert maker._process is not None
+    os.kill(maker._process.pid, signal.Signals[by])
+    for number in range(4):
+        ahead._seconds_in_line = 0.2 if number == 0 and by == "SIGSTOP" else PATIENCE_SECONDS
+        ahead.begin([*LENGTHS, number + 1], SETTINGS)
+        started = time.monotonic()
+        assert plans_in_line(ahead, request([*LENGTHS, number + 1])) == 1
+        # A stopped process is asked once, and not waited for again.
+        assert time.monotonic() - started < PATIENCE_SECONDS / 2
+    said = capsys.readouterr().out
+    assert said.count("rank 0 plans in line, for which its device waits: ") == 1
+    why = {"SIGKILL": f"planning process {maker._process.pid} failed", "SIGSTOP": "is late"}
+    assert why[by] in said
+
+
+def test_thread_and_process_end_with_the_job() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ahead = connected()
+    maker = ahead._maker
+    assert maker is not None
+    assert maker._process is not None
+    del ahead
+    gc.collect()
+    assert not maker._thread.is_alive()
+    assert maker._process._process.poll() is not None
+    dist.destroy_process_group()
+
+
+@pytest.mark.long
+def test_two_thousand_steps_take_no_more_memory(ahead: PlansAhead) -> None:
+    def resident_kib() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+    seen = []
+    for number in range(2000):
+        lengths = [length + number % 7 for length in LENGTHS]
+        ahead._seconds_in_line = PATIENCE_SECONDS
+        ahead.begin(lengths, SETTINGS)
+        ahead.plan(request(lengths))
+        if number % 200 == 0:
+            seen.append(resident_kib())
+    assert seen[-1] < 1.02 * seen[1]
+    assert threading.active_count() < 10
