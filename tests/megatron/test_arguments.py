@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS, THEMES, add_flags
 from mcore_batching.megatron import cpu_emulation
-from mcore_batching.megatron.checks.multi_token import lost_predictions
+from mcore_batching.megatron.checks.multi_token import unfit_for_later_tokens
 from mcore_batching.megatron.checks.transformer_engine import Versions, installed_versions
 from mcore_batching.megatron.checks.validation import check_model_config
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
@@ -297,14 +297,18 @@ def test_multi_token_prediction_runs_from_0_17_on() -> None:
         check_model_config(predicting, ParallelDims(), PlannerConfig(max_tokens_per_gpu=64))
 
 
-def test_a_model_without_the_layers_that_it_is_said_to_have_is_refused() -> None:
-    chunk = SimpleNamespace(config=config(mtp_num_layers=1), post_process=True)
-    (problem,) = lost_predictions([chunk])
+def test_models_that_cannot_predict_later_tokens_are_refused() -> None:
+    made = config(mtp_num_layers=1)
+    chunk = SimpleNamespace(config=made, post_process=True, position_embedding_type="rope")
+    (problem,) = unfit_for_later_tokens([chunk])
     assert "mtp_block_spec=packed_mtp_block_spec(config)" in problem
-    chunk.post_process = False
-    assert not [*lost_predictions([chunk])]
-    chunk.post_process, chunk.config.mtp_num_layers = True, None
-    assert not [*lost_predictions([chunk])]
+    chunk.post_process, chunk.position_embedding_type = False, "learned_absolute"
+    assert not [*unfit_for_later_tokens([chunk])]
+    made.pipeline_model_parallel_size = 2
+    (problem,) = unfit_for_later_tokens([chunk])
+    assert "set --position-embedding-type rope" in problem
+    made.mtp_num_layers = None
+    assert not [*unfit_for_later_tokens([chunk])]
 
 
 EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"}

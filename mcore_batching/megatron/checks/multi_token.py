@@ -29,13 +29,14 @@ def multi_token_problems(config: Any) -> Iterator[str]:
         )
 
 
-def lost_predictions(chunks: list[Any]) -> Iterator[str]:
-    """A model that is said to predict further tokens, and has no layers for them.
+def unfit_for_later_tokens(chunks: list[Any]) -> Iterator[str]:
+    """Reasons why a model that is said to predict later tokens does not, or would train wrongly.
 
     Args:
         chunks: this rank's model chunks.
     """
-    if not prediction_depths(get_model_config(chunks[0])):
+    config = get_model_config(chunks[0])
+    if not prediction_depths(config):
         return
     for chunk in map(unwrap_model, chunks):
         if getattr(chunk, "post_process", False) and not hasattr(chunk, "mtp"):
@@ -44,3 +45,10 @@ def lost_predictions(chunks: list[Any]) -> Iterator[str]:
                 "mtp_block_spec=packed_mtp_block_spec(config), a HybridModel with a / in its "
                 "--hybrid-layer-pattern, or unset --mtp-num-layers"
             )
+    # The first stage embeds tokens, the last one later tokens.
+    positions = getattr(unwrap_model(chunks[0]), "position_embedding_type", None)
+    if positions == "learned_absolute" and config.pipeline_model_parallel_size > 1:
+        yield (
+            "multi-token prediction embeds positions on the last stage, too, and Megatron-LM does "
+            "not add up the gradients of both stages: set --position-embedding-type rope"
+        )

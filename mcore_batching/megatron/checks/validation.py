@@ -12,7 +12,7 @@ from megatron.core.utils import get_model_config
 
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.checks.layer_checks import layer_problems
-from mcore_batching.megatron.checks.multi_token import lost_predictions, multi_token_problems
+from mcore_batching.megatron.checks.multi_token import multi_token_problems, unfit_for_later_tokens
 from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
 from mcore_batching.megatron.checks.shared_rows import (
     dims_of_rows,
@@ -95,7 +95,7 @@ def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -
         _PACKED_ROWS,
         [
             *_config_problems(model_config, dims, config, _engine_of(model)),
-            *lost_predictions(model),
+            *unfit_for_later_tokens(model),
             *layer_problems(model, dims, pads_rows=_pads_rows(dims, config)),
         ],
     )

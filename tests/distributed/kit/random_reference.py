@@ -177,9 +177,10 @@ class RandomReference:
             sum(abs(WEIGHTS[name]) * size for name, (_, size) in means.items()),
         )
         loss, config = means["loss"][0], self._model.config
-        for depth, pairs in enumerate(zip(*later, strict=True), 1):
-            made = _mean("token", *map(list, zip(*pairs, strict=True)), 1.0)
-            means[f"mtp_{depth} loss"] = made
+        for depth in range(config.mtp_num_layers or 0):
+            losses, weights = [each[depth][0] for each in later], [each[depth][1] for each in later]
+            made = _mean("token", losses, weights, 1.0)
+            means[f"mtp_{depth + 1} loss"] = made
             loss = loss + made[0] * config.mtp_loss_scaling_factor / config.mtp_num_layers
         result: dict[str, Any] = {
             "metrics": {name: [float(value), float(size)] for name, (value, size) in means.items()},

@@ -92,10 +92,14 @@ class RandomRun:
             **drawn["options"],
         )
         self._parts: list[tuple[str, Tensor, Any]] = []
-        for name, parameter in named_parameters(model):
-            # The last stage of a pipeline has a copy of tied embeddings.
+        held = dict(named_parameters(model))
+        for name, parameter in held.items():
+            # The last stage of a pipeline has a copy of tied embeddings, which nobody reads where
+            # it embeds later tokens and has the embedding itself.
             if name not in weights and name == "output_layer.weight":
                 name = "embedding.word_embeddings.weight"
+                if name in held:
+                    continue
             whole = weights[name]
             places = torch.arange(whole.numel(), device=whole.device).view(whole.shape)
             part = local_part(name, places, parameter).cpu()
