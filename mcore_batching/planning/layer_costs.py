@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -163,8 +163,11 @@ def cost_model(
     )
 
 
-def even_layers(layers: str, chunks: int) -> str:
-    """The layers cut into so many chunks, as even in number as that goes, later ones fewer."""
+def cut_layers(layers: str, chunks: int) -> str:
+    """The layers cut into so many chunks: as they are, or as even in number as that goes, later
+    ones fewer."""
+    if layers.count("|") + 1 == chunks:
+        return layers
     rest = layers.replace("|", "")
     body = rest.rstrip(OUTPUT)
     ends = [-(-len(body) * number // chunks) for number in range(chunks + 1)]
@@ -189,9 +192,7 @@ def costs_of_chunks(
     stages, chunks = dims.pipeline_parallel, stages_and_chunks(dims)
     if not model.layers or chunks == 1:
         return (model,), ()
-    cut = (
-        model.layers if model.layers.count("|") + 1 == chunks else even_layers(model.layers, chunks)
-    )
+    cut = cut_layers(model.layers, chunks)
     costs = {letter: LayerCost(*cost) for letter, *cost in model.layer_costs}
     of_chunks = [sum_of([costs[each] for each in chunk]) for chunk in cut.split("|")]
     mean = LayerCost(*(each / chunks for each in sum_of(of_chunks)))
@@ -223,6 +224,17 @@ def costs_of_stage(model: CostModel, dims: ParallelDims, stage: int) -> CostMode
         beyond_window=far / pair if pair else 0.0,
         per_micro_batch=mean(lambda each: each.per_micro_batch),
     )
+
+
+def work_of_layers(model: CostModel, lengths: Iterable[int]) -> dict[str, float]:
+    """Cost of samples of these lengths in a layer of each letter, relative to each other."""
+    costs = {letter: LayerCost(*cost) for letter, *cost in model.layer_costs}
+    mean = sum_of([costs[each] for each in model.layers if each != "|"])
+    lengths = list(lengths)
+    of_layers = {letter: _of_chunk(model, cost, mean) for letter, cost in costs.items()}
+    return {
+        letter: ordered_sum(map(of_layer.sample, lengths)) for letter, of_layer in of_layers.items()
+    }
 
 
 def stages_and_chunks(dims: ParallelDims) -> int:

@@ -34,7 +34,7 @@ from mcore_batching.planning.layer_costs import (
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "hidden": ("hidden_size", "n_embd"),
     "layers": ("num_layers", "num_hidden_layers", "n_layer"),
-    "vocab": ("vocab_size",),
+    "vocab": ("padded_vocab_size", "vocab_size"),
     "ffn": ("ffn_hidden_size", "intermediate_size", "n_inner"),
     "heads": ("num_attention_heads", "n_head"),
     "groups": ("num_query_groups", "num_key_value_heads"),

@@ -6,8 +6,10 @@ Every suggestion is planned and simulated with the same samples, at a fraction o
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +24,7 @@ from mcore_batching.planning import (
     step_problem,
     step_statistics,
 )
+from mcore_batching.planning.layer_costs import OUTPUT, cut_layers, work_of_layers
 from mcore_batching.planning.pipeline import clocks_of
 from mcore_batching.planning.statistics import costs_on_stages
 
@@ -96,6 +99,10 @@ def _trials(
         )
     for changes, dims, config, model in alternatives(step):
         yield changes, "", functools.partial(planned, own, dims, config, model)
+    layout = better_layout(step.cost_model, step.dims, own)
+    if layout is not None:
+        flags, model = layout
+        yield (), flags, functools.partial(planned, own, step.dims, step.config, model)
     present = step.dims, step.config, step.cost_model
     # Twice and half the samples, drawn from the step's own: per sample, with the same work.
     if step.num_samples > 1:
@@ -120,6 +127,75 @@ def _split_backward_time(step: StepPlan, lengths: Sequence[int]) -> float:
     problem = replace(problem, dims=plain)
     schedule = replace(problem.schedule, splits_backward=True)
     return max(clock.end for clock in clocks_of(costs_on_stages(step, problem, ranks), schedule))
+
+
+def better_layout(
+    model: CostModel, dims: ParallelDims, lengths: Sequence[int]
+) -> tuple[str, CostModel] | None:
+    """The cut of a model's layers into stages whose slowest has least work on these samples.
+
+    Args:
+        model: knows its layers, or there is none.
+        dims: stages; without interleaving.
+        lengths: of the samples.
+
+    Returns:
+        Megatron's flags for it, and the costs then; None where no cut is better.
+    """
+    stages, body = dims.pipeline_parallel, model.layers.replace("|", "").rstrip(OUTPUT)
+    if stages == 1 or dims.virtual_pipeline > 1 or len(body) < stages:
+        return None
+    ends = model.layers.replace("|", "")[len(body) :]
+    works = work_of_layers(model, lengths)
+    before = [0.0, *itertools.accumulate(works[each] for each in body)]
+
+    def slowest(cut: Sequence[int]) -> float:
+        of_stages = [before[after] - before[first] for first, after in itertools.pairwise(cut)]
+        of_stages[-1] += sum(works[each] for each in ends)
+        return max(of_stages)
+
+    # A hybrid model's pattern may be cut anywhere; layers of other models are as many on each stage
+    # but the first and the last.
+    is_hybrid = not body.islower()
+    cuts = _any_cut(before, stages, slowest) if is_hybrid else _even_cuts(len(body), stages)
+    flags, cut = min(cuts.items(), key=lambda each: (slowest(each[1]), len(each[0])))
+    layers = "|".join(body[first:after] for first, after in itertools.pairwise(cut))
+    present = cut_layers(model.layers, stages).split("|")
+    now = slowest([0, *itertools.accumulate(len(each.rstrip(OUTPUT)) for each in present)])
+    if slowest(cut) * LEAST_GAIN > now:
+        return None
+    return flags or f"--hybrid-layer-pattern '{layers}'", replace(model, layers=layers + ends)
+
+
+def _even_cuts(layers: int, stages: int) -> dict[str, list[int]]:
+    """Megatron's flags for as many layers on each stage but the last, or the first and the last;
+    where each stage ends."""
+    cuts = {}
+    for last in range(1, layers):
+        for first in range(layers - last) if stages > 2 else (0,):
+            others = stages - 1 - (first > 0)
+            each, over = divmod(layers - first - last, others)
+            if each and not over:
+                counts = [first or each, *[each] * (stages - 2), last]
+                flags = f"--decoder-last-pipeline-num-layers {last}"
+                flags = f"--decoder-first-pipeline-num-layers {first} {flags}" if first else flags
+                cuts[flags] = [0, *itertools.accumulate(counts)]
+    return cuts
+
+
+def _any_cut(
+    before: Sequence[float], stages: int, slowest: Callable[[Sequence[int]], float]
+) -> dict[str, list[int]]:
+    """Stages filled one after the other up to about the least that lets the rest fit."""
+    found = []
+    for share in range(50, 150):
+        limit = share / 100 * before[-1] / stages
+        cut = [0]
+        for left in range(stages - 1, 0, -1):
+            after = bisect_right(before, before[cut[-1]] + limit) - 1
+            cut.append(min(max(after, cut[-1] + 1), len(before) - 1 - left))
+        found.append([*cut, len(before) - 1])
+    return {"": min(found, key=slowest)}
 
 
 def alternatives(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mcore_batching.planning import ConfigError, CostModel, ParallelDims, PlannerConfig, plan_step
+from mcore_batching.planning.layer_costs import costs_of_chunks, costs_of_stage
 from mcore_batching.planning.learnt_costs import (
     WINDOW_STEPS,
     LearntCosts,
@@ -21,6 +22,7 @@ from mcore_batching.planning.learnt_costs import (
     relearnt,
     slowness,
 )
+from mcore_batching.planning.pipeline import pipeline_time
 from mcore_batching.planning.statistics import predicted_step_time
 
 LAUNCHES = CostModel(per_micro_batch=2048.0, backward_ratio=1.6)
@@ -57,6 +59,9 @@ def no_rows(generator: random.Random) -> list[Any]:
     return []
 
 
+TWO_STAGES = ParallelDims(data_parallel=2, pipeline_parallel=2)
+
+
 def learn(
     truth: Callable[[int], CostModel],
     num_steps: int = 6,
@@ -77,7 +82,8 @@ def learn(
         for (replica, stage), window in windows.items():
             timed = []
             for lengths in run[replica]:
-                seconds = SECONDS_PER_UNIT * model.micro_batch(lengths)
+                own = costs_of_stage(model, TWO_STAGES, stage)
+                seconds = SECONDS_PER_UNIT * own.micro_batch(lengths)
                 seconds *= slowness(step, replica, stage, generator) * generator.gauss(1, noise)
                 backward = model.backward_ratio * seconds * generator.gauss(1, noise)
                 timed.append(
@@ -85,7 +91,10 @@ def learn(
                 )
             window.append(timed)
             del window[:-WINDOW_STEPS]
-        parts = [evidence(window, learnt) for window in windows.values()]
+        parts = [
+            evidence(window, learnt, stage=costs_of_stage(learnt.cost_model, TWO_STAGES, stage))
+            for (_, stage), window in windows.items()
+        ]
         shared.append([])
         for lengths, size in shared_rows(generator):
             seconds = SECONDS_PER_UNIT * model.on_ranks(size).micro_batch(lengths)
@@ -359,6 +368,27 @@ def test_a_plan_with_shared_rows_is_predicted_in_seconds() -> None:
     seconds = learnt.predicted_seconds_of_plan(plan, lengths)
     assert seconds == pytest.approx(2e-6 * predicted_step_time(plan, lengths))
     assert replace(learnt, seconds_per_unit=None).predicted_seconds_of_plan(plan, lengths) is None
+
+
+@models
+def test_costs_are_learnt_where_the_last_stage_is_known_to_have_more_layers(
+    truth: CostModel,
+) -> None:
+    """Half as much again for tokens as the mean stage, and less of the pairs of tokens."""
+    known = {"layers": "aaa|aV", "layer_costs": (("a", 1.0, 1.0, 1.0, 1.0), ("V", 5.0, 0, 0, 1.0))}
+    first = LearntCosts(cost_model=CostModel(**known))
+    truth = replace(truth, **known)
+    *_, learnt = learn(lambda step: truth, learnt=first)
+    assert error(learnt, truth) < 0.01
+    rows = [(512, 900), (4000,), (20,)]
+    dims = ParallelDims(pipeline_parallel=2)
+    kinds, which = costs_of_chunks(truth, dims)
+    assert which == ((0,), (1,))
+    costs = [kind.micro_batch(lengths) for lengths in rows for kind in kinds]
+    end = pipeline_time(costs, dims, backward_ratio=truth.backward_ratio, which_cost=which)
+    seconds = learnt.predicted_seconds(rows, dims)
+    assert seconds == pytest.approx(SECONDS_PER_UNIT * end, rel=0.01)
+    assert LearntCosts.from_data(json.loads(json.dumps(learnt.to_data()))) == learnt
 
 
 def test_it_travels_as_json() -> None:

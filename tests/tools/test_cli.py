@@ -84,11 +84,14 @@ def test_plan_and_check_as_processes(tmp_path: Path, lengths_file: str) -> None:
         '{"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 256,'
         ' "num_attention_heads": 4, "vocab_size": 1048576}'
     )
-    sized = command(
-        "plan", lengths_file, "--max-tokens-per-gpu", "10", "--model-config", str(model)
-    )
+    sized = command("plan", lengths_file, "--max-tokens-per-gpu", "10", "--model", str(model))
     (line,) = (line for line in sized.stdout.splitlines() if line.startswith("estimated memory"))
     assert line.endswith("first stage 0.00 GiB, last stage 0.25 GiB (0.08 GiB of it logits)")
+    # The output layer alone makes up nearly all of the model's costs.
+    on_stages = command(
+        "compare", lengths_file, *["--max-tokens-per-gpu", "10", "--pp", "2", "--model"], str(model)
+    )
+    assert (on_stages.returncode, on_stages.stderr) == (0, "")
 
     checked = command("check", out, lengths_file)
     assert (checked.returncode, checked.stderr) == (0, "")

@@ -20,7 +20,12 @@ from mcore_batching.planning import (
 from mcore_batching.planning.pipeline import Clock, Schedule, pipeline_time
 from mcore_batching.tools.explain import explain
 from mcore_batching.tools.held_back import what_holds_back
-from mcore_batching.tools.suggestions import alternatives, suggestions
+from mcore_batching.tools.suggestions import (
+    COMPARED_PLAN_EFFORT,
+    alternatives,
+    better_layout,
+    suggestions,
+)
 
 PP4 = ParallelDims(data_parallel=4, pipeline_parallel=4)
 CONFIG = PlannerConfig(max_tokens_per_gpu=16384, plan_effort=200)
@@ -110,6 +115,28 @@ def test_split_backward_passes_end_when_zero_bubble_schedules_do(stages: int, co
     dims = ParallelDims(pipeline_parallel=stages)
     clock = Clock([2.0] * count, Schedule(dims=dims, splits_backward=True))
     assert clock.end == 2.0 * (stages - 1 + 3 * count)
+
+
+@pytest.mark.parametrize(
+    ("layers", "flags", "then"),
+    [
+        ("a" * 32 + "V", "--decoder-last-pipeline-num-layers 5", "a" * 9 + "|"),
+        ("*-" * 8 + "V", "--hybrid-layer-pattern '*-*-*|-*-*-|*-*-*|-'", "*-*-*|"),
+    ],
+)
+def test_a_better_layout_is_named_by_megatron_s_flags(layers: str, flags: str, then: str) -> None:
+    """Here the output layer takes as long as 5 layers; the gain is that of a plan made so."""
+    share = 0.5 if "*" in layers else 1.0
+    costs = [("a", 1.0, 1e-6, 1e-6, 1.0), ("*", 1.0, 1e-6, 1e-6, 1.0), ("-", 1.0, 0.0, 0.0, 1.0)]
+    model = CostModel(layers=layers, layer_costs=(*costs, ("V", 5.0 * share, 0.0, 0.0, 1.0)))
+    step = plan_step(MANY, PP4, replace(CONFIG, plan_effort=COMPARED_PLAN_EFFORT), model)
+    (found,) = [each for each in suggestions(step, MANY) if each.otherwise.startswith("--")]
+    assert found.otherwise == flags
+    _, cut = better_layout(model, PP4, MANY) or ("", model)
+    assert cut.layers.startswith(then)
+    made = plan_step(MANY, PP4, step.config, cut)
+    assert found.gain == pytest.approx(step_time(step, MANY) / step_time(made, MANY), rel=1e-12)
+    assert better_layout(cut, PP4, MANY) is None
 
 
 def test_split_backward_passes_cost_no_more_than_whole_ones() -> None:

@@ -12,6 +12,7 @@ Needs neither PyTorch nor Megatron: it runs in the rollout manager's process.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -42,6 +43,7 @@ from mcore_batching.planning import (
     plan_batch,
 )
 from mcore_batching.planning.json_text import read_document
+from mcore_batching.planning.layers_of import first_guess
 
 NAME = "build_dp_schedule"
 
@@ -226,6 +228,8 @@ def _cost_model(args: Any) -> CostModel | None:
             "fixed, or to a file of CostModel.to_json"
         )
     if chosen in (None, "fixed"):
+        with contextlib.suppress(ConfigError, TypeError):  # no transformer's sizes: the defaults
+            return first_guess(vars(args))
         return None
     return CostModel.from_json(read_document(chosen))
 

@@ -162,18 +162,18 @@ class Chains:
         """Weights of places on each chain, that of `NOWHERE`, and last how long it is."""
         return iter(self._chains)
 
-    def add(self, weights: Sequence[float], length: float, on_stages: Sequence[float]) -> None:
+    def add(self, weights: Sequence[float], length: float, on_stages: Sequence[float] = ()) -> None:
         """Add a chain with these weights of places, and so long.
 
         Args:
             weights: of places.
             length: of the chain.
-            on_stages: weights of the clock's places.
+            on_stages: weights of the clock's places, where these are others.
         """
         # The 0 is for `NOWHERE`, -2 as an index: what is outside the pipeline is on no chain.
         self._chains.insert(0, [*weights, 0.0, length])
         del self._chains[self._most :]
-        if on_stages is not weights:
+        if on_stages:
             self._on_stages.insert(0, on_stages)
             del self._on_stages[self._most :]
 
@@ -293,7 +293,7 @@ class Pipeline:
             # By the costs before: `change` brings it up to date if the move is made.
             for weight, cost in zip(weights, self._clock.costs, strict=True):
                 length += weight * cost
-            self.chains.add(self._of_places(weights), length, weights)
+            self._remember(weights, length)
         self._count_effort()
         return end
 
@@ -328,8 +328,12 @@ class Pipeline:
         self.end, weights = self._clock.end, self._clock.weights()
         self.weights = self._of_places(weights)
         self.on_chain = [place for place, weight in enumerate(self.weights) if weight > 0.0]
-        self.chains.add(self.weights, self.end, weights)
+        self._remember(weights, self.end)
         self._count_effort()
+
+    def _remember(self, weights: list[float], length: float) -> None:
+        on_stages = weights if self._kinds > 1 else ()
+        self.chains.add(self._of_places(weights), length, on_stages)
 
     def _count_effort(self) -> None:
         # Passes, not calls: the clock runs only those that a change can reach.

@@ -18,6 +18,7 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.errors import printable
 from mcore_batching.planning.json_text import read_document
+from mcore_batching.planning.layers_of import config_of_json, first_guess
 from mcore_batching.tools.files import write_whole
 
 if TYPE_CHECKING:
@@ -141,6 +142,14 @@ def add_search(parser: CommandParser) -> None:
         "context-parallel ranks: a power of two, or all of them (default: --cp for all)",
     )
     add_cost_model(parser)
+    parser.add_argument(
+        "--model",
+        "--model-config",
+        metavar="config.json",
+        help="a model's config.json, as Hugging Face's have it: its layers and stages are what "
+        "samples cost, unless --cost-model says it; `plan` also estimates the memory of "
+        "activations and logits",
+    )
 
 
 def add_cost_model(parser: CommandParser) -> None:
@@ -195,8 +204,13 @@ def config_of(options: argparse.Namespace) -> PlannerConfig:
 
 
 def cost_model_of(options: argparse.Namespace) -> CostModel | None:
-    """The model in the file of --cost-model; None without the flag."""
-    return CostModel.from_json(read(options.cost_model)) if options.cost_model else None
+    """The costs in the file of --cost-model, or of the model of --model; None without either."""
+    if options.cost_model:
+        return CostModel.from_json(read(options.cost_model))
+    if getattr(options, "model", None) is None:
+        return None
+    ranks = {"expert_model_parallel_size": options.expert_parallel}
+    return first_guess(config_of_json(read(options.model)) | ranks)
 
 
 def read(path: str) -> str:

@@ -69,12 +69,6 @@ def add_arguments(parser: CommandParser) -> None:
         )
     add_search(parser)
     parser.add_argument(
-        "--model-config",
-        metavar="config.json",
-        help="a model's config.json, as Hugging Face's have it: also estimate the memory of "
-        "activations and logits",
-    )
-    parser.add_argument(
         "--forward-only",
         action="store_true",
         help="plan forward passes alone, as for old and reference log-probs",
@@ -120,9 +114,7 @@ def run(options: argparse.Namespace) -> int:
     """Plan, check the plan, print, write and draw it."""
     dims, config = dims_of(options), config_of(options)
     cost_model = cost_model_of(options)
-    shape = (
-        ModelShape.from_config_json(read(options.model_config)) if options.model_config else None
-    )
+    shape = ModelShape.from_config_json(read(options.model)) if options.model else None
     groups = _read_groups(options)
     # What can fail at once does so before the long work.
     if options.plot:

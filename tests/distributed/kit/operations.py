@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
@@ -40,6 +41,7 @@ def operations(
     seconds_per_cost: float = 0.0,
     backward_ratio: float = 2.0,
     exchange_shapes: bool = False,
+    which_cost: list[list[int]] | None = None,
 ) -> list[list[Operation]]:
     """The passes of this rank in the order in which Megatron's own schedule ran them.
 
@@ -50,6 +52,8 @@ def operations(
         seconds_per_cost: how long a forward pass sleeps for each unit of cost.
         backward_ratio: how much longer a backward pass sleeps.
         exchange_shapes: before every transfer, instead of taking them from the plan.
+        which_cost: the kind of each stage, which then has its own of the costs, as
+            `pipeline_operations` takes them.
 
     Returns:
         the passes of every step.
@@ -67,9 +71,18 @@ def operations(
         max_sequence_length=64,
         ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
     )
+    kinds = 1 + max((kind for (kind,) in which_cost), default=0) if which_cost else 1
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    first = which_cost[stage][0] if which_cost else 0
     return [
         _one_step(
-            shape, model, costs, forward_only, seconds_per_cost, backward_ratio, exchange_shapes
+            shape,
+            model,
+            costs[first::kinds],
+            forward_only,
+            seconds_per_cost,
+            backward_ratio,
+            exchange_shapes,
         )
         for costs, forward_only in steps
     ]

@@ -1,0 +1,34 @@
+"""Plans by the first guess of a model's costs, and pipelines whose last stage is slow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from bench_model_costs import CONFIG, DIMS, FAMILIES, LENGTHS, ends_of, mooncake
+
+from mcore_batching.planning import plan_step, predicted_step_time
+from mcore_batching.planning.layer_costs import LayerCost, cost_model, costs_of_chunks
+
+pytestmark = pytest.mark.skipif(not LENGTHS.exists(), reason="the trace is not here")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_first_guess_plans_as_well_as_true_costs(family: str) -> None:
+    ends = ends_of(FAMILIES[family], mooncake())
+    assert ends["first guess"] <= 1.01 * ends["true"]
+
+
+def test_a_slow_last_stage_is_planned_nearly_as_well_as_by_a_long_search() -> None:
+    """32 layers of a 7B dense model; the output layer makes the last stage 1.5 times the mean."""
+    lengths, output = mooncake(), 0.6 * 32 / 3.0
+    layer = LayerCost(1.0, 1 / 24576, 1 / 24576, 1.0)
+    model = cost_model("a" * 32 + "V", {"a": layer, "V": LayerCost(output, 0.0, 0.0, 1.0)})
+    kinds, ((_,), *_, (last,)) = costs_of_chunks(model, DIMS)
+    assert kinds[last].linear == pytest.approx(1.5, abs=0.01)
+    found = predicted_step_time(plan_step(lengths, DIMS, CONFIG, model), lengths)
+    # Ten times the effort, which is what ends this search.
+    long = replace(CONFIG, plan_effort=10 * CONFIG.plan_effort)
+    assert found <= 1.01 * predicted_step_time(plan_step(lengths, DIMS, long, model), lengths)
+    blind = plan_step(lengths, DIMS, CONFIG, replace(model, layers="", layer_costs=()))
+    assert found < 0.9 * predicted_step_time(blind, lengths, model)
