@@ -22,6 +22,9 @@ CUDA_ROW_MULTIPLE = 128
 """Tokens of each rank to a multiple of which rows are padded on CUDA by default: kernels waste no
 part of a tile, and the allocator, which keeps freed blocks by their size, sees few sizes."""
 
+SPLIT_BACKWARD = ("auto", "all")
+"""Which backward passes are split: those that the plan chooses, or every one."""
+
 THEMES = {
     "the cap, and rows under it": (
         "use_dynamic_batch_size",
@@ -46,6 +49,7 @@ THEMES = {
         "logits_in_model_dtype",
         "fuse_output_layer",
     ),
+    "the pipeline": ("split_backward", "split_backward_memory"),
     "faults, and the start": (
         "on_nonfinite",
         "consensus_timeout_seconds",
@@ -173,6 +177,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "--max-tokens-per-gpu of forward_only, which keeps no activations for a backward "
         "pass: it then has a plan of its own, which --dynamic-batch-max-inflight-tokens does not "
         "bound (default: the plan and the cap of training)",
+    },
+    "split_backward": {
+        "nargs": "?",
+        "const": "auto",
+        "choices": SPLIT_BACKWARD,
+        "default": None,
+        "metavar": "|".join(SPLIT_BACKWARD),
+        "help": "compute weight gradients of linear layers apart from the backward pass, in time "
+        "in which pipeline stages would wait: of the passes that the plan chooses, none where it "
+        "predicts under 2 %% less time (auto, or no value), or of every pass (all)",
+    },
+    "split_backward_memory": {
+        "type": float,
+        "default": 1.0,
+        "metavar": "FACTOR",
+        "help": "activations that a stage may hold under --dynamic-batch-split-backward, over "
+        "those that it holds without; the default, 1.0, is no more",
     },
     "record": {
         "default": None,

@@ -111,7 +111,9 @@ class PackedForwardBackward:
         started, job = time.monotonic(), job_of(self._args)
         operation = "evaluation" if forward_only else "training"
         planned = self._plan(job, chunks, data_iterator, num_microbatches, forward_only)
-        prepared = prepare(job, chunks, operation, 0, planned, change=stock_row)
+        prepared = prepare(
+            job, chunks, operation, 0, planned, forward_only=forward_only, change=stock_row
+        )
         # Every model chunk of a rank runs every row: only the first counts its tokens.
         rows = [
             PackedRows(stage, counts_flops=not forward_only and number == 0)

@@ -62,6 +62,8 @@ class Options:
     log_prob_chunk_tokens: Any = LOG_PROB_CHUNK_TOKENS
     logits_in_model_dtype: bool = False
     fuse_output_layer: bool = False
+    split_backward: str | None = None
+    split_backward_memory: Any = 1.0
     record: str | None = None
     consensus_timeout_seconds: Any = DEFAULT_TIMEOUT_SECONDS
     no_failure_watch: bool = False

@@ -41,6 +41,7 @@ from mcore_batching.batch.figures import Figure, largest, least, total
 from mcore_batching.batch.prefixes import Hosts
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
+from mcore_batching.megatron.checks.split_backward import check_split_backward
 from mcore_batching.megatron.checks.validation import prepare_model
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.job import Job
@@ -196,6 +197,8 @@ class PlanningProtocol:
         prepare_model(chunks, settings.dims, settings.config)
         if self.job.options.share_prefixes:
             check_shared_prefixes(chunks)
+        if not self.forward_only:  # that of a reference model is never split
+            check_split_backward(self.job.options, chunks, settings.dims)
         # Before the agreement is over: under `one_step` its figures pack by these settings.
         self.settings = settings
         self.vocabulary_size = vocabulary_size(chunks)

@@ -16,9 +16,15 @@ from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.megatron.split_backward.plan import digest_of, planned_split
 from mcore_batching.megatron.topology import model_chunks
 
-_ALIKE = ("no_planned_shapes", "fuse_output_layer")
+_ALIKE = (
+    "no_planned_shapes",
+    "fuse_output_layer",
+    "split_backward",
+    "split_backward_memory",
+)
 """Arguments of the pipeline, which planning does not read."""
 
 
@@ -29,6 +35,7 @@ def prepare(
     step: int,
     schedule: Callable[[], MicroBatchSchedule],
     *,
+    forward_only: bool = True,
     change: Callable[[PackedMicroBatch], PackedMicroBatch] = lambda row: row,
     alike: Callable[[MicroBatchSchedule], Mapping[str, Any]] = lambda schedule: {},
 ) -> PreparedStep:
@@ -42,6 +49,7 @@ def prepare(
         operation: the call that is about to run the step, in words; the same on every rank.
         step: which optimizer step.
         schedule: gives the schedule; what it raises is raised on every rank.
+        forward_only: no backward passes, which might be split.
         change: from a row to the one that the model and the loss get.
         alike: gives further values by name, the same on every rank.
 
@@ -54,7 +62,9 @@ def prepare(
         # All rows at once, before the pipeline: a value that does not fit would otherwise show
         # inside it, where the other ranks wait for this one's tensors.
         found = schedule()
-        return PreparedStep.of_rows(found, step, found.rows(step), model_chunks(model), change)
+        made = PreparedStep.of_rows(found, step, found.rows(step), model_chunks(model), change)
+        split = () if forward_only else planned_split(job, found, step)
+        return dataclasses.replace(made, split_backward=split)
 
     def says(prepared: PreparedStep) -> Statement:
         return _statement(job, model, prepared, alike(prepared.schedule))
@@ -85,6 +95,7 @@ def _statement(job: Job, model: Any, prepared: PreparedStep, alike: Mapping[str,
         # The weight is a sum of floats, which another device adds up in another order.
         equal_in_replica={
             "samples and plan (sha256)": prepared.schedule.own_digest,
+            "split backward passes (sha256)": digest_of(prepared.split_backward),
             **{n: value for n, value in sums.items() if n != "token_weight"},
         },
         # What losses divide by, over all ranks, without a collective of its own.

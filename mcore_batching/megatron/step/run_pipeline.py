@@ -14,6 +14,8 @@ from mcore_batching.megatron.learning.cost_learning import learners_of
 from mcore_batching.megatron.logits.log_probs import chunks_of_tokens
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.rows.routing_replay import replayed_step
+from mcore_batching.megatron.split_backward.plan import deferred_weights
+from mcore_batching.megatron.split_backward.split_passes import split_backward
 from mcore_batching.megatron.step.recording import recorded
 from mcore_batching.megatron.step.transfer_shapes import planned_transfers
 
@@ -57,6 +59,9 @@ def run_pipeline(
     # In here, not around the call: the other ranks are told what it raises.
     if inside is not None:
         around.append(inside)
+    # Innermost: weight gradients have to be there before any hook reads or adds up gradients.
+    if not forward_only:
+        around.append(split_backward(model, deferred_weights(job, prepared)))
     with contextlib.ExitStack() as stack:
         for each in around:
             stack.enter_context(each)
