@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import p2p_communication, schedules
+from megatron.core.tensor_parallel import ColumnParallelLinear, layers
 from megatron.core.utils import get_model_config
 
-from kit.exactness import arguments
+from kit.blocking_p2p import blocking_p2p
+from kit.exactness import arguments, log_probs_of
+from kit.faults import my_samples
 from kit.model import (
     HYBRID,
     MAX_SEQUENCE_LENGTH,
@@ -20,14 +32,24 @@ from kit.model import (
     transformer_config,
 )
 from kit.objective import packed_objective
-from kit.samples import VOCABULARY, make_samples, share, take
-from mcore_batching.megatron import get_data_iterator, packed_layer_spec, train_step
+from kit.samples import VOCABULARY
+from mcore_batching.megatron import (
+    check_settings,
+    forward_only,
+    get_data_iterator,
+    packed_layer_spec,
+    train_step,
+)
 from mcore_batching.megatron.job.job import job_of
-from mcore_batching.megatron.split_backward.plan import LastStep
+from mcore_batching.megatron.split_backward import linear_layers, split_passes
+from mcore_batching.megatron.split_backward.plan import LastStep, planned_split
+from mcore_batching.megatron.split_backward.weight_gradients import WeightGradients
 from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
+from mcore_batching.megatron.step import prepare
 from mcore_batching.planning import ParallelDims
+from mcore_batching.planning.pipeline.split_backward import PARTS, SplitStage
 
-SPLIT = "dynamic_batch_split_backward"
+ALL = {"dynamic_batch_split_backward": "all"}
 STEPS = 3
 
 
@@ -36,15 +58,26 @@ def small_model(
     kind: str = "dense",
     ddp: dict[str, Any] | None = None,
     tied: bool = False,
+    aligned: bool = False,
     **settings: Any,
 ) -> list[Any]:
-    """A model of random weights on a layout, in Megatron's data-parallel wrapper."""
+    """A model of random weights on a layout, in Megatron's data-parallel wrapper.
+
+    Args:
+        dims: the layout.
+        kind: of `transformer_config`, or ``"engine"``: dense, with layers as Transformer Engine's.
+        ddp: of the wrapper.
+        tied: one weight for embedding and output layer.
+        aligned: stages start to reduce gradients together (``--align-grad-reduce``).
+        settings: of the model.
+    """
     shape = ParallelDims(**dims)
-    config = transformer_config(kind, **pipeline_config(shape) | settings)
-    options = model_options(kind, shape.pipeline_parallel * shape.virtual_pipeline)
+    own = "dense" if kind == "engine" else kind
+    config = transformer_config(own, **pipeline_config(shape) | settings)
+    options = model_options(own, shape.pipeline_parallel * shape.virtual_pipeline)
     if kind not in HYBRID:
-        options["spec"] = lambda config: layer_spec(kind, packed_layer_spec(config), config)
-    return build_model(
+        options["spec"] = functools.partial(_layer_spec, kind)
+    model = build_model(
         config,
         vocab_size=VOCABULARY,
         max_sequence_length=MAX_SEQUENCE_LENGTH,
@@ -52,51 +85,167 @@ def small_model(
         **({"share_embeddings_and_output_weights": True} if tied else {}),
         **options,
     )
+    get_model_config(model[0]).finalize_model_grads_func = finalize_model_grads
+    if aligned:
+        syncs = [chunk.start_grad_sync for chunk in model]
+        get_model_config(model[0]).grad_sync_func = syncs if len(syncs) > 1 else syncs[0]
+    return model
+
+
+def _layer_spec(kind: str, config: Any) -> Any:
+    spec = layer_spec("dense" if kind == "engine" else kind, packed_layer_spec(config), config)
+    if kind == "engine":
+        spec.submodules.mlp.submodules.linear_fc1 = EngineLinear
+    return spec
+
+
+class EngineLinear(ColumnParallelLinear):
+    """Follows the protocol of Transformer Engine's linear modules with their store.
+
+    Of newer ones, which take the store in their forward pass if it delays then.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.fuse_wgrad_accumulation, self.use_bias = True, False
+        self.is_first_microbatch = True
+        self.wgrad_store = SimpleNamespace(delay_wgrad_compute=lambda: False)
+        self._forward_impl = self._multiplied
+
+    def _multiplied(self, input: Any, weight: Any, **unused: Any) -> Any:
+        del unused
+        is_first, self.is_first_microbatch = self.is_first_microbatch, False
+        store = self.wgrad_store if self.wgrad_store.delay_wgrad_compute() else None
+        return _EngineProduct.apply(input, weight, store, is_first)
+
+
+class _EngineProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Any, weight: Any, store: Any, is_first: bool) -> Any:
+        ctx.save_for_backward(inputs, weight)
+        ctx.store, ctx.is_first = store, is_first
+        return inputs.matmul(weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        inputs, weight = ctx.saved_tensors
+
+        def add(inputs: Any, gradient: Any) -> None:
+            made = gradient.flatten(0, 1).t().matmul(inputs.flatten(0, 1))
+            # As Transformer Engine, whose first micro-batch need find no zeros there.
+            (weight.main_grad.copy_ if ctx.is_first else weight.main_grad.add_)(made)
+
+        if ctx.store is not None and ctx.store.delay_wgrad_compute():
+            ctx.store.put([inputs, gradient], add)
+        else:
+            add(inputs, gradient)
+        weight.grad_added_to_main_grad = True
+        return gradient.matmul(weight), torch.empty_like(weight), None, None
+
+
+@contextlib.contextmanager
+def fused_kernels() -> Iterator[None]:
+    """Stand-ins of Megatron's kernels that multiply and add at once."""
+
+    def add(inputs: Any, gradient: Any, main_grad: Any) -> None:
+        main_grad.addmm_(gradient.t(), inputs)
+
+    kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add, wgrad_gemm_accum_fp16=add)
+    with (
+        mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", kernels, create=True),
+        mock.patch.object(layers, "_grad_accum_fusion_available", True),
+    ):
+        yield
+
+
+def some_split(job: Any, schedule: Any, step: int) -> tuple[SplitStage, ...]:
+    """A plan of some passes: those of every third slot are whole, and parts run here and there.
+
+    Another one on each data-parallel rank.
+    """
+    rank = parallel_state.get_data_parallel_rank()
+    stages = []
+    for stage, (split, _) in enumerate(planned_split(job, schedule, step)):
+        chosen = [each and (at + rank) % 3 > 0 for at, each in enumerate(split)]
+        parts = [(at + stage + rank) % 4 * 3 if at else 0 for at in range(len(split))]
+        stages.append(SplitStage(tuple(chosen), tuple(parts)))
+    return tuple(stages)
+
+
+def compare_blocking(**parameters: Any) -> dict[str, Any]:
+    """`compare_steps`, where transfers between stages block as NCCL's do."""
+    with blocking_p2p():
+        return compare_steps(**parameters)
 
 
 def compare_steps(
     dims: dict[str, Any],
     planner: dict[str, Any] | None = None,
     spread: str = "uneven",
-    **model_settings: Any,
+    some: bool = False,
+    fused: bool = False,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Some steps with split backward passes and the same with whole ones, from the same weights.
 
+    Before each step forward passes alone, as of an evaluation.
+
+    Args:
+        dims: the layout.
+        planner: arguments.
+        spread: of the samples over ranks.
+        some: split some passes, others on each data-parallel rank; else all.
+        fused: with kernels that multiply and add at once.
+        settings: of `small_model`.
+
     Returns:
         ``gradients`` and ``weights``, the largest differences after any step, relative to the
-        tensor's largest entry: 0.0 means equal to the bit; ``peak_bytes`` that waited.
+        tensor's largest entry: 0.0 means equal to the bit; the most ``bytes`` that waited, and
+        what the plan allows; ``restored``: nothing is left of the hooks.
     """
     shape = ParallelDims(**dims)
-    model = small_model(dims, **model_settings)
-    before = [parameter.detach().clone() for _, parameter in named_parameters(model)]
-    distributed = bool((model_settings.get("ddp") or {}).get("use_distributed_optimizer"))
-    rank, ranks = parallel_state.get_data_parallel_rank(), shape.data_parallel
-    samples = make_samples()
-    data = take(samples, share(samples, spread, rank, ranks))
-    outcomes: dict[bool, list[list[torch.Tensor]]] = {}
-    report: dict[str, Any] = {}
-    # Split first: in the first batch of all the wrapper counts its calls.
-    for splits in (True, False):
-        with torch.no_grad():
-            for (_, parameter), value in zip(named_parameters(model), before, strict=True):
-                parameter.copy_(value)
-        args = arguments(shape, **{SPLIT: "all" if splits else None} | (planner or {}))
-        optimizer = adam(model, distributed)
-        get_model_config(model[0]).grad_scale_func = optimizer.scale_loss
-        outcomes[splits] = []
-        for _ in range(STEPS):
-            iterators, counts = get_data_iterator(args, model, data)
-            train_step(packed_objective, args, model, iterators, counts, optimizer)
-            found = [parameter for _, parameter in named_parameters(model)]
-            outcomes[splits].append([p.main_grad.clone() for p in found])
-            outcomes[splits].append([p.detach().clone() for p in found])
-            if splits:
+    with contextlib.ExitStack() as stack:
+        if fused:
+            stack.enter_context(fused_kernels())
+            settings["gradient_accumulation_fusion"] = True
+        if some:
+            stack.enter_context(mock.patch.object(prepare, "planned_split", some_split))
+        model = small_model(dims, **settings)
+        hooked = hooks_of(model)
+        before = [parameter.detach().clone() for _, parameter in named_parameters(model)]
+        distributed = bool((settings.get("ddp") or {}).get("use_distributed_optimizer"))
+        data = my_samples(dims, spread)
+        outcomes: dict[bool, list[list[torch.Tensor]]] = {}
+        waited: list[tuple[int, int]] = []
+        # Split first: in the first batch of all the wrapper counts its calls.
+        for splits in (True, False):
+            with torch.no_grad():
+                for (_, parameter), value in zip(named_parameters(model), before, strict=True):
+                    parameter.copy_(value)
+            args = arguments(shape, **(ALL if splits else {}) | (planner or {}))
+            check_settings(args, model)
+            optimizer = adam(model, distributed)
+            get_model_config(model[0]).grad_scale_func = optimizer.scale_loss
+            outcomes[splits] = []
+            for _ in range(STEPS):
+                iterators, counts = get_data_iterator(args, model, data)
+                forward_only(log_probs_of, args, model, iterators, counts)
+                train_step(packed_objective, args, model, iterators, counts, optimizer)
+                found = [parameter for _, parameter in named_parameters(model)]
+                outcomes[splits].append([p.main_grad.clone() for p in found])
+                outcomes[splits].append([p.detach().clone() for p in found])
                 weights = job_of().memory.only(LastStep).weights
-                report["peak_bytes"] = 0 if weights is None else weights.peak_bytes
+                assert (weights is not None) == splits
+                if weights is not None:
+                    assert weights.num_bytes == 0
+                    waited.append((weights.peak_bytes, planned_bytes(weights)))
     pairs = list(zip(outcomes[True], outcomes[False], strict=True))
-    report["gradients"] = max(_difference(*pair) for pair in pairs[::2])
-    report["weights"] = max(_difference(*pair) for pair in pairs[1::2])
-    return report
+    return {
+        "gradients": max(_difference(*pair) for pair in pairs[::2]),
+        "weights": max(_difference(*pair) for pair in pairs[1::2]),
+        "bytes": waited,
+        "restored": hooks_of(model) == hooked,
+    }
 
 
 def _difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
@@ -104,3 +253,193 @@ def _difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
         0.0 if torch.equal(a, b) else float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
         for a, b in zip(ours, theirs, strict=True)
     )
+
+
+def planned_bytes(weights: WeightGradients) -> int:
+    """What waits at most by the plan, which counts a micro-batch until its last part has run."""
+    of_pass: dict[Any, int] = {}
+    for run in weights.timed:
+        for passed, num_bytes in run.num_bytes.items():
+            of_pass[passed] = of_pass.get(passed, 0) + num_bytes
+    waiting: list[int] = []
+    most = run = 0
+    for passed, splits, before in zip(weights._order, *weights._stage, strict=True):
+        run = min(run + before, PARTS * len(waiting))
+        while run >= PARTS:
+            waiting.pop(0)
+            run -= PARTS
+        if splits:
+            waiting.append(of_pass[passed])
+        most = max(most, sum(waiting))
+    return most
+
+
+def hooks_of(model: list[Any]) -> list[Any]:
+    """Everything that split backward passes replace, as it is."""
+    config = get_model_config(model[0])
+    groups = [g for c in model for g in (*c.bucket_groups, *c.expert_parallel_bucket_groups)]
+    return [
+        vars(linear_layers.MEGATRONS)["backward"],
+        *(vars(schedules)[name] for name in ("forward_step", "backward_step")),
+        *(vars(p2p_communication)[name] for name in ("_p2p_ops", "_batched_p2p_ops")),
+        config.finalize_model_grads_func,
+        config.grad_sync_func,
+        *("register_grad_ready" in vars(group) for group in groups),
+        *(getattr(m, "wgrad_store", None) for chunk in model for m in chunk.modules()),
+    ]
+
+
+def left_by_a_failure(dims: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """What is left of the hooks and of what waits when a step raises in its middle."""
+    model = small_model(dims, **settings)
+    hooked = hooks_of(model)
+    deferred = mock.Mock(spec=WeightGradients)
+    changed = 0
+    with contextlib.suppress(ZeroDivisionError):
+        with split_passes.split_backward(model, deferred):
+            now = hooks_of(model)
+            changed = sum(a is not b for a, b in zip(now, hooked, strict=True))
+            raise ZeroDivisionError
+    return {
+        "changed": changed,
+        "restored": hooks_of(model) == hooked,
+        "cleared": deferred.clear.called,
+        "flushed": deferred.flush.called,
+    }
+
+
+def refused(dims: dict[str, Any], cases: list[dict[str, Any]]) -> list[str]:
+    """What `check_settings` says of arguments and of attributes of the configurations."""
+    model = small_model(dims)
+    said = []
+    for case in cases:
+        args = arguments(ParallelDims(**dims), **ALL | case.get("planner", {}))
+        with contextlib.ExitStack() as stack:
+            for owner, name, value in [
+                *((get_model_config(model[0]), *each) for each in case.get("model", {}).items()),
+                *((model[0].ddp_config, *each) for each in case.get("ddp", {}).items()),
+            ]:
+                stack.enter_context(mock.patch.object(owner, name, value, create=True))
+            if case.get("other function"):
+                stack.enter_context(
+                    mock.patch.object(schedules, case["other function"], lambda *unknown: None)
+                )
+            if case.get("engine"):
+                module = next(m for m in model[0].modules() if isinstance(m, ColumnParallelLinear))
+                for name, value in case["engine"].items():
+                    stack.enter_context(mock.patch.object(module, name, value, create=True))
+            try:
+                check_settings(args, model)
+                said.append("")
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def infinite_weights(dims: dict[str, Any]) -> str:
+    """The error of a step in which one rank's weight gradients alone are infinite."""
+    model = small_model(dims)
+    args = arguments(ParallelDims(**dims), **ALL)
+    iterators, counts = get_data_iterator(args, model, my_samples(dims))
+
+    def add(weight: Any, *rest: Any, **options: Any) -> None:
+        del rest, options
+        weight.main_grad.fill_(math.inf)
+
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    replaced = mock.patch.object(linear_layers, "add_weight_gradient", add)
+    try:
+        with replaced if is_last else contextlib.nullcontext():
+            train_step(packed_objective, args, model, iterators, counts, adam(model, False))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def order_of_reductions(dims: dict[str, Any], **settings: Any) -> list[list[int]]:
+    """Number of each bucket group in the order in which a step reduces them, for two steps, under
+    plans that differ from one data-parallel rank to the next."""
+    model = small_model(dims, **settings)
+    args = arguments(ParallelDims(**dims), **ALL)
+    groups = [group for chunk in model for group in chunk.bucket_groups]
+    orders: list[list[int]] = []
+    start = type(groups[0]).start_grad_sync
+
+    def recorded(group: Any, *rest: Any, **options: Any) -> Any:
+        orders[-1].append(next(at for at, each in enumerate(groups) if each is group))
+        return start(group, *rest, **options)
+
+    def planned(job: Any, schedule: Any, step: int) -> Any:
+        whole = parallel_state.get_data_parallel_rank() == 1
+        return () if whole else some_split(job, schedule, step)
+
+    with (
+        mock.patch.object(type(groups[0]), "start_grad_sync", recorded),
+        mock.patch.object(prepare, "planned_split", planned),
+    ):
+        for _ in range(2):
+            orders.append([])
+            iterators, counts = get_data_iterator(args, model, my_samples(dims))
+            train_step(packed_objective, args, model, iterators, counts, adam(model, False))
+    return orders
+
+
+Event = tuple[str, str, float, float]
+"""What, of what, from when to when, in seconds of a clock that all processes share."""
+
+
+def recorded_step(dims: dict[str, Any], seconds_per_part: float = 0.02) -> list[Event]:
+    """The passes, posts, waits and parts of W of one step, each part sleeping for a while."""
+    model = small_model(dims, num_layers=4)
+    args = arguments(ParallelDims(**dims), **ALL)
+    events: list[Event] = []
+
+    def timed(what: str, names: Callable[..., str], function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def run(*arguments: Any, **options: Any) -> Any:
+            start = time.monotonic()
+            made = function(*arguments, **options)
+            events.append((what, names(*arguments, **options), start, time.monotonic()))
+            return made
+
+        return run
+
+    def directions(**tensors: Any) -> str:
+        return " ".join(name for name in sorted(tensors) if torch.is_tensor(tensors[name]))
+
+    def posting(function: Callable[..., Any]) -> Callable[..., Any]:
+        posted = timed("post", directions, function)
+
+        @functools.wraps(function)
+        def post(**tensors: Any) -> Any:
+            requests, names = posted(**tensors), directions(**tensors)
+
+            def waited(request: Any) -> Any:
+                wait = timed("wait", lambda *unused: names, request.wait)
+                return SimpleNamespace(wait=wait)
+
+            if isinstance(requests, dict):
+                return {name: waited(request) for name, request in requests.items()}
+            return [waited(request) for request in requests]
+
+        return post
+
+    def run_parts(weights: Any, left: Any, parts: int) -> None:
+        start = time.monotonic()
+        time.sleep(parts * seconds_per_part)
+        running(weights, left, parts)
+        events.append(("W", f"{left.passed.chunk} {left.passed.slot}", start, time.monotonic()))
+
+    running = WeightGradients._run_parts
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (schedules, "forward_step", timed("F", lambda *a, **o: "", schedules.forward_step)),
+            (schedules, "backward_step", timed("B", lambda *a, **o: "", schedules.backward_step)),
+            (p2p_communication, "_p2p_ops", posting(p2p_communication._p2p_ops)),
+            (p2p_communication, "_batched_p2p_ops", posting(p2p_communication._batched_p2p_ops)),
+            (WeightGradients, "_run_parts", run_parts),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        iterators, counts = get_data_iterator(args, model, my_samples(dims))
+        train_step(packed_objective, args, model, iterators, counts, adam(model, False))
+    return events
