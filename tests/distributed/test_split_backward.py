@@ -118,52 +118,59 @@ REDUCED = [
 
 @pytest.mark.parametrize("job", REDUCED, ids=str)
 def test_replicas_with_other_plans_reduce_in_one_order(job: Job, ranks: list[Any]) -> None:
-    """The ranks of a stage; on the first batch of all the wrapper reduces at the end."""
-    for one, other in zip(ranks[::2], ranks[1::2], strict=True):
+    for stage, (one, other) in enumerate(zip(ranks[::2], ranks[1::2], strict=True)):
         assert one == other
-        assert len(one[1]) > 3
-        assert sorted(one[1]) == sorted(set(one[1]))
+        for order in one:
+            # Megatron has several buckets on the first stage alone.
+            assert len(order) > 3 or stage
+            assert len(order) == len(set(order))
 
 
-@pytest.mark.parametrize(
-    "job", [job("recorded", "recorded_step", PP4), job("vpp2", "recorded_step", PP2_VPP2)], ids=str
-)
-def test_weights_run_between_post_and_wait(job: Job, ranks: list[Any]) -> None:
-    interleaved = "virtual_pipeline" in job.dims
-    gradient = "tensor_send_prev"
+RECORDED = [
+    job("recorded-pp4", "recorded_step", PP4, last_alone=False),
+    job("recorded-pp4-last", "recorded_step", PP4, last_alone=True),
+    job("recorded-pp2-vpp2", "recorded_step", PP2_VPP2, last_alone=False),
+]
+
+
+@pytest.mark.parametrize("job", RECORDED, ids=str)
+def test_weights_run_after_the_post_and_before_the_wait(job: Job, ranks: list[Any]) -> None:
+    interleaved = "virtual_pipeline" in job.parameters["dims"]
     for stage, events in enumerate(ranks):
-        before_tail = max(at for at, event in enumerate(events) if event[0] == "B")
-        runs = [at for at, event in enumerate(events) if event[0] == "W" and at < before_tail]
-        # The first stage's alternating passes have forward ones between that wait for nothing.
-        hidden = [at for at in runs if hides(events, at)]
-        assert hidden, f"stage {stage} runs all of W in nobody's time"
-        if stage and not interleaved:
-            assert hidden == runs
-        # None before the gradient that was made last is on its way.
+        last = max(at for at, event in enumerate(events) if event[0] == "B")
+        runs = [at for at, event in enumerate(events) if event[0] == "W" and at < last]
+        is_last = stage == len(ranks) - 1
+        assert runs or (job.parameters["last_alone"] and not is_last)
         for at in runs:
-            done = [event[0] for event in events[:at]]
-            last = len(done) - 1 - done[::-1].index("B")
-            if stage:
-                assert any(e[0] == "post" and gradient in e[1] for e in events[last:at])
-    # A stage has its gradient while the one that sent it is at its weights.
-    arrived = [
-        [end for what, names, _, end in events if what == "wait" and "recv_next" in names]
-        for events in ranks
-    ]
-    for stage in range(1, len(ranks)):
-        during = [
-            any(start < end < stop for end in arrived[stage - 1])
-            for what, _, start, stop in ranks[stage]
-            if what == "W"
-        ]
-        assert any(during), f"stage {stage} sends no gradient before its weights are made"
+            before, after = around(events, at)
+            # The first stage's forward passes and the last one's backward passes wait for nothing.
+            waits_for_nothing = after[0] in "FB" and (stage == 0 or is_last)
+            assert (before[0], after[0]) == ("post", "wait") or waits_for_nothing
+            # The interleaved schedule has asked for the next input before the pass that was.
+            assert "recv" in before[1] or interleaved or waits_for_nothing
+        for at in runs if stage else []:
+            # The gradient that was made last is on its way.
+            made = max(before for before in range(at) if events[before][0] == "B")
+            posts = [event[1] for event in events[made:at] if event[0] == "post"]
+            assert any("tensor_send_prev" in names for names in posts)
 
 
-def hides(events: list[Any], at: int) -> bool:
-    """True if W at this place runs after a post that receives and before the wait for it."""
-    around = [event for event in events[:at] if event[0] != "W"][-1:]
-    after = [event for event in events[at:] if event[0] != "W"][:1]
-    return [e[0] for e in around + after] == ["post", "wait"] and "recv" in around[0][1]
+def around(events: list[Any], at: int) -> tuple[Any, Any]:
+    """The events before and after W."""
+    before = [event for event in events[:at] if event[0] != "W"]
+    return before[-1], next(event for event in events[at:] if event[0] != "W")
+
+
+@pytest.mark.parametrize("job", RECORDED[1:2], ids=str)
+def test_a_neighbour_has_the_gradient_before_the_weights_are_done(
+    job: Job, ranks: list[Any]
+) -> None:
+    *_, before, last = ranks
+    arrived = [end for what, names, _, end in before if what == "wait" and "recv_next" in names]
+    runs = [(start, end) for what, _, start, end in last if what == "W"]
+    assert len(runs) > 2
+    for start, end in runs[:-1]:
+        assert any(start - 0.01 < at < end for at in arrived)
 
 
 @pytest.mark.parametrize(
@@ -173,8 +180,7 @@ def hides(events: list[Any], at: int) -> bool:
 )
 def test_a_failure_leaves_no_hook_and_nothing_waiting(job: Job, ranks: list[Any]) -> None:
     for rank in ranks:
-        assert rank.pop("changed") > 10
-        assert rank == {"restored": True, "cleared": True, "flushed": False}
+        assert rank == {"replaced": True, "restored": True, "cleared": True, "flushed": False}
 
 
 @pytest.mark.parametrize("job", [job("infinite", "infinite_weights", DP2_PP2)], ids=str)
