@@ -35,8 +35,13 @@ on an H200, 281 on a B200, 295 on an H100, dense bfloat16 rate over bandwidth of
 A micro-batch of fewer tokens takes no less time (Williams et al., "Roofline", 2009)."""
 _ALSO_WRITTEN = {"seconds_per_unit"}
 """Keys that a job writes beside the coefficients."""
-_NEWER = ("context_parallel_overhead", "context_parallel_fixed")
-"""Coefficients of dynamic CP; left out of the JSON at their defaults, as in older documents."""
+_NEWER = (
+    "context_parallel_overhead",
+    "context_parallel_fixed",
+    "weight_share",
+    "split_backward_overhead",
+)
+"""Coefficients added later; left out of the JSON at their defaults, as in older documents."""
 _COEFFICIENTS = ("linear", "quadratic", "per_micro_batch", "backward_ratio", *_NEWER)
 _MAX_COEFFICIENT = 1e100
 """Times the largest length squared and the most samples, a cost is still finite: 1e100 · 2^80 ·
@@ -68,6 +73,12 @@ class CostModel:
     context_parallel_fixed: float = 64.0
     """Cost of each doubling whatever the micro-batch holds: latency of communication. A quarter of
     `per_micro_batch`, an assumption until a job measures it."""
+    weight_share: float = 1.0
+    """Cost of a micro-batch's weight gradients (W) over its forward cost outside attention, which
+    has no weights: as many multiplications."""
+    split_backward_overhead: float = 0.0
+    """Growth of a backward pass whose W is left for later, by communication of tensor-parallel
+    ranks that W would have hidden: 0.1 to 0.2 with tensor parallelism."""
 
     def __post_init__(self) -> None:
         """Check that each coefficient is a number of 0 to `_MAX_COEFFICIENT`."""
@@ -208,6 +219,10 @@ class CostModel:
         """Forward cost of a micro-batch that holds samples of these lengths [samples], in
         tokens."""
         return self.per_micro_batch + ordered_sum(self.sample(length) for length in lengths)
+
+    def weights(self, lengths: Iterable[int]) -> float:
+        """Cost of the weight gradients of such a micro-batch."""
+        return self.weight_share * (self.per_micro_batch + self.linear * sum(lengths))
 
 
 def in_units_of(model: CostModel, unit: float) -> CostModel:

@@ -26,9 +26,11 @@ from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search import (
     Objective,
     Slots,
+    Splits,
     check_inflight_tokens,
     search,
     search_dynamic,
+    split_backward,
 )
 from mcore_batching.planning.shard import (
     fill_shard,
@@ -186,6 +188,16 @@ def _plan_samples(batch: Problem, samples: Sequence[int], owners: Sequence[int] 
             shards[owners[sample]].append(sample)
         local = _plan_local([batch.subset(shard) for shard in shards])
         ranks = tuple(_renamed(rank, shard) for rank, shard in zip(local, shards, strict=True))
+    split: Splits = ()
+    config = batch.config
+    if (
+        config.split_backward != "off"
+        and samples
+        and sizes is None
+        and batch.dims.pipeline_parallel > 1
+        and not batch.forward_only
+    ):
+        split = split_backward(batch, ranks)
     return StepPlan(
         micro_batches=ranks,
         num_microbatches=len(ranks[0]),
@@ -193,6 +205,7 @@ def _plan_samples(batch: Problem, samples: Sequence[int], owners: Sequence[int] 
         dims=batch.dims,
         config=batch.config,
         context_parallel=sizes,
+        split_backward=split,
         scope="global" if owners is None else "local",
         cost_model=batch.cost_model,
         forward_only=batch.forward_only,

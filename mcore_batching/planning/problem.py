@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mcore_batching.planning.config import PlannerConfig
-from mcore_batching.planning.cost import CostModel
+from mcore_batching.planning.cost import CostModel, ordered_sum
 from mcore_batching.planning.errors import Argument, ConfigError, OversizeSampleError
 from mcore_batching.planning.integers import integer_entries, round_up
 from mcore_batching.planning.parallel_dims import ParallelDims
@@ -51,6 +51,8 @@ class Problem:
     """Costs of samples and micro-batches."""
     forward_only: bool
     """True for forward passes alone, as for old and reference log-probs."""
+    defers_weights: bool = False
+    """True to plan as if W of all backward passes ran whenever its stage would wait."""
 
     @classmethod
     def of(
@@ -101,7 +103,14 @@ class Problem:
             dims=self.dims,
             forward_only=self.forward_only,
             backward_ratio=self.cost_model.backward_ratio,
+            deferred_share=self.deferred_share if self.defers_weights else 0.0,
         )
+
+    @cached_property
+    def deferred_share(self) -> float:
+        """W of all samples over the cost of their forward passes."""
+        weights = self.cost_model.weight_share * self.cost_model.linear * sum(self.lengths)
+        return weights / (ordered_sum(self.costs) or 1.0)
 
     @cached_property
     def capacity(self) -> int:
@@ -235,6 +244,10 @@ class Problem:
         for sample in samples:
             total += self.costs[sample]
         return self.cost_model.per_micro_batch + total
+
+    def weights(self, samples: Sequence[int]) -> float:
+        """Cost of the weight gradients of a micro-batch."""
+        return self.cost_model.weights(self.lengths[sample] for sample in samples)
 
     def weight(self, samples: Sequence[int]) -> float:
         """What `config.balance` evens out: padded tokens for "tokens", else cost."""

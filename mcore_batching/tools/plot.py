@@ -38,6 +38,7 @@ RANK_GAP = 0.8
 PASSES: dict[Kind, tuple[str, tuple[str, str]]] = {
     "F": ("forward", ("#3b6fb6", "#7ea6d9")),
     "B": ("backward", ("#d9762b", "#efae78")),
+    "W": ("weight gradients", ("#4f9a5b", "#94c79c")),
 }
 """Names of passes, and their colours in model chunks with even and odd numbers."""
 IDLE = "#ededed"
@@ -241,9 +242,10 @@ def _add_legend(figure: Figure, step: StepPlan) -> None:
     chunked = step.dims.virtual_pipeline > 1
     # Chunks alternate between two colours: more could not be told apart.
     kinds = (", even chunk", ", odd chunk") if chunked else ("",)
+    drawn = [PASSES[kind] for kind in PASSES if kind != "W" or step.split_backward]
     handles = [
         Patch(facecolor=colours[chunk], label=f"{name}{kind}")
-        for name, colours in PASSES.values()
+        for name, colours in drawn
         for chunk, kind in enumerate(kinds)
     ]
     if step.context_parallel is not None:

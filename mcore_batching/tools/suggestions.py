@@ -22,7 +22,8 @@ from mcore_batching.planning import (
     step_problem,
     step_statistics,
 )
-from mcore_batching.planning.pipeline import clocks_of
+from mcore_batching.planning.search import split_backward
+from mcore_batching.planning.statistics import step_clocks
 
 Changes = tuple[Argument, ...]
 """Arguments to set together, with their new values."""
@@ -112,13 +113,10 @@ def _trials(
 
 
 def _split_backward_time(step: StepPlan, lengths: Sequence[int]) -> float:
-    """End of the same micro-batches on plain stages that split backward passes."""
-    # Interleaving and split passes both fill the bubble; together they are no schedule known here.
-    problem, numbered = step_problem(step, lengths)
-    costs = [[problem.cost(samples) for samples in rank] for rank in numbered]
-    plain = replace(step.dims, virtual_pipeline=1, microbatch_group_size=None)
-    schedule = replace(problem.schedule, dims=plain, splits_backward=True)
-    return max(clock.end for clock in clocks_of(costs, schedule))
+    """End of the same micro-batches with split backward passes."""
+    problem, ranks = step_problem(step, lengths)
+    split = replace(step, split_backward=split_backward(problem, ranks))
+    return max(clock.end for clock in step_clocks(split, problem, ranks))
 
 
 def alternatives(

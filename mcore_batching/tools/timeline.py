@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mcore_batching.planning import CostModel, StepPlan, step_problem
-from mcore_batching.planning.pipeline import Operation, clocks_of
-from mcore_batching.planning.statistics import micro_batch_costs
+from mcore_batching.planning.pipeline import Operation
+from mcore_batching.planning.statistics import micro_batch_costs, step_clocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,16 +88,18 @@ def step_timeline(
     """
     problem, ranks = step_problem(step, lengths, cost_model)
     costs = micro_batch_costs(step, problem, ranks)
-    schedule = problem.schedule
     # With expert parallelism one clock has the pace of all ranks: a slot takes as long as its
     # slowest micro-batch, and each rank's own passes end earlier within it.
-    clocks = clocks_of(costs, schedule, step.context_parallel)
+    clocks = step_clocks(step, problem, ranks)
     at_the_pace = [clock.operations(rank) for clock in clocks for rank in range(len(clock.ends))]
-    if schedule.dims.in_lockstep:
+    if step.dims.in_lockstep:
         at_the_pace *= len(costs)
+    pace = [max(slot) if step.dims.in_lockstep else 0.0 for slot in zip(*costs, strict=True)]
     passes = [
         [
-            replace(o, end=o.start + own[o.slot] * schedule.share(o.stage, o.kind, o.chunk))
+            replace(o, end=o.start + (o.end - o.start) * own[o.slot] / pace[o.slot])
+            if pace[o.slot]
+            else o
             for o in operations
         ]
         for own, operations in zip(costs, at_the_pace, strict=True)

@@ -69,13 +69,12 @@ def steps(draw: st.DrawFn) -> Step:
         microbatch_group_size=group,
         waits_for_sends=draw(st.booleans()),
     )
-    kind = draw(st.sampled_from(["", "", "forward only", "split"]))
+    kind = draw(st.sampled_from(["", "", "forward only"]))
     dice = random.Random(draw(st.integers(0, 10**9)))
     factors = [tuple(dice.choice((0.5, 1.0, 2.0)) for _ in range(chunks)) for _ in range(stages)]
     schedule = Schedule(
         dims=dims,
         forward_only=kind == "forward only",
-        splits_backward=kind == "split" and chunks == 1,
         backward_ratio=draw(st.sampled_from([2.0, 2.0, 1.0, 0.0, 3.7])),
         factors=tuple(factors) if draw(st.booleans()) else (),
     )
