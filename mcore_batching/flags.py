@@ -22,9 +22,6 @@ CUDA_ROW_MULTIPLE = 128
 """Tokens of each rank to a multiple of which rows are padded on CUDA by default: kernels waste no
 part of a tile, and the allocator, which keeps freed blocks by their size, sees few sizes."""
 
-SPLIT_BACKWARD = ("auto", "all")
-"""Which backward passes are split: those that the plan chooses, or every one."""
-
 THEMES = {
     "the cap, and rows under it": (
         "use_dynamic_batch_size",
@@ -181,16 +178,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "split_backward": {
         "nargs": "?",
         "const": "auto",
-        "choices": SPLIT_BACKWARD,
-        "default": None,
-        "metavar": "|".join(SPLIT_BACKWARD),
         "help": "compute weight gradients of linear layers apart from the backward pass, in time "
         "in which pipeline stages would wait: of the passes that the plan chooses, none where it "
         "predicts under 2 %% less time (auto, or no value), or of every pass (all)",
     },
     "split_backward_memory": {
         "type": float,
-        "default": 1.0,
         "metavar": "FACTOR",
         "help": "activations that a stage may hold under --dynamic-batch-split-backward, over "
         "those that it holds without; the default, 1.0, is no more",

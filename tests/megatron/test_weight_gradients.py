@@ -12,8 +12,7 @@ import torch
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.split_backward import weight_gradients
 from mcore_batching.megatron.split_backward.weight_gradients import WeightGradients
-from mcore_batching.planning.pipeline import Pass
-from mcore_batching.planning.pipeline.split_backward import PARTS, SplitStage
+from mcore_batching.planning.pipeline import PARTS, Pass, SplitStage
 
 LAYERS = 3
 WEIGHTS = [torch.nn.Parameter(torch.zeros(1)) for _ in range(LAYERS)]

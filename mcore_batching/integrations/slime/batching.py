@@ -277,7 +277,7 @@ def _check_options(args: Any) -> None:
             "the framework finds tokens by lengths, so samples cannot share them: unset "
             "--dynamic-batch-share-prefixes"
         )
-    if getattr(args, "dynamic_batch_split_backward", None):
+    if Options.of(args).splits_backward:
         raise DynamicBatchArgumentError(
             "the framework runs the pipeline itself, so backward passes cannot be split: unset "
             "--dynamic-batch-split-backward"

@@ -7,14 +7,13 @@ from typing import Any
 
 from megatron.core.utils import get_model_config
 
-from mcore_batching.batch.value_shapes import as_number
-from mcore_batching.flags import FLAGS, SPLIT_BACKWARD
+from mcore_batching.flags import FLAGS
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
+from mcore_batching.megatron.errors import refuse
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.planning import ParallelDims
 
-_FLAG, _MEMORY = FLAGS["split_backward"], FLAGS["split_backward_memory"]
+_FLAG = FLAGS["split_backward"]
 _REFUSED = {
     "delay_wgrad_compute": "Megatron would delay weight gradients itself",
     "overlap_dispatch_backward_with_experts_wgrad": "Megatron would delay weight gradients itself",
@@ -41,20 +40,7 @@ def check_split_backward(options: Options, chunks: list[Any], dims: ParallelDims
     Raises:
         DynamicBatchArgumentError: listing every problem with what to set instead.
     """
-    if options.split_backward is None:
-        return
-    if options.split_backward not in SPLIT_BACKWARD:
-        raise DynamicBatchArgumentError(
-            f"{_FLAG} must be one of {', '.join(SPLIT_BACKWARD)}, got "
-            f"{options.split_backward!r}: leave it out"
-        )
-    memory = as_number(options.split_backward_memory)
-    if memory is None or not 1.0 <= memory < float("inf"):
-        raise DynamicBatchArgumentError(
-            f"{_MEMORY} must be a number from 1.0 on, got {options.split_backward_memory!r}: "
-            "leave it out"
-        )
-    if dims.pipeline_parallel > 1:
+    if options.splits_backward and dims.pipeline_parallel > 1:
         refuse(_FLAG, split_problems(options, chunks))
 
 

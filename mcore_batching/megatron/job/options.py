@@ -62,8 +62,6 @@ class Options:
     log_prob_chunk_tokens: Any = LOG_PROB_CHUNK_TOKENS
     logits_in_model_dtype: bool = False
     fuse_output_layer: bool = False
-    split_backward: str | None = None
-    split_backward_memory: Any = 1.0
     record: str | None = None
     consensus_timeout_seconds: Any = DEFAULT_TIMEOUT_SECONDS
     no_failure_watch: bool = False
@@ -97,6 +95,11 @@ class Options:
         """Most ranks that may share a row; None without ``--dynamic-batch-context-parallel``."""
         most: int | None = self.planner["max_context_parallel"]
         return most
+
+    @property
+    def splits_backward(self) -> bool:
+        """True if backward passes may be split."""
+        return bool(self.planner["split_backward"] != "off")
 
     @property
     def exchanges_samples(self) -> bool:
@@ -196,6 +199,8 @@ class Options:
                 balance="none",
                 pad_each_to=self.planner["pad_each_to"],
                 pad_total_to=self.planner["pad_total_to"],
+                split_backward=self.planner["split_backward"],
+                split_backward_memory=self.planner["split_backward_memory"],
             )
         if self.max_tokens_per_gpu is None:
             raise DynamicBatchArgumentError(

@@ -18,7 +18,7 @@ from mcore_batching.batch.side_by_side import SideBySide
 from mcore_batching.megatron.rows.routing_replay import replayable
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import is_last_stage
-from mcore_batching.planning.pipeline.split_backward import SplitStage
+from mcore_batching.planning.pipeline import SplitStage
 
 MODEL_INPUTS = ("tokens", "position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded")
 _LOSS_INPUTS = ("labels", "loss_mask", "responses")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 
@@ -9,11 +10,13 @@ from megatron.core import parallel_state
 
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.learning.pass_times import rows_of
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.split_backward.weight_gradients import WeightGradients
-from mcore_batching.planning.pipeline import Schedule
-from mcore_batching.planning.pipeline.split_backward import PARTS, SplitStage
+from mcore_batching.planning.pipeline import Schedule, SplitStage
+from mcore_batching.planning.problem import Problem
+from mcore_batching.planning.search import split_backward
 
 
 def planned_split(job: Job, schedule: MicroBatchSchedule, step: int) -> tuple[SplitStage, ...]:
@@ -24,34 +27,25 @@ def planned_split(job: Job, schedule: MicroBatchSchedule, step: int) -> tuple[Sp
         schedule: of the step.
         step: which of the schedule's steps.
     """
-    if job.options.split_backward is None:
+    config, dims = schedule.config, schedule.dims
+    if config.split_backward == "off":
         return ()
-    if schedule.dims.pipeline_parallel == 1:
+    if dims.pipeline_parallel == 1:
         flag = FLAGS["split_backward"]
         job.say_once(flag, f"{flag} has no effect without pipeline stages: none waits for another")
         return ()
-    count = schedule.num_microbatches[step]
-    return tuple(
-        _stage_of(Schedule(dims=schedule.dims), stage, count)
-        for stage in range(schedule.dims.pipeline_parallel)
+    if schedule.plans:  # of all ranks
+        assert schedule.moves is not None
+        planned = schedule.plans[step].plan.split_backward
+        return planned[schedule.moves.own] if planned else ()
+    rows = rows_of(schedule, step)
+    alone = dataclasses.replace(dims, data_parallel=1, expert_parallel=1)
+    numbers = iter(range(sum(map(len, rows))))
+    problem = Problem.of(
+        [length for row in rows for length in row], alone, config, schedule.cost_model
     )
-
-
-def _stage_of(schedule: Schedule, stage: int, count: int) -> SplitStage:
-    order, most = schedule.order(stage, count), schedule.warm_up(0, count) + 1
-    held, forwards, waiting = 0, sum(each.kind == "F" for each in order), 0
-    parts = [0] * (len(order) + 1)
-    for at, each in enumerate(order):
-        if each.kind == "F":
-            if held == most:
-                parts[at] += PARTS
-                held, waiting = held - 1, waiting - 1
-            held, forwards = held + 1, forwards - 1
-        else:
-            waiting += 1
-            if not forwards:
-                parts[at + 1] += PARTS
-    return SplitStage(tuple(each.kind == "B" for each in order), tuple(parts[:-1]))
+    (planned_here,) = split_backward(problem, [[[next(numbers) for _ in row] for row in rows]])
+    return planned_here
 
 
 def digest_of(stages: Sequence[SplitStage]) -> str:

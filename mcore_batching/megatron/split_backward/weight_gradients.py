@@ -20,8 +20,7 @@ from torch.nn import Parameter
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.learning.pass_times import mark
-from mcore_batching.planning.pipeline import Pass
-from mcore_batching.planning.pipeline.split_backward import PARTS, SplitStage
+from mcore_batching.planning.pipeline import PARTS, Pass, SplitStage
 
 
 class WeightGradient(NamedTuple):

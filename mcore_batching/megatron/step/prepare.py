@@ -19,12 +19,7 @@ from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.split_backward.plan import digest_of, planned_split
 from mcore_batching.megatron.topology import model_chunks
 
-_ALIKE = (
-    "no_planned_shapes",
-    "fuse_output_layer",
-    "split_backward",
-    "split_backward_memory",
-)
+_ALIKE = ("no_planned_shapes", "fuse_output_layer")
 """Arguments of the pipeline, which planning does not read."""
 
 

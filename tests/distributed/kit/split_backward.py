@@ -47,7 +47,7 @@ from mcore_batching.megatron.split_backward.weight_gradients import WeightGradie
 from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
 from mcore_batching.megatron.step import prepare
 from mcore_batching.planning import ParallelDims
-from mcore_batching.planning.pipeline.split_backward import PARTS, SplitStage
+from mcore_batching.planning.pipeline import PARTS, SplitStage
 
 ALL = {"dynamic_batch_split_backward": "all"}
 STEPS = 3
