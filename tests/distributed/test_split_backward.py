@@ -50,7 +50,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pp2-full": (PP2, {**FULL, "planner": ROOM}),
     "pp2-fused": (PP2, {"fused": True}),
     "pp2-fused-some": (PP2, {"fused": True, "some": True}),
-    "pp2-engine": (PP2, {"kind": "engine"}),
+    "pp2-engine-some": (PP2, {"kind": "engine", "some": True}),
     "pp2-vpp2": (PP2_VPP2, {}),
 }
 """Name to layout and settings."""
@@ -66,6 +66,7 @@ LONG_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp2-sp-pp2-full-some": (TP2_SP_PP2, {**FULL, "planner": ROOM, "some": True}),
     "ep2-pp2-some": (EP2_PP2, {"kind": "moe", "some": True}),
     "pp2-some": (PP2, {"some": True}),
+    "pp2-engine": (PP2, {"kind": "engine"}),
     "pp2-selective": (PP2, SELECTIVE),
     "pp2-mean": (PP2, {"calculate_per_token_loss": False}),
     "pp2-deallocated-not": (PP2, {"deallocate_pipeline_outputs": False}),
@@ -105,6 +106,11 @@ def check_compared(job: Job, ranks: list[Any]) -> None:
         for waited, planned in rank["bytes"]:
             assert 0 < waited <= planned
         assert rank["restored"]
+        linear = [name for name in rank["left"] if "linear_fc" in name or "linear_qkv" in name]
+        assert linear or "hybrid" in job.name
+        # Embedding and output layer stay in the pass, with norms, routers and biases.
+        assert not [name for name in rank["left"] if "embedding" in name or "output" in name]
+        assert not [name for name in rank["others"] if name.endswith(("fc1.weight", "fc2.weight"))]
 
 
 @pytest.mark.parametrize("job", compared(), ids=str)
@@ -113,7 +119,7 @@ def test_split_steps_are_the_whole_ones(job: Job, ranks: list[Any]) -> None:
 
 
 REDUCED = [
-    job("order", "order_of_reductions", DP2_PP2, ddp=BUCKETS),
+    job("order", "order_of_reductions", DP2_PP2, ddp={**BUCKETS, "bucket_size": 1}),
     job("order-vpp2", "order_of_reductions", DP2_PP2_VPP2, ddp=DISTRIBUTED),
 ]
 

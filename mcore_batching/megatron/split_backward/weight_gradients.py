@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.learning.pass_times import mark
+from mcore_batching.megatron.learning.pass_times import TimedWeights, mark
 from mcore_batching.planning.pipeline import PARTS, Pass, SplitStage
 
 
@@ -42,17 +42,6 @@ class _Deferred:
     count: int = 0
     """Of `gradients` at first."""
     parts_run: int = 0
-
-
-class TimedWeights(NamedTuple):
-    """A run of weight gradients without a pass in between."""
-
-    num_bytes: dict[Pass, int]
-    """Of what they were computed from, by the backward pass that left them."""
-    start: Any
-    """Of `mark`."""
-    end: Any
-    """Of `mark`."""
 
 
 class WeightGradients:

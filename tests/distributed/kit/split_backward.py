@@ -210,7 +210,8 @@ def compare_steps(
     Returns:
         ``gradients`` and ``weights``, the largest differences after any step, relative to the
         tensor's largest entry: 0.0 means equal to the bit; the most ``bytes`` that waited, and
-        what the plan allows; ``restored``: nothing is left of the hooks.
+        what the plan allows; names of weights whose gradients were ``left``; ``restored``: nothing
+        is left of the hooks.
     """
     shape = ParallelDims(**dims)
     with contextlib.ExitStack() as stack:
@@ -221,6 +222,11 @@ def compare_steps(
             stack.enter_context(mock.patch.object(prepare, "planned_split", some_split))
         model = small_model(dims, **settings)
         hooked = hooks_of(model)
+        put = stack.enter_context(
+            mock.patch.object(
+                WeightGradients, "put", autospec=True, side_effect=WeightGradients.put
+            )
+        )
         before = [parameter.detach().clone() for _, parameter in named_parameters(model)]
         distributed = bool((settings.get("ddp") or {}).get("use_distributed_optimizer"))
         data = my_samples(dims, spread)
@@ -249,7 +255,10 @@ def compare_steps(
                     assert weights.num_bytes == 0
                     waited.append((weights.peak_bytes, planned_bytes(weights)))
     pairs = list(zip(outcomes[True], outcomes[False], strict=True))
+    left = {id(call.args[1]) for call in put.call_args_list}
     return {
+        "left": [name for name, each in named_parameters(model) if id(each) in left],
+        "others": [name for name, each in named_parameters(model) if id(each) not in left],
         "gradients": max(_difference(*pair) for pair in pairs[::2]),
         "weights": max(_difference(*pair) for pair in pairs[1::2]),
         "bytes": waited,
