@@ -16,7 +16,7 @@ how much sooner the second ends, as predicted and as recorded. Recorded is the f
 repeats, from the first pass to the last of all ranks.
 
 With ``--split-backward`` the same training steps run with whole backward passes and with split
-ones, over gloo, whose transfers come as they may, and blocking as NCCL's do.
+ones: asleep over gloo, and on clocks that transfers carry, which block as NCCL's do.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def split_backward(seconds: float) -> None:
             for plan in ("whole", "split"):
                 predicted = ranks[0][plan][0]
                 steps = zip(*(rank[plan][1] for rank in ranks), strict=True)
-                took = min(max(e for _, e in s) - min(b for b, _ in s) for s in steps)
+                took = min(map(max, steps))
                 row += f"{predicted:>20.2f}{took:>12.2f}{took / predicted - 1:>+8.1%}"
                 times.append((predicted, took))
             ratios = [split / whole for whole, split in zip(*times, strict=True)]

@@ -7,6 +7,7 @@ the order is another, and sums differ by float32's rounding.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from importlib.metadata import version
@@ -38,6 +39,7 @@ SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_a
 DYNAMIC_CP = {"dynamic_batch_context_parallel": 2}
 HAS_HYBRID_MODEL = tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 18)
 
+LONG = pytest.mark.long
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pp4": (PP4, {"num_layers": 8}),
     "dp2-pp2-overlap": (DP2_PP2, {"ddp": BUCKETS}),
@@ -195,6 +197,31 @@ def test_a_failure_leaves_no_hook_and_nothing_waiting(job: Job, ranks: list[Any]
 def test_infinite_weight_gradients_are_found(job: Job, ranks: list[str]) -> None:
     for said in ranks:
         assert said.startswith("NonFiniteError"), said
+
+
+def told(name: str, dims: dict[str, Any], **parameters: Any) -> Job:
+    made = job(f"clock-{name}", "", dims, seconds=10.0, blocking=True, **parameters)
+    return dataclasses.replace(made, function="kit.split_clock:asleep")
+
+
+CLOCKS = [
+    told("pp4", PP4),
+    told("pp2-vpp2", PP2_VPP2),
+    pytest.param(told("pp4-vpp2", {**PP4, "virtual_pipeline": 2}, memory=1.25), marks=LONG),
+    pytest.param(told("dp2-pp2", DP2_PP2), marks=LONG),
+]
+
+
+@pytest.mark.parametrize("job", CLOCKS, ids=str)
+def test_steps_end_when_their_plan_says(job: Job, ranks: list[Any]) -> None:
+    """On clocks that transfers carry, blocking as NCCL's do, while nobody really sleeps."""
+    (whole, before), (split, after) = (
+        (ranks[0][plan][0], min(map(max, zip(*(rank[plan][1] for rank in ranks), strict=True))))
+        for plan in ("whole", "split")
+    )
+    assert split < 0.97 * whole
+    assert before == pytest.approx(whole, rel=0.03)
+    assert after == pytest.approx(split, rel=0.03)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from kit.blocking_p2p import blocking_p2p
+from kit.blocking_p2p import Link, blocking_p2p
 from kit.exactness import arguments
 from kit.learning import quick_model, samples_of
 from kit.model import adam
@@ -45,18 +46,42 @@ def asleep(
     Args:
         dims: of the job.
         seconds: that a whole step takes as predicted.
-        blocking: transfers block as NCCL's do.
+        blocking: transfers block as NCCL's do; nobody sleeps, but clocks are told what passes
+            take, and go from rank to rank with the transfers.
         memory: ``--dynamic-batch-split-backward-memory``.
 
     Returns:
-        of both plans ("whole", "split") the predicted seconds of a step, and for each step when
-        this rank's passes began and ended, on a clock that all ranks read.
+        of both plans ("whole", "split") the predicted seconds of a step, and those of each step
+        from when all ranks began to when this one was done.
     """
-    with blocking_p2p(seconds=60.0) if blocking else contextlib.nullcontext():
-        return _asleep(dims, seconds, memory)
+    if not blocking:
+        return _asleep(dims, seconds, memory, time)
+    clock = ToldClock()
+    with blocking_p2p(seconds=60.0, link=Link(clock=clock)):
+        return _asleep(dims, seconds, memory, clock)
 
 
-def _asleep(dims: dict[str, Any], seconds: float, memory: float) -> dict[str, list[Any]]:
+class ToldClock:
+    """Time that goes by what it is told."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self._seconds += seconds
+
+    def now(self) -> float:
+        return self._seconds
+
+    monotonic = now
+
+    def wait_until(self, seconds: float) -> None:
+        self._seconds = max(self._seconds, seconds)
+
+
+def _asleep(
+    dims: dict[str, Any], seconds: float, memory: float, clock: Any
+) -> dict[str, list[Any]]:
     shape = ParallelDims(**dims)
     model = quick_model(shape, 2 * CAP)
     optimizer = adam(model, distributed=False)
@@ -80,22 +105,33 @@ def _asleep(dims: dict[str, Any], seconds: float, memory: float) -> dict[str, li
         own = [each for each in timeline.ranks[rank].passes if each.stage == stage]
         steps = []
         for _ in range(2):
-            dist.barrier()
-            with _sleeping(model, own, per_unit / shape.virtual_pipeline) as passes:
+            began = _together(clock)
+            with _sleeping(model, own, per_unit / shape.virtual_pipeline, clock):
                 train_step(packed_objective, args, model, iterators, counts, optimizer)
-            steps.append([min(p[-2] for p in passes), time.monotonic()])
+            steps.append(clock.monotonic() - began)
         found[name] = [per_unit * timeline.end, steps]
     return found
 
 
+def _together(clock: Any) -> float:
+    """The latest of all ranks' times, to which clocks that are told go on."""
+    if isinstance(clock, ToldClock):
+        latest = torch.tensor([clock.now()], dtype=torch.float64)
+        dist.all_reduce(latest, op=dist.ReduceOp.MAX)
+        clock.wait_until(float(latest))
+    dist.barrier()
+    return float(clock.monotonic())
+
+
 @contextlib.contextmanager
-def _sleeping(model: list[Any], own: list[Any], per_unit: float) -> Iterator[list[Any]]:
-    """Let this stage's passes and parts of W sleep as long as planned; the passes.
+def _sleeping(model: list[Any], own: list[Any], per_unit: float, clock: Any) -> Iterator[None]:
+    """Let this stage's passes and parts of W sleep as long as planned.
 
     Args:
         model: this rank's chunks, which cost the same.
         own: passes as planned.
         per_unit: seconds.
+        clock: that sleeps.
     """
     units: dict[tuple[str, int], float] = {}
     for each in own:
@@ -103,7 +139,7 @@ def _sleeping(model: list[Any], own: list[Any], per_unit: float) -> Iterator[lis
         units[key] = units.get(key, 0.0) + (each.end - each.start)
 
     def sleep(kind: str, slot: int, parts: int = PARTS) -> None:
-        time.sleep(per_unit * units[kind, slot] * parts / PARTS)
+        clock.sleep(per_unit * units[kind, slot] * parts / PARTS)
 
     def run_parts(weights: Any, left: Any, parts: int) -> None:
         sleep("W", left.passed.slot, parts)
@@ -116,8 +152,8 @@ def _sleeping(model: list[Any], own: list[Any], per_unit: float) -> Iterator[lis
 
     running, flushing = WeightGradients._run_parts, WeightGradients.flush
     with (
-        passes_of(model, before=lambda back, slot: sleep("B" if back else "F", slot)) as passes,
+        passes_of(model, before=lambda back, slot: sleep("B" if back else "F", slot)),
         mock.patch.object(WeightGradients, "_run_parts", run_parts),
         mock.patch.object(WeightGradients, "flush", flush),
     ):
-        yield passes
+        yield
