@@ -41,6 +41,7 @@ from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.job import Job, job_of
 from mcore_batching.megatron.rollout.data_iterator import protocol_of
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.megatron.split_backward.plan import most_left_bytes
 from mcore_batching.megatron.step.prepare import prepare
 from mcore_batching.megatron.step.run_pipeline import run_pipeline
 from mcore_batching.megatron.topology import model_chunks, model_shape, vocabulary_size
@@ -135,7 +136,7 @@ class PackedForwardBackward:
         if forward_only:
             job.agree_after_pipeline(operation, failed)
             return losses
-        figures = StepFigures(prepared.schedule)
+        figures = StepFigures(prepared.schedule, most_left_bytes(job))
         agreed = job.agree_after_pipeline(operation, failed, figures.own, figures.says)
         # Megatron divides by the micro-batches that it was asked for; other rows were run.
         compat.scale_moe_metrics(num_microbatches / len(prepared.rows))
@@ -159,6 +160,7 @@ class PackedForwardBackward:
             plan_seconds=plan_seconds,
             run_seconds=run_seconds,
             memory=predicted_memory(made, figures.problem, shape),
+            left_bytes=figures.left_bytes(agreed) if job.options.splits_backward else None,
             learnt=keep_learnt_costs(self._args, job, figures.predicted_seconds(agreed)),
             log_all=getattr(self._args, "dynamic_batch_log_all", False),
         )

@@ -60,6 +60,12 @@ class LastStep:
         self.weights: WeightGradients | None = None
 
 
+def most_left_bytes(job: Job) -> int:
+    """Most that waited for weight gradients on this rank in the last training step."""
+    weights = job.memory.only(LastStep).weights
+    return 0 if weights is None else weights.peak_bytes
+
+
 def deferred_weights(job: Job, prepared: PreparedStep) -> WeightGradients | None:
     """What this stage will leave for later in a step; None if nothing."""
     last = job.memory.only(LastStep)
