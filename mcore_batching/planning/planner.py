@@ -189,15 +189,12 @@ def _plan_samples(batch: Problem, samples: Sequence[int], owners: Sequence[int] 
         local = _plan_local([batch.subset(shard) for shard in shards])
         ranks = tuple(_renamed(rank, shard) for rank, shard in zip(local, shards, strict=True))
     split: Splits = ()
-    config = batch.config
-    if (
-        config.split_backward != "off"
-        and samples
-        and sizes is None
-        and batch.dims.pipeline_parallel > 1
-        and not batch.forward_only
-    ):
-        split = split_backward(batch, ranks)
+    if batch.splits_backward and samples:
+        starts: list[Sequence[MicroBatches]] = [ranks]
+        if owners is None and batch.config.searches:
+            found = _plan_global(dataclasses.replace(batch.subset(samples), defers_weights=True))
+            starts.append([_renamed(rank, samples) for rank in found])
+        ranks, split = split_backward(batch, starts)
     return StepPlan(
         micro_batches=ranks,
         num_microbatches=len(ranks[0]),

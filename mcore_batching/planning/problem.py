@@ -245,6 +245,18 @@ class Problem:
             total += self.costs[sample]
         return self.cost_model.per_micro_batch + total
 
+    @property
+    def splits_backward(self) -> bool:
+        """True if backward passes may be split. Under dynamic CP they are not: ranks that share a
+        row would have to agree on what is split, and wait for each other's W."""
+        config, dims = self.config, self.dims
+        return (
+            config.split_backward != "off"
+            and not self.forward_only
+            and dims.pipeline_parallel > 1
+            and config.max_context_parallel is None
+        )
+
     def weights(self, samples: Sequence[int]) -> float:
         """Cost of the weight gradients of a micro-batch."""
         return self.cost_model.weights(self.lengths[sample] for sample in samples)

@@ -88,7 +88,8 @@ def _trials(
         return step_statistics(plan, samples).step_time
 
     stages, sizes = step.dims.pipeline_parallel, step.context_parallel
-    if stages > 1 and not step.forward_only and sizes is None:
+    split = step.config.split_backward != "off"
+    if stages > 1 and not step.forward_only and sizes is None and not split:
         yield (
             (),
             "backward passes split in two, as zero-bubble schedules do (stock Megatron does not)",
@@ -115,8 +116,10 @@ def _trials(
 def _split_backward_time(step: StepPlan, lengths: Sequence[int]) -> float:
     """End of the same micro-batches with split backward passes."""
     problem, ranks = step_problem(step, lengths)
-    split = replace(step, split_backward=split_backward(problem, ranks))
-    return max(clock.end for clock in step_clocks(split, problem, ranks))
+    config = replace(step.config, split_backward="all")
+    reordered, splits = split_backward(replace(problem, config=config), [ranks])
+    split = replace(step, split_backward=splits)
+    return max(clock.end for clock in step_clocks(split, problem, reordered))
 
 
 def alternatives(

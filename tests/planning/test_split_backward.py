@@ -248,3 +248,92 @@ def test_factors_of_memory_are_checked(value: object) -> None:
 def test_weight_gradients_cost_what_is_not_attention() -> None:
     model = CostModel(linear=2.0, quadratic=0.5, per_micro_batch=3.0, weight_share=0.5)
     assert model.weights([4, 6]) == 0.5 * (3.0 + 2.0 * 10)
+
+
+@examples(60)
+@given(
+    st.integers(0, 10**9),
+    st.sampled_from([(1, 1), (2, 1), (4, 1), (4, 2), (8, 1)]),
+    st.sampled_from([1, 4]),
+    st.sampled_from([0.0, 0.2]),
+)
+def test_chosen_passes_are_worth_it_or_none_are(
+    seed: int, stages: tuple[int, int], experts: int, overhead: float
+) -> None:
+    dice = random.Random(seed)
+    lengths = [int(dice.lognormvariate(7, 1.0)) + 1 for _ in range(dice.randrange(0, 60))]
+    dims = ParallelDims(
+        data_parallel=4,
+        pipeline_parallel=stages[0],
+        virtual_pipeline=stages[1],
+        expert_parallel=experts,
+    )
+    config = PlannerConfig(
+        max_tokens_per_gpu=16384,
+        plan_effort=50,
+        split_backward_memory=dice.choice((1.0, 1.5)),
+        split_backward_held=dice.choice((1.0, 2.65, 17.0)),
+        max_inflight_tokens=dice.choice((None, 400_000)),
+    )
+    owners = dice.choice((None, [dice.randrange(4) for _ in lengths]))
+    model = CostModel(split_backward_overhead=overhead)
+    plain = plan_step(lengths, dims, config, model, owners=owners)
+    config = replace(config, split_backward="auto")
+    plan = plan_step(lengths, dims, config, model, owners=owners)
+    validate_plan(plan, lengths)
+    ends = [step_statistics(each, lengths).step_time for each in (plan, plain)]
+    if plan.split_backward:
+        assert ends[0] <= 0.9801 * ends[1]
+        assert plan.micro_batches[0][-1] or not any(plan.micro_batches[0])
+        for stages_of in plan.split_backward[::experts]:
+            assert {len(stage.split) for stage in stages_of} == {
+                2 * stages[1] * plan.num_microbatches
+            }
+    else:
+        assert replace(plan, config=plain.config) == plain
+    if owners is not None:
+        for rank, micro_batches in enumerate(plan.micro_batches):
+            assert all(owners[i] == rank for samples in micro_batches for i in samples)
+
+
+def test_few_passes_are_split_and_none_where_weights_take_no_time_or_too_much_memory() -> None:
+    config = PlannerConfig(max_tokens_per_gpu=16384, plan_effort=300, split_backward="auto")
+    chosen, every = (
+        plan_step(LENGTHS, PP4, replace(config, split_backward=mode)) for mode in ("auto", "all")
+    )
+    ends = [step_statistics(each, LENGTHS).step_time for each in (chosen, every)]
+    assert ends[0] <= 1.02 * ends[1]
+    number = [
+        sum(sum(stage.split) for rank in each.split_backward for stage in rank)
+        for each in (chosen, every)
+    ]
+    assert 0 < number[0] < 0.75 * number[1]
+    # Forward passes alone, dynamic CP and one stage have nothing to split.
+    for dims, options, changes in (
+        (PP4, {"forward_only": True}, {}),
+        (PP4, {}, {"max_context_parallel": 2}),
+        (replace(PP4, pipeline_parallel=1), {}, {}),
+        (PP4, {"cost_model": CostModel(weight_share=0.0)}, {}),
+        (PP4, {}, {"split_backward_held": 17.0}),
+    ):
+        plan = plan_step(LENGTHS, dims, replace(config, **changes), **options)  # type: ignore[arg-type]
+        assert plan.split_backward == ()
+    # Under full recomputation, with room for it.
+    roomy = replace(config, split_backward_held=17.0, split_backward_memory=20.0)
+    assert plan_step(LENGTHS, PP4, roomy).split_backward
+
+
+@examples(100)
+@given(splits())
+def test_no_choice_ends_sooner_than_w_that_fills_every_wait(case: Split) -> None:
+    """What is minimised while samples are moved, with W the same share of every micro-batch."""
+    share = 0.7
+    weights = [share * cost for cost in case.costs]
+    schedule = case.schedule
+    clock = SplitClock(case.costs, weights, schedule, tokens=case.tokens, limit=10**9)
+    deferring = Clock(case.costs, replace(schedule, deferred_share=share))
+    end = clock.run(case.split)
+    assert deferring.end <= end * (1 + 1e-9)
+    assert deferring.end <= Clock(case.costs, schedule).end * (1 + 1e-9)
+    weighed = deferring.weights()
+    assert sum(map(float.__mul__, weighed, case.costs)) == close(deferring.end)

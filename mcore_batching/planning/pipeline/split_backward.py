@@ -144,6 +144,14 @@ class SplitClock:
             number = int(self._late[number])
         return path
 
+    def waited_for(self) -> list[int]:
+        """Backward passes on the critical path, but for those at its end that no other stage and
+        no later wait of their stage could do W after [numbers]."""
+        path = self.critical_path()
+        stages = [self.layout.stages[number] for number in path]
+        left = next((at for at, stage in enumerate(stages) if stage != stages[0]), len(path))
+        return [number for number in path[left:] if self.layout.signs[number] < 0]
+
     @property
     def ends(self) -> list[float]:
         """As `Clock.ends`."""
