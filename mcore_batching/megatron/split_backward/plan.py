@@ -16,7 +16,7 @@ from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.split_backward.weight_gradients import WeightGradients
 from mcore_batching.planning.pipeline import Schedule, SplitStage
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.search import split_backward
+from mcore_batching.planning.search import split_in_order
 
 
 def planned_split(job: Job, schedule: MicroBatchSchedule, step: int) -> tuple[SplitStage, ...]:
@@ -44,8 +44,11 @@ def planned_split(job: Job, schedule: MicroBatchSchedule, step: int) -> tuple[Sp
     problem = Problem.of(
         [length for row in rows for length in row], alone, config, schedule.cost_model
     )
-    (planned_here,) = split_backward(problem, [[[next(numbers) for _ in row] for row in rows]])
-    return planned_here
+    if not (problem.splits_backward and problem.lengths):
+        return ()
+    here = [[tuple(next(numbers) for _ in row) for row in rows]]
+    planned_here = split_in_order(problem, here)
+    return planned_here[0] if planned_here else ()
 
 
 def digest_of(stages: Sequence[SplitStage]) -> str:

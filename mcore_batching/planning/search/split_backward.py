@@ -62,6 +62,14 @@ def split_backward(
     return _frozen(best.ranks), splits
 
 
+def split_in_order(problem: Problem, ranks: Ranks) -> Splits:
+    """Split passes of micro-batches that stay in their order; empty where it is not worth it."""
+    all_split = problem.config.split_backward == "all"
+    step = _Step(problem, ranks, all_split)
+    is_worth_it = all_split or step.end <= WORTH_IT * step.end_unsplit
+    return step.splits() if is_worth_it else ()
+
+
 def _frozen(ranks: Ranks) -> tuple[MicroBatches, ...]:
     return tuple(tuple(map(tuple, slots)) for slots in ranks)
 

@@ -161,7 +161,7 @@ def fused_kernels() -> Iterator[None]:
 
 
 def some_split(job: Any, schedule: Any, step: int) -> tuple[SplitStage, ...]:
-    """A plan of some passes: those of every third slot are whole, and parts run here and there.
+    """A plan of some passes: every third is whole, and parts run here and there in the second half.
 
     Another one on each data-parallel rank.
     """
@@ -169,7 +169,8 @@ def some_split(job: Any, schedule: Any, step: int) -> tuple[SplitStage, ...]:
     stages = []
     for stage, (split, _) in enumerate(planned_split(job, schedule, step)):
         chosen = [each and (at + rank) % 3 > 0 for at, each in enumerate(split)]
-        parts = [(at + stage + rank) % 4 * 3 if at else 0 for at in range(len(split))]
+        later = len(split) // 2
+        parts = [(at + stage + rank) % 4 * 3 * (at > later) for at in range(len(split))]
         stages.append(SplitStage(tuple(chosen), tuple(parts)))
     return tuple(stages)
 
