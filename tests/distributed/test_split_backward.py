@@ -256,6 +256,23 @@ def test_what_cannot_be_split_is_refused_by_name(job: Job, ranks: list[list[str]
             assert "--dynamic-batch-split-backward" in text
 
 
+@pytest.mark.parametrize(
+    ("job", "reason"),
+    [
+        (job("alone", "without_effect", {}), "without pipeline stages"),
+        (
+            job("dynamic-cp", "without_effect", DP2_PP2, planner=DYNAMIC_CP),
+            "under dynamic context parallelism",
+        ),
+    ],
+    ids=str,
+)
+def test_no_effect_is_said_once(job: Job, reason: str, ranks: list[list[str]]) -> None:
+    *others, (said,) = ranks
+    assert not any(others)
+    assert f"--dynamic-batch-split-backward has no effect {reason}" in said
+
+
 CHECKOUTS = os.environ.get("MCORE_BATCHING_MEGATRON_LM")
 
 

@@ -30,9 +30,14 @@ def planned_split(job: Job, schedule: MicroBatchSchedule, step: int) -> tuple[Sp
     config, dims = schedule.config, schedule.dims
     if config.split_backward == "off":
         return ()
+    reason = ""
     if dims.pipeline_parallel == 1:
+        reason = "without pipeline stages: none waits for another"
+    elif schedule.has_sizes_of_rows:
+        reason = "under dynamic context parallelism: ranks that share rows would wait for W"
+    if reason:
         flag = FLAGS["split_backward"]
-        job.say_once(flag, f"{flag} has no effect without pipeline stages: none waits for another")
+        job.say_once(flag, f"{flag} has no effect {reason}")
         return ()
     if schedule.plans:  # of all ranks
         assert schedule.moves is not None
