@@ -183,6 +183,12 @@ def some_split(job: Any, schedule: Any, step: int) -> tuple[SplitStage, ...]:
     return tuple(stages)
 
 
+def left_to_the_end(job: Any, schedule: Any, step: int) -> tuple[SplitStage, ...]:
+    """A plan of which all passes are split, and all of W runs after the last."""
+    stages = planned_split(job, schedule, step)
+    return tuple(SplitStage(split, (0,) * len(split)) for split, _ in stages)
+
+
 def last_split(job: Any, schedule: Any, step: int) -> tuple[SplitStage, ...]:
     """A plan of which the last stage alone splits passes, and makes up for each at once."""
     *others, (split, _) = planned_split(job, schedule, step)
@@ -254,6 +260,9 @@ def compare_steps(
             for _ in range(STEPS):
                 iterators, counts = get_data_iterator(args, model, data)
                 forward_only(log_probs_of, args, model, iterators, counts)
+                for each in (m for chunk in model for m in chunk.modules()):
+                    if isinstance(each, EngineLinear):
+                        each.is_first_microbatch = True  # as Megatron under FP8
                 train_step(packed_objective, args, model, iterators, counts, optimizer)
                 found = [parameter for _, parameter in named_parameters(model)]
                 outcomes[splits].append([p.main_grad.clone() for p in found])
@@ -386,7 +395,10 @@ def infinite_weights(dims: dict[str, Any]) -> str:
     is_last = dist.get_rank() == dist.get_world_size() - 1
     replaced = mock.patch.object(linear_layers, "add_weight_gradient", add)
     try:
-        with replaced if is_last else contextlib.nullcontext():
+        with (
+            replaced if is_last else contextlib.nullcontext(),
+            mock.patch.object(prepare, "planned_split", left_to_the_end),
+        ):
             train_step(packed_objective, args, model, iterators, counts, adam(model, False))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
