@@ -70,7 +70,7 @@ class _Step:
     """A step that is being changed."""
 
     def __init__(self, problem: Problem, ranks: Ranks, all_split: bool) -> None:
-        self._all_split = all_split
+        self._all_split, self._overhead = all_split, problem.cost_model.split_backward_overhead
         self._peak = int(max(map(problem.inflight_tokens, ranks)) * problem.dims.virtual_pipeline)
         self.pipelines = [
             _Pipeline(problem, ranks[of.start : of.stop], self._peak, all_split)
@@ -98,6 +98,9 @@ class _Step:
 
     def reorder(self, effort: float) -> None:
         """Change the order of the straggler's micro-batches until so many passes were simulated."""
+        if not self._overhead:  # then a split pass costs nothing, and others need not be known
+            for pipeline in self.pipelines:
+                pipeline.split_all()
         draw = drawing()
         while effort > 0:
             late = max(self.pipelines, key=lambda pipeline: pipeline.end)
@@ -158,17 +161,22 @@ class _Pipeline:
         self.peak = self._peak_of(self.slots)
         self.clock = self._clock(self.slots)
         self.end_unsplit = self.end = self.clock.run([0] * len(self.clock.layout.signs))
-        self.split = self.clock.layout.all_split
         self.choose()
+
+    def split_all(self) -> None:
+        """Split every pass."""
+        self.split = self.clock.layout.all_split
+        self.end = self.clock.run(self.split)
 
     def choose(self) -> None:
         """Split what lets it end soonest."""
         clock = self.clock
+        self.split_all()
         if self._all_split:
-            self.end = clock.run(self.split)
             return
         split = [0] * len(self.split)
-        self.split, self.end = split[:], clock.run(split)
+        if (end := clock.run(split)) <= self.end:
+            self.split, self.end = split[:], end
         while path := [number for number in clock.waited_for() if not split[number]]:
             for number in path:
                 split[number] = 1
