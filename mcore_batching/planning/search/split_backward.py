@@ -25,8 +25,8 @@ WORTH_IT = 0.98
 are off by."""
 AS_SOON = 1.001
 """A pass is left whole where the step ends at most 0.1 % later."""
-SMALLEST_BLOCK = 16
-"""Passes are left whole by the half, the quarter, ... the sixteenth of a rank's backward passes."""
+SMALLEST_BLOCK = 32
+"""Passes are left whole by the half, the quarter, ... down to a 32nd of a rank's backward passes."""
 EFFORT_OF_A_PASS = 3
 """A simulated pass of a split step costs as much effort as 3 others. With 8 steps end up to 1 %
 later; with 1, planning takes twice as long."""
@@ -59,6 +59,8 @@ def split_backward(
     if not all_split and best.end > WORTH_IT * plain_end:
         return _frozen(starts[0]), ()
     splits = best.splits()
+    if not any(any(stage.split) for stages in splits for stage in stages):
+        return _frozen(starts[0]), ()
     return _frozen(best.ranks), splits
 
 
