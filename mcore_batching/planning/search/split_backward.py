@@ -26,7 +26,7 @@ are off by."""
 AS_SOON = 1.001
 """A pass is left whole where the step ends at most 0.1 % later."""
 SMALLEST_BLOCK = 32
-"""Passes are left whole by the half, the quarter, ... down to a 32nd of a rank's backward passes."""
+"""Passes are left whole by the half, the quarter, ... a 32nd of a rank's backward passes."""
 EFFORT_OF_A_PASS = 3
 """A simulated pass of a split step costs as much effort as 3 others. With 8 steps end up to 1 %
 later; with 1, planning takes twice as long."""
