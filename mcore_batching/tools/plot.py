@@ -178,12 +178,14 @@ def _draw_rank_passes(
     # About as wide as two digits, at this width of the figure.
     widest_digits = timeline.end / 150
     several_chunks = any(timed.chunk for timed in rank.passes)
-    for timed in rank.passes:
+    for number, timed in enumerate(rank.passes):
         placeholder = rank.num_samples[timed.slot] == 0
         colour = PASSES[timed.kind][1][timed.chunk % 2]
         style: dict[str, Any] = {"facecolor": colour, "edgecolor": "white"}
         # An .svg keeps the gid as the group's id, by which a page finds its line of text.
         gid = f"pass-{rank.rank}-{timed.stage}-{timed.chunk}-{timed.slot}-{timed.kind}"
+        if timed.kind == "W":
+            gid += f"-{number}"  # one W may run in several pieces
         axes.add_patch(
             Rectangle(
                 (timed.start, top + timed.stage + 0.06),

@@ -25,8 +25,8 @@ WORTH_IT = 0.98
 are off by."""
 AS_SOON = 1.001
 """A pass is left whole where the step ends at most 0.1 % later."""
-SMALLEST_BLOCK = 16
-"""Passes are left whole by the half, the quarter, ... the sixteenth of a rank's backward passes."""
+SMALLEST_BLOCK = 32
+"""Passes are left whole by the half, the quarter, ... a 32nd of a rank's backward passes."""
 EFFORT_OF_A_PASS = 3
 """A simulated pass of a split step costs as much effort as 3 others. With 8 steps end up to 1 %
 later; with 1, planning takes twice as long."""
@@ -59,6 +59,8 @@ def split_backward(
     if not all_split and best.end > WORTH_IT * plain_end:
         return _frozen(starts[0]), ()
     splits = best.splits()
+    if not any(any(stage.split) for stages in splits for stage in stages):
+        return _frozen(starts[0]), ()
     return _frozen(best.ranks), splits
 
 
@@ -78,7 +80,7 @@ class _Step:
     """A step that is being changed."""
 
     def __init__(self, problem: Problem, ranks: Ranks, all_split: bool) -> None:
-        self._all_split = all_split
+        self._all_split, self._overhead = all_split, problem.cost_model.split_backward_overhead
         self._peak = int(max(map(problem.inflight_tokens, ranks)) * problem.dims.virtual_pipeline)
         self.pipelines = [
             _Pipeline(problem, ranks[of.start : of.stop], self._peak, all_split)
@@ -106,6 +108,9 @@ class _Step:
 
     def reorder(self, effort: float) -> None:
         """Change the order of the straggler's micro-batches until so many passes were simulated."""
+        if not self._overhead:  # then a split pass costs nothing, and others need not be known
+            for pipeline in self.pipelines:
+                pipeline.split_all()
         draw = drawing()
         while effort > 0:
             late = max(self.pipelines, key=lambda pipeline: pipeline.end)
@@ -166,17 +171,22 @@ class _Pipeline:
         self.peak = self._peak_of(self.slots)
         self.clock = self._clock(self.slots)
         self.end_unsplit = self.end = self.clock.run([0] * len(self.clock.layout.signs))
-        self.split = self.clock.layout.all_split
         self.choose()
+
+    def split_all(self) -> None:
+        """Split every pass."""
+        self.split = self.clock.layout.all_split
+        self.end = self.clock.run(self.split)
 
     def choose(self) -> None:
         """Split what lets it end soonest."""
         clock = self.clock
+        self.split_all()
         if self._all_split:
-            self.end = clock.run(self.split)
             return
         split = [0] * len(self.split)
-        self.split, self.end = split[:], clock.run(split)
+        if (end := clock.run(split)) <= self.end:
+            self.split, self.end = split[:], end
         while path := [number for number in clock.waited_for() if not split[number]]:
             for number in path:
                 split[number] = 1
