@@ -46,6 +46,7 @@ THEMES = {
         "logits_in_model_dtype",
         "fuse_output_layer",
     ),
+    "the pipeline": ("split_backward", "split_backward_memory"),
     "faults, and the start": (
         "on_nonfinite",
         "consensus_timeout_seconds",
@@ -179,6 +180,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "--max-tokens-per-gpu of forward_only, which keeps no activations for a backward "
         "pass: it then has a plan of its own, which --dynamic-batch-max-inflight-tokens does not "
         "bound (default: the plan and the cap of training)",
+    },
+    "split_backward": {
+        "nargs": "?",
+        "const": "auto",
+        "help": "compute weight gradients of linear layers apart from the backward pass, in time "
+        "in which pipeline stages would wait: of the passes that the plan chooses, none where it "
+        "predicts under 2 %% less time (auto, or no value), or of every pass (all)",
+    },
+    "split_backward_memory": {
+        "type": float,
+        "metavar": "FACTOR",
+        "help": "activations that a stage may hold under --dynamic-batch-split-backward, over "
+        "those that it holds without; the default, 1.0, is no more",
     },
     "record": {
         "default": None,

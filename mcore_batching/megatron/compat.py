@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, layers
 from megatron.core.transformer import multi_token_prediction, transformer_block
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -46,6 +46,22 @@ def is_engines_attention(module: Any) -> bool:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     return isinstance(module, TEDotProductAttention)
+
+
+def engine_linears(chunk: Any) -> dict[str, Any]:
+    """Of a model chunk, by name, linear modules of Transformer Engine with one weight."""
+    return {
+        name: module
+        for name, module in chunk.named_modules()
+        if hasattr(module, "fuse_wgrad_accumulation")
+        and isinstance(getattr(module, "weight", None), torch.nn.Parameter)
+    }
+
+
+def debugs_engine() -> bool:
+    """True if Transformer Engine's modules are looked into by its debugging tools."""
+    debugging = sys.modules.get("transformer_engine.debug.pytorch.debug_state")
+    return debugging is not None and bool(debugging.TEDebugState.debug_enabled)
 
 
 def why_no_plain_product(layer: Any) -> str:
@@ -320,6 +336,31 @@ def around_passes(mark: Callable[[], None]) -> Iterator[None]:
         schedules.forward_step, schedules.backward_step = forward, backward
 
 
+def unknown_to_split_backward(model: Any) -> Iterator[str]:
+    """Functions of Megatron that split backward passes replace, and that take other arguments here.
+
+    Args:
+        model: a chunk in the data-parallel wrapper.
+    """
+    linear = layers.LinearWithGradAccumulationAndAsyncCommunication
+    tensors = {f"tensor_{what}_{whom}" for what in ("send", "recv") for whom in ("prev", "next")}
+    known: list[tuple[Any, str, set[str]]] = [
+        (linear, "forward", {"grad_output_buffer", "wgrad_deferral_limit"}),
+        (linear, "backward", {"ctx", "grad_output"}),
+        (p2p_communication, "_p2p_ops", tensors),
+        (p2p_communication, "_batched_p2p_ops", tensors),
+        (P2PCommunicator, "_communicate_shapes", set(_ASKS_FOR_SHAPES)),
+        (schedules, "forward_step", {"forward_step_func", "data_iterator", "model"}),
+        (schedules, "backward_step", {"input_tensor", "output_tensor", "output_tensor_grad"}),
+    ]
+    groups = [*model.bucket_groups, *model.expert_parallel_bucket_groups]
+    known += [(type(group), "register_grad_ready", {"param"}) for group in groups[:1]]
+    for owner, name, names in known:
+        function = getattr(owner, name, None)
+        if function is None or not names <= inspect.signature(function).parameters.keys():
+            yield f"{owner.__name__}.{name}"
+
+
 def waits_for_sends(config: Any) -> bool:
     """True if the interleaved schedule waits for an output's transfer before it frees the output.
 
@@ -514,7 +555,6 @@ def patch_for_cpu() -> None:
     Called by the CPU stand-in alone.
     """
     from megatron.core.datasets import utils as dataset_utils
-    from megatron.core.pipeline_parallel import p2p_communication
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -535,6 +575,7 @@ def patch_for_cpu() -> None:
     send_and_receive = p2p_communication._p2p_ops
     in_flight: collections.deque[Any] = collections.deque(maxlen=256)
 
+    @functools.wraps(send_and_receive)
     def send_copies(**tensors: Any) -> Any:
         # The interleaved schedule frees an output while it is being sent, and drops the handle of
         # its last one. CUDA streams allow both. gloo reads the memory only when the receiver is

@@ -19,13 +19,18 @@ Packing = Literal["auto", "first-fit", "first-fit-decreasing"]
 Balance = Literal["auto", "pipeline", "cost", "tokens", "none"]
 Fill = Literal["split", "placeholder"]
 OnOversize = Literal["own-bin", "error"]
+SplitBackward = Literal["off", "auto", "all"]
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "packing": get_args(Packing),
     "balance": get_args(Balance),
     "fill": get_args(Fill),
     "on_oversize": get_args(OnOversize),
+    "split_backward": get_args(SplitBackward),
 }
+
+MOST_TIMES = 1000
+"""Largest factor of memory: more than any model's activations grow by."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +70,15 @@ class PlannerConfig:
     max_context_parallel: int | None = None
     """Largest context-parallel size of a micro-batch under dynamic CP: a power of two, or all data-
     and context-parallel ranks. None: no dynamic CP, all have the size of the dims."""
+    split_backward: SplitBackward = "off"
+    """Which backward passes leave their weight gradients for later (`pipeline.split_backward`):
+    none, as few as end the step soonest, or all."""
+    split_backward_memory: float = 1.0
+    """Most tokens that a stage holds with split passes, over those that the first stage holds with
+    none."""
+    split_backward_held: float = 1.0
+    """What a micro-batch holds until its weight gradients are made, over what it holds before its
+    backward pass: 1; 17 under full recomputation; 2 to 3 where sequence parallelism cuts inputs."""
 
     def __post_init__(self) -> None:
         """Check ranges and choices."""
@@ -81,6 +95,8 @@ class PlannerConfig:
             # None is a value of the others, and as a Python int the config prints as JSON.
             if value is not None or name in ("max_tokens_per_gpu", "plan_effort"):
                 object.__setattr__(self, name, at_least(name, value, 1, ConfigError))
+        for name in ("split_backward_memory", "split_backward_held"):
+            object.__setattr__(self, name, _positive(name, getattr(self, name)))
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             if not (isinstance(value, str) and value in choices):
@@ -135,3 +151,12 @@ class PlannerConfig:
                 Argument("max_context_parallel"),
                 f" to {1 << (min(most, ranks).bit_length() - 1)}",
             )
+
+
+def _positive(name: str, value: object) -> float:
+    """The argument `name` as a finite float above 0."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= MOST_TIMES:
+        return float(value)
+    raise ConfigError(
+        Argument(name), f" must be a number above 0, up to {MOST_TIMES}, got {value!r:.60}"
+    )

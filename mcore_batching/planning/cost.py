@@ -32,7 +32,13 @@ def ordered_sum(values: Iterable[float]) -> float:
 
 _ALSO_WRITTEN = {"seconds_per_unit"}
 """Keys that a job writes beside the coefficients."""
-_NEWER_COSTS = ("context_parallel_overhead", "context_parallel_fixed", "beyond_window")
+_NEWER_COSTS = (
+    "context_parallel_overhead",
+    "context_parallel_fixed",
+    "weight_share",
+    "split_backward_overhead",
+    "beyond_window",
+)
 _NEWER = (*_NEWER_COSTS, "layers", "layer_costs")
 """Left out of the JSON at their defaults, as in older documents."""
 _COEFFICIENTS = ("linear", "quadratic", "per_micro_batch", "backward_ratio", *_NEWER_COSTS)
@@ -66,6 +72,12 @@ class CostModel:
     context_parallel_fixed: float = 64.0
     """Cost of each doubling whatever the micro-batch holds: latency of communication. A quarter of
     `per_micro_batch`, an assumption until a job measures it."""
+    weight_share: float = 1.0
+    """Cost of a micro-batch's weight gradients (W) over its forward cost outside attention, which
+    has no weights: as many multiplications."""
+    split_backward_overhead: float = 0.0
+    """Growth of a backward pass whose W is left for later, by communication of tensor-parallel
+    ranks that W would have hidden: 0.1 to 0.2 with tensor parallelism."""
     beyond_window: float = 0.0
     """Cost of a pair further apart than the window over that of one within it: layers without a
     window, or the indexer of sparse attention."""
@@ -182,6 +194,10 @@ class CostModel:
         """Forward cost of a micro-batch that holds samples of these lengths [samples], in
         tokens."""
         return self.per_micro_batch + ordered_sum(self.sample(length) for length in lengths)
+
+    def weights(self, lengths: Iterable[int]) -> float:
+        """Cost of the weight gradients of such a micro-batch."""
+        return self.weight_share * (self.per_micro_batch + self.linear * sum(lengths))
 
 
 def in_units_of(model: CostModel, unit: float) -> CostModel:

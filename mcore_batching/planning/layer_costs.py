@@ -197,6 +197,10 @@ def costs_of_chunks(
     of_chunks = [sum_of([costs[each] for each in chunk]) for chunk in cut.split("|")]
     mean = LayerCost(*(each / chunks for each in sum_of(of_chunks)))
     models = [_of_chunk(model, cost, mean) for cost in of_chunks]
+    # The output layer's weight gradients are never left for later: they would hold the logits.
+    if cut.endswith(OUTPUT) and of_chunks[-1].token:
+        share = 1.0 - costs[OUTPUT].token / of_chunks[-1].token
+        models[-1] = replace(models[-1], weight_share=model.weight_share * share)
     kinds = list(dict.fromkeys(models))
     if len(kinds) == 1:
         return (model,), ()

@@ -15,6 +15,7 @@ from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.cost import CostModel
 from mcore_batching.planning.errors import PlanFormatError, shortened
 from mcore_batching.planning.parallel_dims import ParallelDims
+from mcore_batching.planning.pipeline import SplitStage
 
 Scope = Literal["global", "local"]
 MicroBatches = tuple[tuple[int, ...], ...]
@@ -59,6 +60,9 @@ class StepPlan:
     context_parallel: tuple[tuple[int, ...], ...] | None = None
     """Context-parallel size of each micro-batch [ranks][num_microbatches]; None without dynamic CP.
     Ranks 4 to 7 share a row of size 4 of rank 6."""
+    split_backward: tuple[tuple[SplitStage, ...], ...] = ()
+    """Which backward passes are split and when their W runs [ranks][stages], equal on
+    tensor-parallel ranks; empty: none are."""
     scope: Scope = "global"
     """"global": samples may go to any rank; "local": each stays on the rank that held it."""
     cost_model: CostModel = field(default_factory=CostModel, compare=False)
@@ -156,17 +160,19 @@ def step_from_data(
     scope: Any,
     cost_model: CostModel,
     context_parallel: Any = None,
+    split_backward: Any = None,
 ) -> StepPlan:
     """A plan of one step from parts of a JSON document that were read elsewhere.
 
     Args:
         num_samples: samples of the step, numbered from 0.
-        ranks: as in a document's step; so is `context_parallel`.
+        ranks: as in a document's step; so are `context_parallel` and `split_backward`.
         dims: as "layout" of a document; `config` and `scope` as there.
         config: see `dims`.
         scope: see `dims`.
         cost_model: the costs it was made by.
         context_parallel: see `ranks`; None where it is left out.
+        split_backward: see `ranks`; None where it is left out.
 
     Raises:
         PlanFormatError: the parts are not those of a plan.
@@ -175,6 +181,7 @@ def step_from_data(
     count = len(ranks[0]) if isinstance(ranks, list) and ranks else 0
     raw = {"layout": dims, "config": config, "scope": scope, "num_samples": num_samples}
     step = {"num_microbatches": count, "ranks": ranks, "context_parallel": context_parallel}
+    step["split_backward"] = split_backward
     raw = plan_document.read(raw | {"steps": [step]})
     return step_of(raw, raw["steps"][0], range(num_samples), cost_model)
 
@@ -196,6 +203,8 @@ def document_of(
         }
         if step.context_parallel is not None:
             document["context_parallel"] = [list(sizes) for sizes in step.context_parallel]
+        if step.split_backward:
+            document["split_backward"] = split_lists(step)
         if with_samples and step.sample_indices != tuple(range(num_samples)):
             document["sample_indices"] = list(step.sample_indices)
         documents.append(document)
@@ -209,6 +218,14 @@ def document_of(
         **({"dropped": list(dropped)} if dropped else {}),
         "steps": documents,
     }
+
+
+def split_lists(step: StepPlan) -> list[list[list[list[int]]]]:
+    """`StepPlan.split_backward` as a document has it."""
+    return [
+        [[list(map(int, split)), list(parts)] for split, parts in stages]
+        for stages in step.split_backward
+    ]
 
 
 def step_of(
@@ -225,6 +242,7 @@ def step_of(
         dims=raw["dims"],
         config=raw["config"],
         context_parallel=step["context_parallel"],
+        split_backward=step["split_backward"],
         scope=raw["scope"],
         cost_model=cost_model or CostModel(),
     )

@@ -11,6 +11,8 @@ Optional keys:
 - `sample_indices` of a step: the samples of one step out of a batch;
 - `context_parallel` of a step, under dynamic CP alone: the context-parallel size of each rank's
   micro-batches [ranks][num_microbatches]; "ranks" then lists data- and context-parallel ranks;
+- `split_backward` of a step: for each rank and stage, which passes are split (1) and how many parts
+  of W run before each [ranks][stages][2][passes];
 - `dropped`: the samples that a batch's steps leave out;
 - `lengths_digest`: SHA-256 of the lengths that the plan was made from, by which `check` tells them
   from others; written if `to_json` was given the lengths, and not covered by `digest`.
@@ -29,6 +31,7 @@ from mcore_batching.planning.errors import PlanFormatError, PlanningError
 from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.json_text import parse_json
 from mcore_batching.planning.parallel_dims import ParallelDims
+from mcore_batching.planning.pipeline import SplitStage
 from mcore_batching.planning.problem import check_lengths
 
 FORMAT = "mcore-batching/plan"
@@ -43,6 +46,9 @@ NEWER_OPTIONS = {
     "max_samples_per_row",
     "max_inflight_tokens",
     "max_context_parallel",
+    "split_backward",
+    "split_backward_memory",
+    "split_backward_held",
 }
 """Added since version 1 of the format. Left out at their defaults: old plans keep their digests."""
 
@@ -59,7 +65,7 @@ def options_of(settings: ParallelDims | PlannerConfig) -> dict[str, Any]:
 
 def digest(document: dict[str, Any]) -> str:
     """SHA-256 in hex of a document without its digest."""
-    # Integers, booleans, strings and null only: nothing depends on how floats print.
+    # Python prints a float in the fewest digits that give it back: everywhere the same.
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
@@ -173,6 +179,7 @@ def _read_step(raw: Any, index: int, is_dynamic: bool) -> dict[str, Any]:
         "num_microbatches": _count(raw.get("num_microbatches"), f'"num_microbatches" of {where}'),
         "ranks": ranks,
         "context_parallel": _read_sizes(raw.get("context_parallel"), ranks, where, is_dynamic),
+        "split_backward": _read_split(raw.get("split_backward"), where),
         "sample_indices": (
             None if samples is None else _indices(samples, f'{where}, "sample_indices"')
         ),
@@ -199,6 +206,23 @@ def _read_sizes(
             f'{what} must hold a size of 1 or more for each micro-batch of "ranks", got {raw!r:.80}'
         )
     return sizes
+
+
+def _read_split(raw: Any, where: str) -> tuple[tuple[SplitStage, ...], ...]:
+    """Split passes of each rank and stage; empty if left out."""
+    what = f'"split_backward" of {where}'
+    ranks = []
+    for rank in _list([] if raw is None else raw, what):
+        stages = []
+        for stage in _list(rank, what):
+            if len(_list(stage, what)) != 2:
+                raise PlanFormatError(f"{what} must hold two lists for each stage")
+            split, parts = (_indices(each, what) for each in stage)
+            if not set(split) <= {0, 1}:
+                raise PlanFormatError(f"{what} must say 0 or 1 of each pass")
+            stages.append(SplitStage(tuple(map(bool, split)), parts))
+        ranks.append(tuple(stages))
+    return tuple(ranks)
 
 
 def _settings(kind: type[_Settings], raw: dict[str, Any], what: str) -> _Settings:

@@ -26,9 +26,11 @@ from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search import (
     Objective,
     Slots,
+    Splits,
     check_inflight_tokens,
     search,
     search_dynamic,
+    split_backward,
 )
 from mcore_batching.planning.shard import (
     fill_shard,
@@ -186,6 +188,13 @@ def _plan_samples(batch: Problem, samples: Sequence[int], owners: Sequence[int] 
             shards[owners[sample]].append(sample)
         local = _plan_local([batch.subset(shard) for shard in shards])
         ranks = tuple(_renamed(rank, shard) for rank, shard in zip(local, shards, strict=True))
+    split: Splits = ()
+    if batch.splits_backward and samples:
+        starts: list[Sequence[MicroBatches]] = [ranks]
+        if owners is None and batch.config.searches:
+            found = _plan_global(dataclasses.replace(batch.subset(samples), defers_weights=True))
+            starts.append([_renamed(rank, samples) for rank in found])
+        ranks, split = split_backward(batch, starts)
     return StepPlan(
         micro_batches=ranks,
         num_microbatches=len(ranks[0]),
@@ -193,6 +202,7 @@ def _plan_samples(batch: Problem, samples: Sequence[int], owners: Sequence[int] 
         dims=batch.dims,
         config=batch.config,
         context_parallel=sizes,
+        split_backward=split,
         scope="global" if owners is None else "local",
         cost_model=batch.cost_model,
         forward_only=batch.forward_only,

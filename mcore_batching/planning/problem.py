@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mcore_batching.planning.config import PlannerConfig
-from mcore_batching.planning.cost import CostModel
+from mcore_batching.planning.cost import CostModel, ordered_sum
 from mcore_batching.planning.errors import Argument, ConfigError, OversizeSampleError
 from mcore_batching.planning.integers import integer_entries, round_up
 from mcore_batching.planning.layer_costs import costs_of_chunks
@@ -52,6 +52,8 @@ class Problem:
     """Costs of samples and micro-batches."""
     forward_only: bool
     """True for forward passes alone, as for old and reference log-probs."""
+    defers_weights: bool = False
+    """True to plan as if W of all backward passes ran whenever its stage would wait."""
 
     @classmethod
     def of(
@@ -103,7 +105,14 @@ class Problem:
             forward_only=self.forward_only,
             backward_ratio=self.cost_model.backward_ratio,
             which_cost=costs_of_chunks(self.cost_model, self.dims)[1],
+            deferred_share=self.deferred_share if self.defers_weights else 0.0,
         )
+
+    @cached_property
+    def deferred_share(self) -> float:
+        """W of all samples over the cost of their forward passes."""
+        weights = self.cost_model.weight_share * self.cost_model.linear * sum(self.lengths)
+        return weights / (ordered_sum(self.costs) or 1.0)
 
     @cached_property
     def costs_of_stages(self) -> list[tuple[float, list[float]]]:
@@ -261,6 +270,24 @@ class Problem:
                     total += costs[sample]
                 found.append(fixed + total)
         return found
+
+    @property
+    def splits_backward(self) -> bool:
+        """True if backward passes may be split. Under dynamic CP they are not: ranks that share a
+        row would have to agree on what is split, and wait for each other's W."""
+        config, dims = self.config, self.dims
+        return (
+            config.split_backward != "off"
+            and not self.forward_only
+            and dims.pipeline_parallel > 1
+            and config.max_context_parallel is None
+        )
+
+    def slot_weights(self, samples: Sequence[int]) -> list[float]:
+        """Cost of the weight gradients of a micro-batch on each kind of stage."""
+        lengths = [self.lengths[sample] for sample in samples]
+        kinds, _ = costs_of_chunks(self.cost_model, self.dims)
+        return [kind.weights(lengths) for kind in kinds]
 
     def weight(self, samples: Sequence[int]) -> float:
         """What `config.balance` evens out: padded tokens for "tokens", else cost."""

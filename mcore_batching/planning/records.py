@@ -37,7 +37,7 @@ from mcore_batching.planning.cost import CostModel, in_units_of
 from mcore_batching.planning.errors import Argument, PlanningError
 from mcore_batching.planning.integers import at_least
 from mcore_batching.planning.json_text import MAX_JSON_CHARACTERS, open_text, parse_json
-from mcore_batching.planning.plan import StepPlan, step_from_data
+from mcore_batching.planning.plan import StepPlan, split_lists, step_from_data
 from mcore_batching.planning.plan_document import options_of
 from mcore_batching.planning.problem import check_lengths
 from mcore_batching.planning.statistics import predicted_step_time
@@ -173,6 +173,8 @@ def _content(plan: StepPlan, lengths: Sequence[int]) -> dict[str, Any]:
     }
     if plan.context_parallel is not None:
         content["context_parallel"] = plan.context_parallel
+    if plan.split_backward:
+        content["split_backward"] = split_lists(plan)
     if plan.hosted_lengths:
         content["hosted_lengths"] = plan.hosted_lengths
     return content
@@ -264,6 +266,7 @@ def _record(raw: Mapping[str, Any], header: Mapping[str, Any], file: str) -> Ste
         scope=raw["scope"],
         cost_model=CostModel(**header["cost_model"]),
         context_parallel=raw.get("context_parallel"),
+        split_backward=raw.get("split_backward"),
     )
     validate_plan(plan, lengths)  # a broken plan would break a reader much later
     plan = replace(plan, hosted_lengths=tuple(check_lengths(raw.get("hosted_lengths", ()))))

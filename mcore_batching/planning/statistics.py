@@ -5,6 +5,7 @@ Every ratio is defined for every plan, the one without samples included.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,13 @@ from mcore_batching.planning.bounds import step_time_floor
 from mcore_batching.planning.cost import CostModel, ordered_sum
 from mcore_batching.planning.errors import LengthError
 from mcore_batching.planning.integers import entries
-from mcore_batching.planning.pipeline import clocks_of, inflight_tokens
+from mcore_batching.planning.pipeline import (
+    Clock,
+    SplitClock,
+    clocks_of,
+    inflight_tokens,
+    split_inflight_tokens,
+)
 from mcore_batching.planning.plan import StepPlan
 from mcore_batching.planning.problem import Problem
 
@@ -120,9 +127,8 @@ def step_statistics(
     rows = [(problem.on_ranks[row.size], ranks[row.rank][row.slot]) for row in step.rows()]
     # Under dynamic CP `ranks` lists data- and context-parallel ones, each with its part of a cap.
     per_place = step.config.cap_tokens(step.dims) * step.dims.data_parallel // len(ranks)
-    # A set: most ranks of a large job hold the same, and counting tokens in flight takes long.
-    held = set(map(tuple, _held_tokens(step, problem, ranks)))
-    schedule, last = problem.schedule, step.dims.pipeline_parallel - 1
+    held = held_tokens(step, problem, ranks)
+    last = step.dims.pipeline_parallel - 1
     return StepStatistics(
         num_samples=step.num_samples,
         num_microbatches=step.num_microbatches,
@@ -134,12 +140,12 @@ def step_statistics(
         heaviest_rank_cost=max(rank_costs),
         mean_rank_cost=ordered_sum(rank_costs) / len(ranks),
         slot_maxima_cost=ordered_sum(max(slot) for slot in zip(*costs, strict=True)),
-        step_time=_end(step, problem, ranks),
-        floor_time=step_time_floor(problem),
-        peak_inflight_tokens=max(inflight_tokens(rank, schedule) for rank in held),
-        last_stage_inflight_tokens=max(
-            inflight_tokens(rank, schedule, stage=last) for rank in held
+        step_time=max(clock.end for clock in step_clocks(step, problem, ranks)),
+        floor_time=step_time_floor(
+            dataclasses.replace(problem, defers_weights=bool(step.split_backward))
         ),
+        peak_inflight_tokens=_most_held(step, problem, held, 0),
+        last_stage_inflight_tokens=_most_held(step, problem, held, last),
         largest_row_tokens=max(map(max, held)),
         hosted_samples=len(step.hosted_lengths),
         hosted_tokens=sum(step.hosted_lengths),
@@ -162,7 +168,7 @@ def predicted_step_time(
         forward_only: of the forward passes alone; None: as the plan was made.
     """
     problem, ranks = step_problem(step, lengths, cost_model, forward_only)
-    return _end(step, problem, ranks)
+    return max(clock.end for clock in step_clocks(step, problem, ranks))
 
 
 def step_problem(
@@ -231,7 +237,7 @@ def costs_on_stages(
     ]
 
 
-def _held_tokens(
+def held_tokens(
     step: StepPlan, problem: Problem, ranks: Sequence[Sequence[Sequence[int]]]
 ) -> list[list[int]]:
     """Padded tokens of each micro-batch [ranks][slots] on the dims' context-parallel ranks."""
@@ -247,10 +253,43 @@ def _held_tokens(
     return held
 
 
-def _end(step: StepPlan, problem: Problem, ranks: Sequence[Sequence[Sequence[int]]]) -> float:
-    """End of a step, given the samples of each micro-batch [ranks][slots]."""
+def _most_held(
+    step: StepPlan, problem: Problem, held: Sequence[Sequence[int]], stage: int
+) -> float:
+    """Most tokens in flight on a stage of any rank, given those of micro-batches [ranks][slots]."""
+    schedule = problem.schedule
+    if not step.split_backward or problem.forward_only:
+        # A set: most ranks of a large job hold the same, and counting them takes long.
+        return max(inflight_tokens(rank, schedule, stage=stage) for rank in set(map(tuple, held)))
+    kept = step.config.split_backward_held
+    return max(
+        split_inflight_tokens(rank, schedule, stages[stage], kept, stage=stage)
+        for rank, stages in zip(held, step.split_backward, strict=True)
+    )
+
+
+def step_clocks(
+    step: StepPlan, problem: Problem, ranks: Sequence[Sequence[Sequence[int]]]
+) -> list[Clock] | list[SplitClock]:
+    """The clocks of a step, as `clocks_of`; arguments as in `micro_batch_costs`."""
     costs = costs_on_stages(step, problem, ranks)
-    return max(clock.end for clock in clocks_of(costs, problem.schedule, step.context_parallel))
+    if not step.split_backward or problem.forward_only:
+        return clocks_of(costs, problem.schedule, step.context_parallel)
+    clocks = []
+    for together in problem.dims.lockstep_groups:
+        weights = [
+            [cost for samples in ranks[rank] for cost in problem.slot_weights(samples)]
+            for rank in together
+        ]
+        clock = SplitClock(
+            [max(slot) for slot in zip(*costs[together.start : together.stop], strict=True)],
+            [max(slot) for slot in zip(*weights, strict=True)],
+            problem.schedule,
+            overhead=problem.cost_model.split_backward_overhead,
+        )
+        clock.follow(step.split_backward[together.start])
+        clocks.append(clock)
+    return clocks
 
 
 def _ratio(value: float, mean: float) -> float:

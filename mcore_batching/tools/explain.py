@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from mcore_batching.planning import (
     Argument,
@@ -17,6 +18,7 @@ from mcore_batching.planning import (
     StepStatistics,
     micro_batch_lower_bound,
     pack_shard,
+    predicted_step_time,
     step_problem,
     step_statistics,
     validate_plan,
@@ -91,6 +93,8 @@ def _explain_step(
         lines += _time(step, lengths, statistics)
         if step.context_parallel is not None:
             lines.append(f"micro-batches by context-parallel size: {_sizes(step)}")
+        if step.config.split_backward != "off":
+            lines.append(f"backward passes: {_split(step, lengths, statistics)}")
         # Advice plans anew with samples on any rank, which a local plan may not do.
         if step.scope == "global" and advice_seconds > 0:
             lines.append(_advice(step, lengths, spell, advice_seconds))
@@ -205,6 +209,22 @@ def _advice(step: StepPlan, lengths: Sequence[int], spell: Spell, seconds: float
     ]
     none = "none of the other caps, parallel sizes, schedules and step sizes that were tried"
     return f"would help: {_NEXT_LINE.join(helps) or none}"
+
+
+def _split(step: StepPlan, lengths: Sequence[int], statistics: StepStatistics) -> str:
+    """How many backward passes are split, and what that gains."""
+    if step.context_parallel is not None:
+        return "whole, as under dynamic CP ranks that share a row would wait for each other's W"
+    if not step.split_backward:
+        return "whole: without a pipeline to fill, or splitting them gains less than 2 %"
+    stages = [stage for rank in step.split_backward for stage in rank]
+    number = sum(sum(stage.split) for stage in stages)
+    of_all = sum(len(stage.split) for stage in stages) // 2
+    whole = predicted_step_time(replace(step, split_backward=()), lengths)
+    return (
+        f"{number} of {of_all} leave weight gradients for later; with none, these micro-batches "
+        f"would end {whole / (statistics.step_time or 1.0):.2f} x as late"
+    )
 
 
 def _sizes(step: StepPlan) -> str:

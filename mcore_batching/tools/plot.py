@@ -38,6 +38,7 @@ RANK_GAP = 0.8
 PASSES: dict[Kind, tuple[str, tuple[str, str]]] = {
     "F": ("forward", ("#3b6fb6", "#7ea6d9")),
     "B": ("backward", ("#d9762b", "#efae78")),
+    "W": ("weight gradients", ("#4f9a5b", "#94c79c")),
 }
 """Names of passes, and their colours in model chunks with even and odd numbers."""
 IDLE = "#ededed"
@@ -177,12 +178,14 @@ def _draw_rank_passes(
     # About as wide as two digits, at this width of the figure.
     widest_digits = timeline.end / 150
     several_chunks = any(timed.chunk for timed in rank.passes)
-    for timed in rank.passes:
+    for number, timed in enumerate(rank.passes):
         placeholder = rank.num_samples[timed.slot] == 0
         colour = PASSES[timed.kind][1][timed.chunk % 2]
         style: dict[str, Any] = {"facecolor": colour, "edgecolor": "white"}
         # An .svg keeps the gid as the group's id, by which a page finds its line of text.
         gid = f"pass-{rank.rank}-{timed.stage}-{timed.chunk}-{timed.slot}-{timed.kind}"
+        if timed.kind == "W":
+            gid += f"-{number}"  # one W may run in several pieces
         axes.add_patch(
             Rectangle(
                 (timed.start, top + timed.stage + 0.06),
@@ -241,9 +244,10 @@ def _add_legend(figure: Figure, step: StepPlan) -> None:
     chunked = step.dims.virtual_pipeline > 1
     # Chunks alternate between two colours: more could not be told apart.
     kinds = (", even chunk", ", odd chunk") if chunked else ("",)
+    drawn = [PASSES[kind] for kind in PASSES if kind != "W" or step.split_backward]
     handles = [
         Patch(facecolor=colours[chunk], label=f"{name}{kind}")
-        for name, colours in PASSES.values()
+        for name, colours in drawn
         for chunk, kind in enumerate(kinds)
     ]
     if step.context_parallel is not None:

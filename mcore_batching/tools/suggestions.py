@@ -25,8 +25,8 @@ from mcore_batching.planning import (
     step_statistics,
 )
 from mcore_batching.planning.layer_costs import OUTPUT, cut_layers, work_of_layers
-from mcore_batching.planning.pipeline import clocks_of
-from mcore_batching.planning.statistics import costs_on_stages
+from mcore_batching.planning.search import split_backward
+from mcore_batching.planning.statistics import step_clocks
 
 Changes = tuple[Argument, ...]
 """Arguments to set together, with their new values."""
@@ -91,7 +91,8 @@ def _trials(
         return step_statistics(plan, samples).step_time
 
     stages, sizes = step.dims.pipeline_parallel, step.context_parallel
-    if stages > 1 and not step.forward_only and sizes is None:
+    split = step.config.split_backward != "off"
+    if stages > 1 and not step.forward_only and sizes is None and not split:
         yield (
             (),
             "backward passes split in two, as zero-bubble schedules do (stock Megatron does not)",
@@ -120,13 +121,12 @@ def _trials(
 
 
 def _split_backward_time(step: StepPlan, lengths: Sequence[int]) -> float:
-    """End of the same micro-batches on plain stages that split backward passes."""
-    # Interleaving and split passes both fill the bubble; together they are no schedule known here.
+    """End of the same micro-batches with split backward passes."""
     problem, ranks = step_problem(step, lengths)
-    plain = replace(step.dims, virtual_pipeline=1, microbatch_group_size=None)
-    problem = replace(problem, dims=plain)
-    schedule = replace(problem.schedule, splits_backward=True)
-    return max(clock.end for clock in clocks_of(costs_on_stages(step, problem, ranks), schedule))
+    config = replace(step.config, split_backward="all")
+    reordered, splits = split_backward(replace(problem, config=config), [ranks])
+    split = replace(step, split_backward=splits)
+    return max(clock.end for clock in step_clocks(split, problem, reordered))
 
 
 def better_layout(

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mcore_batching.planning import CostModel, StepPlan, step_problem
-from mcore_batching.planning.pipeline import Operation, Pass, clocks_of
-from mcore_batching.planning.statistics import costs_on_stages
+from mcore_batching.planning.pipeline import Operation, Pass
+from mcore_batching.planning.statistics import costs_on_stages, step_clocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +90,16 @@ def step_timeline(
     costs, schedule = costs_on_stages(step, problem, ranks), problem.schedule
     # With expert parallelism one clock has the pace of all ranks: a slot takes as long as its
     # slowest micro-batch, and each rank's own passes end earlier within it.
-    clocks = clocks_of(costs, schedule, step.context_parallel)
+    clocks = step_clocks(step, problem, ranks)
     at_the_pace = [clock.operations(rank) for clock in clocks for rank in range(len(clock.ends))]
-    if schedule.dims.in_lockstep:
+    if step.dims.in_lockstep:
         at_the_pace *= len(costs)
+    pace = [max(slot) if step.dims.in_lockstep else 0.0 for slot in zip(*costs, strict=True)]
     passes = [
         [
-            replace(o, end=o.start + own[place] * schedule.share(o.stage, o.kind, o.chunk))
+            replace(o, end=o.start + (o.end - o.start) * own[place] / pace[place])
+            if pace[place]
+            else o
             for o in operations
             for place in [schedule.place_of_cost(o.stage, Pass(o.kind, o.chunk, o.slot))]
         ]

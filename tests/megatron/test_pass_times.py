@@ -11,6 +11,8 @@ from mcore_batching.megatron.learning.pass_times import (
     MAX_SHARED_PASSES,
     MAX_SLOTS,
     SharedTimes,
+    TimedStep,
+    TimedWeights,
     costs_of_slots,
     places_of_slots,
 )
@@ -79,3 +81,16 @@ def test_of_many_slots_some_are_told() -> None:
         dataclasses.replace(of_rank(0), rows=[], lengths=[]).timings([0.0] * MAX_SHARED_PASSES)
         == []
     )
+
+
+def test_a_split_pass_takes_the_time_of_its_weights_too() -> None:
+    order = [Pass("F", 0, 0), Pass("B", 0, 0), Pass("F", 0, 1), Pass("B", 0, 1)]
+    first, second = order[1], order[3]
+    marks = [0.0, 1.0, 1.0, 3.0, 4.0, 6.0, 6.0, 10.0]
+    weights = [
+        TimedWeights({first: 20}, 3.0, 3.5),
+        TimedWeights({first: 40, second: 120}, 10.0, 14.0),
+    ]
+    step = TimedStep([(5,), (9,)], [1, 1], order, marks, weights, None)
+    assert step.is_over
+    assert step.seconds() == {order[0]: 1.0, first: 3.5, order[2]: 2.0, second: 7.0}

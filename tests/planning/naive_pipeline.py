@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mcore_batching.planning import ParallelDims
-from mcore_batching.planning.pipeline import Blocks, Schedule
+from mcore_batching.planning.pipeline import Blocks, Schedule, SplitStage
 
 Node = tuple[int, str, int, int]
 """Stage, F, B or W, chunk, slot."""
@@ -56,6 +56,55 @@ def played(
                     free[each, stage] = start + took
                     del left[each, stage][0]
     return times
+
+
+def played_split(
+    costs: Sequence[float],
+    weights: Sequence[float],
+    schedule: Schedule,
+    stages: Sequence[SplitStage],
+    overhead: float,
+) -> tuple[dict[Node, tuple[float, float]], list[float], list[list[Node]]]:
+    """Start and end of each pass of a rank whose backward passes are split as a plan says; the end
+    of each stage; and all that each stage runs, a W for each part of one."""
+    dims, orders, count = schedule.dims, [], len(costs) // schedule.num_costs
+    for stage, (split, parts) in enumerate(stages):
+        order: list[Node] = []
+        due: list[Node] = []
+        passes = schedule.order(stage, count)
+        for what, is_split, before in zip(passes, split, parts, strict=True):
+            order += [*due[:before], (stage, *what)]
+            del due[:before]
+            due += [(stage, "W", what.chunk, what.slot)] * 8 * is_split
+        orders.append(order + due)
+    plain = [[(s, *what) for what in schedule.order(s, count)] for s in range(len(stages))]
+    waits = waited_for(plain, dims) if dims.virtual_pipeline > 1 and dims.waits_for_sends else {}
+    left = [list(order) for order in orders]
+    times: dict[Node, tuple[float, float]] = {}
+    free = [0.0] * len(stages)
+    while any(left):
+        for stage, nodes in enumerate(left):
+            needed = [*needs(nodes[0], dims), *waits.get(nodes[0], ())] if nodes else []
+            if not nodes or any(each not in times for each in needed):
+                continue
+            node = nodes.pop(0)
+            _, kind, chunk, slot = node
+            which = schedule.which_cost[stage][chunk] if schedule.which_cost else 0
+            place = slot * schedule.num_costs + which
+            took = costs[place] * schedule.share(stage, kind if kind != "W" else "B", chunk)
+            if kind != "F":
+                weight = min(took, weights[place] * schedule.share(stage, "F", chunk))
+                if kind == "W":
+                    took = weight / 8
+                elif (stage, "W", chunk, slot) in orders[stage]:
+                    took = (took - weight) * (1 + overhead)
+            start = max([free[stage], *(times[each][1] for each in needed)])
+            free[stage] = start + took
+            if kind == "W":  # of all parts
+                times[node] = times.get(node, (start, 0.0))[0], free[stage]
+            else:
+                times[node] = start, free[stage]
+    return times, free, orders
 
 
 def needs(node: Node, dims: ParallelDims) -> list[Node]:

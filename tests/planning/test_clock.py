@@ -73,7 +73,7 @@ def steps(draw: st.DrawFn) -> Step:
         microbatch_group_size=group,
         waits_for_sends=draw(st.booleans()),
     )
-    kind = draw(st.sampled_from(["", "", "forward only", "split"]))
+    kind = draw(st.sampled_from(["", "", "forward only"]))
     dice = random.Random(draw(st.integers(0, 10**9)))
     drawn = [dice.randrange(3) for _ in range(chunks * stages)]
     numbers = [list(dict.fromkeys(drawn)).index(each) for each in drawn]
@@ -81,7 +81,6 @@ def steps(draw: st.DrawFn) -> Step:
     schedule = Schedule(
         dims=dims,
         forward_only=kind == "forward only",
-        splits_backward=kind == "split" and chunks == 1,
         backward_ratio=draw(st.sampled_from([2.0, 2.0, 1.0, 0.0, 3.7])),
         which_cost=tuple(kinds) if draw(st.booleans()) else (),
     )

@@ -23,7 +23,6 @@ from mcore_batching.planning.pipeline import (
     Operation,
     Schedule,
     inflight_tokens,
-    passes,
     pipeline_operations,
     pipeline_time,
 )
@@ -137,8 +136,8 @@ def test_stage_order_is_that_of_the_reference(dims: ParallelDims, data: st.DataO
 def test_the_orders_of_two_stages_written_out() -> None:
     """As in figures 3 and 4 of Narayanan et al. (2021), with two stages."""
 
-    def written(dims: ParallelDims, stage: int, count: int, *, split: bool = False) -> str:
-        order = Schedule(dims=dims, splits_backward=split).order(stage, count)
+    def written(dims: ParallelDims, stage: int, count: int) -> str:
+        order = Schedule(dims=dims).order(stage, count)
         return " ".join(f"{kind}{slot}.{chunk}" for kind, chunk, slot in order)
 
     plain = ParallelDims(pipeline_parallel=2)
@@ -147,15 +146,6 @@ def test_the_orders_of_two_stages_written_out() -> None:
     interleaved = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
     assert written(interleaved, 0, 2) == "F0.0 F1.0 F0.1 F1.1 B0.1 B1.1 B0.0 B1.0"
     assert written(interleaved, 1, 2) == "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 B0.0 B1.0"
-    first, last = "F0 F1 B0 W0 F2 B1 W1 B2 W2", "F0 B0 F1 B1 W0 F2 B2 W1 W2"
-    assert written(plain, 0, 3, split=True).replace(".0", "") == first
-    assert written(plain, 1, 3, split=True).replace(".0", "") == last
-
-
-def test_split_backward_passes_take_their_own_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "SHARE_OF_INPUTS", 0.25)  # equal shares could be swapped unseen
-    schedule = Schedule(dims=ParallelDims(pipeline_parallel=2), splits_backward=True)
-    assert [schedule.share(0, kind, 0) for kind in ("F", "B", "W")] == [1.0, 0.5, 1.5]
 
 
 @examples(200)
@@ -201,14 +191,13 @@ def test_a_costlier_micro_batch_never_ends_the_step_sooner(run: Run, data: st.Da
 
 
 @examples(150)
-@given(pipelines(most_stages=6), st.sampled_from(["F", "B", "W"]), st.data())
+@given(pipelines(most_stages=6), st.booleans(), st.data())
 def test_inflight_tokens_are_those_held_when_a_forward_pass_begins(
-    dims: ParallelDims, kind: str, data: st.DataObject
+    dims: ParallelDims, forward_only: bool, data: st.DataObject
 ) -> None:
-    """Held: forward pass begun, backward pass, or its last part, not over; read off simulated
-    times."""
-    forward_only = kind == "F"
-    schedule = Schedule(dims=dims, forward_only=forward_only, splits_backward=kind == "W")
+    """Held: forward pass begun, backward pass not over; read off simulated times."""
+    kind = "F" if forward_only else "B"
+    schedule = Schedule(dims=dims, forward_only=forward_only)
     count = len(data.draw(costs_for(dims)))
     tokens = data.draw(st.lists(st.integers(0, 1000), min_size=count, max_size=count))
     operations = Clock([1.0] * count, schedule).operations()

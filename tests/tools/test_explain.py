@@ -15,9 +15,12 @@ from mcore_batching.planning import (
     PlannerConfig,
     StepPlan,
     plan_step,
+    step_problem,
     step_statistics,
 )
-from mcore_batching.planning.pipeline import Clock, Schedule, pipeline_time
+from mcore_batching.planning.pipeline import Schedule, SplitClock, pipeline_time
+from mcore_batching.planning.search import split_backward
+from mcore_batching.planning.statistics import step_clocks
 from mcore_batching.tools.explain import explain
 from mcore_batching.tools.held_back import what_holds_back
 from mcore_batching.tools.suggestions import (
@@ -112,9 +115,9 @@ def test_gains_are_those_of_plans_made_so(forward_only: bool, bound: int | None)
 @pytest.mark.parametrize("count", [8, 16, 33])
 def test_split_backward_passes_end_when_zero_bubble_schedules_do(stages: int, count: int) -> None:
     """ZB-H1 with equal micro-batches: (stages - 1) x (F + B - W) of idle time (Qi et al. 2023)."""
-    dims = ParallelDims(pipeline_parallel=stages)
-    clock = Clock([2.0] * count, Schedule(dims=dims, splits_backward=True))
-    assert clock.end == 2.0 * (stages - 1 + 3 * count)
+    schedule = Schedule(dims=ParallelDims(pipeline_parallel=stages))
+    clock = SplitClock([2.0] * count, [2.0] * count, schedule, tokens=[1] * count, limit=stages)
+    assert clock.run(clock.layout.all_split) == 2.0 * (stages - 1 + 3 * count)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +148,9 @@ def test_split_backward_passes_cost_no_more_than_whole_ones() -> None:
         [step.cost_model.micro_batch([MANY[i] for i in samples]) for samples in rank]
         for rank in step.micro_batches
     ]
-    ends = [Clock(rank, Schedule(dims=PP4, splits_backward=True)).end for rank in costs]
+    problem, ranks = step_problem(step, MANY)
+    split = replace(step, split_backward=split_backward(problem, ranks))
+    ends = [clock.end for clock in step_clocks(split, problem, ranks)]
     assert all(end < pipeline_time(rank, PP4) for end, rank in zip(ends, costs, strict=True))
     assert all(end > 3 * sum(rank) for end, rank in zip(ends, costs, strict=True))
     (split,) = [each for each in suggestions(step, MANY) if "split in two" in each.otherwise]

@@ -50,6 +50,7 @@ from mcore_batching.megatron.rollout.data_iterator import protocol_of
 from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
 from mcore_batching.megatron.rollout.settings import Settings
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.megatron.split_backward.plan import most_left_bytes
 from mcore_batching.megatron.step.multi_token import LossesOfRows
 from mcore_batching.megatron.step.prepare import prepare
 from mcore_batching.megatron.step.run_pipeline import run_pipeline
@@ -123,7 +124,7 @@ class PackedForwardBackward:
         operation = "evaluation" if forward_only else "training"
         planned = self._plan(job, chunks, data_iterator, num_microbatches, forward_only)
         prepared = prepare(
-            job, chunks, operation, 0, planned, trains=not forward_only, change=stock_row
+            job, chunks, operation, 0, planned, forward_only=forward_only, change=stock_row
         )
         # Every model chunk of a rank runs every row: only the first counts its tokens.
         rows = [
@@ -157,7 +158,7 @@ class PackedForwardBackward:
         if forward_only:
             job.agree_after_pipeline(operation, failed)
             return losses
-        figures = StepFigures(prepared.schedule)
+        figures = StepFigures(prepared.schedule, most_left_bytes(job))
         agreed = job.agree_after_pipeline(operation, failed, figures.own, figures.says)
         # Megatron divides by the micro-batches that it was asked for; other rows were run.
         compat.scale_moe_metrics(num_microbatches / len(prepared.rows))
@@ -181,6 +182,7 @@ class PackedForwardBackward:
             plan_seconds=plan_seconds,
             run=run,
             memory=predicted_memory(made, figures.problem, shape),
+            left_bytes=figures.left_bytes(agreed) if job.options.splits_backward else None,
             learnt=keep_learnt_costs(self._args, job, figures.predicted_seconds(agreed)),
             log_all=getattr(self._args, "dynamic_batch_log_all", False),
         )

@@ -26,6 +26,7 @@ class StepFigures:
 
     Args:
         schedule: of the step.
+        left_bytes: most that waited for weight gradients on this rank.
 
     Attributes:
         problem: this rank's samples, from `own` on.
@@ -33,15 +34,18 @@ class StepFigures:
 
     problem: Problem
 
-    def __init__(self, schedule: MicroBatchSchedule) -> None:
-        self._schedule = schedule
+    def __init__(self, schedule: MicroBatchSchedule, left_bytes: int = 0) -> None:
+        self._schedule, self._left_bytes = schedule, left_bytes
 
     def own(self) -> _Figures:
         """This rank's part."""
         schedule, micro_batches = self._schedule, self._schedule.steps[0]
         lengths = [int(length) for length in schedule.rollout_data["total_lengths"]]
         self.problem = Problem.of(lengths, schedule.dims, schedule.config, schedule.cost_model)
-        figures = {"predicted seconds": largest(predicted_seconds(schedule, 0))}
+        figures = {
+            "predicted seconds": largest(predicted_seconds(schedule, 0)),
+            "left bytes": largest(self._left_bytes),
+        }
         if schedule.plans:  # samples were exchanged, so every rank knows the plan of all
             return figures
         totals, maxima = shard_statistics(self.problem, micro_batches)
@@ -61,3 +65,7 @@ class StepFigures:
     def predicted_seconds(self, agreed: Agreement[_Figures]) -> float:
         """Of the slowest rank by learnt costs; 0 where there are none."""
         return float(agreed.figures["predicted seconds"])
+
+    def left_bytes(self, agreed: Agreement[_Figures]) -> int:
+        """Most that waited for weight gradients on any rank."""
+        return int(agreed.figures["left bytes"])

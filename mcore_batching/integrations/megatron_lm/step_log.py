@@ -49,6 +49,7 @@ def record_step(
     plan_seconds: float,
     run: tuple[Any, Any],
     memory: PredictedMemory | None = None,
+    left_bytes: int | None = None,
     learnt: Mapping[str, float] | None = None,
     log_all: bool = False,
 ) -> None:
@@ -59,6 +60,7 @@ def record_step(
         plan_seconds: reading, planning and collating, on this rank.
         run: marks before and after all forward and backward passes, on this rank.
         memory: predicted, where the model's shape is known.
+        left_bytes: most that waited for weight gradients on any rank; None: no pass may be split.
         learnt: entries of learnt costs; its predicted seconds replace the median's.
         log_all: True logs every value, False those of `LOGGED`.
     """
@@ -79,6 +81,8 @@ def record_step(
     if memory is not None:
         values["activations GiB"] = memory.first_stage_bytes / 2**30
         values["logits GiB"] = memory.logit_bytes / 2**30
+    if left_bytes is not None:
+        values["weight gradients left GiB"] = left_bytes / 2**30
     # From the third step on. Stock code averages the first two in one log line, in which each entry
     # must be in both.
     if len(_seconds_per_unit) >= 2:

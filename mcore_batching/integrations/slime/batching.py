@@ -277,6 +277,11 @@ def _check_options(args: Any) -> None:
             "the framework finds tokens by lengths, so samples cannot share them: unset "
             "--dynamic-batch-share-prefixes"
         )
+    if Options.of(args).splits_backward:
+        raise DynamicBatchArgumentError(
+            "the framework runs the pipeline itself, so backward passes cannot be split: unset "
+            "--dynamic-batch-split-backward"
+        )
     if getattr(args, "dynamic_batch_cost_model", None) == LEARNT:
         raise DynamicBatchArgumentError(
             "costs are learnt in the engine's train_step: set --dynamic-batch-cost-model to fixed, "

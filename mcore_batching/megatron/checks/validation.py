@@ -19,6 +19,7 @@ from mcore_batching.megatron.checks.shared_rows import (
     let_rows_have_groups,
     shared_row_problems,
 )
+from mcore_batching.megatron.checks.split_backward import check_split_backward
 from mcore_batching.megatron.checks.transformer_engine import (
     Versions,
     attention_problems,
@@ -68,6 +69,7 @@ def check_settings(args: Any, model: Any) -> None:
     prepare_model(chunks, dims, options.planner_config(dims))
     if options.share_prefixes:
         check_shared_prefixes(chunks)
+    check_split_backward(options, chunks, dims)
 
 
 def check_logits(options: Options, chunks: list[Any]) -> None:

@@ -154,6 +154,19 @@ class Job:
             recorders[directory] = StepRecorder(directory, writes=dist.get_rank() == 0)
         return recorders[directory]
 
+    def say_once(self, what: str, text: str) -> None:
+        """Print once a job, where stock code prints its log.
+
+        Args:
+            what: names what is said.
+            text: of one line.
+        """
+        if what not in self.memory.said:
+            self.memory.said.add(what)
+            # The last rank, as Megatron's own log.
+            if dist.get_rank() == dist.get_world_size() - 1:
+                print(f"mcore_batching: {text}", flush=True)
+
     def defer(
         self, failed: list[Exception], exception: Exception, row: PackedMicroBatch | None = None
     ) -> None:

@@ -99,6 +99,11 @@ class Options:
         return most
 
     @property
+    def splits_backward(self) -> bool:
+        """True if backward passes may be split."""
+        return bool(self.planner["split_backward"] != "off")
+
+    @property
     def exchanges_samples(self) -> bool:
         """True if the samples of all data-parallel ranks are planned as one, and move between
         them."""
@@ -196,6 +201,8 @@ class Options:
                 balance="none",
                 pad_each_to=self.planner["pad_each_to"],
                 pad_total_to=self.planner["pad_total_to"],
+                split_backward=self.planner["split_backward"],
+                split_backward_memory=self.planner["split_backward_memory"],
             )
         if self.max_tokens_per_gpu is None:
             raise DynamicBatchArgumentError(

@@ -26,8 +26,8 @@ from mcore_batching.megatron.learning.pass_times import (
     MAX_SLOTS,
     SharedTimes,
     TimedStep,
+    TimedWeights,
     costs_of_slots,
-    is_over,
     mark,
     places_of_slots,
     rows_of,
@@ -116,11 +116,12 @@ class CostLearner:
         return self.learnt.cost_model
 
     @contextlib.contextmanager
-    def timing(self, prepared: PreparedStep) -> Iterator[None]:
+    def timing(self, prepared: PreparedStep, weights: list[TimedWeights]) -> Iterator[None]:
         """Time the passes of a training step that runs inside.
 
         Args:
             prepared: the step, the same rows on all stages.
+            weights: gets what split backward passes leave for later.
         """
         # Around Megatron's own forward and backward step: what a stage waits for its neighbours is
         # outside.
@@ -140,7 +141,7 @@ class CostLearner:
             self._shared = SharedTimes.of(schedule, step) if schedule.has_sizes_of_rows else None
             if self._shared is None:
                 sizes = [1] * len(rows)
-            self._unread.append(TimedStep(rows, sizes, order, marks, self._shared))
+            self._unread.append(TimedStep(rows, sizes, order, marks, weights, self._shared))
 
     def evidence(
         self, *, shares_rows: bool = False, in_lockstep: bool = False
@@ -160,7 +161,7 @@ class CostLearner:
         has_news = 0
         # On a GPU a step is over some time after it was launched: what is not is read next time,
         # without waiting for it here.
-        while self._unread and all(map(is_over, self._unread[0].marks)):
+        while self._unread and self._unread[0].is_over:
             has_news, step = 1, self._unread.popleft()
             seconds = step.seconds()
             timings = step.timings(seconds)

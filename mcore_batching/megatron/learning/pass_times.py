@@ -19,7 +19,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -142,6 +142,17 @@ class SharedTimes:
         return (place * self.chunks + chunk) * len(_KINDS) + _KINDS.index(kind)
 
 
+class TimedWeights(NamedTuple):
+    """Weight gradients of split backward passes that ran without a pass in between."""
+
+    num_bytes: dict[Pass, int]
+    """Of what they were computed from, by the backward pass that left them for later."""
+    start: Any
+    """Of `mark`."""
+    end: Any
+    """Of `mark`."""
+
+
 @dataclass(frozen=True)
 class TimedStep:
     """A step's passes as they were marked.
@@ -151,6 +162,7 @@ class TimedStep:
         sizes: of each, the ranks that share it, under dynamic CP; else 1.
         order: of the passes.
         marks: before and after each pass.
+        weights: what split backward passes left for later.
         shared: the rows that several ranks share, under dynamic CP alone.
     """
 
@@ -158,15 +170,27 @@ class TimedStep:
     sizes: list[int]
     order: list[Pass]
     marks: list[Any]
+    weights: list[TimedWeights]
     shared: SharedTimes | None
 
+    @property
+    def is_over(self) -> bool:
+        """True if the device has got to its end."""
+        return all(map(is_over, self.marks)) and all(is_over(run.end) for run in self.weights)
+
     def seconds(self) -> dict[Pass, float]:
-        """The time of each pass."""
+        """The time of each pass, of a split one with its weight gradients."""
         starts_and_ends = zip(self.marks[::2], self.marks[1::2], strict=True)
-        return {
+        seconds = {
             which: seconds_between(*marks)
             for which, marks in zip(self.order, starts_and_ends, strict=True)
         }
+        for run in self.weights:
+            # Of the same layers, micro-batches take time by their tokens, as they take bytes.
+            per_byte = seconds_between(run.start, run.end) / sum(run.num_bytes.values())
+            for which, num_bytes in run.num_bytes.items():
+                seconds[which] += num_bytes * per_byte
+        return seconds
 
     def timings(self, passes: Mapping[Pass, float]) -> dict[int, Timing]:
         """The times on this stage of each row, by its slot, its model chunks' together."""

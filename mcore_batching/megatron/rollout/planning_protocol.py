@@ -42,6 +42,7 @@ from mcore_batching.batch.figures import Figure, largest, least, total
 from mcore_batching.batch.prefixes import Hosts
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
+from mcore_batching.megatron.checks.split_backward import check_split_backward
 from mcore_batching.megatron.checks.validation import prepare_model
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.job import Job
@@ -204,6 +205,8 @@ class PlanningProtocol:
         # Forward passes take what training's plan found, and their model is checked there.
         if self.job.options.share_prefixes and not self.forward_only:
             check_shared_prefixes(chunks)
+        if not self.forward_only:  # that of a reference model is never split
+            check_split_backward(self.job.options, chunks, settings.dims)
         # Before the agreement is over: under `one_step` its figures pack by these settings.
         self.settings = settings
         self.vocabulary_size = vocabulary_size(chunks)

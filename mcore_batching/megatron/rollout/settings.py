@@ -8,9 +8,10 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.utils import get_model_config, unwrap_model
 
+from mcore_batching.megatron import compat
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.learning.cost_learning import learners_of
-from mcore_batching.megatron.topology import current_dims, first_guess
+from mcore_batching.megatron.topology import current_dims, first_guess, model_shape
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Problem
 
 
@@ -53,6 +54,11 @@ class Settings:
             )
         dims = current_dims(chunks)
         config = config or job.options.planner_config(dims)
+        if config.split_backward != "off" and not forward_only:
+            shape = model_shape(1, get_model_config(chunks[0]))
+            gathers = any(map(compat.engine_linears, chunks))
+            held = shape.held_for_weights(dims, gathers_inputs=gathers)
+            config = dataclasses.replace(config, split_backward_held=held)
         if forward_only:
             # Activations of forward passes alone are not kept, so their cap may be larger.
             config = job.options.forward_only_config(config)

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from mcore_batching.batch.fields import Kind
 from mcore_batching.batch.figures import Figure, total
 from mcore_batching.batch.prefixes import Hosts, find_hosts
@@ -118,25 +116,18 @@ def say_saving(
     fewer = f"{tokens / max(computed, 1):.1f}x fewer"
     if own < samples and job.options.share_prefixes:
         text = f"{samples:,} samples in {own:,} rows' worth of tokens: {computed:,}, {fewer}"
-        _say(job, _SAVED, text)
+        job.say_once(_SAVED, text)
     elif own < samples and figures["prefixes: hosts' work"] <= kept:
         text = (
             f"{tokens:,} tokens, {computed:,} of them distinct, {fewer}: samples begin others, as "
             f"turns of a trajectory do; set {FLAGS['share_prefixes']} to compute those tokens once"
         )
-        _say(job, _ADVICE, text)
+        job.say_once(_ADVICE, text)
     alone = Counter[str]()
     # One rank of each replica: the others tell of the same samples.
     for replica in job.consensus.replicas:
         alone.update(told.get(replica[0]) or {})
     for reason, count in sorted(alone.items()):
-        _say(job, reason, f"{count:,} samples that begin others are computed alone: {reason}")
-
-
-def _say(job: Job, what: str, text: str) -> None:
-    """Where stock code prints its log."""
-    if what not in job.memory.said:
-        job.memory.said.add(what)
-        # The last rank, as Megatron's own log.
-        if dist.get_rank() == dist.get_world_size() - 1:
-            print(f"mcore_batching: {text}", flush=True)
+        job.say_once(
+            reason, f"{count:,} samples that begin others are computed by themselves: {reason}"
+        )

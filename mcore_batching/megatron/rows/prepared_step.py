@@ -18,6 +18,7 @@ from mcore_batching.batch.side_by_side import SideBySide
 from mcore_batching.megatron.rows.routing_replay import replayable
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import is_last_stage
+from mcore_batching.planning.pipeline import SplitStage
 
 MODEL_INPUTS = ("tokens", "position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded")
 _LOSS_INPUTS = ("labels", "loss_mask", "responses", "later")
@@ -93,6 +94,7 @@ class PreparedStep:
         portable_rows: the same, ready for the device.
         totals: over all samples of the step on all ranks.
         token_weights: sums of the rows' own, over all ranks.
+        split_backward: of each stage of this replica, which backward passes are split; empty: none.
     """
 
     schedule: MicroBatchSchedule
@@ -101,6 +103,7 @@ class PreparedStep:
     portable_rows: list[PortableRow]
     totals: StepTotals
     token_weights: Sequence[float]
+    split_backward: tuple[SplitStage, ...] = ()
 
     @classmethod
     def of_rows(

@@ -17,6 +17,7 @@ from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.megatron.split_backward.plan import digest_of, planned_split
 from mcore_batching.megatron.topology import model_chunks, prediction_depths
 
 _ALIKE = ("no_planned_shapes", "fuse_output_layer")
@@ -31,7 +32,7 @@ def prepare(
     step: int,
     schedule: Callable[[], MicroBatchSchedule],
     *,
-    trains: bool = False,
+    forward_only: bool = True,
     change: Callable[[PackedMicroBatch], PackedMicroBatch] = lambda row: row,
     alike: Callable[[MicroBatchSchedule], Mapping[str, Any]] = lambda schedule: {},
 ) -> PreparedStep:
@@ -45,7 +46,7 @@ def prepare(
         operation: the call that is about to run the step, in words; the same on every rank.
         step: which optimizer step.
         schedule: gives the schedule; what it raises is raised on every rank.
-        trains: rows have what losses of multi-token prediction are made of.
+        forward_only: no backward passes, which might be split, and no losses of further tokens.
         change: from a row to the one that the model and the loss get.
         alike: gives further values by name, the same on every rank.
 
@@ -60,8 +61,10 @@ def prepare(
         found, chunks = schedule(), model_chunks(model)
         if found.hosts is not None:  # the model need not be the one planned with
             check_shared_prefixes(chunks)
-        depths = prediction_depths(get_model_config(chunks[0])) if trains else 0
-        return PreparedStep.of_rows(found, step, found.rows(step, depths), chunks, change)
+        depths = 0 if forward_only else prediction_depths(get_model_config(chunks[0]))
+        made = PreparedStep.of_rows(found, step, found.rows(step, depths), chunks, change)
+        split = () if forward_only else planned_split(job, found, step)
+        return dataclasses.replace(made, split_backward=split)
 
     def says(prepared: PreparedStep) -> Statement:
         return _statement(job, model, prepared, alike(prepared.schedule))
@@ -94,6 +97,7 @@ def _statement(job: Job, model: Any, prepared: PreparedStep, alike: Mapping[str,
         # The weight is a sum of floats, which another device adds up in another order.
         equal_in_replica={
             "samples and plan (sha256)": prepared.schedule.own_digest,
+            "split backward passes (sha256)": digest_of(prepared.split_backward),
             **{n: value for n, value in sums.items() if n != "token_weight"},
         },
         # What losses divide by, over all ranks, without a collective of its own.

@@ -14,6 +14,9 @@ from mcore_batching.megatron.learning.cost_learning import learners_of
 from mcore_batching.megatron.logits.log_probs import chunks_of_tokens
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.rows.routing_replay import replayed_step
+from mcore_batching.megatron.split_backward.plan import deferred_weights
+from mcore_batching.megatron.split_backward.split_passes import split_backward
+from mcore_batching.megatron.split_backward.weight_gradients import WeightGradients
 from mcore_batching.megatron.step.recording import recorded
 from mcore_batching.megatron.step.transfer_shapes import planned_transfers
 
@@ -53,10 +56,13 @@ def run_pipeline(
         PipelineFailedError: on every rank that can still be reached, if anything raised on any.
     """
     rows = prepared.iterators(len(model)) if rows is None else rows
-    around = _around(job, model, prepared, operation, forward_only=forward_only)
+    deferred = None if forward_only else deferred_weights(job, prepared)
+    around = _around(job, model, prepared, operation, deferred, forward_only=forward_only)
     # In here, not around the call: the other ranks are told what it raises.
     if inside is not None:
         around.append(inside)
+    # Innermost: weight gradients have to be there before any hook reads or adds up gradients.
+    around.append(split_backward(model, deferred))
     with contextlib.ExitStack() as stack:
         for each in around:
             stack.enter_context(each)
@@ -75,7 +81,13 @@ def run_pipeline(
 
 
 def _around(
-    job: Job, model: list[Any], prepared: PreparedStep, operation: str, *, forward_only: bool
+    job: Job,
+    model: list[Any],
+    prepared: PreparedStep,
+    operation: str,
+    deferred: WeightGradients | None,
+    *,
+    forward_only: bool,
 ) -> list[contextlib.AbstractContextManager[Any]]:
     """What holds while the pipeline runs, the outermost first."""
     # Outermost the watch: whatever raises inside of it, the other ranks are told.
@@ -84,7 +96,8 @@ def _around(
     if not forward_only:
         around.append(recorded(job, prepared.schedule, prepared.step))
         if job.options.learns_cost_model:
-            around.append(learners_of(job).of(model).timing(prepared))
+            weights = [] if deferred is None else deferred.timed
+            around.append(learners_of(job).of(model).timing(prepared, weights))
     around.append(planned_transfers(job.options, model, prepared, forward_only=forward_only))
     # Around all passes: the backward ones recompute with what the forward ones told routers.
     around.append(replayed_step(model))

@@ -159,7 +159,7 @@ def train_step(
         is_needed = opt_param_scheduler is not None
         return {"increment": samples_counted(increment, found, is_needed=is_needed)}
 
-    prepared = prepare(job, model, _OPERATION, step, schedule, trains=True, alike=alike)
+    prepared = prepare(job, model, _OPERATION, step, schedule, forward_only=False, alike=alike)
     # Only now: what is no model has been refused above, on every rank.
     model = model_chunks(model)
     checked = is_checked(job.options, optimizer)

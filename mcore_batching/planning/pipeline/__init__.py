@@ -4,6 +4,7 @@ passes          what each stage runs, in which order, and its share of a micro-b
 program         the passes of all stages, numbered, and which wait for which
 clock           when the passes of one pipeline end, also after changes of costs
 coupled_clock   the same for ranks that share rows
+split_backward  when passes end some of which leave weight gradients for later
 operations      a step's passes with their times, and the tokens in flight on a stage
 """
 
@@ -22,8 +23,15 @@ from mcore_batching.planning.pipeline.operations import (
     pipeline_time,
 )
 from mcore_batching.planning.pipeline.passes import Kind, Pass, Schedule
+from mcore_batching.planning.pipeline.split_backward import (
+    PARTS,
+    SplitClock,
+    SplitStage,
+    split_inflight_tokens,
+)
 
 __all__ = [
+    "PARTS",
     "Blocks",
     "Clock",
     "CoupledClock",
@@ -31,9 +39,12 @@ __all__ = [
     "Operation",
     "Pass",
     "Schedule",
+    "SplitClock",
+    "SplitStage",
     "blocks_of",
     "clocks_of",
     "inflight_tokens",
     "pipeline_operations",
     "pipeline_time",
+    "split_inflight_tokens",
 ]

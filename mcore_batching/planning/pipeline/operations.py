@@ -64,9 +64,9 @@ def pipeline_time(
 def inflight_tokens(slot_tokens: Sequence[int], schedule: Schedule, *, stage: int = 0) -> float:
     """Peak of the tokens whose activations a stage holds.
 
-    A micro-batch is in flight from its forward to its backward pass, the last part of a split one;
-    each model chunk holds its share of the stage's layers. Under 1F1B stage s of P has P - s
-    micro-batches in flight. Of forward passes alone each holds its micro-batch by itself.
+    A micro-batch is in flight from its forward to its backward pass; each model chunk holds its
+    share of the stage's layers. Under 1F1B stage s of P has P - s micro-batches in flight. Of
+    forward passes alone each holds its micro-batch by itself.
 
     Args:
         slot_tokens: padded tokens of each micro-batch [num_microbatches].
@@ -88,6 +88,5 @@ def inflight_tokens(slot_tokens: Sequence[int], schedule: Schedule, *, stage: in
 @functools.lru_cache(maxsize=64)
 def _held_passes(schedule: Schedule, stage: int, count: int) -> list[tuple[bool, int]]:
     """A stage's passes that begin or end to hold tokens: whether forward, and the slot."""
-    last = "W" if schedule.splits_backward else "B"
     order = schedule.order(stage, count)
-    return [(each.kind == "F", each.slot) for each in order if each.kind in ("F", last)]
+    return [(each.kind == "F", each.slot) for each in order]

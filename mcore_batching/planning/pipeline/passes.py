@@ -24,9 +24,6 @@ from mcore_batching.planning.errors import Argument, ParallelDimsError
 from mcore_batching.planning.parallel_dims import ParallelDims
 
 Kind = Literal["F", "B", "W"]
-SHARE_OF_INPUTS = 0.5
-"""Part of a split backward pass that B takes. Outside attention both gradients take the same number
-of multiplications; attention has no weights, so its true share is a little larger."""
 
 
 class Pass(NamedTuple):
@@ -51,8 +48,9 @@ class Schedule:
     which_cost: tuple[tuple[int, ...], ...] = ()
     """Which of its micro-batch's costs each model chunk takes [stages][chunks], where chunks hold
     different layers; empty: there is one."""
-    splits_backward: bool = False
-    """Backward passes are split into B and W, in the order of ZB-H1."""
+    deferred_share: float = 0.0
+    """Part of a backward pass, over its forward pass, that is W and runs whenever its stage would
+    wait, in parts as small as need be: no plan of split backward passes ends sooner."""
 
     def share(self, stage: int, kind: Kind, chunk: int) -> float:
         """Cost of a pass over the forward cost of its micro-batch on a stage of such chunks."""
@@ -60,8 +58,8 @@ class Schedule:
         share = 1.0 / self.dims.virtual_pipeline
         if kind == "F":
             return share
-        inputs = SHARE_OF_INPUTS if self.splits_backward else 1.0
-        return share * self.backward_ratio * (inputs if kind == "B" else 1.0 - inputs)
+        weights = min(self.deferred_share, self.backward_ratio)
+        return share * (weights if kind == "W" else self.backward_ratio - weights)
 
     @cached_property
     def num_costs(self) -> int:
@@ -117,12 +115,12 @@ class Schedule:
         latest = waits = 0.0
         for stage in range(self.dims.pipeline_parallel):
             chunks = range(self.dims.virtual_pipeline)
-            # Whatever comes last, W of a split backward pass among them, runs on one stage.
             takes = sum(self.share(stage, "F", chunk) for chunk in chunks)
             back = 0.0
             if not self.forward_only:
                 takes *= self.cost_of_passes
-                back = 0.0 if self.splits_backward else self.share(stage, "B", 0)
+                # W may run while the stage would wait at the end.
+                back = 0.0 if self.deferred_share else self.share(stage, "B", 0)
             latest = max(latest, takes * work + waits * least)
             waits += self.share(stage, "F", 0) + back
         return latest
@@ -136,7 +134,7 @@ class Schedule:
         max(0, p - P + 1) backward passes, then max(0, K - P - p) forward and K - 1 - p backward
         passes.
         """
-        if self.dims.slots_per_group > 1 or self.forward_only or self.splits_backward:
+        if self.dims.slots_per_group > 1 or self.forward_only or self.deferred_share:
             return 0.0
         if self.which_cost:
             return 0.0
@@ -175,8 +173,7 @@ class Schedule:
         for ahead, behind_it in zip(forward[warm_up:], backward, strict=False):
             order += [ahead, behind_it]
         order += backward[len(forward) - warm_up :]
-        most_held = self.warm_up(0, num_microbatches) + 1
-        return _with_weights(order, most_held) if self.splits_backward else order
+        return order
 
     def warm_up(self, stage: int, num_microbatches: int) -> int:
         """Forward passes of a stage in warm-up; after them forward and backward alternate."""
@@ -196,34 +193,8 @@ class Schedule:
                 return stage - 1, what
             # The first stage's next chunk takes what the last stage's chunk before it made.
             return (last_stage, Pass("F", chunk - 1, slot)) if chunk > 0 else None
-        if kind == "W":
-            return stage, Pass("B", chunk, slot)
         if stage < last_stage:
             return stage + 1, what
         if chunk < last_chunk:
             return 0, Pass("B", chunk + 1, slot)
         return stage, Pass("F", chunk, slot)  # the loss: backward begins where forward ended
-
-
-def _with_weights(order: list[Pass], most_held: int) -> list[Pass]:
-    """The same order with W passes, as late as memory allows.
-
-    A micro-batch is held from F to W. A W runs before an F that would exceed `most_held`, and after
-    each B once all F have run; the rest come last.
-    """
-    made: list[Pass] = []
-    due: list[Pass] = []  # W passes whose B has run, oldest first
-    held, forwards = 0, sum(what.kind == "F" for what in order)
-    for what in order:
-        if what.kind == "F":
-            if held == most_held:
-                made.append(due.pop(0))
-                held -= 1
-            held, forwards = held + 1, forwards - 1
-            made.append(what)
-        else:
-            made.append(what)
-            due.append(what._replace(kind="W"))
-            if not forwards:
-                made.append(due.pop(0))
-    return made + due

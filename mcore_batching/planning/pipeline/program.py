@@ -98,6 +98,7 @@ class Program:
         sends = _waits_for_sends(schedule, orders)
         number: dict[Place, int] = {}
         newest, at = [0 for _ in stages], [0 for _ in stages]
+        behind = [0 for _ in stages]
         unfinished = list(stages)
         while unfinished:
             before = len(number)
@@ -108,12 +109,34 @@ class Program:
                 waits = [number.get(each, -1) for each in needs]
                 if -1 in waits:
                     continue  # not numbered yet: this stage's turn comes again
-                slot = schedule.place_of_cost(*place)
-                number[place] = newest[stage] = self._add(place, slot, (newest[stage], *waits))
+                before_it, slot = newest[stage], schedule.place_of_cost(*place)
+                number[place] = newest[stage] = self._add(place, slot, (before_it, *waits))
                 at[stage] += 1
+                if schedule.deferred_share:
+                    behind[stage] = self._with_weights(
+                        place, behind[stage], before_it, newest[stage]
+                    )
             unfinished = [stage for stage in unfinished if at[stage] < len(orders[stage])]
             if len(number) == before:
                 raise ParallelDimsError(f"{schedule} waits for itself; this is a bug")
+
+    def _with_weights(self, place: Place, behind: int, before: int, ended: int) -> int:
+        """Add when a stage is done with a pass and with all W so far, if W takes what time the
+        stage waits: the stage's work since it last had no W left.
+
+        Args:
+            place: of the pass.
+            behind: what this returned for the stage's pass before; 0 before its first W.
+            before: number of that pass.
+            ended: number of this pass.
+        """
+        stage, what = place
+        slot = self._schedule.place_of_cost(*place)
+        if behind:
+            behind = self._add(place, slot, (behind, before))
+        if what.kind == "B":
+            return self._add((stage, what._replace(kind="W")), slot, (behind, ended))
+        return behind
 
     def _joint(self, waits: Iterable[int]) -> int:
         """Add a joint, which ends with the last of its waits."""
@@ -156,7 +179,11 @@ def program(schedule: Schedule, count: int) -> tuple[Program, Numbers]:
     Schedules that differ in shares of costs or ranks alone share one program.
     """
     one_rank = replace(schedule.dims, data_parallel=1, context_parallel=1, expert_parallel=1)
-    made = _programs(replace(schedule, dims=one_rank, backward_ratio=1.0), count)
+    deferred = float(schedule.deferred_share > 0.0)
+    made = _programs(
+        replace(schedule, dims=one_rank, backward_ratio=1.0, deferred_share=deferred),
+        count,
+    )
     shares = [
         schedule.share(place[0], place[1].kind, place[1].chunk) if place else 1.0
         for place in made.places
@@ -175,7 +202,7 @@ def _waits_for_sends(
     """
     dims = schedule.dims
     last_stage, last_chunk = dims.pipeline_parallel - 1, dims.virtual_pipeline - 1
-    if last_chunk == 0 or schedule.splits_backward or not dims.waits_for_sends:
+    if last_chunk == 0 or not dims.waits_for_sends:
         return {}
     passes = [{kind: [p for p in order if p.kind == kind] for kind in "FB"} for order in orders]
     count = len(passes[0]["F"]) // (last_chunk + 1)

@@ -3,11 +3,32 @@ those run.
 
     B   gradient for the inputs, which the stage before waits for
     W   gradients of the weights of linear layers, which nobody waits for
+
+Passes keep their order. W waits in a queue of its stage, first in, first out over micro-batches, in
+`PARTS` of each. Before each pass as many parts run as end before it could start anyway, and as many
+more as make room for what it holds; the rest come last. A micro-batch is held from its forward pass
+to the end of its W.
+
+    stage 0   F0 F1       B0 F2    B1 W0 B2 W1 W2     W0 runs while the stage would wait for B2
+    stage 1      F0 B0 F1 B1 F2 B2 W0 W1 W2
+
+Guarantees: the same plan on every platform, as only IEEE `+`, `*` and comparisons are used; with
+`overhead` 0 no pass ends later than if none were split; no stage holds more than its limit, if none
+does where no pass is split.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Sequence
+from operator import mul
 from typing import NamedTuple
+
+from mcore_batching.planning.compiled import Integers, Numbers, as_list, integers, kernel, numbers
+from mcore_batching.planning.pipeline.clock import Operation
+from mcore_batching.planning.pipeline.passes import Pass, Schedule
+from mcore_batching.planning.pipeline.program import Program, program
 
 PARTS = 8
 """Parts of one micro-batch's W, cut between layers, by which plans count."""
@@ -25,3 +46,322 @@ class SplitStage(NamedTuple):
 
     split: tuple[bool, ...]
     parts_before: tuple[int, ...]
+
+
+class SplitClock:
+    """The pipeline of one data-parallel rank, or of ranks in lockstep, with split backward passes.
+
+    Args:
+        costs: forward cost of each micro-batch on each kind of stage [slots * kinds]; in lockstep
+            of the costliest in each slot.
+        weights: cost of its W there [slots * kinds].
+        schedule: order and relative costs of passes.
+        overhead: growth of a backward pass without its W.
+        tokens: that a stage holds of each micro-batch before its backward pass [slots].
+        deferred: that it holds after a split one, until the end of W [slots].
+        limit: most tokens that a stage may hold.
+
+    Attributes:
+        end: end of the step as simulated last.
+    """
+
+    def __init__(
+        self,
+        costs: Sequence[float],
+        weights: Sequence[float],
+        schedule: Schedule,
+        *,
+        overhead: float = 0.0,
+        tokens: Sequence[int] = (),
+        deferred: Sequence[int] = (),
+        limit: int = 0,
+    ) -> None:
+        kinds, count = schedule.num_costs, len(costs) // schedule.num_costs
+        self.layout, self._limit = _layout(schedule, count), limit
+        of_each = self.layout.program.of_each
+        took = list(map(mul, of_each([*costs, 0.0]), self.layout.shares))
+        weight = map(mul, of_each([*weights, 0.0]), self.layout.weight_shares)
+        self._weight = list(map(min, weight, took))  # a backward pass takes no less than its W
+        pairs = list(zip(took, self._weight, strict=True))
+        self._took = numbers(took)
+        self._alone = numbers([(whole - own) * (1.0 + overhead) for whole, own in pairs])
+        self._part = numbers([own * (1.0 / PARTS) for own in self._weight])
+        none = [0] * count
+        self._tokens, self._deferred = (
+            integers(of_each([*(each for each in held for _ in range(kinds)), 0]))
+            for held in (tokens or none, deferred or tokens or none)
+        )
+        self.end = 0.0
+
+    def run(self, split: Sequence[int]) -> float:
+        """Simulate with these passes split, W as soon as it costs nothing; the end of the step.
+
+        Args:
+            split: 1 for each backward pass that is to be split, 0 for all else [numbers].
+        """
+        return self._simulate(split, [-1] * len(split))
+
+    def follow(self, stages: Sequence[SplitStage]) -> None:
+        """Simulate what a plan says."""
+        split, parts = ([0] * len(self._took) for _ in range(2))
+        for own, of_stage in zip(self.layout.of_stage, stages, strict=True):
+            for number, is_split, before in zip(own, *of_stage, strict=True):
+                split[number], parts[number] = int(is_split), before
+        self._simulate(split, parts)
+
+    def _simulate(self, split: Sequence[int], parts: Sequence[int]) -> float:
+        count, stages = len(split), [0] * len(self.layout.of_stage)
+        self._split, self._parts = integers(split), integers(parts)
+        self._starts, self._ends = numbers([0.0] * count), numbers([0.0] * count)
+        self._late, free = integers(split), numbers([0.0] * len(stages))
+        last = integers(stages)
+        _play(
+            *self.layout.program.waits,
+            self.layout.stages,
+            self.layout.signs,
+            self._took,
+            self._alone,
+            self._part,
+            self._tokens,
+            self._deferred,
+            self._limit,
+            self._split,
+            self._parts,
+            self._starts,
+            self._ends,
+            self._late,
+            free,
+            last,
+            integers([0] * count * len(stages)),
+        )
+        self.end = float(max(free))
+        self._last = int(last[as_list(free).index(self.end)])
+        return self.end
+
+    def critical_path(self) -> list[int]:
+        """The passes that the end waits for, each for the next; the last ones first [numbers]."""
+        path, number = [], self._last
+        while number > 0:
+            if self.layout.program.places[number]:
+                path.append(number)
+            number = int(self._late[number])
+        return path
+
+    def waited_for(self) -> list[int]:
+        """Backward passes on the critical path, but for those at its end that no other stage and
+        no later wait of their stage could do W after [numbers]."""
+        path = self.critical_path()
+        stages = [self.layout.stages[number] for number in path]
+        left = next((at for at, stage in enumerate(stages) if stage != stages[0]), len(path))
+        return [number for number in path[left:] if self.layout.signs[number] < 0]
+
+    @property
+    def ends(self) -> list[float]:
+        """As `Clock.ends`."""
+        return [self.end]
+
+    @property
+    def stages(self) -> tuple[SplitStage, ...]:
+        """What was simulated last."""
+        split, parts = as_list(self._split), as_list(self._parts)
+        return tuple(
+            SplitStage(tuple(bool(split[n]) for n in own), tuple(parts[n] for n in own))
+            for own in self.layout.of_stage
+        )
+
+    def operations(self, rank: int = 0) -> list[Operation]:
+        """As `Clock.operations`; parts of one W that run in a row are one pass."""
+        del rank
+        made: list[Operation] = []
+        for stage, (own, (split, parts)) in enumerate(
+            zip(self.layout.of_stage, self.stages, strict=True)
+        ):
+            queue: list[tuple[int, int]] = []  # backward passes with W left, and its parts
+            free = 0.0
+            ahead = zip((*own, 0), (*split, False), (*parts, PARTS * len(own)), strict=True)
+            for number, is_split, before in ahead:
+                while before and queue:
+                    of, left = queue.pop(0)
+                    run = min(before, left)
+                    if run < left:
+                        queue.insert(0, (of, left - run))
+                    stop = free + run * (self._weight[of] / PARTS)
+                    made.append(Operation(stage, *self._pass(of)._replace(kind="W"), free, stop))
+                    free, before = stop, before - run
+                if number:
+                    free = float(self._ends[number])
+                    start = float(self._starts[number])
+                    made.append(Operation(stage, *self._pass(number), start, free))
+                if is_split:
+                    queue.append((number, PARTS))
+        return made
+
+    def _pass(self, number: int) -> Pass:
+        place = self.layout.program.places[number]
+        assert place is not None
+        return place[1]
+
+
+class _Layout(NamedTuple):
+    """What steps of one schedule and number of micro-batches have in common."""
+
+    program: Program
+    shares: list[float]
+    """Time of a pass, whole if backward, over its slot's cost [numbers]."""
+    weight_shares: list[float]
+    """Time of W of a backward pass over that of its slot [numbers]."""
+    of_stage: list[list[int]]
+    """Passes of each stage in the order it runs them [stages][passes]."""
+    backward: list[int]
+    """Backward passes."""
+    stages: Integers
+    """Stage of each number; -1 of joints."""
+    signs: Integers
+    """-1 for backward passes, 1 for all else [numbers]."""
+
+    @property
+    def all_split(self) -> list[int]:
+        """For `run`: every backward pass is split."""
+        return [int(sign < 0) for sign in self.signs]
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(schedule: Schedule, count: int) -> _Layout:
+    made, shares = program(schedule, count)
+    of_stage: list[list[int]] = [[] for _ in range(schedule.dims.pipeline_parallel)]
+    weight_shares, backward = [0.0] * len(made.places), []
+    for number, place in enumerate(made.places):
+        if place:
+            of_stage[place[0]].append(number)
+        if place and place[1].kind == "B":
+            backward.append(number)
+            weight_shares[number] = schedule.share(place[0], "F", place[1].chunk)
+    signs = [1] * len(made.places)
+    for number in backward:
+        signs[number] = -1
+    stages = [place[0] if place else -1 for place in made.places]
+    return _Layout(
+        made,
+        list(map(float, shares)),
+        weight_shares,
+        of_stage,
+        backward,
+        integers(stages),
+        integers(signs),
+    )
+
+
+def split_inflight_tokens(
+    slot_tokens: Sequence[int],
+    schedule: Schedule,
+    of_stage: SplitStage,
+    kept: float,
+    *,
+    stage: int = 0,
+) -> float:
+    """`inflight_tokens` where passes are split: a micro-batch is in flight to the end of its W.
+
+    Args:
+        slot_tokens: padded tokens of each micro-batch [num_microbatches].
+        schedule: gives the order of passes.
+        of_stage: what the plan says of the stage.
+        kept: what a micro-batch holds from its backward pass on, over what it holds before.
+        stage: pipeline rank.
+    """
+    held = most = run = 0
+    queue: list[int] = []  # tokens held for W that has not run
+    order = schedule.order(stage, len(slot_tokens))
+    for what, is_split, before in zip(order, *of_stage, strict=True):
+        run += before
+        while run >= PARTS:
+            run -= PARTS
+            held -= queue.pop(0)
+        tokens = slot_tokens[what.slot]
+        held += tokens if what.kind == "F" else -tokens
+        if is_split:
+            queue.append(math.ceil(kept * tokens))
+            held += queue[-1]
+        most = max(most, held)
+    return most / schedule.dims.virtual_pipeline
+
+
+@kernel
+def _play(
+    waits: Integers,
+    waits_too: Integers,
+    stage_of: Integers,
+    signs: Integers,
+    took: Numbers,
+    alone: Numbers,
+    part: Numbers,
+    tokens: Integers,
+    deferred: Integers,
+    limit: int,
+    split: Integers,
+    parts: Integers,
+    starts: Numbers,
+    ends: Numbers,
+    late: Integers,
+    free: Numbers,
+    last: Integers,
+    queue: Integers,
+) -> None:
+    """Starts and ends of all passes and what each waits for last; the ends of stages, and the last
+    pass of each. `parts` of -1 are chosen, and what a split pass would leave then fits, or it is
+    not split. `queue`, with room for all numbers on each stage, is used for W that is due."""
+    count = len(stage_of)
+    held = [0 for _ in free]  # tokens of each stage
+    first = [0 for _ in free]  # ends of its queue
+    after = [0 for _ in free]
+    left = [PARTS for _ in free]  # parts of its first entry
+    for number in range(1, count):
+        before, other = waits[number], waits_too[number]
+        cause = other if ends[other] > ends[before] else before
+        ready = ends[cause]
+        stage = stage_of[number]
+        if stage < 0:
+            ends[number], late[number] = ready, cause
+            continue
+        # Tokens that the stage holds more once this pass is over.
+        more = tokens[number] if signs[number] > 0 else -tokens[number]
+        if split[number]:
+            more += deferred[number]
+        given, made = parts[number], 0
+        while first[stage] < after[stage]:
+            at = queue[stage * count + first[stage]]
+            if given >= 0:
+                if made >= given:
+                    break
+            elif free[stage] + part[at] > ready and (more <= 0 or held[stage] + more <= limit):
+                break
+            free[stage] += part[at]
+            made += 1
+            left[stage] -= 1
+            if left[stage] == 0:
+                held[stage] -= deferred[at]
+                first[stage] += 1
+                left[stage] = PARTS
+        parts[number] = made
+        if given < 0 and split[number] and more > 0 and held[stage] + more > limit:
+            split[number] = 0
+            more -= deferred[number]
+        late[number] = last[stage] if free[stage] > ready else cause
+        if free[stage] > ready:
+            ready = free[stage]
+        starts[number] = ready
+        if split[number]:
+            queue[stage * count + after[stage]] = number
+            after[stage] += 1
+            ready += alone[number]
+        else:
+            ready += took[number]
+        held[stage] += more
+        ends[number] = free[stage] = ready
+        last[stage] = number
+    for stage in range(len(free)):
+        while first[stage] < after[stage]:
+            free[stage] += part[queue[stage * count + first[stage]]]
+            left[stage] -= 1
+            if left[stage] == 0:
+                first[stage] += 1
+                left[stage] = PARTS

@@ -5,7 +5,8 @@
 alone. Reading order: `objective` (what is minimised), `targets` (how large each slot is to be),
 `deal` (samples are dealt to targets), `steps` (in rounds that even out ranks), `choice` (numbers of
 slots and shapes that are tried), `moves` (single samples are moved), `one_rank` (a rank that keeps
-its samples). Under dynamic CP: `shared_rows` (what is simulated) and `dynamic_cp`.
+its samples), `split_backward` (which backward passes are split). Under dynamic CP: `shared_rows`
+(what is simulated) and `dynamic_cp`.
 """
 
 from mcore_batching.planning.search.choice import search
@@ -13,17 +14,21 @@ from mcore_batching.planning.search.dynamic_cp import check_inflight_tokens, sea
 from mcore_batching.planning.search.moves import improve
 from mcore_batching.planning.search.objective import Objective, Slots
 from mcore_batching.planning.search.one_rank import best_slots, ends_by_count
+from mcore_batching.planning.search.split_backward import Splits, split_backward, split_in_order
 from mcore_batching.planning.search.steps import MOST_SLOTS_PER_STAGE, steps_of_counts
 
 __all__ = [
     "MOST_SLOTS_PER_STAGE",
     "Objective",
     "Slots",
+    "Splits",
     "best_slots",
     "check_inflight_tokens",
     "ends_by_count",
     "improve",
     "search",
     "search_dynamic",
+    "split_backward",
+    "split_in_order",
     "steps_of_counts",
 ]

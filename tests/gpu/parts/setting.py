@@ -71,13 +71,18 @@ def parse(description: str | None) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def start(options: argparse.Namespace) -> ParallelDims:
-    """Join the process group, of this process alone where torchrun started none."""
+def start(options: argparse.Namespace, dims: ParallelDims | None = None) -> ParallelDims:
+    """Join the process group, of this process alone where torchrun started none.
+
+    Args:
+        options: of the part.
+        dims: of the job; None: by the options.
+    """
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 0}.items():
         os.environ.setdefault(name, str(value))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     initialize_process_group()
-    dims = ParallelDims(
+    dims = dims or ParallelDims(
         tensor_parallel=options.tensor_parallel, context_parallel=options.context_parallel
     )
     initialize_model_parallel(dims)

@@ -1,0 +1,1 @@
+"""Split backward passes beside Megatron's own schedules: weight gradients while a stage waits."""

@@ -1,0 +1,87 @@
+"""Which backward passes of a step are split, and how many parts of W run before which pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+from megatron.core import parallel_state
+
+from mcore_batching.flags import FLAGS
+from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.learning.pass_times import rows_of
+from mcore_batching.megatron.rows.prepared_step import PreparedStep
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.megatron.split_backward.weight_gradients import WeightGradients
+from mcore_batching.planning.pipeline import Schedule, SplitStage
+from mcore_batching.planning.problem import Problem
+from mcore_batching.planning.search import split_in_order
+
+
+def planned_split(job: Job, schedule: MicroBatchSchedule, step: int) -> tuple[SplitStage, ...]:
+    """Of each stage of this replica; empty where no pass is split.
+
+    Args:
+        job: the present one.
+        schedule: of the step.
+        step: which of the schedule's steps.
+    """
+    config, dims = schedule.config, schedule.dims
+    if config.split_backward == "off":
+        return ()
+    reason = ""
+    if dims.pipeline_parallel == 1:
+        reason = "without pipeline stages: none waits for another"
+    elif schedule.has_sizes_of_rows:
+        reason = "under dynamic context parallelism: ranks that share rows would wait for W"
+    if reason:
+        flag = FLAGS["split_backward"]
+        job.say_once(flag, f"{flag} has no effect {reason}")
+        return ()
+    if schedule.plans:  # of all ranks
+        assert schedule.moves is not None
+        planned = schedule.plans[step].plan.split_backward
+        return planned[schedule.moves.own] if planned else ()
+    rows = rows_of(schedule, step)
+    alone = dataclasses.replace(dims, data_parallel=1, expert_parallel=1)
+    numbers = iter(range(sum(map(len, rows))))
+    problem = Problem.of(
+        [length for row in rows for length in row], alone, config, schedule.cost_model
+    )
+    if not (problem.splits_backward and problem.lengths):
+        return ()
+    here = [[tuple(next(numbers) for _ in row) for row in rows]]
+    planned_here = split_in_order(problem, here)
+    return planned_here[0] if planned_here else ()
+
+
+def digest_of(stages: Sequence[SplitStage]) -> str:
+    """Of a replica's stages, the same on all of its ranks."""
+    return hashlib.sha256(repr([tuple(stage) for stage in stages]).encode()).hexdigest()
+
+
+class LastStep:
+    """What this rank left for later in the last training step of the job; None: nothing."""
+
+    def __init__(self) -> None:
+        self.weights: WeightGradients | None = None
+
+
+def most_left_bytes(job: Job) -> int:
+    """Most that waited for weight gradients on this rank in the last training step."""
+    weights = job.memory.only(LastStep).weights
+    return 0 if weights is None else weights.peak_bytes
+
+
+def deferred_weights(job: Job, prepared: PreparedStep) -> WeightGradients | None:
+    """What this stage will leave for later in a step; None if nothing."""
+    last = job.memory.only(LastStep)
+    last.weights = None
+    if prepared.split_backward:
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        stage = prepared.split_backward[rank]
+        order = Schedule(dims=prepared.schedule.dims).order(rank, len(prepared.rows))
+        if any(stage.split):
+            last.weights = WeightGradients(order, stage)
+    return last.weights

@@ -1,0 +1,174 @@
+"""`split_backward`: what holds while Megatron's own schedule runs a step of split backward passes.
+
+Post, then W, then wait: a stage's weight gradients run once it has sent what its neighbours wait
+for and asked for what it will wait for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron.core.pipeline_parallel import p2p_communication, schedules
+from megatron.core.utils import get_model_config, unwrap_model
+from torch import Tensor
+
+from mcore_batching.megatron import compat
+from mcore_batching.megatron.split_backward.linear_layers import (
+    MEGATRONS,
+    EngineStore,
+    leaving_weights,
+)
+from mcore_batching.megatron.split_backward.weight_gradients import WeightGradients
+
+
+@contextlib.contextmanager
+def split_backward(model: list[Any], deferred: WeightGradients | None) -> Iterator[None]:
+    """Split the backward passes of a step that runs inside.
+
+    To be entered after whatever else replaces the hooks of the model's configuration.
+
+    Args:
+        model: this rank's model chunks in Megatron's data-parallel wrapper.
+        deferred: of the step; None: no pass is split.
+    """
+    if deferred is None:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+
+        def replace(owner: Any, name: str, value: Any) -> None:
+            stack.enter_context(_replaced(owner, name, value))
+
+        kept = [weight for chunk in model for weight in _weights_of_output(chunk)]
+        backward = leaving_weights(MEGATRONS.backward, deferred, kept)
+        replace(MEGATRONS, "backward", staticmethod(backward))
+        for name, is_backward in (("forward_step", False), ("backward_step", True)):
+            step = getattr(schedules, name)
+            replace(schedules, name, _passing(step, deferred, is_backward=is_backward))
+        for name in ("_p2p_ops", "_batched_p2p_ops"):
+            post = getattr(p2p_communication, name)
+            replace(p2p_communication, name, _posting(post, deferred, interleaved=len(model) > 1))
+        for owner, name, value in _of_reductions(model, deferred):
+            replace(owner, name, value)
+        for chunk in model:
+            for module in compat.engine_linears(chunk).values():
+                replace(module, "wgrad_store", EngineStore(module, deferred))
+        try:
+            yield
+            deferred.flush()  # nothing, unless gradients are added up over ranks later
+        finally:
+            deferred.clear()
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    own = vars(owner)
+    was_there, before = name in own, own.get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if was_there:
+            setattr(owner, name, before)
+        else:  # of the class
+            delattr(owner, name)
+
+
+def _weights_of_output(chunk: Any) -> list[Tensor]:
+    """Weights of a chunk's output layer, whose gradients are never left for later.
+
+    They would be the largest by far: tokens times vocabulary.
+    """
+    bare = unwrap_model(chunk)
+    layer = getattr(bare, "output_layer", None)
+    if layer is None:
+        return []
+    tied = getattr(bare, "shared_embedding_or_output_weight", lambda: None)()
+    return [weight for weight in (layer.weight, tied) if weight is not None]
+
+
+def _passing(
+    step: Callable[..., Any], deferred: WeightGradients, *, is_backward: bool
+) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def run(*arguments: Any, **options: Any) -> Any:
+        with deferred.passing(is_backward):
+            return step(*arguments, **options)
+
+    return run
+
+
+def _posting(
+    post: Callable[..., Any], deferred: WeightGradients, *, interleaved: bool
+) -> Callable[..., Any]:
+    @functools.wraps(post)
+    def posted(**tensors: Any) -> Any:
+        requests = post(**tensors)
+        receives = any(
+            tensors[name] is not None for name in ("tensor_recv_prev", "tensor_recv_next")
+        )
+        # The interleaved schedule waits for what it has sent, too, and has asked for its next input
+        # by then; the other one asks after such a wait, which so has to be short.
+        if not receives and not interleaved:
+            return requests
+        if isinstance(requests, dict):
+            return {name: _Request(each, deferred) for name, each in requests.items()}
+        return [_Request(each, deferred) for each in requests]
+
+    return posted
+
+
+class _Request:
+    """A transfer that is waited for once the weight gradients due by then are under way."""
+
+    def __init__(self, request: Any, deferred: WeightGradients) -> None:
+        self._request, self._deferred = request, deferred
+
+    def wait(self, *arguments: Any) -> Any:
+        self._deferred.run_due()
+        return self._request.wait(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+def _of_reductions(
+    model: list[Any], deferred: WeightGradients
+) -> Iterator[tuple[Any, str, Callable[..., Any] | list[Any]]]:
+    """What adds gradients up over ranks, and is to find them complete: owner, name and value."""
+    config = get_model_config(model[0])
+    finalize, sync = config.finalize_model_grads_func, config.grad_sync_func
+
+    def finalize_all(*arguments: Any, **options: Any) -> Any:
+        deferred.flush()
+        return finalize(*arguments, **options)
+
+    def syncing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def sync_some(parameters: Any) -> Any:
+            some = list(parameters)
+            deferred.flush(some)
+            return function(some)
+
+        return sync_some
+
+    def held(group: Any) -> Callable[..., None]:
+        register = group.register_grad_ready
+
+        # Of all parameters, left or not: else replicas with other plans reduce in other orders.
+        def hold(parameter: Any, *rest: Any, **named: Any) -> None:
+            if group.is_last_microbatch:
+                deferred.hold(parameter, lambda: register(parameter, *rest, **named))
+
+        return hold
+
+    if finalize is not None:
+        yield config, "finalize_model_grads_func", finalize_all
+    if sync is not None:
+        several = isinstance(sync, list)
+        yield config, "grad_sync_func", [*map(syncing, sync)] if several else syncing(sync)
+    for chunk in model:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            yield group, "register_grad_ready", held(group)

@@ -1,0 +1,88 @@
+"""Split backward passes on two pipeline stages: the gradients of whole ones to the bit, and sooner.
+
+The plan splits every pass. What it gains is predicted by costs that were learnt from the passes,
+whole ones before, split ones then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+
+import setting
+import torch
+
+from mcore_batching.megatron import get_data_iterator, schedule_of
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.planning import ParallelDims
+from mcore_batching.tools.timeline import step_timeline
+
+STAGES, REPEATS = 2, 5
+TOLERANCE = 0.03
+"""Of the step of whole passes, between the gain and what the plan says it is."""
+
+
+def main() -> None:
+    """Compare, and report two rows."""
+    options = setting.parse(__doc__)
+    dims = setting.start(options, ParallelDims(pipeline_parallel=STAGES))
+    big = dataclasses.replace(setting.GPU, layers=8, hidden=2048, heads=32, key_value_heads=8)
+    sizes = dataclasses.replace(big if setting.on_gpu() else setting.CPU, vocabulary=512)
+    lengths = setting.real_lengths(options.lengths, 48, sizes.cap_tokens // 2)
+    uses_engine = options.attention == "te" and setting.on_gpu()
+    dtype = torch.bfloat16 if setting.on_gpu() else torch.float32
+    model = setting.bare_model(
+        dims, sizes, options.attention, dtype, gradient_accumulation_fusion=uses_engine
+    )
+    data = setting.samples(lengths, sizes.vocabulary)
+    gradients, seconds, predicted = [], [], []
+    for mode in ("off", "all"):
+        args = setting.arguments(
+            sizes.cap_tokens, dynamic_batch_exchange=True, dynamic_batch_split_backward=mode
+        )
+        took = []
+        for _ in range(REPEATS + 1):
+            planned = get_data_iterator(args, model, dict(data))
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            setting.step(args, model, planned)
+            torch.cuda.synchronize()
+            took.append(time.perf_counter() - started)
+        seconds.append(statistics.median(took[1:]))
+        predicted.append(_end(schedule_of(planned[0])))
+    # The same rows and costs for both: those learnt by now would give another plan.
+    for mode in ("off", "all"):
+        args = setting.arguments(
+            sizes.cap_tokens,
+            dynamic_batch_exchange=True,
+            dynamic_batch_split_backward=mode,
+            dynamic_batch_cost_model="fixed",
+            dynamic_batch_split_backward_memory=4.0,
+        )
+        setting.step(args, model, get_data_iterator(args, model, dict(data)))
+        gradients.append([p.main_grad.clone() for _, p in setting.named_parameters(model)])
+    differ = sum(not torch.equal(*pair) for pair in zip(*gradients, strict=True))
+    setting.report(
+        "weights whose gradient differs from that of whole passes in any bit",
+        differ,
+        "0",
+        differ == 0,
+    )
+    measured, wanted = seconds[1] / seconds[0], predicted[1] / predicted[0]
+    setting.report(
+        "step of split over step of whole passes",
+        f"{measured:.3f}, planned {wanted:.3f}",
+        f"within {TOLERANCE:.2f}" if setting.on_gpu() else "for information",
+        abs(measured - wanted) <= TOLERANCE or not setting.on_gpu(),
+    )
+
+
+def _end(schedule: MicroBatchSchedule) -> float:
+    plan, lengths = schedule.step_plan(0)
+    scale = 1.0 if schedule.learnt is None else schedule.learnt.seconds_per_unit or 1.0
+    return scale * step_timeline(plan, lengths).end
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,347 @@
+"""Split backward passes: times against passes played one by one, memory, and what plans say."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from naive_pipeline import Node, played_split
+from planning_cases import examples
+
+from mcore_batching.planning import (
+    ConfigError,
+    CostModel,
+    InvariantError,
+    ParallelDims,
+    PlanFormatError,
+    PlannerConfig,
+    StepPlan,
+    plan_step,
+    step_statistics,
+    validate_plan,
+)
+from mcore_batching.planning.pipeline import (
+    PARTS,
+    Clock,
+    Pass,
+    Schedule,
+    SplitClock,
+    SplitStage,
+    inflight_tokens,
+    split_inflight_tokens,
+)
+
+PP4 = ParallelDims(data_parallel=4, pipeline_parallel=4)
+DICE = random.Random(0)
+LENGTHS = [int(DICE.lognormvariate(7, 0.8)) + 1 for _ in range(64)]
+
+
+@dataclass
+class Split:
+    """A pipeline some of whose passes are split."""
+
+    clock: SplitClock
+    schedule: Schedule
+    costs: list[float]
+    weights: list[float]
+    tokens: list[int]
+    overhead: float
+    kept: float
+    memory: float
+    split: list[int]
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> Split:
+    stages = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    chunks = draw(st.sampled_from([1, 1, 2, 3])) if stages > 1 else 1
+    dims = ParallelDims(
+        pipeline_parallel=stages, virtual_pipeline=chunks, waits_for_sends=draw(st.booleans())
+    )
+    dice = random.Random(draw(st.integers(0, 10**9)))
+    which = tuple(tuple(dice.randrange(3) for _ in range(chunks)) for _ in range(stages))
+    schedule = Schedule(
+        dims=dims,
+        backward_ratio=draw(st.sampled_from([2.0, 3.0, 1.0])),
+        which_cost=which if draw(st.booleans()) else (),
+    )
+    count = dims.round_up_num_microbatches(draw(st.integers(1, 12)))
+    places = range(count * schedule.num_costs)
+    costs = [dice.choice((0.0, 1.0, 9 * dice.random())) for _ in places]
+    weights = [cost * dice.random() for cost in costs]
+    tokens = [dice.randrange(1, 1000) for _ in range(count)]
+    overhead, kept = draw(st.sampled_from([0.0, 0.2])), draw(st.sampled_from([1.0, 2.65]))
+    memory = draw(st.sampled_from([1.0, 1.25, 0.6, 100.0]))
+    most = inflight_tokens(tokens, schedule) * chunks
+    clock = SplitClock(
+        costs,
+        weights,
+        schedule,
+        overhead=overhead,
+        tokens=tokens,
+        deferred=[math.ceil(kept * each) for each in tokens],
+        limit=int(memory * most),
+    )
+    chosen = clock.layout.all_split
+    if draw(st.booleans()):
+        chosen = [is_split * dice.randrange(2) for is_split in chosen]
+    return Split(clock, schedule, costs, weights, tokens, overhead, kept, memory, chosen)
+
+
+def close(value: float) -> object:
+    return pytest.approx(value, rel=1e-9, abs=1e-9)
+
+
+def part_of(case: Split, node: Node) -> float:
+    stage, kind, chunk, slot = node
+    assert kind == "W"
+    place = case.schedule.place_of_cost(stage, Pass("W", chunk, slot))
+    whole = case.costs[place] * case.schedule.share(stage, "B", chunk)
+    return min(whole, case.weights[place] * case.schedule.share(stage, "F", chunk)) / PARTS
+
+
+@examples(300)
+@given(splits())
+def test_times_are_those_of_passes_played_one_by_one(case: Split) -> None:
+    clock = case.clock
+    end = clock.run(case.split)
+    arguments = case.costs, case.weights, case.schedule
+    times, ends, orders = played_split(*arguments, clock.stages, case.overhead)
+    assert end == close(max(ends))
+    found: dict[Node, tuple[float, float]] = {}
+    for o in clock.operations():
+        node = o.stage, o.kind, o.chunk, o.slot
+        found[node] = found.get(node, (o.start, 0.0))[0], o.end
+    assert found.keys() == times.keys()
+    for node, timed in times.items():
+        assert found[node] == (close(timed[0]), close(timed[1]))
+    # What the plan says, simulated as such.
+    plan = SplitClock(*arguments, overhead=case.overhead)
+    plan.follow(clock.stages)
+    assert (plan.end, plan.operations()) == (end, clock.operations())
+    # The critical path: a pass starts when the one before ends, or the W that its stage ran since.
+    path = clock.critical_path()
+    places = clock.layout.program.places
+    assert path[-1] == 1
+    for after, before in pairwise(path):
+        (stage, what), (other, was) = places[after] or (0, ""), places[before] or (0, "")
+        took, ran = 0.0, orders[stage]
+        if stage == other:
+            ran = ran[ran.index((stage, *was)) + 1 : ran.index((stage, *what))]
+            took = sum(part_of(case, node) for node in ran)
+        assert times[stage, *what][0] == close(times[other, *was][1] + took)
+
+
+@examples(300)
+@given(splits())
+def test_no_stage_holds_more_than_it_may_and_w_costs_no_pass_its_time(case: Split) -> None:
+    clock, chunks = case.clock, case.schedule.dims.virtual_pipeline
+    plain = clock.run([0] * len(case.split))
+    end = clock.run(case.split)
+    if case.overhead == 0.0:
+        assert end <= plain * (1 + 1e-9)
+    # With room for all W, no pass starts later than if all of it ran after the last.
+    arguments = case.costs, case.weights, case.schedule
+    early, late = (SplitClock(*arguments, overhead=case.overhead, limit=10**9) for _ in range(2))
+    early.run(case.split)
+    late.follow([SplitStage(s, tuple(0 for _ in p)) for s, p in early.stages])
+    passes = [[o for o in each.operations() if o.kind != "W"] for each in (early, late)]
+    assert passes[0] == passes[1]
+    first = inflight_tokens(case.tokens, case.schedule)
+    for stage, (split, parts) in enumerate(clock.stages):
+        # Tokens of micro-batches from their forward pass to the end of their W.
+        order = case.schedule.order(stage, len(case.tokens))
+        due = ran = held = most = 0
+        deferred: list[int] = []
+        for what, is_split, before in zip(order, split, parts, strict=True):
+            assert 0 <= before <= due
+            due, ran = due - before, ran + before
+            while len(deferred) and ran >= PARTS:
+                ran, held = ran - PARTS, held - deferred.pop(0)
+            tokens = case.tokens[what.slot]
+            held += tokens if what.kind == "F" else -tokens
+            if is_split:
+                assert what.kind == "B"
+                due += PARTS
+                deferred.append(math.ceil(case.kept * tokens))
+                held += deferred[-1]
+            most = max(most, held)
+        of_stage = SplitStage(split, parts)
+        counted = split_inflight_tokens(
+            case.tokens, case.schedule, of_stage, case.kept, stage=stage
+        )
+        assert counted == most / chunks
+        own = inflight_tokens(case.tokens, case.schedule, stage=stage)
+        assert counted <= max(own, case.memory * first)
+
+
+@examples(100)
+@given(splits())
+def test_without_split_passes_times_are_the_clock_s(case: Split) -> None:
+    case.clock.run([0] * len(case.split))
+    clock = Clock(case.costs, case.schedule)
+    assert case.clock.end == clock.end
+    assert case.clock.operations() == clock.operations()
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("experts", [1, 4])
+def test_a_plan_says_what_runs_when(chunks: int, experts: int) -> None:
+    dims = replace(PP4, virtual_pipeline=chunks, expert_parallel=experts)
+    config = PlannerConfig(max_tokens_per_gpu=16384, plan_effort=100)
+    plain = plan_step(LENGTHS, dims, config)
+    assert plain.split_backward == ()
+    plan = plan_step(LENGTHS, dims, replace(config, split_backward="all"))
+    validate_plan(plan, LENGTHS)
+    assert StepPlan.from_json(plan.to_json()) == plan
+    passes = 2 * chunks * plan.num_microbatches
+    for stages in plan.split_backward:
+        assert [len(each) for stage in stages for each in stage] == [passes] * 2 * 4
+        assert all(sum(split) == passes // 2 for split, _ in stages)
+    of_both = [step_statistics(each, LENGTHS) for each in (plain, plan)]
+    assert of_both[1].step_time < 0.95 * of_both[0].step_time
+    assert of_both[1].floor_time <= of_both[1].step_time
+    assert of_both[1].peak_inflight_tokens <= of_both[0].peak_inflight_tokens * 1.5
+
+
+def test_broken_plans_are_told() -> None:
+    config = PlannerConfig(max_tokens_per_gpu=16384, plan_effort=100, split_backward="all")
+    plan = plan_step(LENGTHS, PP4, config)
+    (split, parts), *others = plan.split_backward[2]
+    first = split.index(True)
+
+    def broken(*stages: SplitStage) -> StepPlan:
+        ranks = list(plan.split_backward)
+        ranks[2] = stages
+        return replace(plan, split_backward=tuple(ranks))
+
+    early = (*parts[:first], 1, *parts[first + 1 :])
+    none = tuple(0 for _ in parts)
+    for each, fault in (
+        (replace(plan, config=replace(config, split_backward="off")), "split_backward='off'"),
+        (replace(plan, split_backward=plan.split_backward[1:]), "every rank"),
+        (broken(*others), "4 stages"),
+        (broken(SplitStage(split[1:], parts[1:]), *others), "stage 0 runs"),
+        (broken(SplitStage(split, early), *others), "not due"),
+        (broken(SplitStage((True, *split[1:]), parts), *others), "no backward pass"),
+        (broken(SplitStage(split, none), *others), "tokens, it may hold"),
+    ):
+        with pytest.raises(InvariantError, match=fault):
+            validate_plan(each, LENGTHS)
+    document = json.loads(plan.to_json())
+    for lists, fault in (
+        (3, "JSON array"),
+        ([[[[0]]]], "two lists"),
+        ([[[[2], [0]]]], "0 or 1"),
+        ([[[[0], [-1]]]], "0 or more"),
+    ):
+        document["steps"][0]["split_backward"] = lists
+        with pytest.raises(PlanFormatError, match=fault):
+            StepPlan.from_json(json.dumps(document), verify_digest=False)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "1", True, None])
+def test_factors_of_memory_are_checked(value: object) -> None:
+    for name in ("split_backward_memory", "split_backward_held"):
+        with pytest.raises(ConfigError, match=name):
+            PlannerConfig(max_tokens_per_gpu=1, **{name: value})  # type: ignore[arg-type]
+
+
+def test_weight_gradients_cost_what_is_not_attention() -> None:
+    model = CostModel(linear=2.0, quadratic=0.5, per_micro_batch=3.0, weight_share=0.5)
+    assert model.weights([4, 6]) == 0.5 * (3.0 + 2.0 * 10)
+
+
+@examples(60)
+@given(
+    st.integers(0, 10**9),
+    st.sampled_from([(1, 1), (2, 1), (4, 1), (4, 2), (8, 1)]),
+    st.sampled_from([1, 4]),
+    st.sampled_from([0.0, 0.2]),
+)
+def test_chosen_passes_are_worth_it_or_none_are(
+    seed: int, stages: tuple[int, int], experts: int, overhead: float
+) -> None:
+    dice = random.Random(seed)
+    lengths = [int(dice.lognormvariate(7, 1.0)) + 1 for _ in range(dice.randrange(0, 60))]
+    dims = ParallelDims(
+        data_parallel=4,
+        pipeline_parallel=stages[0],
+        virtual_pipeline=stages[1],
+        expert_parallel=experts,
+    )
+    config = PlannerConfig(
+        max_tokens_per_gpu=16384,
+        plan_effort=50,
+        split_backward_memory=dice.choice((1.0, 1.5)),
+        split_backward_held=dice.choice((1.0, 2.65, 17.0)),
+        max_inflight_tokens=dice.choice((None, 400_000)),
+    )
+    owners = dice.choice((None, [dice.randrange(4) for _ in lengths]))
+    model = CostModel(split_backward_overhead=overhead)
+    plain = plan_step(lengths, dims, config, model, owners=owners)
+    config = replace(config, split_backward="auto")
+    plan = plan_step(lengths, dims, config, model, owners=owners)
+    validate_plan(plan, lengths)
+    ends = [step_statistics(each, lengths).step_time for each in (plan, plain)]
+    if plan.split_backward:
+        assert ends[0] <= 0.9801 * ends[1]
+        assert plan.micro_batches[0][-1] or not any(plan.micro_batches[0])
+        for stages_of in plan.split_backward[::experts]:
+            assert {len(stage.split) for stage in stages_of} == {
+                2 * stages[1] * plan.num_microbatches
+            }
+    else:
+        assert replace(plan, config=plain.config) == plain
+    if owners is not None:
+        for rank, micro_batches in enumerate(plan.micro_batches):
+            assert all(owners[i] == rank for samples in micro_batches for i in samples)
+
+
+def test_few_passes_are_split_and_none_where_weights_take_no_time_or_too_much_memory() -> None:
+    config = PlannerConfig(max_tokens_per_gpu=16384, plan_effort=300, split_backward="auto")
+    chosen, every = (
+        plan_step(LENGTHS, PP4, replace(config, split_backward=mode)) for mode in ("auto", "all")
+    )
+    ends = [step_statistics(each, LENGTHS).step_time for each in (chosen, every)]
+    assert ends[0] <= 1.02 * ends[1]
+    number = [
+        sum(sum(stage.split) for rank in each.split_backward for stage in rank)
+        for each in (chosen, every)
+    ]
+    assert 0 < number[0] < 0.75 * number[1]
+    # Forward passes alone, dynamic CP and one stage have nothing to split.
+    for dims, options, changes in (
+        (PP4, {"forward_only": True}, {}),
+        (PP4, {}, {"max_context_parallel": 2}),
+        (replace(PP4, pipeline_parallel=1), {}, {}),
+        (PP4, {"cost_model": CostModel(weight_share=0.0)}, {}),
+        (PP4, {}, {"split_backward_held": 17.0}),
+    ):
+        plan = plan_step(LENGTHS, dims, replace(config, **changes), **options)  # type: ignore[arg-type]
+        assert plan.split_backward == ()
+    # Under full recomputation, with room for it.
+    roomy = replace(config, split_backward_held=17.0, split_backward_memory=20.0)
+    assert plan_step(LENGTHS, PP4, roomy).split_backward
+
+
+@examples(100)
+@given(splits())
+def test_no_choice_ends_sooner_than_w_that_fills_every_wait(case: Split) -> None:
+    """What is minimised while samples are moved, with W the same share of every micro-batch."""
+    share = 0.7
+    weights = [share * cost for cost in case.costs]
+    schedule = case.schedule
+    clock = SplitClock(case.costs, weights, schedule, tokens=case.tokens, limit=10**9)
+    deferring = Clock(case.costs, replace(schedule, deferred_share=share))
+    end = clock.run(case.split)
+    assert deferring.end <= end * (1 + 1e-9)
+    assert deferring.end <= Clock(case.costs, schedule).end * (1 + 1e-9)
+    weighed = deferring.weights()
+    assert sum(map(float.__mul__, weighed, case.costs)) == close(deferring.end)
