@@ -77,13 +77,21 @@ def fillings(draw: st.DrawFn, longest: float = 1.5) -> Filling:
 
 
 def scan(filling: Filling) -> list[list[int]] | None:
-    """Each sample to the slot that lacks most of those that have room."""
+    """Each sample to the slot that lacks most of those that have room; once as many samples are
+    left as slots are empty, one to each of these, the largest first."""
     problem, targets = filling.problem(), filling.targets()
     fixed = problem.cost_model.per_micro_batch
     may_hold = [slot for slot, size in enumerate(targets) if size > fixed] or range(len(targets))
     lack = [size - fixed for size in targets]
     slots: list[list[int]] = [[] for _ in targets]
-    for sample in filling.costliest_first():
+    order = filling.costliest_first()
+    for number, sample in enumerate(order):
+        empty = [slot for slot in may_hold if not slots[slot]]
+        if len(order) - number <= len(empty):
+            empty.sort(key=lambda slot: (-targets[slot], slot))
+            for last, slot in zip(order[number:], empty, strict=False):
+                slots[slot].append(last)
+            break
         tokens = max(filling.lengths[sample], 1)
         held = [sum(max(filling.lengths[other], 1) for other in own) for own in slots]
         has_room = [s for s in may_hold if not slots[s] or held[s] + tokens <= filling.cap]

@@ -7,8 +7,8 @@ other of its rank holds two samples, and then it is not the last.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush, heapreplace
 
 from mcore_batching.planning.cost import ordered_sum
 from mcore_batching.planning.problem import Problem
@@ -48,46 +48,24 @@ def deal(
     objective.effort -= EFFORT_OF_DEAL * (len(order) + passes * len(targets))
     costs, tokens, most = problem.costs, problem.tokens, problem.max_samples
     fixed, capacity = problem.cost_model.per_micro_batch, problem.capacity
-    # What a slot has beyond its target, below 0 while it lacks some, and its number.
-    heap = [(fixed - size, slot) for slot, size in enumerate(targets) if size > fixed]
-    if not heap:
-        heap = [(fixed - size, slot) for slot, size in enumerate(targets) if size >= 0.0]
-    heapify(heap)
-    # Slots without room for the last sample, the most room first.
-    waiting: list[tuple[int, float, int]] = []
+    lacking = _Lacking(targets, objective, per_rank)
+    empty = len(lacking.heap)
     slots: Slots = [[] for _ in targets]
-    room = [capacity] * len(targets)
-    spills = per_rank > 1 and not objective.lockstep
-    # What each slot of a rank is to have less, and what of it the heap counts [slots].
-    less, counted = [0.0] * (len(targets) // per_rank), [0.0] * len(targets)
-    for sample in order:
-        size, cost = tokens[sample], costs[sample]
-        wanted = size if size < capacity else capacity
-        while waiting and -waiting[0][0] >= wanted:
-            _, beyond, slot = heappop(waiting)
-            heappush(heap, (beyond, slot))
-        while heap:
-            beyond, slot = heap[0]
-            rank = slot // per_rank
-            if room[slot] < wanted:
-                heappop(heap)
-                heappush(waiting, (-room[slot], beyond, slot))
-            elif counted[slot] < less[rank]:
-                heapreplace(heap, (beyond + less[rank] - counted[slot], slot))
-                counted[slot] = less[rank]
-            else:
-                break
-        else:
+    room = lacking.room
+    for number, sample in enumerate(order):
+        if len(order) - number <= empty:
+            _fill_empty(order[number:], slots, room, targets, objective, per_rank)
+            break
+        size = tokens[sample]
+        slot = lacking.most(size if size < capacity else capacity)
+        if slot < 0:
             return None
         own = slots[slot]
+        empty -= not own
         own.append(sample)
         # Less than nothing in a slot that may take no further sample.
         room[slot] = -1 if len(own) >= most else room[slot] - size
-        after = beyond + cost
-        if after > 0.0 and spills:
-            less[rank] += (after if beyond < 0.0 else cost) / (per_rank - 1)
-            counted[slot] = less[rank]
-        heapreplace(heap, (after, slot))
+        lacking.give(costs[sample])
     over = [
         fixed + ordered_sum(costs[sample] for sample in own) - size
         for own, size in zip(slots, targets, strict=True)
@@ -95,6 +73,100 @@ def deal(
     for turn in range(passes):
         swap(slots, over, room, problem, turn // 2)
     return slots
+
+
+class _Lacking:
+    """Slots while samples are dealt to them, the one that lacks most of its target first.
+
+    Args:
+        targets, objective, per_rank: as in `deal`.
+    """
+
+    def __init__(self, targets: Sequence[float], objective: Objective, per_rank: int) -> None:
+        fixed = objective.problem.cost_model.per_micro_batch
+        heap = [(fixed - size, slot) for slot, size in enumerate(targets) if size > fixed]
+        if not heap:
+            heap = [(fixed - size, slot) for slot, size in enumerate(targets) if size >= 0.0]
+        heapq.heapify(heap)
+        self.heap = heap
+        """What a slot has beyond its target, below 0 while it lacks some, and its number."""
+        self.room = [objective.problem.capacity] * len(targets)
+        """Tokens that fit [slots]."""
+        # Slots without room for the last sample, the most room first.
+        self._waiting: list[tuple[int, float, int]] = []
+        self._per_rank = per_rank
+        self._spills = per_rank > 1 and not objective.lockstep
+        self._spilt = [0.0] * (len(targets) // per_rank)
+        self._counted = [0.0] * len(targets)
+
+    def most(self, wanted: int) -> int:
+        """The slot that lacks most of those with room for so many tokens; -1 if none has."""
+        heap, waiting, room = self.heap, self._waiting, self.room
+        while waiting and -waiting[0][0] >= wanted:
+            _, beyond, slot = heapq.heappop(waiting)
+            heapq.heappush(heap, (beyond, slot))
+        while heap:
+            beyond, slot = heap[0]
+            less = self._spilt[slot // self._per_rank] - self._counted[slot]
+            if room[slot] < wanted:
+                heapq.heappop(heap)
+                heapq.heappush(waiting, (-room[slot], beyond, slot))
+            elif less > 0.0:
+                self._counted[slot] += less
+                heapq.heapreplace(heap, (beyond + less, slot))
+            else:
+                return slot
+        return -1
+
+    def give(self, cost: float) -> None:
+        """So much to the slot that `most` found; what it gets beyond its target, the other slots of
+        its rank are to have less."""
+        before, slot = self.heap[0]
+        beyond = before + cost
+        if beyond > 0.0 and self._spills:
+            spill = (beyond if before < 0.0 else cost) / (self._per_rank - 1)
+            self._spilt[slot // self._per_rank] += spill
+            self._counted[slot] += spill
+        heapq.heapreplace(self.heap, (beyond, slot))
+
+
+def _fill_empty(
+    samples: Sequence[int],
+    slots: Slots,
+    room: list[int],
+    targets: Sequence[float],
+    objective: Objective,
+    per_rank: int,
+) -> None:
+    """The last samples, one to each of the slots that are still empty: the costliest to the rank
+    that lacks most, and there to the largest slot; in lockstep to the largest slots."""
+    problem = objective.problem
+    fixed = problem.cost_model.per_micro_batch
+    empty = [slot for slot, own in enumerate(slots) if not own and targets[slot] > fixed]
+    if len(empty) < len(samples):
+        empty = [slot for slot, own in enumerate(slots) if not own and targets[slot] >= 0.0]
+    empty.sort(key=lambda slot: (targets[slot], -(slot % per_rank)))
+    of_rank: list[list[int]] = [empty]
+    if not objective.lockstep:
+        of_rank = [[] for _ in range(len(slots) // per_rank)]
+        for slot in empty:
+            of_rank[slot // per_rank].append(slot)
+    lacking = [
+        (-ordered_sum(targets[slot] for slot in own), rank)
+        for rank, own in enumerate(of_rank)
+        if own
+    ]
+    heapq.heapify(lacking)
+    for sample in samples:
+        while not of_rank[lacking[0][1]]:
+            heapq.heappop(lacking)
+        lack, rank = lacking[0]
+        slot = of_rank[rank].pop()
+        slots[slot].append(sample)
+        room[slot] -= problem.tokens[sample]
+        if problem.max_samples == 1:
+            room[slot] = -1
+        heapq.heapreplace(lacking, (lack + fixed + problem.costs[sample], rank))
 
 
 def swap(slots: Slots, over: list[float], room: list[int], problem: Problem, skip: int) -> None:
