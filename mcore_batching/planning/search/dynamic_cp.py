@@ -105,7 +105,7 @@ def _sizes_of(step: Candidate) -> set[int]:
 def _add_step_of_one_size(
     found: list[Candidate],
     size: int,
-    effort: float,
+    effort: int,
     objective: SharedObjective,
     of_one_size: Callable[[Problem], list[Slots]],
 ) -> None:
