@@ -559,6 +559,7 @@ KNOWN_ENDS = {
         [5000] * 31, 10_001, replace(DEEP, data_parallel=24), 169_378
     ),
     "fewer samples than slots": Known([3000] * 24, 16_384, INTERLEAVED, 92_622),
+    "equal samples, interleaved": Known([3000] * 200, 16_384, INTERLEAVED, 560_156),
     "one sample in each slot": Known([3000] * 200, 16_384, DEEP, 619_398),
     "two samples a rank": Known(LOG_NORMAL[20:36], 16_384, ParallelDims(data_parallel=8), 9740),
     "one group": Known(

@@ -104,8 +104,8 @@ def test_forms_are_searched_with_several_numbers_of_slots(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("seed", range(36))
 def test_no_plan_of_one_size_ends_sooner(seed: int) -> None:
     """Each planned with as much effort as without dynamic CP, though the search spends more than
-    `LITTLE_EFFORT` only on those that end soon. In a fifth of these problems one of them is the
-    best that is found."""
+    `LITTLE_EFFORT` only on the size of the best step. In a fifth of these problems one of them is
+    the best that is found."""
     generator = random.Random(seed)
     count = generator.choice([5, 8, 12, 20, 40, 60, 100])
     ranks = generator.choice([2, 4, 8])

@@ -5,8 +5,8 @@
    best of these are made, then of the best few with one part changed: the limit, the size of a
    sample, the number of slots, the profile, the place of shared slots.
 2. Single samples are moved in the best few (`moves`).
-3. Steps in which every micro-batch has one size come from the search without dynamic CP: with
-   little effort, and where that is nearly the best with all that a plan for that size alone gets.
+3. Steps in which every micro-batch has one size come from the search without dynamic CP, with
+   little effort; once more with all that a plan for that size alone gets, if the best step has one.
 4. Samples are moved in the best of all.
 """
 
@@ -40,18 +40,15 @@ FORMS_TO_BEGIN_WITH, STEPS_KEPT = 12, 4
 """Limits of which steps are made at first, of each the form judged best, and the best steps, of
 different numbers of slots, that are changed on: moves do not change that number, and lead steps of
 one to much the same end."""
-NEAR = 1.005
-"""A step is made of a form judged to end before so many times the form it was changed from. With
-1.02 steps end 0.1 to 0.3 % later: fewer forms are judged."""
-LITTLE_EFFORT, WORTH_MORE = 250, 1.02
-"""One size is tried with no more than so much `plan_effort` at first, and with all of it if that
-step ends before so many times the best. With 1.005, 3 of 36 plans of one size ended sooner than the
-result, by up to 0.8 %; with 1.02 none of 31. What it takes is of the effort of all."""
+LITTLE_EFFORT = 250
+"""One size is tried with no more than so much `plan_effort`, and with all of it if the best step
+has that size alone. What it takes is of the effort of all."""
 EFFORT_OF_A_FORM = 100
 """Making and judging a form takes about as long as so many simulated passes, beside its own."""
-SHARE_OF_FORMS, SHARE_OF_EACH = 0.35, 0.1
+SHARE_OF_FORMS, SHARE_OF_EACH = 0.25, 0.1
 """Share of the effort for forms, and for moves in each of the better half of the steps kept before
-the best of all gets the rest."""
+the best of all gets the rest. With 0.35 for forms steps end 0.1 % later in the mean of four cases,
+after more CPU time."""
 
 Step = tuple[Sequence[MicroBatches], Sequence[Sequence[int]]]
 """Micro-batches and their context-parallel sizes [ranks][slots]."""
@@ -69,8 +66,8 @@ def search_dynamic(
 
     Returns:
         a step that ends no later than `start`, if that keeps to the bound on tokens in flight, and
-        than any that `of_one_size` finds for a context-parallel size that all samples fit under
-        with `LITTLE_EFFORT`, and with all of it where that step is `WORTH_MORE`.
+        than any that `of_one_size` finds, with `LITTLE_EFFORT`, for a context-parallel size that
+        all samples fit under.
 
     Raises:
         InflightBoundError: nothing was found that keeps to that bound.
@@ -80,45 +77,56 @@ def search_dynamic(
     found = [step for step in [_given(objective, start)] if objective.fits(step)]
     for step in FormSearch(objective).search((1 - SHARE_OF_FORMS) * effort)[: STEPS_KEPT // 2]:
         found.append(improve(step, objective, keep=objective.effort - SHARE_OF_EACH * effort))
-    for rows in problem.on_ranks.values():
-        _add_steps_of_one_size(found, rows, objective, of_one_size)
+    for size in problem.on_ranks:
+        _add_step_of_one_size(found, size, LITTLE_EFFORT, objective, of_one_size)
     if not found:
         check_inflight_tokens(problem, start)
+    size, *others = _sizes_of(_earliest(found))
+    if not others and problem.config.plan_effort > LITTLE_EFFORT:
+        _add_step_of_one_size(found, size, problem.config.plan_effort, objective, of_one_size)
     return improve(_earliest(found), objective)
-
-
-def _add_steps_of_one_size(
-    found: list[Candidate],
-    rows: Problem,
-    objective: SharedObjective,
-    of_one_size: Callable[[Problem], list[Slots]],
-) -> None:
-    """Add the steps in which every micro-batch has the size of `rows`, if these may be best."""
-    size, effort = rows.dims.context_parallel, rows.config.plan_effort
-    if size < max(objective.whole.least_sizes):
-        return
-    for tried in sorted({min(LITTLE_EFFORT, effort), effort}):
-        end = _earliest(found).end if found else math.inf
-        if end <= step_time_floor(rows):
-            break
-        config = dataclasses.replace(rows.config, plan_effort=tried)
-        planned = dataclasses.replace(rows, config=config)
-        objective.effort -= Objective(planned).effort
-        try:
-            ranks = of_one_size(planned)
-        except InflightBoundError:
-            continue
-        # Placeholders are those of one rank.
-        slots = [[list(samples) for samples in slots] for slots in ranks for _ in range(size)]
-        step = objective.candidate(slots, [[size if own else 1 for own in of] for of in slots])
-        if step.end > WORTH_MORE * end:
-            break
-        if objective.fits(step):
-            found.append(step)
 
 
 def _earliest(found: Sequence[Candidate]) -> Candidate:
     return min(found, key=lambda step: step.end)
+
+
+def _sizes_of(step: Candidate) -> set[int]:
+    """The context-parallel sizes of a step's micro-batches that hold samples."""
+    sizes = step.sizes or []
+    return {
+        size
+        for of in zip(step.ranks, sizes, strict=True)
+        for own, size in zip(*of, strict=True)
+        if own
+    }
+
+
+def _add_step_of_one_size(
+    found: list[Candidate],
+    size: int,
+    effort: int,
+    objective: SharedObjective,
+    of_one_size: Callable[[Problem], list[Slots]],
+) -> None:
+    """Add the step in which every micro-batch has one size, looked for with no more than so much
+    `plan_effort`, if it may be best."""
+    rows = objective.whole.on_ranks[size]
+    end = _earliest(found).end if found else math.inf
+    if size < max(objective.whole.least_sizes) or end <= step_time_floor(rows):
+        return
+    config = dataclasses.replace(rows.config, plan_effort=min(rows.config.plan_effort, effort))
+    planned = dataclasses.replace(rows, config=config)
+    objective.effort -= Objective(planned).effort
+    try:
+        ranks = of_one_size(planned)
+    except InflightBoundError:
+        return
+    # Placeholders are those of one rank.
+    slots = [[list(samples) for samples in slots] for slots in ranks for _ in range(size)]
+    step = objective.candidate(slots, [[size if own else 1 for own in of] for of in slots])
+    if objective.fits(step):
+        found.append(step)
 
 
 def check_inflight_tokens(problem: Problem, step: Step) -> None:
@@ -187,7 +195,8 @@ class FormSearch:
                 break
             self._objective.effort -= EFFORT_OF_A_FORM
             _, form, judged = best[self._below(len(best))]
-            self._consider(self._changed(form), NEAR * judged)
+            # Of a form judged to end later than the one it was changed from no step is made.
+            self._consider(self._changed(form), judged)
         return [step for step, _, _ in self._best.values()]
 
     def _consider(self, form: Form, limit: float) -> None:
