@@ -12,9 +12,10 @@ to the end of its W.
     stage 0   F0 F1       B0 F2    B1 W0 B2 W1 W2     W0 runs while the stage would wait for B2
     stage 1      F0 B0 F1 B1 F2 B2 W0 W1 W2
 
-Guarantees: the same plan on every platform, as only IEEE `+`, `*` and comparisons are used; with
-`overhead` 0 no pass ends later than if none were split; no stage holds more than its limit, if none
-does where no pass is split.
+Guarantees: the same plan on every platform, as only IEEE `+`, `*` and comparisons are used; no
+stage holds more than its limit, if none does where no pass is split; with room for all W and
+`overhead` 0 no pass ends later than if none were split. W may end a step up to a few parts later,
+where waits are shorter than a part: whoever chooses passes compares ends.
 """
 
 from __future__ import annotations
