@@ -65,7 +65,9 @@ def splits(draw: st.DrawFn) -> Split:
         pipeline_parallel=stages, virtual_pipeline=chunks, waits_for_sends=draw(st.booleans())
     )
     dice = random.Random(draw(st.integers(0, 10**9)))
-    which = tuple(tuple(dice.randrange(3) for _ in range(chunks)) for _ in range(stages))
+    drawn = [[dice.randrange(3) for _ in range(chunks)] for _ in range(stages)]
+    kinds = list(dict.fromkeys(kind for of_stage in drawn for kind in of_stage))
+    which = tuple(tuple(map(kinds.index, of_stage)) for of_stage in drawn)
     schedule = Schedule(
         dims=dims,
         backward_ratio=draw(st.sampled_from([2.0, 3.0, 1.0])),

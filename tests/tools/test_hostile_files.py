@@ -26,7 +26,13 @@ from mcore_batching.tools import lengths_file
 from mcore_batching.tools.cli import main
 
 PACKAGE = Path(__file__).resolve().parents[2] / "mcore_batching"
-BETWEEN_RANKS = {"batch/consensus.py", "megatron/job/consensus.py", "megatron/job/flat_values.py"}
+BETWEEN_RANKS = {
+    "batch/consensus.py",
+    "megatron/job/consensus.py",
+    "megatron/job/flat_values.py",
+    "megatron/rollout/exchange.py",
+    "planning/planning_process.py",  # between a rank and the process that it has started
+}
 
 RUNS_CODE = {"eval", "exec", "compile", "__import__"}
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

@@ -159,12 +159,13 @@ def test_a_locale_without_utf_8_gets_all_output(tmp_path: Path, script: str) -> 
     assert finished.stdout.isascii()
 
 
-def test_the_package_starts_no_process() -> None:
-    """One that it started could have the working directory on its path."""
+def test_the_package_starts_one_process() -> None:
+    """Another could have the working directory on its path; this one's tests see that it has not."""
     starts = re.compile(
-        r"^\s*(import|from) +(subprocess|multiprocessing|concurrent|pty|asyncio)"
-        r"|\.multiprocessing|\bos\.(fork|exec|spawn|posix_spawn|system|popen)",
+        r"^\s*(import|from) +(subprocess|multiprocessing|pty|asyncio)|concurrent\.futures\.process"
+        r"|ProcessPoolExecutor|\.multiprocessing|\bos\.(fork|exec|spawn|posix_spawn|system|popen)",
         re.MULTILINE,
     )
     for path in sorted((REPOSITORY / "mcore_batching").rglob("*.py")):
-        assert not starts.search(path.read_text(encoding="utf-8")), path
+        if path.name != "planning_process.py":
+            assert not starts.search(path.read_text(encoding="utf-8")), path
