@@ -162,7 +162,7 @@ def test_a_locale_without_utf_8_gets_all_output(tmp_path: Path, script: str) -> 
 def test_the_package_starts_one_process() -> None:
     """Another could have the working directory on its path; this one's tests see that it has not."""
     starts = re.compile(
-        r"^\s*(import|from) +(subprocess|multiprocessing|pty|asyncio)|concurrent\.futures\.process"
+        r"^\s*(import|from) +(subprocess|multiprocessing|pty|asyncio)|futures\.process"
         r"|ProcessPoolExecutor|\.multiprocessing|\bos\.(fork|exec|spawn|posix_spawn|system|popen)",
         re.MULTILINE,
     )
