@@ -95,7 +95,7 @@ def _trials(
     if stages > 1 and not step.forward_only and sizes is None and not split:
         yield (
             (),
-            "backward passes split in two, as zero-bubble schedules do: --dynamic-batch-split-backward",
+            "backward passes split in two: --dynamic-batch-split-backward",
             functools.partial(_split_backward_time, step, lengths),
         )
     for changes, dims, config, model in alternatives(step):

@@ -160,7 +160,7 @@ def test_a_locale_without_utf_8_gets_all_output(tmp_path: Path, script: str) -> 
 
 
 def test_the_package_starts_one_process() -> None:
-    """Another could have the working directory on its path; this one's tests see that it has not."""
+    """Another could have the working directory on its path; tests of this one see it has not."""
     starts = re.compile(
         r"^\s*(import|from) +(subprocess|multiprocessing|pty|asyncio)|futures\.process"
         r"|ProcessPoolExecutor|\.multiprocessing|\bos\.(fork|exec|spawn|posix_spawn|system|popen)",

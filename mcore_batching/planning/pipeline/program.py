@@ -109,31 +109,28 @@ class Program:
                 waits = [number.get(each, -1) for each in needs]
                 if -1 in waits:
                     continue  # not numbered yet: this stage's turn comes again
-                before_it, slot = newest[stage], schedule.place_of_cost(*place)
-                number[place] = newest[stage] = self._add(place, slot, (before_it, *waits))
+                slot = schedule.place_of_cost(*place)
+                number[place] = newest[stage] = self._add(place, slot, (newest[stage], *waits))
                 at[stage] += 1
                 if schedule.deferred_share:
-                    behind[stage] = self._with_weights(
-                        place, behind[stage], before_it, newest[stage]
-                    )
+                    behind[stage] = self._with_weights(place, behind[stage], newest[stage])
             unfinished = [stage for stage in unfinished if at[stage] < len(orders[stage])]
             if len(number) == before:
                 raise ParallelDimsError(f"{schedule} waits for itself; this is a bug")
 
-    def _with_weights(self, place: Place, behind: int, before: int, ended: int) -> int:
+    def _with_weights(self, place: Place, behind: int, ended: int) -> int:
         """Add when a stage is done with a pass and with all W so far, if W takes what time the
         stage waits: the stage's work since it last had no W left.
 
         Args:
             place: of the pass.
             behind: what this returned for the stage's pass before; 0 before its first W.
-            before: number of that pass.
-            ended: number of this pass.
+            ended: number of the pass.
         """
         stage, what = place
         slot = self._schedule.place_of_cost(*place)
         if behind:
-            behind = self._add(place, slot, (behind, before))
+            behind = self._add(place, slot, (behind,))
         if what.kind == "B":
             return self._add((stage, what._replace(kind="W")), slot, (behind, ended))
         return behind
