@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mcore_batching.planning import CHOICES, PlannerConfig
-from mcore_batching.planning.memory import LOG_PROB_CHUNK_TOKENS
+from mcore_batching.planning.plans.memory import LOG_PROB_CHUNK_TOKENS
 
 PREFIX = "--dynamic-batch-"
 

@@ -24,9 +24,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from mcore_batching.batch.context_parallel import owned_response_mask
 from mcore_batching.batch.errors import BatchError
-from mcore_batching.batch.packed import PackedMicroBatch
+from mcore_batching.batch.rows.context_parallel import owned_response_mask
+from mcore_batching.batch.rows.packed import PackedMicroBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mcore_batching.batch.consensus import Consensus, Statement
-from mcore_batching.batch.figures import largest
+from mcore_batching.batch.agreement.consensus import Consensus, Statement
+from mcore_batching.batch.agreement.figures import largest
 from mcore_batching.planning import (
     MicroBatches,
     ParallelDims,

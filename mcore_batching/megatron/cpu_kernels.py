@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mcore_batching.batch.zigzag import packed_positions
+from mcore_batching.batch.rows.zigzag import packed_positions
 
 
 def stand_in_for_kernels() -> None:

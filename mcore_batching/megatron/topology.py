@@ -10,9 +10,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 
 from mcore_batching.megatron.compat import waits_for_sends
-from mcore_batching.planning import ConfigError, CostModel, ParallelDims, layers_of
+from mcore_batching.planning import ConfigError, CostModel, ParallelDims
+from mcore_batching.planning.costs import layers_of
 from mcore_batching.planning.integers import as_integer
-from mcore_batching.planning.memory import ModelShape
+from mcore_batching.planning.plans.memory import ModelShape
 
 
 def current_dims(model: list[Any]) -> ParallelDims:

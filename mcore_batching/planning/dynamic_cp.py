@@ -14,10 +14,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from mcore_batching.planning.config import PlannerConfig
-from mcore_batching.planning.cost import CostModel, ordered_sum
+from mcore_batching.planning.costs.cost import CostModel, ordered_sum
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import order_slots, split_until
-from mcore_batching.planning.plan import MicroBatches, StepPlan
+from mcore_batching.planning.plans.plan import MicroBatches, StepPlan
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.shard import pack_shard
 

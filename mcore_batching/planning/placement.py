@@ -10,8 +10,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-from mcore_batching.planning.cost import ordered_sum
-from mcore_batching.planning.plan import MicroBatches
+from mcore_batching.planning.costs.cost import ordered_sum
+from mcore_batching.planning.plans.plan import MicroBatches
 from mcore_batching.planning.problem import Problem
 
 Weight = Callable[[Sequence[int]], float]

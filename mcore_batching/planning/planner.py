@@ -12,16 +12,16 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from mcore_batching.planning.batch_plan import Plan
 from mcore_batching.planning.config import PlannerConfig
-from mcore_batching.planning.cost import CostModel
+from mcore_batching.planning.costs.cost import CostModel
 from mcore_batching.planning.dynamic_cp import Sizes, packed_on_least_ranks
 from mcore_batching.planning.errors import Argument, ConfigError, LengthError
 from mcore_batching.planning.groups import LastStep, equal_slices, whole_groups
 from mcore_batching.planning.integers import integer_entries
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import largest_first, place, split_until
-from mcore_batching.planning.plan import MicroBatches, StepPlan
+from mcore_batching.planning.plans.batch_plan import Plan
+from mcore_batching.planning.plans.plan import MicroBatches, StepPlan
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search import (
     Objective,

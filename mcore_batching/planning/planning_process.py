@@ -22,11 +22,11 @@ import time
 from pathlib import Path
 
 from mcore_batching.planning.config import PlannerConfig
-from mcore_batching.planning.cost import CostModel
+from mcore_batching.planning.costs.cost import CostModel
 from mcore_batching.planning.errors import PlanningError
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.plan import StepPlan
 from mcore_batching.planning.planner import plan_step
+from mcore_batching.planning.plans.plan import StepPlan
 
 PARENT_POLL_SECONDS = 1.0
 """Between two looks at who the parent is, since forks of it may hold the input open. Doubled, a

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mcore_batching.planning.config import PlannerConfig
-from mcore_batching.planning.cost import CostModel, ordered_sum
+from mcore_batching.planning.costs.cost import CostModel, ordered_sum
+from mcore_batching.planning.costs.layer_costs import costs_of_chunks
 from mcore_batching.planning.errors import Argument, ConfigError, OversizeSampleError
 from mcore_batching.planning.integers import integer_entries, round_up
-from mcore_batching.planning.layer_costs import costs_of_chunks
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline import Schedule, inflight_tokens
 from mcore_batching.planning.tokens import (

@@ -19,14 +19,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mcore_batching.planning.bounds import bin_lower_bound
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.errors import Argument, InflightBoundError, LengthError
-from mcore_batching.planning.packing import first_fit, first_fit_decreasing
+from mcore_batching.planning.packing.bounds import bin_lower_bound
+from mcore_batching.planning.packing.packing import first_fit, first_fit_decreasing
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline import Clock
 from mcore_batching.planning.placement import largest_first, order_slots, split_until
-from mcore_batching.planning.plan import MicroBatches
+from mcore_batching.planning.plans.plan import MicroBatches
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search import (
     MOST_SLOTS_PER_STAGE,

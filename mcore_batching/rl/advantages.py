@@ -27,16 +27,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_batching.batch.consensus import Consensus, Statement
+from mcore_batching.batch.agreement.consensus import Consensus, Statement
 from mcore_batching.batch.errors import BatchError
-from mcore_batching.batch.field_checks import (
+from mcore_batching.batch.fields.field_checks import (
     checked_values,
     num_samples,
     read_lengths,
     require_one_per_sample,
 )
-from mcore_batching.batch.schema import DEFAULT_SCHEMA
-from mcore_batching.batch.select import step_batches
+from mcore_batching.batch.fields.schema import DEFAULT_SCHEMA
+from mcore_batching.batch.rows.select import step_batches
 from mcore_batching.planning.errors import Argument, shortened
 from mcore_batching.rl.group_locality import groups_held, require_local
 from mcore_batching.rl.metrics import masked_zscore

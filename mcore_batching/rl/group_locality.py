@@ -15,9 +15,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcore_batching.batch.consensus import Consensus, Statement
+from mcore_batching.batch.agreement.consensus import Consensus, Statement
 from mcore_batching.batch.errors import BatchError
-from mcore_batching.batch.field_checks import num_samples, require_one_per_sample
+from mcore_batching.batch.fields.field_checks import num_samples, require_one_per_sample
 from mcore_batching.planning.errors import Argument, shortened
 from mcore_batching.rl.real_samples import indices_by_group, real_indices
 

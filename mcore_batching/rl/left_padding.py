@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch.errors import BatchError, SchemaError
-from mcore_batching.batch.fields import Field, Kind
-from mcore_batching.batch.schema import DEFAULT_SCHEMA, Schema
-from mcore_batching.batch.value_checks import require_token_id
+from mcore_batching.batch.fields.fields import Field, Kind
+from mcore_batching.batch.fields.schema import DEFAULT_SCHEMA, Schema
+from mcore_batching.batch.fields.value_checks import require_token_id
 
 _WITHOUT_ROWS = (Kind.PER_SAMPLE, Kind.MULTIMODAL, Kind.METADATA)
 

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_batching.batch.consensus import Consensus, Statement
+from mcore_batching.batch.agreement.consensus import Consensus, Statement
+from mcore_batching.batch.agreement.figures import largest, least, total
 from mcore_batching.batch.errors import BatchError
-from mcore_batching.batch.field_checks import num_samples, require_one_per_sample
-from mcore_batching.batch.figures import largest, least, total
+from mcore_batching.batch.fields.field_checks import num_samples, require_one_per_sample
 from mcore_batching.planning.errors import Argument
 from mcore_batching.planning.integers import entries
 from mcore_batching.rl.real_samples import as_numbers, real_indices

@@ -24,12 +24,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_batching.batch.errors import BatchError, SchemaError
-from mcore_batching.batch.field_checks import read_lengths
-from mcore_batching.batch.fields import FILLED_KINDS, Field, Fill, Kind, declaration_line
-from mcore_batching.batch.placeholder import fabricated, filled_with
-from mcore_batching.batch.schema import DEFAULT_SCHEMA, Schema
-from mcore_batching.batch.value_checks import require_token_id, tensor_of
-from mcore_batching.batch.value_shapes import is_integral, shape_of
+from mcore_batching.batch.fields.field_checks import read_lengths
+from mcore_batching.batch.fields.fields import FILLED_KINDS, Field, Fill, Kind, declaration_line
+from mcore_batching.batch.fields.schema import DEFAULT_SCHEMA, Schema
+from mcore_batching.batch.fields.value_checks import require_token_id, tensor_of
+from mcore_batching.batch.fields.value_shapes import is_integral, shape_of
+from mcore_batching.batch.rows.placeholder import fabricated, filled_with
 from mcore_batching.planning.errors import Argument
 from mcore_batching.rl._new_identifiers import new_identifiers
 

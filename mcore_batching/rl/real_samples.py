@@ -6,10 +6,10 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mcore_batching.batch.errors import SchemaError
-from mcore_batching.batch.field_checks import num_samples, require_one_per_sample
-from mcore_batching.batch.select import take
-from mcore_batching.batch.value_checks import is_tagged
-from mcore_batching.batch.value_shapes import as_number, describe
+from mcore_batching.batch.fields.field_checks import num_samples, require_one_per_sample
+from mcore_batching.batch.fields.value_checks import is_tagged
+from mcore_batching.batch.fields.value_shapes import as_number, describe
+from mcore_batching.batch.rows.select import take
 from mcore_batching.planning.groups import group_key
 
 

@@ -29,9 +29,9 @@ from mcore_batching.planning import (
     step_statistics,
 )
 from mcore_batching.planning.dynamic_cp import of_one_size
-from mcore_batching.tools.dynamic_cp_rule import megatron_dynamic_plan
-from mcore_batching.tools.rule_parts import RuleFailureError
-from mcore_batching.tools.rules import RULES, Rule, rule_plan
+from mcore_batching.tools.rules.dynamic_cp_rule import megatron_dynamic_plan
+from mcore_batching.tools.rules.rule_parts import RuleFailureError
+from mcore_batching.tools.rules.rules import RULES, Rule, rule_plan
 
 Kind = Literal["ours", "mode", "peer"]
 PlanFunction = Callable[[Sequence[int], ParallelDims, PlannerConfig, CostModel], StepPlan]

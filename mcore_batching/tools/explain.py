@@ -24,10 +24,10 @@ from mcore_batching.planning import (
     validate_plan,
 )
 from mcore_batching.planning.errors import shortened
-from mcore_batching.planning.plan import rank_noun
-from mcore_batching.planning.statistics import micro_batch_costs
-from mcore_batching.tools.held_back import longest_sample, usable_sizes, what_holds_back
+from mcore_batching.planning.plans.plan import rank_noun
+from mcore_batching.planning.plans.statistics import micro_batch_costs
 from mcore_batching.tools.report import FLOOR, counted, sharing
+from mcore_batching.tools.rules.held_back import longest_sample, usable_sizes, what_holds_back
 from mcore_batching.tools.suggestions import suggestions
 
 Spell = Callable[[Argument], str]

@@ -21,8 +21,8 @@ from mcore_batching.planning import (
     plan_step,
     step_statistics,
 )
-from mcore_batching.planning.cost import in_units_of
-from mcore_batching.planning.records import StepRecord
+from mcore_batching.planning.costs.cost import in_units_of
+from mcore_batching.planning.plans.records import StepRecord
 from mcore_batching.tools.report import Table, both_ends
 from mcore_batching.tools.suggestions import Changes, alternatives
 

@@ -19,7 +19,7 @@ from mcore_batching.planning import (
     micro_batch_lower_bound,
     step_problem,
 )
-from mcore_batching.planning.memory import PredictedMemory
+from mcore_batching.planning.plans.memory import PredictedMemory
 
 SHOWN_STEPS_AT_EACH_END = 8
 """Of a long table: twice as many fit on a screen."""

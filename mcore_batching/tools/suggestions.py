@@ -24,9 +24,9 @@ from mcore_batching.planning import (
     step_problem,
     step_statistics,
 )
-from mcore_batching.planning.layer_costs import OUTPUT, cut_layers, work_of_layers
+from mcore_batching.planning.costs.layer_costs import OUTPUT, cut_layers, work_of_layers
+from mcore_batching.planning.plans.statistics import step_clocks
 from mcore_batching.planning.search import split_backward
-from mcore_batching.planning.statistics import step_clocks
 
 Changes = tuple[Argument, ...]
 """Arguments to set together, with their new values."""

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_batching.batch.consensus import Consensus, Statement
+from mcore_batching.batch.agreement.consensus import Consensus, Statement
+from mcore_batching.batch.agreement.figures import largest, least, rank_total, total
+from mcore_batching.batch.agreement.rank_messages import RankMessages
 from mcore_batching.batch.errors import DisagreementError
-from mcore_batching.batch.figures import largest, least, rank_total, total
-from mcore_batching.batch.rank_messages import RankMessages
 from mcore_batching.planning.errors import Argument, ConfigError
 
 TIMEOUT = datetime.timedelta(seconds=60)

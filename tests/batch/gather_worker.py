@@ -11,8 +11,8 @@ import torch.distributed as dist
 from batch_cases import boundary_shapes, make_samples
 
 from mcore_batching.batch import DEFAULT_SCHEMA, gather_response, make_placeholder, pack
-from mcore_batching.batch.context_parallel import owned_response_mask
-from mcore_batching.batch.zigzag import slice_packed
+from mcore_batching.batch.rows.context_parallel import owned_response_mask
+from mcore_batching.batch.rows.zigzag import slice_packed
 
 TIMEOUT = datetime.timedelta(seconds=120)
 

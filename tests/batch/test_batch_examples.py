@@ -16,13 +16,13 @@ from mcore_batching.batch import (
     sample_mean,
     token_mean,
 )
-from mcore_batching.batch.context_parallel import owned_response_mask
+from mcore_batching.batch.fields.value_shapes import count_of, describe, shape_of
 from mcore_batching.batch.loss import step_totals
-from mcore_batching.batch.response_tokens import predicted_positions
-from mcore_batching.batch.row_layout import Row, padded_offsets
-from mcore_batching.batch.select import take
-from mcore_batching.batch.value_shapes import count_of, describe, shape_of
-from mcore_batching.batch.zigzag import locate, merge_packed, slice_packed
+from mcore_batching.batch.rows.context_parallel import owned_response_mask
+from mcore_batching.batch.rows.response_tokens import predicted_positions
+from mcore_batching.batch.rows.row_layout import Row, padded_offsets
+from mcore_batching.batch.rows.select import take
+from mcore_batching.batch.rows.zigzag import locate, merge_packed, slice_packed
 
 
 def row_of(totals: list[int], responses: list[int], **options: Any) -> PackedMicroBatch:

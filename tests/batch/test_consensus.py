@@ -12,8 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from spawned import reports_of
 
-from mcore_batching.batch._summary import SUMMARY_BYTES, Numbers, Summary, digest_if_any, residue_of
-from mcore_batching.batch.consensus import Consensus, Statement
+from mcore_batching.batch.agreement._summary import (
+    SUMMARY_BYTES,
+    Numbers,
+    Summary,
+    digest_if_any,
+    residue_of,
+)
+from mcore_batching.batch.agreement.consensus import Consensus, Statement
+from mcore_batching.batch.agreement.figures import least, total
 from mcore_batching.batch.errors import (
     LONGEST_TEXT,
     BatchError,
@@ -21,7 +28,6 @@ from mcore_batching.batch.errors import (
     DisagreementError,
     RankFailedError,
 )
-from mcore_batching.batch.figures import least, total
 
 NUM_RANKS = 6
 

@@ -20,9 +20,9 @@ from hypothesis import given, settings
 from spawned import reports_of
 
 from mcore_batching.batch import DEFAULT_SCHEMA, gather_response, pack
-from mcore_batching.batch.context_parallel import owned_response_mask
 from mcore_batching.batch.loss import response_loss_masks
-from mcore_batching.batch.zigzag import merge_packed
+from mcore_batching.batch.rows.context_parallel import owned_response_mask
+from mcore_batching.batch.rows.zigzag import merge_packed
 
 SECONDS = 180  # a rank that waits for another gives up after 120
 

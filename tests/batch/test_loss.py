@@ -19,8 +19,8 @@ from mcore_batching.batch import (
     sample_mean,
     token_mean,
 )
-from mcore_batching.batch.context_parallel import owned_response_mask
 from mcore_batching.batch.loss import owned_num_tokens, step_totals
+from mcore_batching.batch.rows.context_parallel import owned_response_mask
 
 
 def make_samples(shapes: list[tuple[int, int]], seed: int) -> dict[str, list[Any]]:

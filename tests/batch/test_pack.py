@@ -22,8 +22,8 @@ from mcore_batching.batch import (
     make_placeholder,
     pack,
 )
-from mcore_batching.batch.context_parallel import owned_response_mask
-from mcore_batching.batch.zigzag import merge_packed
+from mcore_batching.batch.rows.context_parallel import owned_response_mask
+from mcore_batching.batch.rows.zigzag import merge_packed
 
 STREAMS = ("tokens", "labels", "position_ids", "loss_mask", "padding_mask")
 

@@ -1,4 +1,4 @@
-"""Guarantees of `mcore_batching.batch.response_tokens`: one masking rule, applied once a row."""
+"""Guarantees of `batch.rows.response_tokens`: one masking rule, applied once a row."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, pack, token_mean
-from mcore_batching.batch.context_parallel import owned_response_mask
 from mcore_batching.batch.loss import response_loss_masks, step_totals
-from mcore_batching.batch.zigzag import merge_packed
+from mcore_batching.batch.rows.context_parallel import owned_response_mask
+from mcore_batching.batch.rows.zigzag import merge_packed
 
 
 def rows_of(samples: dict[str, Any], size: int, **options: Any) -> list[PackedMicroBatch]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_batching.batch import OrderError, SchemaError
-from mcore_batching.batch.select import step_batches, take
+from mcore_batching.batch.rows.select import step_batches, take
 from mcore_batching.planning import group_steps
 from mcore_batching.rl import pad_batch
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, pack
-from mcore_batching.batch.side_by_side import SideBySide, on_host, sent
+from mcore_batching.batch.rows.side_by_side import SideBySide, on_host, sent
 
 CPU = torch.device("cpu")
 TYPES = (torch.int64, torch.float32, torch.bool, torch.bfloat16, torch.uint8, torch.complex64)

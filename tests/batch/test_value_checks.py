@@ -19,8 +19,8 @@ from mcore_batching.batch import (
     pack,
     restore_order,
 )
-from mcore_batching.batch.select import step_batches, take
-from mcore_batching.batch.value_checks import require_vocabulary
+from mcore_batching.batch.fields.value_checks import require_vocabulary
+from mcore_batching.batch.rows.select import step_batches, take
 from mcore_batching.rl import (
     left_pad,
     pad_batch,

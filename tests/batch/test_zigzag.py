@@ -1,4 +1,4 @@
-"""The guarantees of `mcore_batching.batch.zigzag`."""
+"""The guarantees of `mcore_batching.batch.rows.zigzag`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batch_cases import boundary_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_batching.batch.zigzag import locate, merge_packed, packed_positions, slice_packed
+from mcore_batching.batch.rows.zigzag import locate, merge_packed, packed_positions, slice_packed
 
 SIZES = (1, 2, 4)
 

@@ -34,9 +34,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_batching.batch._summary import SUMMARY_BYTES
-from mcore_batching.batch.consensus import Consensus, Statement
-from mcore_batching.batch.figures import largest, least, total
+from mcore_batching.batch.agreement._summary import SUMMARY_BYTES
+from mcore_batching.batch.agreement.consensus import Consensus, Statement
+from mcore_batching.batch.agreement.figures import largest, least, total
 
 SETTINGS = {f"setting_{i}": i for i in range(30)}
 FIELDS = {"field names": [f"field_{i}" for i in range(8)], "field kinds": ["TOKENS"] * 8}

@@ -46,8 +46,8 @@ from mcore_batching.planning import (
 from mcore_batching.tools.compare import draw_steps
 from mcore_batching.tools.lengths_file import read_lengths
 from mcore_batching.tools.report import Table, print_table
-from mcore_batching.tools.rule_parts import karmarkar_karp
-from mcore_batching.tools.rules import verl_work
+from mcore_batching.tools.rules.rule_parts import karmarkar_karp
+from mcore_batching.tools.rules.rules import verl_work
 
 Ranks = Sequence[MicroBatches]
 Planner = Callable[[list[int], ParallelDims, int], Ranks]

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "planning"))
 from model_configs import FAMILIES
 
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig
-from mcore_batching.planning.layer_costs import LayerCost, cut_layers
-from mcore_batching.planning.layers_of import first_guess
+from mcore_batching.planning.costs.layer_costs import LayerCost, cut_layers
+from mcore_batching.planning.costs.layers_of import first_guess
 from mcore_batching.planning.pipeline import Clock, Schedule
 from mcore_batching.planning.planner import _plan_global
 from mcore_batching.planning.problem import Problem

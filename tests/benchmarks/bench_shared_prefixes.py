@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 from kit.harness import Job, JobFailedError, run_jobs
 
 from mcore_batching.batch import DEFAULT_SCHEMA
-from mcore_batching.batch.prefixes import Hosts, find_hosts
+from mcore_batching.batch.rows.prefixes import Hosts, find_hosts
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, plan_step
-from mcore_batching.planning.statistics import predicted_step_time
+from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.tools.report import Table, print_table
 
 DIMS = ParallelDims(data_parallel=8, pipeline_parallel=4)

@@ -26,8 +26,8 @@ from mcore_batching.planning import (
     plan_step,
     step_statistics,
 )
-from mcore_batching.planning.cost import CostModel
-from mcore_batching.planning.statistics import predicted_step_time
+from mcore_batching.planning.costs.cost import CostModel
+from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.tools.report import Table, print_table
 
 TARGETS = {

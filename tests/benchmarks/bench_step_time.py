@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, plan_step
-from mcore_batching.planning.statistics import predicted_step_time
+from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.tools.compare import Outcome, compare
 from mcore_batching.tools.lengths_file import read_lengths
 from mcore_batching.tools.report import Table, print_table
-from mcore_batching.tools.rule_parts import RuleFailureError
-from mcore_batching.tools.rules import RULES, rule_plan
+from mcore_batching.tools.rules.rule_parts import RuleFailureError
+from mcore_batching.tools.rules.rules import RULES, rule_plan
 
 MODEL = CostModel()
 LITTLE_EFFORT = 250

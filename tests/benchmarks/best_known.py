@@ -37,10 +37,10 @@ from bench_step_time import (
 from step_bound import step_time_bound
 
 from mcore_batching.planning import ParallelDims, PlannerConfig, Problem
+from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.planning.search import Objective
 from mcore_batching.planning.search.objective import Candidate
 from mcore_batching.planning.search.steps import FIRSTS, Kind, Steps
-from mcore_batching.planning.statistics import predicted_step_time
 from mcore_batching.tools.report import Table, print_table
 
 HERE = Path(__file__).resolve().parent

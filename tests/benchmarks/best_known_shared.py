@@ -26,9 +26,9 @@ from bench_step_time import MODEL, PP4, REPOSITORY, mean, sources
 from step_bound import step_time_bound
 
 from mcore_batching.planning import Problem, StepPlan, plan_step
+from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.planning.search.objective import Candidate, Sizes
 from mcore_batching.planning.search.shared_rows import SharedObjective
-from mcore_batching.planning.statistics import predicted_step_time
 from mcore_batching.tools.report import Table, print_table
 
 HERE = Path(__file__).resolve().parent

@@ -25,7 +25,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import NamedTuple
 
-from mcore_batching.planning.cost import ordered_sum
+from mcore_batching.planning.costs.cost import ordered_sum
 
 GAINS = (-1.0, -0.75, -0.5, -0.375, -0.25, -0.125, -0.0625, 0.0, 0.03125, 0.0625, 0.125, 0.25)
 """What slots gain beside a long sample's, over the most that a way costs one of them."""

@@ -47,8 +47,8 @@ from itertools import accumulate
 
 from chain_weights import Weights, even_weight, slot_weights
 
-from mcore_batching.planning.bounds import step_time_floor
-from mcore_batching.planning.cost import ordered_sum
+from mcore_batching.planning.costs.cost import ordered_sum
+from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.problem import Problem
 
 MOST_SLOTS, MOST_WEIGHED = 128, 1024

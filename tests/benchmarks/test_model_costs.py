@@ -8,7 +8,7 @@ import pytest
 from bench_model_costs import CONFIG, DIMS, FAMILIES, LENGTHS, ends_of, mooncake
 
 from mcore_batching.planning import plan_step, predicted_step_time
-from mcore_batching.planning.layer_costs import LayerCost, cost_model, costs_of_chunks
+from mcore_batching.planning.costs.layer_costs import LayerCost, cost_model, costs_of_chunks
 
 pytestmark = pytest.mark.skipif(not LENGTHS.exists(), reason="the trace is not here")
 

@@ -20,9 +20,9 @@ from mcore_batching.planning import (
     Problem,
     plan_step,
 )
-from mcore_batching.planning.bounds import step_time_floor, way_of_longest
+from mcore_batching.planning.packing.bounds import step_time_floor, way_of_longest
 from mcore_batching.planning.pipeline import pipeline_time
-from mcore_batching.planning.statistics import predicted_step_time
+from mcore_batching.planning.plans.statistics import predicted_step_time
 
 
 def best_of_all_plans(problem: Problem) -> float:

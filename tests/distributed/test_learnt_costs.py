@@ -16,10 +16,10 @@ from kit.harness import Job
 from kit.learning import CAP, STALLED
 
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, plan_step
-from mcore_batching.planning.learnt_costs import LearntCosts
+from mcore_batching.planning.learning.learnt_costs import LearntCosts
 from mcore_batching.planning.pipeline import pipeline_time
-from mcore_batching.planning.records import read_records
-from mcore_batching.planning.statistics import predicted_step_time
+from mcore_batching.planning.plans.records import read_records
+from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.tools import replay
 from mcore_batching.tools.cli import main
 

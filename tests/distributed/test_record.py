@@ -9,8 +9,8 @@ import pytest
 from kit.harness import Job
 
 from mcore_batching.planning import CostModel, plan_step, step_statistics
-from mcore_batching.planning.records import read_records
-from mcore_batching.planning.validation import validate_plan
+from mcore_batching.planning.plans.records import read_records
+from mcore_batching.planning.plans.validation import validate_plan
 
 LAYOUT = {"data_parallel": 2, "pipeline_parallel": 2}
 

@@ -9,7 +9,7 @@ import torch
 
 from mcore_batching import CostModel, ParallelDims, PlannerConfig, plan_step, step_statistics
 from mcore_batching.integrations.megatron_lm import step_log, with_batching_statistics
-from mcore_batching.planning.memory import ModelShape, predicted_memory
+from mcore_batching.planning.plans.memory import ModelShape, predicted_memory
 
 LENGTHS = [9, 6, 4, 2]
 PLAN = plan_step(

@@ -11,7 +11,8 @@ from megatron.core import ModelParallelConfig
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from mcore_batching.megatron.topology import first_guess
-from mcore_batching.planning import CostModel, layers_of
+from mcore_batching.planning import CostModel
+from mcore_batching.planning.costs import layers_of
 
 VOCABULARY = 10
 SHAPE = {"hidden_size": 8, "ffn_hidden_size": 12, "num_layers": 4, "num_attention_heads": 2}

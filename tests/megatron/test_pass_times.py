@@ -17,7 +17,7 @@ from mcore_batching.megatron.learning.pass_times import (
     places_of_slots,
 )
 from mcore_batching.planning.pipeline import Kind, Pass
-from mcore_batching.planning.plan import Row
+from mcore_batching.planning.plans.plan import Row
 
 CHUNKS = 2
 ROWS = [Row(rank=0, slot=1, size=2, samples=(0,)), Row(rank=0, slot=0, size=4, samples=(1, 2))]

@@ -1,4 +1,4 @@
-"""Plans with the extra `fast` (`planning/compiled.py`) are those without it, to the last bit."""
+"""Plans with the extra `fast` (`planning/pipeline/compiled.py`) are those without it, to a bit."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PLANS = """
 import random
 
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, plan_step
-from mcore_batching.planning.compiled import _compiler
-from mcore_batching.planning.statistics import predicted_step_time
+from mcore_batching.planning.pipeline.compiled import _compiler
+from mcore_batching.planning.plans.statistics import predicted_step_time
 
 generator = random.Random(11)
 for number in range(12):

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mcore_batching.planning import ConfigError, CostModel, ParallelDims, PlannerConfig, plan_step
-from mcore_batching.planning.layer_costs import costs_of_chunks, costs_of_stage
-from mcore_batching.planning.learnt_costs import (
+from mcore_batching.planning.costs.layer_costs import costs_of_chunks, costs_of_stage
+from mcore_batching.planning.learning.learnt_costs import (
     WINDOW_STEPS,
     LearntCosts,
     Timing,
@@ -23,7 +23,7 @@ from mcore_batching.planning.learnt_costs import (
     slowness,
 )
 from mcore_batching.planning.pipeline import pipeline_time
-from mcore_batching.planning.statistics import predicted_step_time
+from mcore_batching.planning.plans.statistics import predicted_step_time
 
 LAUNCHES = CostModel(per_micro_batch=2048.0, backward_ratio=1.6)
 ATTENTION = CostModel(quadratic=1 / 2000, per_micro_batch=16.0, backward_ratio=3.0)

@@ -29,8 +29,8 @@ from mcore_batching.planning import (
     predicted_step_time,
     validate_plan,
 )
-from mcore_batching.planning.bounds import step_time_floor
 from mcore_batching.planning.dynamic_cp import of_one_size
+from mcore_batching.planning.packing.bounds import step_time_floor
 
 LENGTHS = [100, 60, 7, 3]
 DIMS = ParallelDims(data_parallel=4)

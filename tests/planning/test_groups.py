@@ -23,7 +23,7 @@ from mcore_batching.planning import (
     group_steps,
     plan_batch,
 )
-from mcore_batching.planning.validation import validate_plan
+from mcore_batching.planning.plans.validation import validate_plan
 from mcore_batching.tools.explain import explain
 
 CONFIG = PlannerConfig(max_tokens_per_gpu=16)

@@ -9,8 +9,8 @@ import pytest
 from model_configs import DEEPSEEK, GLM, GPT_OSS, NEMOTRON, QWEN
 
 from mcore_batching.planning import ConfigError, CostModel, ParallelDims
-from mcore_batching.planning.layer_costs import LayerCost, cost_model, costs_of_chunks
-from mcore_batching.planning.layers_of import config_of_json, first_guess
+from mcore_batching.planning.costs.layer_costs import LayerCost, cost_model, costs_of_chunks
+from mcore_batching.planning.costs.layers_of import config_of_json, first_guess
 
 TINY: dict[str, Any] = {
     "hidden_size": 4,

@@ -19,9 +19,9 @@ from mcore_batching.planning import (
     step_statistics,
 )
 from mcore_batching.planning.pipeline import pipeline_operations
+from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.planning.search import Objective
 from mcore_batching.planning.search.moves import improve
-from mcore_batching.planning.statistics import predicted_step_time
 
 CONFIG = PlannerConfig(max_tokens_per_gpu=16384)
 MODEL = CostModel()

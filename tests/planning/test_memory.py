@@ -14,7 +14,7 @@ from mcore_batching.planning import (
     StepPlan,
     step_statistics,
 )
-from mcore_batching.planning.memory import ModelShape, PredictedMemory, predicted_memory
+from mcore_batching.planning.plans.memory import ModelShape, PredictedMemory, predicted_memory
 
 SHAPE = ModelShape(layers=8, hidden=64, ffn=256, heads=4, groups=2, vocab=1024)
 LENGTHS = [100, 60, 30, 10]

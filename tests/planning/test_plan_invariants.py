@@ -35,7 +35,7 @@ from mcore_batching.planning import (
     plan_batch,
     plan_step,
 )
-from mcore_batching.planning.validation import validate_plan
+from mcore_batching.planning.plans.validation import validate_plan
 from mcore_batching.tools.explain import explain
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from mcore_batching.planning import (
     plan_batch,
     plan_step,
 )
-from mcore_batching.planning.validation import validate_plan
+from mcore_batching.planning.plans.validation import validate_plan
 
 LENGTHS = [6, 4, 3, 9, 2, 14]
 LAYOUT = ParallelDims(data_parallel=2)

@@ -18,8 +18,8 @@ from mcore_batching.planning import (
     step_statistics,
 )
 from mcore_batching.planning.pipeline import Clock
+from mcore_batching.planning.plans.shard_statistics import joined_statistics, shard_statistics
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.shard_statistics import joined_statistics, shard_statistics
 from mcore_batching.tools.explain import explain
 
 PROPORTIONAL = CostModel(quadratic=0, per_micro_batch=0)

@@ -15,13 +15,13 @@ from mcore_batching.planning import (
     row_multiple_tokens,
     sample_multiple_tokens,
 )
+from mcore_batching.planning.plans.validation import validate_plan
 from mcore_batching.planning.tokens import (
     padded_row_tokens,
     padded_sample_tokens,
     placeholder_tokens,
     row_capacity_tokens,
 )
-from mcore_batching.planning.validation import validate_plan
 
 
 def test_the_worked_example() -> None:

@@ -32,8 +32,8 @@ import torch
 
 from mcore_batching import batch as batching
 from mcore_batching import planning, rl
-from mcore_batching.batch import select
 from mcore_batching.batch.loss import step_totals
+from mcore_batching.batch.rows import select
 from mcore_batching.planning import (
     CostModel,
     MCoreBatchingError,
@@ -42,7 +42,7 @@ from mcore_batching.planning import (
     PlannerConfig,
     StepPlan,
 )
-from mcore_batching.planning.plan_document import lengths_digest
+from mcore_batching.planning.plans.plan_document import lengths_digest
 from mcore_batching.rl.advantages import ESTIMATORS
 from mcore_batching.tools.cli import main as command
 

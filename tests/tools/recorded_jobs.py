@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, plan_step
-from mcore_batching.planning.records import StepRecorder
+from mcore_batching.planning.plans.records import StepRecorder
 
 DIMS = ParallelDims(data_parallel=2, pipeline_parallel=4)
 CONFIG = PlannerConfig(max_tokens_per_gpu=1000, balance="cost")

@@ -1,4 +1,4 @@
-"""The frameworks' own packing functions, to hold `mcore_batching.tools.rules` against.
+"""The frameworks' own packing functions, to hold `mcore_batching.tools.rules.rules` against.
 
 Each is loaded from the checkout that an environment variable names, or from an installed package,
 by itself: what a module imports and these functions do not use is an empty stand-in. All-reduces
@@ -20,8 +20,8 @@ from unittest import mock
 import pytest
 
 from mcore_batching.planning import Problem
-from mcore_batching.tools.rule_parts import Bins
-from mcore_batching.tools.rules import verl_work
+from mcore_batching.tools.rules.rule_parts import Bins
+from mcore_batching.tools.rules.rules import verl_work
 
 Original = Callable[[Problem], list[Bins]]
 

@@ -21,12 +21,12 @@ from mcore_batching.planning import (
     PlanningError,
     step_statistics,
 )
-from mcore_batching.planning.records import RecordError
+from mcore_batching.planning.plans.records import RecordError
 from mcore_batching.tools.cli import main
 from mcore_batching.tools.cli.options import CommandParser, UsageError
 from mcore_batching.tools.lengths_file import LengthsFileError
-from mcore_batching.tools.picture import PlotError
-from mcore_batching.tools.rule_parts import RuleFailureError
+from mcore_batching.tools.pictures.picture import PlotError
+from mcore_batching.tools.rules.rule_parts import RuleFailureError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

@@ -22,7 +22,7 @@ from mcore_batching.planning import (
 )
 from mcore_batching.tools import compare, compare_report
 from mcore_batching.tools.cli import main
-from mcore_batching.tools.rules import RULES, rule_plan
+from mcore_batching.tools.rules.rules import RULES, rule_plan
 
 GENERATOR = random.Random(0)
 LENGTHS = [min(900, round(GENERATOR.lognormvariate(5, 1))) for _ in range(64)]

@@ -20,12 +20,12 @@ from mcore_batching.planning import (
     step_statistics,
     validate_plan,
 )
-from mcore_batching.planning.records import StepRecorder, read_records
-from mcore_batching.planning.statistics import step_problem
+from mcore_batching.planning.plans.records import StepRecorder, read_records
+from mcore_batching.planning.plans.statistics import step_problem
 from mcore_batching.tools.cli import main
 from mcore_batching.tools.compare import compare, one_size
 from mcore_batching.tools.explain import explain
-from mcore_batching.tools.timeline import step_timeline
+from mcore_batching.tools.pictures.timeline import step_timeline
 
 GENERATOR = random.Random(4)
 LENGTHS = [int(GENERATOR.lognormvariate(6, 1)) + 1 for _ in range(40)] + [20_000]
@@ -87,7 +87,7 @@ def test_statistics_count_a_shared_row_once() -> None:
 
 def test_the_picture_frames_blocks(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from mcore_batching.tools.plot import draw_step
+    from mcore_batching.tools.pictures.plot import draw_step
 
     draw_step(STEP, LENGTHS, tmp_path / "step.html")
     text = (tmp_path / "step.html").read_text()

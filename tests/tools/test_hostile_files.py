@@ -20,14 +20,15 @@ from recorded_jobs import recorded_job, the_file
 
 from mcore_batching.integrations.megatron_lm.sft.conversations import parse_record
 from mcore_batching.integrations.megatron_lm.sft.jsonl import SftDataError, records_of
-from mcore_batching.planning import CostModel, MCoreBatchingError, Plan, json_text, records
-from mcore_batching.planning.records import RecordError, read_records
+from mcore_batching.planning import CostModel, MCoreBatchingError, Plan, json_text
+from mcore_batching.planning.plans import records
+from mcore_batching.planning.plans.records import RecordError, read_records
 from mcore_batching.tools import lengths_file
 from mcore_batching.tools.cli import main
 
 PACKAGE = Path(__file__).resolve().parents[2] / "mcore_batching"
 BETWEEN_RANKS = {
-    "batch/consensus.py",
+    "batch/agreement/consensus.py",
     "megatron/job/consensus.py",
     "megatron/job/flat_values.py",
     "megatron/rollout/exchange.py",

@@ -18,7 +18,7 @@ from planning_cases import Case, cases, examples
 from recorded_jobs import CONFIG, COSTS, DIMS, lengths_of, recorded_job, the_file
 
 from mcore_batching.planning import plan_batch, plan_step, step_statistics
-from mcore_batching.planning.records import RecordError, StepRecorder, read_records
+from mcore_batching.planning.plans.records import RecordError, StepRecorder, read_records
 from mcore_batching.tools.explain import explain
 from mcore_batching.tools.replay import replay, total_statistics
 from mcore_batching.tools.report import sharing
@@ -122,7 +122,7 @@ def test_ranks_that_do_not_write_touch_nothing(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from mcore_batching.planning import *
-from mcore_batching.planning.records import StepRecorder
+from mcore_batching.planning.plans.records import StepRecorder
 recorder = StepRecorder(sys.argv[1])
 for _ in range(3):
     recorder.append(plan_step([5], ParallelDims(), PlannerConfig(max_tokens_per_gpu=9)), [5], 1.0)
@@ -145,7 +145,7 @@ def test_a_last_line_that_was_cut_is_left_out(
     file.write_text("".join(lines)[:-20])
     assert [record.step for record in read_records(tmp_path)] == [0]
     longest = max(map(len, lines))
-    monkeypatch.setattr("mcore_batching.planning.records.MAX_JSON_CHARACTERS", longest)
+    monkeypatch.setattr("mcore_batching.planning.plans.records.MAX_JSON_CHARACTERS", longest)
     file.write_text("".join(lines) + "{" * longest)
     assert [record.step for record in read_records(tmp_path)] == [0, 1]
 

@@ -18,8 +18,8 @@ from mcore_batching.planning import (
     plan_step,
     step_statistics,
 )
-from mcore_batching.planning.cost import in_units_of
-from mcore_batching.planning.records import StepRecord, StepRecorder, read_records
+from mcore_batching.planning.costs.cost import in_units_of
+from mcore_batching.planning.plans.records import StepRecord, StepRecorder, read_records
 from mcore_batching.tools import replay
 from mcore_batching.tools.cli import main
 
@@ -224,7 +224,7 @@ def test_replay_command_with_another_cost_model_and_a_picture(
 
 def test_replay_picture_shows_seconds(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
-    from mcore_batching.tools.replay_plot import replay_figure
+    from mcore_batching.tools.pictures.replay_plot import replay_figure
 
     steps = replay.replay(measured_job(tmp_path))
     times, errors = replay_figure(steps).axes
@@ -313,7 +313,7 @@ def test_steps_part_where_options_or_costs_change_unless_costs_are_given(tmp_pat
 
 def test_replay_picture_shows_layouts_apart(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
-    from mcore_batching.tools.replay_plot import draw_replay, replay_figure
+    from mcore_batching.tools.pictures.replay_plot import draw_replay, replay_figure
 
     two_jobs(tmp_path / "records")
     steps = replay.replay(read_records(tmp_path / "records"))

@@ -23,9 +23,9 @@ from mcore_batching.planning import (
     StepPlan,
     validate_plan,
 )
-from mcore_batching.tools.dynamic_cp_rule import megatron_dynamic_plan, megatron_dynamic_slots
-from mcore_batching.tools.rule_parts import RuleFailureError, karmarkar_karp
-from mcore_batching.tools.rules import RULES, Rule, megatron_dp_balanced, rule_plan
+from mcore_batching.tools.rules.dynamic_cp_rule import megatron_dynamic_plan, megatron_dynamic_slots
+from mcore_batching.tools.rules.rule_parts import RuleFailureError, karmarkar_karp
+from mcore_batching.tools.rules.rules import RULES, Rule, megatron_dp_balanced, rule_plan
 
 LENGTHS = [70, 20, 55, 10, 35, 90, 15, 40, 25, 60, 5, 30]
 CONFIG = PlannerConfig(max_tokens_per_gpu=100)

@@ -16,7 +16,7 @@ from mcore_batching.planning import (
     step_statistics,
 )
 from mcore_batching.planning.pipeline import pipeline_operations
-from mcore_batching.tools.timeline import step_timeline
+from mcore_batching.tools.pictures.timeline import step_timeline
 
 # A sample of n tokens costs n, a micro-batch nothing, a backward pass two forward ones.
 PLAIN_COSTS = CostModel(linear=1, quadratic=0, per_micro_batch=0)

@@ -21,8 +21,8 @@ from typing import Any
 
 from megatron.core.utils import get_model_config
 
-from mcore_batching.batch.consensus import Agreement
-from mcore_batching.batch.value_checks import require_vocabulary
+from mcore_batching.batch.agreement.consensus import Agreement
+from mcore_batching.batch.fields.value_checks import require_vocabulary
 from mcore_batching.integrations.megatron_lm.arguments import is_on
 from mcore_batching.integrations.megatron_lm.learnt_costs import keep_learnt_costs
 from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows, stock_row
@@ -56,7 +56,7 @@ from mcore_batching.megatron.step.prepare import prepare
 from mcore_batching.megatron.step.run_pipeline import run_pipeline
 from mcore_batching.megatron.topology import model_chunks, model_shape, vocabulary_size
 from mcore_batching.planning import CostModel
-from mcore_batching.planning.memory import predicted_memory
+from mcore_batching.planning.plans.memory import predicted_memory
 
 ForwardBackward = Callable[..., Any]
 

@@ -11,7 +11,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch
-from mcore_batching.batch.value_shapes import describe
+from mcore_batching.batch.fields.value_shapes import describe
 from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError

@@ -10,13 +10,13 @@ step anyway.
 
 from __future__ import annotations
 
-from mcore_batching.batch.consensus import Agreement, Statement
-from mcore_batching.batch.figures import Figure, largest, total
+from mcore_batching.batch.agreement.consensus import Agreement, Statement
+from mcore_batching.batch.agreement.figures import Figure, largest, total
 from mcore_batching.megatron.learning.cost_learning import predicted_seconds
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.planning import StepStatistics, step_statistics
+from mcore_batching.planning.plans.shard_statistics import joined_statistics, shard_statistics
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.shard_statistics import joined_statistics, shard_statistics
 
 _Figures = dict[str, Figure]
 

@@ -27,7 +27,7 @@ import torch
 
 from mcore_batching.megatron.learning.pass_times import is_over, seconds_between
 from mcore_batching.planning import StepStatistics
-from mcore_batching.planning.memory import PredictedMemory
+from mcore_batching.planning.plans.memory import PredictedMemory
 
 PREFIX = "batching/"
 REMEMBERED_STEPS = 32

@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, Schema, SchemaError, pack
-from mcore_batching.batch.side_by_side import on_host
+from mcore_batching.batch.rows.side_by_side import on_host
 from mcore_batching.integrations.slime.iterator import LiveDataIterator, PlaceholderIterator
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError

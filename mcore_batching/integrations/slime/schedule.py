@@ -42,8 +42,8 @@ from mcore_batching.planning import (
     group_steps,
     plan_batch,
 )
+from mcore_batching.planning.costs.layers_of import first_guess
 from mcore_batching.planning.json_text import read_document
-from mcore_batching.planning.layers_of import first_guess
 
 NAME = "build_dp_schedule"
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mcore_batching.batch import OrderError, Schema, apply_order
-from mcore_batching.batch.consensus import Statement
+from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.integrations.replacements import HookError
 from mcore_batching.integrations.slime.iterator import PlaceholderIterator, PlaceholderLengths
 from mcore_batching.megatron.errors import CollationFailedError

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from mcore_batching.batch import OrderError
-from mcore_batching.batch.consensus import Consensus, Statement
-from mcore_batching.batch.figures import largest, least
-from mcore_batching.batch.prefixes import samples_of_hosts
+from mcore_batching.batch.agreement.consensus import Consensus, Statement
+from mcore_batching.batch.agreement.figures import largest, least
+from mcore_batching.batch.rows.prefixes import samples_of_hosts
 from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.replacements import HookError
 from mcore_batching.integrations.shards import planned_shard

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind
-from mcore_batching.batch.prefixes import find_hosts
+from mcore_batching.batch.rows.prefixes import find_hosts
 from mcore_batching.integrations.replacements import (
     Hook,
     HookError,

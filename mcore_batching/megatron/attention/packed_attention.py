@@ -32,7 +32,7 @@ from megatron.core.utils import divide
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from mcore_batching.batch.side_by_side import sent
+from mcore_batching.batch.rows.side_by_side import sent
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.attention.segments import (
     EVERYTHING,

@@ -23,8 +23,8 @@ from megatron.core.utils import divide
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from mcore_batching.batch.side_by_side import sent
-from mcore_batching.batch.zigzag import packed_positions
+from mcore_batching.batch.rows.side_by_side import sent
+from mcore_batching.batch.rows.zigzag import packed_positions
 
 MAX_HEAD_DIM = 256
 """Of FlashAttention 2, which PyTorch's variable-length attention calls."""

@@ -22,15 +22,15 @@ from megatron.core import parallel_state
 # Not by `dist.new_group`: slime puts another in its place, whose groups gloo's queries do not know.
 from torch.distributed.distributed_c10d import new_group
 
-from mcore_batching.batch.consensus import (
+from mcore_batching.batch.agreement.consensus import (
     Agreement,
     Consensus,
     Result,
     Statement,
     no_statement,
 )
+from mcore_batching.batch.agreement.rank_messages import RankMessages
 from mcore_batching.batch.errors import described
-from mcore_batching.batch.rank_messages import RankMessages
 from mcore_batching.megatron.errors import PlanMismatchError, PlanningFailedError
 from mcore_batching.megatron.job.arguments import flag_of
 from mcore_batching.megatron.job.failure_watch import FailureWatch, NoWatch

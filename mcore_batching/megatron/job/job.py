@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mcore_batching.batch import Field, PackedMicroBatch
-from mcore_batching.batch.consensus import Agreement, Statement, no_statement
+from mcore_batching.batch.agreement.consensus import Agreement, Statement, no_statement
 from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS
 from mcore_batching.megatron.errors import (
     DynamicBatchArgumentError,
@@ -37,7 +37,7 @@ from mcore_batching.megatron.job.failure_watch import (
     watch_of_world,
 )
 from mcore_batching.megatron.job.options import Options
-from mcore_batching.planning.records import StepRecorder
+from mcore_batching.planning.plans.records import StepRecorder
 
 Kept = TypeVar("Kept")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mcore_batching.batch.value_shapes import as_number
+from mcore_batching.batch.fields.value_shapes import as_number
 from mcore_batching.flags import (
     CUDA_ROW_MULTIPLE,
     DEFAULT_TIMEOUT_SECONDS,
@@ -35,7 +35,7 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.json_text import read_document
-from mcore_batching.planning.memory import LOG_PROB_CHUNK_TOKENS
+from mcore_batching.planning.plans.memory import LOG_PROB_CHUNK_TOKENS
 
 _MOST_TIMEOUT_SECONDS = 10**9  # some 30 years; process groups count nanoseconds in 64 bits
 

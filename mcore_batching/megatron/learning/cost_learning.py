@@ -2,8 +2,8 @@
 
 Every forward and backward pass of every model chunk is timed where it runs, in `train_step` and in
 stock training. All ranks add up what they measured within the planning protocol's first agreement
-and go on with the same model (`mcore_batching.planning.learnt_costs`). What ranks wait for each
-other inside of passes is left out (`mcore_batching.megatron.learning.pass_times`).
+and go on with the same model (`planning.learning.learnt_costs`). What ranks wait for each other
+inside of passes is left out (`pass_times`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
-from mcore_batching.batch.figures import Figure, largest, least, rank_total
+from mcore_batching.batch.agreement.figures import Figure, largest, least, rank_total
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.job.job import Job, job_of
 from mcore_batching.megatron.learning.pass_times import (
@@ -36,8 +36,8 @@ from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks
 from mcore_batching.planning import CostModel, ParallelDims
-from mcore_batching.planning.layer_costs import costs_of_stage
-from mcore_batching.planning.learnt_costs import (
+from mcore_batching.planning.costs.layer_costs import costs_of_stage
+from mcore_batching.planning.learning.learnt_costs import (
     WINDOW_STEPS,
     LearntCosts,
     Timing,

@@ -26,10 +26,10 @@ import torch
 from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.rows.shards import computed_alone
-from mcore_batching.planning.cost import ordered_sum
-from mcore_batching.planning.learnt_costs import Timing
+from mcore_batching.planning.costs.cost import ordered_sum
+from mcore_batching.planning.learning.learnt_costs import Timing
 from mcore_batching.planning.pipeline import Kind, Pass
-from mcore_batching.planning.plan import Row
+from mcore_batching.planning.plans.plan import Row
 
 _KINDS: tuple[Kind, ...] = "F", "B"
 """Passes that are timed."""

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mcore_batching.batch import BatchError, PackedMicroBatch
-from mcore_batching.batch.context_parallel import gather_own_values
-from mcore_batching.batch.value_shapes import describe, shape_of
+from mcore_batching.batch.fields.value_shapes import describe, shape_of
+from mcore_batching.batch.rows.context_parallel import gather_own_values
 from mcore_batching.megatron.job.row_groups import context_parallel_group
 from mcore_batching.megatron.logits.fused_output import FusedLogits, Logits
 from mcore_batching.megatron.logits.token_statistics import (
@@ -30,7 +30,7 @@ from mcore_batching.megatron.logits.token_statistics import (
     StatisticsOfLogits,
     StatisticsOfProduct,
 )
-from mcore_batching.planning.memory import LOG_PROB_CHUNK_TOKENS
+from mcore_batching.planning.plans.memory import LOG_PROB_CHUNK_TOKENS
 
 CHUNK_TOKENS = LOG_PROB_CHUNK_TOKENS
 """Tokens cast to float32 at a time: at a vocabulary of 152k a copy takes 0.3 GB, of 16k tokens' 10,

@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_batching.batch.value_shapes import as_number
+from mcore_batching.batch.fields.value_shapes import as_number
 from mcore_batching.planning.integers import as_integer
 
 LOWEST = torch.finfo(torch.float32).min

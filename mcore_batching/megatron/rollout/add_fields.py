@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_batching.batch import Field
-from mcore_batching.batch.consensus import Statement
-from mcore_batching.batch.field_checks import require_one_per_sample
+from mcore_batching.batch.agreement.consensus import Statement
+from mcore_batching.batch.fields.field_checks import require_one_per_sample
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.job import Job, job_of
 from mcore_batching.megatron.rollout.data_iterator import DataIterator, rollout_of, schedule_of

@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 from megatron.core import parallel_state
 
-from mcore_batching.batch.consensus import Statement
-from mcore_batching.batch.figures import largest
-from mcore_batching.batch.prefixes import Hosts
+from mcore_batching.batch.agreement.consensus import Statement
+from mcore_batching.batch.agreement.figures import largest
+from mcore_batching.batch.rows.prefixes import Hosts
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.row_groups import make_row_groups
 from mcore_batching.megatron.rollout.planning_protocol import PlanningProtocol, digest_of

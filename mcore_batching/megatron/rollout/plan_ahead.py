@@ -26,7 +26,7 @@ import torch.distributed as dist
 # As in `job.consensus`: slime puts another in the place of `dist.new_group`.
 from torch.distributed.distributed_c10d import new_group
 
-from mcore_batching.batch.rank_messages import RankMessages
+from mcore_batching.batch.agreement.rank_messages import RankMessages
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.rollout.settings import Settings
 from mcore_batching.planning import PlanningError, StepPlan

@@ -1,7 +1,7 @@
 """The planning protocol: from rollout data on every rank to this rank's micro-batches.
 
-All ranks take its steps together, and agree (`mcore_batching.batch.consensus`) where one needs
-what others know:
+All ranks take its steps together, and agree (`batch.agreement.consensus`) where one needs what
+others know:
 
 1. take stock: settings and rollout data are read; settings must be the same everywhere; what one
    rank's samples leave open of undeclared fields, others tell;
@@ -37,9 +37,9 @@ from typing import Any, Literal
 from megatron.core import parallel_state
 
 from mcore_batching.batch import Schema
-from mcore_batching.batch.consensus import Statement
-from mcore_batching.batch.figures import Figure, largest, least, total
-from mcore_batching.batch.prefixes import Hosts
+from mcore_batching.batch.agreement.consensus import Statement
+from mcore_batching.batch.agreement.figures import Figure, largest, least, total
+from mcore_batching.batch.rows.prefixes import Hosts
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
 from mcore_batching.megatron.checks.split_backward import check_split_backward
@@ -67,7 +67,7 @@ from mcore_batching.megatron.rows.shards import (
 )
 from mcore_batching.megatron.topology import model_chunks, vocabulary_size
 from mcore_batching.planning import CostModel, PlannerConfig, ShardOutlook
-from mcore_batching.planning.learnt_costs import LearntCosts
+from mcore_batching.planning.learning.learnt_costs import LearntCosts
 
 
 class PlanningProtocol:

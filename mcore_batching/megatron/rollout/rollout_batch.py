@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mcore_batching.batch import Field, Schema, make_placeholder
-from mcore_batching.batch.field_checks import read_lengths
-from mcore_batching.batch.infer import infer_fields
-from mcore_batching.batch.value_checks import require_vocabulary
+from mcore_batching.batch.fields.field_checks import read_lengths
+from mcore_batching.batch.fields.infer import infer_fields
+from mcore_batching.batch.fields.value_checks import require_vocabulary
 from mcore_batching.planning import Argument, ConfigError, at_least
 from mcore_batching.planning.integers import as_integer
 

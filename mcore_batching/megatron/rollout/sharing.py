@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_batching.batch.fields import Kind
-from mcore_batching.batch.figures import Figure, total
-from mcore_batching.batch.prefixes import Hosts, find_hosts
+from mcore_batching.batch.agreement.figures import Figure, total
+from mcore_batching.batch.fields.fields import Kind
+from mcore_batching.batch.rows.prefixes import Hosts, find_hosts
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.checks.shared_prefixes import sharing_problems
 from mcore_batching.megatron.job.job import Job

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcore_batching.batch import Kind, PackedMicroBatch, StepTotals
 from mcore_batching.batch.loss import owned_num_tokens, step_totals
-from mcore_batching.batch.side_by_side import SideBySide
+from mcore_batching.batch.rows.side_by_side import SideBySide
 from mcore_batching.megatron.rows.routing_replay import replayable
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import is_last_stage

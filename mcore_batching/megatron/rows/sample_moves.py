@@ -25,7 +25,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from mcore_batching.batch import OrderError, SchemaError
-from mcore_batching.batch.value_shapes import count_of, describe
+from mcore_batching.batch.fields.value_shapes import count_of, describe
 from mcore_batching.megatron.job.flat_values import as_bytes, has_bytes
 
 _DTYPES = (

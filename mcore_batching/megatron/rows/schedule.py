@@ -15,9 +15,9 @@ from mcore_batching.batch import (
     make_placeholder,
     pack,
 )
-from mcore_batching.batch.infer import infer_fields
-from mcore_batching.batch.side_by_side import on_host
-from mcore_batching.batch.value_checks import require_vocabulary
+from mcore_batching.batch.fields.infer import infer_fields
+from mcore_batching.batch.fields.value_checks import require_vocabulary
+from mcore_batching.batch.rows.side_by_side import on_host
 from mcore_batching.megatron.rows.sample_moves import SampleMoves
 from mcore_batching.megatron.rows.shards import MicroBatches, Shard, computed_alone
 from mcore_batching.planning import (
@@ -29,7 +29,7 @@ from mcore_batching.planning import (
     sample_multiple_tokens,
 )
 from mcore_batching.planning.integers import as_integer
-from mcore_batching.planning.learnt_costs import LearntCosts
+from mcore_batching.planning.learning.learnt_costs import LearntCosts
 
 _LAID_OUT = (Kind.TOKENS, Kind.POSITION_IDS)
 """Kinds of fields that rows are laid out of, which the host does."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from mcore_batching.batch.consensus import Statement
-from mcore_batching.batch.figures import largest
-from mcore_batching.batch.prefixes import samples_of_hosts
+from mcore_batching.batch.agreement.consensus import Statement
+from mcore_batching.batch.agreement.figures import largest
+from mcore_batching.batch.rows.prefixes import samples_of_hosts
 from mcore_batching.megatron.job.consensus import JobConsensus
 
 MicroBatches = tuple[tuple[int, ...], ...]

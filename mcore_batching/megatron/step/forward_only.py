@@ -18,7 +18,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mcore_batching.batch import OrderError, restore_order
-from mcore_batching.batch.consensus import Statement
+from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.megatron.checks.shared_rows import let_rows_have_groups
 from mcore_batching.megatron.checks.validation import check_logits
 from mcore_batching.megatron.errors import CollationFailedError, ForwardFailedError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch import OrderError, PackedMicroBatch
-from mcore_batching.batch.value_shapes import count_of, describe
+from mcore_batching.batch.fields.value_shapes import count_of, describe
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.planning import sample_multiple_tokens
 

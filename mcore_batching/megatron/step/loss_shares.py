@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from mcore_batching.batch import StepTotals
-from mcore_batching.batch.consensus import Statement
-from mcore_batching.batch.figures import largest
+from mcore_batching.batch.agreement.consensus import Statement
+from mcore_batching.batch.agreement.figures import largest
 from mcore_batching.megatron.job.flat_values import has_bytes
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.rows.prepared_step import PreparedStep

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from mcore_batching.batch.consensus import Statement
+from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.megatron.errors import NonFiniteError
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.job.options import Options

@@ -9,8 +9,8 @@ from typing import Any
 from megatron.core.utils import get_model_config
 
 from mcore_batching.batch import PackedMicroBatch, StepTotals
-from mcore_batching.batch.consensus import Statement
-from mcore_batching.batch.figures import total
+from mcore_batching.batch.agreement.consensus import Statement
+from mcore_batching.batch.agreement.figures import total
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
 from mcore_batching.megatron.errors import CollationFailedError

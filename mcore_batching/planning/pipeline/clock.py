@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from operator import mul
 from typing import Any
 
-from mcore_batching.planning.compiled import Integers, Numbers, as_list, kernel, numbers
+from mcore_batching.planning.pipeline.compiled import Integers, Numbers, as_list, kernel, numbers
 from mcore_batching.planning.pipeline.passes import Kind, Schedule
 from mcore_batching.planning.pipeline.program import program
 

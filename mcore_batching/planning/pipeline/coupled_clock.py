@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mcore_batching.planning.compiled import as_list
 from mcore_batching.planning.pipeline.clock import Changes, Clock
+from mcore_batching.planning.pipeline.compiled import as_list
 from mcore_batching.planning.pipeline.passes import Schedule
 
 Blocks = Sequence[tuple[int, int]]

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
-from mcore_batching.planning.compiled import Integers, Numbers, integers, numbers
 from mcore_batching.planning.errors import ParallelDimsError
+from mcore_batching.planning.pipeline.compiled import Integers, Numbers, integers, numbers
 from mcore_batching.planning.pipeline.passes import Pass, Schedule
 
 Place = tuple[int, Pass]

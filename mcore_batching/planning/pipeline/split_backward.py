@@ -26,8 +26,15 @@ from collections.abc import Sequence
 from operator import mul
 from typing import NamedTuple
 
-from mcore_batching.planning.compiled import Integers, Numbers, as_list, integers, kernel, numbers
 from mcore_batching.planning.pipeline.clock import Operation
+from mcore_batching.planning.pipeline.compiled import (
+    Integers,
+    Numbers,
+    as_list,
+    integers,
+    kernel,
+    numbers,
+)
 from mcore_batching.planning.pipeline.passes import Pass, Schedule
 from mcore_batching.planning.pipeline.program import Program, program
 

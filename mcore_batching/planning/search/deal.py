@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from mcore_batching.planning.cost import ordered_sum
+from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.objective import Objective, Slots
 

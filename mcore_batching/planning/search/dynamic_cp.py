@@ -17,9 +17,9 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from mcore_batching.planning.bounds import step_time_floor
 from mcore_batching.planning.errors import InflightBoundError
-from mcore_batching.planning.plan import MicroBatches
+from mcore_batching.planning.packing.bounds import step_time_floor
+from mcore_batching.planning.plans.plan import MicroBatches
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.moves import drawing, improve
 from mcore_batching.planning.search.objective import Candidate, Objective, Slots

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_batching.planning.bounds import step_time_floor, way_of_longest
+from mcore_batching.planning.packing.bounds import step_time_floor, way_of_longest
 from mcore_batching.planning.pipeline import Clock
 from mcore_batching.planning.problem import Problem
 

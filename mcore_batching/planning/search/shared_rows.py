@@ -15,8 +15,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from mcore_batching.planning.bounds import step_time_floor
-from mcore_batching.planning.cost import ordered_sum
+from mcore_batching.planning.costs.cost import ordered_sum
+from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.pipeline import clocks_of
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.deal import deal, settle

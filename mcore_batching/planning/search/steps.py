@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from mcore_batching.planning.cost import ordered_sum
+from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import by_folds
 from mcore_batching.planning.search.deal import deal, settle, spread

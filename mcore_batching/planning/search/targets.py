@@ -18,7 +18,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-from mcore_batching.planning.cost import ordered_sum
+from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.pipeline import inflight_tokens
 from mcore_batching.planning.search.objective import Objective
 

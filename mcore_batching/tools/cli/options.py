@@ -16,9 +16,9 @@ from mcore_batching.planning import (
     ParallelDims,
     PlannerConfig,
 )
+from mcore_batching.planning.costs.layers_of import config_of_json, first_guess
 from mcore_batching.planning.errors import printable
 from mcore_batching.planning.json_text import read_document
-from mcore_batching.planning.layers_of import config_of_json, first_guess
 from mcore_batching.tools.files import write_whole
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from mcore_batching.planning import (
     validate_plan,
 )
 from mcore_batching.planning.errors import printable
-from mcore_batching.planning.memory import ModelShape, predicted_memory
+from mcore_batching.planning.plans.memory import ModelShape, predicted_memory
 from mcore_batching.tools import report
 from mcore_batching.tools.cli.options import (
     CommandParser,
@@ -38,8 +38,8 @@ from mcore_batching.tools.cli.options import (
 from mcore_batching.tools.cli.progress import progress
 from mcore_batching.tools.explain import explain
 from mcore_batching.tools.lengths_file import read_groups, read_lengths
-from mcore_batching.tools.picture import check_picture
-from mcore_batching.tools.plot import draw_step
+from mcore_batching.tools.pictures.picture import check_picture
+from mcore_batching.tools.pictures.plot import draw_step
 
 _LEAST_ADVICE_SECONDS = 2.0
 """Small plans get all of the advice, however busy the machine is."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from mcore_batching.planning import Argument
 from mcore_batching.planning.errors import printable
-from mcore_batching.planning.records import read_records
+from mcore_batching.planning.plans.records import read_records
 from mcore_batching.tools import replay, report
 from mcore_batching.tools.cli.options import (
     FLAG_OF_SIZE,
@@ -19,8 +19,8 @@ from mcore_batching.tools.cli.options import (
     cost_model_of,
 )
 from mcore_batching.tools.cli.progress import progress
-from mcore_batching.tools.picture import check_picture
-from mcore_batching.tools.replay_plot import draw_replay
+from mcore_batching.tools.pictures.picture import check_picture
+from mcore_batching.tools.pictures.replay_plot import draw_replay
 
 MOST_PLANNED_STEPS = 16
 """Default of --steps. Each is planned up to eight times: time grows with it, and gains of single

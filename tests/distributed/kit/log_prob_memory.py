@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch
-from mcore_batching.batch.pack import pack
+from mcore_batching.batch.rows.pack import pack
 from mcore_batching.megatron import (
     response_entropy,
     response_log_probs,

@@ -16,9 +16,9 @@ from kit.model import MAX_SEQUENCE_LENGTH, transformer_config
 from kit.objective import packed_objective
 from kit.samples import make_samples, take
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, StepTotals, token_mean
-from mcore_batching.batch.context_parallel import owned_response_mask
-from mcore_batching.batch.pack import pack
-from mcore_batching.batch.row_layout import Row
+from mcore_batching.batch.rows.context_parallel import owned_response_mask
+from mcore_batching.batch.rows.pack import pack
+from mcore_batching.batch.rows.row_layout import Row
 from mcore_batching.megatron import (
     forward_only,
     get_data_iterator,

@@ -24,11 +24,11 @@ from kit.model import CLIP_GRAD, adam, local_part, named_parameters, sharded_mod
 from kit.objective import packed_objective, plain_objective
 from kit.reference import plain_adam, plain_log_probs, plain_model
 from kit.samples import VOCABULARY
-from mcore_batching.batch.select import step_batches, take
+from mcore_batching.batch.rows.select import step_batches, take
 from mcore_batching.megatron import forward_only, get_data_iterator, train_step
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims, PlannerConfig, group_steps, plan_batch
-from mcore_batching.planning.validation import validate_plan
+from mcore_batching.planning.plans.validation import validate_plan
 from mcore_batching.rl import compute_advantages, pad_batch, real_samples
 from mcore_batching.rl.real_samples import real_indices
 

@@ -23,7 +23,7 @@ from mcore_batching.megatron import get_data_iterator, schedule_of, train_step
 from mcore_batching.megatron.split_backward.weight_gradients import WeightGradients
 from mcore_batching.planning import CostModel, ParallelDims
 from mcore_batching.planning.pipeline import PARTS
-from mcore_batching.tools.timeline import step_timeline
+from mcore_batching.tools.pictures.timeline import step_timeline
 
 SAMPLES_OF_A_STAGE = 6
 CAP = 400

@@ -16,7 +16,7 @@ import torch
 from mcore_batching.megatron import get_data_iterator, schedule_of
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.planning import ParallelDims
-from mcore_batching.tools.timeline import step_timeline
+from mcore_batching.tools.pictures.timeline import step_timeline
 
 STAGES, REPEATS = 2, 5
 TOLERANCE = 0.03

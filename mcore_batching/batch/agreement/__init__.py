@@ -1,0 +1,1 @@
+"""Agreements: messages between ranks, so that all act on the same or raise together."""

@@ -1,0 +1,112 @@
+"""Figures: numbers that travel with an agreement, each by its name and with how ranks join it.
+
+    {"longest": largest(40), "samples": total(8), "seconds": least([0.2, 3.0])}     on rank 0
+    {"longest": largest(72), "samples": total(5), "seconds": least([0.4, 1.0])}     on rank 1
+    {"longest": 72, "samples": 13, "seconds": [0.2, 1.0]}                           joined
+
+A figure is declared where it is sent, in one line, and read by its name.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_batching.batch.agreement._summary import Numbers
+
+Value = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One rank's part of a figure.
+
+    Attributes:
+        kind: how ranks join it: "largest", "least", "total" or "rank total".
+        values: the same count on every rank; negated for "least", which is joined as "largest".
+        is_list: False for a single number.
+    """
+
+    kind: str
+    values: list[Any]
+    is_list: bool
+
+    @property
+    def shape(self) -> str:
+        """Kind and count, which must be the same on all ranks."""
+        return f"{self.kind} of {len(self.values)}" if self.is_list else self.kind
+
+    @property
+    def has_maxima(self) -> bool:
+        """True if ranks join it by maxima, False if by sums."""
+        return self.kind in ("largest", "least")
+
+    def read(self, joined: list[Any]) -> Any:
+        """The figure's value, from the joined values of all ranks."""
+        values = [-each for each in joined] if self.kind == "least" else joined
+        return values if self.is_list else values[0]
+
+
+def largest(value: Value) -> Figure:
+    """For each number, the largest of all ranks."""
+    return _figure("largest", value)
+
+
+def least(value: Value) -> Figure:
+    """For each number, the least of all ranks."""
+    figure = _figure("least", value)
+    # Negated, so that messages need maxima and sums alone.
+    return Figure(figure.kind, [-each for each in figure.values], figure.is_list)
+
+
+def total(value: Value) -> Figure:
+    """For each number, the sum over replicas; the ranks of a replica give the same number."""
+    return _figure("total", value)
+
+
+def rank_total(value: Value) -> Figure:
+    """For each number, the sum over all ranks."""
+    return _figure("rank total", value)
+
+
+def _figure(kind: str, value: Value) -> Figure:
+    is_list = isinstance(value, Sequence)  # a single number comes back as one
+    return Figure(kind, list(value) if isinstance(value, Sequence) else [value], is_list)
+
+
+def numbers_of(figures: Mapping[str, Figure], *, is_first: bool) -> Numbers:
+    """One rank's figures as numbers to be joined.
+
+    Args:
+        figures: by name.
+        is_first: True on the first rank of each replica, which alone adds to a "total".
+    """
+    maxima: list[Any] = []
+    sums: list[Any] = []
+    # By name, not in the order of the dict, which may differ between ranks.
+    for _, figure in sorted(figures.items()):
+        if figure.has_maxima:
+            maxima += figure.values
+        else:
+            # Ranks of a replica hold the same samples, which must count once.
+            counts = is_first or figure.kind == "rank total"
+            sums += figure.values if counts else [0] * len(figure.values)
+    return Numbers(maxima, sums)
+
+
+def values_of(figures: Mapping[str, Figure], joined: Numbers) -> dict[str, Any]:
+    """Each figure's value by name. Inverse of `numbers_of`.
+
+    Args:
+        figures: of any rank.
+        joined: of all ranks.
+    """
+    # In the order in which `numbers_of` laid them out.
+    maxima, sums = iter(joined.maxima), iter(joined.sums)
+    values = {}
+    for name, figure in sorted(figures.items()):
+        numbers = maxima if figure.has_maxima else sums
+        values[name] = figure.read(list(itertools.islice(numbers, len(figure.values))))
+    return values

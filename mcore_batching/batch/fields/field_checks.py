@@ -1,0 +1,248 @@
+"""Validation of a batch against its schema, once, where it enters.
+
+The first value that does not match its field's declaration raises a `SchemaError` naming field,
+sample, what was expected and what was found. Lists and arrays become tensors here, so code behind
+this check handles tensors only (but for numbers per sample, multimodal inputs and metadata).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_batching.batch.errors import SchemaError
+from mcore_batching.batch.fields.fields import INTEGRAL, Field, Kind, declaration_line
+from mcore_batching.batch.fields.value_checks import is_tagged, require_loss_masks, tensor_of
+from mcore_batching.batch.fields.value_shapes import count_of, describe, is_integral, shape_of
+
+_ROWS_OF = {
+    Kind.TOKENS: "tokens",
+    Kind.PER_TOKEN: "rows, one per token",
+    Kind.PER_RESPONSE_TOKEN: "rows, one per response token",
+    Kind.POSITION_IDS: "positions, one per token",
+    Kind.ROUTED_EXPERTS: "rows, one per token",
+}
+_NUM_DIMENSIONS = {
+    Kind.TOKENS: (1, "[tokens]"),
+    Kind.ROUTED_EXPERTS: (3, "[rows, layers, top_k]"),
+}
+
+
+def num_samples(batch: Mapping[str, Any]) -> int:
+    """Number of samples of a batch, padding samples included: values of ``total_lengths``.
+
+    Without that field, values of the first field that is not None; 0 if there is none.
+
+    Raises:
+        SchemaError: the field is not a list of values.
+    """
+    # Any field would do, but this one is there in every whole batch, and a list of its own.
+    fields = ("total_lengths", *batch)
+    name = next((name for name in fields if batch.get(name) is not None), None)
+    if name is None:
+        return 0
+    count = count_of(batch[name])
+    if count is None:
+        raise SchemaError(name, expected="one value per sample", found=describe(batch[name]))
+    return count
+
+
+def require_one_per_sample(name: str, values: Any, num_samples: int, use: str = "") -> None:
+    """Check that a field has as many values as the batch has samples; `use` says what for.
+
+    Raises:
+        SchemaError: it has another number of values, or is None.
+    """
+    count = count_of(values)
+    if count == num_samples:
+        return
+    found = describe(values) if count is None else f"{count} values"
+    raise SchemaError(
+        name,
+        expected=f"{num_samples} values, one per sample{use}",
+        found="no such field" if values is None else found,
+    )
+
+
+def checked_batch(schema: Mapping[str, Field], batch: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The fields of a batch that are not None, as `checked_values` gives them.
+
+    Raises:
+        SchemaError: a required field is absent, a length is no integer of 0 or more, a field is
+            not declared, or a value does not match its kind.
+    """
+    for field in schema.values():
+        if field.required and batch.get(field.name) is None:
+            raise SchemaError(
+                field.name,
+                expected="one value per sample",
+                found="no such field" if field.name not in batch else "None",
+            )
+    # First, since all other fields are checked against them.
+    total_lengths, response_lengths = read_lengths(batch)
+    checked: dict[str, list[Any]] = {}
+    for name, values in batch.items():
+        if values is None:  # absent for the whole batch
+            continue
+        if name not in schema:
+            raise SchemaError(
+                name,
+                expected="a declared field",
+                found="no declaration",
+                declaration=declaration_line(name, Kind.PER_RESPONSE_TOKEN),
+                # An example, with the commonest kind of fields that frameworks add.
+                advice="use schema = schema.resolve(batch), or declare its kind, for example",
+            )
+        checked[name] = checked_values(schema[name], values, total_lengths, response_lengths)
+    return checked | {"total_lengths": total_lengths, "response_lengths": response_lengths}
+
+
+def read_lengths(batch: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """Total and response length of every sample, in tokens.
+
+    Raises:
+        SchemaError: one of the fields is absent, they differ in number, an entry is no integer, or
+            a response is longer than its sample.
+    """
+    read: dict[str, list[int]] = {}
+    for name in ("total_lengths", "response_lengths"):
+        values = batch.get(name)
+        if values is None or count_of(values) is None:
+            raise SchemaError(name, expected="a list of one length per sample", found=repr(values))
+        read[name] = [_read_length(name, index, value) for index, value in enumerate(values)]
+    total_lengths, response_lengths = read["total_lengths"], read["response_lengths"]
+    if len(response_lengths) != len(total_lengths):
+        raise SchemaError(
+            "response_lengths",
+            expected=f"{len(total_lengths)} values, as many as total_lengths",
+            found=f"{len(response_lengths)}",
+        )
+    for index, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
+        if response > total:
+            raise SchemaError(
+                "response_lengths",
+                sample_index=index,
+                expected=f"at most the sample's total length, {total}",
+                found=str(response),
+            )
+    return total_lengths, response_lengths
+
+
+def _read_length(name: str, index: int, value: Any) -> int:
+    try:
+        length = operator.index(value)  # also of NumPy and torch; refuses 3.0
+    except TypeError:
+        length = -1
+    if length < 0 or isinstance(value, bool):
+        raise SchemaError(
+            name,
+            sample_index=index,
+            expected="an integer of 0 or more, in tokens",
+            found=describe(value),
+        )
+    return length
+
+
+def checked_values(
+    field: Field, values: Any, total_lengths: Sequence[int], response_lengths: Sequence[int]
+) -> list[Any]:
+    """The values of a field, checked against its kind.
+
+    Returns:
+        one per sample: lists and arrays as tensors, ``is_padding`` as booleans, metadata and
+        multimodal inputs as given.
+
+    Raises:
+        SchemaError: there is not one value per sample, or one does not match the kind.
+    """
+    require_one_per_sample(field.name, values, len(total_lengths))
+    if field.kind in (Kind.METADATA, Kind.MULTIMODAL):
+        found = list(values)
+    elif field.name == "is_padding":
+        return [is_tagged(field.name, index, tag) for index, tag in enumerate(values)]
+    else:
+        found = [_value(field, index, value) for index, value in enumerate(values)]
+    # After all became tensors: from here on a value has a shape and a type, or none at all.
+    for index, value in enumerate(found):
+        expected = unmet(field, value, total_lengths[index], response_lengths[index])
+        if expected is not None:
+            raise SchemaError(
+                field.name,
+                sample_index=index,
+                expected=expected,
+                found=describe(value),
+                declaration=field.declaration,
+                advice="correct the values, or this declaration",
+            )
+    if field.kind is Kind.PER_SAMPLE:
+        _require_one_shape(field.name, found, response_lengths)
+    if field.name == "loss_masks" and field.kind is Kind.PER_RESPONSE_TOKEN:
+        require_loss_masks(found)
+    return found
+
+
+def _value(field: Field, index: int, value: Any) -> Any:
+    # A response of no tokens, say.
+    if isinstance(value, list | tuple) and not value and field.kind is not Kind.PER_SAMPLE:
+        # torch.as_tensor([]) is float32, which token ids must not be.
+        return torch.zeros(0, dtype=field.default_type)
+    return tensor_of(field.name, index, value)
+
+
+def _require_one_shape(name: str, values: Any, response_lengths: Sequence[int]) -> None:
+    """Refuse per-sample values of different shapes, and rewards that are per token."""
+    shapes = [shape_of(value) for value in values]
+    # They are stacked into one tensor per row, where a shape of its own has no place.
+    odd = next((index for index, shape in enumerate(shapes) if shape != shapes[0]), None)
+    expected = "one number, or tensors of one shape, in all samples"
+    # Per-token rewards of responses that happen to share a length also have one shape. With one
+    # token each the two readings are the same.
+    as_responses = {(length,) for length in response_lengths} - {(1,)}
+    if odd is None and name == "rewards" and shapes and set(shapes) == as_responses:
+        odd, expected = 0, "one number per sample (give vectors another name)"
+    if odd is not None:
+        raise SchemaError(
+            name,
+            sample_index=odd,
+            expected=expected,
+            found=describe(values[odd]) + (f" beside {describe(values[0])}" if odd else ""),
+            declaration=declaration_line(name, Kind.PER_RESPONSE_TOKEN),
+            advice="if it has a value per response token, declare it so",
+        )
+
+
+def unmet(field: Field, value: Any, total_length: int, response_length: int) -> str | None:
+    """What a value of the field should be, in words, if this one is not; None if it is."""
+    kind = field.kind
+    if kind is Kind.METADATA:
+        return None
+    if isinstance(value, Tensor) and value.is_meta:  # it has a shape, but nothing to train on
+        return "values, not a tensor on the meta device"
+    if kind is Kind.MULTIMODAL:
+        fits = value is None or isinstance(value, Mapping)
+        return None if fits else "a dict of model inputs, or None"
+    shape = shape_of(value)
+    if kind is Kind.PER_SAMPLE:
+        return None if shape is not None else "a number or a tensor"
+    rows = field.num_rows(total_length, response_length)
+    expected = f"{rows} {_ROWS_OF[kind]}"
+    if not shape:
+        return expected
+    if field.name == "loss_masks" and len(shape) > 1:  # [R, 1] would broadcast with [R] to [R, R]
+        return f"{expected}, one number in each"
+    if kind is Kind.POSITION_IDS:
+        if len(shape) > 2 or shape[-1] != rows:
+            return f"{expected}, as [tokens] or [axes, tokens]"
+    elif shape[0] != rows:
+        return expected
+    dimensions, axes = _NUM_DIMENSIONS.get(kind, (len(shape), ""))
+    # What was an empty list has lost its trailing dimensions.
+    if len(shape) != dimensions and shape != (0,):
+        return f"{expected}, as {axes}"
+    if kind in INTEGRAL and not is_integral(value):
+        return f"{expected}, of an integer type"
+    return None

@@ -1,0 +1,232 @@
+"""Inference of an undeclared field's kind, where the data fits exactly one.
+
+    total_lengths [5, 7], response_lengths [2, 7]
+    values of 5 and 7 rows                    per token
+    values of 2 and 7 rows                    per response token
+    numbers, or tensors without dimensions    per sample
+    strings, None, dicts of strings           metadata
+
+Nothing is guessed. Where several kinds fit (every response is its whole sample, there are no
+samples, integers may be position ids or routed experts), samples of other ranks or of earlier
+batches may settle it; else a `SchemaError` lists the kinds with the line that declares each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from mcore_batching.batch.errors import SchemaError
+from mcore_batching.batch.fields.field_checks import read_lengths, require_one_per_sample, unmet
+from mcore_batching.batch.fields.fields import Field, Kind, declaration_line
+from mcore_batching.batch.fields.value_checks import tensor_of
+from mcore_batching.batch.fields.value_shapes import describe, is_integral, shape_of
+
+_INFERRED = (Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.PER_SAMPLE, Kind.METADATA)
+
+
+def infer_field(
+    name: str, batch: Mapping[str, Any], told: Mapping[str, Field] | None = None
+) -> Field:
+    """The declaration of an undeclared field, from its values in a batch.
+
+    Args:
+        name: key of the field.
+        batch: field name to one value per sample, with ``total_lengths`` and ``response_lengths``.
+        told: declarations inferred from other samples, used where the values here fit several
+            kinds; None where there are no others.
+
+    Raises:
+        SchemaError: the values fit no kind, several, or one that must be declared.
+    """
+    return _inferred(name, _values_of(name, batch), batch, told)
+
+
+def _inferred(
+    name: str,
+    values: Sequence[Any],
+    batch: Mapping[str, Any],
+    told: Mapping[str, Field] | None,
+) -> Field:
+    total_lengths, response_lengths = read_lengths(batch)
+    fitting = _fitting_kinds(values, total_lengths, response_lengths)
+    told_here = (told or {}).get(name)
+    # Values that fit one kind say more than what others told, which is then checked against them.
+    if len(fitting) == 1 and fitting[0] in _INFERRED:
+        return Field(name, fitting[0])
+    if told_here is not None and told_here.kind in fitting:
+        return told_here
+    if not fitting:
+        _require_no_outlier(name, values, total_lengths, response_lengths)
+    found = _found(values, fitting)
+    if told_here is not None:
+        found += f"; other samples say {told_here.kind.value}"
+    elif told is not None and _is_open(fitting):
+        found += "; other ranks and earlier batches do not settle it"
+    raise SchemaError(
+        name,
+        expected="a declared field, or values of one kind",
+        found=found,
+        declaration=" or ".join(
+            _declaration(name, kind, values, total_lengths) for kind in fitting or [Kind.METADATA]
+        ),
+    )
+
+
+def infer_fields(
+    declared: Collection[str], batch: Mapping[str, Any], told: Mapping[str, Field]
+) -> tuple[dict[str, Field], bool]:
+    """Declarations of a batch's undeclared fields, as far as its samples and `told` settle them.
+
+    Returns:
+        declarations by name; True if some field fits several kinds, so other samples are needed.
+
+    Raises:
+        SchemaError: the values fit no kind, or one that must be declared.
+    """
+    inferred: dict[str, Field] = {}
+    some_open = False
+    lengths = read_lengths(batch)
+    for name, given in batch.items():
+        if given is None or name in declared:
+            continue
+        values = _values_of(name, batch)
+        if name not in told and _is_open(_fitting_kinds(values, *lengths)):
+            some_open = True  # no error yet: another rank's samples may settle it
+            continue
+        field = _inferred(name, values, batch, told)
+        # All None reads as metadata here, but other ranks may hold multimodal inputs: not told on.
+        if any(value is not None for value in values):
+            inferred[name] = field
+    return inferred, some_open
+
+
+def _is_open(fitting: Sequence[Kind]) -> bool:
+    """True if several kinds fit, and samples of other lengths could settle which."""
+    return len(fitting) > 1 and any(kind in _INFERRED for kind in fitting)
+
+
+def _values_of(name: str, batch: Mapping[str, Any]) -> list[Any]:
+    """One per sample, lists and arrays of numbers as tensors."""
+    require_one_per_sample(name, batch[name], len(batch["total_lengths"]))
+    values = list(batch[name])
+    # Lists that cannot become tensors stay lists, which fit no kind.
+    with contextlib.suppress(SchemaError):
+        values = [tensor_of(name, index, value) for index, value in enumerate(values)]
+    return values
+
+
+def _require_no_outlier(
+    name: str,
+    values: Sequence[Any],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+) -> None:
+    """Blame the first odd sample where more than half of the values fit one kind.
+
+    Raises:
+        SchemaError: more than half fit some kind.
+    """
+    # "Sample 7 has 5 rows" helps more than "no kind fits" where the others are plain. More than
+    # half, since two equal halves would blame either.
+    shapes = [shape_of(value) for value in values]
+    rows = [shape[0] if shape else None for shape in shapes]  # None of a number
+    fits = {
+        Kind.PER_TOKEN: [r == length for r, length in zip(rows, total_lengths, strict=True)],
+        Kind.PER_RESPONSE_TOKEN: [
+            r == length for r, length in zip(rows, response_lengths, strict=True)
+        ],
+        Kind.PER_SAMPLE: [shape == () for shape in shapes],
+    }
+    most = max(map(sum, fits.values()))
+    if 2 * most <= len(shapes):
+        return
+    kinds = [kind for kind, each in fits.items() if sum(each) == most]
+    names = " or ".join(kind.value for kind in kinds)
+    index = fits[kinds[0]].index(False)
+    field = Field(name, kinds[0])
+    expected = unmet(field, values[index], total_lengths[index], response_lengths[index])
+    raise SchemaError(
+        name,
+        sample_index=index,
+        expected=f"{expected or 'a number'}, since {most} of {len(shapes)} samples fit {names}",
+        found=describe(values[index]),
+        declaration=" or ".join(declaration_line(name, kind) for kind in kinds),
+        advice="correct the values; to have such a field checked, declare it",
+    )
+
+
+def _found(values: Any, fitting: Sequence[Kind]) -> str:
+    if not len(values):
+        return "an undeclared field of no samples, which may be any kind"
+    example = f"{len(values)} values such as {describe(values[0])}"
+    if not fitting:
+        return f"an undeclared field whose {example} fit no kind (metadata takes any value)"
+    names = " or ".join(kind.value for kind in fitting)
+    return f"an undeclared field whose {example} may be {names}"
+
+
+def _fitting_kinds(
+    values: Sequence[Any], total_lengths: Sequence[int], response_lengths: Sequence[int]
+) -> list[Kind]:
+    """The kinds that these values match."""
+    if not values:  # of no samples: any kind that another field than `tokens` may have
+        return [kind for kind in Kind if kind is not Kind.TOKENS]
+    if all(_is_text(value) for value in values):
+        return [Kind.METADATA]
+    if all(value is None or isinstance(value, Mapping) for value in values):
+        return [Kind.MULTIMODAL, Kind.METADATA]  # only the model knows which dicts it takes
+    shapes = [shape_of(value) for value in values]
+    if any(shape is None for shape in shapes):  # objects: metadata fits, but is never guessed
+        return []
+    known = [shape for shape in shapes if shape is not None]
+    if all(shape == () for shape in known):
+        return [Kind.PER_SAMPLE]
+    if any(shape == () for shape in known):
+        return []
+    rows = [shape[0] for shape in known]
+    # Position ids and routed experts are integers with a shape of their own; all else is told by
+    # the number of rows.
+    integral = all(is_integral(value) for value in values)
+    fitting = []
+    # All kinds that fit, not the first: which of them it is only a declaration or others can tell.
+    if rows == list(total_lengths):
+        fitting.append(Kind.PER_TOKEN)
+    if rows == list(response_lengths):
+        fitting.append(Kind.PER_RESPONSE_TOKEN)
+    if integral and all(
+        len(shape) == 2 and shape[1] == total
+        for shape, total in zip(known, total_lengths, strict=True)
+    ):
+        fitting.append(Kind.POSITION_IDS)
+    if (
+        integral
+        and all(len(shape) == 3 for shape in known)
+        and _routed_offset(rows, total_lengths) is not None
+    ):
+        fitting.append(Kind.ROUTED_EXPERTS)
+    return fitting
+
+
+def _is_text(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        # An empty dict may be multimodal inputs, too.
+        return bool(value) and all(isinstance(text, str) for pair in value.items() for text in pair)
+    return value is None or isinstance(value, str)
+
+
+def _routed_offset(rows: Sequence[int], total_lengths: Sequence[int]) -> int | None:
+    """``length_offset`` of routed experts: 0, or -1 as of rollout engines; None if neither fits."""
+    # Engines route no token after the last one, so they give one row less.
+    for offset in (0, -1):
+        if list(rows) == [max(0, total + offset) for total in total_lengths]:
+            return offset
+    return None
+
+
+def _declaration(name: str, kind: Kind, values: Any, total_lengths: Sequence[int]) -> str:
+    if kind is not Kind.ROUTED_EXPERTS or not total_lengths:
+        return declaration_line(name, kind)
+    rows = [(shape_of(value) or (0,))[0] for value in values]
+    return declaration_line(name, kind, _routed_offset(rows, total_lengths) or 0)

@@ -1,0 +1,188 @@
+"""Declarations of a rollout batch's fields.
+
+A batch is a dict of fields; a field is a list with one value per sample. The kind of a field says
+how long each value is, how it is packed, and what its value in a fabricated sample is. A field that
+is None for the whole batch is absent.
+
+    schema = DEFAULT_SCHEMA.declare("entropies", Kind.PER_RESPONSE_TOKEN)
+    schema = schema.resolve(batch)   # infers the kinds of undeclared fields from their values
+    batch = schema.validate(batch)   # tensors, or a SchemaError that names key, sample and shapes
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mcore_batching.batch.errors import SchemaError
+from mcore_batching.batch.fields.field_checks import checked_batch
+from mcore_batching.batch.fields.fields import Field, Fill, Kind
+from mcore_batching.batch.fields.infer import infer_field
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schema(Mapping[str, Field]):
+    """Declarations by field name. Frozen: `declare` and `resolve` return new schemas.
+
+    Attributes:
+        fields: the declarations, one per name.
+
+    Raises:
+        SchemaError: a name is declared twice.
+    """
+
+    fields: tuple[Field, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Index the fields by name."""
+        # The tuple is what prints and compares; look-ups by name go to a dict beside it.
+        by_name: dict[str, Field] = {}
+        for field in self.fields:
+            if field.name in by_name:
+                raise SchemaError(
+                    field.name,
+                    expected="one declaration",
+                    found=f"Kind.{by_name[field.name].kind.name} and Kind.{field.kind.name}",
+                )
+            by_name[field.name] = field
+        object.__setattr__(self, "_by_name", by_name)
+
+    _by_name: dict[str, Field] = dataclasses.field(init=False, repr=False)
+
+    def __getitem__(self, name: str) -> Field:
+        """The declaration of a field."""
+        return self._by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """The field names."""
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        """Number of declared fields."""
+        return len(self._by_name)
+
+    def __repr__(self) -> str:
+        # Short, since help() prints it in every signature that has it as a default.
+        return f"<Schema of {len(self)} fields>"
+
+    def declare(
+        self,
+        name: str,
+        kind: Kind,
+        *,
+        length_offset: int = 0,
+        required: bool = False,
+        fill: Fill = Fill.ZEROS,
+    ) -> Schema:
+        """This schema with a field added, or declared anew.
+
+        Args:
+            name: the field's key in a batch.
+            kind: of a sample's value.
+            length_offset: rows beyond the kind's own length; negative for fewer.
+            required: True if every batch must have the field.
+            fill: its value in fabricated samples.
+
+        Raises:
+            SchemaError: no batch could meet the declaration.
+        """
+        return self.with_field(
+            Field(name, kind, length_offset=length_offset, required=required, fill=fill)
+        )
+
+    def with_field(self, field: Field) -> Schema:
+        """`declare`, from a `Field`."""
+        return Schema((*(f for f in self.fields if f.name != field.name), field))
+
+    def resolve(self, batch: Mapping[str, Any], told: Mapping[str, Field] | None = None) -> Schema:
+        """This schema with every undeclared field of a batch added, its kind inferred.
+
+        Args:
+            batch: field name to one value per sample.
+            told: declarations that other samples (of other ranks, or of earlier batches) led to;
+                used for fields whose values here fit several kinds.
+
+        Raises:
+            SchemaError: the values of an undeclared field fit no kind, or several; the message
+                lists them with the line that declares each.
+        """
+        # A field that is None for the whole batch is absent: nothing to infer from.
+        inferred = [
+            infer_field(name, batch, told)
+            for name, values in batch.items()
+            if values is not None and name not in self
+        ]
+        return Schema((*self.fields, *inferred)) if inferred else self
+
+    def validate(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """Check every field of a batch against its declaration.
+
+        Args:
+            batch: field name to one value per sample.
+
+        Returns:
+            new lists of the fields that are not None; lists and arrays of numbers become tensors,
+            lengths Python ints.
+
+        Raises:
+            SchemaError: a required field is absent, a field is not declared, or a value does not
+                match its kind.
+        """
+        # All fields at once, since lengths of one are checked against those of another.
+        return checked_batch(self, batch)
+
+
+_PER_RESPONSE_TOKEN = (
+    *("loss_masks", "log_probs", "ref_log_probs", "rollout_log_probs", "teacher_log_probs"),
+    *("values", "advantages", "returns", "kl", "entropy", "opd_reverse_kl"),
+    # of verl
+    *("response_mask", "loss_mask", "old_log_probs", "ref_log_prob", "entropys", "rm_scores"),
+    *("token_level_scores", "token_level_rewards", "rollout_is_weights"),
+    # of SkyRL
+    *("action_log_probs", "base_action_log_probs", "rollout_logprobs"),
+)
+_PER_SAMPLE = (
+    *("rewards", "raw_reward", "truncated", "round_number", "rollout_mask_sums", "max_seq_lens"),
+    *("is_padding", "num_turns"),
+)
+_METADATA = ("source_names", "prompt", "metadata", "rollout_top_p_token_ids")
+# Identifiers are metadata: a zero in a placeholder would pass for somebody else's.
+_IDENTIFIERS = (
+    *("uids", "trajectory_ids", "sample_indices", "rollout_ids", "uid", "prompt_uid"),
+    *("session_id", "trajectory_id", "request_id", "index"),
+)
+_PROMPTS = ("prompts", "prompt_ids", "prompt_token_ids")
+
+DEFAULT_SCHEMA = Schema(
+    (
+        Field("tokens", Kind.TOKENS, required=True),
+        Field("total_lengths", Kind.PER_SAMPLE, required=True),
+        Field("response_lengths", Kind.PER_SAMPLE, required=True),
+        *(Field(name, Kind.PER_RESPONSE_TOKEN) for name in _PER_RESPONSE_TOKEN),
+        *(Field(name, Kind.PER_SAMPLE) for name in _PER_SAMPLE),
+        *(Field(name, Kind.METADATA) for name in _METADATA),
+        *(Field(name, Kind.METADATA, fill=Fill.IDENTIFIER) for name in _IDENTIFIERS),
+        Field("position_ids", Kind.POSITION_IDS),
+        Field("multimodal_train_inputs", Kind.MULTIMODAL),
+        Field("multi_modal_inputs", Kind.MULTIMODAL),
+        # Rollout engines route no token after the last one.
+        Field("rollout_routed_experts", Kind.ROUTED_EXPERTS, length_offset=-1),
+        # Offsets into rollout_top_p_token_ids begin with a 0.
+        Field("rollout_top_p_token_offsets", Kind.PER_RESPONSE_TOKEN, length_offset=1),
+        *(Field(name, Kind.PER_TOKEN, fill=Fill.TOKEN_IDS) for name in ("input_ids", "sequences")),
+        *(
+            Field(name, Kind.PER_RESPONSE_TOKEN, fill=Fill.TOKEN_IDS)
+            for name in ("responses", "response_ids")
+        ),
+        *(Field(name, Kind.METADATA, fill=Fill.TOKEN_IDS) for name in _PROMPTS),
+        # SkyRL's router_padding_mask is True where no route is to be replayed.
+        *(
+            Field(name, Kind.PER_TOKEN, fill=Fill.ONES)
+            for name in ("attention_mask", "router_padding_mask")
+        ),
+        # SkyRL counts trajectories by their last turns, and a padding sample is one of its own.
+        Field("is_last_step", Kind.PER_SAMPLE, fill=Fill.ONES),
+    )
+)
+"""Fields that slime's Megatron backend reads (``rollout_data``), and those of verl and SkyRL."""

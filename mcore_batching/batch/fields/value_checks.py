@@ -1,0 +1,157 @@
+"""Checks of single values that would otherwise be misread without an error.
+
+tensor_of("tokens", 0, [[5], [6, 7]])                  SchemaError, lists of different lengths
+require_loss_masks([tensor([1, 0]), tensor([nan])])    SchemaError, sample 1
+require_token_id("pad_token_id", True)                 BatchError, where it would be token 1
+require_vocabulary("tokens", [tensor([64])], 64)       SchemaError, where no rank holds token 64
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_batching.batch.errors import BatchError, OrderError, SchemaError
+from mcore_batching.batch.fields.value_shapes import as_number, describe, plain_value
+from mcore_batching.planning.errors import Argument
+from mcore_batching.planning.integers import as_integer
+
+
+def tensor_of(name: str, index: int, value: Any) -> Any:
+    """A sample's value; lists and arrays of numbers become a tensor.
+
+    Raises:
+        SchemaError: lists that hold no numbers, or nested lists of different lengths.
+    """
+    try:
+        return plain_value(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise SchemaError(
+            name,
+            sample_index=index,
+            expected="numbers, in lists of the same length",
+            found=f"{describe(value)} ({error})",
+        ) from None
+
+
+def require_loss_masks(masks: Sequence[Tensor]) -> None:
+    """Check that the loss masks of a batch are finite weights of 0 or more.
+
+    Raises:
+        SchemaError: an entry is negative, infinite or NaN.
+    """
+    # NaN would make every loss of the step NaN, and a negative weight turn a gradient round.
+    outlier = _first_outside([mask.flatten() for mask in masks], math.inf)
+    if outlier is not None:
+        index, _, value = outlier
+        raise SchemaError(
+            "loss_masks",
+            sample_index=index,
+            expected="finite weights of 0 or more",
+            found=str(value),
+        )
+
+
+def _first_outside(values: Sequence[Tensor], end: float) -> tuple[int, int, Any] | None:
+    """Sample, place and value of the first entry that is not in ``[0, end)``."""
+
+    def fits(tensor: Tensor) -> bool:
+        # A comparison with NaN is False.
+        return bool(((tensor >= 0) & (tensor < end)).all())
+
+    # One question per device, not per sample: the host waits for each answer.
+    devices = {each.device for each in values if each.numel()}  # empty ones need no answer
+    if all(fits(torch.cat([each for each in values if each.device == on])) for on in devices):
+        return None
+    index = next(i for i, each in enumerate(values) if not fits(each))
+    entries = values[index].tolist()
+    place = next(i for i, entry in enumerate(entries) if not 0 <= entry < end)
+    return index, place, entries[place]
+
+
+def require_vocabulary(
+    name: str,
+    values: Sequence[Tensor],
+    vocabulary_size: int,
+    weights: Sequence[Tensor] | None = None,
+) -> None:
+    """Check that token ids are in the model's vocabulary.
+
+    Args:
+        name: of the field.
+        values: token ids of each sample.
+        vocabulary_size: entries of the model's embedding, padding included.
+        weights: loss weight of each token of each sample; ids of weight 0 are not checked. None:
+            all are.
+
+    Raises:
+        SchemaError: an id is negative, or `vocabulary_size` or more.
+    """
+    # Megatron would not notice: each tensor-parallel rank masks ids outside its part of the
+    # embedding, and one outside all parts trains as a vector of zeros.
+    ids = [value.long().flatten() for value in values]
+    if weights is not None:  # a label that no loss looks at may be anything, such as -100
+        ids = [
+            each.masked_fill(weight.flatten().to(each.device) == 0, 0)
+            for each, weight in zip(ids, weights, strict=True)
+        ]
+    outlier = _first_outside(ids, vocabulary_size)
+    if outlier is not None:
+        index, place, token = outlier
+        needed = max(vocabulary_size, *ids[index].tolist()) + 1  # for this sample at least
+        raise SchemaError(
+            name,
+            sample_index=index,
+            expected=f"token ids of 0 to {vocabulary_size - 1} (use the model's tokenizer, or "
+            f"build it with vocab_size={needed})",
+            found=f"{token} at place {place}",
+        )
+
+
+def is_tagged(name: str, index: int, tag: Any) -> bool:
+    """A sample's tag, such as ``is_padding``; None counts as False.
+
+    Raises:
+        SchemaError: it is not one boolean or number.
+    """
+    # Not bool(tag): the text "False" is true.
+    number = 0.0 if tag is None else as_number(tag)
+    if number is None:
+        raise SchemaError(
+            name,
+            sample_index=index,
+            expected="True or False",
+            found=describe(tag),
+        )
+    return bool(number)
+
+
+def require_index(name: str, value: Any) -> int:
+    """An index given in the argument `name`, as a Python int.
+
+    Raises:
+        OrderError: it is no integer.
+    """
+    number = as_integer(value)
+    if number is None:
+        raise OrderError(f"expected integer {name}, got {value!r:.60}; pass positions")
+    return number
+
+
+def require_token_id(name: str, value: Any) -> int:
+    """The argument `name` as a token id.
+
+    Raises:
+        BatchError: it is no integer, or does not fit into int64.
+    """
+    number = as_integer(value)
+    if number is None or not -(2**63) <= number < 2**63:
+        raise BatchError(
+            Argument(name),
+            f" must be a token's id, got {value!r:.60}",
+        )
+    return number

@@ -1,0 +1,1 @@
+"""Rows: samples packed one behind another, and placeholders."""

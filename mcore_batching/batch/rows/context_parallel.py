@@ -1,0 +1,118 @@
+"""Whole responses from the slices of a packed row that context-parallel ranks hold.
+
+On each rank the model gives one value per token of its slice, say the log-probability of the next
+token. `gather_response` returns one value per response token, on every rank:
+
+    row of one sample, prompt p, response a b c; cp 2     p a b c
+    rank 0 has positions 0 and 3                          log p(a), .
+    rank 1 has positions 1 and 2                          log p(b), log p(c)
+    gather_response, on both ranks                        [log p(a), log p(b), log p(c)]
+    owned_response_mask                                   [1 0 0] on rank 0, [0 1 1] on rank 1
+
+If the response is the whole sample, nothing predicts its first token: the value is 0.0, without a
+gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_batching.batch.errors import BatchError
+from mcore_batching.batch.rows.packed import PackedMicroBatch
+from mcore_batching.planning.errors import Argument
+
+
+def gather_response(
+    local_stream: Tensor,
+    micro_batch: PackedMicroBatch,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> list[Tensor]:
+    """Values of each sample's response tokens, whole on every context-parallel rank.
+
+    A collective over ``group`` (an all-reduce), and another one in backward, which sums the ranks'
+    gradients: if one rank runs backward through the result, all must. A loss that every rank
+    computes in full is therefore counted once per rank: divide it by the group's size, or use
+    `token_mean`, in which each rank counts only its own positions.
+
+    Args:
+        local_stream: ``[T_local, ...]``, at each position of this rank's slice the value of the
+            next token.
+        micro_batch: the row.
+        group: the context-parallel group, ranks in the order of their slices; None without
+            context parallelism.
+
+    Returns:
+        ``[response_length, ...]`` for each sample, of the stream's type; attached to the graph even
+        if every response is empty.
+
+    Raises:
+        BatchError: the stream is not as long as the slice, or ``group`` has another size than the
+            row was cut for.
+    """
+    expected = micro_batch.tokens.shape[1]
+    if not local_stream.dim() or local_stream.shape[0] != expected:
+        raise BatchError(
+            f"expected local_stream of shape [{expected}, ...], one value per token of the slice, "
+            f"got {list(local_stream.shape)}"
+        )
+    positions = micro_batch.responses.owned_positions.to(local_stream.device)
+    return gather_own_values(local_stream.index_select(0, positions), micro_batch, group=group)
+
+
+def gather_own_values(
+    own_values: Tensor, micro_batch: PackedMicroBatch, *, group: dist.ProcessGroup | None
+) -> list[Tensor]:
+    """`gather_response`, given only the values at positions that predict a response token.
+
+    Args:
+        own_values: ``[owned, ...]``, one for each of ``micro_batch.responses.owned_positions``.
+        micro_batch: the row.
+        group: as for `gather_response`.
+    """
+    size = 1 if group is None else group.size()
+    if size != micro_batch.context_parallel_size:
+        raise BatchError(
+            f"expected a group of {micro_batch.context_parallel_size} ranks, which share the row, "
+            f"got {'no group' if group is None else f'one of {size}'}; set ",
+            Argument("group"),
+            " to the context-parallel group",
+        )
+    responses = micro_batch.responses
+    flat = own_values.new_zeros((responses.owned.numel(), *own_values.shape[1:]))
+    # Zeros where another rank predicts the token, so the sum over ranks is the whole response.
+    flat = flat.index_copy(0, responses.owned_indices.to(own_values.device), own_values)
+    if group is not None and size > 1 and flat.numel():
+        flat = cast(Any, _SumOverGroup).apply(flat, group)
+    return list(torch.split(flat, micro_batch.response_lengths))
+
+
+def owned_response_mask(micro_batch: PackedMicroBatch) -> list[Tensor]:
+    """Mask of the response tokens that this context-parallel rank predicts.
+
+    Returns:
+        bool ``[response_length]`` for each sample. A token is True on one rank, on none if it has
+        no predecessor.
+    """
+    return list(torch.split(micro_batch.responses.owned, micro_batch.response_lengths))
+
+
+class _SumOverGroup(torch.autograd.Function):
+    """Sum over a group of ranks; backward, the sum of the ranks' incoming gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -1,0 +1,226 @@
+"""A micro-batch as one packed row: inputs of the model and the loss, and its samples' indices.
+
+Two samples of 3 and 2 tokens (responses 2 and 1), each padded to a multiple of 2, the row to 8:
+
+    tokens             a b c . | d e | . .      . is padding
+    labels             b c . . | e . | . .      next token within the sample
+    position_ids       0 1 2 0 | 0 1 | 0 0
+    loss_mask          1 1 0 0 | 1 0 | 0 0      1 where a response token is predicted
+    cu_seqlens_padded  0 4 6 8                  the row's own padding is the last segment
+
+Under context parallelism the row is cut as in `batch.rows.zigzag`, while offsets are of the full
+row on every rank.
+
+Where samples begin others, their hosts (`batch.rows.prefixes`), the row holds the hosts' tokens
+alone, and each sample's response lies in its host's segment. `p a` of response a, and its
+host `p a q b` of response b:
+
+    tokens             p a q b              response_lengths   1 1
+    loss_mask          1 0 1 0              hosts              1 1
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_batching.batch.errors import BatchError
+from mcore_batching.batch.fields.fields import Kind
+from mcore_batching.batch.fields.schema import Schema
+from mcore_batching.batch.rows.response_tokens import ResponseTokens
+from mcore_batching.batch.rows.row_layout import Row
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class LaterTokens:
+    """What multi-token prediction reads at one depth: at each position that of a later one.
+
+    Depth 1 of the row drawn above, 0 where a segment ends:
+
+        tokens       b c . 0 | e 0 | . 0
+        labels       c . . 0 | . 0 | . 0
+        loss_mask    1 0 0 0 | 0 0 | 0 0
+
+    Attributes:
+        tokens: int64 ``[1, T_local]``.
+        position_ids: int64 ``[1, T_local]``, or with axes in front.
+        labels: int64 ``[1, T_local]``.
+        loss_mask: float32 ``[1, T_local]``.
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class PackedMicroBatch:
+    """One context-parallel rank's slice of a packed row.
+
+    S samples, a full row of T tokens, of which the rank holds ``T_local = T / cp``.
+
+    Attributes:
+        tokens: int64 ``[1, T_local]``.
+        labels: int64 ``[1, T_local]``, the next token within the sample, the padding token where
+            there is none.
+        position_ids: int64 ``[1, T_local]``, counted from 0 in each sample, or the batch's own;
+            ``[axes, 1, T_local]`` if these have several axes. 0 in padding.
+        loss_mask: float32 ``[1, T_local]``: at each position the mask of the response token that it
+            predicts; 0 elsewhere, in placeholders and in padding samples.
+        padding_mask: bool ``[1, T_local]``, True for padding, padding samples included.
+        cu_seqlens_padded: int32 ``[segments + 1]``, offsets of the padded samples in the full row,
+            of hosts alone where samples share segments; the row's own padding, where there is any,
+            is one more segment.
+        host_cu_seqlens_padded: the same offsets as Python ints.
+        cu_seqlens: int32 ``[samples with a segment + 1]``, their offsets without padding.
+        max_seqlen: tokens of the longest padded segment.
+        total_lengths: tokens of each sample.
+        response_lengths: tokens of each sample's response.
+        sample_indices: origin index of each sample, ``()`` in a placeholder.
+        hosts: for each sample the place among them of the one in whose segment it lies, its own
+            place if it has a segment.
+        is_placeholder: True if the row's one sample is fabricated.
+        responses: loss weights of the response tokens, and the positions of this rank that predict
+            them.
+        fields: every field of the samples, one value per sample, as `Schema.validate` returns it.
+        schema: the kinds of the fields.
+        context_parallel_size: ranks that share the row.
+        context_parallel_rank: this rank among them.
+        later: for multi-token prediction, at each depth from 1 on.
+        token_weights: sum of the full row's loss mask, and at each of these depths.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    loss_mask: Tensor
+    padding_mask: Tensor
+    cu_seqlens_padded: Tensor
+    host_cu_seqlens_padded: tuple[int, ...]
+    cu_seqlens: Tensor
+    max_seqlen: int
+    total_lengths: list[int]
+    response_lengths: list[int]
+    sample_indices: tuple[int, ...]
+    hosts: tuple[int, ...]
+    is_placeholder: bool
+    responses: ResponseTokens
+    fields: Mapping[str, list[Any]]
+    schema: Schema
+    context_parallel_size: int
+    context_parallel_rank: int
+    later: tuple[LaterTokens, ...] = ()
+    token_weights: tuple[float, ...] = ()
+
+    @property
+    def num_samples(self) -> int:
+        """Real samples: 0 for a placeholder."""
+        return 0 if self.is_placeholder else len(self.total_lengths)
+
+    def __getitem__(self, key: str) -> list[Any]:
+        """The values of a field, one per sample.
+
+        Raises:
+            KeyError: the samples had no such field; names those that they had.
+        """
+        if key not in self.fields:
+            raise KeyError(f"no field {key!r} in this micro-batch; it has {sorted(self.fields)}")
+        return self.fields[key]
+
+    def packed(self, key: str, pad_value: float = 0, *, later: int = 0) -> Tensor:
+        """A field with rows per token, packed, padded and cut like `tokens`.
+
+        Padding of routed experts ignores ``pad_value``: its experts take turns, so that padding
+        loads all experts evenly.
+
+        Args:
+            key: a field of kind PER_TOKEN or ROUTED_EXPERTS (or TOKENS).
+            pad_value: fills padding, and tokens without a row (negative ``length_offset``).
+            later: each token has the value of the one that comes so many later in its sample.
+
+        Returns:
+            ``[1, T_local, ...]`` on the tokens' device.
+
+        Raises:
+            KeyError: the samples had no such field.
+            BatchError: the field is of another kind, has more rows than tokens, or its trailing
+                shapes differ between samples.
+        """
+        values, field = self[key], self.schema[key]
+        if field.kind not in (Kind.TOKENS, Kind.PER_TOKEN, Kind.ROUTED_EXPERTS):
+            raise BatchError(
+                f"field {key!r} is declared as Kind.{field.kind.name}, without rows per token; "
+                f"read micro_batch[{key!r}], or declare it as Kind.PER_TOKEN"
+            )
+        laid_out = [i for i, host in enumerate(self.hosts) if host == i]
+        rows = [values[i][later:].to(self.tokens.device) for i in laid_out]
+        trailing = {tuple(row.shape[1:]) for row in rows if row.shape[0]}
+        # More values than tokens, as one for each gap and both ends: there is no row for some.
+        if len(trailing) > 1 or field.length_offset > 0:
+            raise BatchError(
+                f"field {key!r} cannot be packed: expected rows of one shape, at most one per "
+                f"token of {self.total_lengths}, found {[list(row.shape) for row in rows]}; "
+                f"read micro_batch[{key!r}]"
+            )
+        lengths = [self.total_lengths[i] for i in laid_out]
+        row = Row(lengths, self.host_cu_seqlens_padded)
+        padding: Tensor | None = None
+        if field.kind is Kind.ROUTED_EXPERTS:
+            padding = _spread_experts(rows, row.num_tokens)
+        full = row.lay_out(rows, pad_value, padding=padding)
+        return row.local(full, self.context_parallel_size, self.context_parallel_rank)[None]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedMicroBatch:
+        """A copy with every tensor on a device, those in `fields` included.
+
+        Args:
+            device: of the copy.
+            non_blocking: do not wait for copies from pinned memory.
+        """
+        return self.mapped(lambda tensor: tensor.to(device=device, non_blocking=non_blocking))
+
+    def mapped(
+        self, change: Callable[[Tensor], Tensor], names: Collection[str] | None = None
+    ) -> PackedMicroBatch:
+        """A copy with every tensor changed, those in `fields` included.
+
+        Args:
+            change: from a tensor to what takes its place.
+            names: the attributes whose tensors are changed; None: all.
+        """
+        changed = {
+            field.name: _map_tensors(getattr(self, field.name), change)
+            for field in dataclasses.fields(self)
+            if field.name != "schema" and (names is None or field.name in names)
+        }
+        return dataclasses.replace(self, **changed)
+
+
+def _spread_experts(rows: list[Tensor], num_tokens: int) -> Tensor:
+    """``[tokens, layers, top_k]`` experts for padding; the top_k of a token all differ."""
+    layers, top_k = next((row.shape[1:] for row in rows if row.dim() == 3), (0, 0))
+    seen = [row.max().long() + 1 for row in rows if row.numel()]
+    # top_k consecutive numbers modulo num_experts >= top_k all differ. It stays a tensor: with
+    # .item() the host would wait for the device.
+    num_experts = torch.stack(seen).max().clamp(min=max(top_k, 1)) if seen else max(top_k, 1)
+    slots = torch.arange(num_tokens * top_k, device=rows[0].device).remainder(num_experts)
+    return slots.to(rows[0].dtype).view(num_tokens, 1, top_k).expand(num_tokens, layers, top_k)
+
+
+def _map_tensors(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return move(value)
+    if isinstance(value, ResponseTokens | LaterTokens):
+        return type(value)(**_map_tensors(vars(value), move))
+    if isinstance(value, Mapping):
+        return {key: _map_tensors(item, move) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        if value and isinstance(value[0], int | float):  # lengths, offsets: nothing to look for
+            return value
+        return type(value)(_map_tensors(item, move) for item in value)
+    return value

@@ -1,0 +1,127 @@
+"""One fabricated sample for a micro-batch that has no real one.
+
+It has one token and an empty response, so it adds nothing to a sum over response tokens. Every
+requested field gets one value, with the type, device and trailing shape of the real values, or the
+kind's defaults where there are none.
+
+    make_placeholder(schema, ["tokens", "loss_masks", "rewards"], batch)
+    {"tokens": [tensor([0])], "loss_masks": [tensor([], dtype=torch.int32)], "rewards": [0.0]}
+
+Each value is checked like a real one, here and not in some `torch.cat` later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_batching.batch.errors import SchemaError
+from mcore_batching.batch.fields.field_checks import checked_values
+from mcore_batching.batch.fields.fields import Field, Fill, Kind, declaration_line
+from mcore_batching.batch.fields.value_checks import require_token_id, tensor_of
+
+
+def make_placeholder(
+    schema: Mapping[str, Field],
+    batch_keys: Iterable[str],
+    example_batch: Mapping[str, Any] | None,
+    *,
+    pad_token_id: int = 0,
+) -> dict[str, list[Any]]:
+    """A sample of one token and an empty response.
+
+    Args:
+        schema: the kind of every requested field.
+        batch_keys: the fields to give a value.
+        example_batch: field name to values whose type, device and trailing shape are taken; may
+            be another placeholder. Fields may be empty, None or absent, and so may the batch.
+        pad_token_id: the one token.
+
+    Returns:
+        for each key a list of one value: ``[1]`` for tokens; 1 row per token and 0 rows per
+        response token, plus the field's offset; 0 per sample; position 0 on every axis; ``{}`` for
+        multimodal inputs; None for metadata.
+
+    Raises:
+        SchemaError: a requested field is not declared, or got no value of the right length.
+        BatchError: ``pad_token_id`` is no integer.
+    """
+    pad_token_id = require_token_id("pad_token_id", pad_token_id)
+    filled: dict[str, list[Any]] = {}
+    for key in batch_keys:
+        if key not in schema:
+            raise SchemaError(
+                key,
+                expected="a declared field, to fabricate a value",
+                found="no declaration",
+                declaration=declaration_line(key, Kind.PER_RESPONSE_TOKEN),
+                advice="declare it with its Kind, for example",
+            )
+        values = (example_batch or {}).get(key)
+        present = (value for value in (() if values is None else values) if value is not None)
+        made = fabricated(schema[key], next(present, None), 1, 0, pad_token_id)
+        filled[key] = checked_values(schema[key], [made], [1], [0])
+    return filled
+
+
+def fabricated(
+    field: Field, example: Any, total_length: int, response_length: int, pad_token_id: int
+) -> Any:
+    """A field's value in a fabricated sample.
+
+    Args:
+        field: its declaration.
+        example: a real sample's value, or None.
+        total_length: tokens of the fabricated sample.
+        response_length: tokens of its response.
+        pad_token_id: each of its tokens.
+    """
+    if field.kind is Kind.METADATA:
+        return None
+    if field.kind is Kind.MULTIMODAL:
+        return {}
+    if isinstance(example, list | tuple) and not example:
+        example = None  # an empty list shows neither type nor trailing shape
+    example = tensor_of(field.name, 0, example)
+    if field.kind is Kind.PER_SAMPLE:
+        lengths = {"response_lengths": response_length, "total_lengths": total_length}
+        number = (lengths | {"max_seq_lens": total_length}).get(field.name, 0)
+        return filled_with(number, 0 if example is None else example)
+    rows = field.num_rows(total_length, response_length) or 0
+    if field.kind is Kind.POSITION_IDS:
+        axes = () if example is None else example.shape[:-1]
+        like = torch.zeros(0, dtype=torch.int64) if example is None else example
+        positions = torch.arange(rows, dtype=like.dtype, device=like.device)
+        return positions.expand(*axes, rows).clone()
+    if field.kind is Kind.ROUTED_EXPERTS:
+        return _distinct_experts(example, rows)
+    if field.kind is Kind.TOKENS or field.fill is Fill.TOKEN_IDS:
+        return _rows(example, rows, pad_token_id, torch.int64)
+    ones = field.fill is Fill.ONES
+    return _rows(example, rows, int(ones), torch.int64 if ones else torch.float32)
+
+
+def _distinct_experts(example: Tensor | None, rows: int) -> Tensor:
+    if example is None or example.dim() != 3:
+        # A rank that has never seen a sample cannot know the number of layers.
+        return torch.zeros((rows, 0, 0), dtype=torch.int64)
+    # Zeros would send every slot of the token to expert 0.
+    slots = torch.arange(example.shape[2], dtype=example.dtype, device=example.device)
+    return slots.expand(rows, *example.shape[1:]).clone()
+
+
+def filled_with(number: int, like: Any) -> Any:
+    """The number, of the type and shape of a value per sample."""
+    if isinstance(like, Tensor):
+        return torch.full_like(like, number)
+    return type(like)(number)
+
+
+def _rows(example: Tensor | None, rows: int, number: int, default: torch.dtype) -> Tensor:
+    """``rows`` rows of a number, of the example's type, device and trailing shape."""
+    if example is None:
+        return torch.full((rows,), number, dtype=default)
+    return example.new_full((rows, *example.shape[1:]), number)

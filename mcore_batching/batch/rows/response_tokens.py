@@ -1,0 +1,128 @@
+"""Response tokens of a packed row: the position that predicts each, and its loss weight.
+
+Two samples, one of 3 tokens with a response of 2, one of 2 tokens that are all response, each
+padded to a multiple of 2:
+
+    position            0 1 2 3 | 4 5          offsets 0 4 6
+    tokens              p a b . | c d          a b c d are the response tokens
+    predicted_positions           0  1 -1  4   a at p, b at a, d at c
+    loss_masks                    1  1  0  1   c has no predecessor: it weighs nothing
+
+Response token j of a sample with p prompt tokens is predicted at the sample's position p - 1 + j,
+in its host's segment where it has none of its own.
+Tokens of a placeholder or of a padding sample (field ``is_padding``) have weight 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_batching.batch.rows.zigzag import locate
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class ResponseTokens:
+    """The R response tokens of a row, sample after sample.
+
+    Attributes:
+        loss_masks: float32 ``[R]``, loss weights; the same on all context-parallel ranks.
+        owned: bool ``[R]``, True for tokens predicted at a position of this rank's slice.
+        owned_indices: int64 ``[owned]``, where `owned` is True.
+        owned_positions: int64 ``[owned]``, positions of the slice that predict them.
+    """
+
+    loss_masks: Tensor
+    owned: Tensor
+    owned_indices: Tensor
+    owned_positions: Tensor
+
+
+def predicted_positions(
+    offsets: Sequence[int], total_lengths: Sequence[int], response_lengths: Sequence[int]
+) -> Tensor:
+    """Position in the full row that predicts each response token; -1 where none does.
+
+        predicted_positions([0, 4, 6], [3, 2], [2, 2])    [0 1 -1 4]
+
+    Args:
+        offsets: start of each sample, that of its host where it lies in another's segment; further
+            entries are not read.
+        total_lengths: tokens of each sample.
+        response_lengths: tokens of each sample's response.
+
+    Returns:
+        int64 ``[R]`` on the host.
+    """
+    pieces = []
+    for start, total, response in zip(offsets, total_lengths, response_lengths, strict=False):
+        first = start + total - response - 1
+        pieces.append(torch.arange(first, first + response, device="cpu"))
+        if response == total:  # no prompt: the first token has no predecessor
+            pieces[-1][:1] = -1
+    return torch.cat(pieces)
+
+
+def loss_masks(
+    fields: Mapping[str, list[Any]],
+    response_lengths: Sequence[int],
+    predicted_at: Tensor,
+    *,
+    is_placeholder: bool,
+    device: torch.device,
+) -> Tensor:
+    """Loss weight of each response token.
+
+    Args:
+        fields: one value per sample; ``loss_masks`` are all ones if absent.
+        response_lengths: tokens of each sample's response.
+        predicted_at: from `predicted_positions`.
+        is_placeholder: the row's one sample is fabricated.
+        device: of the weights.
+
+    Returns:
+        float32 ``[R]``.
+    """
+    given, padding = fields.get("loss_masks"), fields.get("is_padding")
+    masks = []
+    for i, response in enumerate(response_lengths):
+        if is_placeholder or (padding is not None and padding[i]):
+            masks.append(torch.zeros(response, dtype=torch.float32, device=device))
+        elif given is None:
+            masks.append(torch.ones(response, dtype=torch.float32, device=device))
+        else:
+            masks.append(given[i].to(device, torch.float32))
+    return torch.cat(masks).masked_fill_(predicted_at.to(device) < 0, 0.0)
+
+
+def response_tokens(
+    weights: Tensor,
+    predicted_at: Tensor,
+    offsets: Sequence[int],
+    *,
+    context_parallel_size: int,
+    context_parallel_rank: int,
+) -> ResponseTokens:
+    """The response tokens of a row, as one context-parallel rank sees them.
+
+    Args:
+        weights: from `loss_masks`.
+        predicted_at: from `predicted_positions`.
+        offsets: ``[segments + 1]`` of the full row.
+        context_parallel_size: ranks that share the row.
+        context_parallel_rank: this rank among them.
+    """
+    # The -1 of tokens that nothing predicts are looked up as 0 and then left out of `owned`.
+    rank, local = locate(predicted_at.clamp(min=0), offsets, context_parallel_size)
+    owned = (predicted_at >= 0) & (rank == context_parallel_rank)
+    device = weights.device
+    return ResponseTokens(
+        loss_masks=weights,
+        owned=owned.to(device),
+        owned_indices=owned.nonzero().squeeze(1).to(device),
+        owned_positions=local[owned].to(device),
+    )

@@ -1,0 +1,158 @@
+"""Layout of a packed row: offsets of the padded samples, and values placed at them.
+
+    samples of 3 and 2 tokens, each padded to a multiple of 2, the row to a multiple of 8
+    padded_offsets([3, 2], 2, 8)                        (0, 4, 6, 8)
+    Row([3, 2], (0, 4, 6, 8)).lay_out([abc, de], .)     a b c . d e . .
+    Row([3, 2], (0, 4, 6, 8)).later(of that, 1)         b c . 0 e 0 . 0
+
+The last segment is the row's own padding. A sample without tokens takes one alignment unit, since
+attention kernels break on empty segments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mcore_batching.batch.errors import BatchError
+from mcore_batching.batch.rows.zigzag import slice_packed
+from mcore_batching.planning.errors import Argument
+from mcore_batching.planning.integers import as_integer, round_up
+
+
+def padded_offsets(
+    total_lengths: Sequence[int], sample_alignment_tokens: int, row_alignment_tokens: int
+) -> tuple[int, ...]:
+    """Offsets of the padded samples in a row; the row's own padding is one more segment.
+
+    Args:
+        total_lengths: tokens of each sample.
+        sample_alignment_tokens: each sample is padded to a multiple of this.
+        row_alignment_tokens: then the row is padded to a multiple of this.
+
+    Raises:
+        BatchError: the row is too long for int32 offsets.
+    """
+    offsets = [0]
+    for length in total_lengths:
+        offsets.append(offsets[-1] + round_up(max(length, 1), sample_alignment_tokens))
+    end = round_up(offsets[-1], row_alignment_tokens)
+    if end >= 2**31:
+        raise BatchError(
+            f"a row may have at most {2**31 - 1} tokens, got {end}; pack fewer samples, or "
+            "decrease ",
+            Argument("sample_alignment_tokens"),
+            " or ",
+            Argument("row_alignment_tokens"),
+        )
+    return (*offsets, end) if end > offsets[-1] else tuple(offsets)
+
+
+def require_alignment(
+    sample_alignment_tokens: int, row_alignment_tokens: int, context_parallel_size: int
+) -> None:
+    """Check that every segment of a row can be cut over context-parallel ranks.
+
+    Raises:
+        BatchError: an alignment is not positive, or leaves segments that cannot be cut.
+    """
+    for name, value in (
+        ("sample_alignment_tokens", sample_alignment_tokens),
+        ("row_alignment_tokens", row_alignment_tokens),
+        ("context_parallel_size", context_parallel_size),
+    ):
+        number = as_integer(value)
+        if number is None or number < 1:
+            kind = "an integer of " if number is None else ""
+            raise BatchError(Argument(name), f" must be {kind}1 or more, got {value!r:.60}")
+    if context_parallel_size == 1:
+        return
+    # Each rank takes a chunk of a sample from the front and one from the back.
+    multiple = 2 * context_parallel_size
+    if sample_alignment_tokens % multiple:
+        raise BatchError(
+            Argument("sample_alignment_tokens"),
+            f" must be a multiple of {multiple} (2 * context_parallel_size), got "
+            f"{sample_alignment_tokens}; set it to "
+            f"{math.lcm(sample_alignment_tokens, multiple)}",
+        )
+    # A row alignment that divides the samples' adds no padding, so it need not be cut.
+    if row_alignment_tokens % multiple and sample_alignment_tokens % row_alignment_tokens:
+        raise BatchError(
+            Argument("row_alignment_tokens"),
+            f" must be a multiple of {multiple} (2 * context_parallel_size) or divide "
+            f"sample_alignment_tokens={sample_alignment_tokens}, got {row_alignment_tokens}; set "
+            f"it to {math.lcm(row_alignment_tokens, multiple)}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A full row, before it is cut.
+
+    Attributes:
+        total_lengths: tokens of each sample.
+        offsets: ``[segments + 1]``; each sample lies at the start of its segment.
+    """
+
+    total_lengths: Sequence[int]
+    offsets: Sequence[int]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the full row, padding included."""
+        return self.offsets[-1]
+
+    def lay_out(
+        self,
+        pieces: Sequence[Tensor],
+        pad_value: float,
+        *,
+        padding: Tensor | None = None,
+    ) -> Tensor:
+        """A full row, with each sample's piece at its offset.
+
+        Args:
+            pieces: ``[rows, ...]`` for each sample, at most one row per token.
+            pad_value: fills the rest.
+            padding: ``[tokens of the row, ...]``, fills the rest instead of `pad_value`.
+
+        Returns:
+            ``[tokens of the row, ...]`` of the pieces' type, device and trailing shape.
+        """
+        # A piece made of an empty list has no trailing shape: take that of one with rows.
+        like = next((piece for piece in pieces if piece.shape[0]), pieces[0])
+        # A copy: the caller's tensor may be a view in which rows share memory.
+        if padding is not None:
+            full = padding.contiguous().clone()
+        else:
+            full = like.new_full((self.num_tokens, *like.shape[1:]), pad_value)
+        for i, piece in enumerate(pieces):
+            if not piece.shape[0]:
+                continue
+            start = self.offsets[i]
+            full[start : start + piece.shape[0]] = piece
+        return full
+
+    def later(self, full: Tensor, depth: int) -> Tensor:
+        """At each position the value ``depth`` positions on, 0 beyond the end of its segment.
+
+        Args:
+            full: ``[..., tokens of the row]``.
+            depth: 1 or more.
+        """
+        sizes = torch.tensor(self.offsets).diff()
+        ends = torch.tensor(self.offsets[1:]).repeat_interleave(sizes).to(full.device)
+        at = torch.arange(depth, depth + self.num_tokens, device=full.device)
+        values = full.index_select(-1, at.clamp(max=self.num_tokens - 1))
+        return values.masked_fill(at >= ends, 0)
+
+    def local(
+        self, full: Tensor, context_parallel_size: int, context_parallel_rank: int, dim: int = 0
+    ) -> Tensor:
+        """The slice of a full row that a context-parallel rank holds."""
+        return slice_packed(full, self.offsets, context_parallel_size, context_parallel_rank, dim)

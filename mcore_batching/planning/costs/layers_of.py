@@ -1,0 +1,292 @@
+"""The layers of a model, read from its config, and so the first guess of its costs.
+
+A config is a mapping of names, as Megatron has them in `TransformerConfig` or Hugging Face in
+``config.json``; either has all of a model's sizes, under names of its own. What a layer of each
+type costs is in `layer_costs`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from string import ascii_lowercase
+from typing import Any
+
+from mcore_batching.planning.costs.cost import CostModel
+from mcore_batching.planning.costs.layer_costs import (
+    OUTPUT,
+    LayerCost,
+    attention,
+    cost_model,
+    delta_net,
+    experts,
+    latent_attention,
+    mamba,
+    mlp,
+    sparse_attention,
+    sum_of,
+    weights,
+)
+from mcore_batching.planning.errors import ConfigError
+from mcore_batching.planning.integers import at_least
+from mcore_batching.planning.json_text import parse_json
+
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "hidden": ("hidden_size", "n_embd"),
+    "layers": ("num_layers", "num_hidden_layers", "n_layer"),
+    "vocab": ("padded_vocab_size", "vocab_size"),
+    "ffn": ("ffn_hidden_size", "intermediate_size", "n_inner"),
+    "heads": ("num_attention_heads", "n_head"),
+    "groups": ("num_query_groups", "num_key_value_heads"),
+    "dim": ("kv_channels", "head_dim"),
+    # latent and sparse attention
+    "query_rank": ("q_lora_rank",),
+    "rank": ("kv_lora_rank",),
+    "key_dim": ("qk_head_dim", "qk_nope_head_dim"),
+    "rope_dim": ("qk_pos_emb_head_dim", "qk_rope_head_dim"),
+    "value_dim": ("v_head_dim",),
+    "index_heads": ("dsa_indexer_n_heads", "index_n_heads"),
+    "index_dim": ("dsa_indexer_head_dim", "index_head_dim"),
+    "top_k": ("dsa_indexer_topk", "index_topk"),
+    # linear attention
+    "linear_key_heads": ("linear_num_key_heads",),
+    "linear_key_dim": ("linear_key_head_dim",),
+    "linear_value_heads": ("linear_num_value_heads",),
+    "linear_value_dim": ("linear_value_head_dim",),
+    "mamba_heads": ("mamba_num_heads",),
+    "mamba_dim": ("mamba_head_dim",),
+    "mamba_groups": ("mamba_num_groups", "n_groups"),
+    "mamba_state": ("mamba_state_dim", "ssm_state_size"),
+    # experts
+    "experts": ("num_moe_experts", "num_experts", "n_routed_experts", "num_local_experts"),
+    "expert_ffn": (
+        "moe_ffn_hidden_size",
+        "moe_intermediate_size",
+        "ffn_hidden_size",
+        "intermediate_size",
+    ),
+    "experts_per_token": ("moe_router_topk", "num_experts_per_tok"),
+    "shared_ffn": ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
+    "latent": ("moe_latent_size",),
+    # multi-token prediction
+    "depths": ("mtp_num_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers"),
+}
+"""Names of sizes in Megatron's config and in others'."""
+_HYBRID = ("hybrid_layer_pattern", "hybrid_override_pattern")
+_TYPES = {"sliding_attention": "windowed", "linear_attention": "delta", "full_attention": "full"}
+"""Attention by Hugging Face's `layer_types`."""
+
+
+class Layers:
+    """Reads the layers of a model.
+
+    Args:
+        config: names and values; those that are None count as missing.
+
+    Raises:
+        ConfigError: a size is missing or out of range; names it.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self.hidden = self._size("hidden")
+        self._gated = config.get("gated_linear_unit", config.get("swiglu"))
+        if self._gated is None:  # Nemotron's squared ReLU has no gate
+            names = ("hidden_act", "mlp_hidden_act", "hidden_activation", "activation_function")
+            act = next((config[name] for name in names if config.get(name)), "silu")
+            self._gated = act in ("silu", "swish", "gelu_pytorch_tanh")
+
+    def _size(self, name: str, default: int | None = None) -> int:
+        for each in _NAMES[name]:
+            if self._config.get(each) is not None:
+                return at_least(each, self._config[each], 0 if default == 0 else 1, ConfigError)
+        if default is None:
+            raise ConfigError(f"the model's config has no {' or '.join(_NAMES[name])}; add it")
+        return default
+
+    def read(self) -> tuple[str, dict[str, LayerCost]]:
+        """A letter for each layer, and what each letter costs."""
+        pattern = next((self._config[n] for n in _HYBRID if self._config.get(n)), None)
+        if pattern:
+            return self._of_pattern(str(pattern))
+        count = self._size("layers")
+        layers = [
+            "/".join(pair) for pair in zip(self._attentions(count), self._ffns(count), strict=True)
+        ]
+        letters = dict(zip(dict.fromkeys(layers), ascii_lowercase, strict=False))
+        costs = {}
+        for layer, letter in letters.items():
+            kind, ffn = layer.split("/")
+            costs[letter] = self._attention(kind) + self._ffn(ffn)
+        text = "".join(letters[layer] for layer in layers)
+        return self._with_output(text, costs, costs[text[-1]], self._size("depths", 0))
+
+    def _of_pattern(self, pattern: str) -> tuple[str, dict[str, LayerCost]]:
+        """Of Megatron's hybrid pattern, whose letters are layers already."""
+        main, *mtp = pattern.split("/")
+        if not mtp:
+            each = str(self._config.get("mtp_hybrid_override_pattern") or "*E")
+            mtp = [each] * self._size("depths", 0)
+        costs = {each: self._of_letter(each) for each in dict.fromkeys(main) if each != "|"}
+        depth = sum_of([self._of_letter(each) for each in mtp[0]] if mtp else [])
+        return self._with_output(main, costs, depth, len(mtp))
+
+    def _of_letter(self, letter: str) -> LayerCost:
+        if letter == "M":
+            return self._mamba()
+        if letter in "*D+":
+            return self._attention("full")
+        if letter == "G":
+            return self._attention("delta")
+        if letter in "-E":
+            return self._ffn("dense" if letter == "-" else "experts")
+        raise ConfigError(
+            f"a hybrid model's pattern has no layers {letter!r:.80}; take M G * D + - E"
+        )
+
+    def _with_output(
+        self, layers: str, costs: dict[str, LayerCost], depth: LayerCost, depths: int
+    ) -> tuple[str, dict[str, LayerCost]]:
+        """Layers with the output layer, and a layer, a projection and the output layer anew for
+        each depth of multi-token prediction."""
+        output = weights(self.hidden * self._size("vocab", 0))
+        of_depth = depth + weights(2 * self.hidden * self.hidden) + output
+        for _ in range(depths):
+            output += of_depth
+        return layers + OUTPUT, {**costs, OUTPUT: output}
+
+    def _attentions(self, count: int) -> list[str]:
+        """The kind of each layer's attention."""
+        config = self._config
+        types = config.get("layer_types")
+        if types:
+            return [_TYPES.get(each, "full") for each in types][:count]
+        every = config.get("linear_attention_freq") or config.get("full_attention_interval")
+        if every:
+            return ["delta" if each else "full" for each in _pattern(every, count, last=True)]
+        if self.window is None or not config.get("use_sliding_window", True):
+            return ["full"] * count
+        skips = config.get("window_attn_skip_freq")
+        if skips is None:
+            return ["windowed"] * count
+        return ["windowed" if each else "full" for each in _pattern(skips, count, last=True)]
+
+    @property
+    def window(self) -> int | None:
+        """Most tokens that a token of windowed or of sparse attention attends to."""
+        if self._size("top_k", 0):
+            return self._size("top_k")
+        size = self._config.get("window_size")  # Megatron's: tokens before and after, -1 for all
+        if size is not None:
+            return None if size[0] < 0 else int(size[0]) + 1
+        return self._config.get("sliding_window")
+
+    def _ffns(self, count: int) -> list[str]:
+        """Whether each layer's feed-forward part has experts."""
+        config = self._config
+        if not self._size("experts", 0):
+            return ["dense"] * count
+        dense = int(config.get("first_k_dense_replace") or 0)
+        every = config.get("moe_layer_freq", 1)
+        if (
+            "decoder_sparse_step" in config
+        ):  # Qwen's: every so many layers, from the last of them on
+            step = config["decoder_sparse_step"] or 1
+            every = [
+                (i + 1) % step == 0 and i not in (config.get("mlp_only_layers") or [])
+                for i in range(count)
+            ]
+        return [
+            "experts" if has and i >= dense else "dense"
+            for i, has in enumerate(_pattern(every, count))
+        ]
+
+    def _attention(self, kind: str) -> LayerCost:
+        if kind == "delta":
+            names = ("key_heads", "key_dim", "value_heads", "value_dim")
+            return delta_net(self.hidden, *(self._size(f"linear_{name}") for name in names))
+        heads = self._size("heads")
+        if self._config.get("multi_latent_attention", self._size("rank", 0)):
+            ranks = self._size("rank"), self._size("query_rank", 0)
+            key, rope, value = (self._size(name) for name in ("key_dim", "rope_dim", "value_dim"))
+            made = latent_attention(self.hidden, heads, key, rope, value, *ranks)
+            if not self._size("top_k", 0):
+                return made
+            indexer = ranks[1] or self.hidden, self._size("index_heads"), self._size("index_dim")
+            return sparse_attention(made, self.hidden, *indexer)
+        gated = self._config.get("attention_output_gate") or self._config.get("attn_output_gate")
+        dim = self._size("dim", self.hidden // max(1, heads))
+        groups = self._size("groups", heads)
+        return attention(
+            self.hidden, heads, groups, dim, gated=bool(gated), windowed=kind == "windowed"
+        )
+
+    def _mamba(self) -> LayerCost:
+        dim = self._size("mamba_dim", 64)
+        heads = self._size("mamba_heads", 2 * self.hidden // dim)
+        return mamba(self.hidden, heads, dim, self._size("mamba_groups"), self._size("mamba_state"))
+
+    def _ffn(self, kind: str) -> LayerCost:
+        gated = bool(self._gated)
+        if kind == "dense":
+            return mlp(self.hidden, self._size("ffn"), gated=gated)
+        ffn, number = self._size("expert_ffn"), self._size("experts")
+        shared = self._size("shared_ffn", ffn * int(self._config.get("n_shared_experts") or 0))
+        # Nemotron's experts work on a smaller stream, to and from which every token is projected.
+        latent = self._size("latent", 0)
+        made = experts(
+            mlp(latent or self.hidden, ffn, gated=gated),
+            self._size("experts_per_token"),
+            number / (self._config.get("expert_model_parallel_size") or 1),
+            number,
+            self.hidden,
+        )
+        return made + mlp(self.hidden, shared, gated=gated) + weights(2 * self.hidden * latent)
+
+
+def _pattern(every: Any, count: int, *, last: bool = False) -> list[Any]:
+    """Megatron's patterns of layers: a list, or every so many layers one, from the first on; with
+    `last` all but the last of every so many."""
+    if isinstance(every, int):
+        return [(i + 1) % every != 0 if last else i % every == 0 for i in range(count)]
+    return list(every)
+
+
+def first_guess(config: Mapping[str, Any], counts: Sequence[int] = ()) -> CostModel:
+    """The cost model of a model, before any pass of it was timed.
+
+    Args:
+        config: of the model, as `Layers` reads it.
+        counts: layers of each model chunk of a pipeline, the first layers' first; empty: even.
+
+    Raises:
+        ConfigError: a size is missing or out of range.
+    """
+    reader = Layers(config)
+    layers, costs = reader.read()
+    if counts:
+        letters = iter(layers)
+        cut = ["".join(itertools.islice(letters, count)) for count in counts]
+        layers = "|".join(cut) + "".join(letters)
+    return cost_model(
+        layers,
+        costs,
+        window=reader.window,
+        recompute=config.get("recompute_granularity") == "full",
+    )
+
+
+def config_of_json(text: str) -> dict[str, Any]:
+    """A model's ``config.json``, as Hugging Face's models have it.
+
+    Raises:
+        ConfigError: no JSON object.
+    """
+    try:
+        raw = parse_json(text)
+    except ValueError as error:
+        raise ConfigError(f"expected a model's config.json, got {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"expected a model's config.json, got {text!r:.80}")
+    inner = raw.get("text_config")  # of multimodal models
+    return raw | (inner if isinstance(inner, dict) else {})

@@ -1,0 +1,1 @@
+"""Costs of passes, learnt from the times of a job's own."""

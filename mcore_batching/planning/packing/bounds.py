@@ -1,0 +1,111 @@
+"""Lower bounds on the number of bins of any packing, and on the end of any plan's step.
+
+No packing uses fewer bins than `bin_lower_bound`. No plan that keeps to the cap and to
+`max_samples_per_row` has fewer micro-batches with samples than `micro_batch_lower_bound`, or a
+shorter makespan than `step_time_floor`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+from mcore_batching.planning.costs.cost import ordered_sum
+from mcore_batching.planning.packing.packing import checked_sizes
+from mcore_batching.planning.problem import Problem
+
+
+def bin_lower_bound(sizes: Sequence[int], capacity: int) -> int:
+    """The bound L2 of Martello and Toth (*Knapsack Problems*, 1990, section 8.3), in O(n log n).
+
+    Args:
+        sizes: size of each item [items], 0 or more.
+        capacity: size of a bin.
+
+    Raises:
+        ItemTooLargeError: an item is larger than `capacity`.
+        LengthError: a size or `capacity` is negative or no integer.
+    """
+    sizes, capacity = checked_sizes(sizes, capacity)
+    if not sizes:
+        return 0
+    # Sums of any range of sizes in one subtraction, so that each threshold costs two bisections.
+    ascending = sorted(sizes)
+    prefix = [0, *accumulate(ascending)]
+    num_items = len(ascending)
+    first_over_half = bisect_right(ascending, capacity // 2)
+    best = 1
+    # For a threshold t: items over `capacity - t` share a bin with nothing of size t or more, and
+    # no two items over half a bin share one. What else is t or larger must fit beside the latter
+    # or into further bins. The bound is the largest count over all t.
+    for threshold in {0, *ascending[:first_over_half]}:
+        first_alone = bisect_right(ascending, capacity - threshold)
+        first_small = bisect_left(ascending, threshold)
+        first_large = min(first_over_half, first_alone)
+        num_large = first_alone - first_large
+        room_beside_large = num_large * capacity - (prefix[first_alone] - prefix[first_large])
+        small_tokens = prefix[first_large] - prefix[first_small]
+        further = max(0, -(-(small_tokens - room_beside_large) // capacity)) if capacity else 0
+        best = max(best, num_items - first_large + further)
+    return best
+
+
+def micro_batch_lower_bound(problem: Problem) -> int:
+    """Lower bound on the number of micro-batches of any packing."""
+    # One per oversize sample and L2 of the rest, or by the number of samples if that is more.
+    fitting = [tokens for i, tokens in enumerate(problem.tokens) if i not in problem.oversize]
+    by_tokens = len(problem.oversize) + bin_lower_bound(fitting, problem.capacity)
+    return max(by_tokens, problem.fewest_rows)
+
+
+def step_time_floor(problem: Problem) -> float:
+    """Lower bound on the makespan of any plan, in units of cost."""
+    longest = max(range(problem.num_samples), key=problem.lengths.__getitem__, default=None)
+    alone = problem.cost_model.per_micro_batch
+    if longest is not None:
+        alone = min(rows.cost([longest]) for rows in problem.on_ranks.values())
+    floor = floor_of_totals(problem, ordered_sum(problem.least_costs), problem.fewest_rows, alone)
+    if problem.config.max_context_parallel is None:
+        return max(floor, _work_of_slowest_stage(problem))
+    return floor
+
+
+def _work_of_slowest_stage(problem: Problem) -> float:
+    """Time of its passes of all samples on a mean rank."""
+    schedule = problem.schedule
+    if not schedule.which_cost:
+        return 0.0
+    works = [ordered_sum(costs) / problem.num_ranks for _, costs in problem.costs_of_stages]
+    slowest = max(ordered_sum(works[kind] for kind in stage) for stage in schedule.which_cost)
+    return schedule.cost_of_passes * slowest / problem.dims.virtual_pipeline
+
+
+def floor_of_totals(
+    problem: Problem, work: float, fewest_rows: int, costliest_sample: float
+) -> float:
+    """`step_time_floor` from totals.
+
+    Args:
+        problem: gives dims, config and cost model.
+        work: forward cost of all samples, summed over the ranks that share each.
+        fewest_rows: lower bound on the number of micro-batches.
+        costliest_sample: forward cost of the longest sample alone in a micro-batch; of an empty one
+            if there is no sample.
+    """
+    dims, schedule, fixed = problem.dims, problem.schedule, problem.cost_model.per_micro_batch
+    fewest = dims.round_up_num_microbatches(-(-fewest_rows // problem.num_ranks))
+    # The larger of two times: a mean rank's work in the fewest micro-batches after the pipeline was
+    # filled by an empty one; and the longest sample's way through all stages and back.
+    even = schedule.least_end(work / problem.num_ranks + fewest * fixed, fixed)
+    return max(even, schedule.way * costliest_sample)
+
+
+def way_of_longest(problem: Problem) -> float:
+    """The longest sample's way through all stages and back, plus the fixed costs of the other
+    micro-batches that the first stage runs before and after it, of the fewest that there can be."""
+    if not problem.num_samples:
+        return 0.0
+    fixed, schedule = problem.cost_model.per_micro_batch, problem.schedule
+    beside = schedule.least_beside(-(-problem.fewest_rows // problem.num_ranks))
+    return schedule.way * (fixed + max(problem.costs)) + beside * fixed

@@ -1,0 +1,175 @@
+"""Memory that a step's plan asks of a rank beside weights, gradients and the optimizer's state.
+
+    shape = ModelShape(layers=32, hidden=4096, ffn=14336, heads=32, groups=8, vocab=152064)
+    predicted_memory(step_statistics(step, lengths), step, shape).last_stage_bytes / 2**30
+
+Tokens in flight are exact. Bytes are the tensors that a transformer's layers keep for their
+backward pass with fused kernels, attention's keeping no scores (after Korthikanti et al., "Reducing
+Activation Recomputation in Large Transformer Models", 2022, without dropout), and the logits: an
+estimate (their time is in `layer_costs`). Unfused layers keep more, megatron-core's local ones 1.7
+times as much in float32 and 1.9 in bfloat16 (counted on a CPU); the allocator's fragments,
+communication buffers and what a kernel needs meanwhile are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from mcore_batching.planning.costs.layers_of import config_of_json
+from mcore_batching.planning.errors import ConfigError
+from mcore_batching.planning.integers import at_least
+from mcore_batching.planning.parallel_dims import ParallelDims
+from mcore_batching.planning.plans.plan import StepPlan
+from mcore_batching.planning.plans.statistics import StepStatistics
+from mcore_batching.planning.problem import Problem
+
+LOG_PROB_CHUNK_TOKENS = 512
+"""Tokens that log-probs work on at a time, with up to three copies of their float32 logits: 0.9 GB
+for a vocabulary of 152064. Doubled, they take twice that and fewer kernel launches."""
+
+_IN_CONFIG_JSON: Mapping[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer"),
+    "hidden": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"),
+    "ffn": ("intermediate_size", "n_inner"),
+    "vocab": ("vocab_size",),
+    "groups": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+}
+_OPTIONAL = {"groups", "head_dim"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """A transformer's sizes, as far as its activations and logits depend on them.
+
+    Raises:
+        ConfigError: a size is no integer, or below 1.
+    """
+
+    layers: int
+    """Of the whole model."""
+    hidden: int
+    """Size of the residual stream."""
+    ffn: int
+    """Inner size of the feed-forward layer; with experts, of all that a token is sent to."""
+    heads: int
+    """Query heads."""
+    vocab: int
+    """Entries of the output layer."""
+    groups: int | None = None
+    """Key-value heads; None: as many as query heads."""
+    head_dim: int | None = None
+    """Size of a head; None: hidden / heads."""
+    gated: bool = True
+    """True if the feed-forward layer has a gate (SwiGLU)."""
+    recompute: bool = False
+    """True if each layer keeps its input alone, and computes the rest anew."""
+    bytes_per_value: int = 2
+    """Of an activation: 2 in bfloat16."""
+    bytes_per_logit: int = 6
+    """At the peak: 6 where half-precision logits are copied to float32, Megatron's default; 2 where
+    they are not; 4 in float32."""
+
+    def __post_init__(self) -> None:
+        """Check that sizes are 1 or more."""
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name in ("gated", "recompute") or value is None:
+                continue
+            object.__setattr__(self, option.name, at_least(option.name, value, 1, ConfigError))
+
+    @classmethod
+    def from_config_json(cls, text: str) -> ModelShape:
+        """The shape in a model's ``config.json``, as Hugging Face's models have it.
+
+        Raises:
+            ConfigError: no JSON object, or a size is missing or no integer of 1 or more.
+        """
+        raw = config_of_json(text)
+        found: dict[str, Any] = {}
+        for name, keys in _IN_CONFIG_JSON.items():
+            value = next((raw[key] for key in keys if raw.get(key) is not None), None)
+            if value is None and name not in _OPTIONAL:
+                raise ConfigError(f"config.json has no {' or '.join(keys)}; give a transformer's")
+            found[name] = value
+        # A token keeps activations in each expert that it is sent to.
+        if raw.get("num_experts_per_tok"):
+            experts = at_least("num_experts_per_tok", raw["num_experts_per_tok"], 1, ConfigError)
+            ffn = raw.get("moe_intermediate_size") or found["ffn"]
+            found["ffn"] = experts * at_least("moe_intermediate_size", ffn, 1, ConfigError)
+        return cls(**found)
+
+    def activation_bytes_per_token(self, dims: ParallelDims, *, layers: float) -> float:
+        """Bytes that `layers` layers keep for one token on a rank."""
+        # Outside the cut layers activations are whole, unless sequence parallelism cuts them too.
+        whole = dims.tensor_parallel if dims.sequence_parallel else 1
+        if self.recompute:
+            return layers * self.bytes_per_value * self.hidden / whole
+        dim = self.head_dim or self.hidden // self.heads
+        # Inputs and outputs of both norms; queries, keys, values and attention's output; inputs and
+        # output of the activation function.
+        outside = 4 * self.hidden / whole
+        inside = dim * 2 * (self.heads + (self.groups or self.heads))
+        inside += (3 if self.gated else 2) * self.ffn
+        return layers * self.bytes_per_value * (outside + inside / dims.tensor_parallel)
+
+    def held_for_weights(self, dims: ParallelDims, *, gathers_inputs: bool) -> float:
+        """What a layer holds for its weight gradients after a split backward pass, over what it
+        holds before.
+
+        Args:
+            dims: the job's parallel dims.
+            gathers_inputs: under sequence parallelism inputs are kept as all ranks' tokens, as by
+                Transformer Engine's layers, and not as a rank's own.
+        """
+        before = self.activation_bytes_per_token(dims, layers=1.0)
+        if not self.recompute and not dims.sequence_parallel:
+            return 1.0
+        kept = replace(self, recompute=False).activation_bytes_per_token(dims, layers=1.0)
+        if dims.sequence_parallel:
+            # Of two inputs and two outputs of layers between which ranks hold their own tokens,
+            # outputs' gradients are gathered, and so may inputs be.
+            cut = 1.0 - 1.0 / dims.tensor_parallel
+            kept += (4 if gathers_inputs else 2) * self.bytes_per_value * self.hidden * cut
+        return kept / before
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictedMemory:
+    """Peak bytes per rank, beside weights, gradients and optimizer state."""
+
+    first_stage_bytes: float
+    """Activations of the first pipeline stage."""
+    last_stage_bytes: float
+    """Activations of the last stage, the logits of its largest micro-batch, and log-probs."""
+    logit_bytes: float
+    """The logits alone."""
+
+
+def predicted_memory(
+    statistics: StepStatistics, step: StepPlan | Problem, shape: ModelShape
+) -> PredictedMemory:
+    """Peak memory of the first and of the last pipeline stage.
+
+    Args:
+        statistics: of the step, or of several added together.
+        step: any of the steps, or the problem of one; gives the parallel dims.
+        shape: of the model.
+    """
+    dims = step.dims
+    # Without a backward pass a layer's activations are gone when the next one runs.
+    layers = 1.0 if step.forward_only else shape.layers / dims.pipeline_parallel
+    per_token = shape.activation_bytes_per_token(dims, layers=layers) / dims.context_parallel
+    # Logits and log-probs of a row are there at once, on the last stage, on top of its activations.
+    vocab = shape.vocab / dims.tensor_parallel
+    row = statistics.largest_row_tokens / dims.context_parallel
+    logits = row * vocab * shape.bytes_per_logit
+    log_probs = 3 * 4 * min(row, LOG_PROB_CHUNK_TOKENS) * vocab
+    return PredictedMemory(
+        first_stage_bytes=statistics.peak_inflight_tokens * per_token,
+        last_stage_bytes=statistics.last_stage_inflight_tokens * per_token + logits + log_probs,
+        logit_bytes=logits,
+    )

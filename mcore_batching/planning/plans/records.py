@@ -1,0 +1,298 @@
+"""A training job's record, step by step: lengths, plan, predicted and measured time.
+
+A job writes one file of JSON lines into a folder:
+
+    {"format": "mcore-batching/record", "version": 1, "layout": {...}, "config": {...},
+     "cost_model": {...}}
+    {"step": 0, "lengths": [...], "scope": "global", "ranks": [[[3, 17], [5]], ...],
+     "predicted": 8120.5, "measured_seconds": 1.25}
+
+The first line holds for the steps after it, and is repeated when a part of it changes. A step's
+samples are numbered from 0 in the order of the batch; `predicted` is in units of cost;
+`measured_seconds` is null where nothing was measured. Under learnt costs, which change from step to
+step, `seconds_per_unit` is the time of one token's work on a mean pipeline stage. `hosted_lengths`,
+if any, holds the lengths of further samples, which are computed in the segments of these.
+
+Beside it lies `cost_model.json`: the cost model of the last step, in the form that `CostModel`'s
+`from_json`, ``--cost-model`` and ``--dynamic-batch-cost-model`` read.
+
+A step is flushed before `append` returns, so a killed job loses no earlier one. A last line that
+was cut short is left out on reading; any other fault is an error with file and line. While a job
+runs, a record that cannot be written is a warning, and the job goes on without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from mcore_batching.planning.costs.cost import CostModel, in_units_of
+from mcore_batching.planning.errors import Argument, PlanningError
+from mcore_batching.planning.integers import at_least
+from mcore_batching.planning.json_text import MAX_JSON_CHARACTERS, open_text, parse_json
+from mcore_batching.planning.plans.plan import StepPlan, split_lists, step_from_data
+from mcore_batching.planning.plans.plan_document import options_of
+from mcore_batching.planning.plans.statistics import predicted_step_time
+from mcore_batching.planning.plans.validation import validate_plan
+from mcore_batching.planning.problem import check_lengths
+
+COST_MODEL_FILE = "cost_model.json"
+FORMAT = "mcore-batching/record"
+VERSION = 1
+
+
+class RecordError(PlanningError):
+    """A folder or file of records that cannot be read or made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One step of a job."""
+
+    step: int
+    """Number of the step in its job, from 0."""
+    plan: StepPlan
+    """Over all data-parallel ranks; its samples are positions in `lengths`."""
+    lengths: tuple[int, ...]
+    """Total length of each sample of the step [samples], in tokens."""
+    predicted: float
+    """Predicted time of the step, in units of cost."""
+    measured_seconds: float | None
+    """Of all forward and backward passes on the rank that wrote; None if nothing was measured."""
+    file: str
+    """The file that it was read from."""
+    seconds_per_unit: float | None = None
+    """Of a unit of cost, where costs were learnt as the job ran; None elsewhere."""
+
+
+class StepRecorder:
+    """Writes a job's steps into a new file.
+
+    Args:
+        directory: folder for the file, made if need be.
+        writes: False on the ranks that do not write, whose recorders do nothing.
+
+    Raises:
+        RecordError: the folder cannot be made or written to.
+    """
+
+    def __init__(self, directory: str | Path, *, writes: bool = True) -> None:
+        self._file: TextIO | None = None
+        self._header: dict[str, Any] | None = None
+        self._steps = 0
+        self._folder = folder = Path(directory)
+        if not writes:
+            return
+        started = time.strftime("%Y%m%d-%H%M%S", time.gmtime())  # files sort by job
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = _new_file(folder, f"steps-{started}-{os.getpid()}")
+        except OSError as error:
+            raise RecordError(
+                f"cannot record into {directory}: {error}; set ",
+                Argument("record"),
+                " to a writable folder",
+            ) from None
+
+    def append(
+        self,
+        plan: StepPlan,
+        lengths: Sequence[int],
+        measured_seconds: float | None = None,
+        *,
+        seconds_per_unit: float | None = None,
+    ) -> None:
+        """Write one step.
+
+        Args:
+            plan: over all data-parallel ranks.
+            lengths: total length of each sample of the batch that the plan refers to, in tokens.
+            measured_seconds: of all forward and backward passes; None if not measured.
+            seconds_per_unit: of a unit of cost, where it was learnt; None: it was not.
+        """
+        if self._file is None:
+            return
+        model, predicted = plan.cost_model, predicted_step_time(plan, lengths)
+        # The unit on file is a token's work, so that costs of several jobs can be compared.
+        if seconds_per_unit is not None and model.linear > 0:
+            unit = model.linear
+            model, predicted = in_units_of(model, unit), predicted / unit
+            seconds_per_unit *= unit
+        header = {
+            "format": FORMAT,
+            "version": VERSION,
+            "layout": options_of(plan.dims),
+            "config": asdict(plan.config),
+            "cost_model": asdict(model),
+        }
+        step = {"step": self._steps, **_content(plan, lengths)}
+        step |= {"predicted": predicted, "measured_seconds": measured_seconds}
+        if seconds_per_unit is not None:
+            step["seconds_per_unit"] = seconds_per_unit
+        lines = [step] if header == self._header else [header, step]
+        try:
+            for line in lines:
+                self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            self._file.flush()
+            if self._header is None or self._header["cost_model"] != header["cost_model"]:
+                _write_cost_model(self._folder, model, seconds_per_unit)
+        except OSError as error:
+            # Raising here would leave the other ranks waiting inside their step.
+            warnings.warn(
+                f"{self._file.name}: {error}; no more steps are recorded", RuntimeWarning, 2
+            )
+            self._file = None
+            return
+        self._header = header
+        self._steps += 1
+
+    def close(self) -> None:
+        """Close the file; steps appended afterwards are left out."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _content(plan: StepPlan, lengths: Sequence[int]) -> dict[str, Any]:
+    """Samples and micro-batches of a step as its line has them, samples numbered from 0."""
+    number = {sample: position for position, sample in enumerate(plan.sample_indices)}
+    content: dict[str, Any] = {
+        "lengths": [int(lengths[sample]) for sample in plan.sample_indices],
+        "scope": plan.scope,
+        "ranks": [
+            [[number[sample] for sample in samples] for samples in rank]
+            for rank in plan.micro_batches
+        ],
+    }
+    if plan.context_parallel is not None:
+        content["context_parallel"] = plan.context_parallel
+    if plan.split_backward:
+        content["split_backward"] = split_lists(plan)
+    if plan.hosted_lengths:
+        content["hosted_lengths"] = plan.hosted_lengths
+    return content
+
+
+def _write_cost_model(folder: Path, model: CostModel, seconds_per_unit: float | None) -> None:
+    """Replace the file for other jobs and commands."""
+    # Beside its place first, then renamed: another job may be reading it.
+    document = json.loads(model.to_json()) | {"seconds_per_unit": seconds_per_unit}
+    beside = folder / f".{COST_MODEL_FILE}-{os.getpid()}.tmp"
+    beside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    beside.replace(folder / COST_MODEL_FILE)
+
+
+def _new_file(folder: Path, name: str) -> TextIO:
+    # Two recorders of one process may start within a second: "x" refuses the name of the other.
+    for suffix in ("", *(f"-{number}" for number in range(1, 1000))):
+        try:
+            return (folder / f"{name}{suffix}.jsonl").open("x", encoding="utf-8")
+        except FileExistsError:
+            continue
+    raise FileExistsError(f"{folder} holds a thousand files {name}-*.jsonl")
+
+
+def read_records(directory: str | Path) -> list[StepRecord]:
+    """All steps in a folder: job after job, each in its order.
+
+    Args:
+        directory: a folder that `StepRecorder` wrote to, or one of its files.
+
+    Raises:
+        RecordError: nothing is there, or a line is no record.
+    """
+    path = Path(directory)
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    records = [record for file in files for record in _read_file(file)]
+    if not records:
+        raise RecordError(f"{directory} holds no recorded step; give a job's record folder")
+    return records
+
+
+def _read_file(file: Path) -> Iterator[StepRecord]:
+    header: dict[str, Any] | None = None
+    for number, line in enumerate(_lines(file), 1):
+        if len(line) <= MAX_JSON_CHARACTERS and not line.endswith("\n"):
+            return  # cut short when the job was killed
+        try:
+            raw = parse_json(line)
+            if not isinstance(raw, dict):
+                raise ValueError(f"expected a JSON object, got {raw!r:.60}")
+            # A part of the header that changed is repeated, so any line may be one.
+            if "format" in raw:
+                header = _checked_header(raw)
+                continue
+            if header is None:
+                raise ValueError(f'no line with "format": "{FORMAT}" comes before it')
+            yield _record(raw, header, str(file))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
+            raise RecordError(f"{file}:{number}: not a record of a step: {reason}") from None
+
+
+def _lines(file: Path) -> Iterator[str]:
+    """The lines of a file; of one that is too long only a part, which shows it."""
+    try:
+        with open_text(file) as lines:
+            yield from iter(lambda: lines.readline(MAX_JSON_CHARACTERS + 1), "")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"cannot read {file}: {error}") from None
+
+
+def _checked_header(raw: Mapping[str, Any]) -> dict[str, Any]:
+    if (raw["format"], raw["version"]) != (FORMAT, VERSION):
+        raise ValueError(
+            f"expected {FORMAT} version {VERSION}, got {raw['format']!r} {raw['version']!r}; read "
+            "it with the release that wrote it"
+        )
+    return {key: raw[key] for key in ("layout", "config", "cost_model")}
+
+
+def _record(raw: Mapping[str, Any], header: Mapping[str, Any], file: str) -> StepRecord:
+    lengths = tuple(check_lengths(raw["lengths"]))
+    # The header's parts are read again for each step; a plan of one step checks them all.
+    plan = step_from_data(
+        num_samples=len(lengths),
+        ranks=raw["ranks"],
+        dims=header["layout"],
+        config=header["config"],
+        scope=raw["scope"],
+        cost_model=CostModel(**header["cost_model"]),
+        context_parallel=raw.get("context_parallel"),
+        split_backward=raw.get("split_backward"),
+    )
+    validate_plan(plan, lengths)  # a broken plan would break a reader much later
+    plan = replace(plan, hosted_lengths=tuple(check_lengths(raw.get("hosted_lengths", ()))))
+    measured = raw["measured_seconds"]
+    is_learnt = raw.get("seconds_per_unit") is not None
+    return StepRecord(
+        step=at_least("step", raw["step"], 0, RecordError),
+        plan=plan,
+        lengths=lengths,
+        predicted=_time(raw, "predicted"),
+        measured_seconds=None if measured is None else _time(raw, "measured_seconds"),
+        file=file,
+        seconds_per_unit=_positive(raw, "seconds_per_unit") if is_learnt else None,
+    )
+
+
+def _positive(raw: Mapping[str, Any], key: str) -> float:
+    seconds = _time(raw, key)
+    if seconds < sys.float_info.min:  # predicted times are divided by it
+        raise ValueError(f'"{key}" must be {sys.float_info.min} or more, got {seconds}')
+    return seconds
+
+
+def _time(raw: Mapping[str, Any], key: str) -> float:
+    value = raw[key]
+    # A float holds neither a 400-digit integer nor, as a number, 1e400 or NaN.
+    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
+        raise ValueError(f'"{key}" must be a finite number of 0 or more, got {value!r:.60}')
+    return float(value)

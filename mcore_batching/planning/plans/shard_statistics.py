@@ -1,0 +1,95 @@
+"""Statistics of a step where samples stay on their rank, and each rank knows its own alone.
+
+totals, maxima = shard_statistics(problem, micro_batches)      on each rank
+joined_statistics(problem, {summed totals} | {maxima over ranks})   as `step_statistics`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mcore_batching.planning.costs.cost import ordered_sum
+from mcore_batching.planning.packing.bounds import floor_of_totals
+from mcore_batching.planning.pipeline import Clock, inflight_tokens
+from mcore_batching.planning.plans.statistics import StepStatistics
+from mcore_batching.planning.problem import Problem
+
+
+def shard_statistics(
+    problem: Problem, micro_batches: Sequence[Sequence[int]]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """One rank's part of `joined_statistics`.
+
+    Args:
+        problem: this rank's samples.
+        micro_batches: this rank's.
+
+    Returns:
+        numbers by name to sum over data-parallel ranks, and numbers by name to take the maximum of;
+        "slot costs" of the latter is a list [num_microbatches], as is "stage costs"
+        [num_microbatches * kinds], which is there where stages differ.
+    """
+    # Placeholders take no padded tokens of a sample, but are held in flight like any row.
+    costs, on_stages = list(map(problem.cost, micro_batches)), problem.slot_costs(micro_batches)
+    tokens = [problem.row_tokens(samples) for samples in micro_batches]
+    held = [each or problem.placeholder_tokens for each in tokens]
+    work, last = ordered_sum(costs), problem.dims.pipeline_parallel - 1
+    totals = {
+        "samples": problem.num_samples,
+        "placeholders": sum(not samples for samples in micro_batches),
+        "oversize": len(problem.oversize),
+        "real tokens": sum(problem.lengths),
+        "padded tokens": sum(tokens),
+        "cost": work,
+        "cost of samples": ordered_sum(problem.costs),
+        # Oversize samples have micro-batches of their own, and count for no other.
+        "fitting tokens": sum(n for i, n in enumerate(problem.tokens) if i not in problem.oversize),
+    }
+    maxima = {
+        "rank cost": work,
+        "rank end": Clock(on_stages, problem.schedule).end,
+        "first stage tokens": inflight_tokens(held, problem.schedule),
+        "last stage tokens": inflight_tokens(held, problem.schedule, stage=last),
+        "row tokens": max(held),
+        "sample cost": max(map(problem.cost_model.sample, problem.lengths), default=0.0),
+        "slot costs": costs,
+        **({"stage costs": on_stages} if problem.schedule.which_cost else {}),
+    }
+    return totals, maxima
+
+
+def joined_statistics(problem: Problem, joined: Mapping[str, Any]) -> StepStatistics:
+    """`step_statistics` of the plan over all ranks.
+
+    Args:
+        problem: of any rank; gives dims, config and cost model.
+        joined: the numbers of `shard_statistics`, summed and maximised over ranks.
+    """
+    dims, config, slots = problem.dims, problem.config, joined["slot costs"]
+    samples, oversize = int(joined["samples"]), int(joined["oversize"])
+    end = joined["rank end"]
+    if problem.dims.in_lockstep:  # no rank's own end, but that of each slot's costliest
+        end = Clock(joined.get("stage costs", slots), problem.schedule).end
+    # As `Problem.fewest_rows` counts them.
+    per_row = config.max_samples_per_row or max(1, samples)
+    by_tokens = -(-int(joined["fitting tokens"]) // problem.capacity)
+    rows = oversize + max(by_tokens, -(-(samples - oversize) // per_row))
+    alone = problem.cost_model.per_micro_batch + joined["sample cost"]
+    return StepStatistics(
+        num_samples=samples,
+        num_microbatches=len(slots),
+        num_placeholders=int(joined["placeholders"]),
+        num_oversize=oversize,
+        real_tokens=int(joined["real tokens"]),
+        padded_tokens=int(joined["padded tokens"]),
+        offered_tokens=problem.num_ranks * len(slots) * config.cap_tokens(dims),
+        heaviest_rank_cost=joined["rank cost"],
+        mean_rank_cost=joined["cost"] / problem.num_ranks,
+        slot_maxima_cost=ordered_sum(slots),
+        step_time=end,
+        floor_time=floor_of_totals(problem, joined["cost of samples"], rows, alone),
+        peak_inflight_tokens=joined["first stage tokens"],
+        last_stage_inflight_tokens=joined["last stage tokens"],
+        largest_row_tokens=int(joined["row tokens"]),
+    )

@@ -1,0 +1,296 @@
+"""Fill, balance and predicted time of a step's plan.
+
+Every ratio is defined for every plan, the one without samples included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mcore_batching.planning.costs.cost import CostModel, ordered_sum
+from mcore_batching.planning.errors import LengthError
+from mcore_batching.planning.integers import entries
+from mcore_batching.planning.packing.bounds import step_time_floor
+from mcore_batching.planning.pipeline import (
+    Clock,
+    SplitClock,
+    clocks_of,
+    inflight_tokens,
+    split_inflight_tokens,
+)
+from mcore_batching.planning.plans.plan import StepPlan
+from mcore_batching.planning.problem import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepStatistics:
+    """Sums over one step, or over several added together with `+`."""
+
+    num_samples: int
+    """Samples of the step over all ranks, those that are computed in others' segments aside."""
+    num_microbatches: int
+    """Micro-batches of each rank, placeholders included."""
+    num_placeholders: int
+    """Placeholders over all ranks."""
+    num_oversize: int
+    """Samples that exceed the cap on their own."""
+    real_tokens: int
+    """Tokens of these samples."""
+    padded_tokens: int
+    """Tokens of all micro-batches that hold samples, padding included."""
+    offered_tokens: int
+    """The cap times the micro-batches of all ranks, placeholders included."""
+    heaviest_rank_cost: float
+    """Forward cost of the rank with the most work."""
+    mean_rank_cost: float
+    """Mean forward cost per rank."""
+    slot_maxima_cost: float
+    """Sum over slots of the costliest micro-batch of the slot: the time of ranks in lockstep."""
+    step_time: float
+    """Predicted makespan, in units of cost: `predicted_step_time`."""
+    floor_time: float
+    """Lower bound on any plan's makespan, in units of cost: `step_time_floor`."""
+    peak_inflight_tokens: float
+    """Most padded tokens in flight on a first pipeline stage, over the dims' context-parallel
+    ranks."""
+    last_stage_inflight_tokens: float
+    """Most padded tokens in flight on a last pipeline stage, over the same ranks."""
+    largest_row_tokens: int
+    """Padded tokens of the largest micro-batch, over the same ranks; the last stage makes its
+    logits."""
+    hosted_samples: int = 0
+    """Further samples, each of which is computed in the segment of one that it begins."""
+    hosted_tokens: int = 0
+    """Tokens of these."""
+
+    @property
+    def fill(self) -> float:
+        """Real tokens over offered tokens; above 1 only with oversize samples."""
+        return self.real_tokens / self.offered_tokens
+
+    @property
+    def times_fewer_tokens(self) -> float:
+        """Tokens of all samples over those that are computed; 1 where no samples share any."""
+        return _ratio(self.real_tokens + self.hosted_tokens, self.real_tokens)
+
+    @property
+    def padding(self) -> float:
+        """Share of the padded tokens that is padding; placeholders do not count."""
+        if self.padded_tokens == 0:
+            return 0.0
+        return (self.padded_tokens - self.real_tokens) / self.padded_tokens
+
+    @property
+    def rank_balance(self) -> float:
+        """Heaviest rank over the mean rank, 1 at best."""
+        return _ratio(self.heaviest_rank_cost, self.mean_rank_cost)
+
+    @property
+    def slot_balance(self) -> float:
+        """Sum over slots of the costliest micro-batch over that of the mean one, 1 at best."""
+        return _ratio(self.slot_maxima_cost, self.mean_rank_cost)
+
+    @property
+    def time_over_floor(self) -> float:
+        """Predicted makespan over its lower bound."""
+        return _ratio(self.step_time, self.floor_time)
+
+    def __add__(self, other: StepStatistics) -> StepStatistics:
+        """Two steps one after the other."""
+        both = {name: (value, getattr(other, name)) for name, value in vars(self).items()}
+        return StepStatistics(
+            **{name: max(a, b) if name in _PEAKS else a + b for name, (a, b) in both.items()}
+        )
+
+
+# Two steps do not hold their tokens at the same time: these take the maximum, all else adds up.
+_PEAKS = {"peak_inflight_tokens", "last_stage_inflight_tokens", "largest_row_tokens"}
+
+
+def step_statistics(
+    step: StepPlan,
+    lengths: Sequence[int],
+    cost_model: CostModel | None = None,
+) -> StepStatistics:
+    """Statistics of a valid plan.
+
+    Args:
+        step: the plan.
+        lengths: total length of each sample of the whole batch [samples], in tokens.
+        cost_model: the plan's own if None.
+    """
+    problem, ranks = step_problem(step, lengths, cost_model)
+    costs = micro_batch_costs(step, problem, ranks)
+    rank_costs = [ordered_sum(rank) for rank in costs]
+    rows = [(problem.on_ranks[row.size], ranks[row.rank][row.slot]) for row in step.rows()]
+    # Under dynamic CP `ranks` lists data- and context-parallel ones, each with its part of a cap.
+    per_place = step.config.cap_tokens(step.dims) * step.dims.data_parallel // len(ranks)
+    held = held_tokens(step, problem, ranks)
+    last = step.dims.pipeline_parallel - 1
+    return StepStatistics(
+        num_samples=step.num_samples,
+        num_microbatches=step.num_microbatches,
+        num_placeholders=sum(not samples for _, samples in rows),
+        num_oversize=len(problem.oversize),
+        real_tokens=sum(problem.lengths),
+        padded_tokens=sum(of_size.row_tokens(samples) for of_size, samples in rows),
+        offered_tokens=len(ranks) * step.num_microbatches * per_place,
+        heaviest_rank_cost=max(rank_costs),
+        mean_rank_cost=ordered_sum(rank_costs) / len(ranks),
+        slot_maxima_cost=ordered_sum(max(slot) for slot in zip(*costs, strict=True)),
+        step_time=max(clock.end for clock in step_clocks(step, problem, ranks)),
+        floor_time=step_time_floor(
+            dataclasses.replace(problem, defers_weights=bool(step.split_backward))
+        ),
+        peak_inflight_tokens=_most_held(step, problem, held, 0),
+        last_stage_inflight_tokens=_most_held(step, problem, held, last),
+        largest_row_tokens=max(map(max, held)),
+        hosted_samples=len(step.hosted_lengths),
+        hosted_tokens=sum(step.hosted_lengths),
+    )
+
+
+def predicted_step_time(
+    step: StepPlan,
+    lengths: Sequence[int],
+    cost_model: CostModel | None = None,
+    *,
+    forward_only: bool | None = None,
+) -> float:
+    """Predicted makespan of a step in units of cost: the end of the straggler's pipeline.
+
+    Args:
+        step: the plan.
+        lengths: total length of each sample of the whole batch [samples], in tokens.
+        cost_model: the plan's own if None.
+        forward_only: of the forward passes alone; None: as the plan was made.
+    """
+    problem, ranks = step_problem(step, lengths, cost_model, forward_only)
+    return max(clock.end for clock in step_clocks(step, problem, ranks))
+
+
+def step_problem(
+    step: StepPlan,
+    lengths: Sequence[int],
+    cost_model: CostModel | None = None,
+    forward_only: bool | None = None,
+) -> tuple[Problem, list[list[list[int]]]]:
+    """The problem that a plan solves, and its micro-batches in the problem's own numbering.
+
+    Args:
+        step: the plan, valid or not.
+        lengths: total length of each sample of the whole batch [samples], in tokens.
+        cost_model: the plan's own if None.
+        forward_only: as the plan was made if None.
+
+    Returns:
+        the problem of the step's samples; samples of each micro-batch [ranks][slots].
+    """
+    lengths = entries("lengths", lengths, LengthError)
+    # Plans name samples by their place in the batch, problems by their place in the step.
+    number = {sample: position for position, sample in enumerate(step.sample_indices)}
+    problem = Problem.of(
+        [lengths[sample] for sample in step.sample_indices],
+        step.dims,
+        step.config,
+        cost_model or step.cost_model,
+        forward_only=step.forward_only if forward_only is None else forward_only,
+    )
+    ranks = [[[number[i] for i in samples] for samples in rank] for rank in step.micro_batches]
+    return problem, ranks
+
+
+def micro_batch_costs(
+    step: StepPlan, problem: Problem, ranks: Sequence[Sequence[Sequence[int]]]
+) -> list[list[float]]:
+    """Forward cost of each micro-batch on a mean stage [ranks][slots]; a shared one costs each of
+    its ranks.
+
+    Args:
+        step: the plan.
+        problem: of `step_problem`; so is `ranks`.
+        ranks: samples of each micro-batch [ranks][slots].
+    """
+    return [
+        [
+            problem.on_ranks[step.row_size(rank, slot)].cost(samples)
+            for slot, samples in enumerate(slots)
+        ]
+        for rank, slots in enumerate(ranks)
+    ]
+
+
+def costs_on_stages(
+    step: StepPlan, problem: Problem, ranks: Sequence[Sequence[Sequence[int]]]
+) -> list[list[float]]:
+    """Forward cost of each micro-batch on each kind of stage [ranks][slots * kinds], as clocks take
+    them. Arguments are those of `micro_batch_costs`."""
+    return [
+        [
+            cost
+            for slot, samples in enumerate(slots)
+            for cost in problem.on_ranks[step.row_size(rank, slot)].slot_costs([samples])
+        ]
+        for rank, slots in enumerate(ranks)
+    ]
+
+
+def held_tokens(
+    step: StepPlan, problem: Problem, ranks: Sequence[Sequence[Sequence[int]]]
+) -> list[list[int]]:
+    """Padded tokens of each micro-batch [ranks][slots] on the dims' context-parallel ranks."""
+    held: list[list[int]] = []
+    for rank, slots in enumerate(ranks):
+        held.append([])
+        for slot, samples in enumerate(slots):
+            size = step.row_size(rank, slot)
+            rows = problem.on_ranks[size]
+            tokens = rows.row_tokens(samples) or rows.placeholder_tokens
+            # Each rank of the row holds tokens / size; counted over the dims' ranks.
+            held[-1].append(tokens * step.dims.context_parallel // size)
+    return held
+
+
+def _most_held(
+    step: StepPlan, problem: Problem, held: Sequence[Sequence[int]], stage: int
+) -> float:
+    """Most tokens in flight on a stage of any rank, given those of micro-batches [ranks][slots]."""
+    schedule = problem.schedule
+    if not step.split_backward or problem.forward_only:
+        # A set: most ranks of a large job hold the same, and counting them takes long.
+        return max(inflight_tokens(rank, schedule, stage=stage) for rank in set(map(tuple, held)))
+    kept = step.config.split_backward_held
+    return max(
+        split_inflight_tokens(rank, schedule, stages[stage], kept, stage=stage)
+        for rank, stages in zip(held, step.split_backward, strict=True)
+    )
+
+
+def step_clocks(
+    step: StepPlan, problem: Problem, ranks: Sequence[Sequence[Sequence[int]]]
+) -> list[Clock] | list[SplitClock]:
+    """The clocks of a step, as `clocks_of`; arguments as in `micro_batch_costs`."""
+    costs = costs_on_stages(step, problem, ranks)
+    if not step.split_backward or problem.forward_only:
+        return clocks_of(costs, problem.schedule, step.context_parallel)
+    clocks = []
+    for together in problem.dims.lockstep_groups:
+        weights = [
+            [cost for samples in ranks[rank] for cost in problem.slot_weights(samples)]
+            for rank in together
+        ]
+        clock = SplitClock(
+            [max(slot) for slot in zip(*costs[together.start : together.stop], strict=True)],
+            [max(slot) for slot in zip(*weights, strict=True)],
+            problem.schedule,
+            overhead=problem.cost_model.split_backward_overhead,
+        )
+        clock.follow(step.split_backward[together.start])
+        clocks.append(clock)
+    return clocks
+
+
+def _ratio(value: float, mean: float) -> float:
+    return value / mean if mean else 1.0  # a step without samples is even

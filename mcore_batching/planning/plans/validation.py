@@ -1,0 +1,288 @@
+"""A plan checked against the invariants, whoever made it.
+
+A plan that passes
+- covers every sample exactly once, or lists it as dropped;
+- keeps every micro-batch to the cap and to `max_samples_per_row`;
+- gives every rank the same number of micro-batches, one that the schedule can run;
+- has no placeholder on a rank that could split a micro-batch, but under `fill="placeholder"`;
+- splits backward passes alone, runs no part of W before its backward pass, and holds no more on any
+  stage than `split_backward_memory` times what the first stage holds with none split;
+- under dynamic CP: ranks that share a row of size c are a block from a multiple of c on and list
+  the same samples; a placeholder has size 1.
+
+No check calls the planner.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from mcore_batching.planning.errors import InvariantError, shortened
+from mcore_batching.planning.pipeline import (
+    PARTS,
+    Schedule,
+    inflight_tokens,
+    split_inflight_tokens,
+)
+from mcore_batching.planning.plans.batch_plan import Plan
+from mcore_batching.planning.plans.plan import StepPlan
+from mcore_batching.planning.plans.statistics import held_tokens, step_problem
+from mcore_batching.planning.problem import check_lengths
+from mcore_batching.planning.tokens import padded_row_tokens, padded_sample_tokens
+
+
+def validate_plan(plan: Plan | StepPlan, lengths: Sequence[int]) -> None:
+    """Check every invariant that a plan, or one step of it, can be checked for.
+
+    Args:
+        plan: whoever made it.
+        lengths: total length of each sample of the whole batch [samples], in tokens.
+
+    Raises:
+        InvariantError: names the broken invariant, the place and the samples.
+        LengthError: a length is out of range.
+    """
+    lengths = check_lengths(lengths)
+    if isinstance(plan, StepPlan):
+        _validate_step(plan, lengths, None)
+        return
+    if len(lengths) != plan.num_samples:
+        raise InvariantError(
+            "exact cover",
+            f"{plan.num_samples} samples, but {len(lengths)} lengths; pass those it was made from",
+        )
+    # Blocks first: `_placed` counts a shared row at its first rank, where blocks are sound.
+    for index, step in enumerate(plan.steps):
+        _check_blocks(step, index)
+    found = [sample for step in plan.steps for sample in _placed(step)]
+    _check_dropped(plan.dropped, found)
+    _check_cover([*found, *plan.dropped], range(plan.num_samples), "in the plan")
+    for index, step in enumerate(plan.steps):
+        _validate_step(step, lengths, index)
+
+
+def _validate_step(step: StepPlan, lengths: Sequence[int], index: int | None) -> None:
+    beyond = [sample for sample in step.sample_indices if sample >= len(lengths)]
+    if beyond:
+        raise InvariantError(
+            "exact cover",
+            f"samples {shortened(beyond)} have none of the {len(lengths)} lengths; pass those of "
+            "the whole batch",
+            indices=tuple(beyond),
+            step=index,
+        )
+    _check_blocks(step, index)
+    _check_cover(_placed(step), step.sample_indices, "in the step", index)
+    _check_equal_count(step, index)
+    _check_cap(step, lengths, index)
+    _check_samples_per_row(step, index)
+    if step.config.fill == "split":
+        _check_split_before_placeholder(step, index)
+    if step.split_backward:
+        _check_split_backward(step, lengths, index)
+
+
+def _placed(step: StepPlan) -> list[int]:
+    return [sample for row in step.rows() for sample in row.samples]
+
+
+def _check_blocks(step: StepPlan, index: int | None) -> None:
+    """Check that all ranks of a block list the same micro-batch, so that it is counted once."""
+    sizes, most = step.context_parallel, step.config.max_context_parallel
+    if (sizes is None) != (most is None):
+        raise InvariantError(
+            "blocks",
+            f"max_context_parallel={most}, but context-parallel sizes are "
+            f"{'left out' if sizes is None else 'given'}",
+            step=index,
+        )
+    if sizes is None or most is None:
+        return
+    _check_equal_count(step, index)  # else the indices below may not exist
+    if [len(of_rank) for of_rank in sizes] != [step.num_microbatches] * len(step.micro_batches):
+        raise InvariantError("blocks", "there must be a size for each micro-batch", step=index)
+    legal = step.dims.row_sizes(most)
+    for rank, of_rank in enumerate(sizes):
+        for slot, size in enumerate(of_rank):
+            samples = step.micro_batches[rank][slot]
+            # The block that the row should be on begins at a multiple of its size.
+            first = rank // size * size if size in legal else rank
+            if size not in legal:
+                fault = f"the context-parallel size {size} is none of {shortened(legal)}"
+            elif size > 1 and not samples:
+                fault = f"a placeholder has the context-parallel size {size}, expected 1"
+            elif sizes[first][slot] != size or step.micro_batches[first][slot] != samples:
+                fault = f"it must share what rank {first} has there, {size} ranks in all"
+            elif rank == first and any(
+                sizes[other][slot] != size for other in range(first, first + size)
+            ):
+                fault = f"ranks {first} to {first + size - 1} must share its micro-batch"
+            else:
+                continue
+            raise InvariantError("blocks", fault, indices=samples, step=index, rank=rank, slot=slot)
+
+
+def _check_dropped(dropped: Sequence[int], found: Iterable[int]) -> None:
+    # Dropped and run would pass as covered once: the sums below count it twice.
+    both = sorted(set(dropped).intersection(found))
+    if both:
+        raise InvariantError(
+            "exact cover",
+            f"samples {shortened(both)} are listed as dropped, but a step runs them",
+            indices=tuple(both),
+        )
+
+
+def _check_cover(
+    found: Sequence[int], expected: Sequence[int], where: str, step: int | None = None
+) -> None:
+    # In the order of what harms most: trained twice, not at all, or taken from elsewhere.
+    counts = Counter(found)
+    wanted = set(expected)
+    doubled = sorted(sample for sample, count in counts.items() if count > 1)
+    missing = sorted(wanted - counts.keys())
+    extra = sorted(counts.keys() - wanted)
+    for samples, fault in (
+        (doubled, "more than once"),
+        (missing, "not at all"),
+        (extra, "though they are not part of it"),
+    ):
+        if samples:
+            raise InvariantError(
+                "exact cover",
+                f"samples {shortened(samples)} are {where} {fault}",
+                indices=tuple(samples),
+                step=step,
+            )
+
+
+def _check_equal_count(step: StepPlan, index: int | None) -> None:
+    dims = step.dims
+    ranks = step.config.num_ranks(dims)
+    if len(step.micro_batches) != ranks:
+        is_dynamic = step.config.max_context_parallel is not None
+        kind = "data- and context-parallel" if is_dynamic else "data-parallel"
+        raise InvariantError(
+            "equal count",
+            f"the layout has {ranks} {kind} ranks, the plan {len(step.micro_batches)}",
+            step=index,
+        )
+    for rank, micro_batches in enumerate(step.micro_batches):
+        if len(micro_batches) != step.num_microbatches:
+            raise InvariantError(
+                "equal count",
+                f"every rank must have {step.num_microbatches} micro-batches, "
+                f"this one has {len(micro_batches)}",
+                indices=tuple(sample for samples in micro_batches for sample in samples),
+                step=index,
+                rank=rank,
+            )
+    if not dims.is_legal_num_microbatches(step.num_microbatches):
+        raise InvariantError(
+            "equal count",
+            f"the interleaved schedule cannot run {step.num_microbatches} micro-batches per rank; "
+            f"it can run {dims.round_up_num_microbatches(step.num_microbatches)}",
+            step=index,
+        )
+
+
+def _check_cap(step: StepPlan, lengths: Sequence[int], index: int | None) -> None:
+    # Written out, not taken from `Problem`: the planner must not be checked by its own sums.
+    config, largest = step.config, step.config.max_context_parallel
+    sizes = (step.dims.context_parallel,) if largest is None else step.dims.row_sizes(largest)
+    of_size = {size: step.dims.for_rows_on(size) for size in sizes}
+
+    def row_tokens(samples: Sequence[int], size: int) -> int:
+        padded = (padded_sample_tokens(lengths[i], of_size[size], config) for i in samples)
+        return padded_row_tokens(sum(padded), of_size[size], config)
+
+    for rank, slot, size, samples in step.rows():
+        # A sample over the cap of every size may be alone in its row.
+        tokens, cap = row_tokens(samples, size), config.cap_tokens(of_size[size])
+        if tokens <= cap or (
+            len(samples) == 1
+            and config.on_oversize == "own-bin"
+            and all(row_tokens(samples, each) > config.cap_tokens(of_size[each]) for each in sizes)
+        ):
+            continue
+        raise InvariantError(
+            "cap",
+            f"samples {shortened(samples)} take {tokens} padded tokens, the cap is {cap}",
+            indices=samples,
+            step=index,
+            rank=rank,
+            slot=slot,
+        )
+
+
+def _check_samples_per_row(step: StepPlan, index: int | None) -> None:
+    most = step.config.max_samples_per_row
+    for rank, slot, _, samples in step.rows():
+        if most is not None and len(samples) > most:
+            raise InvariantError(
+                "cap",
+                f"{len(samples)} samples share a row, max_samples_per_row={most}: "
+                f"{shortened(samples)}",
+                indices=samples,
+                step=index,
+                rank=rank,
+                slot=slot,
+            )
+
+
+def _check_split_before_placeholder(step: StepPlan, index: int | None) -> None:
+    for rank, micro_batches in enumerate(step.micro_batches):
+        if () not in micro_batches:
+            continue
+        for slot, samples in enumerate(micro_batches):
+            # A row over several ranks cannot be split on one of them alone.
+            if len(samples) > 1 and (
+                step.context_parallel is None or step.row_size(rank, slot) == 1
+            ):
+                raise InvariantError(
+                    "split before placeholder",
+                    f"slot {micro_batches.index(())} is a placeholder, but samples "
+                    f"{shortened(samples)} share a micro-batch",
+                    indices=samples,
+                    step=index,
+                    rank=rank,
+                    slot=slot,
+                )
+
+
+def _check_split_backward(step: StepPlan, lengths: Sequence[int], index: int | None) -> None:
+    dims, config = step.dims, step.config
+    stages = range(dims.pipeline_parallel)
+
+    def check(fine: bool, fault: str, rank: int | None = None) -> None:
+        if not fine:
+            raise InvariantError("split backward", fault, step=index, rank=rank)
+
+    check(config.split_backward != "off", "passes are split, but split_backward='off'")
+    schedule = Schedule(dims=dims)
+    orders = [schedule.order(stage, step.num_microbatches) for stage in stages]
+    check(len(step.split_backward) == len(step.micro_batches), "every rank must have its passes")
+    problem, ranks = step_problem(step, lengths)
+    held = held_tokens(step, problem, ranks)
+    first = max(inflight_tokens(tokens, schedule) for tokens in held)
+    for rank, of_stages in enumerate(step.split_backward):
+        check(len(of_stages) == len(stages), f"there are {len(stages)} stages", rank)
+        for stage, (order, (split, parts)) in enumerate(zip(orders, of_stages, strict=True)):
+            where = f"stage {stage} runs {len(order)} passes"
+            check(len(split) == len(parts) == len(order), where, rank)
+            due = 0
+            for number, (what, is_split) in enumerate(zip(order, split, strict=True)):
+                due -= parts[number]
+                where = f"pass {number} of stage {stage}"
+                check(due >= 0 <= parts[number], f"{where} comes after W that is not due", rank)
+                check(what.kind == "B" or not is_split, f"{where} is no backward pass", rank)
+                due += PARTS * is_split
+            most = split_inflight_tokens(
+                held[rank], schedule, of_stages[stage], config.split_backward_held, stage=stage
+            )
+            plain = inflight_tokens(held[rank], schedule, stage=stage)
+            may = max(plain, config.split_backward_memory * first)
+            check(
+                most <= may, f"stage {stage} holds {most:.0f} tokens, it may hold {may:.0f}", rank
+            )

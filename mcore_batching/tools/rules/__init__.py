@@ -1,0 +1,1 @@
+"""Other frameworks' rules, to compare with."""

@@ -1,0 +1,281 @@
+"""Other frameworks' packing rules, written from their description, to compare plans with.
+
+A rule takes one step's `Problem` and returns the micro-batches of each rank, equally many on all.
+Sizes are padded tokens, which this package's cap counts. A micro-batch over the cap holds one
+sample. Where the framework crashes, asserts or hangs, the rule raises `RuleFailureError`. Tests
+hold the rules against the frameworks' own functions.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Problem, StepPlan
+from mcore_batching.tools.rules.rule_parts import (
+    Bins,
+    dealt,
+    karmarkar_karp,
+    legal_count,
+    longest_first,
+    moved_out,
+    packed_in_order,
+    refuse_oversize,
+    refuse_uneven,
+    too_few,
+)
+
+Rule = Callable[[Problem], list[Bins]]
+
+
+def rule_plan(
+    rule: Rule,
+    lengths: Sequence[int],
+    dims: ParallelDims,
+    config: PlannerConfig,
+    cost_model: CostModel | None = None,
+) -> StepPlan:
+    """One step as another framework's rule plans it.
+
+    Args:
+        rule: one of `RULES`.
+        lengths: total length of each sample [samples], in tokens.
+        dims: sizes of the parallel groups.
+        config: gives cap and padding; the rule has policies of its own.
+        cost_model: weighs the plan afterwards; the rule does not see it.
+
+    Raises:
+        RuleFailureError: the framework crashes on this input, there are no samples, or the
+            interleaved schedule cannot run the rule's count of micro-batches.
+        LengthError: a length is out of range.
+        ConfigError: the cap leaves no room for a single token.
+    """
+    # Whether an oversize sample is an error is the rule's to say, not the config's.
+    problem = Problem.of(lengths, dims, replace(config, on_oversize="own-bin"), cost_model)
+    ranks = rule(problem) if problem.num_samples else []
+    return StepPlan(
+        micro_batches=tuple(tuple(map(tuple, rank)) for rank in ranks),
+        num_microbatches=legal_count(ranks, dims),
+        sample_indices=tuple(range(problem.num_samples)),
+        dims=dims,
+        config=config,
+        cost_model=problem.cost_model,
+    )
+
+
+def first_fit_in_order(problem: Problem) -> list[Bins]:
+    """First-fit over all samples in order, dealt round-robin; a sample over the cap runs alone."""
+    return dealt(packed_in_order(problem), problem.num_ranks)
+
+
+def slime(problem: Problem) -> list[Bins]:
+    """slime since its pull request 1926: pack first, then distribute.
+
+    First-fit over all samples; micro-batches are cut in two until every rank can have equally many;
+    these go to ranks by Karmarkar-Karp over work.
+    """
+    sizes, bins = problem.tokens, packed_in_order(problem)
+    multiple = problem.num_ranks * problem.dims.slots_per_group
+    while len(bins) % multiple:
+        # The fullest micro-batch that can be cut; the last of equals, as slime's own max() picks.
+        tokens = [sum(sizes[i] for i in samples) for samples in bins]
+        fullest = max(range(len(bins)), key=lambda k: (len(bins[k]) > 1, tokens[k], k))
+        if len(bins[fullest]) == 1:
+            raise too_few(len(sizes), -(-len(bins) // multiple) * multiple)
+        # Longest sample first to the half with fewer tokens.
+        halves: Bins = [[], []]
+        for sample in longest_first(bins[fullest], sizes):
+            min(halves, key=lambda half: sum(sizes[i] for i in half)).append(sample)
+        bins[fullest], other = halves
+        bins.append(other)
+    work = [sum(verl_work(problem.lengths[i]) for i in samples) for samples in bins]
+    ranks = karmarkar_karp(work, problem.num_ranks, equal_count=True)
+    return [[bins[index] for index in rank] for rank in ranks]
+
+
+def verl(problem: Problem) -> list[Bins]:
+    """verl 0.9: samples to ranks, then to micro-batches, each by Karmarkar-Karp over work.
+
+    Every rank gets equally many samples and parts them into ⌈tokens / cap⌉ micro-batches, the most
+    of any rank. They run with the costliest in the middle.
+    """
+    refuse_oversize(problem, "verl asserts that max_token_len is at least the longest sample")
+    sizes, cap, group = problem.tokens, problem.capacity, problem.dims.slots_per_group
+    work = [verl_work(length) for length in problem.lengths]
+    shards = []
+    for shard in karmarkar_karp(work, problem.num_ranks, equal_count=True):
+        # verl's own order on a rank, costliest in the middle; it decides ties further down.
+        ascending = sorted(shard, key=lambda i: (work[i], i))
+        shards.append(ascending[::2] + ascending[1::2][::-1])
+    needed = [min(len(shard), -(-sum(sizes[i] for i in shard) // cap)) for shard in shards]
+    count, heaviest = -(-max(needed) // group) * group, cap + 1
+    # Parts of even work need not keep to the cap: more of them, until all do.
+    while heaviest > cap:
+        ranks = [
+            [[shard[i] for i in part] for part in karmarkar_karp([work[i] for i in shard], count)]
+            for shard in shards
+        ]
+        heaviest = max(sum(sizes[i] for i in part) for rank in ranks for part in rank)
+        count += group
+    for rank, shard in zip(ranks, shards, strict=True):
+        # Descending work dealt to both ends from the middle: light ones fill and drain a pipeline.
+        rank.sort(key=lambda part: (sum(work[i] for i in part), shard.index(part[0])), reverse=True)
+        rank[:] = rank[::2][::-1] + rank[1::2]
+    return ranks
+
+
+def verl_work(length: int) -> int:
+    """verl's work of a sample of `length` tokens, in units of 1/24576 of a token's."""
+    # Integers: sums compare equal in whatever order they were added, as ties must.
+    return 24576 * length + length * length
+
+
+def nemo_rl(problem: Problem) -> list[Bins]:
+    """NeMo-RL: modified first-fit-decreasing (Johnson and Garey, 1985), dealt round-robin."""
+    refuse_oversize(problem, "NeMo-RL's packer raises")
+    sizes, cap = problem.tokens, problem.capacity
+    items = longest_first(range(len(sizes)), sizes)
+    # Each item over half a bin opens one.
+    bins = [[i] for i in items if 2 * sizes[i] > cap]
+    room = [cap - sizes[i] for (i,) in bins]
+    medium = [i for i in items if 2 * sizes[i] <= cap < 3 * sizes[i]]
+    # By (size, index), not reversed `items`: equal sizes stay in input order both ways.
+    ascending = sorted(items, key=lambda i: (sizes[i], i))
+    small = [i for i in ascending if 3 * sizes[i] <= cap < 6 * sizes[i]]
+
+    def put_first(kind: list[int], index: int, order: Iterable[int]) -> None:
+        item = next((i for i in order if sizes[i] <= room[index]), None)
+        if item is not None:
+            kind.remove(item)
+            bins[index].append(item)
+            room[index] -= sizes[item]
+
+    # One over a third beside each; where there is none, from the last bin back, the smallest item
+    # over a sixth and the largest that fits beside it.
+    for index in range(len(bins)):
+        put_first(medium, index, medium)
+    for index in reversed(range(len(bins))):
+        alone = len(bins[index]) == 1 and len(small) > 1
+        if alone and sizes[small[0]] + sizes[small[1]] <= room[index]:
+            put_first(small, index, small)
+            put_first(small, index, reversed(small))
+    # Then each bin takes the largest items that still fit.
+    rest = longest_first([*medium, *small, *(i for i in ascending if 6 * sizes[i] <= cap)], sizes)
+    for index in range(len(bins)):
+        for item in rest[:]:
+            put_first(rest, index, [item])
+    bins += _emptiest_first(rest, sizes, cap)
+    # Ranks must divide the count: items move out of the bins that hold most.
+    by_count = sorted(range(len(bins)), key=lambda i: (-len(bins[i]), -i))
+    return dealt(moved_out(bins, by_count, problem.num_ranks), problem.num_ranks)
+
+
+def _emptiest_first(items: Sequence[int], sizes: Sequence[int], cap: int) -> Bins:
+    """Items in order, each to the emptiest of the bins, or to a new one where it does not fit."""
+    bins: list[tuple[int, list[int]]] = []  # tokens and items, ascending by tokens
+    for item in items:
+        fits = bins and sizes[item] <= cap - bins[0][0]
+        tokens, held = bins.pop(0) if fits else (0, [])
+        filled = tokens + sizes[item], [*held, item]
+        bins.insert(bisect_right(bins, filled[0], key=lambda each: each[0]), filled)
+    return [held for _, held in bins]
+
+
+def areal(problem: Problem) -> list[Bins]:
+    """AReaL: longest sample first to the rank with fewest tokens, equally many samples to each.
+
+    On a rank samples open a minimum of micro-batches, twice the stages in a pipeline; the others go
+    to those with room. The minimum rises until all ranks have the same count.
+    """
+    refuse_oversize(problem, "AReaL's packer raises")
+    sizes, ranks, stages = problem.tokens, problem.num_ranks, problem.dims.pipeline_parallel
+    refuse_uneven(len(sizes), ranks)
+    shards: Bins = [[] for _ in range(ranks)]
+    for sample in longest_first(range(len(sizes)), sizes):
+        with_place = [shard for shard in shards if len(shard) < len(sizes) // ranks]
+        min(with_place, key=lambda shard: sum(sizes[i] for i in shard)).append(sample)
+
+    def packed(shard: list[int], minimum: int) -> Bins:
+        bins: Bins = []
+        filled: list[tuple[int, int]] = []  # tokens and number of each micro-batch, ascending
+        for sample in shard:
+            tokens, index = sizes[sample], len(bins)
+            if index >= minimum and filled[0][0] + tokens <= problem.capacity:
+                # Of those with room the one with the fewest samples, the emptiest on a tie.
+                with_room = bisect_right(filled, (problem.capacity - tokens, len(sizes)))
+                place = min(range(with_room), key=lambda j: len(bins[filled[j][1]]))
+                held, index = filled.pop(place)
+                tokens += held
+            else:
+                bins.append([])
+            insort(filled, (tokens, index))
+            bins[index].append(sample)
+        return sorted(map(sorted, bins))
+
+    minimum, packs = 2 * stages if stages > 1 else 1, list[Bins]()
+    while not packs or min(map(len, packs)) < minimum:
+        packs = []
+        for shard in shards:
+            # A rank's own count must be a multiple of the stages: it packs again with more.
+            least = minimum
+            while len(shard) >= least and len(bins := packed(shard, least)) % stages:
+                least += stages - least % stages
+            if len(shard) < least:
+                raise too_few(len(shard), least)
+            packs.append(bins)
+        minimum = max(map(len, packs))
+    return packs
+
+
+def megatron_dp_balanced(problem: Problem) -> list[Bins]:
+    """Megatron-Core's `dp_balanced`: close a micro-batch once the next sample does not fit.
+
+    The count is made a multiple of ranks × group by moving samples off the end, then dealt.
+    """
+    refuse_oversize(problem, "Megatron-Core packs it regardless, or an empty row first")
+    bins: Bins = []
+    room = -1
+    for sample, size in enumerate(problem.tokens):
+        if size > room:
+            bins.append([])
+            room = problem.capacity
+        bins[-1].append(sample)
+        room -= size
+    multiple = problem.num_ranks * problem.dims.slots_per_group
+    return dealt(moved_out(bins, range(len(bins))[::-1], multiple), problem.num_ranks)
+
+
+def trl_best_fit(problem: Problem) -> list[Bins]:
+    """TRL's packing: longest first into the fullest micro-batch with room, dealt round-robin.
+
+    Empty micro-batches stand where TRL's data loader would repeat some.
+    """
+    refuse_oversize(problem, "TRL cuts it, losing tokens, or splits it in two samples")
+    bins: Bins = []
+    # Room of each micro-batch, number of its last sample, samples; ascending, so that on a tie the
+    # one that got so full first comes first.
+    open_bins: list[tuple[int, int, list[int]]] = []
+    for number, item in enumerate(longest_first(range(problem.num_samples), problem.tokens)):
+        size = problem.tokens[item]
+        place = bisect_left(open_bins, (size,))
+        if place < len(open_bins):
+            room, _, samples = open_bins.pop(place)
+        else:
+            room, samples = problem.capacity, []
+            bins.append(samples)
+        samples.append(item)
+        insort(open_bins, (room - size, number, samples))
+    return dealt(bins, problem.num_ranks)
+
+
+RULES: dict[str, Rule] = {
+    "first-fit in order": first_fit_in_order,
+    "slime": slime,
+    "verl 0.9": verl,
+    "NeMo-RL": nemo_rl,
+    "AReaL": areal,
+    "Megatron dp_balanced": megatron_dp_balanced,
+    "TRL best-fit": trl_best_fit,
+}
+"""All rules without dynamic CP, in the order in which tables list them."""
