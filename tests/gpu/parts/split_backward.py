@@ -51,11 +51,11 @@ def main() -> None:
             took.append(time.perf_counter() - started)
         seconds.append(statistics.median(took[1:]))
         predicted.append(_end(schedule_of(planned[0])))
-    # The same rows and costs for both: those learnt by now would give another plan.
+    # The same rows in the same order for both: costs learnt by now would give another plan, and so
+    # would an exchange, whose plan also has the order that suits split passes.
     for mode in ("off", "all"):
         args = setting.arguments(
             sizes.cap_tokens,
-            dynamic_batch_exchange=True,
             dynamic_batch_split_backward=mode,
             dynamic_batch_cost_model="fixed",
             dynamic_batch_split_backward_memory=4.0,
