@@ -35,6 +35,11 @@ def planned_split(job: Job, schedule: MicroBatchSchedule, step: int) -> tuple[Sp
         reason = "without pipeline stages: none waits for another"
     elif schedule.has_sizes_of_rows:
         reason = "under dynamic context parallelism: ranks that share rows would wait for W"
+    elif dims.in_lockstep and not schedule.plans:
+        reason = (
+            "with expert parallelism where each rank plans its own samples: the others would wait "
+            f"for W that it runs; set {FLAGS['exchange']}"
+        )
     if reason:
         flag = FLAGS["split_backward"]
         job.say_once(flag, f"{flag} has no effect {reason}")
