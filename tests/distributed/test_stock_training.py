@@ -345,6 +345,7 @@ def assert_equal_steps(ranks: Ranks, before: Ranks) -> None:
         for name, counts, marks in (
             # The first step is planned in line, as all of them without planning ahead.
             ("pp2", (0, 1), ()),
+            ("pp2-split", (0, 1), pytest.mark.long),
             ("vpp2", (0, 1), pytest.mark.long),
             ("tp2", (0, 1), pytest.mark.long),
             ("dp4-shared", (0, 1), pytest.mark.long),

@@ -57,11 +57,13 @@ def becomes_true(condition: Callable[[], bool]) -> bool:
 
 def test_its_plans_are_those_made_here(process: PlanningProcess) -> None:
     shared = PlannerConfig(max_tokens_per_gpu=256, max_context_parallel=2)
-    for config in (REQUEST.config, shared):
+    split = PlannerConfig(max_tokens_per_gpu=256, split_backward="all", split_backward_held=1.5)
+    for config in (REQUEST.config, shared, split):
         request = PlanRequest(REQUEST.lengths, DIMS, config, COSTS)
         plan = process.plan(request)
         assert plan == request.plan()
         assert plan.digest() == request.plan().digest()
+        assert bool(plan.split_backward) == (config == split)
 
 
 def test_what_the_planner_refuses_is_said_and_the_process_stays(process: PlanningProcess) -> None:

@@ -208,6 +208,7 @@ JOBS = {
                 ("long-plans-not-ahead", 1.0, [*EXCHANGE, *FIXED, NOT_AHEAD]),
             )
         ),
+        *ahead("pp2-split", *steps(5), *PP2, "--dynamic-batch-split-backward", "all"),
         *ahead("vpp2", *steps(5), *VPP2, blocking=True),
         *ahead("tp2", *steps(5), *TP2),
         *ahead("dp4-shared", *steps(5), *SHARED, "4"),
