@@ -57,7 +57,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pp2-fused-some": (PP2, {"fused": True, "some": True}),
     "pp2-engine-some": (PP2, {"kind": "engine", "some": True}),
     "pp2-vpp2": (PP2_VPP2, {}),
-    "pp2-mtp": (PP2, {"kind": "mtp"}),
 }
 """Name to layout and settings."""
 LONG_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -82,6 +81,7 @@ LONG_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 if HAS_HYBRID_MODEL:
     CASES["pp2-hybrid"] = (PP2, {"kind": "hybrid"})
+    CASES["pp2-mtp"] = (PP2, {"kind": "mtp"})
     LONG_CASES["pp2-hybrid-mamba"] = (PP2, {"kind": "hybrid-mamba"})
     LONG_CASES["pp2-mla"] = (PP2, {"kind": "mla"})
 
