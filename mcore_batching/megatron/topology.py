@@ -59,6 +59,7 @@ def model_shape(vocabulary: int, config: Any) -> ModelShape:
         vocab=vocabulary,
         gated=config.gated_linear_unit,
         recompute=config.recompute_granularity == "full",
+        depths=prediction_depths(config),
         bytes_per_value=2 if half else 4,
         bytes_per_logit=6 if half else 4,
     )

@@ -163,7 +163,7 @@ needs_checkouts = pytest.mark.skipif(
     CHECKOUTS is None,
     reason="MCORE_BATCHING_MEGATRON_LM is not set: a folder with checkouts of Megatron-LM's "
     f"releases, {RELEASES[0]} to {RELEASES[-1]}, and branches, {', '.join(BRANCHES)}, their "
-    "dataset helpers compiled",
+    "dataset helpers compiled; until 0.17 they import PyYAML",
 )
 
 

@@ -68,6 +68,19 @@ def test_bytes_by_hand() -> None:
     )
 
 
+def test_predicting_further_tokens_takes_a_layer_and_logits_on_the_last_stage() -> None:
+    """Four layers are a stage's, so that two more are half of that; the first stage has none."""
+    further = replace(SHAPE, depths=2)
+    without, found = memory(STEP), memory(STEP, further)
+    logits = 56 * 256 * 2 * 4
+    assert found.first_stage_bytes == without.first_stage_bytes
+    assert found.logit_bytes == without.logit_bytes + logits
+    layers = without.first_stage_bytes * (56 / 96) * 2 / 4
+    assert found.last_stage_bytes == without.last_stage_bytes + logits + layers
+    forward = replace(STEP, forward_only=True)
+    assert memory(forward, further) == memory(forward)
+
+
 def test_recomputation_and_forward_passes_keep_less() -> None:
     kept = memory(STEP, replace(SHAPE, recompute=True)).first_stage_bytes
     assert kept == 96 * 4 * 2 * 64 / 4
@@ -91,6 +104,8 @@ def test_the_shape_in_a_model_s_config_json() -> None:
     assert ModelShape.from_config_json(json.dumps(CONFIG)) == SHAPE
     nested = json.dumps({"text_config": CONFIG, "vision_config": {"hidden_size": 1}})
     assert ModelShape.from_config_json(nested) == SHAPE
+    further = CONFIG | {"num_nextn_predict_layers": 1}
+    assert ModelShape.from_config_json(json.dumps(further)) == replace(SHAPE, depths=1)
     experts = CONFIG | {"num_experts_per_tok": 4, "moe_intermediate_size": 64}
     assert ModelShape.from_config_json(json.dumps(experts)) == SHAPE
 

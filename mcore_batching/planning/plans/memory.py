@@ -28,6 +28,9 @@ from mcore_batching.planning.problem import Problem
 LOG_PROB_CHUNK_TOKENS = 512
 """Tokens that log-probs work on at a time, with up to three copies of their float32 logits: 0.9 GB
 for a vocabulary of 152064. Doubled, they take twice that and fewer kernel launches."""
+_BYTES_PER_DEPTH = 4
+"""That multi-token prediction keeps of each of its logits until the backward pass: Megatron's loss
+has their softmax in float32, whatever the model's type."""
 
 _IN_CONFIG_JSON: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer"),
@@ -37,8 +40,9 @@ _IN_CONFIG_JSON: Mapping[str, tuple[str, ...]] = {
     "vocab": ("vocab_size",),
     "groups": ("num_key_value_heads",),
     "head_dim": ("head_dim",),
+    "depths": ("num_nextn_predict_layers", "mtp_num_hidden_layers"),
 }
-_OPTIONAL = {"groups", "head_dim"}
+_OPTIONAL = {"groups", "head_dim", "depths"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +54,7 @@ class ModelShape:
     """
 
     layers: int
-    """Of the whole model."""
+    """Of the whole model, without those of multi-token prediction."""
     hidden: int
     """Size of the residual stream."""
     ffn: int
@@ -67,6 +71,8 @@ class ModelShape:
     """True if the feed-forward layer has a gate (SwiGLU)."""
     recompute: bool = False
     """True if each layer keeps its input alone, and computes the rest anew."""
+    depths: int | None = None
+    """Of multi-token prediction, a layer and logits each on the last stage; None: none."""
     bytes_per_value: int = 2
     """Of an activation: 2 in bfloat16."""
     bytes_per_logit: int = 6
@@ -79,7 +85,8 @@ class ModelShape:
             value = getattr(self, option.name)
             if option.name in ("gated", "recompute") or value is None:
                 continue
-            object.__setattr__(self, option.name, at_least(option.name, value, 1, ConfigError))
+            least = 0 if option.name == "depths" else 1
+            object.__setattr__(self, option.name, at_least(option.name, value, least, ConfigError))
 
     @classmethod
     def from_config_json(cls, text: str) -> ModelShape:
@@ -146,7 +153,7 @@ class PredictedMemory:
     last_stage_bytes: float
     """Activations of the last stage, the logits of its largest micro-batch, and log-probs."""
     logit_bytes: float
-    """The logits alone."""
+    """The logits alone, those of multi-token prediction with them."""
 
 
 def predicted_memory(
@@ -166,10 +173,14 @@ def predicted_memory(
     # Logits and log-probs of a row are there at once, on the last stage, on top of its activations.
     vocab = shape.vocab / dims.tensor_parallel
     row = statistics.largest_row_tokens / dims.context_parallel
-    logits = row * vocab * shape.bytes_per_logit
+    depths = 0 if step.forward_only else shape.depths or 0
+    logits = row * vocab * (shape.bytes_per_logit + depths * _BYTES_PER_DEPTH)
     log_probs = 3 * 4 * min(row, LOG_PROB_CHUNK_TOKENS) * vocab
+    # Of the last chunk, whose backward pass follows at once.
+    further = row * shape.activation_bytes_per_token(dims, layers=depths)
+    held = statistics.last_stage_inflight_tokens * per_token + further
     return PredictedMemory(
         first_stage_bytes=statistics.peak_inflight_tokens * per_token,
-        last_stage_bytes=statistics.last_stage_inflight_tokens * per_token + logits + log_probs,
+        last_stage_bytes=held + logits + log_probs,
         logit_bytes=logits,
     )
