@@ -37,7 +37,7 @@ from mcore_batching.batch.rows.row_layout import Row
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class LaterTokens:
-    """What multi-token prediction reads at one depth: at each position that of a later one.
+    """A row as multi-token prediction reads it at one depth: at each position a later one's values.
 
     Depth 1 of the row drawn above, 0 where a segment ends:
 

@@ -41,8 +41,8 @@ def log_multi_token_loss(
 
     Args:
         share: times what stock code divides by.
-        guessed: tokens that were; from 0.19 on.
-        trained: of so many.
+        guessed: number of tokens guessed right; logged from 0.19 on.
+        trained: number of tokens that a guess was trained for.
         depth: from 0 on.
         depths: how many there are.
     """
@@ -56,7 +56,7 @@ def log_multi_token_loss(
 
 
 def multi_token_hits(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """How many tokens were guessed and how many were trained, as Megatron counts from 0.19 on."""
+    """Numbers of tokens guessed and of tokens trained, as Megatron counts them from 0.19 on."""
     count = getattr(multi_token_prediction, "_compute_mtp_acceptance_counts", None)
     none = torch.zeros((), device=torch.cuda.current_device())
     found: tuple[Tensor, Tensor] = (none, none) if count is None else count(*arguments)

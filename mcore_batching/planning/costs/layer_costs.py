@@ -1,4 +1,4 @@
-"""What the layers of a model cost, and the stages that they add up to.
+"""Costs of a model's layers, and of the stages that they add up to.
 
 A model is a string with a letter for each layer, in order, with `|` between the model chunks of a
 pipeline where these are not cut evenly; what a letter costs stands beside it:

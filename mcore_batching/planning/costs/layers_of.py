@@ -182,15 +182,14 @@ class Layers:
         return self._config.get("sliding_window")
 
     def _ffns(self, count: int) -> list[str]:
-        """Whether each layer's feed-forward part has experts."""
+        """Each layer's kind of feed-forward part: "dense", or with experts."""
         config = self._config
         if not self._size("experts", 0):
             return ["dense"] * count
         dense = int(config.get("first_k_dense_replace") or 0)
         every = config.get("moe_layer_freq", 1)
-        if (
-            "decoder_sparse_step" in config
-        ):  # Qwen's: every so many layers, from the last of them on
+        # Qwen's: with a step of 2, layers 1, 3, 5, ... have experts.
+        if "decoder_sparse_step" in config:
             step = config["decoder_sparse_step"] or 1
             every = [
                 (i + 1) % step == 0 and i not in (config.get("mlp_only_layers") or [])

@@ -89,7 +89,7 @@ class _Lacking:
             heap = [(fixed - size, slot) for slot, size in enumerate(targets) if size >= 0.0]
         heapq.heapify(heap)
         self.heap = heap
-        """What a slot has beyond its target, below 0 while it lacks some, and its number."""
+        """Of each slot the cost beyond its target, below 0 while it lacks some, and its number."""
         self.room = [objective.problem.capacity] * len(targets)
         """Tokens that fit [slots]."""
         # Slots without room for the last sample, the most room first.

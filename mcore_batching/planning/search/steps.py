@@ -45,7 +45,7 @@ by a fourteenth, no sooner."""
 
 
 class Kind(NamedTuple):
-    """What is decided about a step before samples are dealt."""
+    """The shape of a step, decided before samples are dealt."""
 
     num_slots: int
     """Number of slots."""

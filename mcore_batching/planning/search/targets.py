@@ -1,4 +1,4 @@
-"""How large each slot of each rank is to be.
+"""Target sizes of the slots of each rank.
 
 A pipeline idles in proportion to the size of its full slots: its first micro-batches must be small
 and may grow only as fast as the backward passes behind them allow, its last must shrink. So a rank
