@@ -141,7 +141,7 @@ class PackedMicroBatch:
         Args:
             key: a field of kind PER_TOKEN or ROUTED_EXPERTS (or TOKENS).
             pad_value: fills padding, and tokens without a row (negative ``length_offset``).
-            later: each token has the value of the one that comes so many later in its sample.
+            later: each token has the value of the one `later` places after it in its sample.
 
         Returns:
             ``[1, T_local, ...]`` on the tokens' device.

@@ -244,8 +244,8 @@ class Layers:
 
 
 def _pattern(every: Any, count: int, *, last: bool = False) -> list[Any]:
-    """Megatron's patterns of layers: a list, or every so many layers one, from the first on; with
-    `last` all but the last of every so many."""
+    """Megatron's patterns of layers: a list; or of `every` layers the first, and so on; with `last`
+    all but the last of them."""
     if isinstance(every, int):
         return [(i + 1) % every != 0 if last else i % every == 0 for i in range(count)]
     return list(every)

@@ -164,7 +164,7 @@ class Chains:
         return iter(self._chains)
 
     def add(self, weights: Sequence[float], length: float, on_stages: Sequence[float] = ()) -> None:
-        """Add a chain with these weights of places, and so long.
+        """Add a chain with these weights of places and this length.
 
         Args:
             weights: of places.
@@ -179,7 +179,7 @@ class Chains:
             del self._on_stages[self._most :]
 
     def change(self, changes: Changes) -> None:
-        """Let some of the clock's places cost so much more."""
+        """Add to the costs of some of the clock's places."""
         for chain, weights in zip(self._chains, self._on_stages or self._chains, strict=True):
             for place, more in changes:
                 chain[-1] += more * weights[place]
@@ -192,8 +192,9 @@ class Chains:
         Args:
             place: of the one that costs more.
             at: of the one that costs less, `NOWHERE` in this pipeline perhaps.
-            slope: so many times that the longest chain gets shorter, beside what place adds to it.
-            least: None is returned if it may not cost so much more.
+            slope: time by which the longest chain gets shorter for each unit of cost that moves,
+                beside what `place` adds to it.
+            least: smallest cost that can be added; None is returned if not even that fits.
             free: what it may cost more before its place does.
             end: by which the pipeline is to end.
 
@@ -293,7 +294,7 @@ class Pipeline:
         ]
 
     def end_with(self, changes: Changes) -> float:
-        """End if some of the clock's places cost so much more; a chain that ends later is
+        """End with more added to the costs of some places; a chain that ends later is
         remembered."""
         end = self._clock.end_with(changes)
         # This chain is why; remembered, it refuses moves like this one without the clock.
@@ -307,7 +308,7 @@ class Pipeline:
         return end
 
     def become(self, changes: Changes) -> None:
-        """Let some of the clock's places cost so much more."""
+        """Add to the costs of some of the clock's places."""
         self._clock.become(changes)
         self.chains.change(changes)
         for at, more in changes:
