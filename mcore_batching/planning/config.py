@@ -71,13 +71,13 @@ class PlannerConfig:
     """Largest context-parallel size of a micro-batch under dynamic CP: a power of two, or all data-
     and context-parallel ranks. None: no dynamic CP, all have the size of the dims."""
     split_backward: SplitBackward = "off"
-    """Which backward passes leave their weight gradients for later (`pipeline.split_backward`):
+    """Backward passes that leave their weight gradients for later (`pipeline.split_backward`):
     none, as few as end the step soonest, or all."""
     split_backward_memory: float = 1.0
     """Most tokens that a stage holds with split passes, over those that the first stage holds with
     none."""
     split_backward_held: float = 1.0
-    """What a micro-batch holds until its weight gradients are made, over what it holds before its
+    """Memory that a micro-batch holds until its weight gradients are made, over that before its
     backward pass: 1; 17 under full recomputation; 2 to 3 where sequence parallelism cuts inputs."""
 
     def __post_init__(self) -> None:

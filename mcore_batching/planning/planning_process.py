@@ -49,7 +49,7 @@ serve(int(sys.argv[2]))
 
 @dataclasses.dataclass(frozen=True)
 class PlanRequest:
-    """What `plan_step` is given of a training step; equal requests have equal plans."""
+    """Arguments of `plan_step` for a training step; equal requests have equal plans."""
 
     lengths: tuple[int, ...]
     dims: ParallelDims

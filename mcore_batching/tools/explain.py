@@ -212,7 +212,7 @@ def _advice(step: StepPlan, lengths: Sequence[int], spell: Spell, seconds: float
 
 
 def _split(step: StepPlan, lengths: Sequence[int], statistics: StepStatistics) -> str:
-    """How many backward passes are split, and what that gains."""
+    """The number of split backward passes, and the gain, in words."""
     if step.context_parallel is not None:
         return "whole, as under dynamic CP ranks that share a row would wait for each other's W"
     if not step.split_backward:

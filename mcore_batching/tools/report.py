@@ -173,7 +173,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def sharing(statistics: StepStatistics) -> str:
-    """What samples that share segments save; empty where none do."""
+    """The tokens saved by samples that share segments, in words; empty where none do."""
     if not statistics.hosted_samples:
         return ""
     samples = statistics.num_samples + statistics.hosted_samples

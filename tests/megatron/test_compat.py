@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
 
 from mcore_batching.megatron import compat
+from mcore_batching.megatron.compat import experts
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.logits.fused_output import check_can_be_fused
 from mcore_batching.megatron.topology import current_dims
@@ -144,13 +145,13 @@ def test_settings_that_a_release_lacks_scale_no_logits(monkeypatch: pytest.Monke
 
 
 def test_all_losses_that_routers_record_are_scaled() -> None:
-    recorded = compat._moe_metrics()
+    recorded = experts._moe_metrics()
     before = dict(recorded)
     recorded.clear()
     for name, loss in (("load_balancing_loss", 2.0), ("z_loss", 6.0)):
         save_to_aux_losses_tracker(name, torch.tensor(loss), layer_number=1, num_layers=1)
     compat.scale_moe_metrics(0.5)
-    assert [compat._values_of(each).tolist() for each in recorded.values()] == [[1.0], [3.0]]
+    assert [experts._values_of(each).tolist() for each in recorded.values()] == [[1.0], [3.0]]
     recorded.clear()
     recorded.update(before)
 

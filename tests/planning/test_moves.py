@@ -31,8 +31,8 @@ from mcore_batching.planning.search.moves import (
     Chains,
     fits_in_memory,
     improve,
+    micro_batches_of,
     most_in_flight,
-    rows_of,
 )
 from mcore_batching.planning.search.objective import Candidate
 from mcore_batching.planning.search.shared_rows import SharedObjective
@@ -136,7 +136,7 @@ def test_chains_refuse_only_what_ends_no_sooner(
     refused = 0
     for number in range(600):
         tried.try_one()
-        mine, theirs = tried._two_rows()
+        mine, theirs = tried._two_micro_batches()
         late, early = mine.pipeline, theirs.pipeline
         if number % 10 or (late is early and mine.place == theirs.place):
             continue
@@ -175,7 +175,7 @@ def test_improving_never_ends_a_step_later(problem: Step, times: float | None) -
     assert after.end <= before.end
     assert after.ends == pytest.approx(objective.candidate(after.ranks).ends, rel=1e-12)
     assert before.ends == objective.candidate(plain.micro_batches).ends
-    assert fits_in_memory(rows_of(after, objective), objective)
+    assert fits_in_memory(micro_batches_of(after, objective), objective)
     for old, new in zip(before.ranks, after.ranks, strict=True):
         assert new[-1] or not any(new)
         assert sum(map(bool, new)) >= sum(map(bool, old))
@@ -242,7 +242,7 @@ def test_moves_keep_to_a_bound_on_tokens_in_flight() -> None:
         step = objective.candidate([[[each] for each in range(16)]])
         after = improve(step, objective)
         assert (after.end < step.end) == (bound is None)
-        held.append(most_in_flight(rows_of(after, objective), objective))
+        held.append(most_in_flight(micro_batches_of(after, objective), objective))
     assert held[0] <= 4200 < held[1]
 
 

@@ -1,4 +1,4 @@
-"""Which ranks say something else than most, in words.
+"""The ranks that say something else than most, in words.
 
 {0: {"cap": "8"}, 1: {"cap": "8"}, 2: {"cap": "9"}}    {2: "cap is 9, on rank 0 it is 8"}
 """

@@ -37,7 +37,7 @@ from mcore_batching.batch.rows.row_layout import Row
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class LaterTokens:
-    """What multi-token prediction reads at one depth: at each position that of a later one.
+    """A row as multi-token prediction reads it at one depth: at each position a later one's values.
 
     Depth 1 of the row drawn above, 0 where a segment ends:
 
@@ -141,7 +141,7 @@ class PackedMicroBatch:
         Args:
             key: a field of kind PER_TOKEN or ROUTED_EXPERTS (or TOKENS).
             pad_value: fills padding, and tokens without a row (negative ``length_offset``).
-            later: each token has the value of the one that comes so many later in its sample.
+            later: each token has the value of the one `later` places after it in its sample.
 
         Returns:
             ``[1, T_local, ...]`` on the tokens' device.

@@ -33,7 +33,7 @@ _OF_ROWS = (Kind.TOKENS, Kind.PER_TOKEN, Kind.POSITION_IDS, Kind.ROUTED_EXPERTS)
 
 @dataclass(frozen=True)
 class Hosts:
-    """Which samples are computed in whose segment.
+    """For each sample the one in whose segment it is computed.
 
     Attributes:
         host: [samples] index of the sample in whose segment each is computed; its own index if it

@@ -278,7 +278,7 @@ class PackedForwardBackward:
 
 
 def _plans_ahead(job: Job) -> PlansAhead | None:
-    """Where a job's steps are planned ahead; None where they are not."""
+    """The job's planning of steps ahead; None where it is off."""
     is_on = job.options.exchanges_samples and not job.options.no_plan_ahead
     return job.memory.only(PlansAhead) if is_on else None
 

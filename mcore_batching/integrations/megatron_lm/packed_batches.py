@@ -119,7 +119,7 @@ class PackedRows(Iterator[PreparedRow]):
 
 
 def _times_counted(row: PackedMicroBatch) -> int:
-    """How often this rank counts a row's samples: its share of the model's CP size."""
+    """Times that this rank counts a row's samples: its share of the model's CP size."""
     if row_group(row.context_parallel_size) is None:  # the row has the model's own size
         return 1
     size, rank = row.context_parallel_size, row.context_parallel_rank

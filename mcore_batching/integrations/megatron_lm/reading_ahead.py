@@ -63,7 +63,7 @@ def batches_ahead(data_iterator: Any, num_batches: int) -> Batches | None:
 
     Args:
         data_iterator: as in `draw_batches`.
-        num_batches: likewise.
+        num_batches: as in `draw_batches`.
 
     Returns:
         None where there are none, and of iterators that are not Megatron's.

@@ -39,7 +39,7 @@ from mcore_batching.planning import (
 )
 
 _PACKED_ROWS = "dynamic micro-batches"
-"""What cannot run, in messages."""
+"""The subject of messages about settings that packed rows cannot run with."""
 _REFUSED_ROUTING = {
     "global_aux_loss": "averages over micro-batches, placeholders included",
     "sinkhorn": "routes a token by all tokens of its micro-batch, padding included",

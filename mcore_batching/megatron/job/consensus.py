@@ -193,7 +193,7 @@ class JobConsensus(Consensus):
         return [integers[:count] for count, *integers in gathered]
 
     def gather_bytes(self, own: bytes, longest: int, ranks: Sequence[int]) -> list[bytes]:
-        """What each of some ranks has, in their order. A collective over them.
+        """The bytes of each of some ranks, in their order. A collective over them.
 
         Args:
             own: any number of bytes.

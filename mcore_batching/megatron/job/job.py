@@ -43,7 +43,7 @@ Kept = TypeVar("Kept")
 
 
 class JobMemory:
-    """What calls leave for later ones, the same on every rank.
+    """Objects that calls leave for later ones, the same on every rank.
 
     Args:
         data_parallel_group: Megatron's, with which it ends.

@@ -1,4 +1,4 @@
-"""When the passes of a step began and ended, and what ranks waited for each other inside of them.
+"""Starts and ends of a step's passes, and how long ranks waited for each other inside of them.
 
 Under dynamic CP ranks wait in the attention of rows that they share:
 

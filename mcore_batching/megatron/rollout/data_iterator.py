@@ -207,8 +207,7 @@ def get_data_iterator(
             Undeclared fields are inferred from samples of any rank or an earlier batch.
         steps: local sample indices of every optimizer step, in lists, arrays, tensors or whatever
             gives them once. None: steps of ``global_batch_size`` samples over all ranks, the last
-            one short, to which each rank gives consecutive samples in proportion to how many it
-            has.
+            one short, to which each rank gives consecutive samples in proportion to its number.
             ``rollout_data["dynamic_global_batch_size"]`` overrides the argument; beside `steps` it
             is what `train_step` counts each of them as: prompts times trajectories per prompt.
         cost_model: what samples and micro-batches cost; None: the one in

@@ -71,7 +71,7 @@ def look_for_hosts(
 
 
 def figures_of(hosts: Hosts | None, lengths: Sequence[int], costs: CostModel) -> dict[str, Figure]:
-    """What sharing saves, or would save, as figures of an agreement.
+    """Figures for an agreement: the work that sharing saves, or would save.
 
     Args:
         hosts: of this rank's samples.

@@ -1,4 +1,4 @@
-"""Which backward passes of a step are split, and how many parts of W run before which pass."""
+"""A stage's split backward passes of a step, and the parts of W that run before each pass."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def digest_of(stages: Sequence[SplitStage]) -> str:
 
 
 class LastStep:
-    """What this rank left for later in the last training step of the job; None: nothing."""
+    """Weight gradients that this rank left for later in the job's last training step, or None."""
 
     def __init__(self) -> None:
         self.weights: WeightGradients | None = None
@@ -80,7 +80,7 @@ def most_left_bytes(job: Job) -> int:
 
 
 def deferred_weights(job: Job, prepared: PreparedStep) -> WeightGradients | None:
-    """What this stage will leave for later in a step; None if nothing."""
+    """Weight gradients that this stage will leave for later in a step; None if it leaves none."""
     last = job.memory.only(LastStep)
     last.weights = None
     if prepared.split_backward:

@@ -138,7 +138,10 @@ class _Request:
 def _of_reductions(
     model: list[Any], deferred: WeightGradients
 ) -> Iterator[tuple[Any, str, Callable[..., Any] | list[Any]]]:
-    """What adds gradients up over ranks, and is to find them complete: owner, name and value."""
+    """Replacements of the functions that add gradients up over ranks, each to run all W before.
+
+    Yields the owner, the name in it and the new value.
+    """
     config = get_model_config(model[0])
     finalize, sync = config.finalize_model_grads_func, config.grad_sync_func
 

@@ -35,7 +35,7 @@ class WeightGradient(NamedTuple):
 
 @dataclass
 class _Deferred:
-    """What one backward pass has left: in the order of the pass, which is from the last layer."""
+    """Weight gradients that one backward pass has left, the last layer's first."""
 
     passed: Pass
     gradients: deque[WeightGradient] = field(default_factory=deque)

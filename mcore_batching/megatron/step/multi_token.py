@@ -120,7 +120,7 @@ class LossesOfRows:
 
     Args:
         token_weights: as for `LaterLosses`.
-        undo: likewise.
+        undo: as for `LaterLosses`.
     """
 
     def __init__(self, token_weights: Sequence[float], undo: float) -> None:

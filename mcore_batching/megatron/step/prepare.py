@@ -79,7 +79,7 @@ def prepare(
 
 
 def _statement(job: Job, model: Any, prepared: PreparedStep, alike: Mapping[str, Any]) -> Statement:
-    """What ranks compare before they enter the pipeline."""
+    """Values that ranks compare before they enter the pipeline."""
     sums = dataclasses.asdict(prepared.totals)
     # Read from the model, which training uses; the argument may say something else.
     per_token = bool(get_model_config(model_chunks(model)[0]).calculate_per_token_loss)

@@ -89,7 +89,7 @@ def _around(
     *,
     forward_only: bool,
 ) -> list[contextlib.AbstractContextManager[Any]]:
-    """What holds while the pipeline runs, the outermost first."""
+    """Context managers around the pipeline, the outermost first."""
     # Outermost the watch: whatever raises inside of it, the other ranks are told.
     around: list[contextlib.AbstractContextManager[Any]] = [job.watch.reporting(operation)]
     # Forward passes alone are neither recorded nor timed: costs are of both directions.

@@ -1,4 +1,4 @@
-"""What the layers of a model cost, and the stages that they add up to.
+"""Costs of a model's layers, and of the stages that they add up to.
 
 A model is a string with a letter for each layer, in order, with `|` between the model chunks of a
 pipeline where these are not cut evenly; what a letter costs stands beside it:
@@ -52,7 +52,7 @@ class LayerCost(NamedTuple):
 
 
 def weights(number: float) -> LayerCost:
-    """A token is multiplied by each of so many weights."""
+    """The cost of a number of weights, each multiplied with every token once."""
     return LayerCost(token=number, read=number)
 
 
@@ -164,7 +164,7 @@ def cost_model(
 
 
 def cut_layers(layers: str, chunks: int) -> str:
-    """The layers cut into so many chunks: as they are, or as even in number as that goes, later
+    """The layers cut into `chunks` parts: as they are, or as even in number as that goes, later
     ones fewer."""
     if layers.count("|") + 1 == chunks:
         return layers

@@ -182,15 +182,14 @@ class Layers:
         return self._config.get("sliding_window")
 
     def _ffns(self, count: int) -> list[str]:
-        """Whether each layer's feed-forward part has experts."""
+        """Each layer's kind of feed-forward part: "dense", or with experts."""
         config = self._config
         if not self._size("experts", 0):
             return ["dense"] * count
         dense = int(config.get("first_k_dense_replace") or 0)
         every = config.get("moe_layer_freq", 1)
-        if (
-            "decoder_sparse_step" in config
-        ):  # Qwen's: every so many layers, from the last of them on
+        # Qwen's: with a step of 2, layers 1, 3, 5, ... have experts.
+        if "decoder_sparse_step" in config:
             step = config["decoder_sparse_step"] or 1
             every = [
                 (i + 1) % step == 0 and i not in (config.get("mlp_only_layers") or [])
@@ -245,8 +244,8 @@ class Layers:
 
 
 def _pattern(every: Any, count: int, *, last: bool = False) -> list[Any]:
-    """Megatron's patterns of layers: a list, or every so many layers one, from the first on; with
-    `last` all but the last of every so many."""
+    """Megatron's patterns of layers: a list; or of `every` layers the first, and so on; with `last`
+    all but the last of them."""
     if isinstance(every, int):
         return [(i + 1) % every != 0 if last else i % every == 0 for i in range(count)]
     return list(every)

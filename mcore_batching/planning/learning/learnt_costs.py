@@ -1,4 +1,4 @@
-"""What passes cost, learnt from the times of a job's own passes; the same on every rank.
+"""Costs of passes, learnt from the times of a job's own; the same on every rank.
 
 Each rank sums up the passes that it timed over its last steps (`evidence`); the sums of all ranks,
 added up, give the next model (`relearnt`):

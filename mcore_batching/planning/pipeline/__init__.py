@@ -6,6 +6,7 @@ clock           when the passes of one pipeline end, also after changes of costs
 coupled_clock   the same for ranks that share rows
 split_backward  when passes end some of which leave weight gradients for later
 operations      a step's passes with their times, and the tokens in flight on a stage
+compiled        loops that numba compiles where it is installed
 """
 
 from __future__ import annotations

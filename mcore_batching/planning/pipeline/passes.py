@@ -46,8 +46,8 @@ class Schedule:
     backward_ratio: float = 2.0
     """Cost of a whole backward pass over its forward pass."""
     which_cost: tuple[tuple[int, ...], ...] = ()
-    """Which of its micro-batch's costs each model chunk takes [stages][chunks], where chunks hold
-    different layers; empty: there is one."""
+    """For each model chunk the number of the cost that its passes take, of those of a micro-batch
+    [stages][chunks], where chunks hold different layers; empty: there is one cost."""
     deferred_share: float = 0.0
     """Part of a backward pass, over its forward pass, that is W and runs whenever its stage would
     wait, in parts as small as need be: no plan of split backward passes ends sooner."""

@@ -191,7 +191,7 @@ def program(schedule: Schedule, count: int) -> tuple[Program, Numbers]:
 def _waits_for_sends(
     schedule: Schedule, orders: Sequence[Sequence[Pass]]
 ) -> dict[Place, list[Place]]:
-    """What each pass of Megatron's interleaved schedule waits for beside its own input.
+    """Passes that each pass of Megatron's interleaved schedule waits for beside its own input.
 
     Args:
         schedule: any; others than the interleaved one have no such waits.

@@ -170,7 +170,7 @@ class SplitClock:
 
     @property
     def stages(self) -> tuple[SplitStage, ...]:
-        """What was simulated last."""
+        """The split passes and parts of W of each stage, as simulated last."""
         split, parts = as_list(self._split), as_list(self._parts)
         return tuple(
             SplitStage(tuple(bool(split[n]) for n in own), tuple(parts[n] for n in own))
@@ -211,7 +211,7 @@ class SplitClock:
 
 
 class _Layout(NamedTuple):
-    """What steps of one schedule and number of micro-batches have in common."""
+    """Data that steps of one schedule and number of micro-batches have in common."""
 
     program: Program
     shares: list[float]

@@ -124,8 +124,8 @@ class ModelShape:
         return layers * self.bytes_per_value * (outside + inside / dims.tensor_parallel)
 
     def held_for_weights(self, dims: ParallelDims, *, gathers_inputs: bool) -> float:
-        """What a layer holds for its weight gradients after a split backward pass, over what it
-        holds before.
+        """Memory that a layer holds for its weight gradients after a split backward pass, over that
+        before it.
 
         Args:
             dims: the job's parallel dims.

@@ -61,8 +61,8 @@ class StepPlan:
     """Context-parallel size of each micro-batch [ranks][num_microbatches]; None without dynamic CP.
     Ranks 4 to 7 share a row of size 4 of rank 6."""
     split_backward: tuple[tuple[SplitStage, ...], ...] = ()
-    """Which backward passes are split and when their W runs [ranks][stages], equal on
-    tensor-parallel ranks; empty: none are."""
+    """Split backward passes, and when their W runs [ranks][stages], equal on tensor-parallel ranks;
+    empty: none are split."""
     scope: Scope = "global"
     """"global": samples may go to any rank; "local": each stays on the rank that held it."""
     cost_model: CostModel = field(default_factory=CostModel, compare=False)

@@ -89,7 +89,7 @@ class _Lacking:
             heap = [(fixed - size, slot) for slot, size in enumerate(targets) if size >= 0.0]
         heapq.heapify(heap)
         self.heap = heap
-        """What a slot has beyond its target, below 0 while it lacks some, and its number."""
+        """Of each slot the cost beyond its target, below 0 while it lacks some, and its number."""
         self.room = [objective.problem.capacity] * len(targets)
         """Tokens that fit [slots]."""
         # Slots without room for the last sample, the most room first.
@@ -100,7 +100,7 @@ class _Lacking:
         self._counted = [0.0] * len(targets)
 
     def most(self, wanted: int) -> int:
-        """The slot that lacks most of those with room for so many tokens; -1 if none has."""
+        """The slot that lacks most of those with room for `wanted` tokens; -1 if none has."""
         heap, waiting, room = self.heap, self._waiting, self.room
         while waiting and -waiting[0][0] >= wanted:
             _, beyond, slot = heapq.heappop(waiting)
@@ -174,10 +174,11 @@ def swap(slots: Slots, over: list[float], room: list[int], problem: Problem, ski
 
     Args:
         slots: changed.
-        over: what they cost more than they should [slots], changed likewise.
-        room: tokens that they have room for [slots], changed likewise.
+        over: cost of each beyond its target [slots], changed.
+        room: tokens that fit into each [slots], changed.
         problem: gives costs and tokens.
-        skip: so many slots that lack most are left as they are, for which nothing may be found.
+        skip: number of slots, those that lack most, that are left as they are: nothing may be found
+            for them.
     """
     costs, tokens, most = problem.costs, problem.tokens, problem.max_samples
     order = sorted(range(len(slots)), key=over.__getitem__)

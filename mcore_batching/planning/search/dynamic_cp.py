@@ -41,10 +41,10 @@ FORMS_TO_BEGIN_WITH, STEPS_KEPT = 12, 4
 different numbers of slots, that are changed on: moves do not change that number, and lead steps of
 one to much the same end."""
 LITTLE_EFFORT = 250
-"""One size is tried with no more than so much `plan_effort`, and with all of it if the best step
-has that size alone. What it takes is of the effort of all."""
+"""Most `plan_effort` with which one size is tried; all of it if the best step has that size alone.
+What it takes is of the effort of all."""
 EFFORT_OF_A_FORM = 100
-"""Making and judging a form takes about as long as so many simulated passes, beside its own."""
+"""Making and judging a form takes about as long as simulating 100 passes, beside its own."""
 SHARE_OF_FORMS, SHARE_OF_EACH = 0.25, 0.1
 """Share of the effort for forms, and for moves in each of the better half of the steps kept before
 the best of all gets the rest. With 0.35 for forms steps end 0.1 % later in the mean of four cases,
@@ -109,8 +109,8 @@ def _add_step_of_one_size(
     objective: SharedObjective,
     of_one_size: Callable[[Problem], list[Slots]],
 ) -> None:
-    """Add the step in which every micro-batch has one size, looked for with no more than so much
-    `plan_effort`, if it may be best."""
+    """Add the step in which every micro-batch has one size, looked for with this `plan_effort`
+    at most, if it may be best."""
     rows = objective.whole.on_ranks[size]
     end = _earliest(found).end if found else math.inf
     if size < max(objective.whole.least_sizes) or end <= step_time_floor(rows):

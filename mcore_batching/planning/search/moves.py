@@ -74,7 +74,7 @@ def improve(step: Candidate, objective: Objective, *, keep: float = 0.0) -> Cand
     return best if best.end <= step.end else step
 
 
-class Row:
+class MicroBatch:
     """A micro-batch, with what it costs and holds on each rank that shares it."""
 
     __slots__ = ("cost", "costs", "pipeline", "place", "problem", "ranks", "samples", "tokens")
@@ -85,7 +85,7 @@ class Row:
 
     def __init__(self, samples: Sequence[int], problem: Problem, ranks: range) -> None:
         self.problem = problem
-        """Of rows of this context-parallel size."""
+        """As if every micro-batch had this context-parallel size."""
         self.ranks = ranks
         self.hold(list(samples))
 
@@ -112,36 +112,37 @@ class Row:
         return round_up(self.tokens, self.problem.row_multiple) or self.problem.placeholder_tokens
 
 
-def rows_of(step: Candidate, objective: Objective) -> list[list[Row]]:
-    """Micro-batches [ranks][slots]; ranks that share one have the same `Row` there."""
-    ranks: list[list[Row]] = []
+def micro_batches_of(step: Candidate, objective: Objective) -> list[list[MicroBatch]]:
+    """Micro-batches [ranks][slots]; ranks that share one have the same `MicroBatch` there."""
+    ranks: list[list[MicroBatch]] = []
     for number, slots in enumerate(step.ranks):
-        rows = []
+        micro_batches = []
         for slot, samples in enumerate(slots):
             size = step.sizes[number][slot] if step.sizes else 1
-            # Only the first of the ranks that share a row makes it; the others find it made.
+            # Only the first of the ranks that share one makes it; the others find it made.
             if number % size:
-                rows.append(ranks[-1][slot])
+                micro_batches.append(ranks[-1][slot])
             else:
                 problem = objective.whole.on_ranks[size] if step.sizes else objective.problem
-                rows.append(Row(samples, problem, range(number, number + size)))
-        ranks.append(rows)
+                micro_batches.append(MicroBatch(samples, problem, range(number, number + size)))
+        ranks.append(micro_batches)
     return ranks
 
 
-def most_in_flight(ranks: Iterable[Sequence[Row]], objective: Objective) -> float:
+def most_in_flight(ranks: Iterable[Sequence[MicroBatch]], objective: Objective) -> float:
     """Most padded tokens whose activations the first stage of a rank holds at a time, over the
     context-parallel ranks of the dims."""
     schedule, size = objective.problem.schedule, objective.whole.dims.context_parallel
     return max(
         inflight_tokens(
-            [row.held_tokens * size // row.problem.dims.context_parallel for row in rows], schedule
+            [each.held_tokens * size // each.problem.dims.context_parallel for each in rank],
+            schedule,
         )
-        for rows in ranks
+        for rank in ranks
     )
 
 
-def fits_in_memory(ranks: Iterable[Sequence[Row]], objective: Objective) -> bool:
+def fits_in_memory(ranks: Iterable[Sequence[MicroBatch]], objective: Objective) -> bool:
     """True if the first stage of none of these ranks holds more than it may."""
     bound = objective.max_inflight_tokens
     return bound is None or most_in_flight(ranks, objective) <= bound
@@ -163,7 +164,7 @@ class Chains:
         return iter(self._chains)
 
     def add(self, weights: Sequence[float], length: float, on_stages: Sequence[float] = ()) -> None:
-        """Add a chain with these weights of places, and so long.
+        """Add a chain with these weights of places and this length.
 
         Args:
             weights: of places.
@@ -178,7 +179,7 @@ class Chains:
             del self._on_stages[self._most :]
 
     def change(self, changes: Changes) -> None:
-        """Let some of the clock's places cost so much more."""
+        """Add to the costs of some of the clock's places."""
         for chain, weights in zip(self._chains, self._on_stages or self._chains, strict=True):
             for place, more in changes:
                 chain[-1] += more * weights[place]
@@ -186,13 +187,14 @@ class Chains:
     def room(
         self, place: int, at: int, *, slope: float, least: float, free: float, end: float
     ) -> tuple[float, float] | None:
-        """What may be added to a micro-batch, if another costs as much less.
+        """Costs that may be added to a micro-batch, if another costs as much less.
 
         Args:
             place: of the one that costs more.
             at: of the one that costs less, `NOWHERE` in this pipeline perhaps.
-            slope: so many times that the longest chain gets shorter, beside what place adds to it.
-            least: None is returned if it may not cost so much more.
+            slope: time by which the longest chain gets shorter for each unit of cost that moves,
+                beside what `place` adds to it.
+            least: smallest cost that can be added; None is returned if not even that fits.
             free: what it may cost more before its place does.
             end: by which the pipeline is to end.
 
@@ -228,19 +230,19 @@ class Pipeline:
         objective: its effort is used.
     """
 
-    def __init__(self, columns: Sequence[Sequence[list[Row]]], objective: Objective) -> None:
+    def __init__(self, columns: Sequence[Sequence[list[MicroBatch]]], objective: Objective) -> None:
         self._objective, self._columns = objective, columns
         self.width = len(columns)
         # In lockstep a column has several ranks, of which all have the same slots.
         firsts = [column[0] for column in columns]
         self._first = firsts[0][0].ranks.start
         for rank in itertools.chain(*columns):
-            for slot, row in enumerate(rank):
-                row.pipeline = self
-                row.place = self.place(row, slot)
+            for slot, micro_batch in enumerate(rank):
+                micro_batch.pipeline = self
+                micro_batch.place = self.place(micro_batch, slot)
         places = range(len(firsts[0]) * self.width)
-        self.costs = [max([row.cost for row in self.rows(place)]) for place in places]
-        sizes = [[len(row.ranks) for row in rank] for rank in firsts]
+        self.costs = [max([each.cost for each in self.micro_batches(place)]) for place in places]
+        sizes = [[len(each.ranks) for each in rank] for rank in firsts]
         schedule = objective.problem.schedule
         self._kinds = schedule.num_costs
         costs = self.costs
@@ -258,33 +260,41 @@ class Pipeline:
         self.chains = Chains(MOST_CHAINS * min(2, self.width))
         self._look()
 
-    def place(self, row: Row, slot: int) -> int:
+    def place(self, micro_batch: MicroBatch, slot: int) -> int:
         """The place of a micro-batch in a slot: that of its first rank."""
-        return slot * self.width + (row.ranks.start - self._first) % self.width
+        return slot * self.width + (micro_batch.ranks.start - self._first) % self.width
 
-    def rows(self, place: int) -> list[Row]:
+    def micro_batches(self, place: int) -> list[MicroBatch]:
         """Micro-batches in a place: one, but in lockstep those of all ranks."""
         slot, column = divmod(place, self.width)
         return [rank[slot] for rank in self._columns[column]]
 
     def growth(self, place: int) -> list[tuple[int, float]]:
-        """How much more a place costs by its micro-batches than it is known to, for the clock."""
+        """Changes for the clock: a place's cost by its micro-batches now, less the one it knows."""
         if self._kinds > 1:
             known = self._clock.costs
             return [(at, cost - known[at]) for at, cost in self._on_stages(place)]
-        return [(place, max([row.cost for row in self.rows(place)]) - self.costs[place])]
+        return [
+            (
+                place,
+                max([each.cost for each in self.micro_batches(place)]) - self.costs[place],
+            )
+        ]
 
     def _on_stages(self, place: int) -> list[tuple[int, float]]:
         """The clock's places of a place, one for each kind of stage, with the costs there."""
-        rows, (slot, column) = self.rows(place), divmod(place, self.width)
+        micro_batches, (slot, column) = self.micro_batches(place), divmod(place, self.width)
         first = slot * self._kinds * self.width + column
         return [
-            (first + kind * self.width, max([row.costs[kind] for row in rows]))
+            (
+                first + kind * self.width,
+                max([each.costs[kind] for each in micro_batches]),
+            )
             for kind in range(self._kinds)
         ]
 
     def end_with(self, changes: Changes) -> float:
-        """End if some of the clock's places cost so much more; a chain that ends later is
+        """End with more added to the costs of some places; a chain that ends later is
         remembered."""
         end = self._clock.end_with(changes)
         # This chain is why; remembered, it refuses moves like this one without the clock.
@@ -298,14 +308,14 @@ class Pipeline:
         return end
 
     def become(self, changes: Changes) -> None:
-        """Let some of the clock's places cost so much more."""
+        """Add to the costs of some of the clock's places."""
         self._clock.become(changes)
         self.chains.change(changes)
         for at, more in changes:
             if self._kinds > 1:
                 slot, column = divmod(at, self.width)
                 place = slot // self._kinds * self.width + column
-                self.costs[place] = max([row.cost for row in self.rows(place)])
+                self.costs[place] = max([each.cost for each in self.micro_batches(place)])
             else:
                 self.costs[at] += more
         self._look()
@@ -351,8 +361,8 @@ class _Moves:
         self._draw = drawing()
         self._scale = 1.0 / step.end if step.end else 1.0
         self._shared = step.sizes is not None
-        self._ranks = rows_of(step, objective)
-        self._placeholders = [[row for row in rank if not row.samples] for rank in self._ranks]
+        self._ranks = micro_batches_of(step, objective)
+        self._placeholders = [[each for each in rank if not each.samples] for rank in self._ranks]
         self._pipelines = self._waiting_for_each_other()
         self.slowest = self._slowest()
 
@@ -361,8 +371,10 @@ class _Moves:
         made, columns, after = [], [], 0
         for ranks in self._objective.lockstep_groups:
             columns.append(self._ranks[ranks.start : ranks.stop])
-            # A row that reaches beyond these ranks ties the next ones to the same pipeline.
-            after = max(after, *(row.ranks.stop for row in itertools.chain(*columns[-1])))
+            # A micro-batch that reaches beyond these ranks ties the next ones to the same pipeline.
+            after = max(
+                after, *(micro_batch.ranks.stop for micro_batch in itertools.chain(*columns[-1]))
+            )
             if after == ranks.stop:
                 made.append(Pipeline(columns, self._objective))
                 columns = []
@@ -373,13 +385,13 @@ class _Moves:
 
     def result(self) -> Candidate:
         """The step as it is now, simulated."""
-        slots = [[row.samples for row in rank] for rank in self._ranks]
-        sizes = [[len(row.ranks) for row in rank] for rank in self._ranks]
+        slots = [[each.samples for each in rank] for rank in self._ranks]
+        sizes = [[len(each.ranks) for each in rank] for rank in self._ranks]
         return self._objective.candidate(slots, sizes if self._shared else None)
 
     def try_one(self) -> None:
         """Try a move, and keep it if it does no harm."""
-        mine, theirs = self._two_rows()
+        mine, theirs = self._two_micro_batches()
         if mine is theirs or not mine.samples:
             return
         # Of the same ranks whole slots, 3 times in 4: that changes no micro-batch, so the cap still
@@ -394,7 +406,7 @@ class _Moves:
         if may_move and bare:
             theirs = bare[0]
         given, taken = self._choose(mine, theirs, may_move)
-        # Nor may a sample that is over the cap of rows of the other size go there.
+        # Nor may a sample go where it is over the cap of the other size.
         if given < 0 or (
             mine.problem is not theirs.problem
             and (given in theirs.problem.oversize or taken in mine.problem.oversize)
@@ -411,7 +423,7 @@ class _Moves:
             mine.hold(before[0])
             theirs.hold(before[1])
 
-    def _two_rows(self) -> tuple[Row, Row]:
+    def _two_micro_batches(self) -> tuple[MicroBatch, MicroBatch]:
         """A micro-batch on which the end of a late pipeline depends, and one on which less does,
         half the time of the same rank."""
         # No function draws from 0 to a bound: most tries are refused at once, and it would take a
@@ -429,15 +441,15 @@ class _Moves:
         if weights[other] > weights[place]:
             place = other
         # In lockstep only the costliest micro-batch of a slot matters.
-        rows = late.rows(place)
-        mine = max(rows, key=_cost) if len(rows) > 1 else rows[0]
+        micro_batches = late.micro_batches(place)
+        mine = max(micro_batches, key=_cost) if len(micro_batches) > 1 else micro_batches[0]
         if draw() >= 0.5:
             taker = ranks[mine.ranks.start]
         theirs, another = taker[int(draw() * len(taker))], taker[int(draw() * len(taker))]
         weights = theirs.pipeline.weights
         return mine, theirs if weights[theirs.place] <= weights[another.place] else another
 
-    def _choose(self, mine: Row, theirs: Row, may_move: bool) -> tuple[int, int]:
+    def _choose(self, mine: MicroBatch, theirs: MicroBatch, may_move: bool) -> tuple[int, int]:
         """Any sample of a micro-batch, and what comes back for it, so that by the chains known the
         step ends soonest: a cheaper sample, or -1 for none, if that is allowed. Twice -1 if nothing
         lets the step end sooner."""
@@ -468,7 +480,7 @@ class _Moves:
         fitting = [(abs(more - best), i) for more, i in choices if more <= most]
         return (given, min(fitting)[1]) if fitting else (-1, -1)
 
-    def _exchange_slots(self, mine: Row, theirs: Row) -> None:
+    def _exchange_slots(self, mine: MicroBatch, theirs: MicroBatch) -> None:
         """Exchange all that a rank has in two slots, in lockstep all ranks."""
         pipeline, at, place = mine.pipeline, mine.place, theirs.place
         less = pipeline.costs[at] - pipeline.costs[place]
@@ -476,8 +488,8 @@ class _Moves:
             return
         if not pipeline.chains.room(place, at, slope=0.0, least=less, free=0.0, end=pipeline.end):
             return
-        rows = pipeline.rows(at)
-        block = range(rows[0].ranks.start, rows[-1].ranks.stop)
+        micro_batches = pipeline.micro_batches(at)
+        block = range(micro_batches[0].ranks.start, micro_batches[-1].ranks.stop)
         slots = at // pipeline.width, place // pipeline.width
         self._exchange(block, *slots)
         # A placeholder may not come last: the last micro-batch touches every parameter
@@ -492,7 +504,7 @@ class _Moves:
             for each in (slot, other):
                 rank[each].place = rank[each].pipeline.place(rank[each], each)
 
-    def _kept(self, theirs: Row, mine: Row, ranks: Collection[int]) -> bool:
+    def _kept(self, theirs: MicroBatch, mine: MicroBatch, ranks: Collection[int]) -> bool:
         """Simulate the pipelines of two micro-batches that were changed; True, with the clocks
         brought up to date, if the ranks concerned hold no more than they may and the sum of powers
         of the ends does not rise."""

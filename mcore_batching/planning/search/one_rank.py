@@ -73,7 +73,7 @@ def ends_by_count(problem: Problem, counts: Sequence[int]) -> list[float]:
 
 
 def _end_with(steps: Steps, count: int) -> float:
-    """End of a rank's step of so many slots; infinite where they do not hold the samples."""
+    """End of a rank's step of `count` slots; infinite where they do not hold the samples."""
     kinds = [Kind(count, USUAL), Kind(count, USUAL, gentle=True), Kind(count, EVEN)]
     for kind in kinds:
         if kind.first < EVEN or not any(each in steps.soonest for each in kinds):

@@ -23,8 +23,8 @@ from mcore_batching.planning.search.deal import deal, settle
 from mcore_batching.planning.search.moves import (
     EFFORT_OF_A_SHARED_PASS,
     fits_in_memory,
+    micro_batches_of,
     most_in_flight,
-    rows_of,
 )
 from mcore_batching.planning.search.objective import Candidate, Objective, Sizes, Slots
 from mcore_batching.planning.search.steps import MOST_SLOTS_PER_STAGE, Kind, by_cost
@@ -77,11 +77,13 @@ class SharedObjective(Objective):
 
     def most_in_flight(self, step: Candidate) -> float:
         """As `moves.most_in_flight`."""
-        return most_in_flight(rows_of(step, self), self)
+        return most_in_flight(micro_batches_of(step, self), self)
 
     def fits(self, step: Candidate) -> bool:
         """True if a step keeps to the bound on tokens in flight."""
-        return self.max_inflight_tokens is None or fits_in_memory(rows_of(step, self), self)
+        return self.max_inflight_tokens is None or fits_in_memory(
+            micro_batches_of(step, self), self
+        )
 
 
 class Form(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which backward passes of a step are split, and the order of micro-batches that suits that.
+"""The choice of backward passes to split, and of an order of micro-batches that suits it.
 
 1. Passes are chosen along critical paths: those on the path of the step without split passes, then
    those on the path of the step so made, and so on; the best of these steps counts.
@@ -137,7 +137,7 @@ class _Step:
 
 
 class _Slot(NamedTuple):
-    """What ranks that run together have in one slot."""
+    """Micro-batches that ranks which run together have in one slot."""
 
     samples: tuple[Sequence[int], ...]
     """Of each rank."""

@@ -45,7 +45,7 @@ by a fourteenth, no sooner."""
 
 
 class Kind(NamedTuple):
-    """What is decided about a step before samples are dealt."""
+    """The shape of a step, decided before samples are dealt."""
 
     num_slots: int
     """Number of slots."""
@@ -154,11 +154,11 @@ class Steps:
     def make(
         self, kind: Kind, *, in_vain: int, like: Kind | None = None, keep: float = 0.0
     ) -> bool:
-        """Rounds until so many in a row made a step end hardly sooner.
+        """Rounds until `in_vain` in a row made a step end hardly sooner.
 
         Args:
             kind: of the steps.
-            in_vain: so many.
+            in_vain: rounds in a row that hardly help, after which no further one begins.
             like: a kind whose ranks are already even, to begin with.
             keep: effort with which no further round begins.
 
@@ -185,7 +185,7 @@ class Steps:
 
     def folded(self, num_slots: int) -> Candidate | None:
         """The step of as many samples on each rank, as even as that goes; None if they do not fit
-        into so many slots."""
+        into the slots."""
         problem = self._problem
         per_rank = max(1, -(-problem.num_samples // self.ranks))
         ranks = []
@@ -321,7 +321,7 @@ class Steps:
         return min(orders, key=self.objective.end_together)
 
     def _sorted(self, ranks: list[Slots], times: float) -> list[Slots]:
-        """Placeholders first, then by so many times the cost."""
+        """Placeholders first, then by `times` the cost."""
 
         def key(own: Sequence[int]) -> tuple[bool, float]:
             return bool(own), times * self._problem.cost(own)
@@ -345,7 +345,7 @@ def steps_of_counts(fewest: int, most: int, dims: ParallelDims) -> list[int]:
 
 
 def thinned(steps: Steps, ranks: int) -> Steps:
-    """Steps of about so many of the ranks, and as many of the samples, from which much is learnt
+    """Steps of about `ranks` of the ranks, and that share of the samples, from which much is learnt
     about those of all."""
     problem = steps.objective.problem
     one_in = steps.ranks // ranks

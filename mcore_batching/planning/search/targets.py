@@ -1,4 +1,4 @@
-"""How large each slot of each rank is to be.
+"""Target sizes of the slots of each rank.
 
 A pipeline idles in proportion to the size of its full slots: its first micro-batches must be small
 and may grow only as fast as the backward passes behind them allow, its last must shrink. So a rank
@@ -41,7 +41,7 @@ HALVINGS = 10
 
 
 class Targets:
-    """Targets of so many slots.
+    """Targets of a number of slots.
 
     Args:
         objective: gives the schedule, the cap and the bound on tokens in flight.
@@ -103,7 +103,7 @@ class Targets:
         return sizes
 
     def _sizes(self, rise: Sequence[float], last: int, lacking: float) -> list[float]:
-        """Sizes of units, rising, and falling until one lacks so much of the plateau."""
+        """Sizes of units, rising, and falling until one lacks `lacking` of the plateau."""
         sizes = [
             up if up < (down := 1.0 - lacking * power) else down
             for up, power in zip(rise, self._powers[last::-1], strict=False)
@@ -116,7 +116,7 @@ class Targets:
         return total - (self._units * self._group - self.count) * sizes[-1]
 
     def plateau(self, work: float) -> float:
-        """The largest size of a rank with so much work and no long sample."""
+        """The largest size of a rank with this work and no long sample."""
         return work / self.count if self.even else work / self._usual_sum * max(self._usual)
 
     @property

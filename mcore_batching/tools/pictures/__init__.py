@@ -1,1 +1,8 @@
-"""Pictures of plans and of recorded steps."""
+"""Pictures of plans and of recorded steps.
+
+timeline     start and end of every pass of a step
+plot         a step: passes, working stages, and fill by `plot_fill`
+plot_fill    how full each micro-batch is
+replay_plot  a recorded job: predicted and measured time of every step
+picture      pictures as files: .png, .svg or .html
+"""

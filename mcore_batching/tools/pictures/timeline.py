@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from mcore_batching.planning import CostModel, StepPlan, step_problem
 from mcore_batching.planning.pipeline import Operation, Pass
 from mcore_batching.planning.plans.statistics import costs_on_stages, step_clocks
+from mcore_batching.planning.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,24 +88,7 @@ def step_timeline(
         cost_model: the plan's own if None.
     """
     problem, ranks = step_problem(step, lengths, cost_model)
-    costs, schedule = costs_on_stages(step, problem, ranks), problem.schedule
-    # With expert parallelism one clock has the pace of all ranks: a slot takes as long as its
-    # slowest micro-batch, and each rank's own passes end earlier within it.
-    clocks = step_clocks(step, problem, ranks)
-    at_the_pace = [clock.operations(rank) for clock in clocks for rank in range(len(clock.ends))]
-    if step.dims.in_lockstep:
-        at_the_pace *= len(costs)
-    pace = [max(slot) if step.dims.in_lockstep else 0.0 for slot in zip(*costs, strict=True)]
-    passes = [
-        [
-            replace(o, end=o.start + (o.end - o.start) * own[place] / pace[place])
-            if pace[place]
-            else o
-            for o in operations
-            for place in [schedule.place_of_cost(o.stage, Pass(o.kind, o.chunk, o.slot))]
-        ]
-        for own, operations in zip(costs, at_the_pace, strict=True)
-    ]
+    passes = _passes(step, problem, ranks)
     sizes = [
         tuple(step.row_size(rank, slot) for slot in range(step.num_microbatches))
         for rank in range(len(ranks))
@@ -139,3 +123,27 @@ def step_timeline(
         end=end,
         stages=stages,
     )
+
+
+def _passes(
+    step: StepPlan, problem: Problem, ranks: Sequence[Sequence[Sequence[int]]]
+) -> list[list[Operation]]:
+    """The passes of each rank, all stages together."""
+    costs, schedule = costs_on_stages(step, problem, ranks), problem.schedule
+    # With expert parallelism one clock has the pace of all ranks: a slot takes as long as its
+    # slowest micro-batch, and each rank's own passes end earlier within it.
+    clocks = step_clocks(step, problem, ranks)
+    at_the_pace = [clock.operations(rank) for clock in clocks for rank in range(len(clock.ends))]
+    if step.dims.in_lockstep:
+        at_the_pace *= len(costs)
+    pace = [max(slot) if step.dims.in_lockstep else 0.0 for slot in zip(*costs, strict=True)]
+    return [
+        [
+            replace(o, end=o.start + (o.end - o.start) * own[place] / pace[place])
+            if pace[place]
+            else o
+            for o in operations
+            for place in [schedule.place_of_cost(o.stage, Pass(o.kind, o.chunk, o.slot))]
+        ]
+        for own, operations in zip(costs, at_the_pace, strict=True)
+    ]

@@ -37,6 +37,7 @@ from mcore_batching.megatron import (
     schedule_of,
     train_step,
 )
+from mcore_batching.megatron.compat import packed_rows
 from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.rollout.data_iterator import rollout_of
@@ -108,12 +109,12 @@ def compare_rows_of_frameworks(**parameters: Any) -> dict[str, Any]:
     def without_total(params: Any, offsets: Any) -> None:
         params.host_cu_seqlens = tuple(offsets)
 
-    compat.give_offsets = without_total
+    compat.give_offsets = packed_rows.give_offsets = without_total
     compat.end_states_with_samples()
     try:
         return compare(**parameters)
     finally:
-        compat.give_offsets = give
+        compat.give_offsets = packed_rows.give_offsets = give
         base._ssm_training = before["_ssm_training"]
         if "states_end_with_samples" in vars(base):
             del base.states_end_with_samples

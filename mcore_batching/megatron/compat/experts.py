@@ -1,0 +1,73 @@
+"""Mixtures of experts: routers, what they record, and how tokens are exchanged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def fix_router_masks() -> None:
+    """Let routers leave padding out, also in a row that is all padding. Patches Megatron once.
+
+    Two faults of 0.16.1 to 0.19.2: the count for the expert bias multiplies a ``[tokens, experts]``
+    map with a ``[tokens]`` mask, which does not broadcast; the load-balancing loss divides by the
+    square of the number of real tokens, so that a placeholder's 0 becomes NaN.
+    """
+    from megatron.core.transformer.moe import router
+
+    if getattr(router, "masks_are_fixed", False):
+        return
+    apply_expert_bias = router.TopKRouter._apply_expert_bias
+    load_balancing_loss = router.switch_load_balancing_loss_func
+
+    def with_second_axis(self: Any, routing_map: Tensor, padding_mask: Any = None) -> Any:
+        if padding_mask is not None and padding_mask.dim() == routing_map.dim() - 1:
+            padding_mask = padding_mask.unsqueeze(-1)
+        return apply_expert_bias(self, routing_map, padding_mask=padding_mask)
+
+    def of_at_least_one_token(*args: Any, total_num_tokens: Any, **kwargs: Any) -> Any:
+        if torch.is_tensor(total_num_tokens):
+            total_num_tokens = total_num_tokens.clamp(min=1)
+        return load_balancing_loss(*args, total_num_tokens=total_num_tokens, **kwargs)
+
+    router.TopKRouter._apply_expert_bias = with_second_axis
+    router.switch_load_balancing_loss_func = of_at_least_one_token
+    router.masks_are_fixed = True
+
+
+def scale_moe_metrics(factor: float) -> None:
+    """Multiply the losses that routers have recorded since the last report.
+
+    Stock code divides these sums by its own number of micro-batches.
+
+    Args:
+        factor: that number over the number of micro-batches that ran.
+    """
+    for recorded in _moe_metrics().values():
+        _values_of(recorded).mul_(factor)
+
+
+def _moe_metrics() -> dict[str, Any]:
+    """Megatron's own dict of what routers have recorded since the last report, by name."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:  # until 0.17
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        until_017: dict[str, Any] = get_moe_layer_wise_logging_tracker()
+        return until_017
+    metrics: dict[str, Any] = get_moe_metrics_tracker().metrics
+    return metrics
+
+
+def _values_of(recorded: Any) -> Tensor:
+    """Of one name, the sums ``[layers]``."""
+    values: Tensor = recorded["values"] if isinstance(recorded, dict) else recorded.values
+    return values
+
+
+def pads_uneven_dispatch_inputs(config: Any) -> bool:
+    """True if HybridEP pads its inputs to one length on all ranks, an option from 0.19 on."""
+    return bool(getattr(config, "moe_hybridep_pad_uneven_dispatch_inputs", False))

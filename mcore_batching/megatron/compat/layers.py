@@ -1,0 +1,159 @@
+"""Kinds of layers, what they can run, and their specs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import sys
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+try:
+    import transformer_engine  # noqa: F401
+
+    HAVE_TRANSFORMER_ENGINE = True
+except ImportError:
+    HAVE_TRANSFORMER_ENGINE = False
+
+
+def is_engines_attention(module: Any) -> bool:
+    """True if a module is Megatron's wrapper of Transformer Engine's attention."""
+    if not HAVE_TRANSFORMER_ENGINE:
+        return False
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    return isinstance(module, TEDotProductAttention)
+
+
+def engine_linears(chunk: Any) -> dict[str, Any]:
+    """Of a model chunk, by name, linear modules of Transformer Engine with one weight."""
+    return {
+        name: module
+        for name, module in chunk.named_modules()
+        if hasattr(module, "fuse_wgrad_accumulation")
+        and isinstance(getattr(module, "weight", None), torch.nn.Parameter)
+    }
+
+
+def debugs_engine() -> bool:
+    """True if Transformer Engine's modules are looked into by its debugging tools."""
+    debugging = sys.modules.get("transformer_engine.debug.pytorch.debug_state")
+    return debugging is not None and bool(debugging.TEDebugState.debug_enabled)
+
+
+def class_of_forward(layer: Any) -> str:
+    """Name of the Megatron class whose forward pass a layer runs; empty where it is none of its."""
+    forward = type(layer).forward
+    if not str(getattr(forward, "__module__", "")).startswith("megatron.core."):
+        return ""
+    return str(forward.__qualname__.partition(".")[0])
+
+
+def has_hybrid_model() -> bool:
+    """True if this Megatron has `HybridModel` (from 0.18 on)."""
+    return importlib.util.find_spec("megatron.core.models.hybrid") is not None
+
+
+def scatters_padding_mask(model: Any) -> bool:
+    """True if a model's first stage scatters its padding mask under sequence parallelism.
+
+    `GPTModel` does, `HybridModel` hands it on as it is.
+    """
+    return bool(model.pre_process) and not hasattr(model, "hybrid_layer_pattern")
+
+
+def packs_gated_delta_net(layer: Any) -> bool:
+    """True if this Megatron's GatedDeltaNet runs packed rows (from 0.18 on)."""
+    return hasattr(layer, "_resolve_cu_seqlens")
+
+
+def packs_sparse_attention() -> bool:
+    """True if this Megatron's DeepSeek sparse attention runs packed rows (from 0.19 on)."""
+    from megatron.core.transformer import experimental_attention_variant
+
+    return (
+        importlib.util.find_spec(f"{experimental_attention_variant.__name__}.dsa_layout")
+        is not None
+    )
+
+
+def what_mamba_lacks(context_parallel: int) -> str:
+    """The packages that Mamba layers lack to run packed rows; empty if none."""
+    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+
+    is_there, lacks = mamba_mixer._check_mamba_sequence_packing_support(
+        for_inference_not_training=False
+    )
+    if not is_there:
+        return f"more than is installed: {lacks}"
+    if context_parallel > 1 and mamba_context_parallel.tex is None:
+        return (
+            "Transformer Engine under context parallelism: install it, or set "
+            "--context-parallel-size 1"
+        )
+    return ""
+
+
+def why_no_plain_product(layer: Any) -> str:
+    """Differences of an output layer from the product with its weight; empty if there are none."""
+    if type(layer) is not ColumnParallelLinear:
+        return f"is a {type(layer).__name__}"
+    if layer.bias is not None:
+        return "has a bias"
+    if layer.gather_output:
+        return "gathers its output (parallel_output=False)"
+    if getattr(layer, "gtp_remat_size", 1) > 1:  # from 0.19 on
+        return "gathers its weight (generalized tensor parallelism)"
+    return ""
+
+
+def local_gpt_layer_spec(config: Any) -> ModuleSpec:
+    """Megatron's own layer spec without Transformer Engine, for this model's shape."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    options = {
+        "num_experts": config.num_moe_experts,
+        "moe_grouped_gemm": config.moe_grouped_gemm,
+        "qk_layernorm": config.qk_layernorm,
+        "multi_latent_attention": config.multi_latent_attention,
+        "normalization": config.normalization,
+    }
+    known = inspect.signature(get_gpt_layer_local_spec).parameters
+    return get_gpt_layer_local_spec(**{k: v for k, v in options.items() if k in known})
+
+
+def local_core_attention_name() -> tuple[Any, str]:
+    """The module and the name in it from which local layer specs take their core attention."""
+    from megatron.core.models import backends
+
+    return backends, "DotProductAttention"
+
+
+def replace_final_norm(norm: Any) -> None:
+    """Make transformer blocks built from a single layer spec use ``norm`` after the last layer."""
+    transformer_block.LayerNormImpl = norm
+
+
+def packed_submodules(submodules: Any, core_attention: type, norm: Any) -> Any:
+    """A layer's submodules with another core attention and, if given, other norms."""
+    attention = submodules.self_attention
+    inner: dict[str, Any] = {"core_attention": core_attention}
+    changes: dict[str, Any] = {}
+    if norm is not None:
+        inner |= {
+            name: norm
+            for name in ("q_layernorm", "k_layernorm", "kv_layernorm")
+            if getattr(attention.submodules, name, None) is WrappedTorchNorm
+        }
+        changes |= {"input_layernorm": norm, "pre_mlp_layernorm": norm}
+    changes["self_attention"] = dataclasses.replace(
+        attention, submodules=dataclasses.replace(attention.submodules, **inner)
+    )
+    return dataclasses.replace(submodules, **changes)

@@ -1,0 +1,110 @@
+"""Passes of Megatron's pipeline schedules, and transfers between stages."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import megatron.core
+from megatron.core.pipeline_parallel import p2p_communication, schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
+
+
+def waits_for_sends(config: Any) -> bool:
+    """True if the interleaved schedule waits for an output's transfer before it frees the output.
+
+    From 0.18 on; earlier it freed at once, and could free a tensor that was on its way.
+    """
+    major, minor = map(int, megatron.core.__version__.split(".")[:2])
+    return bool((major, minor) >= (0, 18) and config.deallocate_pipeline_outputs)
+
+
+_ASKS_FOR_SHAPES = ["self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"]
+
+
+@contextlib.contextmanager
+def shapes_of_transfers(known: Callable[..., tuple[list[int], list[int]]]) -> Iterator[None]:
+    """Take the shapes of what stages receive from a function, in place of an exchange.
+
+    A Megatron that exchanges them otherwise goes on doing so, with one warning: the exchange is
+    slow, but never wrong.
+
+    Args:
+        known: ``(tensor to the next stage or None, to the previous one or None, whether one comes
+            from the previous stage, from the next) -> (shape from the previous, from the next)``;
+            called before every transfer.
+    """
+    exchange = getattr(P2PCommunicator, "_communicate_shapes", None)
+    if exchange is None or [*inspect.signature(exchange).parameters] != _ASKS_FOR_SHAPES:
+        warnings.warn(
+            "this Megatron-LM exchanges shapes between pipeline stages in a way that is not known "
+            "here: they are exchanged before each transfer although the plan has them",
+            stacklevel=2,
+        )
+        yield
+        return
+
+    def known_shapes(self: Any, *transfer: Any, **named: Any) -> tuple[list[int], list[int]]:
+        del self
+        return known(*transfer, **named)
+
+    P2PCommunicator._communicate_shapes = known_shapes
+    try:
+        yield
+    finally:
+        P2PCommunicator._communicate_shapes = exchange
+
+
+@contextlib.contextmanager
+def around_passes(mark: Callable[[], None]) -> Iterator[None]:
+    """Call a function before and after each forward and backward pass of Megatron's schedules.
+
+    The passes of one model chunk, without the transfers before and after them.
+    """
+
+    def marked(step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def run(*arguments: Any, **options: Any) -> Any:
+            mark()
+            result = step(*arguments, **options)
+            mark()
+            return result
+
+        return run
+
+    forward, backward = schedules.forward_step, schedules.backward_step
+    schedules.forward_step, schedules.backward_step = marked(forward), marked(backward)
+    try:
+        yield
+    finally:
+        schedules.forward_step, schedules.backward_step = forward, backward
+
+
+def unknown_to_split_backward(model: Any) -> Iterator[str]:
+    """Functions of Megatron that split backward passes replace, and that take other arguments here.
+
+    Args:
+        model: a chunk in the data-parallel wrapper.
+    """
+    linear = LinearWithGradAccumulationAndAsyncCommunication
+    tensors = {f"tensor_{what}_{whom}" for what in ("send", "recv") for whom in ("prev", "next")}
+    known: list[tuple[Any, str, set[str]]] = [
+        (linear, "forward", {"grad_output_buffer", "wgrad_deferral_limit"}),
+        (linear, "backward", {"ctx", "grad_output"}),
+        (p2p_communication, "_p2p_ops", tensors),
+        (p2p_communication, "_batched_p2p_ops", tensors),
+        (P2PCommunicator, "_communicate_shapes", set(_ASKS_FOR_SHAPES)),
+        (schedules, "forward_step", {"forward_step_func", "data_iterator", "model"}),
+        (schedules, "backward_step", {"input_tensor", "output_tensor", "output_tensor_grad"}),
+    ]
+    groups = [*model.bucket_groups, *model.expert_parallel_bucket_groups]
+    known += [(type(group), "register_grad_ready", {"param"}) for group in groups[:1]]
+    for owner, name, names in known:
+        function = getattr(owner, name, None)
+        if function is None or not names <= inspect.signature(function).parameters.keys():
+            yield f"{owner.__name__}.{name}"
