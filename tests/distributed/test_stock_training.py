@@ -425,6 +425,14 @@ def test_the_device_does_not_wait_for_plans(records: list[Ranks]) -> None:
             "rank 0: StockDataError: the data iterator ended after 0 of 4 micro-batches",
             id="data-ends",
         ),
+        # One step ahead, and raised where the sample is drawn.
+        pytest.param(
+            ("reading-raises",),
+            0,
+            "PlanningFailedError",
+            "rank 0: OSError: the file is gone",
+            id="reading-raises",
+        ),
     ],
     indirect=["records"],
 )

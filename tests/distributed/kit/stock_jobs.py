@@ -198,6 +198,12 @@ JOBS = {
             script=VARIANTS,
             data=OWN_DATA,
         ),
+        job(
+            "reading-raises",
+            *(*steps(5, evaluations=0), *PP2, *EXCHANGE, "--variant", "reading-raises"),
+            script=VARIANTS,
+            data=OWN_DATA,
+        ),
         *ahead("pp2", *steps(5), *PP2, faults=PLANNING_FAULTS),
         *(
             job(f"pauses-{name}", *(*steps(10), *PP2, *words), function="pauses", seconds=seconds)

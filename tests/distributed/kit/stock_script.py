@@ -5,6 +5,7 @@
 - ``loss-raises``: the loss function raises on the last rank, in the third step.
 - ``data-ends``: rank 0 runs out of data in the third step. Ranks iterate by themselves over
   ``--own-data``, which is read without a flag of the plugin.
+- ``reading-raises``: a sample of the third step cannot be read on rank 0.
 - ``none``: nothing.
 - ``rejected``: the loss is validated as ``pretrain_gpt.py`` does it, and rejected in the third
   step, which Megatron then runs again.
@@ -32,6 +33,7 @@ from megatron.training.arguments import parse_and_validate_args
 from torch import Tensor
 
 from mcore_batching.integrations.megatron_lm.sft import add_sft_arguments, collate
+from mcore_batching.integrations.megatron_lm.sft.dataset import SftDataset
 
 STEPS_BEFORE = 2
 SAMPLES_A_RANK = 4
@@ -69,11 +71,25 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Callable[..., 
     return losses, loss
 
 
+class _Unreadable(SftDataset):
+    """Its samples cannot be read from the third step on."""
+
+    num_read = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.num_read += 1
+        if self.num_read > STEPS_BEFORE * SAMPLES_A_RANK:
+            raise OSError("the file is gone")
+        return super().__getitem__(index)
+
+
 def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
     args = get_args()
     args.dynamic_batch_data = args.own_data
     args.dynamic_batch_tokenizer, args.dynamic_batch_on_too_long = "bytes", "drop"
     train, valid, test = sft.datasets_provider(num_samples, vp_stage)
+    if args.variant == "reading-raises" and dist.get_rank() == 0:
+        train.__class__ = _Unreadable
     if args.variant != "data-ends" or train is None:
         return train, valid, test
     replica = parallel_state.get_data_parallel_rank()
