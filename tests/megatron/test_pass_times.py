@@ -93,4 +93,10 @@ def test_a_split_pass_takes_the_time_of_its_weights_too() -> None:
     ]
     step = TimedStep([(5,), (9,)], [1, 1], order, marks, weights, None)
     assert step.is_over
-    assert step.seconds() == {order[0]: 1.0, first: 3.5, order[2]: 2.0, second: 7.0}
+    apart = {Pass("W", 0, 0): 1.5, Pass("W", 0, 1): 3.0}
+    assert step.seconds() == {order[0]: 1.0, first: 3.5, order[2]: 2.0, second: 7.0, **apart}
+    timed = step.timings(step.seconds())
+    assert [timed[slot].weight_seconds for slot in range(2)] == [1.5, 3.0]
+    # Of another chunk's backward pass, which was whole, it is not known.
+    more = step.timings(step.seconds() | {Pass("B", 1, 0): 2.0})
+    assert [more[slot].weight_seconds for slot in range(2)] == [0.0, 3.0]

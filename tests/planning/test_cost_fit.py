@@ -70,6 +70,7 @@ def learn(
     rows: Callable[[random.Random], list[tuple[int, ...]]] = rows_of,
     learnt: LearntCosts | None = None,
     shared_rows: Callable[[random.Random], list[tuple[tuple[int, ...], int]]] = no_rows,
+    splits: bool = False,
 ) -> Iterator[LearntCosts]:
     """What is known after each step of a job of two pipelines of two stages."""
     generator = random.Random(1)
@@ -86,8 +87,16 @@ def learn(
                 seconds = SECONDS_PER_UNIT * own.micro_batch(lengths)
                 seconds *= slowness(step, replica, stage, generator) * generator.gauss(1, noise)
                 backward = model.backward_ratio * seconds * generator.gauss(1, noise)
+                weights = 0.0
+                if splits and generator.random() < 0.5:
+                    weights = SECONDS_PER_UNIT * own.weights(lengths) * generator.gauss(1, noise)
                 timed.append(
-                    Timing(lengths=lengths, forward_seconds=seconds, backward_seconds=backward)
+                    Timing(
+                        lengths=lengths,
+                        forward_seconds=seconds,
+                        backward_seconds=backward,
+                        weight_seconds=weights,
+                    )
                 )
             window.append(timed)
             del window[:-WINDOW_STEPS]
@@ -110,6 +119,19 @@ def learn(
         sums = [sum(numbers) for numbers in zip(*parts, strict=True)]
         learnt = relearnt(learnt, sums, shared[-WINDOW_STEPS:])
         yield learnt
+
+
+@pytest.mark.parametrize("layers", ["", "aaaaaV"])
+def test_the_share_of_weight_gradients_is_learnt_where_they_run_apart(layers: str) -> None:
+    costs = (("a", 1.0, 1e-4, 1e-4, 1.0), ("V", 2.0, 0.0, 0.0, 1.0)) if layers else ()
+    truth = CostModel(weight_share=0.8, layers=layers, layer_costs=costs)
+    guess = LearntCosts(cost_model=CostModel(layers=layers, layer_costs=costs))
+    *_, whole = learn(lambda step: truth, learnt=guess)
+    assert whole.cost_model.weight_share == guess.cost_model.weight_share
+    *_, split = learn(lambda step: truth, learnt=guess, splits=True)
+    assert split.cost_model.weight_share == pytest.approx(0.8, rel=1e-3)
+    *_, noisy = learn(lambda step: truth, learnt=guess, splits=True, noise=0.03)
+    assert noisy.cost_model.weight_share == pytest.approx(0.8, rel=0.05)
 
 
 def error(learnt: LearntCosts, truth: CostModel, seed: int = 7) -> float:

@@ -179,7 +179,7 @@ class TimedStep:
         return all(map(is_over, self.marks)) and all(is_over(run.end) for run in self.weights)
 
     def seconds(self) -> dict[Pass, float]:
-        """The time of each pass, of a split one with its weight gradients."""
+        """The time of each pass, of a split one with its weight gradients, and of these (W)."""
         starts_and_ends = zip(self.marks[::2], self.marks[1::2], strict=True)
         seconds = {
             which: seconds_between(*marks)
@@ -189,20 +189,29 @@ class TimedStep:
             # Of the same layers, micro-batches take time by their tokens, as they take bytes.
             per_byte = seconds_between(run.start, run.end) / sum(run.num_bytes.values())
             for which, num_bytes in run.num_bytes.items():
-                seconds[which] += num_bytes * per_byte
+                took, apart = num_bytes * per_byte, which._replace(kind="W")
+                seconds[which] += took
+                seconds[apart] = seconds.get(apart, 0.0) + took
         return seconds
 
     def timings(self, passes: Mapping[Pass, float]) -> dict[int, Timing]:
         """The times on this stage of each row, by its slot, its model chunks' together."""
         # Chunks added up: costs are a stage's, whatever chunks it has.
-        seconds: dict[Kind, list[float]] = {kind: [0.0] * len(self.rows) for kind in ("F", "B")}
+        kinds: tuple[Kind, ...] = ("F", "B", "W")
+        seconds = {kind: [0.0] * len(self.rows) for kind in kinds}
+        numbers = {kind: [0] * len(self.rows) for kind in kinds}
         for (kind, _, slot), took in passes.items():
             seconds[kind][slot] += took
+            numbers[kind][slot] += 1
         return {
             slot: Timing(
                 lengths=lengths,
                 forward_seconds=seconds["F"][slot],
                 backward_seconds=seconds["B"][slot],
+                # Of all model chunks or of none: what is compared with it is of all.
+                weight_seconds=seconds["W"][slot]
+                if numbers["W"][slot] == numbers["B"][slot]
+                else 0.0,
                 context_parallel=size,
             )
             for slot, (lengths, size) in enumerate(zip(self.rows, self.sizes, strict=True))

@@ -227,6 +227,7 @@ def costs_of_stage(model: CostModel, dims: ParallelDims, stage: int) -> CostMode
         quadratic=pair,
         beyond_window=far / pair if pair else 0.0,
         per_micro_batch=mean(lambda each: each.per_micro_batch),
+        weight_share=mean(lambda each: each.weight_share),
     )
 
 

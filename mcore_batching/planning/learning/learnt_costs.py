@@ -71,6 +71,8 @@ class Timing:
     """One forward pass."""
     backward_seconds: float
     """The backward pass after it."""
+    weight_seconds: float = 0.0
+    """Of it the weight gradients, where they ran apart; else 0."""
     context_parallel: int = 1
     """Ranks that the row is cut over."""
 
@@ -206,10 +208,11 @@ def evidence(
 
     Returns:
         matrix and right side of the normal equations, sums of forward's and of backward's share of
-        each row's time, and of weights.
+        each row's time, and of weights; of rows whose weight gradients ran apart, sums of their
+        share of the time, and of the features that these take time for.
     """
     costs = range(_NUM_COSTS)
-    sums = [0.0] * (_NUM_COSTS * (_NUM_COSTS + 1) + 3)
+    sums = [0.0] * (_NUM_COSTS * (_NUM_COSTS + 1) + 6)
     mean, stage = learnt.cost_model, stage or learnt.cost_model
     learnt = replace(learnt, cost_model=stage)
     pairs = (
@@ -219,6 +222,7 @@ def evidence(
     )
     # Of the stage's cost what a unit of the mean stage's makes.
     ratios = [own / of_mean if of_mean else 1.0 for own, of_mean in pairs] + [1.0, 1.0]
+    of_weights = stage.weight_share / mean.weight_share if mean.weight_share else 1.0
     compared = _compared(steps, learnt)
     # Off this rank's own usual time, not the model's: a slow rank's rows all count in full.
     usual = _usual(compared) if usual is None else usual
@@ -235,6 +239,8 @@ def evidence(
         x = [share * value / row.seconds for share, value in features]
         terms = [x[i] * x[j] for i in costs for j in costs] + x
         terms += [row.forward_seconds / row.seconds, row.backward_seconds / row.seconds, 1.0]
+        if row.weight_seconds:
+            terms += [row.weight_seconds / row.seconds, x[0] * of_weights, x[1] * of_weights]
         for number, term in enumerate(terms):
             sums[number] += weight * term
     return sums
@@ -276,7 +282,7 @@ def relearnt(
     if learnt.seconds_per_unit is not None or not any(sums):
         both = zip(sums, evidence(shared, learnt, usual=1.0), strict=True)
         sums = [own + together for own, together in both]
-    *sums, forward, backward, count = sums
+    *sums, forward, backward, count, apart, fixed_apart, token_apart = sums
     if not (forward > 0 and backward > 0):
         return learnt  # no rank timed a pass
     n, model, ratio = _NUM_COSTS, learnt.cost_model, backward / forward
@@ -303,6 +309,9 @@ def relearnt(
     fixed, token, pair, change, doubling = costs
     if not 0 < token < math.inf:
         return learnt
+    # Weight gradients over the same rows' forward pass outside attention, where any ran apart.
+    whole = (fixed_apart * fixed + token_apart * token) / (1.0 + ratio)
+    weight_share = min(apart / whole, ratio) if apart > 0.0 < whole else model.weight_share
     # Seconds over a token's seconds: costs in its unit.
     return LearntCosts(
         cost_model=replace(
@@ -311,6 +320,7 @@ def relearnt(
             quadratic=pair / token,
             per_micro_batch=fixed / token,
             backward_ratio=ratio,
+            weight_share=weight_share,
             context_parallel_overhead=min(model.context_parallel_overhead + change, _MOST_OVERHEAD),
             # Without a shared row the fit tells nothing of it, and a guess in seconds would scale.
             context_parallel_fixed=doubling / token if matrix[4][4] else before[4],
