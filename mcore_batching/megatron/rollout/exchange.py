@@ -21,8 +21,9 @@ from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.batch.agreement.figures import largest
 from mcore_batching.batch.rows.prefixes import Hosts
 from mcore_batching.megatron.errors import PlanningFailedError
+from mcore_batching.megatron.job.consensus import digest_of
 from mcore_batching.megatron.job.row_groups import make_row_groups
-from mcore_batching.megatron.rollout.planning_protocol import PlanningProtocol, digest_of
+from mcore_batching.megatron.rollout.planning_protocol import PlanningProtocol
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
 from mcore_batching.megatron.rollout.sharing import say_saving
 from mcore_batching.megatron.rows.sample_moves import Columns, SampleMoves

@@ -29,8 +29,6 @@ of several steps, which ranks share out, one more agreement and a gather.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -45,6 +43,7 @@ from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
 from mcore_batching.megatron.checks.split_backward import check_split_backward
 from mcore_batching.megatron.checks.validation import prepare_model
 from mcore_batching.megatron.errors import PlanningFailedError
+from mcore_batching.megatron.job.consensus import digest_of
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.learning.cost_learning import CostLearner, learners_of
 from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
@@ -484,8 +483,3 @@ class PlanningProtocol:
         # must fit into memory on all.
         worst = map(ShardOutlook, agreed.figures["ends"], agreed.figures["tokens in flight"])
         self._outlooks = [[next(worst) for _ in shard.filled] for shard in self._shards]
-
-
-def digest_of(value: Any) -> str:
-    """A short digest of numbers and texts in lists, the same on every rank."""
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from collections.abc import Sequence
 
 from megatron.core import parallel_state
 
@@ -59,11 +57,6 @@ def planned_split(job: Job, schedule: MicroBatchSchedule, step: int) -> tuple[Sp
     here = [[tuple(next(numbers) for _ in row) for row in rows]]
     planned_here = split_in_order(problem, here)
     return planned_here[0] if planned_here else ()
-
-
-def digest_of(stages: Sequence[SplitStage]) -> str:
-    """Of a replica's stages, the same on all of its ranks."""
-    return hashlib.sha256(repr([tuple(stage) for stage in stages]).encode()).hexdigest()
 
 
 class LastStep:

@@ -14,10 +14,11 @@ from mcore_batching.batch.agreement.figures import total
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
 from mcore_batching.megatron.errors import CollationFailedError
+from mcore_batching.megatron.job.consensus import digest_of
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
-from mcore_batching.megatron.split_backward.plan import digest_of, planned_split
+from mcore_batching.megatron.split_backward.plan import planned_split
 from mcore_batching.megatron.topology import model_chunks, prediction_depths
 
 _ALIKE = ("no_planned_shapes", "fuse_output_layer")

@@ -8,6 +8,8 @@ import json
 import os
 import random
 import re
+import statistics
+import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +22,16 @@ from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch, StepTotals, token_mean
 from mcore_batching.megatron import (
+    get_data_iterator,
     packed_layer_spec,
     response_log_probs,
+    schedule_of,
     train_step,
     use_packed_attention,
 )
 from mcore_batching.megatron.attention import uses_transformer_engine
 from mcore_batching.megatron.compat import local_gpt_layer_spec
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.standalone.bootstrap import (
     build_model,
     initialize_model_parallel,
@@ -48,6 +53,8 @@ class Sizes:
     cap_tokens: int
 
 
+REPEATS = 5
+"""Timed steps, of which the median counts."""
 GPU = Sizes(layers=4, hidden=1024, heads=16, key_value_heads=4, vocabulary=32768, cap_tokens=16384)
 CPU = Sizes(layers=2, hidden=64, heads=4, key_value_heads=2, vocabulary=512, cap_tokens=256)
 
@@ -211,6 +218,21 @@ def step(args: Any, model: list[Any], planned: tuple[Any, Any], loss_function: A
         zero_grad=lambda: None, scale_loss=lambda x: x, step=lambda: (True, 0.0, 0)
     )
     train_step(loss_function, args, model, *planned, nothing)
+
+
+def timed_steps(
+    args: Any, model: list[Any], data: dict[str, list[Any]]
+) -> tuple[float, MicroBatchSchedule]:
+    """Median seconds of a step without the first, and the schedule of the last."""
+    took = []
+    for _ in range(REPEATS + 1):
+        planned = get_data_iterator(args, model, dict(data))
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        step(args, model, planned)
+        torch.cuda.synchronize()
+        took.append(time.perf_counter() - started)
+    return statistics.median(took[1:]), schedule_of(planned[0])
 
 
 def report(what: str, found: object, wanted: str, ok: bool) -> None:

@@ -7,18 +7,16 @@ whole ones before, split ones then.
 from __future__ import annotations
 
 import dataclasses
-import statistics
-import time
 
 import setting
 import torch
 
-from mcore_batching.megatron import get_data_iterator, schedule_of
+from mcore_batching.megatron import get_data_iterator
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.planning import ParallelDims
 from mcore_batching.tools.pictures.timeline import step_timeline
 
-STAGES, REPEATS = 2, 5
+STAGES = 2
 TOLERANCE = 0.03
 """Of the step of whole passes, between the gain and what the plan says it is."""
 
@@ -41,16 +39,9 @@ def main() -> None:
         args = setting.arguments(
             sizes.cap_tokens, dynamic_batch_exchange=True, dynamic_batch_split_backward=mode
         )
-        took = []
-        for _ in range(REPEATS + 1):
-            planned = get_data_iterator(args, model, dict(data))
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            setting.step(args, model, planned)
-            torch.cuda.synchronize()
-            took.append(time.perf_counter() - started)
-        seconds.append(statistics.median(took[1:]))
-        predicted.append(_end(schedule_of(planned[0])))
+        took, schedule = setting.timed_steps(args, model, data)
+        seconds.append(took)
+        predicted.append(_end(schedule))
     # The same rows in the same order for both: costs learnt by now would give another plan, and so
     # would an exchange, whose plan also has the order that suits split passes.
     for mode in ("off", "all"):

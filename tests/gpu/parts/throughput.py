@@ -7,17 +7,13 @@ length costs. Layers, kernels, loss and cap are the same.
 from __future__ import annotations
 
 import dataclasses
-import statistics
-import time
 from typing import Any
 
 import setting
 import torch
 
-from mcore_batching.megatron import get_data_iterator, schedule_of
 from mcore_batching.megatron.learning.cost_learning import predicted_seconds
 
-REPEATS = 5
 TOLERANCE = 0.25
 """Of the predicted time: costs are learnt from passes, and the host's time is between them."""
 
@@ -63,15 +59,8 @@ def main() -> None:
 
 def _seconds(args: Any, model: list[Any], data: dict[str, list[Any]]) -> tuple[float, float]:
     """Median seconds of a step, and those predicted of the last one by what was learnt so far."""
-    times = []
-    for _ in range(REPEATS + 1):
-        planned = get_data_iterator(args, model, dict(data))
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        setting.step(args, model, planned)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[1:]), predicted_seconds(schedule_of(planned[0]), 0)
+    seconds, schedule = setting.timed_steps(args, model, data)
+    return seconds, predicted_seconds(schedule, 0)
 
 
 if __name__ == "__main__":
