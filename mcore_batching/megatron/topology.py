@@ -80,39 +80,10 @@ def first_guess(vocabulary: int | None, config: Any, model: Any = None) -> CostM
     pattern = getattr(model, "hybrid_layer_pattern", None)
     try:
         if pattern or getattr(config, "is_hybrid_model", False):
-            return layers_of.first_guess(known | {"hybrid_layer_pattern": pattern or "?"})
-        return layers_of.first_guess(known, _layers_of_chunks(config))
+            known["hybrid_layer_pattern"] = pattern or "?"
+        return layers_of.first_guess(known)
     except (ConfigError, TypeError):  # only a guess, which passes soon correct
         return CostModel()
-
-
-def _layers_of_chunks(config: Any) -> list[int]:
-    """Layers of each model chunk, all stages' first chunks first; nothing where they are equal."""
-    stages = config.pipeline_model_parallel_size
-    chunks = config.virtual_pipeline_model_parallel_size or 1
-    layout = config.pipeline_model_parallel_layout
-    if layout is not None:
-        return [
-            sum(layer.name == "decoder" for layer in layout.layout[stage][chunk])
-            for chunk in range(chunks)
-            for stage in range(stages)
-        ]
-    first = config.num_layers_in_first_pipeline_stage
-    last = config.num_layers_in_last_pipeline_stage
-    ends = (
-        bool(config.account_for_embedding_in_pipeline_split),
-        bool(config.account_for_loss_in_pipeline_split),
-    )
-    if stages == 1 or (first is None and last is None and not any(ends)):
-        return []
-    given = [each for each in (first, last) if each is not None]
-    each = (config.num_layers + sum(ends) - sum(given)) // max(1, stages - len(given))
-    of_stages = [each] * stages
-    of_stages[0], of_stages[-1] = first or each, last or each
-    counts = [count // chunks for _ in range(chunks) for count in of_stages]
-    # The embedding and the loss take the place of a layer each.
-    counts[0], counts[-1] = counts[0] - ends[0], counts[-1] - ends[1]
-    return counts
 
 
 def prediction_depths(config: Any) -> int:

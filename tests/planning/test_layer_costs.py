@@ -99,7 +99,8 @@ def test_stages_of_the_layers_that_they_hold() -> None:
     ((tokens, _),) = stages(first_guess(QWEN | {"num_nextn_predict_layers": 1}), 4)[-1]
     assert tokens == pytest.approx(1.90, abs=0.01)
     # Dense layers first, as layers are counted out over the chunks of all stages.
-    deepseek = first_guess(DEEPSEEK, [8, 8, 8, 8, 8, 8, 8, 5])
+    uneven = {"pipeline_model_parallel_size": 8, "decoder_last_pipeline_num_layers": 5}
+    deepseek = first_guess(DEEPSEEK | uneven)
     assert deepseek.layers.startswith("aaabbbbb|bbbbbbbb|")
     shares = stages(deepseek, 4, 2)
     assert shares[0][0][0] < shares[1][0][0]

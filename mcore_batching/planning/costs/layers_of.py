@@ -8,7 +8,7 @@ type costs is in `layer_costs`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from string import ascii_lowercase
 from typing import Any
 
@@ -27,6 +27,7 @@ from mcore_batching.planning.costs.layer_costs import (
     sum_of,
     weights,
 )
+from mcore_batching.planning.costs.uneven_stages import layers_of_chunks
 from mcore_batching.planning.errors import ConfigError
 from mcore_batching.planning.integers import at_least
 from mcore_batching.planning.json_text import parse_json
@@ -251,18 +252,18 @@ def _pattern(every: Any, count: int, *, last: bool = False) -> list[Any]:
     return list(every)
 
 
-def first_guess(config: Mapping[str, Any], counts: Sequence[int] = ()) -> CostModel:
+def first_guess(config: Mapping[str, Any]) -> CostModel:
     """The cost model of a model, before any pass of it was timed.
 
     Args:
-        config: of the model, as `Layers` reads it.
-        counts: layers of each model chunk of a pipeline, the first layers' first; empty: even.
+        config: of the model, as `Layers` reads it; with `layers_of_chunks`' names its stages, too.
 
     Raises:
         ConfigError: a size is missing or out of range.
     """
     reader = Layers(config)
     layers, costs = reader.read()
+    counts = [] if "|" in layers else layers_of_chunks(config, len(layers) - len(OUTPUT))
     if counts:
         letters = iter(layers)
         cut = ["".join(itertools.islice(letters, count)) for count in counts]
@@ -287,5 +288,10 @@ def config_of_json(text: str) -> dict[str, Any]:
         raise ConfigError(f"expected a model's config.json, got {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"expected a model's config.json, got {text!r:.80}")
-    inner = raw.get("text_config")  # of multimodal models
-    return raw | (inner if isinstance(inner, dict) else {})
+    return language_model(raw)
+
+
+def language_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's config, of a multimodal one with the sizes of its language model."""
+    inner = config.get("text_config")
+    return dict(config) | (dict(inner) if isinstance(inner, Mapping) else {})
