@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from mcore_batching.batch.agreement.consensus import Consensus, Statement
 from mcore_batching.batch.agreement.figures import largest
 from mcore_batching.planning import (
+    CostModel,
     MicroBatches,
     ParallelDims,
     PlannerConfig,
@@ -25,6 +26,7 @@ def planned_shard(
     config: PlannerConfig,
     consensus: Consensus,
     *,
+    cost_model: CostModel | None = None,
     fewest: int = 1,
     multiple: int = 1,
 ) -> MicroBatches:
@@ -37,6 +39,7 @@ def planned_shard(
         dims: parallel dims.
         config: the planner's settings, without a bound on tokens in flight.
         consensus: of the ranks that need the same number of micro-batches.
+        cost_model: the same on all ranks; None: the default.
         fewest: the least number of micro-batches.
         multiple: their number is a multiple of this.
 
@@ -45,7 +48,7 @@ def planned_shard(
     """
 
     def pack() -> tuple[Problem, list[list[int]]]:
-        problem = Problem.of(lengths, dims, config)
+        problem = Problem.of(lengths, dims, config, cost_model)
         return problem, pack_shard(problem)
 
     packed = consensus.agree(

@@ -709,6 +709,31 @@ def test_a_model_that_a_framework_shows_on_one_stage_is_refused_on_all(
 
 @pytest.mark.parametrize(
     "job",
+    [
+        job(
+            "framework-caller",
+            "framework_holds_model",
+            {"pipeline_parallel": 2},
+            2,
+            module="misuse",
+        )
+    ],
+    ids=str,
+)
+def test_the_model_of_verl_and_skyrl_makes_the_plan_or_is_refused_on_all_stages(
+    job: Job, ranks: list[dict[str, Any]]
+) -> None:
+    for rank in ranks:
+        for framework in ("verl", "skyrl"):
+            right, wrong = rank[framework]
+            assert right == rank["plan"]
+            assert wrong.startswith("RankFailedError")
+            assert "rank 1" in wrong
+            assert "unset --tp-comm-overlap" in wrong
+
+
+@pytest.mark.parametrize(
+    "job",
     [job("averaged-loss", "averaged_loss", {"data_parallel": 2}, 2, module="misuse")],
     ids=str,
 )

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,14 @@ from planning_cases import examples
 from mcore_batching.integrations.nemo_rl import ALGORITHM, hook
 from mcore_batching.integrations.nemo_rl.packer import planned_bins
 from mcore_batching.integrations.replacements import HookError
-from mcore_batching.planning import LengthError, ParallelDims, PlannerConfig, plan_step
+from mcore_batching.planning import (
+    ConfigError,
+    LengthError,
+    ParallelDims,
+    PlannerConfig,
+    plan_step,
+)
+from mcore_batching.planning.costs.layers_of import first_guess
 
 SOURCE = os.environ.get("MCORE_BATCHING_NEMO_RL_SOURCE", "")
 ALGORITHMS = """
@@ -126,6 +134,31 @@ def test_the_name_gives_our_packer_and_others_theirs(algorithms: Any) -> None:
         with pytest.raises(HookError, match="hooked already"):
             hook()
     assert package.get_packer is algorithms.get_packer is own
+
+
+@pytest.mark.parametrize("algorithms", ["small", "own"], indirect=True)
+def test_samples_cost_what_the_model_says(algorithms: Any, tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 4, "hidden_size": 8, "intermediate_size": 16}
+    config |= {"num_attention_heads": 2, "num_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": config}))
+    lengths, shared = [494, 876, 530, 141, 365, 623, 597, 514], {"expert_model_parallel_size": 4}
+    dims = ParallelDims(data_parallel=2, pipeline_parallel=4)
+    usual, guessed = planned_bins(lengths, 1000, dims), first_guess(config | shared)
+    expected = planned_bins(lengths, 1000, dims, guessed)
+    alone = planned_bins(lengths, 1000, dims, first_guess(config))
+    assert usual != expected != alone
+    transformers = SimpleNamespace(to_dict=lambda: {"text_config": config})
+    folder = str(tmp_path)
+    models: list[Any] = [config, transformers, folder, tmp_path / "config.json"]
+    # What a config says itself counts before the argument.
+    for model, ranks in [*((each, 4) for each in models), (config | shared, 1)]:
+        with hook(pipeline_parallel=4, expert_parallel=ranks, model=model):
+            packer = algorithms.get_packer(ALGORITHM, 1000, bin_count_multiple=2)
+            assert packer.pack(lengths) == expected
+    with pytest.raises(ConfigError, match=r"cannot read some/name.*AutoConfig"):
+        hook(model="some/name")
+    with pytest.raises(ConfigError, match="hidden_size"):
+        hook(model={})
 
 
 @pytest.mark.parametrize("algorithms", ["own"], indirect=True)

@@ -18,6 +18,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from mcore_batching.integrations.models import costs_of_config
 from mcore_batching.integrations.replacements import (
     Hook,
     HookError,
@@ -25,7 +26,14 @@ from mcore_batching.integrations.replacements import (
     check_signature,
     in_place_of,
 )
-from mcore_batching.planning import LengthError, ParallelDims, PlannerConfig, StepPlan, plan_step
+from mcore_batching.planning import (
+    CostModel,
+    LengthError,
+    ParallelDims,
+    PlannerConfig,
+    StepPlan,
+    plan_step,
+)
 
 ALGORITHM = "mcore_batching"
 """Value of NeMo-RL's ``sequence_packing.algorithm`` that selects this packer."""
@@ -38,6 +46,8 @@ def hook(
     pipeline_parallel: int = 1,
     virtual_pipeline: int = 1,
     microbatch_group_size: int | None = None,
+    expert_parallel: int = 1,
+    model: Any = None,
     share_prefixes: bool = False,
 ) -> Hook:
     """Teach NeMo-RL's ``get_packer`` the name `ALGORITHM`. Call it in the driver's process.
@@ -46,6 +56,9 @@ def hook(
         pipeline_parallel: pipeline stages of the policy.
         virtual_pipeline: model chunks of a stage.
         microbatch_group_size: as in `ParallelDims`.
+        expert_parallel: ranks that share the experts.
+        model: its config, whose layers are what samples cost: names and values, an object of
+            transformers, or the path of a ``config.json`` or its folder; None: the default costs.
         share_prefixes: refused.
 
     Returns:
@@ -54,6 +67,7 @@ def hook(
     Raises:
         HookError: it is hooked already, or has another signature in this version; prefixes are to
             be shared.
+        ConfigError: the model's config cannot be read, or lacks a size.
         ParallelDimsError: a size is below 1, or sizes do not fit together.
     """
     if share_prefixes:
@@ -66,8 +80,11 @@ def hook(
         virtual_pipeline=virtual_pipeline,
         microbatch_group_size=microbatch_group_size,
     )
+    costs = None
+    if model is not None:
+        costs = costs_of_config(model, expert_model_parallel_size=expert_parallel)
     module = importlib.import_module(_MODULE)
-    original, packer = module.get_packer, _packer_class(module.SequencePacker, dims)
+    original, packer = module.get_packer, _packer_class(module.SequencePacker, dims, costs)
     ours = functools.partial(_get_packer, original, packer)
     check_signature(f"{_MODULE}.get_packer", original, ours, whole=True)
     return Hook([module], [Replacement("get_packer", original, in_place_of(original, ours))])
@@ -92,8 +109,8 @@ def _get_packer(
     )
 
 
-def _packer_class(base: Any, dims: ParallelDims) -> Any:
-    """A subclass of NeMo-RL's packer with bins planned for these dims."""
+def _packer_class(base: Any, dims: ParallelDims, costs: CostModel | None) -> Any:
+    """A subclass of NeMo-RL's packer with bins planned for these dims and costs."""
 
     class PipelinePacker(base):  # type: ignore[misc]
         def _pack_implementation(self, sequence_lengths: list[int]) -> list[list[int]]:
@@ -102,26 +119,29 @@ def _packer_class(base: Any, dims: ParallelDims) -> Any:
                 return []
             # NeMo-RL asks for a multiple of the data-parallel ranks.
             over_ranks = dataclasses.replace(dims, data_parallel=self.bin_count_multiple or 1)
-            return planned_bins(sequence_lengths, self.bin_capacity, over_ranks)
+            return planned_bins(sequence_lengths, self.bin_capacity, over_ranks, costs)
 
     return PipelinePacker
 
 
-def planned_bins(lengths: list[int], capacity: int, dims: ParallelDims) -> list[list[int]]:
+def planned_bins(
+    lengths: list[int], capacity: int, dims: ParallelDims, costs: CostModel | None = None
+) -> list[list[int]]:
     """The samples of each bin, in the order in which NeMo-RL deals bins to ranks.
 
     Args:
         lengths: of each sample, padded, in tokens.
         capacity: most tokens of a bin.
         dims: sizes of the parallel groups.
+        costs: of samples; None: the default.
 
     Raises:
         LengthError: there are fewer samples than bins.
     """
     config = PlannerConfig(max_tokens_per_gpu=capacity)
-    step = plan_step(lengths, dims, config)
+    step = plan_step(lengths, dims, config, costs)
     if _has_placeholder(step):  # faster, but NeMo-RL cannot run it: every sample on its own rank
-        step = plan_step(lengths, dims, dataclasses.replace(config, balance="cost"))
+        step = plan_step(lengths, dims, dataclasses.replace(config, balance="cost"), costs)
     if _has_placeholder(step):
         raise LengthError(
             f"{len(lengths)} samples are fewer than {dims.data_parallel} data-parallel ranks × "

@@ -9,7 +9,8 @@ Guarantees
 - All ranks have the same number: micro-batches are split first, then SkyRL's padding ones are
   added at the end.
 - In a pipeline, order and contents are those with which the slowest rank's step ends first.
-- An error in planning on one rank is raised on all.
+- An error in planning on one rank is raised on all, and so is a Megatron worker's model that cannot
+  run packed rows.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from mcore_batching.batch import OrderError
 from mcore_batching.batch.agreement.consensus import Consensus
 from mcore_batching.integrations.dims import job_dims
+from mcore_batching.integrations.models import caller_with, checked_costs
 from mcore_batching.integrations.replacements import (
     MARK,
     Hook,
@@ -100,13 +102,25 @@ def _sync_num_microbatches(self: Any) -> int:
 
     SkyRL's ``__init__`` calls it after its own packing, and then adds padding micro-batches up to
     the number returned.
+
+    Raises:
+        RankFailedError: on every rank: planning failed on some, or the model of a Megatron worker
+            cannot run packed rows.
     """
+    consensus = Consensus(dist.group.WORLD if dist.is_initialized() else None)
+    # Other workers have one stage: what samples cost changes no plan's end.
+    worker = caller_with("actor_module")
+    costs = None
+    if worker is not None:
+        packs_rows = worker.model.remove_microbatch_padding
+        costs = checked_costs(worker.actor_module, consensus, packs_rows=packs_rows)
     planned = planned_shard(
         self._token_counts,
         # SkyRL's cap is for all context-parallel ranks together, in tokens without padding.
         job_dims(data_parallel=1, context_parallel=1, tensor_parallel=1, expert_parallel=1),
         PlannerConfig(max_tokens_per_gpu=self._max_tokens_per_microbatch),
-        Consensus(dist.group.WORLD if dist.is_initialized() else None),
+        consensus,
+        cost_model=costs,
     )
     # SkyRL fills up with padding micro-batches of its own, behind these.
     self._microbatches = [list(samples) for samples in planned if samples]

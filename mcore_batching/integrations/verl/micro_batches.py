@@ -10,7 +10,8 @@ Guarantees
 - In a pipeline, order and contents are those with which the slowest rank's step ends first.
 - Too few samples are no error: the rank repeats its shortest sample, with a loss mask of zeros, in
   micro-batches that would be empty; `restore_dynamic_batch` drops these rows.
-- An error in planning on one rank is raised on all of the group.
+- An error in planning on one rank is raised on all of the group; a model of verl's Megatron engine
+  that cannot run packed rows on all ranks.
 """
 
 from __future__ import annotations
@@ -28,10 +29,17 @@ from mcore_batching.batch.agreement.consensus import Consensus, Statement
 from mcore_batching.batch.agreement.figures import largest, least
 from mcore_batching.batch.rows.prefixes import samples_of_hosts
 from mcore_batching.integrations.dims import job_dims
+from mcore_batching.integrations.models import caller_with, checked_costs
 from mcore_batching.integrations.replacements import HookError
 from mcore_batching.integrations.shards import planned_shard
 from mcore_batching.integrations.verl.shared_prefixes import SharedPrefixes
-from mcore_batching.planning import LengthError, MicroBatches, ParallelDims, PlannerConfig
+from mcore_batching.planning import (
+    CostModel,
+    LengthError,
+    MicroBatches,
+    ParallelDims,
+    PlannerConfig,
+)
 
 _MASKS = ("loss_mask", "response_mask")
 
@@ -70,7 +78,8 @@ def rearrange_micro_batches(
 
     Raises:
         LengthError: on every rank, for a sample over the cap or a rank without samples.
-        RankFailedError: on every rank, if reading or planning failed on some.
+        RankFailedError: on every rank, if reading or planning failed on some, or the model of
+            verl's Megatron engine cannot run packed rows.
         HookError: on every rank: a sample would run twice where verl counts its tokens.
     """
     if force_group_size != 1:
@@ -88,6 +97,7 @@ def rearrange_micro_batches(
     group = dp_group if agrees else None
     multiple = num_batches_divided_by or 1
     consensus = Consensus(group)
+    costs = _costs_of_engine() if agrees else None
     lengths = _checked_lengths(batch, max_token_len, consensus)
     hosts: Sequence[int] = range(len(lengths))
     if sharing is not None:
@@ -97,7 +107,13 @@ def rearrange_micro_batches(
     dims, config = _settings(max_token_len, multiple, dist.get_world_size(group) if agrees else 1)
     fewest = min_num_micro_batch or 1
     planned = planned_shard(
-        [lengths[i] for i in held], dims, config, consensus, fewest=fewest, multiple=multiple
+        [lengths[i] for i in held],
+        dims,
+        config,
+        consensus,
+        cost_model=costs,
+        fewest=fewest,
+        multiple=multiple,
     )
     chosen = tuple(tuple(i for place in row for i in members[held[place]]) for row in planned)
     _check_repeated(batch, chosen, consensus)
@@ -147,6 +163,23 @@ def restore_dynamic_batch(
         batch_idx_list = [list(first)]
     restored: torch.Tensor = original(data, batch_idx_list)
     return restored
+
+
+def _costs_of_engine() -> CostModel | None:
+    """Of the model of verl's Megatron engine, which calls; None for other engines.
+
+    They have one stage: what samples cost changes no plan's end.
+
+    Raises:
+        RankFailedError: on every rank: the model cannot run packed rows on some.
+    """
+    engine = caller_with("tf_config")
+    if engine is None:
+        return None
+    # Of all stages, which must fail together: `dp_group` holds one alone.
+    everywhere = Consensus(dist.group.WORLD)
+    packs_rows = engine.engine_config.use_remove_padding
+    return checked_costs(engine.module, everywhere, packs_rows=packs_rows)
 
 
 def _lengths(batch: Any) -> list[int]:

@@ -6,12 +6,13 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.utils import get_model_config
 
 from kit.collectives import stock_step
@@ -22,7 +23,9 @@ from kit.objective import packed_objective
 from kit.samples import VOCABULARY
 from mcore_batching.batch import DEFAULT_SCHEMA
 from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS
+from mcore_batching.integrations.skyrl import iterator
 from mcore_batching.integrations.slime.model_checks import checking_model
+from mcore_batching.integrations.verl import micro_batches
 from mcore_batching.megatron import (
     add_fields,
     forward_only,
@@ -32,8 +35,8 @@ from mcore_batching.megatron import (
 )
 from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.rollout.planning_protocol import PlanningProtocol
-from mcore_batching.megatron.topology import is_last_stage
-from mcore_batching.planning import ParallelDims
+from mcore_batching.megatron.topology import first_guess, is_last_stage
+from mcore_batching.planning import ParallelDims, PlannerConfig, plan_step
 
 Function = Callable[..., Any]
 
@@ -428,6 +431,56 @@ def framework_shows_model(dims: dict[str, Any], reference: str) -> list[str]:
             except Exception as error:
                 said.append(f"{type(error).__name__}: {error}")
     return said
+
+
+_LENGTHS, _CAP = [494, 876, 530, 141, 365, 623, 597, 514, 410], 1000
+"""Planned otherwise by the default costs."""
+
+
+class _Framework:
+    """Holds a model as verl's engine and SkyRL's Megatron worker do, and calls what is hooked."""
+
+    def __init__(self, chunks: list[Any]) -> None:
+        self.module = self.actor_module = chunks
+        self.tf_config = get_model_config(chunks[0])
+        self.engine_config = SimpleNamespace(use_remove_padding=True)
+        self.model = SimpleNamespace(remove_microbatch_padding=True)
+
+    def verl(self) -> Any:
+        mask = torch.arange(max(_LENGTHS)) < torch.tensor(_LENGTHS)[:, None]
+        batch = {"input_ids": mask.long(), "attention_mask": mask}
+        group = parallel_state.get_data_parallel_group()
+        return micro_batches.rearrange_micro_batches(None, None, batch, _CAP, group)[1]
+
+    def skyrl(self) -> Any:
+        data = SimpleNamespace(_token_counts=_LENGTHS, _max_tokens_per_microbatch=_CAP)
+        iterator._sync_num_microbatches(data)
+        return data._microbatches
+
+
+def framework_holds_model(dims: dict[str, Any], reference: str) -> dict[str, Any]:
+    """What hooked calls give for a right model, then for one that is wrong on the last rank."""
+    micro_batches._select = lambda batch, samples: samples  # verl's, which is not here
+    report: dict[str, Any] = {}
+    for name in ("verl", "skyrl"):
+        said = []
+        for overlaps in (False, dist.get_rank() == dist.get_world_size() - 1):
+            model = small_model(dims, reference)
+            get_model_config(model[0]).tp_comm_overlap = overlaps
+            try:
+                said.append(getattr(_Framework(model), name)())
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+        report[name] = said
+    config = get_model_config(model[0])
+    step = plan_step(
+        _LENGTHS,
+        ParallelDims(**dims),
+        PlannerConfig(max_tokens_per_gpu=_CAP),
+        first_guess(VOCABULARY, config),
+        owners=[0] * len(_LENGTHS),
+    )
+    return report | {"plan": [list(samples) for samples in step.micro_batches[0]]}
 
 
 def averaged_loss(dims: dict[str, Any], reference: str) -> list[int]:
