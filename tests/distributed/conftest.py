@@ -16,6 +16,7 @@ HYBRID = ("hybrid", *(f"hybrid-{layers}" for layers in LAYERS))
 MULTI_TOKEN = ("mtp", "mtp-deep", "mtp-moe", "hybrid-mtp", "hybrid-mtp-moe")
 KINDS_ASKED_FOR = (
     "window",
+    "sinks",
     "mrope",
     "frozen",
     "lora",

@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.fusions.fused_softmax import SoftmaxOne
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -27,9 +27,11 @@ from mcore_batching.megatron.attention.packed_attention import (
     host_cu_seqlens,
 )
 from mcore_batching.megatron.attention.segments import (
+    EVERYTHING,
     attend_by_variable_length_kernel,
     attend_run_by_run,
     attention_runs,
+    causal_attention,
     kernel_row,
     why_not_variable_length,
     zigzag_restore_index,
@@ -99,6 +101,7 @@ def test_plain_rows_are_sequences_side_by_side() -> None:
     torch.nn.Module.__init__(attention)
     attention.cp_group = SimpleNamespace(size=lambda: 1)
     attention.softmax_scale, attention.dropout, attention.window = SCALE, 0.0, -1
+    attention.softmax_offset = None
     query, (key, value) = torch.randn(5, 3, 4, 8), torch.randn(2, 5, 3, 2, 8)
     together = attention(query, key, value, None)
     for i in range(3):
@@ -249,20 +252,20 @@ def test_an_older_pytorch_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "has none with scale and window_size" in why_not_variable_length(query, query)
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"softmax_type": "learnable"}, "softmax_type='learnable'"),
-        ({"apply_query_key_layer_scaling": True}, "apply_query_key_layer_scaling"),
-    ],
-)
-def test_what_only_transformer_engine_has_is_refused(change: dict[str, object], named: str) -> None:
-    config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
-    for name, value in change.items():
-        setattr(config, name, value)
-    with pytest.raises(ValueError, match="install Transformer Engine") as caught:
-        PackedAttention(config, 1, None, "self")
-    assert named in str(caught.value)
+@pytest.mark.parametrize(("keys", "window"), [(3, EVERYTHING), (5, EVERYTHING), (5, 2)])
+def test_sinks_are_scores_that_heads_add_to_their_softmax(keys: int, window: int) -> None:
+    """Of the queries of the last 3 tokens, in four heads that share two; as in Megatron."""
+    query, key, value = (torch.randn(1, h, n, 8) for h, n in ((4, 3), (2, keys), (2, keys)))
+    sinks = torch.tensor([0.0, 1.0, -2.0, 3.0], requires_grad=True)
+    found = causal_attention(query, key, value, SCALE, 0.0, window, sinks)
+    scores = SCALE * query @ key.repeat_interleave(2, 1).transpose(2, 3)
+    seen = torch.ones(3, keys, dtype=torch.bool).tril(keys - 3)
+    seen = seen if window == EVERYTHING else seen.triu(keys - 3 - window)
+    weights = SoftmaxOne(-1, sinks)(scores.masked_fill(~seen, -torch.inf))
+    expected = weights @ value.repeat_interleave(2, 1)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(each.square().sum(), sinks)[0] for each in (found, expected)]
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize(("name", "count"), [("LayerNorm", 2), ("RMSNorm", 1)])

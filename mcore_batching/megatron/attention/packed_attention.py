@@ -2,8 +2,8 @@
 
 Megatron's local `DotProductAttention` refuses packed sequences and context parallelism. This
 module takes its place in a layer spec: causal within each sequence of the row, grouped-query heads,
-sliding windows, context parallel by all-gathering keys and values. A packed row gives what its
-sequences give alone.
+sliding windows, attention sinks, context parallel by all-gathering keys and values. A packed row
+gives what its sequences give alone.
 
 Not for training at scale, where Transformer Engine's attention is the one to use:
 
@@ -11,9 +11,9 @@ Not for training at scale, where Transformer Engine's attention is the one to us
   memory of ring attention. Backward sums their gradients over the group and keeps its own part.
 - On CUDA in half precision without dropout, one variable-length kernel runs per row, for heads of
   up to 256 dims in multiples of 8, the same for queries and values. Elsewhere (float32, other
-  heads, multi-latent attention, an older PyTorch) one `scaled_dot_product_attention` per run of
-  queries, under context parallelism or a window with a dense mask whose memory is quadratic in a
-  sample's length; a warning says why.
+  heads, multi-latent attention, sinks, an older PyTorch) one `scaled_dot_product_attention` per run
+  of queries, under context parallelism, a window or with sinks with a dense mask whose memory is
+  quadratic in a sample's length; a warning says why.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import divide
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from mcore_batching.batch.rows.side_by_side import sent
 from mcore_batching.megatron import compat
@@ -40,7 +41,7 @@ from mcore_batching.megatron.attention.segments import (
     attend_by_variable_length_kernel,
     attend_run_by_run,
     attention_runs,
-    causal_mask,
+    causal_attention,
     kernel_row,
     why_not_variable_length,
     zigzag_restore_index,
@@ -106,11 +107,11 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     """Drop-in for ``DotProductAttention`` in a layer spec, for packed (THD) and plain rows.
 
     Takes the constructor arguments that Megatron's attention layers give to a core attention.
-
-    Raises:
-        DynamicBatchArgumentError: the configuration asks for attention sinks or query-key layer
-            scaling, which only Transformer Engine's attention has.
+    Query-key layer scaling, which divides scores and multiplies them again, is left out.
     """
+
+    # Of the sinks, which tensor-parallel ranks share as heads.
+    sharded_state_dict = DotProductAttention.sharded_state_dict
 
     def __init__(
         self,
@@ -126,13 +127,12 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     ) -> None:
         super().__init__(config=config)
         del attn_mask_type, attention_type, cp_comm_type, unused
-        _check_config(config)
         self.config: TransformerConfig = config
         self.layer_number = layer_number
         # Passed on by Megatron where it does without its globals, else taken from these.
-        tp_group, self.cp_group = compat.attention_groups(pg_collection)
+        self.tp_group, self.cp_group = compat.attention_groups(pg_collection)
         projection = config.kv_channels * config.num_attention_heads
-        self.hidden_size_per_partition = divide(projection, tp_group.size())
+        self.hidden_size_per_partition = divide(projection, self.tp_group.size())
         head_size = divide(projection, config.num_attention_heads)
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(head_size)
         # Some models attend to everything in every n-th layer, to a window in the others.
@@ -140,6 +140,10 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         is_windowed = is_layer_window_attention(config.window_size, skips, layer_number)
         self.window: int = config.window_size[0] if is_windowed else EVERYTHING
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        # Named as Megatron's, so that checkpoints are the same.
+        self.softmax_offset = _sinks(
+            config, divide(config.num_attention_heads, self.tp_group.size())
+        )
 
     def forward(
         self,
@@ -184,14 +188,16 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         geometry = _geometry(packed_seq_params, group)
         if group.size() > 1:
             key, value = _gathered(key, value, geometry.restore_index(key.device), group)
-        # The kernel has no dropout, which training from scratch may ask for.
+        # The kernel has neither dropout, which training from scratch may ask for, nor sinks.
+        sinks = self.softmax_offset
         reason = why_not_variable_length(query, value) or ("dropout" if dropout else "")
+        reason = reason or ("attention sinks" if sinks is not None else "")
         if reason:
             # On the CPU there is nothing that would be faster.
             if query.is_cuda:
                 _warn_of_slow_attention(reason)
             out = attend_run_by_run(
-                query, key, value, geometry.runs, self.softmax_scale, dropout, self.window
+                query, key, value, geometry.runs, self.softmax_scale, dropout, self.window, sinks
             )
         else:
             row = geometry.kernel_row(query.device)
@@ -206,17 +212,9 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
                 "PackedAttention needs packed_seq_params under context parallelism; "
                 "give the model packed rows, or set --context-parallel-size 1"
             )
-        # None where `is_causal` says it: the fastest kernels take no mask.
-        mask = causal_mask(query.shape[0], key.shape[0], self.window, query.device)
-        out = scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self.softmax_scale,
-            dropout_p=dropout,
-            enable_gqa=query.shape[2] != key.shape[2],
+        q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        out = causal_attention(
+            q, k, v, self.softmax_scale, dropout, self.window, self.softmax_offset
         )
         sequence, batch = query.shape[:2]
         return out.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
@@ -261,15 +259,15 @@ def host_cu_seqlens(packed_seq_params: Any) -> list[int]:
     return list(offsets)
 
 
-def _check_config(config: TransformerConfig) -> None:
-    # At construction: left to the forward pass, it would be ignored there without a word.
-    asked = []
-    if config.softmax_type != "vanilla":
-        asked.append(f"softmax_type={config.softmax_type!r}")
-    if config.apply_query_key_layer_scaling:
-        asked.append("apply_query_key_layer_scaling")
-    if asked:
-        raise DynamicBatchArgumentError(
-            f"PackedAttention does not support {', '.join(asked)}; install Transformer Engine and "
-            "set --transformer-impl transformer_engine, or turn it off"
-        )
+def _sinks(config: TransformerConfig, heads: int) -> Tensor | None:
+    """A score for each head of this rank; None where each softmax is over tokens alone."""
+    if config.softmax_type == "vanilla":
+        return None
+    device = torch.cuda.current_device()
+    if config.softmax_type == "off-by-one":
+        return torch.zeros(heads, dtype=config.params_dtype, device=device)
+    sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
+    set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)
+    if config.perform_initialization:
+        config.init_method(sinks)
+    return sinks

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from megatron.core.utils import divide
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mcore_batching.batch.rows.side_by_side import sent
 from mcore_batching.batch.rows.zigzag import packed_positions
@@ -110,34 +110,62 @@ def causal_mask(
     return mask.triu(num_keys - num_queries - window) if is_windowed else mask
 
 
-def attend_run_by_run(
+def causal_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    runs: Sequence[Run],
     scale: float,
     dropout: float,
     window: int = EVERYTHING,
+    sink: Tensor | None = None,
 ) -> Tensor:
-    """``[tokens, heads, dim]`` attention by one `scaled_dot_product_attention` per run."""
+    """``[batch, heads, queries, dim]`` attention, the last query aligned to the last key.
+
+    Args:
+        query: ``[batch, heads, queries, dim]``.
+        key: ``[batch, key-value heads, keys, dim]``.
+        value: like ``key``; its dim may differ.
+        scale: of the scores.
+        dropout: probability.
+        window: as `causal_mask`.
+        sink: ``[heads]``, the score of a key that all queries see and that has no value.
+    """
+    # None where `is_causal` says it: the fastest kernels take no mask.
+    mask = causal_mask(query.shape[2], key.shape[2], window, query.device)
+    enable_gqa = query.shape[1] != key.shape[1]
+    if sink is not None:
+        if mask is None:
+            mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+            mask = mask.tril()
+        # One more dim, in which the sink's key alone is 1: the score is each query head's own.
+        score = (sink / scale).to(query)[None, :, None, None]
+        query = torch.cat((query, score.expand(*query.shape[:3], 1)), dim=-1)
+        key = pad(key, (0, 1, 0, 1))
+        key[..., -1, -1] = 1.0
+        value, mask = pad(value, (0, 0, 0, 1)), pad(mask, (0, 1), value=True)
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        dropout_p=dropout,
+        enable_gqa=enable_gqa,
+    )
+
+
+def attend_run_by_run(
+    query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Run], *options: Any
+) -> Tensor:
+    """``[tokens, heads, dim]`` attention by one `causal_attention` per run, with its `options`."""
     outs = []
     for run in runs:
         # [tokens, heads, dim] -> [1, heads, tokens, dim], as the kernels take it.
         q = query[run.query_start : run.query_end].transpose(0, 1)[None]
         k = key[run.key_start : run.key_end].transpose(0, 1)[None]
         v = value[run.key_start : run.key_end].transpose(0, 1)[None]
-        mask = causal_mask(q.shape[2], k.shape[2], window, q.device)
-        out = scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            dropout_p=dropout,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        outs.append(out[0].transpose(0, 1))
+        outs.append(causal_attention(q, k, v, *options)[0].transpose(0, 1))
     return torch.cat(outs)
 
 

@@ -97,7 +97,8 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
 
     ``"dense"``; ``"moe"``: 4 experts, top 2; ``"replay"``: these, told which experts to take;
     ``"learned"``: dense with learned positions; ``"qk"``: dense with norms on queries and keys;
-    ``"window"``: dense, every second layer with a sliding window; ``"mrope"``: dense with
+    ``"window"``: dense, every second layer with a sliding window; ``"sinks"``: the same with
+    attention sinks, as gpt-oss; ``"mrope"``: dense with
     multimodal rotary embeddings; ``"frozen"``: dense, of which little is trained; ``"lora"``: dense
     and frozen, with low-rank adapters; ``"mamba"``:
     dense, three of four layers with Mamba for attention; ``"mla"``: dense with multi-latent
@@ -147,8 +148,10 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
         options |= MAMBA
     if kind == "hybrid-gdn":
         options |= GATED_DELTA_NET
-    if kind == "window":
+    if kind in ("window", "sinks"):
         options |= {"window_size": (5, 0), "window_attn_skip_freq": 2}
+    if kind == "sinks":
+        options["softmax_type"] = "learnable"
     if kind == "mrope":
         options["mrope_section"] = [2, 1, 1]
     options["qk_layernorm"] = kind == "qk"
