@@ -118,7 +118,7 @@ def memory_line(memory: PredictedMemory) -> str:
     )
     return (
         f"estimated memory per rank beside weights, gradients and optimizer: first stage {first}, "
-        f"last stage {last} ({logits} of it logits)"
+        f"last stage {last} ({logits} of it for logits)"
     )
 
 

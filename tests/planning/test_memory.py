@@ -81,6 +81,19 @@ def test_predicting_further_tokens_takes_a_layer_and_logits_on_the_last_stage() 
     assert memory(forward, further) == memory(forward)
 
 
+def test_a_fused_output_layer_holds_hidden_states_and_a_gradient_of_its_weight() -> None:
+    fused = replace(SHAPE, fused_output=True)
+    hidden, weight = 56 * 64 * 2, 256 * 64
+    found = memory(STEP, fused)
+    assert found.logit_bytes == 2 * hidden + weight * (4 + 2)
+    without = memory(STEP)
+    assert found.last_stage_bytes - found.logit_bytes == (
+        without.last_stage_bytes - without.logit_bytes
+    )
+    assert memory(STEP, replace(fused, depths=2)).logit_bytes == found.logit_bytes + 2 * hidden
+    assert memory(replace(STEP, forward_only=True), fused).logit_bytes == hidden
+
+
 def test_recomputation_and_forward_passes_keep_less() -> None:
     kept = memory(STEP, replace(SHAPE, recompute=True)).first_stage_bytes
     assert kept == 96 * 4 * 2 * 64 / 4

@@ -86,7 +86,7 @@ def test_plan_and_check_as_processes(tmp_path: Path, lengths_file: str) -> None:
     )
     sized = command("plan", lengths_file, "--max-tokens-per-gpu", "10", "--model", str(model))
     (line,) = (line for line in sized.stdout.splitlines() if line.startswith("estimated memory"))
-    assert line.endswith("first stage 0.00 GiB, last stage 0.25 GiB (0.08 GiB of it logits)")
+    assert line.endswith("first stage 0.00 GiB, last stage 0.25 GiB (0.08 GiB of it for logits)")
     # The output layer alone makes up nearly all of the model's costs.
     on_stages = command(
         "compare", lengths_file, *["--max-tokens-per-gpu", "10", "--pp", "2", "--model"], str(model)

@@ -43,6 +43,7 @@ _IN_CONFIG_JSON: Mapping[str, tuple[str, ...]] = {
     "depths": ("num_nextn_predict_layers", "mtp_num_hidden_layers"),
 }
 _OPTIONAL = {"groups", "head_dim", "depths"}
+_SWITCHES = {"gated", "recompute", "fused_output"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,12 +79,14 @@ class ModelShape:
     bytes_per_logit: int = 6
     """At the peak: 6 where half-precision logits are copied to float32, Megatron's default; 2 where
     they are not; 4 in float32."""
+    fused_output: bool = False
+    """True if the output layer is multiplied inside log-probs, a chunk of tokens at a time."""
 
     def __post_init__(self) -> None:
         """Check that sizes are 1 or more."""
         for option in fields(self):
             value = getattr(self, option.name)
-            if option.name in ("gated", "recompute") or value is None:
+            if option.name in _SWITCHES or value is None:
                 continue
             least = 0 if option.name == "depths" else 1
             object.__setattr__(self, option.name, at_least(option.name, value, least, ConfigError))
@@ -153,7 +156,8 @@ class PredictedMemory:
     last_stage_bytes: float
     """Activations of the last stage, the logits of its largest micro-batch, and log-probs."""
     logit_bytes: float
-    """The logits alone, those of multi-token prediction with them."""
+    """The logits alone, those of multi-token prediction with them; of a fused output layer what it
+    holds in place of them."""
 
 
 def predicted_memory(
@@ -174,7 +178,14 @@ def predicted_memory(
     vocab = shape.vocab / dims.tensor_parallel
     row = statistics.largest_row_tokens / dims.context_parallel
     depths = 0 if step.forward_only else shape.depths or 0
-    logits = row * vocab * (shape.bytes_per_logit + depths * _BYTES_PER_DEPTH)
+    if shape.fused_output:
+        # Hidden states and their gradient; the weight's, added up in float32 from products in the
+        # model's type.
+        trains = not step.forward_only
+        logits = row * shape.hidden * shape.bytes_per_value * (1 + trains + depths)
+        logits += trains * vocab * shape.hidden * (4 + shape.bytes_per_value)
+    else:
+        logits = row * vocab * (shape.bytes_per_logit + depths * _BYTES_PER_DEPTH)
     log_probs = 3 * 4 * min(row, LOG_PROB_CHUNK_TOKENS) * vocab
     # Of the last chunk, whose backward pass follows at once.
     further = row * shape.activation_bytes_per_token(dims, layers=depths)

@@ -8,6 +8,7 @@ import operator
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import get_args
 
 from mcore_batching.planning import (
@@ -74,6 +75,12 @@ def add_arguments(parser: CommandParser) -> None:
         help="plan forward passes alone, as for old and reference log-probs",
     )
     parser.add_argument(
+        "--fuse-output-layer",
+        action="store_true",
+        help="estimate memory with log-probs that multiply by the output layer themselves "
+        "(--dynamic-batch-fuse-output-layer)",
+    )
+    parser.add_argument(
         "--no-advice",
         action="store_true",
         help="do not look for a cap and parallel sizes that would let the step end sooner, which "
@@ -115,6 +122,8 @@ def run(options: argparse.Namespace) -> int:
     dims, config = dims_of(options), config_of(options)
     cost_model = cost_model_of(options)
     shape = ModelShape.from_config_json(read(options.model)) if options.model else None
+    if shape and options.fuse_output_layer:
+        shape = replace(shape, fused_output=True)
     groups = _read_groups(options)
     # What can fail at once does so before the long work.
     if options.plot:

@@ -1,0 +1,71 @@
+"""The fused output layer's memory, measured, beside what plans predict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from mcore_batching.megatron.logits.token_statistics import Options, StatisticsOfProduct
+from mcore_batching.planning import ParallelDims, PlannerConfig, plan_step, step_statistics
+from mcore_batching.planning.plans.memory import ModelShape, predicted_memory
+
+TOKENS, VOCABULARY, HIDDEN = 128, 4096, 256
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> Iterator[None]:
+    """Megatron's, of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("groups")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_takes_what_is_predicted(dtype: torch.dtype) -> None:
+    """Activations of the layers before it left out."""
+    hidden = torch.randn(TOKENS, HIDDEN, dtype=dtype, requires_grad=True)
+    weight = torch.randn(VOCABULARY, HIDDEN, dtype=dtype, requires_grad=True)
+    places, targets = torch.arange(TOKENS), torch.randint(VOCABULARY, (TOKENS,))
+    product, options = cast(Any, StatisticsOfProduct), Options(1.0, TOKENS, with_entropy=True)
+
+    def run() -> None:
+        product.apply(hidden * 1, weight, places, targets, options).sum().backward()
+
+    shape = ModelShape(
+        layers=1,
+        hidden=HIDDEN,
+        ffn=1,
+        heads=1,
+        vocab=VOCABULARY,
+        bytes_per_value=dtype.itemsize,
+        fused_output=True,
+    )
+    step = plan_step([TOKENS], ParallelDims(), PlannerConfig(max_tokens_per_gpu=TOKENS))
+    predicted = predicted_memory(step_statistics(step, [TOKENS]), step, shape)
+    output = predicted.last_stage_bytes - predicted.first_stage_bytes
+    found = _peak_bytes(run)
+    assert 0.7 * output < found <= output
+
+
+def _peak_bytes(run: Any) -> int:
+    """Most memory that is held at once, over that before."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        run()
+    held = most = 0
+    events = cast(Any, profile).profiler.kineto_results.events()
+    for event in sorted(events, key=lambda each: each.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
