@@ -9,8 +9,19 @@ import pytest
 from model_configs import DEEPSEEK, GLM, GPT_OSS, NEMOTRON, QWEN
 
 from mcore_batching.planning import ConfigError, CostModel, ParallelDims
-from mcore_batching.planning.costs.layer_costs import LayerCost, cost_model, costs_of_chunks
+from mcore_batching.planning.costs.layer_costs import (
+    LayerCost,
+    cost_model,
+    costs_of_chunks,
+    costs_of_stage,
+    cut_layers,
+    delta_net,
+    latent_attention,
+    mamba,
+    sparse_attention,
+)
 from mcore_batching.planning.costs.layers_of import config_of_json, first_guess
+from mcore_batching.planning.costs.uneven_stages import layers_of_chunks
 
 TINY: dict[str, Any] = {
     "hidden_size": 4,
@@ -73,6 +84,94 @@ def test_published_models_have_the_weights_that_they_are_said_to_have(
     assert found.read / 1e9 == pytest.approx(whole, rel=0.01)
 
 
+LATENT = latent_attention(2, 3, 5, 7, 11, 13, 17)
+
+
+@pytest.mark.parametrize(
+    ("found", "token", "pair", "far_pair", "read"),
+    [
+        # 2·17 + 17·3·12 of queries, 2·(13 + 7) + 13·3·16 of keys and values, 3·11·2 of the output.
+        (LATENT, 1376, 34.5, 34.5, 1376),
+        (latent_attention(2, 3, 5, 7, 11, 13, 0), 802, 34.5, 34.5, 802),
+        # The indexer's 17·3·5 + 2·(5 + 3).
+        (sparse_attention(LATENT, 2, 17, 3, 5), 1376 + 271, 42, 7.5, 1376 + 271),
+        # 2·(2·15 + 3·77 + 2·7); of the state 3·77·5, of chunks 64·(35 + 77).
+        (delta_net(2, 3, 5, 7, 11), 550 + 1155 + 7168, 0, 0, 550),
+        # 2·(3·15 + 2·77 + 3); of the state 2·15·11, of chunks 64·(77 + 15).
+        (mamba(2, 3, 5, 7, 11), 404 + 330 + 5888, 0, 0, 404),
+    ],
+    ids=("latent", "latent-whole-queries", "sparse", "delta-net", "mamba"),
+)
+def test_layers_by_hand(
+    found: LayerCost, token: float, pair: float, far_pair: float, read: float
+) -> None:
+    assert found == LayerCost(token, pair, far_pair, read)
+
+
+ROUTED = TINY | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+
+
+def test_sizes_that_a_config_leaves_out_or_adds() -> None:
+    """Of each layer of `TINY` 48 weights are attention's, 96 the feed-forward layer's."""
+    grouped = {name: size for name, size in TINY.items() if name != "num_key_value_heads"}
+    assert total(first_guess(grouped)).read == 2 * (64 + 96) + 40
+    shared = first_guess(ROUTED | {"expert_model_parallel_size": 3})
+    assert total(shared).read == 2 * (48 + 2 * 96 + 24) + 40
+    latent = total(first_guess(ROUTED | {"moe_latent_size": 2}))
+    assert latent[0] == 2 * (48 + 2 * 48 + 24 + 16) + 40
+    # The last layer again for each depth, a projection of twice the size, and the output layer.
+    depths = ROUTED | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 2}
+    assert letters(first_guess(depths))["V"][0] == 40 + 2 * (48 + 2 * 96 + 24 + 2 * 16 + 40)
+    assert first_guess(TINY | {"window_size": (7, 0)}).window == 8
+    sizes = {"q_lora_rank": None, "index_n_heads": 3, "index_head_dim": 5, "index_topk": 9}
+    latent_sizes = {"kv_lora_rank": 13, "qk_nope_head_dim": 5, "qk_rope_head_dim": 7}
+    made = first_guess(TINY | sizes | latent_sizes | {"v_head_dim": 11})
+    whole = latent_attention(4, 2, 5, 7, 11, 13, 0)
+    assert total(made)[0] == 2 * (sparse_attention(whole, 4, 4, 3, 5)[0] + 96) + 40
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        ({"decoder_sparse_step": 2}, "abab"),
+        ({"decoder_sparse_step": 1, "mlp_only_layers": [0, 2]}, "abab"),
+        ({"first_k_dense_replace": 3}, "aaab"),
+        # A layer more, of multi-token prediction.
+        ({"layer_types": ["full_attention", *["sliding_attention"] * 4]}, "abbb"),
+    ],
+    ids=("step", "named", "first", "attention"),
+)
+def test_layers_in_their_order(config: dict[str, Any], layers: str) -> None:
+    made = first_guess(ROUTED | {"num_hidden_layers": 4, "sliding_window": 8} | config)
+    assert made.layers == layers + "V"
+
+
+@pytest.mark.parametrize(
+    ("config", "counts"),
+    [
+        ({}, []),
+        ({"decoder_first_pipeline_num_layers": 2}, [2, 5, 5]),
+        ({"num_layers_in_last_pipeline_stage": 4}, [4, 4, 4]),
+        (
+            {"num_layers_in_first_pipeline_stage": 1, "decoder_last_pipeline_num_layers": 3},
+            [1, 8, 3],
+        ),
+        ({"account_for_embedding_in_pipeline_split": True}, [3, 4, 4]),
+        (
+            {
+                "virtual_pipeline_model_parallel_size": 2,
+                "decoder_last_pipeline_num_layers": 8,
+            },
+            [1, 1, 4, 1, 1, 4],
+        ),
+    ],
+    ids=("even", "first", "last", "both", "embedding", "chunks"),
+)
+def test_layers_of_uneven_stages(config: dict[str, Any], counts: list[int]) -> None:
+    layers = 11 if "account_for_embedding_in_pipeline_split" in config else 12
+    assert layers_of_chunks({"pipeline_model_parallel_size": 3} | config, layers) == counts
+
+
 def test_pairs_of_tokens_cost_by_the_type_of_attention() -> None:
     # Of 40 layers of Qwen3.5 every fourth has any; 16 heads of size 256, half of pairs masked.
     assert total(first_guess(QWEN)).pair == 10 * 0.5 * 2 * 16 * 256
@@ -108,12 +207,45 @@ def test_stages_of_the_layers_that_they_hold() -> None:
     assert shares[0][1] == shares[1][1]
 
 
+def test_stages_keep_windows_reads_and_weight_gradients_of_their_own() -> None:
+    near, far = LayerCost(4.0, 2.0, 0.0, 2.0), LayerCost(4.0, 6.0, 6.0, 10.0)
+    output = LayerCost(2.0, 0.0, 0.0, 0.0)
+    costs = {"n": near, "f": far, "V": output}
+    model = cost_model("nnffV", costs, window=8)
+    ((first, last), _) = costs_of_chunks(model, ParallelDims(pipeline_parallel=2))
+    assert (first.beyond_window, last.beyond_window) == (0.0, 1.0)
+    assert last.per_micro_batch == 5 * first.per_micro_batch
+    assert (first.weight_share, last.weight_share) == (1.0, pytest.approx(0.8))
+    # Chunks n and f of the first stage, n and fV of the second.
+    interleaved = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
+    stage = costs_of_stage(model, interleaved, 0)
+    assert (stage.beyond_window, stage.quadratic) == (0.75, model.quadratic)
+    assert cost_model("n", costs, window=8).window == 8
+    assert cost_model("f", costs, window=8).window is None
+    assert cut_layers("aaaaaV", 2) == "aaa|aaV"
+
+
+def test_costs_of_samples_by_hand() -> None:
+    model = CostModel(quadratic=1.0, window=4, beyond_window=0.25)
+    assert [model.sample(length) for length in (4, 6)] == [4 + 16, 6 + 36 - 0.75 * 4]
+    shared = CostModel().on_ranks(3)
+    assert shared.linear == pytest.approx(1.1**2 / 3)
+    assert shared.per_micro_batch == 256 + 2 * 64
+    assert CostModel(weight_share=0.5).weights([10, 20]) == 0.5 * (256 + 30)
+
+
 def test_a_hybrid_pattern_cuts_itself() -> None:
     config = NEMOTRON | {"hybrid_override_pattern": "MM*E|ME"}
     assert stages(first_guess(config), 2)[1][0][1] == 0.0  # no attention on the second stage
     assert first_guess(config | {"hybrid_override_pattern": "MM*E|ME/*E"}).layers == "MM*E|MEV"
     depth = first_guess(config | {"hybrid_override_pattern": "MM*E|ME/*E/*E"})
     assert letters(depth)["V"].pair == 2 * letters(depth)["*"].pair
+    usual = first_guess(config | {"hybrid_override_pattern": "M*E", "mtp_num_layers": 2})
+    assert usual.layer_costs[-1] == depth.layer_costs[-1]
+    sparse = first_guess(config | {"hybrid_override_pattern": "MDE"})
+    assert letters(sparse)["D"] == letters(depth)["*"]
+    heads = {"mamba_num_heads": None, "mamba_head_dim": None}
+    assert letters(first_guess(config | heads))["M"] == letters(depth)["M"]
     with pytest.raises(ConfigError, match="'X'"):
         first_guess(config | {"hybrid_override_pattern": "MX"})
 
