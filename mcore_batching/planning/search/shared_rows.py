@@ -211,10 +211,7 @@ class Forms:
     def _profile(self, kind: Kind) -> list[float]:
         """Sizes of slots relative to each other [slots]."""
         if kind not in self._profiles:
-            targets = Targets(
-                self._objective, kind.num_slots, kind.first, 0.0, kind.gentle, kind.fades
-            )
-            self._profiles[kind] = targets.relative
+            self._profiles[kind] = Targets(self._objective, *kind, least=0.0).relative
         return self._profiles[kind]
 
     def _of_ranks(
