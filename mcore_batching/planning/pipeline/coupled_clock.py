@@ -40,18 +40,13 @@ class CoupledClock(Clock):
         self._load(costs, schedule, len(blocks))
         blocks = [shared for shared in blocks for _ in range(schedule.num_costs)]
         ranks = self._ranks = len(costs) // len(blocks)
-        # The slot after the last belongs to numbers without a micro-batch.
-        self._blocks = [*blocks, ()]
-        self._parts = [
-            [(slice(first, after), after - first) for first, after in shared]
-            for shared in self._blocks
-        ]
-        self._shared = [range(place, place + 1) for place in range(len(costs))]
-        """The places that have the same micro-batch as each place."""
-        for slot, shared in enumerate(blocks):
-            for first, after in shared:
-                places = range(slot * ranks + first, slot * ranks + after)
-                self._shared[places.start : places.stop] = [places] * len(places)
+        self._shared = {
+            slot * ranks + rank: (first, after)
+            for slot, shared in enumerate(blocks)
+            for first, after in shared
+            for rank in range(first, after)
+        }
+        """First rank, and the one after the last, of the places that several ranks share."""
         rows = [self.costs[at : at + ranks] for at in range(0, len(costs), ranks)]
         rows.append([0.0] * ranks)
         shares = as_list(self._shares)
@@ -60,7 +55,10 @@ class CoupledClock(Clock):
         Passes refer to these rows, so that a cost is changed in one row for each share."""
         took = [self._took_of[s][slot] for s, slot in zip(shares, self._slots, strict=True)]
         waits, waits_too = map(as_list, self._waits)
-        self._columns = waits, waits_too, as_list(self._slots), took
+        # The slot after the last belongs to numbers without a micro-batch.
+        parts = [[(slice(*block), block[1] - block[0]) for block in slot] for slot in [*blocks, []]]
+        slots = as_list(self._slots)
+        self._columns = waits, waits_too, slots, took, [parts[slot] for slot in slots]
         self._all_ends = self._all_tried = self._simulated([[0.0] * ranks], 1)
         """Ends of passes [numbers][ranks]: by the costs, and with the changes tried last."""
 
@@ -99,12 +97,11 @@ class CoupledClock(Clock):
     def _simulated(self, ends: list[list[float]], first: int) -> list[list[float]]:
         """Ends of all passes [numbers][ranks]; `ends` has those before `first`, and is extended."""
         self.passes_run += (len(self._slots) - first) * self._ranks
-        waits, waits_too, slots, took = self._columns
-        columns = waits[first:], waits_too[first:], slots[first:], took[first:]
-        for before, other, slot, row in zip(*columns, strict=True):
+        waits, waits_too, _, took, blocks = (column[first:] for column in self._columns)
+        for before, other, row, shared in zip(waits, waits_too, took, blocks, strict=True):
             passes = zip(ends[before], ends[other], row)  # noqa: B905
             ended = [(free if free > ready else ready) + time for free, ready, time in passes]
-            for block, size in self._parts[slot]:
+            for block, size in shared:
                 # They start with the last of them and take as long, so they end with the last.
                 ended[block] = [max(ended[block])] * size
             ends.append(ended)
@@ -112,26 +109,32 @@ class CoupledClock(Clock):
 
     def _critical_path(self, all_ends: list[list[float]]) -> list[float]:
         """Weights [places], from ends of all passes."""
-        waits, waits_too, slots, _ = self._columns
+        waits, waits_too, slots, _, _ = self._columns
+        ranks, shared, shares = self._ranks, self._shared, as_list(self._shares)
         number, rank = len(slots) - 1, all_ends[-1].index(max(all_ends[-1]))
-        weights = [0.0] * (len(self.costs) + self._ranks)
+        weights = [0.0] * (len(self.costs) + ranks)
         while number > 0:
-            members = self._members(number, rank)
-            weights[slots[number] * self._ranks + members.start] += float(self._shares[number])
-            # On to the pass, and the rank, that this one started after.
-            _, number, rank = max(
-                (all_ends[before][each], before, each)
-                for before in (waits[number], waits_too[number])
-                for each in members
-            )
+            at = slots[number] * ranks + rank
+            before, other = waits[number], waits_too[number]
+            if at not in shared:
+                weights[at] += shares[number]
+                number = before if all_ends[before][rank] > all_ends[other][rank] else other
+                continue
+            # On to the rank, and the pass, that this one started after.
+            first, after = shared[at]
+            weights[at - rank + first] += shares[number]
+            ends, ends_too = all_ends[before][first:after], all_ends[other][first:after]
+            latest, latest_too = max(ends), max(ends_too)
+            if latest > latest_too:
+                number, rank = before, first + ends.index(latest)
+            else:
+                number, rank = other, first + ends_too.index(latest_too)
         return weights[: len(self.costs)]
 
     def _members(self, number: int, rank: int) -> range:
         """The ranks that run a pass together with `rank`."""
-        for first, after in self._blocks[self._slots[number]]:
-            if first <= rank < after:
-                return range(first, after)
-        return range(rank, rank + 1)
+        at = self._slots[number] * self._ranks + rank
+        return range(*self._shared.get(at, (rank, rank + 1)))
 
     def _times(self, number: int, rank: int) -> tuple[float, float]:
         members = self._members(number, rank)
@@ -142,11 +145,11 @@ class CoupledClock(Clock):
         return place // self._ranks
 
     def _set_cost(self, place: int, cost: float) -> None:
-        for each in self._shared[place]:
-            self.costs[each] = cost
-            slot, rank = divmod(each, self._ranks)
-            for share, rows in self._took_of.items():
-                rows[slot][rank] = cost * share
+        slot, rank = divmod(place, self._ranks)
+        first, after = self._shared.get(place, (rank, rank + 1))
+        self.costs[place - rank + first : place - rank + after] = [cost] * (after - first)
+        for share, rows in self._took_of.items():
+            rows[slot][first:after] = [cost * share] * (after - first)
 
 
 def clocks_of(
