@@ -8,14 +8,16 @@ Guarantees
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel
 from mcore_batching.planning.dynamic_cp import Sizes, packed_on_least_ranks
-from mcore_batching.planning.errors import Argument, ConfigError, LengthError
+from mcore_batching.planning.errors import Argument, ConfigError, InflightBoundError, LengthError
 from mcore_batching.planning.groups import LastStep, equal_slices, whole_groups
 from mcore_batching.planning.integers import integer_entries
 from mcore_batching.planning.parallel_dims import ParallelDims
@@ -39,6 +41,8 @@ from mcore_batching.planning.shard import (
     shard_outlook,
     soonest_counts,
     soonest_filling,
+    split_shard,
+    splits_of_ranks,
     worst_outlook,
 )
 
@@ -174,6 +178,7 @@ def _plan_samples(batch: Problem, samples: Sequence[int], owners: Sequence[int] 
         owners: the rank that holds each sample of the batch; None: samples may go to any rank.
     """
     sizes = None
+    split: Splits = ()
     if owners is None:
         problem = batch.subset(samples)
         if batch.config.max_context_parallel is None:
@@ -186,14 +191,17 @@ def _plan_samples(batch: Problem, samples: Sequence[int], owners: Sequence[int] 
         # Each rank's samples are a problem of their own, numbered from 0, and renamed afterwards.
         for sample in samples:
             shards[owners[sample]].append(sample)
-        local = _plan_local([batch.subset(shard) for shard in shards])
+        local, split = _plan_local([batch.subset(shard) for shard in shards])
         ranks = tuple(_renamed(rank, shard) for rank, shard in zip(local, shards, strict=True))
-    split: Splits = ()
-    if batch.splits_backward and samples:
+    if owners is None and batch.splits_backward and samples:
         starts: list[Sequence[MicroBatches]] = [ranks]
-        if owners is None and batch.config.searches:
-            found = _plan_global(dataclasses.replace(batch.subset(samples), defers_weights=True))
-            starts.append([_renamed(rank, samples) for rank in found])
+        if batch.config.searches:
+            # Nor may micro-batches grow past what a first stage holds of the plain plan's.
+            held = max(map(batch.inflight_tokens, ranks))
+            bounded = dataclasses.replace(batch.config, max_inflight_tokens=math.ceil(held))
+            again = dataclasses.replace(batch.subset(samples), config=bounded, defers_weights=True)
+            with contextlib.suppress(InflightBoundError):
+                starts.append([_renamed(rank, samples) for rank in _plan_global(again)])
         ranks, split = split_backward(batch, starts)
     return StepPlan(
         micro_batches=ranks,
@@ -272,8 +280,9 @@ def _packed_and_placed(problem: Problem) -> tuple[MicroBatches, ...]:
     return place(problem, bins, count)
 
 
-def _plan_local(shards: Sequence[Problem]) -> tuple[MicroBatches, ...]:
-    """Micro-batches of each rank, made of its own samples, in the number that suits the straggler.
+def _plan_local(shards: Sequence[Problem]) -> tuple[tuple[MicroBatches, ...], Splits]:
+    """Micro-batches of each rank, made of its own samples, in the number that suits the straggler;
+    their split backward passes.
 
     The same calls as in a job whose ranks know their own lengths alone (see `shard`), with `max`
     for the all-reduce.
@@ -289,7 +298,9 @@ def _plan_local(shards: Sequence[Problem]) -> tuple[MicroBatches, ...]:
         worst_outlook(shard_outlook(shard, rank) for shard, rank in zip(shards, ranks, strict=True))
         for ranks in filled
     ]
-    return filled[soonest_filling(outlooks, shards[0].config)]
+    chosen = filled[soonest_filling(outlooks, shards[0].config)]
+    ranks, splits = zip(*map(split_shard, shards, chosen), strict=True)
+    return ranks, splits_of_ranks(splits)
 
 
 def _renamed(rank: MicroBatches, samples: Sequence[int]) -> MicroBatches:

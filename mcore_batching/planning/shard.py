@@ -8,8 +8,9 @@
         worst = all_reduce_max(shard_outlook(problem, micro_batches))
 
 and then `soonest_filling` picks among them by the worst outlooks; there are two of them only under
-a bound on tokens in flight. `plan_step` with `owners` makes the same calls for each rank, so a rank
-that knows its own lengths alone reaches the same plan.
+a bound on tokens in flight. `split_shard` then splits backward passes. `plan_step` with `owners`
+makes the same calls for each rank, so a rank that knows its own lengths alone reaches the same
+plan.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ from mcore_batching.planning.errors import Argument, InflightBoundError, LengthE
 from mcore_batching.planning.packing.bounds import bin_lower_bound
 from mcore_batching.planning.packing.packing import first_fit, first_fit_decreasing
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.pipeline import Clock
+from mcore_batching.planning.pipeline import Clock, SplitStage
 from mcore_batching.planning.placement import largest_first, order_slots, split_until
 from mcore_batching.planning.plans.plan import MicroBatches
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search import (
     MOST_SLOTS_PER_STAGE,
     Objective,
+    Splits,
     best_slots,
     ends_by_count,
     improve,
+    split_backward,
     steps_of_counts,
 )
 
@@ -227,6 +230,37 @@ def soonest_filling(outlooks: Sequence[ShardOutlook], config: PlannerConfig) -> 
         return outlooks[index].inflight_tokens > bound, outlooks[index].end, index
 
     return min(range(len(outlooks)), key=rank)
+
+
+def split_shard(
+    problem: Problem, micro_batches: MicroBatches
+) -> tuple[MicroBatches, tuple[SplitStage, ...]]:
+    """One rank's micro-batches in the order that suits split backward passes, and these.
+
+    Args:
+        problem: this rank's samples.
+        micro_batches: of `fill_shard`.
+
+    Returns:
+        the micro-batches; the passes of each stage, empty where none may be split: never in
+        lockstep, where the other ranks would wait for this one's weight gradients.
+    """
+    if not problem.splits_backward or problem.dims.in_lockstep:
+        return micro_batches, ()
+    if problem.num_samples:
+        alone = dataclasses.replace(problem.dims, data_parallel=1)
+        found = split_backward(dataclasses.replace(problem, dims=alone), [[micro_batches]])
+        if found[1]:
+            return found[0][0], found[1][0]
+    stages = range(problem.dims.pipeline_parallel)
+    counts = [len(problem.schedule.order(stage, len(micro_batches))) for stage in stages]
+    return micro_batches, tuple(SplitStage((False,) * n, (0,) * n) for n in counts)
+
+
+def splits_of_ranks(ranks: Iterable[tuple[SplitStage, ...]]) -> Splits:
+    """`StepPlan.split_backward` of what `split_shard` gave each rank."""
+    splits = tuple(ranks)
+    return splits if any(any(stage.split) for rank in splits for stage in rank) else ()
 
 
 def _shapes_slots(dims: ParallelDims, config: PlannerConfig) -> bool:

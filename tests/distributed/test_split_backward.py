@@ -227,8 +227,8 @@ def test_steps_end_when_their_plan_says(job: Job, ranks: list[Any]) -> None:
         for plan in ("whole", "split")
     )
     assert split < 0.97 * whole
-    assert before == pytest.approx(whole, rel=0.03)
-    assert after == pytest.approx(split, rel=0.03)
+    assert before == pytest.approx(whole, rel=0.005)
+    assert after == pytest.approx(split, rel=0.005)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -109,6 +109,22 @@ def test_parts_left_after_some_parameters_were_flushed() -> None:
     assert log == [(2, 0), (1, 0), (0, 0)]
 
 
+def test_what_was_sent_last_is_waited_for_when_all_weights_have_run() -> None:
+    weights, log = queue([0] * 5), []
+    for what in ORDER:
+        assert not weights.passes_are_over
+        pass_of(weights, what, log)
+    assert weights.passes_are_over
+    weights.wait_after_flush(adding(log, -1, -1))
+    weights.flush([WEIGHTS[2]])
+    assert len(log) == 2
+    weights.flush()
+    assert log[-1] == (-1, -1)
+    assert len(log) == 2 * LAYERS + 1
+    weights.flush()
+    assert len(log) == 2 * LAYERS + 1
+
+
 def test_other_passes_than_planned_are_named() -> None:
     weights = queue([0] * 5)
     with (
@@ -132,6 +148,7 @@ def test_a_failed_step_leaves_nothing() -> None:
         weights.put(WEIGHTS[0], [INPUT], adding(log, 0, 0))
         raise ZeroDivisionError
     weights.hold(WEIGHTS[0], adding(log, 0, -1))
+    weights.wait_after_flush(adding(log, -1, -1))
     weights.clear()
     weights.flush()
     assert (log, weights.num_bytes, weights.splits_now) == ([], 0, False)

@@ -67,6 +67,7 @@ from mcore_batching.megatron.rows.shards import (
 from mcore_batching.megatron.topology import model_chunks, vocabulary_size
 from mcore_batching.planning import CostModel, PlannerConfig, ShardOutlook
 from mcore_batching.planning.learning.learnt_costs import LearntCosts
+from mcore_batching.planning.pipeline import SplitStage
 
 
 class PlanningProtocol:
@@ -139,6 +140,7 @@ class PlanningProtocol:
         self._is_settled = False
         self._outlooks: list[list[ShardOutlook]] = []
         self.learnt: LearntCosts | None = None
+        self.splits: tuple[tuple[SplitStage, ...], ...] = ()
 
     def run(self) -> MicroBatchSchedule:
         """All steps of the protocol. A collective over all ranks.
@@ -347,7 +349,8 @@ class PlanningProtocol:
         self.plan_digest = digest_of([self.shares, self._latest_at_once])
         # The only count: there is another to choose from where tokens in flight are bounded.
         return self._schedule(
-            (shard.filled[0],), digest_of([self.batch.total_lengths, shard.filled])
+            self._split((shard.filled[0],)),
+            digest_of([self.batch.total_lengths, shard.filled]),
         )
 
     def lay_out(self) -> None:
@@ -356,10 +359,16 @@ class PlanningProtocol:
 
     def choose(self) -> tuple[MicroBatches, ...]:
         """Every step's micro-batches of this rank, as local sample indices. Not a collective."""
-        return tuple(
-            shard.chosen(outlooks)
-            for shard, outlooks in zip(self._shards, self._outlooks, strict=True)
-        )
+        both = zip(self._shards, self._outlooks, strict=True)
+        return self._split(tuple(shard.chosen(outlooks) for shard, outlooks in both))
+
+    def _split(self, chosen: tuple[MicroBatches, ...]) -> tuple[MicroBatches, ...]:
+        """Know `splits`; micro-batches in the order that suits them."""
+        if self.settings.config.split_backward == "off":
+            return chosen
+        split = [shard.split(rows) for shard, rows in zip(self._shards, chosen, strict=True)]
+        self.splits = tuple(stages for _, stages in split)
+        return tuple(rows for rows, _ in split)
 
     def conclude(self) -> MicroBatchSchedule:
         """The schedule. What it is chosen by is the same on the ranks of each replica."""
@@ -371,7 +380,7 @@ class PlanningProtocol:
         self, chosen: tuple[MicroBatches, ...], own_digest: str = ""
     ) -> MicroBatchSchedule:
         steps = with_hosted(chosen, self.hosts)
-        shard = Shard(self.batch.total_lengths, steps, self.hosts)
+        shard = Shard(self.batch.total_lengths, steps, self.hosts, self.splits)
         # For later batches, whose samples may be too few or too empty to tell.
         self.job.memory.told_fields |= self.batch.inferred()
         return MicroBatchSchedule(
@@ -380,6 +389,7 @@ class PlanningProtocol:
             template=self.batch.template,
             steps=steps,
             hosts=self.hosts,
+            splits=self.splits,
             dims=self.settings.dims,
             config=self.settings.config,
             context_parallel_rank=parallel_state.get_context_parallel_rank(),

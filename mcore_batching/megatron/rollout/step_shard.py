@@ -20,6 +20,8 @@ from mcore_batching.planning import (
     soonest_counts,
     soonest_filling,
 )
+from mcore_batching.planning.pipeline import SplitStage
+from mcore_batching.planning.shard import split_shard
 
 
 class StepShard:
@@ -104,3 +106,10 @@ class StepShard:
             outlooks: with each number, the worst of all ranks.
         """
         return self.filled[soonest_filling(outlooks, self._problem.config)]
+
+    def split(self, micro_batches: MicroBatches) -> tuple[MicroBatches, tuple[SplitStage, ...]]:
+        """As `split_shard`, of micro-batches as local sample indices."""
+        place = {index: at for at, index in enumerate(self._indices)}
+        places = tuple(tuple(place[i] for i in indices) for indices in micro_batches)
+        ordered, stages = split_shard(self._problem, places)
+        return tuple(tuple(self._indices[i] for i in at) for at in ordered), stages

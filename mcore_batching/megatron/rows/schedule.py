@@ -30,6 +30,8 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.learning.learnt_costs import LearntCosts
+from mcore_batching.planning.pipeline import SplitStage
+from mcore_batching.planning.shard import splits_of_ranks
 
 _LAID_OUT = (Kind.TOKENS, Kind.POSITION_IDS)
 """Kinds of fields that rows are laid out of, which the host does."""
@@ -66,6 +68,8 @@ class MicroBatchSchedule:
             for a placeholder. All ranks have the same number of micro-batches in a step.
         hosts: for each sample the one in whose segment it is computed, itself if in its own; both
             are in the same micro-batch. None: all samples have segments of their own.
+        splits: of every step the split backward passes of each stage of this replica; empty where
+            none may be split, and in the scope "global", where `plans` have them.
         dims: the job's parallel dims.
         config: the planner's settings.
         context_parallel_rank: which slice of every row this rank holds, where rows have the size
@@ -100,6 +104,7 @@ class MicroBatchSchedule:
     learnt: LearntCosts | None = None
     samples_per_step: int | None = None
     hosts: Sequence[int] | None = None
+    splits: tuple[tuple[SplitStage, ...], ...] = ()
     own_digest: str = ""
     moves: SampleMoves | None = None
     plans: tuple[GlobalPlan, ...] = ()
@@ -190,6 +195,9 @@ class MicroBatchSchedule:
             scope=self.scope,
             cost_model=self.cost_model,
             hosted_lengths=tuple(hosted),
+            split_backward=splits_of_ranks(
+                shard.splits[step] for shard in self.shards if shard.splits
+            ),
         )
         return plan, lengths
 

@@ -12,6 +12,7 @@ from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.batch.agreement.figures import largest
 from mcore_batching.batch.rows.prefixes import samples_of_hosts
 from mcore_batching.megatron.job.consensus import JobConsensus
+from mcore_batching.planning.pipeline import SplitStage
 
 MicroBatches = tuple[tuple[int, ...], ...]
 
@@ -54,11 +55,13 @@ class Shard:
         lengths: total length of each of its samples, in tokens.
         steps: as `MicroBatchSchedule.steps`.
         hosts: as `MicroBatchSchedule.hosts`.
+        splits: as `MicroBatchSchedule.splits`.
     """
 
     lengths: list[int]
     steps: tuple[MicroBatches, ...]
     hosts: Sequence[int] | None = None
+    splits: tuple[tuple[SplitStage, ...], ...] = ()
 
     def integers(self) -> list[int]:
         """Itself as counts, each with what it counts behind it."""
@@ -68,6 +71,11 @@ class Shard:
             flat.append(len(step))
             for indices in step:
                 flat += [len(indices), *indices]
+        flat.append(len(self.splits))
+        for stages in self.splits:
+            flat.append(len(stages))
+            for split, parts in stages:
+                flat += [len(split), *map(int, split), len(parts), *parts]
         return flat
 
     @classmethod
@@ -84,6 +92,13 @@ class Shard:
             lengths,
             tuple(tuple(tuple(several()) for _ in range(next(rest))) for _ in range(next(rest))),
             hosts or None,  # none were sent, or of no samples
+            tuple(
+                tuple(
+                    SplitStage(tuple(map(bool, several())), tuple(several()))
+                    for _ in range(next(rest))
+                )
+                for _ in range(next(rest))
+            ),
         )
 
 

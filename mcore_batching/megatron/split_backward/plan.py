@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from megatron.core import parallel_state
 
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.job.job import Job
-from mcore_batching.megatron.learning.pass_times import rows_of
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.split_backward.weight_gradients import WeightGradients
 from mcore_batching.planning.pipeline import Schedule, SplitStage
-from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.search import split_in_order
 
 
 def planned_split(job: Job, schedule: MicroBatchSchedule, step: int) -> tuple[SplitStage, ...]:
@@ -32,7 +27,10 @@ def planned_split(job: Job, schedule: MicroBatchSchedule, step: int) -> tuple[Sp
     if dims.pipeline_parallel == 1:
         reason = "without pipeline stages: none waits for another"
     elif schedule.has_sizes_of_rows:
-        reason = "under dynamic context parallelism: ranks that share rows would wait for W"
+        reason = (
+            "under dynamic context parallelism: ranks that share rows would wait for W; unset "
+            f"{FLAGS['max_context_parallel']} to have it"
+        )
     elif dims.in_lockstep and not schedule.plans:
         reason = (
             "with expert parallelism where each rank plans its own samples: the others would wait "
@@ -46,17 +44,7 @@ def planned_split(job: Job, schedule: MicroBatchSchedule, step: int) -> tuple[Sp
         assert schedule.moves is not None
         planned = schedule.plans[step].plan.split_backward
         return planned[schedule.moves.own] if planned else ()
-    rows = rows_of(schedule, step)
-    alone = dataclasses.replace(dims, data_parallel=1, expert_parallel=1)
-    numbers = iter(range(sum(map(len, rows))))
-    problem = Problem.of(
-        [length for row in rows for length in row], alone, config, schedule.cost_model
-    )
-    if not (problem.splits_backward and problem.lengths):
-        return ()
-    here = [[tuple(next(numbers) for _ in row) for row in rows]]
-    planned_here = split_in_order(problem, here)
-    return planned_here[0] if planned_here else ()
+    return schedule.splits[step] if schedule.splits else ()
 
 
 class LastStep:

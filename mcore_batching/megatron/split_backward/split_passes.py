@@ -111,8 +111,8 @@ def _posting(
             tensors[name] is not None for name in ("tensor_recv_prev", "tensor_recv_next")
         )
         # The interleaved schedule waits for what it has sent, too, and has asked for its next input
-        # by then; the other one asks after such a wait, which so has to be short.
-        if not receives and not interleaved:
+        # by then; the other one asks after such a wait, which so has to be short, but for the last.
+        if not (receives or interleaved or deferred.passes_are_over):
             return requests
         if isinstance(requests, dict):
             return {name: _Request(each, deferred) for name, each in requests.items()}
@@ -128,8 +128,11 @@ class _Request:
         self._request, self._deferred = request, deferred
 
     def wait(self, *arguments: Any) -> Any:
+        wait = functools.partial(self._request.wait, *arguments)
+        if self._deferred.passes_are_over:
+            return self._deferred.wait_after_flush(wait)
         self._deferred.run_due()
-        return self._request.wait(*arguments)
+        return wait()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._request, name)

@@ -69,6 +69,7 @@ class WeightGradients:
         self._open: _Deferred | None = None
         self._present: Pass | None = None
         self._held: list[tuple[Parameter, Callable[[], None]]] = []
+        self._waits: list[Callable[[], Any]] = []
         self.num_bytes = self.peak_bytes = 0
         self.timed: list[TimedWeights] = []
 
@@ -81,6 +82,11 @@ class WeightGradients:
     def present(self) -> Pass | None:
         """The pass that runs."""
         return self._present
+
+    @property
+    def passes_are_over(self) -> bool:
+        """True from the end of the last pass on."""
+        return self._at == len(self._order)
 
     @contextlib.contextmanager
     def passing(self, is_backward: bool) -> Iterator[None]:
@@ -106,8 +112,7 @@ class WeightGradients:
             self._waiting.append(self._open)
         self._open = self._present = None
         self._at += 1
-        # Nothing is due after the last pass: a wait for its output to be sent is none for an input.
-        self._due = self._stage.parts_before[self._at] if self._at < len(self._order) else 0
+        self._due = 0 if self.passes_are_over else self._stage.parts_before[self._at]
 
     def put(self, parameter: Parameter, tensors: Sequence[Any], add: Callable[[], Any]) -> None:
         """Leave a weight gradient for later.
@@ -126,6 +131,10 @@ class WeightGradients:
     def hold(self, parameter: Parameter, ready: Callable[[], None]) -> None:
         """Keep back a call that says that all of a parameter's gradients are there."""
         self._held.append((parameter, ready))
+
+    def wait_after_flush(self, wait: Callable[[], Any]) -> None:
+        """Make a call that waits for what was sent last once all W has run, which needs it not."""
+        self._waits.append(wait)
 
     def run_due(self) -> None:
         """Run what is due before the next pass."""
@@ -168,11 +177,13 @@ class WeightGradients:
                     self._held.append((parameter, ready))
             for parameter in list(left):
                 self._run(left.pop(parameter), num_bytes)
+        while parameters is None and self._waits:
+            self._waits.pop(0)()
 
     def clear(self) -> None:
         """Drop what is left: of a step that has failed."""
-        self._waiting.clear()
-        self._held.clear()
+        for waiting in (self._waiting, self._held, self._waits):
+            waiting.clear()
         self._open = self._present = None
         self.num_bytes = 0
 

@@ -14,7 +14,7 @@ from mcore_batching.planning.search.dynamic_cp import check_inflight_tokens, sea
 from mcore_batching.planning.search.moves import improve
 from mcore_batching.planning.search.objective import Objective, Slots
 from mcore_batching.planning.search.one_rank import best_slots, ends_by_count
-from mcore_batching.planning.search.split_backward import Splits, split_backward, split_in_order
+from mcore_batching.planning.search.split_backward import Splits, split_backward
 from mcore_batching.planning.search.steps import MOST_SLOTS_PER_STAGE, steps_of_counts
 
 __all__ = [
@@ -29,6 +29,5 @@ __all__ = [
     "search",
     "search_dynamic",
     "split_backward",
-    "split_in_order",
     "steps_of_counts",
 ]

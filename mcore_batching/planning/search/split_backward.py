@@ -49,7 +49,7 @@ def split_backward(
         starts: steps to begin with; the first is the result where splitting is not worth it.
     """
     all_split = problem.config.split_backward == "all"
-    effort = Objective(problem).effort / EFFORT_OF_A_PASS / 2
+    effort = Objective(problem).effort / EFFORT_OF_A_PASS / 2 if problem.config.searches else 0.0
     steps = [_Step(problem, ranks, all_split) for ranks in starts]
     plain_end = steps[0].end_unsplit
     for step in steps:
@@ -62,14 +62,6 @@ def split_backward(
     if not any(any(stage.split) for stages in splits for stage in stages):
         return _frozen(starts[0]), ()
     return _frozen(best.ranks), splits
-
-
-def split_in_order(problem: Problem, ranks: Ranks) -> Splits:
-    """Split passes of micro-batches that stay in their order; empty where it is not worth it."""
-    all_split = problem.config.split_backward == "all"
-    step = _Step(problem, ranks, all_split)
-    is_worth_it = all_split or step.end <= WORTH_IT * step.end_unsplit
-    return step.splits() if is_worth_it else ()
 
 
 def _frozen(ranks: Ranks) -> tuple[MicroBatches, ...]:

@@ -39,6 +39,7 @@ from mcore_batching.megatron import (
     forward_only,
     get_data_iterator,
     packed_layer_spec,
+    schedule_of,
     train_step,
 )
 from mcore_batching.megatron.job.job import job_of
@@ -47,7 +48,7 @@ from mcore_batching.megatron.split_backward.plan import LastStep, planned_split
 from mcore_batching.megatron.split_backward.weight_gradients import WeightGradients
 from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
 from mcore_batching.megatron.step import prepare
-from mcore_batching.planning import ParallelDims
+from mcore_batching.planning import ParallelDims, validate_plan
 from mcore_batching.planning.pipeline import PARTS, SplitStage
 
 ALL = {"dynamic_batch_split_backward": "all"}
@@ -235,8 +236,6 @@ def compare_steps(
         if fused:
             stack.enter_context(fused_kernels())
             settings["gradient_accumulation_fusion"] = True
-        if some:
-            stack.enter_context(mock.patch.object(prepare, "planned_split", some_split))
         model = small_model(dims, **settings)
         hooked = hooks_of(model)
         put = stack.enter_context(
@@ -254,7 +253,10 @@ def compare_steps(
             with torch.no_grad():
                 for (_, parameter), value in zip(named_parameters(model), before, strict=True):
                     parameter.copy_(value)
-            args = arguments(shape, **(ALL if splits else {}) | (planner or {}))
+            # Whole ones by the same plan, which the flag makes: in other rows sums are others.
+            chosen = (some_split if some else planned_split) if splits else lambda *_: ()
+            stack.enter_context(mock.patch.object(prepare, "planned_split", chosen))
+            args = arguments(shape, **ALL | (planner or {}))
             check_settings(args, model)
             optimizer = adam(model, distributed, bf16=bool(settings.get("bf16")))
             get_model_config(model[0]).grad_scale_func = optimizer.scale_loss
@@ -269,9 +271,16 @@ def compare_steps(
                 found = [parameter for _, parameter in named_parameters(model)]
                 outcomes[splits].append([p.main_grad.clone() for p in found])
                 outcomes[splits].append([p.detach().clone() for p in found])
+                schedule = schedule_of(iterators)
+                plan, lengths = schedule.step_plan(0)
+                validate_plan(plan, lengths)
+                rank = parallel_state.get_data_parallel_rank()
+                if plan.split_backward:
+                    assert plan.split_backward[rank] == planned_split(job_of(), schedule, 0)
                 weights = job_of().memory.only(LastStep).weights
                 # A rank without samples has placeholders alone, which are run whole.
                 assert (weights is not None) == (splits and any(data.values()))
+                assert plan.split_backward or not any(data.values())
                 if weights is not None:
                     assert weights.num_bytes == 0
                     waited.append((weights.peak_bytes, planned_bytes(weights)))

@@ -125,7 +125,7 @@ def _together(clock: Any) -> float:
 
 @contextlib.contextmanager
 def _sleeping(model: list[Any], own: list[Any], per_unit: float, clock: Any) -> Iterator[None]:
-    """Let this stage's passes and parts of W sleep as long as planned.
+    """Let this stage's passes and parts of W take as long as planned, with what they compute.
 
     Args:
         model: this rank's chunks, which cost the same.
@@ -138,21 +138,29 @@ def _sleeping(model: list[Any], own: list[Any], per_unit: float, clock: Any) -> 
         key = each.kind, each.slot
         units[key] = units.get(key, 0.0) + (each.end - each.start)
 
-    def sleep(kind: str, slot: int, parts: int = PARTS) -> None:
-        clock.sleep(per_unit * units[kind, slot] * parts / PARTS)
+    began = [0.0]
+
+    def begin(*unused: Any) -> None:
+        began[0] = clock.monotonic()
+
+    def last(kind: str, slot: int, parts: int = PARTS) -> None:
+        worked = clock.monotonic() - began[0]
+        clock.sleep(max(0.0, per_unit * units[kind, slot] * parts / PARTS - worked))
 
     def run_parts(weights: Any, left: Any, parts: int) -> None:
-        sleep("W", left.passed.slot, parts)
+        begin()
         running(weights, left, parts)
+        last("W", left.passed.slot, parts)
 
     def flush(weights: Any, some: Any = None) -> None:
         for left in weights._waiting:
-            sleep("W", left.passed.slot, PARTS - left.parts_run)
+            begin()
+            last("W", left.passed.slot, PARTS - left.parts_run)
         flushing(weights, some)
 
     running, flushing = WeightGradients._run_parts, WeightGradients.flush
     with (
-        passes_of(model, before=lambda back, slot: sleep("B" if back else "F", slot)),
+        passes_of(model, lambda back, slot, start: last("B" if back else "F", slot), begin),
         mock.patch.object(WeightGradients, "_run_parts", run_parts),
         mock.patch.object(WeightGradients, "flush", flush),
     ):
