@@ -146,7 +146,10 @@ def test_the_loss_is_clipped_grpo_by_hand(monkeypatch):
         ref_log_probs=[each.detach() + gap for each, gap in zip(new, gaps, strict=True)],
         advantages=[torch.full((4,), 2.0), torch.full((2,), -1.0)],
     )
-    monkeypatch.setattr(objective, "response_log_probs", lambda logits, row: new)
+    entropies = [torch.full_like(gap, float(len(gap))) for gap in gaps]
+    monkeypatch.setattr(
+        objective, "response_log_probs_and_entropy", lambda logits, row: (new, entropies)
+    )
     objective_ = GRPOObjective(clip=0.2, kl_coefficient=0.1)
     share, metrics = objective_(torch.zeros(1), row, step_totals([row]))
     # min(ratio A, clipped ratio A): advantage 2 at ratios 1, 1.5, 1.5, 0.5, and -1 at 1.5, 0.5.
@@ -156,6 +159,7 @@ def test_the_loss_is_clipped_grpo_by_hand(monkeypatch):
     assert metrics["kl"].item() == pytest.approx(kl, rel=1e-5)
     assert share.item() == pytest.approx(policy + 0.1 * kl, rel=1e-5)
     assert metrics["clipped"].item() == pytest.approx(3 / 6)
+    assert metrics["entropy"].item() == pytest.approx((4 * 4 + 2 * 2) / 6)
     metrics["policy_loss"].backward(retain_graph=True)
     # Clipped tokens have no gradient, the others -ratio times advantage over the tokens.
     assert new[0].grad.tolist() == pytest.approx([-2 / 6, 0, 0, -1 / 6], abs=1e-5)

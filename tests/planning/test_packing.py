@@ -10,13 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import examples
 
-from mcore_batching.planning import (
-    ItemTooLargeError,
-    LengthError,
-    bin_lower_bound,
-    first_fit,
-    first_fit_decreasing,
-)
+from mcore_batching.planning import ItemTooLargeError, LengthError
+from mcore_batching.planning.packing.bounds import bin_lower_bound
+from mcore_batching.planning.packing.packing import first_fit, first_fit_decreasing
 
 
 def scan(
