@@ -51,8 +51,6 @@ def group(uid, rewards):
     return [Rollout(uid, f"{uid}?", "x" * i, reward) for i, reward in enumerate(rewards)]
 
 
-
-
 def test_fields_are_what_the_schema_declares_group_by_group():
     data = rollout_data([group("a", [0.0, 1.0]), group("b", [2.0, 2.0])])
     DEFAULT_SCHEMA.validate(data)
