@@ -21,6 +21,7 @@ class StepMetrics:
         policy_loss: the clipped policy loss alone.
         kl: estimate of the KL divergence to the reference policy, nats per token.
         clipped: share of trainable tokens whose ratio was clipped.
+        entropy: of the distributions that trainable tokens are drawn from, nats per token.
         grad_norm: of all gradients, before clipping.
         learning_rate: of the update.
         num_microbatches: of each rank.
@@ -31,6 +32,7 @@ class StepMetrics:
     policy_loss: float
     kl: float
     clipped: float
+    entropy: float
     grad_norm: float
     learning_rate: float
     num_microbatches: int

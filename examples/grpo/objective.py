@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch, StepTotals, token_mean
-from mcore_batching.megatron import response_log_probs
+from mcore_batching.megatron import response_log_probs, response_log_probs_and_entropy
 
 
 def log_probs_of(logits: Tensor, *, micro_batch: PackedMicroBatch) -> dict[str, list[Tensor]]:
@@ -36,9 +36,10 @@ class GRPOObjective:
         self, logits: Tensor, row: PackedMicroBatch, totals: StepTotals
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The micro-batch's share of the loss, and its shares of the metrics."""
+        log_probs, entropies = response_log_probs_and_entropy(logits, row)
         policy_loss, kl, clipped = [], [], []
         for new, old, reference, advantages in zip(
-            response_log_probs(logits, row),
+            log_probs,
             row["log_probs"],
             row["ref_log_probs"],
             row["advantages"],
@@ -56,4 +57,5 @@ class GRPOObjective:
             "policy_loss": policy_share,
             "kl": kl_share,
             "clipped": token_mean(clipped, row, totals),
+            "entropy": token_mean(entropies, row, totals),
         }

@@ -17,6 +17,7 @@ COLUMNS = (
     "iteration",
     "loss",
     "KL",
+    "entropy",
     "grad norm",
     "tokens",
     "micro-batches/rank",
@@ -85,7 +86,8 @@ def iteration_line(metrics: IterationMetrics) -> str:
     """One iteration in one line; loss, KL and gradient norm are means over its steps."""
     return (
         f"iteration {metrics.iteration:>3}  loss {metrics.mean('loss'):+.5f}  "
-        f"KL {metrics.mean('kl'):.5f}  grad norm {metrics.mean('grad_norm'):.3f}  "
+        f"KL {metrics.mean('kl'):.5f}  entropy {metrics.mean('entropy'):.3f}  "
+        f"grad norm {metrics.mean('grad_norm'):.3f}  "
         f"{metrics.tokens} tokens  {metrics.num_microbatches} micro-batches/rank  "
         f"fill {metrics.fill:.1%}  {metrics.placeholders} placeholders  "
         f"balance {metrics.rank_balance:.3f}  {metrics.seconds:.2f} s"
@@ -98,6 +100,7 @@ def run_table(run: Sequence[IterationMetrics]) -> Table:
         "all",
         f"{statistics.fmean(each.mean('loss') for each in run):+.5f}",
         f"{statistics.fmean(each.mean('kl') for each in run):.5f}",
+        f"{statistics.fmean(each.mean('entropy') for each in run):.3f}",
         f"{statistics.fmean(each.mean('grad_norm') for each in run):.3f}",
         str(sum(each.tokens for each in run)),
         str(sum(each.num_microbatches for each in run)),
@@ -115,6 +118,7 @@ def _row(metrics: IterationMetrics) -> tuple[str, ...]:
         str(metrics.iteration),
         f"{metrics.mean('loss'):+.5f}",
         f"{metrics.mean('kl'):.5f}",
+        f"{metrics.mean('entropy'):.3f}",
         f"{metrics.mean('grad_norm'):.3f}",
         str(metrics.tokens),
         str(metrics.num_microbatches),

@@ -31,7 +31,6 @@ from mcore_batching.megatron.job.row_groups import context_parallel_group
 from mcore_batching.megatron.learning.cost_learning import CostLearner, cost_learner
 from mcore_batching.megatron.logits.fused_output import FusedLogits
 from mcore_batching.megatron.logits.log_probs import (
-    response_entropy,
     response_log_probs,
     response_log_probs_and_entropy,
 )
@@ -77,7 +76,6 @@ __all__ = [
     "packed_layer_spec",
     "packed_mtp_block_spec",
     "prepare_packed_model",
-    "response_entropy",
     "response_log_probs",
     "response_log_probs_and_entropy",
     "schedule_of",

@@ -24,11 +24,8 @@ from mcore_batching.planning.errors import (
 )
 from mcore_batching.planning.groups import LastStep, group_key, group_steps
 from mcore_batching.planning.integers import at_least
-from mcore_batching.planning.packing.bounds import (
-    bin_lower_bound,
-    micro_batch_lower_bound,
-)
-from mcore_batching.planning.packing.packing import first_fit, first_fit_decreasing
+from mcore_batching.planning.packing.bounds import micro_batch_lower_bound
+from mcore_batching.planning.packing.packing import first_fit
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.planner import plan_batch, plan_step
 from mcore_batching.planning.plans.batch_plan import Plan
@@ -80,10 +77,8 @@ __all__ = [
     "StepPlan",
     "StepStatistics",
     "at_least",
-    "bin_lower_bound",
     "fill_shard",
     "first_fit",
-    "first_fit_decreasing",
     "group_key",
     "group_steps",
     "micro_batch_lower_bound",

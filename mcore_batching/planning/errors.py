@@ -28,7 +28,7 @@ class Argument:
     name: str
     """As the library spells it."""
     value: object = None
-    """What to set it to; None: the message says it in words."""
+    """The value to set it to; None: the message says it in words."""
 
     def __str__(self) -> str:
         """`name`, or `name=value`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from mcore_batching.planning.config import PlannerConfig
@@ -99,7 +99,6 @@ def plan_batch(
     last: LastStep = "keep",
     is_padding: Sequence[Any] | None = None,
     forward_only: bool = False,
-    on_step: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Plan the steps of one batch, cut by `samples_per_step` or `groups_per_step`; else one step.
 
@@ -115,7 +114,6 @@ def plan_batch(
         last: as in `group_steps`; `Plan.dropped` lists what is left out.
         is_padding: the padding samples, as in `group_steps`; they are dropped.
         forward_only: as in `plan_step`.
-        on_step: called after each step with the number of steps planned, and of all steps.
 
     Raises:
         As `plan_step`; LengthError also for steps or groups that do not fit the samples.
@@ -137,14 +135,10 @@ def plan_batch(
             problem.num_samples, groups, groups_per_step, last, is_padding, samples_per_step
         )
     _check_search(config, max(map(len, samples_of_steps)))
-    steps: list[StepPlan] = []
-    for samples in samples_of_steps:
-        steps.append(_plan_samples(problem, samples, owners))
-        if on_step is not None:
-            on_step(len(steps), len(samples_of_steps))
+    steps = tuple(_plan_samples(problem, samples, owners) for samples in samples_of_steps)
     covered = {sample for step in steps for sample in step.sample_indices}
     dropped = tuple(sample for sample in range(problem.num_samples) if sample not in covered)
-    return Plan(steps=tuple(steps), num_samples=problem.num_samples, dropped=dropped)
+    return Plan(steps=steps, num_samples=problem.num_samples, dropped=dropped)
 
 
 def _checked_owners(owners: Sequence[int], problem: Problem) -> list[int]:

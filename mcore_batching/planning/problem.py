@@ -290,7 +290,7 @@ class Problem:
         return [kind.weights(lengths) for kind in kinds]
 
     def weight(self, samples: Sequence[int]) -> float:
-        """What `config.balance` evens out: padded tokens for "tokens", else cost."""
+        """The quantity that `config.balance` evens out: padded tokens for "tokens", else cost."""
         if self.config.balance == "tokens":
             return float(self.row_tokens(samples))
         return self.cost(samples)

@@ -4,19 +4,17 @@ Needs torch and the standard library; never imports megatron.
 """
 
 from mcore_batching.rl.advantages import compute_advantages
-from mcore_batching.rl.group_locality import SplitGroupError, check_groups_are_local
+from mcore_batching.rl.group_locality import SplitGroupError
 from mcore_batching.rl.left_padding import LeftPadded, left_pad, response_values, unpad
-from mcore_batching.rl.metrics import masked_mean, sample_metrics
+from mcore_batching.rl.metrics import sample_metrics
 from mcore_batching.rl.padding_samples import pad_batch
 from mcore_batching.rl.real_samples import real_samples
 
 __all__ = [
     "LeftPadded",
     "SplitGroupError",
-    "check_groups_are_local",
     "compute_advantages",
     "left_pad",
-    "masked_mean",
     "pad_batch",
     "real_samples",
     "response_values",

@@ -1,7 +1,6 @@
 """Check that every group's samples are on one rank, where its rewards are compared.
 
-    rank 0  uids [a, a, b]    rank 1  uids [b, c]
-    check_groups_are_local(batch, group=data_parallel_group)    SplitGroupError: b on ranks 0 and 1
+    require_local({0: [a, b], 1: [b, c]})    SplitGroupError: b on ranks 0 and 1
 
 Otherwise each rank would compare a reward with only a part of its group, without an error. Padding
 samples belong to no group, whatever their uid.
@@ -13,9 +12,6 @@ import pickle
 from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
-import torch.distributed as dist
-
-from mcore_batching.batch.agreement.consensus import Consensus, Statement
 from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.fields.field_checks import num_samples, require_one_per_sample
 from mcore_batching.planning.errors import Argument, shortened
@@ -33,29 +29,6 @@ class SplitGroupError(BatchError):
     ) -> None:
         super().__init__(*parts)
         self.ranks_of_group = ranks_of_group
-
-
-def check_groups_are_local(batch: Mapping[str, Any], *, group: dist.ProcessGroup) -> None:
-    """Check that no group has real samples on two ranks.
-
-    A collective over ``group``.
-
-    Args:
-        batch: field name to one value per sample, of this rank: ``uids``, and ``is_padding`` if any
-            are padding samples. A rank may have no samples.
-        group: the data-parallel ranks, without ranks that hold the same samples (context-parallel
-            ranks, pipeline stages).
-
-    Raises:
-        SplitGroupError: the same on every rank: some group is on more than one.
-        BatchError: on every rank, if on any the uids are absent or cannot be compared.
-    """
-    agreed = Consensus(group).agree(
-        "collecting the groups of every rank",
-        lambda: groups_held(batch),
-        lambda held: Statement(tell=held),
-    )
-    require_local(agreed.told)
 
 
 def groups_held(batch: Mapping[str, Any]) -> list[Hashable]:

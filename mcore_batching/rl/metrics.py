@@ -1,13 +1,11 @@
-"""Metrics over the real samples of a batch, and over the unmasked values of tensors.
+"""Metrics over the real samples of a batch, and z-scores of the unmasked values of tensors.
 
     sample_metrics(batch, ["rewards"], group=data_parallel_group)
     {"rewards/mean": 0.4, "rewards/max": 1.0, "rewards/min": 0.0}
 
-    masked_mean([tensor([1., 9.]), tensor([3.])], [tensor([1, 0]), tensor([1])])    2.0
-
 With a ``group`` each of these is a collective over the values of all ranks, not a mean of means.
 Every rank makes the same calls, even with no samples or all of them masked. An error on one rank is
-raised on all. Over no values a metric is absent, a mean None and a z-score 0.0, never NaN.
+raised on all. Over no values a metric is absent and a z-score 0.0, never NaN.
 """
 
 from __future__ import annotations
@@ -84,23 +82,6 @@ def _numbers(name: str, values: Any, real: Sequence[int], count: int) -> list[fl
     return as_numbers(name, values, real, use)
 
 
-def masked_mean(
-    values: Sequence[Tensor], masks: Sequence[Tensor], *, group: dist.ProcessGroup | None = None
-) -> float | None:
-    """Mean of the values where the mask is not 0; None if there is none on any rank.
-
-    Args:
-        values: tensors of any shapes, or one ``[samples, tokens]`` tensor; masked ones may be NaN.
-        masks: one of the same shape for each.
-        group: the ranks whose values count together; None for this process alone.
-
-    Raises:
-        BatchError: on every rank, if on any there is not one mask of its shape for each tensor.
-    """
-    _, mean, count = _kept_and_mean(values, masks, group)
-    return mean if count else None
-
-
 def masked_zscore(
     values: Sequence[Tensor],
     masks: Sequence[Tensor],
@@ -113,7 +94,9 @@ def masked_zscore(
         masked_zscore([tensor([10., 20., 0.])], [tensor([1, 1, 0])])    [tensor([-1., 1., 0.])]
 
     Args:
-        values, masks, group: as for `masked_mean`.
+        values: tensors of any shapes, or one ``[samples, tokens]`` tensor; masked ones may be NaN.
+        masks: one of the same shape for each.
+        group: the ranks whose values count together; None for this process alone.
         epsilon: added to the variance, so that equal values become 0.
 
     Returns:
@@ -121,7 +104,7 @@ def masked_zscore(
         sqrt(variance + epsilon)``, 0 where the mask is 0.
 
     Raises:
-        BatchError: as `masked_mean`.
+        BatchError: on every rank, if on any there is not one mask of its shape for each tensor.
     """
     kept, mean, count = _kept_and_mean(values, masks, group)
     # From deviations: a difference of two large sums of squares would lose its digits.

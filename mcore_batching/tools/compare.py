@@ -237,7 +237,7 @@ def compare(
 
 @dataclass(frozen=True)
 class _Step:
-    """What a planner made of a step; of no meaning beside a failure."""
+    """The outcome of planning a step; of no meaning beside a failure."""
 
     failure: str | None
     end: float = math.inf

@@ -30,7 +30,7 @@ _GROUP_COLUMN = Argument("group_column")
 
 _Value = TypeVar("_Value")
 _Parse = Callable[[Any, str, int], _Value]
-"""What a value means, from the value as it stands in the file, the file's name and the line."""
+"""Reads a value, from the value as it stands in the file, the file's name and the line."""
 
 
 class LengthsFileError(MCoreBatchingError, ValueError):

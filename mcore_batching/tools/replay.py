@@ -68,7 +68,7 @@ class Alternative:
     time: float
     """Predicted time of all its steps together, in units of cost."""
     recorded_time: float
-    """That of the recorded plans of the same steps."""
+    """The same for the recorded plans of these steps."""
     steps: int
     """Steps that were planned so."""
 

@@ -1,12 +1,7 @@
-"""Tables and lines of text for people.
-
-Tables go through `rich` where it is installed and the output is a terminal wide enough. Elsewhere
-the same cells are aligned with spaces, and nothing is wrapped or cut.
-"""
+"""Tables and lines of text for people; nothing is wrapped or cut."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TextIO
@@ -196,32 +191,5 @@ def format_plain(table: Table) -> str:
 
 
 def print_table(table: Table, file: TextIO) -> None:
-    """Write the table to `file`, by `rich` where it is installed and a wide enough terminal."""
-    # In a file or a pipe the lines must stay whole, for other programs.
-    if file.isatty() and _print_rich(table, file):
-        return
+    """Write the table to `file`."""
     print(format_plain(table), file=file)
-
-
-def _print_rich(table: Table, file: TextIO) -> bool:
-    """Write the table by `rich`; False, and nothing written, without `rich` or enough width."""
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.measure import Measurement
-        from rich.table import Table as RichTable
-    except ImportError:
-        return False
-    drawn = RichTable(box=box.SIMPLE_HEAD, show_footer=table.total is not None)
-    for column, heading in enumerate(table.columns):
-        footer = table.total[column] if table.total else ""
-        drawn.add_column(heading, footer, justify="right", no_wrap=True)
-    for row in table.rows:
-        drawn.add_row(*row)
-    console = Console(file=file, width=shutil.get_terminal_size((120, 24)).columns)
-    # Measured without the console's width, which rich would fit the table into by cutting cells.
-    needed = Measurement.get(console, console.options.update(max_width=10_000), drawn).minimum
-    if needed > console.width:
-        return False
-    console.print(drawn)
-    return True

@@ -47,7 +47,7 @@ class Suggestion:
     gain: float
     """Predicted time of the samples now over that then, `LEAST_GAIN` or more."""
     otherwise: str = ""
-    """What to change where there is no argument for it."""
+    """The change in words, where there is no argument for it."""
 
 
 def suggestions(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from batch_cases import make_samples
 
-from mcore_batching.batch import DEFAULT_SCHEMA, Kind, SchemaError, make_placeholder, pack
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind, SchemaError, make_placeholder
 from mcore_batching.batch.rows import placeholder
 
 SCHEMA = DEFAULT_SCHEMA.declare("hidden", Kind.PER_TOKEN).declare(
@@ -102,14 +102,6 @@ def test_a_rank_without_samples_has_the_default(key: str, batch: Any) -> None:
     require_same(made[key][0], DEFAULTS[key])
 
 
-@pytest.mark.parametrize("key", EXAMPLES)
-def test_a_placeholder_can_be_the_example_of_another(key: str) -> None:
-    batch = {name: [value] for name, value in EXAMPLES.items()}
-    once = make_placeholder(SCHEMA, EXAMPLES, batch, pad_token_id=9)
-    twice = make_placeholder(SCHEMA, EXAMPLES, once, pad_token_id=9)
-    require_same(twice[key][0], once[key][0])
-
-
 @pytest.mark.parametrize(
     ("key", "example", "expected"),
     [
@@ -157,20 +149,6 @@ def test_experts_differ_from_slot_to_slot(example: Any) -> None:
 def test_values_are_fabricated_without_gradients() -> None:
     batch = {"hidden": [torch.rand(3, 2, requires_grad=True)]}
     assert not make_placeholder(SCHEMA, ["hidden"], batch)["hidden"][0].requires_grad
-
-
-def test_a_field_of_the_users_own_is_filled_like_any_other() -> None:
-    schema = SCHEMA.declare("entropies", Kind.PER_RESPONSE_TOKEN).declare("level", Kind.PER_SAMPLE)
-    samples = make_samples([(4, 2)]) | {
-        "entropies": [torch.rand(2, dtype=torch.float64)],
-        "level": [3],
-    }
-    made = make_placeholder(schema, samples, samples)
-    assert made["entropies"][0].shape == (0,)
-    assert made["entropies"][0].dtype == torch.float64
-    assert made["level"] == [0]
-    row = pack(made, schema=schema, sample_indices=(), is_placeholder=True)
-    assert row["level"] == [0]
 
 
 def test_rows_per_token_are_filled_by_their_fill() -> None:

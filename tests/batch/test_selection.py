@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from mcore_batching.batch import OrderError, SchemaError
 from mcore_batching.batch.rows.select import step_batches, take
 from mcore_batching.planning import group_steps
-from mcore_batching.rl import pad_batch
 
 
 def numbered(count: int) -> dict[str, Any]:
@@ -81,16 +80,3 @@ def test_a_sample_in_two_steps_is_refused() -> None:
     with pytest.raises(OrderError, match="one step at most, got 1 in more: 2") as caught:
         step_batches(numbered(4), [[0, 2], [2, 1]])
     assert caught.value.doubled == (2,)
-
-
-def test_dropped_samples_are_in_no_batch() -> None:
-    steps = group_steps(list("aabbc"), 2, last="drop")
-    assert [numbers_of(part)[0] for part in step_batches(numbered(5), steps)] == [[0, 1, 2, 3]]
-
-
-def test_mini_batches_are_padded_each_by_itself() -> None:
-    parts = step_batches(numbered(5), [[0, 1, 2], [3, 4]])
-    padded = [pad_batch(part, 4, pad_token_id=0) for part in parts]
-    assert [sum(each["is_padding"]) for each in padded] == [1, 2]
-    assert padded[1]["uids"][:2] == ["prompt 3", "prompt 4"]
-    assert len({uid for each in padded for uid in each["uids"]}) == 8

@@ -15,7 +15,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from mcore_batching.planning import bin_lower_bound, first_fit, first_fit_decreasing
+from mcore_batching.planning.packing.bounds import bin_lower_bound
+from mcore_batching.planning.packing.packing import first_fit, first_fit_decreasing
 from mcore_batching.tools.report import Table, print_table
 
 CAP = 16384

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 from kit.harness import Job, results, run_jobs
 
 from mcore_batching.planning import ParallelDims
-from mcore_batching.planning.pipeline import pipeline_operations
+from mcore_batching.planning.pipeline import Clock, Schedule
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "PP2": {"pipeline_parallel": 2},
@@ -109,9 +109,8 @@ def fixed_rows(seconds_per_cost: float, exchange_shapes: bool) -> None:
             },
         )
         outcome = ran(job)
-        predicted = pipeline_operations(
-            [chunks * cost for cost in costs], ParallelDims(**dims), which_cost=which
-        )
+        schedule = Schedule(dims=ParallelDims(**dims), which_cost=tuple(map(tuple, which)))
+        predicted = Clock([chunks * cost for cost in costs], schedule).operations()
         report(name, costs[:: 2 if which else 1], predicted, outcome, seconds_per_cost)
 
 

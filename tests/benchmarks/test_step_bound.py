@@ -208,21 +208,6 @@ def test_the_longest_sample_bounds_steps_under_dynamic_cp(stages: int, share: fl
     assert step_time_bound(problem) > 1.1 * step_time_floor(problem)
 
 
-@pytest.mark.parametrize("weighed", [0, 1024])
-def test_no_plan_of_very_many_slots_ends_sooner(
-    weighed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here those are all numbers of slots. About 20 are best."""
-    monkeypatch.setattr(step_bound, "MOST_SLOTS", 0)
-    monkeypatch.setattr(step_bound, "MOST_WEIGHED", weighed)
-    dims = ParallelDims(pipeline_parallel=4)
-    lengths, config = [10] * 400, PlannerConfig(max_tokens_per_gpu=4000)
-    model = CostModel(quadratic=0, per_micro_batch=10.0)
-    end = predicted_step_time(plan_step(lengths, dims, config, model), lengths)
-    bound = step_time_bound(Problem.of(lengths, dims, config, model))
-    assert 0.95 * end < bound <= end
-
-
 costs_of_slots = st.lists(st.floats(0.0, 1.0).map(lambda cost: cost**4), min_size=1, max_size=14)
 
 
@@ -250,31 +235,6 @@ def test_no_schedule_is_shorter_than_its_slots_weighted(
         longest = part * max(costs)
         weighted = others * (sum(costs) - longest) + one * longest + overheads
         assert weighted <= end * (1 + 1e-9)
-
-
-@pytest.mark.parametrize(
-    ("stages", "count", "share", "end"),
-    [
-        (1, 5, 0.0, 1.0),
-        (2, 8, 0.0, 1.0682),
-        (4, 8, 0.0, 1.2738),
-        (4, 16, 0.0, 1.1085),
-        (8, 9, 0.0, 1.6482),
-        (4, 9, 0.2, 1.2831),
-        (4, 9, 0.3, 1.5496),
-        (4, 9, 0.5, 2.1667),
-    ],
-)
-def test_weights_are_close_to_those_of_a_linear_program(
-    stages: int, count: int, share: float, end: float
-) -> None:
-    """The least end with so large a share in one slot, as another solver finds it, over all passes
-    of the work."""
-    ours = max(
-        others * (1.0 - share) + one * share if share else others
-        for others, one, _ in slot_weights(count, stages, 2.0)[: None if share else 1]
-    )
-    assert (0.97 if share < 0.3 else 0.99) * end <= ours / 3.0 <= end * (1 + 1e-4)
 
 
 @examples(60)

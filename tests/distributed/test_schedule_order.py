@@ -10,7 +10,7 @@ import pytest
 from kit.harness import Job
 
 from mcore_batching.planning import ParallelDims
-from mcore_batching.planning.pipeline import Clock, Schedule, pipeline_operations
+from mcore_batching.planning.pipeline import Clock, Schedule
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "pp2": {"pipeline_parallel": 2},
@@ -71,9 +71,10 @@ def test_simulated_order_is_megatrons(job: Job, ranks: list[Any]) -> None:
             for stage, steps in enumerate(ranks)
             for kind, chunk, slot, *_ in steps[number]
         ]
-        simulated = pipeline_operations(costs, dims, forward_only=forward_only)
+        schedule = Schedule(dims=dims, forward_only=forward_only)
+        simulated = Clock(costs, schedule).operations()
         assert [(o.stage, o.kind, o.chunk, o.slot) for o in simulated] == ran
-        order = Schedule(dims=dims, forward_only=forward_only).order(0, len(costs))
+        order = schedule.order(0, len(costs))
         assert [tuple(step) for stage, *step in ran if stage == 0] == order
 
 

@@ -30,26 +30,6 @@ def write(tmp_path, *rows):
     return path
 
 
-def test_groups_keep_the_order_of_the_file(tmp_path):
-    rows = [GOOD | {"uid": uid, "response": str(i)} for i, uid in enumerate(["b", "a", "b", 3])]
-    groups = read_groups(write(tmp_path, *rows, ""))
-    assert [[(r.uid, r.response) for r in group] for group in groups] == [
-        [("b", "0"), ("b", "2")],
-        [("a", "1")],
-        [("3", "3")],
-    ]
-
-
-def test_gsm8k_example_model_solutions_are_read_as_they_are(tmp_path):
-    solutions = {
-        "6b": {"is_correct": False, "solution": "3"},
-        "175b": {"is_correct": True, "solution": "2"},
-    }
-    assert read_groups(write(tmp_path, QUESTION | solutions)) == [
-        [Rollout("1+1?", "1+1?\n", "3", 0.0), Rollout("1+1?", "1+1?\n", "2", 1.0)]
-    ]
-
-
 @pytest.mark.parametrize(
     ("row", "text"),
     [
@@ -70,16 +50,6 @@ def test_a_bad_line_is_named_with_its_number(tmp_path, row, text):
     with pytest.raises(RolloutFileError, match=text) as caught:
         read_groups(path)
     assert str(caught.value).startswith(f"{path}:2: ")
-
-
-def test_files_without_rollouts_say_so(tmp_path):
-    with pytest.raises(RolloutFileError, match=r"cannot be read .*set --rollouts"):
-        read_groups(tmp_path / "absent.jsonl")
-    with pytest.raises(RolloutFileError, match="no rollouts"):
-        read_groups(write(tmp_path, "", "  "))
-    (tmp_path / "rollouts.jsonl").write_bytes(b'{"uid": "\xff"}')
-    with pytest.raises(RolloutFileError, match=r":1: not JSON in UTF-8"):
-        read_groups(tmp_path / "rollouts.jsonl")
 
 
 text = st.text(st.characters(codec="utf-8"), max_size=20)

@@ -1,12 +1,11 @@
 """The game that the policy plays: its rules, its samples, and how tokens are drawn."""
 
 import pytest
-import torch
 from byte_tokens import BEGIN, text_of
 from hypothesis import given
 from hypothesis import strategies as st
 from number_chain import LARGEST, MAX_ROUNDS, NumberChain, new_game, scripted_answers
-from trajectories import MAX_TOKENS, MAX_TURN_TOKENS, Trajectory, samples_of, scripted_trajectory
+from trajectories import Trajectory, samples_of, scripted_trajectory
 
 from mcore_batching.batch import DEFAULT_SCHEMA
 from mcore_batching.rl import compute_advantages
@@ -53,27 +52,6 @@ def test_the_scripted_player_plays_to_the_end_and_not_beyond(name, slip):
         scripted_trajectory(name, 0, slip).play(ord("8"), 0.0)
 
 
-@given(st.lists(st.integers(0, 319), min_size=MAX_TURN_TOKENS, max_size=MAX_TURN_TOKENS))
-def test_any_tokens_end_a_turn_in_time(tokens):
-    trajectory = begin()
-    for token in tokens:
-        if not trajectory.is_over:
-            trajectory.play(token, -1.0)
-    assert trajectory.turns
-
-
-@given(st.integers(0, 10**6))
-def test_no_game_is_longer_than_said_and_no_two_tokens_share_a_name(seed):
-    assert len(scripted_trajectory(str(seed), 0, 0.0).tokens) <= MAX_TOKENS
-    names = []
-    for uid, number in (("1/0/1", 0), ("1/0/1", 1), ("1/0/11", 0)):
-        trajectory = Trajectory.begin(uid, number)
-        while not trajectory.is_over:
-            names.append(trajectory.drawn)
-            trajectory.play(ord("8"), 0.0)
-    assert len(set(names)) == len(names)
-
-
 def test_samples_are_as_the_module_shows_them():
     trajectory = play(begin((1, -1)), "8\n7\n", -0.5)
     whole = samples_of([trajectory], step_wise=False)
@@ -118,15 +96,3 @@ def test_turns_and_whole_games_train_the_same_tokens(seed, slip):
 def sampling():
     pytest.importorskip("megatron.core")
     return __import__("sampling")
-
-
-@pytest.mark.parametrize(
-    ("row", "u", "token"),
-    [(0, 0.0, 0), (0, 0.49, 0), (0, 0.51, 2), (0, 0.76, 3), (1, 0.0, 1), (1, 1 - 2.0**-53, 2)],
-)
-def test_the_random_number_picks_the_token_in_whose_share_it_falls(sampling, row, u, token):
-    assert sampling.uniform("1234/0/5/0/9") == 0.2635840661031549
-    probabilities = torch.tensor([[0.5, 0.0, 0.25, 0.25], [0.0, 0.125, 0.875, 0.0]]).double()
-    tokens, log_probs = sampling.draw(probabilities.log(), [u, u])
-    assert tokens[row] == token
-    assert log_probs[row].exp() == pytest.approx(probabilities[row, token].item())

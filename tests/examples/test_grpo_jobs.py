@@ -1,6 +1,7 @@
 """The GRPO jobs on real processes: recorded rollouts beside the baseline, and games in play."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from byte_tokens import VOCABULARY
 from metrics import IterationMetrics, OnlineMetrics, read
 
 pytest.importorskip("megatron.core")
@@ -93,7 +95,7 @@ def assert_same_curve(dynamic, baseline):
         for name in ("samples", "tokens", "reward"):
             assert getattr(ours, name) == getattr(theirs, name)
         for step, other in zip(ours.steps, theirs.steps, strict=True):
-            for name in ("loss", "policy_loss", "kl", "clipped", "grad_norm"):
+            for name in ("loss", "policy_loss", "kl", "clipped", "entropy", "grad_norm"):
                 # Float32 sums in another order, through at most four updates.
                 assert getattr(step, name) == pytest.approx(getattr(other, name), abs=1e-5), name
 
@@ -105,6 +107,8 @@ def test_the_policy_starts_as_the_reference_and_moves_away(recorded):
     assert second.steps[-1].kl > 1e-4
     # Old log-probabilities are those before the iteration's first update.
     assert second.steps[0].clipped == 0
+    # An untrained policy draws almost evenly.
+    assert 0.9 * math.log(VOCABULARY) < first.steps[0].entropy < math.log(VOCABULARY)
 
 
 def test_the_recorded_job_prints_and_writes_what_it_promises(recorded):

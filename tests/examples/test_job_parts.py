@@ -9,12 +9,11 @@ pytest.importorskip("megatron.core")
 
 import objective
 import warm_start
-from batches import group_advantages, groups_of_iteration, rollout_data, share_of_rank
+from batches import group_advantages, rollout_data, share_of_rank
 from objective import GRPOObjective
 from online import steps_of_rank, uids_of_iteration
-from options import dims_of, parse_arguments, settings_of
+from options import dims_of, parse_arguments
 from rollouts import Rollout
-from training import baseline_arguments
 
 from mcore_batching.batch import DEFAULT_SCHEMA, pack
 from mcore_batching.batch.loss import step_totals
@@ -48,36 +47,8 @@ def test_flags_that_cannot_be_are_refused(flags, text, capsys):
     assert text in capsys.readouterr().err
 
 
-def test_settings_tell_runs_apart_but_not_the_baseline_from_its_dynamic_run():
-    def settings(*flags):
-        return settings_of(parse_arguments(list(flags)))
-
-    assert settings("--baseline", "--out", "x") == settings("--compare") == settings()
-    assert all(settings(f"--{name}", "2") != settings() for name in ("lr", "seed", "tp"))
-
-
-def test_the_baseline_and_play_change_what_they_say():
-    options, online = parse_arguments([]), parse_arguments(["--iterations", "3", "--online"])
-    changed = {"use_dynamic_batch_size": False, "micro_batch_size": 1}
-    assert vars(baseline_arguments(options)) == vars(options) | changed
-    assert (options.hidden_size, online.hidden_size, online.iterations) == (128, 64, 3)
-    turns = ["--online", "--step-wise"]
-    shares = [parse_arguments(each).dynamic_batch_share_prefixes for each in (turns, turns[:1])]
-    assert shares == [True, False]
-    turns.append("--no-dynamic-batch-share-prefixes")
-    assert not parse_arguments(turns).dynamic_batch_share_prefixes
-
-
 def group(uid, rewards):
     return [Rollout(uid, f"{uid}?", "x" * i, reward) for i, reward in enumerate(rewards)]
-
-
-GROUPS = [group(str(i), [0.0] * (1 + i % 3)) for i in range(7)]
-
-
-def test_iterations_walk_through_the_groups_in_a_circle():
-    walked = [g for iteration in range(3) for g in groups_of_iteration(GROUPS, iteration, 5)]
-    assert walked == (GROUPS * 3)[:15]
 
 
 def test_fields_are_what_the_schema_declares_group_by_group():
@@ -146,7 +117,10 @@ def test_the_loss_is_clipped_grpo_by_hand(monkeypatch):
         ref_log_probs=[each.detach() + gap for each, gap in zip(new, gaps, strict=True)],
         advantages=[torch.full((4,), 2.0), torch.full((2,), -1.0)],
     )
-    monkeypatch.setattr(objective, "response_log_probs", lambda logits, row: new)
+    entropies = [torch.full_like(gap, float(len(gap))) for gap in gaps]
+    monkeypatch.setattr(
+        objective, "response_log_probs_and_entropy", lambda logits, row: (new, entropies)
+    )
     objective_ = GRPOObjective(clip=0.2, kl_coefficient=0.1)
     share, metrics = objective_(torch.zeros(1), row, step_totals([row]))
     # min(ratio A, clipped ratio A): advantage 2 at ratios 1, 1.5, 1.5, 0.5, and -1 at 1.5, 0.5.
@@ -156,6 +130,7 @@ def test_the_loss_is_clipped_grpo_by_hand(monkeypatch):
     assert metrics["kl"].item() == pytest.approx(kl, rel=1e-5)
     assert share.item() == pytest.approx(policy + 0.1 * kl, rel=1e-5)
     assert metrics["clipped"].item() == pytest.approx(3 / 6)
+    assert metrics["entropy"].item() == pytest.approx((4 * 4 + 2 * 2) / 6)
     metrics["policy_loss"].backward(retain_graph=True)
     # Clipped tokens have no gradient, the others -ratio times advantage over the tokens.
     assert new[0].grad.tolist() == pytest.approx([-2 / 6, 0, 0, -1 / 6], abs=1e-5)

@@ -12,7 +12,9 @@ pytest.importorskip("megatron.core")
 
 from timeline import record
 
-STEP = dict.fromkeys(("policy_loss", "kl", "clipped", "grad_norm", "learning_rate"), 0.1 + 0.2)
+STEP = dict.fromkeys(
+    ("policy_loss", "kl", "clipped", "entropy", "grad_norm", "learning_rate"), 0.1 + 0.2
+)
 ITERATION = dict.fromkeys(("reward", "fill", "padding", "rank_balance", "plan_seconds"), 0.25)
 
 

@@ -80,10 +80,6 @@ def test_equal_groups_make_fixed_size_slices(
     assert group_steps(groups, per_step) == slices
 
 
-def test_skyrl_fault_uids_had_to_be_contiguous() -> None:
-    assert group_steps(["a", "b", "a", "c", "b", "c"], 2) == [[0, 1, 2, 4], [3, 5]]
-
-
 def test_numbers_of_other_libraries_count_by_value() -> None:
     class Tensor:
         """Hashes by identity, as a PyTorch tensor does."""
@@ -262,50 +258,3 @@ def test_arguments_that_exclude_or_need_each_other() -> None:
 
 def turns(generator: random.Random, num_trajectories: int, most: int) -> list[int]:
     return [generator.randint(1, most) for _ in range(num_trajectories)]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_verl_layout_takes_three_steps_whatever_the_turns(seed: int) -> None:
-    """dp 2, 45 prompts, 8 trajectories each, mini-batch 15: 3 steps, not ⌈samples/120⌉."""
-    generator = random.Random(seed)
-    counts = turns(generator, 45 * 8, 5)
-    groups = [f"prompt {i // 8}" for i, count in enumerate(counts) for _ in range(count)]
-    lengths = [generator.randint(2, 400) for _ in groups]
-    plan = plan_batch(
-        lengths,
-        ParallelDims(data_parallel=2),
-        PlannerConfig(max_tokens_per_gpu=2048),
-        groups=groups,
-        groups_per_step=15,
-        last="error",
-    )
-    validate_plan(plan, lengths)
-    assert len(plan.steps) == 3
-    assert len(groups) > 3 * 15 * 8
-    for step in plan.steps:
-        assert len({groups[sample] for sample in step.sample_indices}) == 15
-
-
-def test_skyrl_layout_of_3509_sequences() -> None:
-    """128 prompts of 8 trajectories, at most 5 turns, 3509 sequences, 64 prompts a mini-batch."""
-    generator = random.Random(0)
-    counts = [1] * 1024
-    while sum(counts) < 3509:
-        trajectory = generator.randrange(1024)
-        counts[trajectory] += counts[trajectory] < 5
-    # Turns of all trajectories mixed, as they finish in an asynchronous rollout.
-    groups = [i // 8 for i, count in enumerate(counts) for _ in range(count)]
-    generator.shuffle(groups)
-    lengths = [generator.randint(2, 3000) for _ in groups]
-    plan = plan_batch(
-        lengths,
-        ParallelDims(data_parallel=8),
-        PlannerConfig(max_tokens_per_gpu=8192),
-        groups=groups,
-        groups_per_step=64,
-        last="error",
-    )
-    validate_plan(plan, lengths)
-    assert (len(groups), len(plan.steps)) == (3509, 2)
-    for step in plan.steps:
-        assert len({groups[sample] for sample in step.sample_indices}) == 64

@@ -23,7 +23,6 @@ from mcore_batching.planning.pipeline import (
     Operation,
     Schedule,
     inflight_tokens,
-    pipeline_operations,
     pipeline_time,
 )
 
@@ -38,12 +37,10 @@ class Run:
     forward_only: bool
 
     def operations(self) -> list[Operation]:
-        return pipeline_operations(
-            self.costs,
-            self.dims,
-            backward_ratio=self.backward_ratio,
-            forward_only=self.forward_only,
+        schedule = Schedule(
+            dims=self.dims, backward_ratio=self.backward_ratio, forward_only=self.forward_only
         )
+        return Clock(self.costs, schedule).operations()
 
 
 @st.composite
@@ -219,13 +216,12 @@ def test_inflight_tokens_are_those_held_when_a_forward_pass_begins(
     assert held == pytest.approx(most / share, rel=1e-12)
 
 
-@pytest.mark.parametrize("call", [pipeline_time, pipeline_operations])
 @pytest.mark.parametrize("forward_only", [False, True])
-def test_counts_that_no_schedule_runs_are_refused(call: object, forward_only: bool) -> None:
+def test_counts_that_no_schedule_runs_are_refused(forward_only: bool) -> None:
     interleaved = ParallelDims(pipeline_parallel=4, virtual_pipeline=2, microbatch_group_size=6)
     for dims, count, legal in ((ParallelDims(pipeline_parallel=2), 0, 1), (interleaved, 7, 10)):
         with pytest.raises(ParallelDimsError, match=rf"{count} micro-batches.*set.* {legal}$"):
-            call([1.0] * count, dims, forward_only=forward_only)  # type: ignore[operator]
+            pipeline_time([1.0] * count, dims, forward_only=forward_only)
 
 
 def test_a_refused_order_names_the_next_count_that_runs() -> None:

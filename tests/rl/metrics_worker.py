@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_batching.batch import BatchError
-from mcore_batching.rl import masked_mean, sample_metrics
+from mcore_batching.rl import sample_metrics
 from mcore_batching.rl.metrics import masked_zscore
 
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -44,14 +44,6 @@ def batch_of(case: str, rank: int) -> dict[str, Any]:
     return {"total_lengths": [2] * len(padding), "rewards": rewards, "is_padding": padding}
 
 
-def statistics(values: Any, masks: Any, group: Any) -> dict[str, Any]:
-    """All that is computed from masked values."""
-    return {
-        "mean": masked_mean(values, masks, group=group),
-        "zscore": masked_zscore(values, masks, group=group),
-    }
-
-
 def reduce_all(rank: int, size: int, store: str, results: str) -> None:
     """Run all cases in a group of processes; writes one file a rank."""
     torch.set_num_threads(1)
@@ -59,7 +51,9 @@ def reduce_all(rank: int, size: int, store: str, results: str) -> None:
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=TIMEOUT
     )
     group = dist.group.WORLD
-    report: dict[str, Any] = {case: statistics(*shard(case, rank), group) for case in CASES}
+    report: dict[str, Any] = {
+        case: masked_zscore(*shard(case, rank), group=group) for case in CASES
+    }
     for case in ("some", "one rank", "all"):
         report["metrics", case] = sample_metrics(batch_of(case, rank), ["rewards"], group=group)
     broken = batch_of("some", rank)
@@ -71,7 +65,7 @@ def reduce_all(rank: int, size: int, store: str, results: str) -> None:
     for name, call in (
         ("tags", lambda: sample_metrics(untagged, ["rewards"], group=group)),
         ("field", lambda: sample_metrics(broken, ["rewards"], group=group)),
-        ("mask", lambda: masked_mean([torch.ones(2)], [torch.ones(2 + rank)], group=group)),
+        ("mask", lambda: masked_zscore([torch.ones(2)], [torch.ones(2 + rank)], group=group)),
     ):
         try:
             call()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from batch_cases import make_samples, sample_shapes
 from hypothesis import given, settings
 
-from mcore_batching.batch import DEFAULT_SCHEMA, BatchError, Kind, SchemaError, pack
-from mcore_batching.rl import LeftPadded, left_pad, pad_batch, response_values, unpad
+from mcore_batching.batch import DEFAULT_SCHEMA, BatchError, Kind, SchemaError
+from mcore_batching.rl import LeftPadded, left_pad, response_values, unpad
 
 PAD, AXES, LAYERS, TOP_K = 999, 3, 2, 4
 
@@ -80,22 +79,6 @@ def test_layout_token_by_token(shapes: list[tuple[int, int]]) -> None:
         assert blocks.response_mask[i].tolist() == [False] * (widest - response) + [True] * response
 
 
-def test_samples_of_a_packed_row_are_padded_and_packed_again() -> None:
-    samples = full_samples([(5, 2), (3, 3)])
-    options: dict[str, Any] = {"schema": DEFAULT_SCHEMA, "sample_indices": (4, 7)}
-    row = pack(samples, **options)
-    again = pack(unpad(left_pad(row.fields, row.schema, pad_token_id=PAD)), **options)
-    for name in ("tokens", "labels", "position_ids", "loss_mask", "cu_seqlens_padded"):
-        assert torch.equal(getattr(again, name), getattr(row, name)), name
-    require_same(dict(again.fields), samples)
-
-
-def test_skyrl_width_is_that_of_the_longest_sample_not_two_maxima() -> None:
-    blocks = left_pad(make_samples([(60, 5), (60, 55), (10, 1)]), pad_token_id=PAD)
-    assert blocks.tokens.shape == (3, 60)
-    assert blocks.blocks["loss_masks"].shape == (3, 55)
-
-
 def test_skyrl_fault_readers_that_slice_from_the_left_get_padding() -> None:
     samples = {
         **make_samples([(5, 1), (5, 3), (4, 0)]),
@@ -122,53 +105,12 @@ def test_padding_of_routed_experts_is_distinct_per_slot() -> None:
     assert experts[0, :4].tolist() == [[[0, 1, 2, 3]] * LAYERS] * 4
 
 
-def test_lists_come_back_as_tensors() -> None:
-    samples = {
-        "tokens": [[], [3, 4, 5]],
-        "total_lengths": [0, 3],
-        "response_lengths": [0, 2],
-        "loss_masks": [[], [1, 0]],
-        "position_ids": [[], [0, 1, 2]],
-        "rewards": [0.5, 1.5],
-    }
-    blocks = left_pad(samples, pad_token_id=PAD)
-    assert blocks.tokens.dtype == torch.int64
-    found = unpad(blocks)
-    assert [value.tolist() for value in found["tokens"]] == [[], [3, 4, 5]]
-    assert [value.tolist() for value in found["loss_masks"]] == [[], [1, 0]]
-    assert [value.tolist() for value in found["position_ids"]] == [[], [0, 1, 2]]
-    assert found["rewards"] == [0.5, 1.5]
-
-
-@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
-@pytest.mark.parametrize("make", [np.array, torch.tensor])
-def test_tokens_of_unsigned_types_are_padded_too(make: Any, dtype: str) -> None:
-    """Megatron's indexed datasets hold uint16; torch cannot do much with it."""
-    kind = getattr(np if make is np.array else torch, dtype)
-    samples = {
-        "tokens": [make([5, 50_000, 7], dtype=kind), make([65_535], dtype=kind)],
-        "total_lengths": [3, 1],
-        "response_lengths": [1, 1],
-    }
-    padded = left_pad(samples, pad_token_id=70_000)
-    assert padded.tokens.tolist() == [[5, 50_000, 7], [70_000, 70_000, 65_535]]
-    assert [each.tolist() for each in unpad(padded)["tokens"]] == [[5, 50_000, 7], [65_535]]
-
-
 def test_no_samples_and_no_tokens() -> None:
     blocks = left_pad(make_samples([]), pad_token_id=PAD)
     assert (blocks.tokens.shape, blocks.attention_mask.shape) == ((0, 0), (0, 0))
     assert unpad(blocks)["tokens"] == response_values(blocks, blocks.blocks["loss_masks"]) == []
     empty = left_pad(make_samples([(0, 0), (0, 0)]), pad_token_id=PAD)
     assert (empty.tokens.shape, empty.tokens.dtype) == ((2, 0), torch.int64)
-
-
-def test_padding_samples_are_samples_like_others() -> None:
-    padded = pad_batch(full_samples([(5, 2), (9, 4)]), 4, pad_token_id=PAD)
-    blocks = left_pad(padded, pad_token_id=PAD)
-    require_same(unpad(blocks), padded)
-    assert blocks.tokens[3].tolist() == [PAD] * 9
-    assert int(blocks.attention_mask[3].sum()) == 2
 
 
 def test_blocks_of_ones_own() -> None:
@@ -196,15 +138,6 @@ def test_values_of_different_types_or_shapes_are_refused() -> None:
             left_pad(samples, schema, pad_token_id=PAD)
 
 
-def test_gradients_flow_through_alignment_and_back() -> None:
-    values = [torch.arange(3.0, requires_grad=True), torch.zeros(0, requires_grad=True)]
-    samples = make_samples([(4, 3), (2, 0)]) | {"log_probs": values}
-    rows = unpad(left_pad(samples, pad_token_id=PAD))["log_probs"]
-    (rows[0] * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
-    assert values[0].grad is not None
-    assert values[0].grad.tolist() == [1.0, 2.0, 3.0]
-
-
 def test_blocks_of_no_values_have_the_type_of_their_kind() -> None:
     """Lists that are all empty tell none."""
     samples = {"tokens": [[], []], "total_lengths": [0, 0], "response_lengths": [0, 0]}
@@ -212,14 +145,3 @@ def test_blocks_of_no_values_have_the_type_of_their_kind() -> None:
     assert (blocks["tokens"].dtype, blocks["log_probs"].dtype) == (torch.int64, torch.float32)
     none = left_pad({key: [] for key in samples}, pad_token_id=PAD)
     assert (none.tokens.dtype, unpad(none)["tokens"]) == (torch.int64, [])
-
-
-def test_rewards_of_response_tokens_are_aligned_once_declared() -> None:
-    """They stayed lists of different lengths among what has no rows."""
-    samples = {**make_samples([(4, 3), (3, 1)]), "rewards": [[0.0, 0.0, 1.0], [0.5]]}
-    with pytest.raises(SchemaError, match="'rewards', sample 1: expected one number") as caught:
-        left_pad(samples, pad_token_id=PAD)
-    scope = {"schema": DEFAULT_SCHEMA, "Kind": Kind}
-    exec(caught.value.declaration, scope)
-    blocks = left_pad(samples, scope["schema"], pad_token_id=PAD)
-    assert blocks.blocks["rewards"].tolist() == [[0.0, 0.0, 1.0], [0.0, 0.0, 0.5]]

@@ -107,18 +107,6 @@ def test_every_field_by_its_kind() -> None:
         assert batch["sample_indices"][i] < 0
 
 
-def test_without_a_response_token_the_prompt_token_stands_there() -> None:
-    assert padded()["tokens"][3].tolist() == [PAD, PAD]
-
-
-def test_verl_fault_mask_has_the_length_of_the_response() -> None:
-    """A mask of length 1 stood beside a response of 2; and 0 would be an untagged sample's too."""
-    batch = padded()
-    for i in (3, 4):
-        assert len(batch["loss_masks"][i]) == batch["response_lengths"][i]
-        assert batch["loss_masks"][i].tolist() == [0]
-
-
 def test_verl_position_ids_have_the_axes_of_the_source() -> None:
     expected = torch.tensor([[0, 1]] * AXES, dtype=torch.int32)
     assert equal(padded()["position_ids"][4], expected)
@@ -161,28 +149,11 @@ def test_fabricated_values_share_memory_with_nothing() -> None:
             assert equal(batch[key][:3] + batch[key][4:], before[key][:3] + before[key][4:]), key
 
 
-def test_skyrl_fault_more_padding_than_samples() -> None:
-    """`tensor[:pad]` of a mini-batch smaller than the padding yields too few rows."""
-    batch = padded(2, 64)
-    assert all(len(values) == 64 for values in batch.values() if values is not None)
-
-
-def test_skyrl_fault_padding_is_two_tokens_not_a_long_clone() -> None:
-    batch = full_batch([(30000, 20000), (5, 2)])
-    result = pad_batch(batch, 16, pad_token_id=PAD)
-    assert sum(map(len, result["tokens"][2:])) == 14 * 2
-
-
 def test_tags_of_the_batch_are_respected() -> None:
     again = pad_batch(padded(3, 5), 4, pad_token_id=PAD)
     assert again["is_padding"] == [False] * 3 + [True] * 5
     assert len(set(again["uids"][3:])) == 5
     assert len(set(again["sample_indices"])) == 8
-
-
-def test_a_batch_of_the_right_size_is_tagged_all_the_same() -> None:
-    """All ranks have the same fields, whether or not their shard needed padding."""
-    assert padded(5, 5)["is_padding"] == [False] * 5
 
 
 @pytest.mark.parametrize(
@@ -255,13 +226,6 @@ def test_uid_of_verl_and_skyrl_is_new_in_every_padding_sample() -> None:
     batch = {**make_samples([(4, 2), (3, 1)]), "uid": ["a", "a"], "prompt_uid": [3, 3]}
     result = pad_batch(batch, 4, pad_token_id=PAD)
     assert len(set(result["uid"])) == len(set(result["prompt_uid"])) == 3
-
-
-def test_skyrl_counts_a_trajectory_for_every_padding_sample() -> None:
-    """It numbers the trajectories by the last turns before a sample."""
-    batch = {**make_samples([(4, 2), (3, 1)]), "is_last_step": [False, True]}
-    last = pad_batch(batch, 5, pad_token_id=PAD)["is_last_step"]
-    assert sum(last[:-1]) + 1 == sum(last) == 4
 
 
 @pytest.mark.parametrize(
@@ -344,36 +308,10 @@ def test_multiple_out_of_range(multiple: Any) -> None:
         pad_batch(make_samples([(2, 1)]), multiple, pad_token_id=PAD)
 
 
-def test_a_field_of_unknown_kind_is_refused() -> None:
-    batch = {**make_samples([(2, 2)]), "mystery": [torch.zeros(2)]}
-    with pytest.raises(SchemaError, match="mystery"):
-        pad_batch(batch, 2, pad_token_id=PAD)
-    schema = DEFAULT_SCHEMA.declare("mystery", Kind.PER_RESPONSE_TOKEN)
-    assert pad_batch(batch, 2, schema, pad_token_id=PAD)["mystery"][1].tolist() == [0.0]
-
-
 def test_a_schema_without_the_tag_gets_it() -> None:
     plain = Schema(tuple(field for field in DEFAULT_SCHEMA.values() if field.name != "is_padding"))
     result = pad_batch(make_samples([(2, 1)]), 2, plain, pad_token_id=PAD)
     assert result["is_padding"] == [False, True]
-
-
-@pytest.mark.parametrize("context_parallel_size", [1, 2, 4])
-def test_verl_fault_two_tokens_are_enough_under_context_parallelism(
-    context_parallel_size: int,
-) -> None:
-    """Alignment comes from padding of the row; the sample stays at two tokens."""
-    batch = padded(2, 4)
-    row = pack(
-        {key: batch[key][2:] for key in ("tokens", "total_lengths", "response_lengths")},
-        schema=DEFAULT_SCHEMA,
-        sample_indices=(2, 3),
-        sample_alignment_tokens=2 * context_parallel_size,
-        row_alignment_tokens=2 * context_parallel_size,
-        context_parallel_size=context_parallel_size,
-    )
-    assert row.total_lengths == [2, 2]
-    assert row.host_cu_seqlens_padded == tuple(2 * context_parallel_size * i for i in range(3))
 
 
 def test_verl_fault_sample_means_do_not_count_padding() -> None:

@@ -42,6 +42,8 @@ from mcore_batching.planning import (
     PlannerConfig,
     StepPlan,
 )
+from mcore_batching.planning.packing.bounds import bin_lower_bound
+from mcore_batching.planning.packing.packing import first_fit, first_fit_decreasing
 from mcore_batching.planning.plans.plan_document import lengths_digest
 from mcore_batching.rl.advantages import ESTIMATORS
 from mcore_batching.tools.cli import main as command
@@ -192,11 +194,11 @@ def parts(rng: random.Random) -> None:
     sizes, groups = spoiled(list(LENGTHS), rng), spoiled(["a", "b", 3, "a"], rng)
     capacity = spoiled(100, rng)
     if rng.random() < 0.5:
-        for pack in (planning.first_fit, planning.first_fit_decreasing):
+        for pack in (first_fit, first_fit_decreasing):
             bins = pack(sizes, capacity)
             assert sorted(i for each in bins for i in each) == list(range(len(sizes)))
             assert all(sum(sizes[i] for i in each) <= capacity for each in bins)
-            assert planning.bin_lower_bound(sizes, capacity) <= len(bins)
+            assert bin_lower_bound(sizes, capacity) <= len(bins)
     elif rng.random() < 0.5:
         steps = planning.group_steps(groups, spoiled(2, rng), last=spoiled("keep", rng))
         found = [i for step in steps for i in step]

@@ -17,18 +17,3 @@ def test_hostile_inputs_are_refused_or_done_right(inputs: int) -> None:
         # Otherwise nothing was put to the test.
         assert outcomes[f"{target.__name__} held"] > 0
         assert outcomes[f"{target.__name__} refused"] > 0 or target is fuzz.commands
-
-
-def test_a_fault_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def doubles(rng: object) -> None:
-        assert [1, 1] == [1]
-
-    def hangs(rng: object) -> None:
-        while True:
-            pass
-
-    monkeypatch.setattr(fuzz, "MOST_CPU_SECONDS", 0.05)
-    monkeypatch.setattr(fuzz, "TARGETS", [doubles, hangs])
-    _, faults = fuzz.faults(2, seed=7)
-    assert faults[0].startswith("input 0, seed 7, doubles:\nTraceback")
-    assert "took more than" in faults[1]

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, plan_step
 from mcore_batching.tools.cli import main
-from mcore_batching.tools.pictures.picture import PlotError, check_picture, picture_page
+from mcore_batching.tools.pictures.picture import PlotError, check_picture
 from mcore_batching.tools.pictures.plot import MOST_ROWS, draw_step, step_figure
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
@@ -120,16 +119,6 @@ def test_a_large_step_shows_three_ranks_and_a_strip_of_all() -> None:
     assert len({n.split("-")[0] for n in boxes(step_figure(small, lengths)[0], "pass-")}) == 20
 
 
-def test_title_and_floor_line() -> None:
-    step = planned(LENGTHS, data_parallel=2, pipeline_parallel=2)
-    figure, _ = step_figure(step, LENGTHS, title="mine & theirs")
-    assert figure.get_suptitle().startswith(
-        f"mine & theirs\n5 samples, {step.num_microbatches} micro-batch"
-    )
-    floor = next(line for line in figure.axes[0].lines if line.get_linestyle() != "-")
-    assert 0 < floor.get_xdata()[0] <= figure.axes[0].get_xlim()[1]
-
-
 def test_files(tmp_path: Path) -> None:
     step = planned(LENGTHS, data_parallel=2, pipeline_parallel=2)
     for name in ("a.png", "a.svg", "a.html"):
@@ -151,14 +140,6 @@ def test_files(tmp_path: Path) -> None:
     again = tmp_path / "b.html"
     draw_step(step, LENGTHS, again, title="<step>")
     assert again.read_text() == page
-
-
-def test_page_escapes_and_skips_unknown_ids() -> None:
-    page = picture_page('<?xml?><svg><g id="a"><path/></g></svg>', {"a": "<&>", "b": "no"})
-    assert '<g id="a"><title>&lt;&amp;&gt;</title><path/></g>' in page
-    assert unescape("&lt;&amp;&gt;") == "<&>"
-    assert "<?xml" not in page
-    assert "no" not in re.findall("<title>(.*?)</title>", page)
 
 
 @pytest.mark.parametrize("name", ["step.pdf", "step", "png"])

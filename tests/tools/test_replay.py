@@ -1,4 +1,4 @@
-"""A recorded job replayed: predictions, alternatives, the command and its picture."""
+"""A recorded job replayed: predictions, alternatives, the command."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_learnt_units_that_change_are_each_step_s_own(
 ) -> None:
     """The median is of all in one unit, and holds what no pass of a mean stage does: a fourth here.
 
-    Alternatives and the picture, too, are in seconds that are true.
+    Alternatives, too, are in seconds that are true.
     """
     recorder, expected = StepRecorder(tmp_path / "records"), []
     for step, (unit, seconds) in enumerate([(37.0, 1e-3), (1.0, 2e-2), (0.5, 5e-2), (1.0, None)]):
@@ -119,13 +119,11 @@ def test_learnt_units_that_change_are_each_step_s_own(
 def test_a_learnt_job_that_was_not_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     recorder = StepRecorder(tmp_path / "records")
     plan = plan_step(lengths_of(0), DIMS, CONFIG, COSTS)
     recorder.append(plan, lengths_of(0), seconds_per_unit=1e-3)
     recorder.close()
-    arguments = ["--plan-effort", "1", "--plot", str(tmp_path / "job.png")]
-    assert main(["replay", str(tmp_path / "records"), *arguments]) == 0
+    assert main(["replay", str(tmp_path / "records"), "--plan-effort", "1"]) == 0
     assert "a unit of cost took 1.000e-03 s (as learnt)\n" in capsys.readouterr().out
 
 
@@ -182,14 +180,6 @@ def test_steps_are_spread_out(tmp_path: Path) -> None:
     assert [step.record.step for step in replay.spread_out(steps, 1)] == [4]
 
 
-def test_many_steps_are_summarised(tmp_path: Path) -> None:
-    recorded_job(tmp_path, [1.0] * 18)
-    rows = replay.step_table(replay.replay(read_records(tmp_path)), 1.0).rows
-    assert [row[0] for row in rows[:2]] == ["0", "1"]
-    assert rows[8][:2] == ("…", "(2 steps)")
-    assert rows[-1][0] == "17"
-
-
 def test_replay_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = measured_job(tmp_path / "records")
     arguments = ["--steps", "2", "--plan-effort", "20"]
@@ -208,38 +198,22 @@ def test_replay_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert f"{1e-3 * total / 2:.3f} s" in as_it_was
 
 
-def test_replay_command_with_another_cost_model_and_a_picture(
+def test_replay_command_with_another_cost_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     measured_job(tmp_path / "records")
-    model, picture = tmp_path / "model.json", tmp_path / "job.png"
+    model = tmp_path / "model.json"
     twice = replace(COSTS, linear=2.0, quadratic=2 / 3000, per_micro_batch=14.0)
     model.write_text(twice.to_json())
     arguments = ["--steps", "1", "--plan-effort", "1", "--cost-model", str(model)]
-    assert main(["replay", str(tmp_path / "records"), *arguments, "--plot", str(picture)]) == 0
+    assert main(["replay", str(tmp_path / "records"), *arguments]) == 0
     assert "a unit of cost took 5.000e-04 s" in capsys.readouterr().out
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-
-
-def test_replay_picture_shows_seconds(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
-    from mcore_batching.tools.pictures.replay_plot import replay_figure
-
-    steps = replay.replay(measured_job(tmp_path))
-    times, errors = replay_figure(steps).axes
-    predicted, measured = times.lines
-    assert list(predicted.get_ydata()) == pytest.approx([1e-3 * s.predicted for s in steps])
-    assert list(measured.get_ydata()) == [s.record.measured_seconds for s in steps]
-    assert [bar.get_height() for bar in errors.patches] == pytest.approx([-0.75, 0, 0, 0, 0.25])
-    assert times.get_ylabel() == "seconds per step"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["{records}", "--steps", "0"], "--steps must be 1 or more"),
-        (["{records}", "--plot", "a.pdf"], "expected a name that ends in"),
         (["/no/such/folder"], "cannot read /no/such/folder"),
     ],
 )
@@ -309,20 +283,3 @@ def test_steps_part_where_options_or_costs_change_unless_costs_are_given(tmp_pat
     assert changes[2] == {"max_tokens_per_gpu": 1000, "linear": 1.0}
     given_costs = replay.by_setting(replay.replay(records, COSTS))
     assert [len(steps) for steps in given_costs] == [1, 2, 1]
-
-
-def test_replay_picture_shows_layouts_apart(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
-    from mcore_batching.tools.pictures.replay_plot import draw_replay, replay_figure
-
-    two_jobs(tmp_path / "records")
-    steps = replay.replay(read_records(tmp_path / "records"))
-    figure = replay_figure(steps)
-    deep, _, wide, _ = figure.axes
-    assert list(deep.lines[0].get_ydata()) == pytest.approx([2e-3 * s.predicted for s in steps[:2]])
-    assert list(wide.lines[0].get_ydata()) == pytest.approx([1e-3 * s.predicted for s in steps[2:]])
-    assert list(wide.lines[1].get_xdata()) == [2, 3]
-    titles = [part.get_suptitle() for part in figure.subfigs]
-    assert titles == ["DP2 x PP4, cap 1000 tokens", "DP8, cap 1000 tokens"]
-    draw_replay(steps, tmp_path / "job.png")
-    assert (tmp_path / "job.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,11 +1,8 @@
-"""Tables with and without `rich`."""
+"""Tables and lines of text for people."""
 
 from __future__ import annotations
 
 import io
-import sys
-
-import pytest
 
 from mcore_batching.planning import ParallelDims, PlannerConfig, plan_batch, step_statistics
 from mcore_batching.tools import report
@@ -13,11 +10,6 @@ from mcore_batching.tools import report
 TABLE = report.Table(
     columns=("name", "n"), rows=(("a", "1"), ("longer", "20")), total=("total", "21")
 )
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_plain_text_is_aligned() -> None:
@@ -28,33 +20,8 @@ def test_plain_text_is_aligned() -> None:
     assert report.format_plain(without_total) == "n\n-\n1"
 
 
-def test_output_that_is_no_terminal_gets_plain_text() -> None:
+def test_a_table_is_printed_with_its_last_line_ended() -> None:
     file = io.StringIO()
-    report.print_table(TABLE, file)
-    assert file.getvalue() == report.format_plain(TABLE) + "\n"
-
-
-def test_a_terminal_gets_a_rich_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("rich", reason="rich tables need rich")
-    monkeypatch.setenv("COLUMNS", "80")
-    file = Terminal()
-    report.print_table(TABLE, file)
-    assert file.getvalue() != report.format_plain(TABLE) + "\n"
-    for cell in ("name", "longer", "20", "total", "21", "─"):
-        assert cell in file.getvalue()
-
-
-def test_a_terminal_without_rich_gets_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("rich", "rich.box", "rich.console", "rich.measure", "rich.table"):
-        monkeypatch.setitem(sys.modules, name, None)
-    file = Terminal()
-    report.print_table(TABLE, file)
-    assert file.getvalue() == report.format_plain(TABLE) + "\n"
-
-
-def test_a_terminal_too_narrow_gets_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "8")
-    file = Terminal()
     report.print_table(TABLE, file)
     assert file.getvalue() == report.format_plain(TABLE) + "\n"
 

@@ -15,7 +15,7 @@ from mcore_batching.planning import (
     plan_step,
     step_statistics,
 )
-from mcore_batching.planning.pipeline import pipeline_operations
+from mcore_batching.planning.pipeline import Clock, Schedule
 from mcore_batching.tools.pictures.timeline import step_timeline
 
 # A sample of n tokens costs n, a micro-batch nothing, a backward pass two forward ones.
@@ -46,7 +46,7 @@ def test_passes_without_expert_parallelism_are_the_simulation() -> None:
     step = plan_step(lengths, dims, PlannerConfig(max_tokens_per_gpu=40), PLAIN_COSTS)
     (rank,) = step_timeline(step, lengths).ranks
     costs = [float(sum(lengths[i] for i in held)) for held in step.micro_batches[0]]
-    assert list(rank.passes) == pipeline_operations(costs, dims)
+    assert list(rank.passes) == Clock(costs, Schedule(dims=dims)).operations()
     assert rank.tokens == tuple(costs)
     assert rank.num_samples == tuple(map(len, step.micro_batches[0]))
 

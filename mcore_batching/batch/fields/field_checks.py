@@ -216,7 +216,7 @@ def _require_one_shape(name: str, values: Any, response_lengths: Sequence[int]) 
 
 
 def unmet(field: Field, value: Any, total_length: int, response_length: int) -> str | None:
-    """What a value of the field should be, in words, if this one is not; None if it is."""
+    """The requirement on the field's values that this one does not meet; None if it does."""
     kind = field.kind
     if kind is Kind.METADATA:
         return None

@@ -7,7 +7,8 @@ the host's segment; then the row holds the host's tokens alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -91,45 +92,30 @@ def pack(
     indices = _read_indices(sample_indices, len(totals), is_placeholder)
     if validated:
         _require_lengths(fields, schema)
-    device = fields["tokens"][0].device
+    pad_token_id = require_token_id("pad_token_id", pad_token_id)
     # A sample in another's segment is not laid out: the row holds its tokens once.
     hosts = range(len(totals)) if hosts is None else _checked_hosts(hosts, fields, schema)
     laid_out = [i for i, host in enumerate(hosts) if host == i]
     lengths = [totals[i] for i in laid_out]
     row = Row(lengths, padded_offsets(lengths, sample_alignment_tokens, row_alignment_tokens))
-    pad_token_id = require_token_id("pad_token_id", pad_token_id)
-    tokens = [fields["tokens"][i].to(device, torch.int64) for i in laid_out]
     # Position of the row at which each response token is predicted: one before its own.
     start = dict(zip(laid_out, row.offsets, strict=False))
     predicted_at = predicted_positions([start[host] for host in hosts], totals, responses)
     if len(laid_out) < len(totals):
         _require_unique(predicted_at, row.num_tokens)
+    device = fields["tokens"][0].device
     weights = loss_masks(
         fields, responses, predicted_at, is_placeholder=is_placeholder, device=device
     )
-
-    def local(full: Tensor, dim: int = 0) -> Tensor:
-        return row.local(full, context_parallel_size, context_parallel_rank, dim)
-
-    full = {
-        "tokens": row.lay_out(tokens, pad_token_id),
-        "labels": row.lay_out([each[1:] for each in tokens], pad_token_id),
-        "position_ids": _position_ids(row, fields, laid_out, schema),
-        "loss_mask": _at_positions(predicted_at, weights, row.num_tokens),
-    }
-    # Before the row is cut: what comes later in a sample is on other context-parallel ranks.
-    deeper = [{k: row.later(v, depth) for k, v in full.items()} for depth in range(1, depths + 1)]
-    sliced = [{k: local(v, -1).unsqueeze(-2) for k, v in each.items()} for each in (full, *deeper)]
+    own_part = functools.partial(
+        row.local,
+        context_parallel_size=context_parallel_size,
+        context_parallel_rank=context_parallel_rank,
+    )
+    loss_mask = _at_positions(predicted_at, weights, row.num_tokens)
     return PackedMicroBatch(
-        **sliced[0],
-        later=tuple(LaterTokens(**each) for each in sliced[1:]),
-        # In double precision: micro-batches, and so packing, should not show in the sum.
-        token_weights=tuple(float(each["loss_mask"].double().sum()) for each in (full, *deeper)),
-        padding_mask=local(_padding_mask(row, tokens, fields, laid_out))[None],
-        cu_seqlens_padded=torch.tensor(row.offsets, dtype=torch.int32, device=device),
-        host_cu_seqlens_padded=tuple(row.offsets),
-        cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device),
-        max_seqlen=max(end - start for start, end in pairwise(row.offsets)),
+        **_laid_out(row, fields, schema, laid_out, loss_mask, pad_token_id, depths, own_part),
+        **_offsets(row, device),
         total_lengths=totals,
         response_lengths=responses,
         sample_indices=indices,
@@ -147,6 +133,50 @@ def pack(
         context_parallel_size=context_parallel_size,
         context_parallel_rank=context_parallel_rank,
     )
+
+
+def _laid_out(
+    row: Row,
+    fields: Mapping[str, list[Any]],
+    schema: Schema,
+    laid_out: Sequence[int],
+    loss_mask: Tensor,
+    pad_token_id: int,
+    depths: int,
+    own_part: Callable[..., Tensor],
+) -> dict[str, Any]:
+    """The row's tensors of one entry per token, `own_part` of each, and the sums of loss masks."""
+    device = fields["tokens"][0].device
+    tokens = [fields["tokens"][i].to(device, torch.int64) for i in laid_out]
+    full = {
+        "tokens": row.lay_out(tokens, pad_token_id),
+        "labels": row.lay_out([each[1:] for each in tokens], pad_token_id),
+        "position_ids": _position_ids(row, fields, laid_out, schema),
+        "loss_mask": loss_mask,
+    }
+    # Before the row is cut: what comes later in a sample is on other context-parallel ranks.
+    deeper = [{k: row.later(v, depth) for k, v in full.items()} for depth in range(1, depths + 1)]
+    own, *later = (
+        {k: own_part(v, dim=-1).unsqueeze(-2) for k, v in each.items()} for each in (full, *deeper)
+    )
+    return {
+        **own,
+        "later": tuple(LaterTokens(**each) for each in later),
+        # In double precision: micro-batches, and so packing, should not show in the sum.
+        "token_weights": tuple(float(each["loss_mask"].double().sum()) for each in (full, *deeper)),
+        "padding_mask": own_part(_padding_mask(row, tokens, fields, laid_out))[None],
+    }
+
+
+def _offsets(row: Row, device: torch.device) -> dict[str, Any]:
+    """Where samples lie in the row, as attention takes it."""
+    lengths = [0, *accumulate(row.total_lengths)]
+    return {
+        "cu_seqlens_padded": torch.tensor(row.offsets, dtype=torch.int32, device=device),
+        "host_cu_seqlens_padded": tuple(row.offsets),
+        "cu_seqlens": torch.tensor(lengths, dtype=torch.int32, device=device),
+        "max_seqlen": max(end - start for start, end in pairwise(row.offsets)),
+    }
 
 
 def _require_lengths(fields: Mapping[str, Any], schema: Schema) -> None:

@@ -110,7 +110,7 @@ def merge_packed(parts: Sequence[Tensor], cu_seqlens_padded: Sequence[int], dim:
 def locate(
     positions: Tensor, cu_seqlens_padded: Sequence[int], context_parallel_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Which rank holds each token of a packed row, and where in that rank's slice.
+    """The rank that holds each token of a packed row, and the place in that rank's slice.
 
         locate([0 1 2 11], [0, 4, 12], 2)    ranks [0 1 1 0], places [0 0 1 5]
 

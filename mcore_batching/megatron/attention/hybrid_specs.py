@@ -43,7 +43,7 @@ _LOCAL = (
 )
 """Transformer Engine's classes, or what stands for them where it is missing, and the local ones."""
 _NORM_BEFORE = {"self_attention": "input_layernorm", "mlp": "pre_mlp_layernorm", "mixer": "norm"}
-"""What a layer runs, and the norm before it."""
+"""The module that a layer runs, and the norm before it."""
 
 
 class _Refused:

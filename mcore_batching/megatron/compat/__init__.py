@@ -52,6 +52,7 @@ from mcore_batching.megatron.compat.packed_rows import (
 )
 from mcore_batching.megatron.compat.schedules import (
     around_passes,
+    in_passes,
     shapes_of_transfers,
     unknown_to_split_backward,
     waits_for_sends,
@@ -76,6 +77,7 @@ __all__ = [
     "give_offsets",
     "has_hybrid_model",
     "has_sequence_packing",
+    "in_passes",
     "is_engines_attention",
     "let_rows_have_groups",
     "local_core_attention_name",

@@ -60,25 +60,42 @@ def shapes_of_transfers(known: Callable[..., tuple[list[int], list[int]]]) -> It
         P2PCommunicator._communicate_shapes = exchange
 
 
+def around_passes(mark: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+    """Call a function before and after each pass, as `in_passes` counts them."""
+
+    @contextlib.contextmanager
+    def marked(is_backward: bool) -> Iterator[None]:
+        del is_backward
+        mark()
+        yield
+        mark()
+
+    return in_passes(marked)
+
+
 @contextlib.contextmanager
-def around_passes(mark: Callable[[], None]) -> Iterator[None]:
-    """Call a function before and after each forward and backward pass of Megatron's schedules.
+def in_passes(
+    entered: Callable[[bool], contextlib.AbstractContextManager[None]],
+) -> Iterator[None]:
+    """Run each forward and backward pass of Megatron's schedules in a context manager.
 
     The passes of one model chunk, without the transfers before and after them.
+
+    Args:
+        entered: gives it, called with whether the pass is backward.
     """
 
-    def marked(step: Callable[..., Any]) -> Callable[..., Any]:
+    def inside(step: Callable[..., Any], is_backward: bool) -> Callable[..., Any]:
         @functools.wraps(step)
         def run(*arguments: Any, **options: Any) -> Any:
-            mark()
-            result = step(*arguments, **options)
-            mark()
-            return result
+            with entered(is_backward):
+                return step(*arguments, **options)
 
         return run
 
     forward, backward = schedules.forward_step, schedules.backward_step
-    schedules.forward_step, schedules.backward_step = marked(forward), marked(backward)
+    schedules.forward_step = inside(forward, False)
+    schedules.backward_step = inside(backward, True)
     try:
         yield
     finally:

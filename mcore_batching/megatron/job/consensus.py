@@ -126,8 +126,8 @@ class JobConsensus(Consensus):
         """
         if self._replica_group is None:
             self._replica_group = self._own_group(self.replicas)
-        has = _gathered(RankMessages(self._world, self._replica), [int(value is not None)])
-        having = [rank for rank, (each,) in zip(self._replica, has, strict=True) if each]
+        has = RankMessages(self._world, self._replica).gather(bytes([value is not None]))
+        having = [rank for rank, each in zip(self._replica, has, strict=True) if any(each)]
         # Nothing travels where all have it, or none: the latter is an error further down, raised
         # once all replicas have met.
         sent: list[Any] = []
@@ -189,10 +189,10 @@ class JobConsensus(Consensus):
         """
         place = self._replica.index(self.rank)
         counterparts = [ranks[place] for ranks in self.replicas]
-        # Messages of one length on every rank; the first integer says how many of them count.
-        padded = [len(own), *own, *[0] * (longest - len(own))]
-        gathered = _gathered(RankMessages(self._world, counterparts), padded)
-        return [integers[:count] for count, *integers in gathered]
+        integers = array("q", own)
+        longest *= integers.itemsize
+        gathered = self.gather_bytes(integers.tobytes(), longest, counterparts)
+        return [array("q", each).tolist() for each in gathered]
 
     def gather_bytes(self, own: bytes, longest: int, ranks: Sequence[int]) -> list[bytes]:
         """The bytes of each of some ranks, in their order. A collective over them.
@@ -202,6 +202,7 @@ class JobConsensus(Consensus):
             longest: the most that any rank has, agreed on before.
             ranks: this one and others, which all name the same.
         """
+        # Messages of one length on every rank; the first 8 bytes say how many of the others count.
         padded = len(own).to_bytes(8, "little") + own.ljust(longest, b"\0")
         gathered = RankMessages(self._world, ranks).gather(padded)
         return [each[8 : 8 + int.from_bytes(each[:8], "little")] for each in gathered]
@@ -276,11 +277,6 @@ def _ranks_by(labels: Sequence[Any]) -> list[list[int]]:
     return [
         [rank for rank, each in enumerate(labels) if each == label] for label in sorted(set(labels))
     ]
-
-
-def _gathered(messages: RankMessages, own: Sequence[int]) -> list[list[int]]:
-    """The integers of several ranks, of which each gives as many."""
-    return [array("q", each).tolist() for each in messages.gather(array("q", own).tobytes())]
 
 
 def _read(data: bytes | None) -> Any:

@@ -1,1 +1,1 @@
-"""What passes cost, learnt while training runs."""
+"""Costs of passes, learnt while training runs."""

@@ -132,31 +132,6 @@ def response_log_probs_and_entropy(
     return [values[:, 0] for values in found], [values[:, 1] for values in found]
 
 
-@torch.no_grad()
-def response_entropy(
-    logits: Logits,
-    row: PackedMicroBatch,
-    *,
-    temperature: float = 1.0,
-    chunk_tokens: int | None = None,
-) -> list[Tensor]:
-    """Entropy, in nats, of the distribution from which each response token was drawn.
-
-    Not differentiable; meant for metrics. `response_log_probs_and_entropy` is.
-
-    Args: those of `response_log_probs`.
-
-    Returns:
-        float32 ``[response_length]`` for each sample of the row.
-
-    Raises: as `response_log_probs`.
-    """
-    _, entropy = response_log_probs_and_entropy(
-        logits, row, temperature=temperature, chunk_tokens=chunk_tokens
-    )
-    return entropy
-
-
 def log_probs_of_all(logits: FusedLogits, labels: Tensor) -> Tensor:
     """Log-probability of a label at every position, float32 ``[1, local tokens]`` like these."""
     whole = logits.whole_hidden()

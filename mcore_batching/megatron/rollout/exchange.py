@@ -36,6 +36,46 @@ _Laid = tuple[tuple[GlobalPlan, ...], SampleMoves, str]
 """Plans, where their samples move, and the plans' digest."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _Samples:
+    """The samples of all data-parallel ranks, numbered through.
+
+    Attributes:
+        lengths: of each, in tokens.
+        hosts: for each the sample in whose segment it lies, itself if it has a segment.
+        first: number of each rank's first sample, and the number of all samples.
+        steps: for each step the samples that are computed, and those that lie in their segments.
+    """
+
+    lengths: list[int]
+    hosts: list[int]
+    first: list[int]
+    steps: list[tuple[list[int], list[int]]]
+
+    @classmethod
+    def of(cls, shards: Sequence[Shard]) -> _Samples:
+        """Those of the shards of all data-parallel ranks."""
+        first = list(accumulate((len(shard.lengths) for shard in shards), initial=0))
+        placed = list(zip(first, shards, strict=False))
+        hosts = [
+            start + host
+            for start, shard in placed
+            for host in shard.hosts or range(len(shard.lengths))
+        ]
+        steps = []
+        for step in range(len(shards[0].steps)):
+            numbers = [start + i for start, shard in placed for i in shard.steps[step][0]]
+            # Who lies in a host's segment costs nothing: the plan must not see it.
+            computed = [number for number in numbers if hosts[number] == number]
+            steps.append((computed, [number for number in numbers if hosts[number] != number]))
+        lengths = [length for shard in shards for length in shard.lengths]
+        return cls(lengths, hosts, first, steps)
+
+    def lengths_of(self, step: tuple[list[int], list[int]]) -> list[int]:
+        """Of the samples of a step that are computed."""
+        return [self.lengths[number] for number in step[0]]
+
+
 class ExchangingProtocol(PlanningProtocol):
     """Planning over all ranks' samples, which move where the plan wants them.
 
@@ -55,7 +95,7 @@ class ExchangingProtocol(PlanningProtocol):
             # All sizes that a row may have, before the plan: making a group is a collective over
             # all ranks, and a plan may give some size to rows of some ranks alone.
             make_row_groups(self.job, self.settings.dims.row_sizes(most))
-        self._moved(self._gathered())
+        self._moved(_Samples.of(self._gathered()))
 
     def choose(self) -> tuple[MicroBatches, ...]:
         """Every step's micro-batches of this rank, as indices of the samples it now holds."""
@@ -92,54 +132,23 @@ class ExchangingProtocol(PlanningProtocol):
         gathered = self.consensus.gather_integers(own.integers(), agreed.figures["integers"])
         return list(map(Shard.of_integers, gathered))
 
-    def _moved(self, shards: Sequence[Shard]) -> None:
+    def _moved(self, samples: _Samples) -> None:
         """Plan, hand over what the plan wants elsewhere, and hold what it wants here."""
-        lengths = [length for shard in shards for length in shard.lengths]
-        first = list(accumulate((len(shard.lengths) for shard in shards), initial=0))
-        hosts = [
-            start + host
-            for start, shard in zip(first, shards, strict=False)
-            for host in shard.hosts or range(len(shard.lengths))
-        ]
-        dims = self.settings.dims
-        num_ranks = self.settings.config.num_ranks(dims)
+        num_ranks = self.settings.config.num_ranks(self.settings.dims)
         # Under dynamic CP the context-parallel ranks run rows of their own, of samples they all
         # brought.
-        sharing = num_ranks // dims.data_parallel
+        sharing = num_ranks // self.settings.dims.data_parallel
         own = parallel_state.get_data_parallel_rank(with_context_parallel=sharing > 1)
-
-        def samples_of(step: int) -> tuple[list[int], list[int]]:
-            numbers = [
-                start + index
-                for start, shard in zip(first, shards, strict=False)
-                for index in shard.steps[step][0]
-            ]
-            # Who lies in a host's segment costs nothing: the plan must not see it.
-            computed = [number for number in numbers if hosts[number] == number]
-            return computed, [number for number in numbers if hosts[number] != number]
-
-        steps = [samples_of(step) for step in range(len(shards[0].steps))]
-        of_steps = [[lengths[number] for number in computed] for computed, _ in steps]
-        made = self._planned_together(of_steps)
-
-        def plan(step: int) -> GlobalPlan:
-            (computed, beside), of_step = steps[step], of_steps[step]
-            naming = self.job.options.naming_the_cap(
-                forward_only=self.forward_only, samples=computed
-            )
-            # A sample over the cap is found inside the agreement, so that all ranks raise.
-            with naming:
-                planned = made[step] if made else self._planned(of_step)
-            hosted = tuple(lengths[number] for number in beside)
-            return GlobalPlan(
-                dataclasses.replace(planned, hosted_lengths=hosted), computed, of_step
-            )
+        lengths, hosts = samples.lengths, samples.hosts
+        together = self._planned_together([samples.lengths_of(step) for step in samples.steps])
 
         def work() -> tuple[_Laid, list[Any]]:
-            plans = tuple(map(plan, range(len(steps))))
+            plans = tuple(
+                self._global_plan(samples, step, together) for step in range(len(samples.steps))
+            )
             runs_on = [_run_on(rank, plans, hosts) for rank in range(num_ranks)]
-            moves = SampleMoves(own, first, runs_on, sharing)
-            digest = digest_of([made.plan.digest() for made in plans])
+            moves = SampleMoves(own, samples.first, runs_on, sharing)
+            digest = digest_of([each.plan.digest() for each in plans])
             return (plans, moves, digest), moves.outgoing(self.batch.data)
 
         def says(made: _Laid) -> Statement:
@@ -163,6 +172,26 @@ class ExchangingProtocol(PlanningProtocol):
         if self.hosts is not None:
             # A host is always here as well: `_run_on` moves the samples of a segment together.
             self.hosts = [self._moves.places[hosts[number]] for number in self._moves.held]
+
+    def _global_plan(
+        self, samples: _Samples, step: int, made: Sequence[StepPlan] | None
+    ) -> GlobalPlan:
+        """The plan of one step.
+
+        Args:
+            samples: of all ranks.
+            step: its number.
+            made: the plans of all steps, where they are made; None: make it here.
+        """
+        computed, hosted = samples.steps[step]
+        lengths = samples.lengths_of(samples.steps[step])
+        # A sample over the cap is found inside the agreement, so that all ranks raise.
+        with self.job.options.naming_the_cap(forward_only=self.forward_only, samples=computed):
+            planned = made[step] if made else self._planned(lengths)
+        hosted_lengths = tuple(samples.lengths[number] for number in hosted)
+        return GlobalPlan(
+            dataclasses.replace(planned, hosted_lengths=hosted_lengths), computed, lengths
+        )
 
     def _planned_together(self, of_steps: Sequence[Sequence[int]]) -> list[StepPlan] | None:
         """The plans of all steps, each made by one rank of a block; None where that is no gain.

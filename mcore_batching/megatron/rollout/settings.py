@@ -1,4 +1,4 @@
-"""What the planner is given beside the lengths: dims, configuration and costs."""
+"""The planner's input beside the lengths: dims, configuration and costs."""
 
 from __future__ import annotations
 

@@ -7,14 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from mcore_batching.batch import (
-    Field,
-    Kind,
-    PackedMicroBatch,
-    Schema,
-    make_placeholder,
-    pack,
-)
+from mcore_batching.batch import Field, Kind, PackedMicroBatch, Schema, make_placeholder, pack
 from mcore_batching.batch.fields.infer import infer_fields
 from mcore_batching.batch.fields.value_checks import require_vocabulary
 from mcore_batching.batch.rows.side_by_side import on_host

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron.core.pipeline_parallel import p2p_communication, schedules
+from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
@@ -45,9 +45,7 @@ def split_backward(model: list[Any], deferred: WeightGradients | None) -> Iterat
         kept = [weight for chunk in model for weight in _weights_of_output(chunk)]
         backward = leaving_weights(MEGATRONS.backward, deferred, kept)
         replace(MEGATRONS, "backward", staticmethod(backward))
-        for name, is_backward in (("forward_step", False), ("backward_step", True)):
-            step = getattr(schedules, name)
-            replace(schedules, name, _passing(step, deferred, is_backward=is_backward))
+        stack.enter_context(compat.in_passes(deferred.passing))
         for name in ("_p2p_ops", "_batched_p2p_ops"):
             post = getattr(p2p_communication, name)
             replace(p2p_communication, name, _posting(post, deferred, interleaved=len(model) > 1))
@@ -88,17 +86,6 @@ def _weights_of_output(chunk: Any) -> list[Tensor]:
         return []
     tied = getattr(bare, "shared_embedding_or_output_weight", lambda: None)()
     return [weight for weight in (layer.weight, tied) if weight is not None]
-
-
-def _passing(
-    step: Callable[..., Any], deferred: WeightGradients, *, is_backward: bool
-) -> Callable[..., Any]:
-    @functools.wraps(step)
-    def run(*arguments: Any, **options: Any) -> Any:
-        with deferred.passing(is_backward):
-            return step(*arguments, **options)
-
-    return run
 
 
 def _posting(

@@ -162,13 +162,6 @@ def build_model(
         options["hybrid_layer_pattern"] = hybrid_layer_pattern
         model = importlib.import_module("megatron.core.models.hybrid.hybrid_model").HybridModel
     chunks = _bare_chunks(config, model, options)
-    if config.fp16 or config.bf16:
-        chunks = [Float16Module(config, chunk) for chunk in chunks]
-    # As megatron.training does: the optimizer tells parameters that all tensor-parallel ranks hold
-    # from parts by these attributes.
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     if not wrap:
         return chunks
     return _wrapped(config, chunks, ddp or DistributedDataParallelConfig(grad_reduce_in_fp32=True))
@@ -202,6 +195,13 @@ def _bare_chunks(config: TransformerConfig, model: Any, options: dict[str, Any])
         chunks.append(
             chunk if cpu_emulation.is_enabled() else chunk.cuda(torch.cuda.current_device())
         )
+    if config.fp16 or config.bf16:
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    # As megatron.training does: the optimizer tells parameters that all tensor-parallel ranks hold
+    # from parts by these attributes.
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return chunks
 
 

@@ -231,28 +231,18 @@ def _forward_backward(
     ranks can be told.
     """
     failed: list[Exception] = []
-    config = get_model_config(model[0])
     # Made anew for each step, so that reading them is noticed once a step.
     totals = WatchedTotals(**dataclasses.asdict(prepared.totals))
-    # A step without trainable tokens has shares of 0, whatever they are multiplied by.
-    tokens = max(prepared.totals.num_tokens, 1)
-    # Megatron divides by this behind our back; multiplied in first, it cancels out.
-    per_token = bool(config.calculate_per_token_loss)
-    undo = tokens if per_token else len(prepared.rows) * _num_averaged_replicas()
-    # Unlike a loss, what the model makes of later tokens is not multiplied by their number.
-    undo_later = undo if per_token else undo * parallel_state.get_context_parallel_world_size()
+    per_token = bool(get_model_config(model[0]).calculate_per_token_loss)
+    undo, undo_later = _divisors(prepared, per_token=per_token)
+    is_fused = job.options.fuse_output_layer
 
     def forward_step(
         rows: Iterator[PreparedRow], chunk: Any, *unused: Any
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]:
         del unused
         prepared_row = next(rows)
-        later = LaterLosses(
-            prepared_row.row,
-            prepared.token_weights,
-            undo_later,
-            is_fused=job.options.fuse_output_layer,
-        )
+        later = LaterLosses(prepared_row.row, prepared.token_weights, undo_later, is_fused=is_fused)
         made, logits_of = run_for_losses(job.options, chunk, prepared_row.row, later)
 
         def loss(output: Tensor) -> tuple[Any, ...]:
@@ -287,9 +277,16 @@ def _forward_backward(
     return CollectedShares(collected, failed, temperatures, totals.were_read)
 
 
-def _num_averaged_replicas() -> int:
-    """Data-parallel ranks over which gradients are averaged without per-token loss."""
+def _divisors(prepared: PreparedStep, *, per_token: bool) -> tuple[int, int]:
+    """What Megatron divides by behind our back, losses and what the model makes of later tokens.
+
+    Multiplied in first, it cancels out.
+    """
+    if per_token:
+        # A step without trainable tokens has shares of 0, whatever they are multiplied by.
+        tokens = max(prepared.totals.num_tokens, 1)
+        return tokens, tokens
     # The wrapper averages over context-parallel ranks, too, but the schedule has already multiplied
-    # by their number.
-    size: int = parallel_state.get_data_parallel_world_size()
-    return size
+    # losses, and losses alone, by their number.
+    undo = len(prepared.rows) * parallel_state.get_data_parallel_world_size()
+    return undo, undo * parallel_state.get_context_parallel_world_size()

@@ -5,7 +5,7 @@ program         the passes of all stages, numbered, and which wait for which
 clock           when the passes of one pipeline end, also after changes of costs
 coupled_clock   the same for ranks that share rows
 split_backward  when passes end some of which leave weight gradients for later
-operations      a step's passes with their times, and the tokens in flight on a stage
+operations      the end of a step, and the tokens in flight on a stage
 compiled        loops that numba compiles where it is installed
 """
 
@@ -18,11 +18,7 @@ from mcore_batching.planning.pipeline.coupled_clock import (
     blocks_of,
     clocks_of,
 )
-from mcore_batching.planning.pipeline.operations import (
-    inflight_tokens,
-    pipeline_operations,
-    pipeline_time,
-)
+from mcore_batching.planning.pipeline.operations import inflight_tokens, pipeline_time
 from mcore_batching.planning.pipeline.passes import Kind, Pass, Schedule
 from mcore_batching.planning.pipeline.split_backward import (
     PARTS,
@@ -45,7 +41,6 @@ __all__ = [
     "blocks_of",
     "clocks_of",
     "inflight_tokens",
-    "pipeline_operations",
     "pipeline_time",
     "split_inflight_tokens",
 ]

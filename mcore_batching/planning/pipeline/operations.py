@@ -1,4 +1,4 @@
-"""A step's passes with their times, its end, and the tokens in flight on a stage."""
+"""The end of a step, and the tokens in flight on a stage."""
 
 from __future__ import annotations
 
@@ -6,41 +6,8 @@ import functools
 from collections.abc import Sequence
 
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.pipeline.clock import Clock, Operation
+from mcore_batching.planning.pipeline.clock import Clock
 from mcore_batching.planning.pipeline.passes import Schedule
-
-
-def pipeline_operations(
-    forward_costs: Sequence[float],
-    dims: ParallelDims,
-    *,
-    backward_ratio: float = 2.0,
-    forward_only: bool = False,
-    which_cost: Sequence[Sequence[int]] = (),
-) -> list[Operation]:
-    """Every pass of one data-parallel rank's step, with its times.
-
-    Args:
-        forward_costs: of each micro-batch on a stage [num_microbatches], over all its chunks;
-            with `which_cost` on each kind of stage [num_microbatches * kinds].
-        dims: stages and chunks.
-        backward_ratio: cost of a backward pass over its forward pass.
-        forward_only: no backward passes.
-        which_cost: the kind of each model chunk [stages][chunks]; empty: equal.
-
-    Returns:
-        passes of stage 0 in the order it runs them, then those of stage 1, ...
-
-    Raises:
-        ParallelDimsError: the schedule cannot run this many micro-batches.
-    """
-    schedule = Schedule(
-        dims=dims,
-        backward_ratio=backward_ratio,
-        forward_only=forward_only,
-        which_cost=tuple(map(tuple, which_cost)),
-    )
-    return Clock(forward_costs, schedule).operations()
 
 
 def pipeline_time(
@@ -51,7 +18,19 @@ def pipeline_time(
     forward_only: bool = False,
     which_cost: Sequence[Sequence[int]] = (),
 ) -> float:
-    """End of the last pass of `pipeline_operations`."""
+    """End of the last pass of one data-parallel rank's step.
+
+    Args:
+        forward_costs: of each micro-batch on a stage [num_microbatches], over all its chunks;
+            with `which_cost` on each kind of stage [num_microbatches * kinds].
+        dims: stages and chunks.
+        backward_ratio: cost of a backward pass over its forward pass.
+        forward_only: no backward passes.
+        which_cost: the kind of each model chunk [stages][chunks]; empty: equal.
+
+    Raises:
+        ParallelDimsError: the schedule cannot run this many micro-batches.
+    """
     schedule = Schedule(
         dims=dims,
         backward_ratio=backward_ratio,

@@ -29,7 +29,7 @@ LOG_PROB_CHUNK_TOKENS = 512
 """Tokens that log-probs work on at a time, with up to three copies of their float32 logits: 0.9 GB
 for a vocabulary of 152064. Doubled, they take twice that and fewer kernel launches."""
 _BYTES_PER_DEPTH = 4
-"""That multi-token prediction keeps of each of its logits until the backward pass: Megatron's loss
+"""Kept by multi-token prediction of each of its logits until the backward pass: Megatron's loss
 has their softmax in float32, whatever the model's type."""
 
 _IN_CONFIG_JSON: Mapping[str, tuple[str, ...]] = {

@@ -20,7 +20,7 @@ from mcore_batching.planning import MCoreBatchingError
 from mcore_batching.tools.cli import check, compare, flags, plan, replay
 from mcore_batching.tools.cli.options import CommandParser, complain
 
-__all__ = ["build_parser", "main"]
+__all__ = ["main"]
 
 USAGE, INPUT_OUTPUT, INTERRUPTED, NO_READER = 2, 74, 130, 141
 """Exit statuses; 74 is EX_IOERR of sysexits.h, the last two are 128 and the signal's number."""

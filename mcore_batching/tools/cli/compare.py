@@ -18,7 +18,6 @@ from mcore_batching.tools.cli.options import (
     dims_of,
     write,
 )
-from mcore_batching.tools.cli.progress import progress
 from mcore_batching.tools.lengths_file import read_lengths
 
 _FORMATS = {".csv": compare_report.as_csv, ".json": compare_report.as_json}
@@ -60,8 +59,7 @@ def run(options: argparse.Namespace) -> int:
             raise UsageError(f"--out must end in .csv or .json, got {options.out}")
     lengths = read_lengths(options.lengths, options.column)
     steps = compare.draw_steps(lengths, options.samples_per_step, options.draws, options.seed)
-    with progress("comparing"):
-        outcomes = compare.compare(steps, dims, config, cost_model)
+    outcomes = compare.compare(steps, dims, config, cost_model)
     per_step = sorted({len(step) for step in steps})  # the last step may hold fewer
     samples = str(per_step[0]) if len(per_step) == 1 else f"{per_step[0]} to {per_step[-1]}"
     print(

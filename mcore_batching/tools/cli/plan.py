@@ -36,7 +36,6 @@ from mcore_batching.tools.cli.options import (
     read,
     write,
 )
-from mcore_batching.tools.cli.progress import progress
 from mcore_batching.tools.explain import explain
 from mcore_batching.tools.lengths_file import read_groups, read_lengths
 from mcore_batching.tools.pictures.picture import check_picture
@@ -130,19 +129,17 @@ def run(options: argparse.Namespace) -> int:
         check_picture(options.plot)
     lengths = read_lengths(options.lengths, options.column)
     started = time.monotonic()
-    with progress("planning") as on_step:
-        plan = plan_batch(
-            lengths,
-            dims,
-            config,
-            cost_model,
-            samples_per_step=options.samples_per_step,
-            groups=groups,
-            groups_per_step=options.groups_per_step,
-            last=options.last,
-            forward_only=options.forward_only,
-            on_step=on_step,
-        )
+    plan = plan_batch(
+        lengths,
+        dims,
+        config,
+        cost_model,
+        samples_per_step=options.samples_per_step,
+        groups=groups,
+        groups_per_step=options.groups_per_step,
+        last=options.last,
+        forward_only=options.forward_only,
+    )
     planning_seconds = time.monotonic() - started
     # The checker shares no code with the planner: a plan that it refuses is never written.
     validate_plan(plan, lengths)
@@ -158,9 +155,7 @@ def run(options: argparse.Namespace) -> int:
     if len(plan.steps) == 1:
         # Advice plans anew: as long again as planning took, so that a command takes twice that.
         advice = 0.0 if options.no_advice else max(planning_seconds, _LEAST_ADVICE_SECONDS)
-        with progress("looking for advice"):
-            explained = explain(plan.steps[0], lengths, options.spell, advice_seconds=advice)
-        print(explained)
+        print(explain(plan.steps[0], lengths, options.spell, advice_seconds=advice))
     else:
         print(report.packing_line(plan, lengths))
     print(f"digest {plan.digest()}")

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 from mcore_batching.planning import Argument
-from mcore_batching.planning.errors import printable
 from mcore_batching.planning.plans.records import read_records
 from mcore_batching.tools import replay, report
 from mcore_batching.tools.cli.options import (
@@ -18,9 +17,6 @@ from mcore_batching.tools.cli.options import (
     check_at_least,
     cost_model_of,
 )
-from mcore_batching.tools.cli.progress import progress
-from mcore_batching.tools.pictures.picture import check_picture
-from mcore_batching.tools.pictures.replay_plot import draw_replay
 
 MOST_PLANNED_STEPS = 16
 """Default of --steps. Each is planned up to eight times: time grows with it, and gains of single
@@ -46,9 +42,6 @@ def add_arguments(parser: CommandParser) -> None:
     )
     add_plan_effort(parser)
     add_cost_model(parser)
-    parser.add_argument(
-        "--plot", metavar="FILE", help="draw both times of every step, to a .png, .svg or .html"
-    )
     # Alternatives are named by the flags with which `mcore-batching plan` would plan them.
     parser.flags |= FLAG_OF_SIZE | {
         "max_tokens_per_gpu": "--max-tokens-per-gpu",
@@ -61,8 +54,6 @@ def add_arguments(parser: CommandParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Read, predict, plan again, print."""
     check_at_least(options, "steps", 1)
-    if options.plot:
-        check_picture(options.plot)
     steps = replay.replay(read_records(options.records), cost_model_of(options))
     # A job whose options changed half-way has no one factor: each setting gets a table of its own.
     before = None
@@ -75,9 +66,6 @@ def run(options: argparse.Namespace) -> int:
             print(f"\nthen with {', '.join(changes)}")
         _print(alike, options)
         before = alike[-1]
-    if options.plot:
-        draw_replay(steps, options.plot)
-        print(f"wrote {printable(options.plot)}")
     return 0
 
 
@@ -104,8 +92,7 @@ def _print(steps: Sequence[replay.ReplayedStep], options: argparse.Namespace) ->
         print(f"a unit of cost took {factor:.3e} s ({how}){off}")
     # All alternatives for the same few steps, so that gains can be compared.
     planned = replay.spread_out(steps, options.steps)
-    with progress("planning the steps again"):
-        found = replay.better_plans(planned, options.plan_effort)
+    found = replay.better_plans(planned, options.plan_effort)
     if found:
         print(f"\n{len(planned)} of these steps with the same samples on the same GPUs:")
         report.print_table(_alternative_table(found, factor, options.spell), sys.stdout)

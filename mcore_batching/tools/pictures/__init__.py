@@ -3,6 +3,5 @@
 timeline     start and end of every pass of a step
 plot         a step: passes, working stages, and fill by `plot_fill`
 plot_fill    how full each micro-batch is
-replay_plot  a recorded job: predicted and measured time of every step
 picture      pictures as files: .png, .svg or .html
 """

@@ -1,4 +1,4 @@
-"""What several frameworks' rules are made of: dealing, splitting off, differencing, refusals."""
+"""Parts that several frameworks' rules share: dealing, splitting off, differencing, refusals."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch
 from mcore_batching.batch.rows.pack import pack
 from mcore_batching.megatron import (
-    response_entropy,
     response_log_probs,
     response_log_probs_and_entropy,
 )
@@ -103,7 +102,8 @@ def _ours_with_entropy(logits: Tensor, row: PackedMicroBatch) -> Tensor:
 
 
 def _our_entropy(logits: Tensor, row: PackedMicroBatch) -> Tensor:
-    return torch.cat(response_entropy(logits, row)).sum()
+    with torch.no_grad():
+        return torch.cat(response_log_probs_and_entropy(logits, row)[1]).sum()
 
 
 def _cross_entropy_of_a_copy(logits: Tensor, row: PackedMicroBatch) -> Tensor:

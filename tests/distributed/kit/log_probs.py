@@ -22,7 +22,6 @@ from mcore_batching.batch.rows.row_layout import Row
 from mcore_batching.megatron import (
     forward_only,
     get_data_iterator,
-    response_entropy,
     response_log_probs,
     response_log_probs_and_entropy,
     train_step,
@@ -61,7 +60,6 @@ def compare(temperature: float, chunk_tokens: int, dtype: str) -> dict[str, floa
         "gradient": _relative(leaf.grad, _own_part(gradient, row)),
         "log-probabilities alone": _difference(log_probs_alone, expected[0]),
         "gradient alone": _relative(alone.grad, _own_part(gradient_alone, row)),
-        "entropies alone": _difference(response_entropy(logits, row, **options), expected[1]),
     }
 
 
@@ -209,7 +207,7 @@ def fused_against_plain(dims: dict[str, Any], tied: bool) -> dict[str, Any]:
         log_probs, entropies = response_log_probs_and_entropy(logits, row, temperature=0.8)
         share, _ = packed_objective(logits, row, totals)
         share = share + token_mean(log_probs, row, totals) + token_mean(entropies, row, totals)
-        return share, {"entropy": token_mean(response_entropy(logits, row), row, totals)}
+        return share, {"entropy": token_mean(entropies, row, totals)}
 
     def constant(logits: Any, row: PackedMicroBatch, totals: StepTotals) -> Any:
         return torch.ones((), device=row.tokens.device), {}
