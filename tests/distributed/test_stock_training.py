@@ -365,6 +365,8 @@ def test_steps_planned_ahead_are_the_same_steps(
     in_line = [[record["in_line"] for record in ranks] for ranks in records]
     assert in_line == [[count] * 4 for count in counts]
     assert [record["said"] for record in ahead] == [[]] * 4
+    # Not only planned: samples have moved, and rows are laid out.
+    assert [record["taken"] for record in ahead] == [4] * 4
 
 
 @pytest.mark.parametrize(
@@ -377,7 +379,7 @@ def test_steps_planned_ahead_are_the_same_steps(
             ("stopped", [3, 1, 1, 1], "the plan that is made ahead is late", ()),
             ("late", [5, 1, 1, 1], "the plan that is made ahead is late", pytest.mark.long),
             ("absent", [5, 1, 1, 1], "no planning process: ", pytest.mark.long),
-            ("lost", [3, 3, 3, 3], "lengths were not gathered: connection closed", ()),
+            ("lost", [3, 3, 3, 3], "ranks lost each other: connection closed", ()),
         )
     ],
     indirect=["records"],

@@ -62,7 +62,8 @@ def test_the_end_of_the_data_is_an_error_where_it_is_drawn() -> None:
     iterator = RerunDataIterator(numbered(5))
     assert numbers(batches_ahead(iterator, 4)) == [0, 1, 2, 3]
     draw_batches(iterator, 4)
-    assert batches_ahead(iterator, 4) is None
+    with pytest.raises(StopIteration):
+        batches_ahead(iterator, 4)
     with pytest.raises(StockDataError, match="ended after 1 of 4 micro-batches"):
         draw_batches(iterator, 4)
     with pytest.raises(StockDataError, match="ended after 0 of 4 micro-batches"):
@@ -72,7 +73,8 @@ def test_the_end_of_the_data_is_an_error_where_it_is_drawn() -> None:
 def test_an_error_of_the_data_is_raised_where_it_is_drawn() -> None:
     iterator = RerunDataIterator(numbered(1, OSError("the disk is gone")))
     for _ in range(2):
-        assert batches_ahead(iterator, 2) is None
+        with pytest.raises(OSError, match="the disk is gone"):
+            batches_ahead(iterator, 2)
     with pytest.raises(OSError, match="the disk is gone"):
         draw_batches(iterator, 2)
 

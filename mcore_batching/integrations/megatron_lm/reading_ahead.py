@@ -47,15 +47,22 @@ class Buffered:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
 
-    def next_values(self, count: int) -> list[Any] | None:
-        """The values that are drawn next; None if reading one of them raised."""
+    def next_values(self, count: int) -> list[Any]:
+        """The values that are drawn next.
+
+        Raises:
+            Exception: as reading one of them did; raised again where it is drawn.
+        """
         while len(self._read) < count and not (self._read and self._read[-1][1]):
             try:
                 self._read.append((next(self._iterator), None))
             except Exception as error:
                 self._read.append((None, error))
-        ahead = [value for value, error in self._read if error is None][:count]
-        return ahead if len(ahead) == count else None
+        ahead = [*self._read][:count]
+        for _, raised in ahead:
+            if raised is not None:
+                raise raised
+        return [value for value, _ in ahead]
 
 
 def batches_ahead(data_iterator: Any, num_batches: int) -> Batches | None:
@@ -67,6 +74,9 @@ def batches_ahead(data_iterator: Any, num_batches: int) -> Batches | None:
 
     Returns:
         None where there are none, and of iterators that are not Megatron's.
+
+    Raises:
+        Exception: as reading one of them did; raised again where it is drawn.
     """
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     read = []

@@ -46,7 +46,6 @@ from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.consensus import digest_of
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.learning.cost_learning import CostLearner, learners_of
-from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
 from mcore_batching.megatron.rollout.settings import Settings, say_oversize
 from mcore_batching.megatron.rollout.sharing import (
@@ -65,8 +64,9 @@ from mcore_batching.megatron.rows.shards import (
     with_hosted,
 )
 from mcore_batching.megatron.topology import model_chunks, vocabulary_size
-from mcore_batching.planning import CostModel, PlannerConfig, ShardOutlook
+from mcore_batching.planning import CostModel, PlannerConfig, ShardOutlook, StepPlan
 from mcore_batching.planning.learning.learnt_costs import LearntCosts
+from mcore_batching.planning.planning_process import PlanRequest
 
 
 class PlanningProtocol:
@@ -85,7 +85,8 @@ class PlanningProtocol:
             all samples.
         hosts: as `MicroBatchSchedule.hosts`, where they are known; None: they are looked for if
             samples are to share segments.
-        ahead: where the plan of all samples of one step may have been made already.
+        learnt: costs to plan by, in place of `cost_model` and of what this step would learn.
+        plan: plans all samples of one step; None: in line.
 
     Attributes:
         settings: from `take_stock` on.
@@ -119,26 +120,27 @@ class PlanningProtocol:
         forward_only: bool,
         one_step: bool = False,
         hosts: Sequence[int] | None = None,
-        ahead: PlansAhead | None = None,
+        learnt: LearntCosts | None = None,
+        plan: Callable[[PlanRequest], StepPlan] | None = None,
     ) -> None:
         self.job = job
         self.model = model
         self.read = read
         self.schema = schema
         self.steps = steps
-        self.given_cost_model = cost_model
+        self.given_cost_model = cost_model if learnt is None else learnt.cost_model
         self.given_config = config
         self.forward_only = forward_only
         self.one_step = one_step
         self.hosts = hosts
-        self.ahead = ahead
+        self.plan = plan
         self.consensus = job.consensus
         self._shards: list[StepShard] = []
         self._packed_lengths: list[int] = []
         self._latest_at_once: list[float] = []
         self._is_settled = False
         self._outlooks: list[list[ShardOutlook]] = []
-        self.learnt: LearntCosts | None = None
+        self.learnt = learnt
 
     def run(self) -> MicroBatchSchedule:
         """All steps of the protocol. A collective over all ranks.
@@ -181,9 +183,7 @@ class PlanningProtocol:
             self._learner.learn(agreed.figures)
             # What packs at once has packed before these figures were heard: the plan is of the
             # costs before, and the next batch's of these.
-            # So is what may have been planned ahead.
-            is_older = self._packs_at_once or self.ahead is not None
-            self.learnt = packed_by if is_older else self._learner.learnt
+            self.learnt = packed_by if self._packs_at_once else self._learner.learnt
             assert self.learnt is not None
             self.settings = dataclasses.replace(self.settings, cost_model=self.learnt.cost_model)
         if not self.forward_only:  # of forward passes alone training has said it already

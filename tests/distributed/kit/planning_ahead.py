@@ -60,23 +60,26 @@ def train_ahead(
         script: as of `train`.
         words: as of `train`.
         fault: ``killed`` or ``stopped``: the process, in the third step; ``late``: its plans are;
-            ``absent``: it cannot be started; ``lost``: lengths of the third step are not gathered.
+            ``absent``: it cannot be started; ``lost``: its messages of the third step.
         blocking: transfers block as NCCL's do.
 
     Returns:
         its record, with ``in_line``, the number of plans that this rank made itself, ``said``, what
-        it said of them, and ``pids``, of its planning processes.
+        it said of them, ``taken``, the number of steps that were made ahead, and ``pids``, of its
+        planning processes.
     """
-    made: dict[str, Any] = {"in_line": 0, "said": [], "pids": [], "begun": 0}
-    plan_ahead, begin, say = PlansAhead.plan, PlansAhead.begin, PlansAhead._say
+    made: dict[str, Any] = {"in_line": 0, "taken": 0, "said": [], "pids": [], "begun": 0}
+    take, begin, say = PlansAhead.take, PlansAhead.begin, PlansAhead._say
     is_faulty = fault is not None and os.environ["RANK"] == "0"
 
-    def planned(self: PlansAhead, request: PlanRequest) -> Any:
+    def taken(self: PlansAhead, *arguments: Any, **options: Any) -> Any:
         # Here a plan takes a few milliseconds in line, and a process may take seconds to start.
         is_late = fault == "late" or (fault in (*_SIGNALS, "lost") and made["begun"] >= FAULTY_STEP)
         waits = is_late and (is_faulty or fault == "lost")
         self._seconds_in_line = 0.1 if waits else SECONDS_TO_START
-        return plan_ahead(self, request)
+        found = take(self, *arguments, **options)
+        made["taken"] += found[0] is not None
+        return found
 
     def begun(self: PlansAhead, *arguments: Any) -> None:
         made["begun"] += 1
@@ -89,7 +92,9 @@ def train_ahead(
                 os.kill(*made["pids"], _SIGNALS[fault])
             elif fault == "lost":
                 reduce = mock.Mock(side_effect=ConnectionError("connection closed"))
-                maker._messages.reduce = reduce  # type: ignore[method-assign]
+                messages = maker._consensus._messages
+                assert messages is not None
+                messages.reduce = reduce  # type: ignore[method-assign]
         begin(self, *arguments)
 
     def said(self: PlansAhead, why: Exception) -> None:
@@ -109,7 +114,7 @@ def train_ahead(
 
         for target, name, value in (
             (PlanRequest, "plan", counted),
-            (PlansAhead, "plan", planned),
+            (PlansAhead, "take", taken),
             (PlansAhead, "begin", begun),
             (PlansAhead, "_say", said),
         ):
