@@ -396,6 +396,16 @@ def test_planning_ahead_that_fails_is_made_up_for(
 
 
 @pytest.mark.long
+@runs("thousands-of-steps")
+def test_thousands_of_steps_made_ahead_take_no_more_memory(records: list[Ranks]) -> None:
+    for record in records[0]:
+        assert record["error"] is None
+        assert len(record["held"]) == 19  # the first step is made in line, the second taken first
+        for at_200, *_, at_the_end in zip(*record["held"][1:], strict=True):
+            assert at_the_end < 1.02 * at_200
+
+
+@pytest.mark.long
 @runs("pauses-padded", "pauses-short-plans", "pauses-long-plans", "pauses-long-plans-not-ahead")
 def test_the_device_does_not_wait_for_plans(records: list[Ranks]) -> None:
     """From a step's last pass to the next one's first, where passes and planning sleep."""

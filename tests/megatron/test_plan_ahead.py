@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import signal
@@ -16,8 +17,12 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from mcore_batching.batch import StepTotals
+from mcore_batching.batch.agreement.consensus import Agreement
+from mcore_batching.batch.agreement.figures import least
 from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
 from mcore_batching.megatron.rollout.settings import Settings
+from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.planning import (
     ConfigError,
     CostModel,
@@ -155,6 +160,56 @@ def test_a_process_that_is_lost_is_said_once(
     assert said.count("rank 0 plans in line, for which its device waits: ") == 1
     why = {"SIGKILL": f"planning process {maker._process.pid} failed", "SIGSTOP": "is late"}
     assert why[by] in said
+
+
+def test_a_step_that_is_late_does_not_hold_up_the_next(ahead: PlansAhead) -> None:
+    maker = ahead._maker
+    assert maker is not None
+    assert maker._process is not None
+    os.kill(maker._process.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    begin(ahead, request(LENGTHS))  # of which another number of samples is drawn
+    begin(ahead, request(LENGTHS))
+    assert ahead._made() is None
+    assert time.monotonic() - started < PATIENCE_SECONDS / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned(Settings):
+    """A schedule, as far as it is read here."""
+
+    learnt: Any = None
+
+
+@pytest.mark.parametrize(
+    ("of_all", "is_of_these", "settings", "is_taken"),
+    [
+        (1, True, SETTINGS, True),
+        (0, True, SETTINGS, False),  # another rank has not made it
+        (0, False, SETTINGS, False),
+        (0, True, dataclasses.replace(SETTINGS, cost_model=CostModel(quadratic=9.0)), False),
+    ],
+)
+def test_a_step_is_taken_if_all_ranks_made_it_of_the_same(
+    ahead: PlansAhead, of_all: int, is_of_these: bool, settings: Settings, is_taken: bool
+) -> None:
+    schedule: Any = Planned(**vars(SETTINGS))
+    made = PreparedStep(schedule, 0, [], [], StepTotals(), [])
+    ahead.begin(JOB, lambda of, operation, plan: made)
+    says: list[Any] = []
+
+    def agree(stage: str, work: Any, say: Any, failure: Any) -> Agreement[Any]:
+        result = work()
+        says.append(say(result).figures["made ahead"])
+        return Agreement(result, {}, {"made ahead": of_all})
+
+    job: Any = SimpleNamespace(
+        options=SimpleNamespace(learns_cost_model=False), consensus=SimpleNamespace(agree=agree)
+    )
+    with mock.patch.object(Settings, "of", return_value=settings):
+        taken, learnt = ahead.take(job, [], None, is_of_these=is_of_these)
+    assert (taken, learnt) == (made if is_taken else None, None)
+    assert says == [least(int(is_of_these and settings is SETTINGS))]
 
 
 def test_thread_and_process_end_with_the_job() -> None:

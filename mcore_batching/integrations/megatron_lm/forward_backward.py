@@ -151,7 +151,8 @@ class PackedForwardBackward:
             for number, stage in enumerate(prepared.iterators(len(chunks)))
         ]
         between = None
-        if ahead is not None and not self._is_last:
+        # In a rerun the step after has begun already.
+        if ahead is not None and cost_model is None and not self._is_last:
             ahead.connect(job)
             between = after_first_pass(
                 functools.partial(
@@ -213,8 +214,9 @@ class PackedForwardBackward:
         *,
         chunks: list[Any],
         drawn: Callable[[], Batches | None],
-        cost_model: CostModel | None,
+        cost_model: CostModel | None = None,
         learnt: LearntCosts | None = None,
+        checked: Settings | None = None,
         forward_only: bool = False,
     ) -> PreparedStep:
         """Plan and collate the step; a collective over all ranks."""
@@ -229,6 +231,7 @@ class PackedForwardBackward:
             forward_only=forward_only and job.options.has_own_forward_plan,
             one_step=True,
             learnt=learnt,
+            checked=checked,
             plan=plan,
         )
         return prepare(
@@ -265,11 +268,9 @@ class PackedForwardBackward:
         """
         drawn = self._ahead = _outcome(lambda: batches_ahead(data_iterator, num_microbatches))
         # What is known of costs now; more is learnt before the step.
-        cost_model = Settings.of(job, chunks, None, None, forward_only=False).cost_model
-        ahead.begin(
-            job,
-            functools.partial(self._prepared, chunks=chunks, drawn=drawn, cost_model=cost_model),
-        )
+        settings = Settings.of(job, chunks, None, None, forward_only=False)
+        make = functools.partial(self._prepared, chunks=chunks, drawn=drawn, checked=settings)
+        ahead.begin(job, make)
 
     @property
     def _iteration(self) -> int | None:

@@ -86,6 +86,7 @@ class PlanningProtocol:
         hosts: as `MicroBatchSchedule.hosts`, where they are known; None: they are looked for if
             samples are to share segments.
         learnt: costs to plan by, in place of `cost_model` and of what this step would learn.
+        checked: settings that the model was checked with, in place of all these.
         plan: plans all samples of one step; None: in line.
 
     Attributes:
@@ -121,6 +122,7 @@ class PlanningProtocol:
         one_step: bool = False,
         hosts: Sequence[int] | None = None,
         learnt: LearntCosts | None = None,
+        checked: Settings | None = None,
         plan: Callable[[PlanRequest], StepPlan] | None = None,
     ) -> None:
         self.job = job
@@ -130,6 +132,7 @@ class PlanningProtocol:
         self.steps = steps
         self.given_cost_model = cost_model if learnt is None else learnt.cost_model
         self.given_config = config
+        self.checked = checked
         self.forward_only = forward_only
         self.one_step = one_step
         self.hosts = hosts
@@ -192,6 +195,21 @@ class PlanningProtocol:
     def _read_stock(self) -> tuple[Settings, RolloutBatch | None]:
         """The settings, and this rank's rollout data if it was given any."""
         chunks = model_chunks(self.model)
+        # Without a look at a model that may be running in another thread, with hooks.
+        settings = self.checked or self._checked_settings(chunks)
+        # Before the agreement is over: under `one_step` its figures pack by these settings.
+        self.settings = settings
+        self.vocabulary_size = vocabulary_size(chunks)
+        return settings, RolloutBatch.read(
+            self.read(),
+            self.job.options.global_batch_size,
+            self.schema,
+            self.steps,
+            self.vocabulary_size,
+            self.job.memory.told_fields,
+        )
+
+    def _checked_settings(self, chunks: list[Any]) -> Settings:
         settings = Settings.of(
             self.job,
             chunks,
@@ -206,17 +224,7 @@ class PlanningProtocol:
             check_shared_prefixes(chunks)
         if not self.forward_only:  # that of a reference model is never split
             check_split_backward(self.job.options, chunks, settings.dims)
-        # Before the agreement is over: under `one_step` its figures pack by these settings.
-        self.settings = settings
-        self.vocabulary_size = vocabulary_size(chunks)
-        return settings, RolloutBatch.read(
-            self.read(),
-            self.job.options.global_batch_size,
-            self.schema,
-            self.steps,
-            self.vocabulary_size,
-            self.job.memory.told_fields,
-        )
+        return settings
 
     def _stock_statement(self, stock: tuple[Settings, RolloutBatch | None]) -> Statement:
         settings, batch = stock
@@ -255,8 +263,8 @@ class PlanningProtocol:
     def _learns(self) -> bool:
         """True if costs are learnt from the training steps before this one."""
         # A model of the caller's own is not corrected, and forward passes alone are not timed.
-        is_free = self.given_cost_model is None and not self.forward_only
-        return is_free and self.job.options.learns_cost_model
+        is_given = self.given_cost_model is not None or self.checked is not None
+        return not is_given and not self.forward_only and self.job.options.learns_cost_model
 
     @property
     def _learner(self) -> CostLearner:

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -121,6 +122,33 @@ def train_ahead(
             stack.enter_context(mock.patch.object(target, name, value))
         record = (train_blocking if blocking else train)(script, words)
     return record | made
+
+
+def held(script: str, words: Sequence[str]) -> dict[str, Any]:
+    """`train` over many steps, each made ahead.
+
+    Returns:
+        ``error``, if the run raised, ``steps``, their number, and ``held``: every hundredth step
+        what this process and its planning process hold, KiB of memory each.
+    """
+    looks: list[list[int]] = []
+    take, numbers = PlansAhead.take, itertools.count(1)
+
+    def taken(self: PlansAhead, *arguments: Any, **options: Any) -> Any:
+        if next(numbers) % 100 == 0:
+            assert self._maker is not None
+            assert self._maker._process is not None
+            looks.append([*map(_resident_kib, (os.getpid(), self._maker._process.pid))])
+        return take(self, *arguments, **options)
+
+    with mock.patch.object(PlansAhead, "take", taken):
+        record = train(script, words)
+    return {"error": record.get("error"), "steps": len(record["steps"]), "held": looks}
+
+
+def _resident_kib(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
 
 def pauses(script: str, words: Sequence[str], seconds: float) -> dict[str, Any]:
