@@ -11,11 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from packed_row_cases import rows
 
 from mcore_batching.batch import SchemaError
-from mcore_batching.integrations.megatron_lm.forward_backward import (
-    PackedForwardBackward,
-    _are_same,
-    _outcome,
-)
+from mcore_batching.integrations.megatron_lm.forward_backward import PackedForwardBackward
 from mcore_batching.integrations.megatron_lm.script_forward_step import check_loss, row_given
 from mcore_batching.megatron import DynamicBatchArgumentError
 from mcore_batching.planning import CostModel
@@ -53,16 +49,6 @@ def test_a_step_that_megatron_reruns_is_planned_by_the_same_costs() -> None:
     assert schedule._cost_model_of_rerun() is None
     del args.curr_iteration
     assert schedule._cost_model_of_rerun() is None
-
-
-def test_a_step_that_was_made_ahead_is_of_the_batches_that_are_drawn() -> None:
-    one, other = {"number": 1}, {"number": 1}
-    ahead = _outcome(lambda: [one, other])
-    assert _are_same(_outcome(lambda: [one, other]), ahead)
-    assert not _are_same(_outcome(lambda: [one]), ahead)
-    assert not _are_same(_outcome(lambda: [other, one]), ahead)
-    assert not _are_same(_outcome(lambda: next(iter(()))), ahead)
-    assert _are_same(_outcome(lambda: None), _outcome(lambda: None))  # of stages that read nothing
 
 
 def test_labels_that_are_trained_are_of_the_vocabulary() -> None:

@@ -65,6 +65,8 @@ def test_its_plans_are_those_made_here(process: PlanningProcess) -> None:
         assert plan == request.plan()
         assert plan.digest() == request.plan().digest()
         assert bool(plan.split_backward) == (config == split)
+    own, its = (os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, process.pid))
+    assert its == own + planning_process.NICENESS  # training has the processor first
 
 
 def test_what_the_planner_refuses_is_said_and_the_process_stays(process: PlanningProcess) -> None:

@@ -13,11 +13,9 @@ the same sums as those of the ordinary micro-batches; a placeholder's are 0 and 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 from megatron.core.utils import get_model_config
@@ -30,7 +28,9 @@ from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows, s
 from mcore_batching.integrations.megatron_lm.reading_ahead import (
     Batches,
     after_first_pass,
+    are_same,
     batches_ahead,
+    outcome_of,
 )
 from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
 from mcore_batching.integrations.megatron_lm.script_forward_step import (
@@ -124,13 +124,13 @@ class PackedForwardBackward:
         chunks = model_chunks(model)
         started, job = time.monotonic(), job_of(self._args)
         operation = "evaluation" if forward_only else "training"
-        drawn = _outcome(lambda: draw_batches(data_iterator, num_microbatches))
+        drawn = outcome_of(lambda: draw_batches(data_iterator, num_microbatches))
         prepared = learnt = None
         ahead = None if forward_only else self._plans_ahead(job)
         cost_model = None if forward_only else self._cost_model_of_rerun()
         # The first step is planned in line, where ranks compare that all plan ahead.
         if ahead is not None and ahead.has_begun:
-            is_of_these = _are_same(drawn, self._ahead)
+            is_of_these = are_same(drawn, self._ahead)
             prepared, learnt = ahead.take(job, chunks, cost_model, is_of_these=is_of_these)
         if prepared is None:
             prepared = self._prepared(
@@ -266,7 +266,7 @@ class PackedForwardBackward:
 
         What reading raises is raised when they are drawn.
         """
-        drawn = self._ahead = _outcome(lambda: batches_ahead(data_iterator, num_microbatches))
+        drawn = self._ahead = outcome_of(lambda: batches_ahead(data_iterator, num_microbatches))
         # What is known of costs now; more is learnt before the step.
         settings = Settings.of(job, chunks, None, None, forward_only=False)
         make = functools.partial(self._prepared, chunks=chunks, drawn=drawn, checked=settings)
@@ -296,24 +296,6 @@ class PackedForwardBackward:
         # All samples are one step, even where batch-size ramp-up draws fewer than
         # --global-batch-size.
         return data | {"dynamic_global_batch_size": None}
-
-
-def _outcome(read: Callable[[], Batches | None]) -> Callable[[], Batches | None]:
-    """What a function gave or raised, as often as it is asked for."""
-    outcome: Future[Batches | None] = Future()
-    # Raised later, inside an agreement: the other ranks would wait for this one.
-    try:
-        outcome.set_result(read())
-    except (Exception, SystemExit) as exception:
-        outcome.set_exception(exception)
-    return outcome.result
-
-
-def _are_same(drawn: Callable[[], Batches | None], ahead: Callable[[], Batches | None]) -> bool:
-    """True if the batches that were read ahead are those that have been drawn."""
-    with contextlib.suppress(Exception, SystemExit):
-        return [*map(id, drawn() or ())] == [*map(id, ahead() or ())]
-    return False
 
 
 def _check_options(collect_non_loss_data: bool, adjust_tensor_shapes_fn: Any) -> None:

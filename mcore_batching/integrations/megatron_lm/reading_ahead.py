@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from megatron.core.rerun_state_machine import RerunDataIterator
@@ -86,6 +87,24 @@ def batches_ahead(data_iterator: Any, num_batches: int) -> Batches | None:
                 iterator.iterable = Buffered(iterator.iterable)
             read.append(iterator.iterable.next_values(num_batches))
     return read[0] if read else None
+
+
+def outcome_of(read: Callable[[], Batches | None]) -> Callable[[], Batches | None]:
+    """What a function that reads gives or raises now, as often as it is asked for."""
+    outcome: Future[Batches | None] = Future()
+    # Raised later, inside an agreement: the other ranks would wait for this one.
+    try:
+        outcome.set_result(read())
+    except (Exception, SystemExit) as exception:
+        outcome.set_exception(exception)
+    return outcome.result
+
+
+def are_same(drawn: Callable[[], Batches | None], ahead: Callable[[], Batches | None]) -> bool:
+    """True if the batches that were read ahead are those that have been drawn."""
+    with contextlib.suppress(Exception, SystemExit):
+        return [*map(id, drawn() or ())] == [*map(id, ahead() or ())]
+    return False
 
 
 @contextlib.contextmanager
