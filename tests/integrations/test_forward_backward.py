@@ -59,9 +59,9 @@ def test_labels_that_are_trained_are_of_the_vocabulary() -> None:
         "loss_mask": torch.tensor([[1.0, 0.0, 1.0]]),
         "position_ids": torch.arange(3)[None],
     }
-    assert schedule._read(iter([batch]), 1, 65)
+    assert schedule._read([batch], 65)
     with pytest.raises(SchemaError, match=r"'labels', sample 0: .* found 64 at place 2"):
-        schedule._read(iter([batch]), 1, 64)
+        schedule._read([batch], 64)
 
 
 @pytest.mark.parametrize(

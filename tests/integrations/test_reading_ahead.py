@@ -10,7 +10,12 @@ from megatron.core import rerun_state_machine
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode
 
-from mcore_batching.integrations.megatron_lm.reading_ahead import after_first_pass, batches_ahead
+from mcore_batching.integrations.megatron_lm.reading_ahead import (
+    after_first_pass,
+    are_same,
+    batches_ahead,
+    outcome_of,
+)
 from mcore_batching.integrations.megatron_lm.unpadding import StockDataError, draw_batches
 
 
@@ -62,7 +67,8 @@ def test_the_end_of_the_data_is_an_error_where_it_is_drawn() -> None:
     iterator = RerunDataIterator(numbered(5))
     assert numbers(batches_ahead(iterator, 4)) == [0, 1, 2, 3]
     draw_batches(iterator, 4)
-    assert batches_ahead(iterator, 4) is None
+    with pytest.raises(StopIteration):
+        batches_ahead(iterator, 4)
     with pytest.raises(StockDataError, match="ended after 1 of 4 micro-batches"):
         draw_batches(iterator, 4)
     with pytest.raises(StockDataError, match="ended after 0 of 4 micro-batches"):
@@ -72,7 +78,8 @@ def test_the_end_of_the_data_is_an_error_where_it_is_drawn() -> None:
 def test_an_error_of_the_data_is_raised_where_it_is_drawn() -> None:
     iterator = RerunDataIterator(numbered(1, OSError("the disk is gone")))
     for _ in range(2):
-        assert batches_ahead(iterator, 2) is None
+        with pytest.raises(OSError, match="the disk is gone"):
+            batches_ahead(iterator, 2)
     with pytest.raises(OSError, match="the disk is gone"):
         draw_batches(iterator, 2)
 
@@ -89,6 +96,18 @@ def test_a_rerun_replays_what_its_step_drew_though_more_was_read() -> None:
     assert numbers(iterator.state_dict()["saved_microbatches"]) == [0, 1]
     iterator.advance()
     assert numbers(draw_batches(iterator, 2)) == [2, 3]
+
+
+def test_a_step_that_was_made_ahead_is_of_the_batches_that_are_drawn() -> None:
+    one, other = {"number": 1}, {"number": 1}
+    ahead = outcome_of(lambda: [one, other])
+    assert are_same(outcome_of(lambda: [one, other]), ahead)
+    assert not are_same(outcome_of(lambda: [one]), ahead)
+    assert not are_same(outcome_of(lambda: [other, one]), ahead)
+    assert not are_same(outcome_of(lambda: next(iter(()))), ahead)
+    assert are_same(
+        outcome_of(lambda: None), outcome_of(lambda: None)
+    )  # of stages that read nothing
 
 
 @pytest.mark.parametrize("passes", ["", "F", "FB", "FFBB"])

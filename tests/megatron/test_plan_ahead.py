@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import signal
@@ -16,9 +17,19 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from mcore_batching.batch import StepTotals
+from mcore_batching.batch.agreement.consensus import Agreement
+from mcore_batching.batch.agreement.figures import least
 from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
 from mcore_batching.megatron.rollout.settings import Settings
-from mcore_batching.planning import CostModel, OversizeSampleError, ParallelDims, PlannerConfig
+from mcore_batching.megatron.rows.prepared_step import PreparedStep
+from mcore_batching.planning import (
+    ConfigError,
+    CostModel,
+    OversizeSampleError,
+    ParallelDims,
+    PlannerConfig,
+)
 from mcore_batching.planning.planning_process import PlanRequest
 
 SETTINGS = Settings(ParallelDims(), PlannerConfig(max_tokens_per_gpu=64), CostModel())
@@ -30,14 +41,27 @@ def request(lengths: list[int], settings: Settings = SETTINGS) -> PlanRequest:
     return PlanRequest(tuple(lengths), settings.dims, settings.config, settings.cost_model)
 
 
+JOB: Any = SimpleNamespace(
+    consensus=SimpleNamespace(for_thread=lambda: None), options=None, memory=None
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+
+
 def connected() -> PlansAhead:
     ahead = PlansAhead()
-    job: Any = SimpleNamespace(
-        consensus=SimpleNamespace(replicas=[[0]]),
-        options=SimpleNamespace(checked_timeout_seconds=lambda: PATIENCE_SECONDS),
-    )
-    ahead.connect(job)
+    ahead.connect(JOB)
     return ahead
+
+
+def begin(ahead: PlansAhead, asked: PlanRequest) -> None:
+    """Let a plan be made ahead, in the place of the step that is made by it."""
+    make: Any = lambda job, operation, plan: plan(asked)  # noqa: E731
+    ahead.begin(JOB, make)
 
 
 @pytest.fixture
@@ -54,6 +78,8 @@ def ahead() -> Iterator[PlansAhead]:
 def plans_in_line(ahead: PlansAhead, asked: PlanRequest) -> int:
     """How many plans this process makes to get one, which is the right one."""
     expected, plan = asked.plan(), PlanRequest.plan
+    if ahead.has_begun:
+        ahead._made()
     with mock.patch.object(PlanRequest, "plan", autospec=True, side_effect=plan) as counted:
         assert ahead.plan(asked) == expected
     return counted.call_count
@@ -62,8 +88,9 @@ def plans_in_line(ahead: PlansAhead, asked: PlanRequest) -> int:
 def test_a_plan_that_was_made_ahead_is_used(ahead: PlansAhead) -> None:
     assert plans_in_line(ahead, request(LENGTHS)) == 1
     ahead._seconds_in_line = PATIENCE_SECONDS
-    ahead.begin(LENGTHS, SETTINGS)
+    begin(ahead, request(LENGTHS))
     assert plans_in_line(ahead, request(LENGTHS)) == 0
+    assert ahead._made() == request(LENGTHS).plan()
     assert plans_in_line(ahead, request(LENGTHS)) == 0  # as where the step is run again
 
 
@@ -83,14 +110,23 @@ def test_a_plan_that_was_made_ahead_is_used(ahead: PlansAhead) -> None:
 def test_a_plan_of_something_else_is_not_used(
     ahead: PlansAhead, asked: PlanRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ahead.begin(LENGTHS, SETTINGS)
+    begin(ahead, request(LENGTHS))
     assert plans_in_line(ahead, asked) == 1
     assert capsys.readouterr().out == ""
 
 
-def test_nothing_is_planned_of_samples_that_nobody_read(ahead: PlansAhead) -> None:
-    ahead.begin(None, SETTINGS)
-    assert plans_in_line(ahead, request(LENGTHS)) == 1
+def test_a_step_that_cannot_be_made_is_left_to_the_main_thread(
+    ahead: PlansAhead, capsys: pytest.CaptureFixture[str]
+) -> None:
+    errors = [ConfigError("no samples"), *[OSError("connection closed")] * 3]
+    for error in errors:
+        ahead.begin(JOB, mock.Mock(side_effect=error))
+        assert plans_in_line(ahead, request(LENGTHS)) == 1
+        # Raised on all ranks alike, or by messages: then other ranks may be elsewhere.
+        ahead._seconds_in_line = PATIENCE_SECONDS
+        begin(ahead, request(LENGTHS))
+        assert plans_in_line(ahead, request(LENGTHS)) == isinstance(error, OSError)
+    assert capsys.readouterr().out.count("ranks lost each other: connection closed") == 1
 
 
 def test_what_cannot_be_planned_is_the_planners_own_error(
@@ -98,7 +134,8 @@ def test_what_cannot_be_planned_is_the_planners_own_error(
 ) -> None:
     config = PlannerConfig(max_tokens_per_gpu=16, on_oversize="error")
     settings = Settings(SETTINGS.dims, config, SETTINGS.cost_model)
-    ahead.begin(LENGTHS, settings)
+    begin(ahead, request(LENGTHS, settings))
+    ahead._made()
     with pytest.raises(OversizeSampleError):
         ahead.plan(request(LENGTHS, settings))
     assert capsys.readouterr().out == ""
@@ -114,7 +151,7 @@ def test_a_process_that_is_lost_is_said_once(
     os.kill(maker._process.pid, signal.Signals[by])
     for number in range(4):
         ahead._seconds_in_line = 0.2 if number == 0 and by == "SIGSTOP" else PATIENCE_SECONDS
-        ahead.begin([*LENGTHS, number + 1], SETTINGS)
+        begin(ahead, request([*LENGTHS, number + 1]))
         started = time.monotonic()
         assert plans_in_line(ahead, request([*LENGTHS, number + 1])) == 1
         # A stopped process is asked once, and not waited for again.
@@ -125,13 +162,68 @@ def test_a_process_that_is_lost_is_said_once(
     assert why[by] in said
 
 
+def test_a_step_that_is_late_does_not_hold_up_the_next(ahead: PlansAhead) -> None:
+    maker = ahead._maker
+    assert maker is not None
+    assert maker._process is not None
+    os.kill(maker._process.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    begin(ahead, request(LENGTHS))  # of which another number of samples is drawn
+    begin(ahead, request(LENGTHS))
+    assert ahead._made() is None
+    assert time.monotonic() - started < PATIENCE_SECONDS / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned(Settings):
+    """A schedule, as far as it is read here."""
+
+    learnt: Any = None
+
+
+@pytest.mark.parametrize(
+    ("of_all", "is_of_these", "settings", "is_taken"),
+    [
+        (1, True, SETTINGS, True),
+        (0, True, SETTINGS, False),  # another rank has not made it
+        (0, False, SETTINGS, False),
+        (0, True, dataclasses.replace(SETTINGS, cost_model=CostModel(quadratic=9.0)), False),
+    ],
+)
+def test_a_step_is_taken_if_all_ranks_made_it_of_the_same(
+    ahead: PlansAhead, of_all: int, is_of_these: bool, settings: Settings, is_taken: bool
+) -> None:
+    schedule: Any = Planned(**vars(SETTINGS))
+    made = PreparedStep(schedule, 0, [], [], StepTotals(), [])
+    ahead.begin(JOB, lambda of, operation, plan: made)
+    says: list[Any] = []
+
+    def agree(stage: str, work: Any, say: Any, failure: Any) -> Agreement[Any]:
+        result = work()
+        says.append(say(result).figures["made ahead"])
+        return Agreement(result, {}, {"made ahead": of_all})
+
+    job: Any = SimpleNamespace(
+        options=SimpleNamespace(learns_cost_model=False), consensus=SimpleNamespace(agree=agree)
+    )
+    with mock.patch.object(Settings, "of", return_value=settings):
+        taken, learnt = ahead.take(job, [], None, is_of_these=is_of_these)
+    assert (taken, learnt) == (made if is_taken else None, None)
+    assert says == [least(int(is_of_these and settings is SETTINGS))]
+
+
 def test_thread_and_process_end_with_the_job() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     ahead = connected()
     maker = ahead._maker
     assert maker is not None
     assert maker._process is not None
-    del ahead
+    # A step keeps its job, and that all that it remembers.
+    job = SimpleNamespace(options=None, memory=ahead)
+    ahead.begin(job, lambda of, operation, plan: [of, plan(request(LENGTHS))])
+    ahead._seconds_in_line = PATIENCE_SECONDS
+    assert ahead._made() is not None
+    del ahead, job
     gc.collect()
     assert not maker._thread.is_alive()
     assert maker._process._process.poll() is not None
@@ -148,7 +240,8 @@ def test_two_thousand_steps_take_no_more_memory(ahead: PlansAhead) -> None:
     for number in range(2000):
         lengths = [length + number % 7 for length in LENGTHS]
         ahead._seconds_in_line = PATIENCE_SECONDS
-        ahead.begin(lengths, SETTINGS)
+        begin(ahead, request(lengths))
+        assert ahead._made() is not None
         ahead.plan(request(lengths))
         if number % 200 == 0:
             seen.append(resident_kib())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -64,6 +65,8 @@ def test_its_plans_are_those_made_here(process: PlanningProcess) -> None:
         assert plan == request.plan()
         assert plan.digest() == request.plan().digest()
         assert bool(plan.split_backward) == (config == split)
+    own, its = (os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, process.pid))
+    assert its == own + planning_process.NICENESS  # training has the processor first
 
 
 def test_what_the_planner_refuses_is_said_and_the_process_stays(process: PlanningProcess) -> None:
@@ -95,6 +98,24 @@ def test_a_fork_of_its_owner_does_not_end_it(process: PlanningProcess) -> None:
         os._exit(0)
     os.waitpid(fork, 0)
     assert process.plan(REQUEST) == REQUEST.plan()
+
+
+@pytest.mark.parametrize("executable", [None, "", "/nowhere/python", str(REPOSITORY)])
+def test_without_a_python_there_is_no_process(
+    executable: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.executable", executable)
+    with pytest.raises((FileNotFoundError, PermissionError)):
+        PlanningProcess()
+
+
+def test_what_is_no_python_makes_no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    for executable in ("/bin/true", "/bin/echo"):
+        monkeypatch.setattr("sys.executable", executable)
+        process = PlanningProcess()
+        with pytest.raises((EOFError, OSError, pickle.UnpicklingError)):
+            process.plan(REQUEST)
+        process.end()
 
 
 def test_its_surroundings_are_not_its_parents(
@@ -145,8 +166,8 @@ def _own_and_wait(pipe: Any) -> None:
     threading.Event().wait()
 
 
-@pytest.mark.parametrize("how", ["fork", "spawn"])
-def test_it_is_gone_with_a_parent_that_is_killed(how: str) -> None:
+@pytest.mark.parametrize(("how", "stopped"), [("fork", True), ("spawn", False)])
+def test_it_is_gone_with_a_parent_that_is_killed(how: str, stopped: bool) -> None:
     context = multiprocessing.get_context(how)
     here, there = context.Pipe()
     owner = context.Process(target=_own_and_wait, args=(there,))
@@ -156,6 +177,8 @@ def test_it_is_gone_with_a_parent_that_is_killed(how: str) -> None:
     assert digest == REQUEST.plan().digest()
     assert not is_gone(pid)
     assert owner.pid is not None
+    if stopped:
+        os.kill(pid, signal.SIGSTOP)
     os.kill(owner.pid, signal.SIGKILL)
     owner.join()
     assert becomes_true(lambda: is_gone(pid))

@@ -13,7 +13,6 @@ the same sums as those of the ordinary micro-batches; a placeholder's are 0 and 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections.abc import Callable
@@ -29,7 +28,9 @@ from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows, s
 from mcore_batching.integrations.megatron_lm.reading_ahead import (
     Batches,
     after_first_pass,
+    are_same,
     batches_ahead,
+    outcome_of,
 )
 from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
 from mcore_batching.integrations.megatron_lm.script_forward_step import (
@@ -47,15 +48,16 @@ from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.job import Job, job_of
 from mcore_batching.megatron.learning.pass_times import mark
 from mcore_batching.megatron.rollout.data_iterator import protocol_of
-from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
+from mcore_batching.megatron.rollout.plan_ahead import Plan, PlansAhead
 from mcore_batching.megatron.rollout.settings import Settings
-from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.split_backward.plan import most_left_bytes
 from mcore_batching.megatron.step.multi_token import LossesOfRows
 from mcore_batching.megatron.step.prepare import prepare
 from mcore_batching.megatron.step.run_pipeline import run_pipeline
 from mcore_batching.megatron.topology import model_chunks, model_shape, vocabulary_size
 from mcore_batching.planning import CostModel
+from mcore_batching.planning.learning.learnt_costs import LearntCosts
 from mcore_batching.planning.plans.memory import predicted_memory
 
 ForwardBackward = Callable[..., Any]
@@ -90,7 +92,7 @@ class PackedForwardBackward:
         self._run = forward_backward_func
         self._args = args
         self._last_planned: tuple[int | None, CostModel | None] = None, None
-        self._ahead: tuple[Batches, dict[str, Any]] | None = None
+        self._ahead: Callable[[], Batches | None] = lambda: None
 
     def __call__(
         self,
@@ -122,22 +124,39 @@ class PackedForwardBackward:
         chunks = model_chunks(model)
         started, job = time.monotonic(), job_of(self._args)
         operation = "evaluation" if forward_only else "training"
-        planned = self._plan(job, chunks, data_iterator, num_microbatches, forward_only)
-        prepared = prepare(
-            job, chunks, operation, 0, planned, forward_only=forward_only, change=stock_row
-        )
+        drawn = outcome_of(lambda: draw_batches(data_iterator, num_microbatches))
+        prepared = learnt = None
+        ahead = None if forward_only else self._plans_ahead(job)
+        cost_model = None if forward_only else self._cost_model_of_rerun()
+        # The first step is planned in line, where ranks compare that all plan ahead.
+        if ahead is not None and ahead.has_begun:
+            is_of_these = are_same(drawn, self._ahead)
+            prepared, learnt = ahead.take(job, chunks, cost_model, is_of_these=is_of_these)
+        if prepared is None:
+            prepared = self._prepared(
+                job,
+                operation,
+                None if ahead is None else ahead.plan,
+                chunks=chunks,
+                drawn=drawn,
+                cost_model=cost_model,
+                learnt=learnt,
+                forward_only=forward_only,
+            )
+        if not forward_only:
+            self._last_planned = self._iteration, prepared.schedule.cost_model
         # Every model chunk of a rank runs every row: only the first counts its tokens.
         rows = [
             PackedRows(stage, counts_flops=not forward_only and number == 0)
             for number, stage in enumerate(prepared.iterators(len(chunks)))
         ]
-        ahead = None if forward_only else _plans_ahead(job)
         between = None
-        if ahead is not None and self._may_read_ahead:
+        # In a rerun the step after has begun already.
+        if ahead is not None and cost_model is None and not self._is_last:
             ahead.connect(job)
             between = after_first_pass(
                 functools.partial(
-                    self._plan_next, ahead, job, chunks, data_iterator, num_microbatches
+                    self._begin_next, ahead, job, chunks, data_iterator, num_microbatches
                 )
             )
         failed: list[Exception] = []
@@ -187,42 +206,55 @@ class PackedForwardBackward:
             log_all=getattr(self._args, "dynamic_batch_log_all", False),
         )
 
-    def _plan(
+    def _prepared(
         self,
         job: Job,
+        operation: str,
+        plan: Plan | None,
+        *,
         chunks: list[Any],
-        data_iterator: Any,
-        num_microbatches: int,
-        forward_only: bool,
-    ) -> Callable[[], MicroBatchSchedule]:
-        """Plan the step; the function returned gives this rank's packed micro-batches."""
+        drawn: Callable[[], Batches | None],
+        cost_model: CostModel | None = None,
+        learnt: LearntCosts | None = None,
+        checked: Settings | None = None,
+        forward_only: bool = False,
+    ) -> PreparedStep:
+        """Plan and collate the step; a collective over all ranks."""
         # One step needs fewer agreements: prepare() compares what is left to compare.
         protocol = protocol_of(job.options)(
             job,
             chunks,
-            lambda: self._read(data_iterator, num_microbatches, vocabulary_size(chunks)),
+            lambda: self._read(drawn(), vocabulary_size(chunks)),
             schema=STOCK_SCHEMA,
             steps=None,
-            cost_model=None if forward_only else self._cost_model_of_rerun(),
+            cost_model=cost_model,
             forward_only=forward_only and job.options.has_own_forward_plan,
             one_step=True,
-            ahead=None if forward_only else _plans_ahead(job),
+            learnt=learnt,
+            checked=checked,
+            plan=plan,
         )
-        planned = protocol.begin()
-        if not forward_only:
-            self._last_planned = self._iteration, protocol.settings.cost_model
-        return planned
+        return prepare(
+            job, chunks, operation, 0, protocol.begin(), forward_only=forward_only, change=stock_row
+        )
 
-    @property
-    def _may_read_ahead(self) -> bool:
-        """True if there is a step after this one, of which reading changes nothing in this one."""
-        args, iteration = self._args, self._iteration
-        is_last = iteration is not None and iteration + 1 >= (args.train_iters or 0)
+    def _plans_ahead(self, job: Job) -> PlansAhead | None:
+        """The job's steps that are made ahead; None where none are."""
         # Other loaders draw random numbers of the main process where an epoch ends, or save how
         # far they have been read.
-        return getattr(args, "dataloader_type", None) == "single" and not is_last
+        is_on = (
+            job.options.exchanges_samples
+            and not job.options.no_plan_ahead
+            and getattr(self._args, "dataloader_type", None) == "single"
+        )
+        return job.memory.only(PlansAhead) if is_on else None
 
-    def _plan_next(
+    @property
+    def _is_last(self) -> bool:
+        iteration = self._iteration
+        return iteration is not None and iteration + 1 >= (self._args.train_iters or 0)
+
+    def _begin_next(
         self,
         ahead: PlansAhead,
         job: Job,
@@ -230,17 +262,15 @@ class PackedForwardBackward:
         data_iterator: Any,
         num_microbatches: int,
     ) -> None:
-        """Read the next step's samples, should it have as many micro-batches, and have it planned.
+        """Read the next step's samples, should it have as many micro-batches, and have it made.
 
         What reading raises is raised when they are drawn.
         """
-        self._ahead, lengths = None, None
-        batches = batches_ahead(data_iterator, num_microbatches)
-        with contextlib.suppress(Exception):
-            if batches is not None:
-                self._ahead = batches, self._unpadded(batches)
-                lengths = self._ahead[1]["total_lengths"]
-        ahead.begin(lengths, Settings.of(job, chunks, None, None, forward_only=False))
+        drawn = self._ahead = outcome_of(lambda: batches_ahead(data_iterator, num_microbatches))
+        # What is known of costs now; more is learnt before the step.
+        settings = Settings.of(job, chunks, None, None, forward_only=False)
+        make = functools.partial(self._prepared, chunks=chunks, drawn=drawn, checked=settings)
+        ahead.begin(job, make)
 
     @property
     def _iteration(self) -> int | None:
@@ -255,32 +285,17 @@ class PackedForwardBackward:
         iteration, cost_model = self._last_planned
         return cost_model if iteration is not None and iteration == self._iteration else None
 
-    def _read(
-        self, data_iterator: Any, num_microbatches: int, vocabulary: int | None
-    ) -> dict[str, Any] | None:
-        batches = draw_batches(data_iterator, num_microbatches)
+    def _read(self, batches: Batches | None, vocabulary: int | None) -> dict[str, Any] | None:
         if batches is None:
             return None
-        batches_ahead, data = self._ahead or ([], {})
-        if [*map(id, batches)] != [*map(id, batches_ahead)]:
-            data = self._unpadded(batches)
+        split = getattr(self._args, "reset_attention_mask", False)
+        data = unpadded_samples(batches, split_documents=split)
         if vocabulary is not None:
             # Untrained labels are not checked: they may be -100.
             require_vocabulary("labels", data["labels"], vocabulary, data["loss_mask"])
         # All samples are one step, even where batch-size ramp-up draws fewer than
         # --global-batch-size.
         return data | {"dynamic_global_batch_size": None}
-
-    def _unpadded(self, batches: Batches) -> dict[str, Any]:
-        return unpadded_samples(
-            batches, split_documents=getattr(self._args, "reset_attention_mask", False)
-        )
-
-
-def _plans_ahead(job: Job) -> PlansAhead | None:
-    """The job's planning of steps ahead; None where it is off."""
-    is_on = job.options.exchanges_samples and not job.options.no_plan_ahead
-    return job.memory.only(PlansAhead) if is_on else None
 
 
 def _check_options(collect_non_loss_data: bool, adjust_tensor_shapes_fn: Any) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from megatron.core.rerun_state_machine import RerunDataIterator
@@ -47,15 +48,22 @@ class Buffered:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
 
-    def next_values(self, count: int) -> list[Any] | None:
-        """The values that are drawn next; None if reading one of them raised."""
+    def next_values(self, count: int) -> list[Any]:
+        """The values that are drawn next.
+
+        Raises:
+            Exception: as reading one of them did; raised again where it is drawn.
+        """
         while len(self._read) < count and not (self._read and self._read[-1][1]):
             try:
                 self._read.append((next(self._iterator), None))
             except Exception as error:
                 self._read.append((None, error))
-        ahead = [value for value, error in self._read if error is None][:count]
-        return ahead if len(ahead) == count else None
+        ahead = [*self._read][:count]
+        for _, raised in ahead:
+            if raised is not None:
+                raise raised
+        return [value for value, _ in ahead]
 
 
 def batches_ahead(data_iterator: Any, num_batches: int) -> Batches | None:
@@ -67,6 +75,9 @@ def batches_ahead(data_iterator: Any, num_batches: int) -> Batches | None:
 
     Returns:
         None where there are none, and of iterators that are not Megatron's.
+
+    Raises:
+        Exception: as reading one of them did; raised again where it is drawn.
     """
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     read = []
@@ -76,6 +87,24 @@ def batches_ahead(data_iterator: Any, num_batches: int) -> Batches | None:
                 iterator.iterable = Buffered(iterator.iterable)
             read.append(iterator.iterable.next_values(num_batches))
     return read[0] if read else None
+
+
+def outcome_of(read: Callable[[], Batches | None]) -> Callable[[], Batches | None]:
+    """What a function that reads gives or raises now, as often as it is asked for."""
+    outcome: Future[Batches | None] = Future()
+    # Raised later, inside an agreement: the other ranks would wait for this one.
+    try:
+        outcome.set_result(read())
+    except (Exception, SystemExit) as exception:
+        outcome.set_exception(exception)
+    return outcome.result
+
+
+def are_same(drawn: Callable[[], Batches | None], ahead: Callable[[], Batches | None]) -> bool:
+    """True if the batches that were read ahead are those that have been drawn."""
+    with contextlib.suppress(Exception, SystemExit):
+        return [*map(id, drawn() or ())] == [*map(id, ahead() or ())]
+    return False
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from mcore_batching.batch.agreement.rank_messages import RankMessages
 from mcore_batching.batch.errors import described
 from mcore_batching.megatron.errors import PlanMismatchError, PlanningFailedError
 from mcore_batching.megatron.job.arguments import flag_of
-from mcore_batching.megatron.job.failure_watch import FailureWatch, NoWatch
+from mcore_batching.megatron.job.failure_watch import NO_WATCH, FailureWatch, NoWatch
 from mcore_batching.megatron.job.flat_values import flat, unflat
 
 Received = TypeVar("Received")
@@ -89,6 +89,14 @@ class JobConsensus(Consensus):
             _ranks_by([rank for _, _, rank in self._places]),
             _ranks_by([(rank, stage) for _, stage, rank in self._places]),
         )
+        return made
+
+    def for_thread(self) -> JobConsensus:
+        """One for another thread, whose messages never meet those of this one. A collective."""
+        made = JobConsensus(self._timeout.total_seconds(), NO_WATCH)
+        # Now: groups are made by main threads, in the same order on all ranks.
+        made._replica_group = made._own_group(made.replicas)
+        made._counterpart_group = made._own_group(list(zip(*made.replicas, strict=True)))
         return made
 
     def agree(

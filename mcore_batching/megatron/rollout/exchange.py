@@ -235,8 +235,8 @@ class ExchangingProtocol(PlanningProtocol):
     def _planned(self, lengths: Sequence[int]) -> StepPlan:
         settings = self.settings
         of = settings.dims, settings.config, settings.cost_model
-        if self.ahead is not None:
-            return self.ahead.plan(PlanRequest(tuple(lengths), *of))
+        if self.plan is not None:
+            return self.plan(PlanRequest(tuple(lengths), *of))
         return plan_step(lengths, *of, forward_only=self.forward_only)
 
 

@@ -1,49 +1,70 @@
-"""The next step's plan, made while the device runs this one.
+"""The next step, planned, exchanged and collated while the device runs this one.
 
-    main thread   step n: first pass, reads samples of n+1, other passes ...   step n+1 has its plan
-    a thread                          hears all ranks' lengths
-    a process                                                   plans n+1
+    main thread   step n: first pass, reads samples of n+1, other passes ...   step n+1 is ready
+    a thread                          lengths     samples move, rows are laid out
+    a process                                plan
 
-A plan that was made ahead is used if it is of exactly what the step is to be planned of. One that
-is late, failed, or is of something else is made in line, and is the same. So no rank needs to know
-how another came by its plan, and nothing that is done ahead is part of an agreement.
+The thread takes all steps of the planning protocol, by messages of its own. What it made is taken
+if all ranks have it, of exactly the samples and settings of the step; that is one agreement. If
+not, the step is planned in line, with the same result: each rank by the plan that its process has
+made, or, where that one is late, failed or is of something else, by its own.
 """
 
 from __future__ import annotations
 
 import collections
-import datetime
-import queue
+import contextlib
+import dataclasses
+import functools
 import threading
 import time
 import weakref
-from array import array
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from queue import SimpleQueue
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
-# As in `job.consensus`: slime puts another in the place of `dist.new_group`.
-from torch.distributed.distributed_c10d import new_group
-
-from mcore_batching.batch.agreement.rank_messages import RankMessages
+from mcore_batching.batch.agreement.consensus import Statement
+from mcore_batching.batch.agreement.figures import least
+from mcore_batching.megatron import cpu_emulation
+from mcore_batching.megatron.errors import PlanningFailedError
+from mcore_batching.megatron.job.consensus import JobConsensus
+from mcore_batching.megatron.job.failure_watch import NO_WATCH, NoWatch
 from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.learning.cost_learning import learners_of
 from mcore_batching.megatron.rollout.settings import Settings
-from mcore_batching.planning import PlanningError, StepPlan
+from mcore_batching.megatron.rows.prepared_step import PreparedStep
+from mcore_batching.planning import CostModel, PlanningError, StepPlan
+from mcore_batching.planning.errors import MCoreBatchingError
+from mcore_batching.planning.learning.learnt_costs import LearntCosts
 from mcore_batching.planning.planning_process import PlanningProcess, PlanRequest
 
 JOIN_SECONDS = 2.0
 """Time that the thread has to end with the job. It takes as long only where another rank has failed
-and it waits for that one's lengths: doubled, such a job ends 2 s later."""
+and it waits for that one's messages: doubled, such a job ends 2 s later."""
 
-_NO_DATA = -1
-"""In place of the number of samples, of a rank that has not read any."""
+Plan = Callable[[PlanRequest], StepPlan]
+Make = Callable[[Job, str, Plan], PreparedStep]
+"""``(job, operation, plan) -> step``: all of the planning protocol, and `prepare`."""
 
-_Ahead = Future[tuple[PlanRequest, StepPlan]]
+
+_Planned = Future[tuple[PlanRequest, StepPlan]]
+
+
+class _Ahead:
+    """One step that is made ahead."""
+
+    def __init__(self, job: Job, make: Make) -> None:
+        self.job, self.make = job, make
+        self.plan: _Planned = Future()
+        self.step: Future[PreparedStep] = Future()
 
 
 class PlansAhead:
-    """The plans of a job that are made ahead, one at a time."""
+    """The steps of a job that are made ahead, one at a time."""
 
     def __init__(self) -> None:
         self._ahead: _Ahead | None = None
@@ -52,43 +73,110 @@ class PlansAhead:
         self._times: collections.Counter[type[Exception]] = collections.Counter()
 
     def connect(self, job: Job) -> None:
-        """Be ready to plan ahead. A collective over all ranks at the first call.
+        """Be ready to make steps. A collective over all ranks at the first call.
 
         Raises:
             CollectiveError: on every rank, as `Job.consensus`.
         """
         if self._maker is None:
-            self._maker = _Maker(job)
+            self._maker = _Maker(job.consensus.for_thread())
             # With the job, which a new one replaces where Megatron's groups are made anew, or with
             # the interpreter.
             weakref.finalize(self, self._maker.end)
 
-    def begin(self, lengths: Sequence[int] | None, settings: Settings) -> None:
-        """Let the next step be planned. All ranks call it equally often; not a collective.
+    @property
+    def has_begun(self) -> bool:
+        """True if a step has begun to be made; the same on every rank."""
+        return self._ahead is not None
+
+    def begin(self, job: Job, make: Make) -> None:
+        """Let the next step be made. All ranks call it equally often; not a collective.
 
         Args:
-            lengths: of this rank's samples of that step; None where it has read none.
-            settings: by which the step will be planned.
+            job: the present one.
+            make: called in a thread; what it raises is found out in line.
         """
         assert self._maker is not None
-        self._ahead = Future()
-        self._maker.requests.put((lengths, settings, self._ahead))
+        if self._ahead is not None:
+            self._ahead.plan.cancel()  # its thread would go on waiting for a plan that is late
+        self._ahead = _Ahead(job, make)
+        self._maker.requests.put(self._ahead)
+
+    def take(
+        self, job: Job, chunks: list[Any], given: CostModel | None, *, is_of_these: bool
+    ) -> tuple[PreparedStep | None, LearntCosts | None]:
+        """The step that was begun last, if all ranks have made it. A collective over all ranks.
+
+        Args:
+            job: the present one.
+            chunks: this rank's model chunks.
+            given: costs to plan by; None: by the arguments.
+            is_of_these: it is of the samples that are due.
+
+        Returns:
+            the step; the costs to plan it by otherwise, where they are learnt: those known when it
+            was begun.
+
+        Raises:
+            CollectiveError: on every rank, if settings cannot be read on any.
+        """
+        learns = given is None and job.options.learns_cost_model
+        learner = learners_of(job).of(chunks) if learns else None
+
+        def work() -> tuple[Settings, PreparedStep | None]:
+            settings = Settings.of(job, chunks, None, given, forward_only=False)
+            made = self._made() if is_of_these else None
+            if made is not None:
+                planned = made.schedule
+                if settings != Settings(planned.dims, planned.config, planned.cost_model):
+                    made = None
+            return settings, made
+
+        def says(found: tuple[Settings, PreparedStep | None]) -> Statement:
+            settings, made = found
+            figures = {"made ahead": least(int(made is not None))}
+            if learner is None:
+                return Statement(figures=figures)
+            evidence = learner.evidence(
+                shares_rows=settings.config.max_context_parallel is not None,
+                in_lockstep=settings.dims.in_lockstep,
+            )
+            equal = {"what was learnt of costs": learner.state_dict()}
+            return Statement(equal=equal, figures=figures | evidence)
+
+        agreed = job.consensus.agree("next step", work, says, failure=PlanningFailedError)
+        made, learnt = agreed.result[1], None
+        if learner is not None:
+            learnt = learner.learnt
+            learner.learn(agreed.figures)
+        if made is None or not agreed.figures["made ahead"]:
+            return None, learnt
+        schedule = dataclasses.replace(made.schedule, learnt=learnt)
+        return dataclasses.replace(made, schedule=schedule), learnt
+
+    def _made(self) -> PreparedStep | None:
+        assert self._ahead is not None
+        try:
+            # It is waited for as long as planning takes in line, in which it may be late twice.
+            return self._ahead.step.result(timeout=self._seconds_in_line)
+        except Exception:
+            self._ahead.plan.cancel()  # other ranks need not wait for it
+            return None
 
     def plan(self, request: PlanRequest) -> StepPlan:
-        """The plan of a step: made ahead, or in line.
+        """The plan of a step that was not made ahead on all ranks, if on this one, or in line.
 
         Raises:
             As `plan_step`.
         """
-        if self._ahead is not None:
+        if self._ahead is not None and self._ahead.plan.done():
             try:
-                # It is waited for as long as planning takes in line, in which it may be late twice.
-                planned_of, plan = self._ahead.result(timeout=self._seconds_in_line)
+                planned_of, plan = self._ahead.plan.result()
                 if planned_of == request:
                     return plan
             except PlanningError:
                 pass  # nothing to plan, or an error that is raised in line with all that it says
-            except TimeoutError:
+            except CancelledError:
                 self._say(TimeoutError("the plan that is made ahead is late"))
             except Exception as exception:
                 self._say(exception)
@@ -109,83 +197,94 @@ class PlansAhead:
             )
 
 
-class _Maker:
-    """The thread that gathers lengths, and the process that plans.
+@dataclasses.dataclass(frozen=True)
+class _JobOfThread(Job):
+    """A job whose agreements are the thread's own."""
 
-    Nothing here refers to `PlansAhead`, so that it can be collected while the thread runs.
+    own: JobConsensus
+
+    def _connected(self) -> tuple[JobConsensus, NoWatch]:
+        return self.own, NO_WATCH
+
+
+class _Maker:
+    """The thread that makes steps, and the process that plans.
+
+    Between two steps nothing here refers to the job, so that it can be collected meanwhile: errors
+    are kept in words, since their tracebacks would.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._replicas = job.consensus.replicas
-        # Of its own: messages of the thread and of the main one would meet in another, and a rank
-        # that this thread gives up waiting for would be lost for agreements.
-        timeout = datetime.timedelta(seconds=job.options.checked_timeout_seconds())
-        self._messages = RankMessages(new_group(backend="gloo", timeout=timeout))
-        self.requests: queue.SimpleQueue[tuple[Sequence[int] | None, Settings, _Ahead] | None]
-        self.requests = queue.SimpleQueue()
+    def __init__(self, consensus: JobConsensus) -> None:
+        self._consensus = consensus
+        self._device = torch.cuda.current_device()
+        self.requests: SimpleQueue[_Ahead | None] = SimpleQueue()
         self._planning = threading.Lock()
         self._process: PlanningProcess | None = None
-        self._failure: Exception | None = None
+        self._failure: str | None = None  # of the process
+        self._loss: str | None = None  # of the other ranks
+        self._is_up = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="plans ahead", daemon=True)
+        self._thread.start()
+        self._is_up.wait()
+
+    def _run(self) -> None:
+        # Here, since it ends with the thread that starts it.
         try:
             self._process = PlanningProcess()
         except OSError as exception:
-            self._failure = RuntimeError(f"no planning process: {exception}")
-        self._thread = threading.Thread(target=self._run, name="plans ahead", daemon=True)
-        self._thread.start()
+            self._failure = f"no planning process: {exception}"
+        self._is_up.set()
+        # Threads have a device, and modes of torch's functions, of their own.
+        torch.cuda.set_device(self._device)
+        cpu_emulation.enable_in_thread()
+        number = 0
+        while self._make_next(number):
+            number += 1
 
-    def _run(self) -> None:
-        lost: Exception | None = None
-        for number, (own, settings, ahead) in enumerate(iter(self.requests.get, None)):
-            try:
-                if lost is not None:
-                    raise lost
-                lengths = self._gathered(number, own)
-            except Exception as exception:
-                # Ranks may now be at different steps: this one waits for no other again.
-                lost = exception
-                ahead.set_exception(ConnectionError(f"lengths were not gathered: {lost}"))
-                continue
-            request = PlanRequest(lengths, settings.dims, settings.config, settings.cost_model)
-            if not self._planning.acquire(blocking=False):
-                ahead.set_exception(TimeoutError())
-            else:
-                # Not here: a process that is stopped must not keep this thread from its messages.
-                threading.Thread(target=self._plan, args=(request, ahead), daemon=True).start()
-
-    def _gathered(self, number: int, own: Sequence[int] | None) -> tuple[int, ...]:
-        """The lengths of all data-parallel ranks, one after the other; empty if some have none."""
-
-        def combined(a: bytes, b: bytes) -> bytes:
-            return array("q", map(max, array("q", a), array("q", b))).tobytes()
-
-        count = _NO_DATA if own is None else len(own)
-        head = array("q", [number, -number, count]).tobytes()
-        newest, oldest, most = array("q", self._messages.reduce(head, combined))
-        if newest != -oldest:
-            raise RuntimeError(f"ranks are at steps {-oldest} to {newest} since the start")
-        padded = array("q", [count, *(own or ()), *[0] * (most - max(count, 0))])
-        of_ranks = [array("q", each) for each in self._messages.gather(padded.tobytes())]
-        lengths: list[int] = []
-        for ranks in self._replicas:
-            has = [of_ranks[rank] for rank in ranks if of_ranks[rank][0] != _NO_DATA]
-            if not has:
-                return ()
-            lengths += has[0][1 : 1 + has[0][0]]
-        return tuple(lengths)
-
-    def _plan(self, request: PlanRequest, ahead: _Ahead) -> None:
+    def _make_next(self, number: int) -> bool:
+        ahead = self.requests.get()
+        if ahead is None:
+            return False
+        job = _JobOfThread(ahead.job.options, ahead.job.memory, self._consensus)
         try:
-            if self._failure is not None:
-                raise self._failure
-            assert self._process is not None
-            ahead.set_result((request, self._process.plan(request)))
-        except PlanningError as exception:
-            ahead.set_exception(exception)
+            if self._loss is not None:
+                raise ConnectionError(self._loss)
+            plan = functools.partial(self._plan, ahead.plan)
+            ahead.step.set_result(ahead.make(job, f"step {number} ahead", plan))
+        except MCoreBatchingError as exception:
+            ahead.step.set_exception(exception)  # on all ranks alike
         except Exception as exception:
-            if self._failure is None:
-                pid = self._process.pid if self._process else None
-                self._failure = RuntimeError(f"planning process {pid} failed: {exception}")
-            ahead.set_exception(self._failure)
+            # Ranks may now be at different steps: this one waits for no other again.
+            self._loss = self._loss or f"ranks lost each other: {exception}"
+            _settle(ahead.plan, ConnectionError(self._loss))
+            ahead.step.set_exception(exception)
+        return True
+
+    def _plan(self, plan: _Planned, request: PlanRequest) -> StepPlan:
+        if self._failure is not None:
+            _settle(plan, RuntimeError(self._failure))
+        elif not self._planning.acquire(blocking=False):
+            plan.cancel()
+        else:
+            # Not here: a process that is stopped must not keep this thread from its messages.
+            threading.Thread(target=self._ask, args=(plan, request), daemon=True).start()
+        try:
+            return plan.result()[1]
+        except Exception as exception:
+            # Of this package: what ranks raise alike is no sign that they lost each other.
+            raise PlanningError(f"{type(exception).__name__}: {exception}") from exception
+
+    def _ask(self, plan: _Planned, request: PlanRequest) -> None:
+        assert self._process is not None
+        try:
+            made = self._process.plan(request)
+            with contextlib.suppress(InvalidStateError):  # nobody waits any more
+                plan.set_result((request, made))
+        except PlanningError as exception:
+            _settle(plan, exception)
+        except Exception as exception:
+            self._failure = f"planning process {self._process.pid} failed: {exception}"
+            _settle(plan, RuntimeError(self._failure))
         finally:
             self._planning.release()
 
@@ -198,3 +297,8 @@ class _Maker:
         # collector of garbage may run in any thread, this one included.
         if threading.current_thread() is not self._thread:
             self._thread.join(JOIN_SECONDS)
+
+
+def _settle(future: Future[Any], exception: Exception) -> None:
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(exception)

@@ -46,7 +46,6 @@ from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.consensus import digest_of
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.learning.cost_learning import CostLearner, learners_of
-from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
 from mcore_batching.megatron.rollout.settings import Settings, say_oversize
 from mcore_batching.megatron.rollout.sharing import (
@@ -65,9 +64,10 @@ from mcore_batching.megatron.rows.shards import (
     with_hosted,
 )
 from mcore_batching.megatron.topology import model_chunks, vocabulary_size
-from mcore_batching.planning import CostModel, PlannerConfig, ShardOutlook
+from mcore_batching.planning import CostModel, PlannerConfig, ShardOutlook, StepPlan
 from mcore_batching.planning.learning.learnt_costs import LearntCosts
 from mcore_batching.planning.pipeline import SplitStage
+from mcore_batching.planning.planning_process import PlanRequest
 
 
 class PlanningProtocol:
@@ -86,7 +86,9 @@ class PlanningProtocol:
             all samples.
         hosts: as `MicroBatchSchedule.hosts`, where they are known; None: they are looked for if
             samples are to share segments.
-        ahead: where the plan of all samples of one step may have been made already.
+        learnt: costs to plan by, in place of `cost_model` and of what this step would learn.
+        checked: settings that the model was checked with, in place of all these.
+        plan: plans all samples of one step; None: in line.
 
     Attributes:
         settings: from `take_stock` on.
@@ -120,26 +122,29 @@ class PlanningProtocol:
         forward_only: bool,
         one_step: bool = False,
         hosts: Sequence[int] | None = None,
-        ahead: PlansAhead | None = None,
+        learnt: LearntCosts | None = None,
+        checked: Settings | None = None,
+        plan: Callable[[PlanRequest], StepPlan] | None = None,
     ) -> None:
         self.job = job
         self.model = model
         self.read = read
         self.schema = schema
         self.steps = steps
-        self.given_cost_model = cost_model
+        self.given_cost_model = cost_model if learnt is None else learnt.cost_model
         self.given_config = config
+        self.checked = checked
         self.forward_only = forward_only
         self.one_step = one_step
         self.hosts = hosts
-        self.ahead = ahead
+        self.plan = plan
         self.consensus = job.consensus
         self._shards: list[StepShard] = []
         self._packed_lengths: list[int] = []
         self._latest_at_once: list[float] = []
         self._is_settled = False
         self._outlooks: list[list[ShardOutlook]] = []
-        self.learnt: LearntCosts | None = None
+        self.learnt = learnt
         self.splits: tuple[tuple[SplitStage, ...], ...] = ()
 
     def run(self) -> MicroBatchSchedule:
@@ -183,9 +188,7 @@ class PlanningProtocol:
             self._learner.learn(agreed.figures)
             # What packs at once has packed before these figures were heard: the plan is of the
             # costs before, and the next batch's of these.
-            # So is what may have been planned ahead.
-            is_older = self._packs_at_once or self.ahead is not None
-            self.learnt = packed_by if is_older else self._learner.learnt
+            self.learnt = packed_by if self._packs_at_once else self._learner.learnt
             assert self.learnt is not None
             self.settings = dataclasses.replace(self.settings, cost_model=self.learnt.cost_model)
         if not self.forward_only:  # of forward passes alone training has said it already
@@ -194,6 +197,21 @@ class PlanningProtocol:
     def _read_stock(self) -> tuple[Settings, RolloutBatch | None]:
         """The settings, and this rank's rollout data if it was given any."""
         chunks = model_chunks(self.model)
+        # Without a look at a model that may be running in another thread, with hooks.
+        settings = self.checked or self._checked_settings(chunks)
+        # Before the agreement is over: under `one_step` its figures pack by these settings.
+        self.settings = settings
+        self.vocabulary_size = vocabulary_size(chunks)
+        return settings, RolloutBatch.read(
+            self.read(),
+            self.job.options.global_batch_size,
+            self.schema,
+            self.steps,
+            self.vocabulary_size,
+            self.job.memory.told_fields,
+        )
+
+    def _checked_settings(self, chunks: list[Any]) -> Settings:
         settings = Settings.of(
             self.job,
             chunks,
@@ -208,17 +226,7 @@ class PlanningProtocol:
             check_shared_prefixes(chunks)
         if not self.forward_only:  # that of a reference model is never split
             check_split_backward(self.job.options, chunks, settings.dims)
-        # Before the agreement is over: under `one_step` its figures pack by these settings.
-        self.settings = settings
-        self.vocabulary_size = vocabulary_size(chunks)
-        return settings, RolloutBatch.read(
-            self.read(),
-            self.job.options.global_batch_size,
-            self.schema,
-            self.steps,
-            self.vocabulary_size,
-            self.job.memory.told_fields,
-        )
+        return settings
 
     def _stock_statement(self, stock: tuple[Settings, RolloutBatch | None]) -> Statement:
         settings, batch = stock
@@ -257,8 +265,8 @@ class PlanningProtocol:
     def _learns(self) -> bool:
         """True if costs are learnt from the training steps before this one."""
         # A model of the caller's own is not corrected, and forward passes alone are not timed.
-        is_free = self.given_cost_model is None and not self.forward_only
-        return is_free and self.job.options.learns_cost_model
+        is_given = self.given_cost_model is not None or self.checked is not None
+        return not is_given and not self.forward_only and self.job.options.learns_cost_model
 
     @property
     def _learner(self) -> CostLearner:

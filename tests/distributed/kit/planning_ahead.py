@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -60,23 +61,26 @@ def train_ahead(
         script: as of `train`.
         words: as of `train`.
         fault: ``killed`` or ``stopped``: the process, in the third step; ``late``: its plans are;
-            ``absent``: it cannot be started; ``lost``: lengths of the third step are not gathered.
+            ``absent``: it cannot be started; ``lost``: its messages of the third step.
         blocking: transfers block as NCCL's do.
 
     Returns:
         its record, with ``in_line``, the number of plans that this rank made itself, ``said``, what
-        it said of them, and ``pids``, of its planning processes.
+        it said of them, ``taken``, the number of steps that were made ahead, and ``pids``, of its
+        planning processes.
     """
-    made: dict[str, Any] = {"in_line": 0, "said": [], "pids": [], "begun": 0}
-    plan_ahead, begin, say = PlansAhead.plan, PlansAhead.begin, PlansAhead._say
+    made: dict[str, Any] = {"in_line": 0, "taken": 0, "said": [], "pids": [], "begun": 0}
+    take, begin, say = PlansAhead.take, PlansAhead.begin, PlansAhead._say
     is_faulty = fault is not None and os.environ["RANK"] == "0"
 
-    def planned(self: PlansAhead, request: PlanRequest) -> Any:
+    def taken(self: PlansAhead, *arguments: Any, **options: Any) -> Any:
         # Here a plan takes a few milliseconds in line, and a process may take seconds to start.
         is_late = fault == "late" or (fault in (*_SIGNALS, "lost") and made["begun"] >= FAULTY_STEP)
         waits = is_late and (is_faulty or fault == "lost")
         self._seconds_in_line = 0.1 if waits else SECONDS_TO_START
-        return plan_ahead(self, request)
+        found = take(self, *arguments, **options)
+        made["taken"] += found[0] is not None
+        return found
 
     def begun(self: PlansAhead, *arguments: Any) -> None:
         made["begun"] += 1
@@ -89,7 +93,9 @@ def train_ahead(
                 os.kill(*made["pids"], _SIGNALS[fault])
             elif fault == "lost":
                 reduce = mock.Mock(side_effect=ConnectionError("connection closed"))
-                maker._messages.reduce = reduce  # type: ignore[method-assign]
+                messages = maker._consensus._messages
+                assert messages is not None
+                messages.reduce = reduce  # type: ignore[method-assign]
         begin(self, *arguments)
 
     def said(self: PlansAhead, why: Exception) -> None:
@@ -109,13 +115,40 @@ def train_ahead(
 
         for target, name, value in (
             (PlanRequest, "plan", counted),
-            (PlansAhead, "plan", planned),
+            (PlansAhead, "take", taken),
             (PlansAhead, "begin", begun),
             (PlansAhead, "_say", said),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         record = (train_blocking if blocking else train)(script, words)
     return record | made
+
+
+def held(script: str, words: Sequence[str]) -> dict[str, Any]:
+    """`train` over many steps, each made ahead.
+
+    Returns:
+        ``error``, if the run raised, ``steps``, their number, and ``held``: every hundredth step
+        what this process and its planning process hold, KiB of memory each.
+    """
+    looks: list[list[int]] = []
+    take, numbers = PlansAhead.take, itertools.count(1)
+
+    def taken(self: PlansAhead, *arguments: Any, **options: Any) -> Any:
+        if next(numbers) % 100 == 0:
+            assert self._maker is not None
+            assert self._maker._process is not None
+            looks.append([*map(_resident_kib, (os.getpid(), self._maker._process.pid))])
+        return take(self, *arguments, **options)
+
+    with mock.patch.object(PlansAhead, "take", taken):
+        record = train(script, words)
+    return {"error": record.get("error"), "steps": len(record["steps"]), "held": looks}
+
+
+def _resident_kib(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
 
 def pauses(script: str, words: Sequence[str], seconds: float) -> dict[str, Any]:

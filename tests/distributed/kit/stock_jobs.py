@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -105,7 +106,7 @@ def job(
     **parameters: Any,
 ) -> Job:
     parameters |= {"script": script, "words": [*COMMON, *data, *words]}
-    module = "kit.planning_ahead" if function in ("train_ahead", "pauses") else "kit.stock"
+    module = "kit.planning_ahead" if function in ("train_ahead", "pauses", "held") else "kit.stock"
     return Job(name, f"{module}:{function}", 4, None, parameters)
 
 
@@ -213,6 +214,16 @@ JOBS = {
                 ("long-plans", 1.0, [*EXCHANGE, *FIXED]),
                 ("long-plans-not-ahead", 1.0, [*EXCHANGE, *FIXED, NOT_AHEAD]),
             )
+        ),
+        dataclasses.replace(
+            job(
+                "thousands-of-steps",
+                *("--train-iters", "2000", "--lr-decay-iters", "2000", "--micro-batch-size", "1"),
+                *("--global-batch-size", "8", "--eval-iters", "0", "--log-interval", "100"),
+                *(*PP2, *EXCHANGE, "--num-layers", "2"),
+                function="held",
+            ),
+            seconds=1200.0,
         ),
         *ahead("pp2-split", *steps(5), *PP2, "--dynamic-batch-split-backward", "all"),
         *ahead("vpp2", *steps(5), *VPP2, blocking=True),
