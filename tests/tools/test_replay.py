@@ -324,5 +324,6 @@ def test_replay_picture_shows_layouts_apart(tmp_path: Path) -> None:
     assert list(wide.lines[1].get_xdata()) == [2, 3]
     titles = [part.get_suptitle() for part in figure.subfigs]
     assert titles == ["DP2 x PP4, cap 1000 tokens", "DP8, cap 1000 tokens"]
+    assert len(replay_figure(steps[1:]).subfigs) == 2  # one of them of a single step
     draw_replay(steps, tmp_path / "job.png")
     assert (tmp_path / "job.png").read_bytes()[:4] == b"\x89PNG"
