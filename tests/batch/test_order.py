@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_batching.batch import OrderError, apply_order, restore_order
+from mcore_batching.batch import OrderError, apply_order, order, restore_order
 
 
 @settings(max_examples=100, deadline=None)
@@ -45,10 +45,16 @@ def test_the_message_names_missing_doubled_and_extra_indices() -> None:
     )
 
 
-def test_a_long_list_of_indices_is_cut_in_the_message_but_not_in_the_error() -> None:
+def test_a_long_list_of_indices_is_cut_in_the_message_but_not_in_the_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(OrderError, match=r"missing 0, 1, .*, 9 and 90 more") as caught:
         restore_order([], [], 100)
     assert caught.value.missing == tuple(range(100))
+    monkeypatch.setattr(order, "_MAX_MISSING", 3)  # where millions are missing, in the error too
+    with pytest.raises(OrderError) as caught:
+        restore_order([], [], 100)
+    assert caught.value.missing == (0, 1, 2)
 
 
 def test_too_many_values_are_refused_where_slime_cuts_them_off() -> None:

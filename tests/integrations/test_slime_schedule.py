@@ -24,8 +24,9 @@ from planning_cases import examples, real_lengths
 from slime_package import forget, own_tests_of, slime
 
 from mcore_batching.integrations.slime import HookError, hook_schedule
-from mcore_batching.integrations.slime.schedule import build_dp_schedule
+from mcore_batching.integrations.slime.schedule import _cost_model, build_dp_schedule
 from mcore_batching.planning import ConfigError
+from mcore_batching.planning.costs.layers_of import first_guess
 
 __all__ = ["slime"]
 
@@ -171,6 +172,8 @@ def test_a_cost_model_is_read_from_its_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected a JSON object"):
         plan(args, parallel(1), [5], [0], 1)
     plan(arguments(20, dynamic_batch_cost_model="fixed"), parallel(1), [5], [0], 1)
+    sizes = {"hidden_size": 64, "num_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 256}
+    assert _cost_model(arguments(20, **sizes)) == first_guess(sizes)
     with pytest.raises(HookError, match=r"no costs are learnt.* to a file"):
         plan(arguments(20, dynamic_batch_cost_model="auto"), parallel(1), [5], [0], 1)
 

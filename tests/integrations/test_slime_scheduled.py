@@ -14,6 +14,8 @@ from slime_package import forget, slime
 import mcore_batching
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, OrderError, SchemaError
 from mcore_batching.integrations.slime import HookError, init
+from mcore_batching.integrations.slime.iterator import PlaceholderLengths
+from mcore_batching.integrations.slime.scheduled import _Guarded
 
 __all__ = ["slime"]
 
@@ -103,6 +105,18 @@ def test_another_number_of_outputs_is_refused_where_each_rank_runs_by_itself(sli
         iterators = found.data.get_data_iterator(rollout_data([1, 0], [2]))
         with pytest.raises(OrderError, match=r"1 values for 'sums' in a micro-batch of 2 samples"):
             found.model.forward_only(other_sums, None, None, iterators, [2])
+
+
+def test_a_function_that_fails_has_a_value_of_any_name_for_each_sample_until_all_raise() -> None:
+    def fails(logits: Any, **batch: Any) -> Any:
+        raise ValueError(f"of {len(batch['total_lengths'])}")
+
+    errors: list[Exception] = []
+    guarded = _Guarded(fails, errors.append)
+    for lengths, values in (([3, 4], [None, None]), (PlaceholderLengths([1]), [])):
+        _, made = guarded(torch.zeros(1), total_lengths=lengths)
+        assert made["any name"] == values
+    assert [str(error) for error in errors] == ["of 2", "of 1"]
 
 
 def test_a_field_without_a_kind_is_refused_at_the_first_micro_batch(slime: Path) -> None:

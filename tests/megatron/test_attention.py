@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mcore_batching import megatron
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.attention import segments
+from mcore_batching.megatron.attention import hybrid_specs, segments
 from mcore_batching.megatron.attention.hybrid_specs import hybrid_spec
 from mcore_batching.megatron.attention.packed_attention import (
     PackedAttention,
@@ -175,9 +175,12 @@ def grouped_dense_kernel(*tensors: Any, enable_gqa: bool = False, **options: Any
     return dense_kernel(query, key, value, *rest, **options)
 
 
-def test_every_hybrid_layer_has_the_norm_that_transformer_engine_fuses() -> None:
+def test_every_hybrid_layer_has_the_norm_that_transformer_engine_fuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The exactness tests' reference has the same layers, and would lack it as well."""
     spec = megatron.packed_hybrid_stack_spec
+    assert not hasattr(megatron, "packed_nothing_spec")
     if tuple(map(int, version("megatron-core").split(".")[:2])) < (0, 18):
         with pytest.raises(megatron.DynamicBatchArgumentError, match="HybridModel"):
             build_module(spec)
@@ -193,6 +196,10 @@ def test_every_hybrid_layer_has_the_norm_that_transformer_engine_fuses() -> None
     if not compat.packs_sparse_attention():
         with pytest.raises(megatron.DynamicBatchArgumentError, match="pattern without D"):
             build_module(spec.submodules.dsa_layer, config=None)
+    from megatron.core.models.hybrid import hybrid_layer_specs
+
+    monkeypatch.setattr(hybrid_specs, "uses_transformer_engine", lambda: True)
+    assert hybrid_spec.__wrapped__() is hybrid_layer_specs.hybrid_stack_spec
 
 
 LAYERS = {

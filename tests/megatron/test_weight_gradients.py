@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.split_backward import weight_gradients
+from mcore_batching.megatron.split_backward.plan import planned_split
 from mcore_batching.megatron.split_backward.weight_gradients import WeightGradients
+from mcore_batching.planning import ParallelDims, PlannerConfig
 from mcore_batching.planning.pipeline import PARTS, Pass, SplitStage
 
 LAYERS = 3
@@ -123,6 +127,24 @@ def test_what_was_sent_last_is_waited_for_when_all_weights_have_run() -> None:
     assert len(log) == 2 * LAYERS + 1
     weights.flush()
     assert len(log) == 2 * LAYERS + 1
+
+
+def test_why_no_pass_is_split_is_said() -> None:
+    said: list[str] = []
+    job: Any = SimpleNamespace(say_once=lambda key, text: said.append(text))
+    config = PlannerConfig(max_tokens_per_gpu=9, split_backward="auto")
+    for dims, sizes, has_plans in (
+        (ParallelDims(), False, True),
+        (ParallelDims(pipeline_parallel=2), True, True),
+        (ParallelDims(data_parallel=2, pipeline_parallel=2, expert_parallel=2), False, False),
+    ):
+        schedule: Any = SimpleNamespace(
+            config=config, dims=dims, has_sizes_of_rows=sizes, plans=has_plans
+        )
+        assert planned_split(job, schedule, 0) == ()
+    reasons = ("without pipeline", "under dynamic context", "with expert")
+    for text, reason in zip(said, reasons, strict=True):
+        assert text.startswith(f"--dynamic-batch-split-backward has no effect {reason}")
 
 
 def test_other_passes_than_planned_are_named() -> None:

@@ -214,9 +214,11 @@ def test_str_of_a_large_plan_is_short() -> None:
     step = plan_step(lengths, ParallelDims(data_parallel=64), config)
     assert len(str(step)) < 20_000
     assert "and 48 more ranks" in str(step)
+    assert str(step).count("\n") == 1 + 16
     plan = plan_batch(lengths, ParallelDims(), config, samples_per_step=100)
     assert len(str(plan)) < 5000
     assert "and 184 more steps" in str(plan)
+    assert str(plan).count("\n") == 1 + 16
 
 
 def test_a_bound_on_samples_is_part_of_the_plan_only_where_it_is_set() -> None:

@@ -17,8 +17,10 @@ from mcore_batching.planning import (
     plan_step,
     step_statistics,
 )
+from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.pipeline import Clock
 from mcore_batching.planning.plans.shard_statistics import joined_statistics, shard_statistics
+from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.planning.problem import Problem
 from mcore_batching.tools.explain import explain
 
@@ -140,3 +142,10 @@ def test_ranks_without_samples_take_no_time_to_plan(monkeypatch: pytest.MonkeyPa
     assert step.micro_batches == placed + (((),),) * 4093
     assert step_statistics(step, lengths).num_placeholders == 4093
     assert len(simulated) <= 2 * alone + 4
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(data_parallel=4)])
+def test_full_micro_batches_end_at_the_floor(dims: ParallelDims) -> None:
+    config, lengths = PlannerConfig(max_tokens_per_gpu=100), [100] * 8
+    end = predicted_step_time(plan_step(lengths, dims, config), lengths)
+    assert step_time_floor(Problem.of(lengths, dims, config)) == pytest.approx(end)

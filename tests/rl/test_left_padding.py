@@ -108,6 +108,7 @@ def test_padding_of_routed_experts_is_distinct_per_slot() -> None:
 def test_no_samples_and_no_tokens() -> None:
     blocks = left_pad(make_samples([]), pad_token_id=PAD)
     assert (blocks.tokens.shape, blocks.attention_mask.shape) == ((0, 0), (0, 0))
+    assert blocks.tokens.dtype == torch.int64
     assert unpad(blocks)["tokens"] == response_values(blocks, blocks.blocks["loss_masks"]) == []
     empty = left_pad(make_samples([(0, 0), (0, 0)]), pad_token_id=PAD)
     assert (empty.tokens.shape, empty.tokens.dtype) == ((2, 0), torch.int64)

@@ -59,6 +59,7 @@ def test_flags_are_printed_by_theme_each_once(capsys: pytest.CaptureFixture[str]
     of_lines = [line.split()[0].rstrip(",") for line in printed.splitlines() if line[:4] == "  --"]
     assert sorted(of_lines) == sorted(FLAGS.values())
     assert "micro-batch per sample (default: 1500)" in " ".join(printed.split())
+    assert "--help" not in printed  # which is no flag of training
 
 
 def test_plan_and_check_as_processes(tmp_path: Path, lengths_file: str) -> None:

@@ -321,15 +321,15 @@ def test_megatron_dynamic_cp_is_the_original_rule(lengths: list[int], ranks: int
 def test_megatron_dynamic_cp() -> None:
     """What the original makes of them: the longest on the ranks that it needs, short ones beside
     it on more than they need, and no rank without samples."""
-    slots = megatron_dynamic_slots([100, 90, 8, 6, 60], 4, 50)
+    slots = megatron_dynamic_slots([100, 90, 10, 6, 60], 4, 50)
     assert [[(group.size, group.samples) for group in groups] for groups in slots] == [
         [(2, [0]), (2, [1, 2])],
         [(2, [4]), (2, [3])],
     ]
     dims = ParallelDims(data_parallel=4, pipeline_parallel=2)
     config = PlannerConfig(max_tokens_per_gpu=56, max_context_parallel=4)
-    plan = megatron_dynamic_plan([100, 90, 8, 6, 60], dims, config)
-    validate_plan(plan, [100, 90, 8, 6, 60])
+    plan = megatron_dynamic_plan([100, 90, 10, 6, 60], dims, config)
+    validate_plan(plan, [100, 90, 10, 6, 60])
     with pytest.raises(RuleFailureError, match="need more than 4 ranks; set max_tokens_per"):
         megatron_dynamic_slots([500], 4, 50)
     with pytest.raises(RuleFailureError, match="without samples"):
