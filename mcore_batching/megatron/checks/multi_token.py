@@ -27,6 +27,17 @@ def multi_token_problems(config: Any) -> Iterator[str]:
             "multi-token prediction on a stage of its own sends the next one several rows at once: "
             "put its layers on the last stage (--pipeline-model-parallel-layout)"
         )
+    is_recomputed = config.recompute_granularity == "full" and config.recompute_method == "uniform"
+    if is_recomputed and not compat.recomputes_multi_token_rows():
+        yield (
+            "multi-token prediction of packed rows is recomputed from Megatron-LM 0.19 on: set "
+            "--recompute-granularity selective"
+        )
+    if getattr(config, "mtp_hsm", False):
+        yield (
+            "multi-token prediction that mixes hidden states draws them at random, so that the "
+            "packing would change what is trained: unset --mtp-hsm"
+        )
 
 
 def unfit_for_later_tokens(chunks: list[Any]) -> Iterator[str]:
