@@ -329,6 +329,11 @@ def test_models_that_cannot_predict_later_tokens_are_refused() -> None:
     made.pipeline_model_parallel_size = 2
     (problem,) = unfit_for_later_tokens([chunk])
     assert "set --position-embedding-type rope" in problem
+    chunk.position_embedding_type, made.mtp_detach_heads = "rope", True
+    assert not [*unfit_for_later_tokens([chunk])]
+    chunk.ddp_config = SimpleNamespace(overlap_grad_reduce=True)
+    (problem,) = unfit_for_later_tokens([chunk])
+    assert "unset --mtp-detach-heads or --overlap-grad-reduce" in problem
     made.mtp_num_layers = None
     assert not [*unfit_for_later_tokens([chunk])]
 
