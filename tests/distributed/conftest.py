@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
-from kit.harness import REPOSITORY, Job, environment, results, run_jobs
-from kit.patience import patience
+from kit.harness import Job, reference_files, results, run_jobs, with_reference
 
 KINDS = ("dense", "moe", "replay", "learned", "qk")
 LAYERS = ("moe", "mamba", "gdn", "mla", "dsa", "dsa-top", "dsa-loss")
 HYBRID = ("hybrid", *(f"hybrid-{layers}" for layers in LAYERS))
-MULTI_TOKEN = ("mtp", "mtp-deep", "mtp-moe", "hybrid-mtp", "hybrid-mtp-moe")
+MULTI_TOKEN = (
+    *("mtp", "mtp-deep", "mtp-moe", "mtp-repeated", "mtp-detached"),
+    *("hybrid-mtp", "hybrid-mtp-moe"),
+)
 KINDS_ASKED_FOR = (
     "window",
     "sinks",
@@ -37,20 +37,7 @@ def references(
     """Model kind to the file with its reference results."""
     wanted = {job.parameters.get("reference") for job in _selected(request)}
     kinds = [*KINDS, *(kind for kind in KINDS_ASKED_FOR if kind in wanted)]
-    folder = tmp_path_factory.mktemp("reference")
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    variables = environment(1) | alone | {"MASTER_PORT": "0"}
-    done = subprocess.run(
-        [sys.executable, "-m", "kit.reference", str(folder), *kinds],
-        env=variables,
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=patience(180),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {kind: str(folder / f"{kind}.pt") for kind in kinds}
+    return reference_files(tmp_path_factory.mktemp("reference"), kinds)
 
 
 @pytest.fixture(scope="session")
@@ -90,11 +77,3 @@ def _selected(request: pytest.FixtureRequest) -> list[Job]:
         for item in request.session.items
         if "job" in getattr(getattr(item, "callspec", None), "params", {})
     ]
-
-
-def with_reference(job: Job, references: dict[str, str]) -> Job:
-    """The job with the reference's path in place of its kind, if it asks for one."""
-    kind = job.parameters.get("reference")
-    if kind is not None:
-        job.parameters["reference"] = references.get(kind, kind)
-    return job

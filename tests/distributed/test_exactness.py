@@ -9,12 +9,15 @@ counted, a sample forgotten or doubled changes them by 1e-3 and more.
 from __future__ import annotations
 
 import itertools
+import os
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from kit.harness import Job
+from kit.harness import Job, reference_files, results, run_jobs, with_reference
 from kit.objective import DEFAULT_OBJECTIVE, OBJECTIVES
 from kit.samples import CAP_TOKENS, CHAINS, SHAPES, share
 
@@ -222,6 +225,7 @@ MULTI_TOKEN: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"planner": {"dynamic_batch_pad_each_to": 12, "dynamic_batch_pad_total_to": 16}},
     ),
     "cp2-pp2": ("cp2-pp2", "mtp", {"planner": {"dynamic_batch_forward_only_plan": "own"}}),
+    "dp2-pp2-repeated": ("dp2-pp2", "mtp-repeated", {"spread": "empty"}),
 }
 """Models that predict further tokens: name to layout, kind and what differs."""
 MULTI_TOKEN_OF_HYBRIDS = {
@@ -230,6 +234,11 @@ MULTI_TOKEN_OF_HYBRIDS = {
     "dp2-pp2-vpp2-hybrid": ("dp2-pp2-vpp2", "hybrid-mtp", {"spread": "empty"}),
     "tp2-sp-ep2-hybrid": ("tp2-sp-ep2", "hybrid-mtp-moe", {}),
 }
+if VERSION >= (0, 19):
+    MULTI_TOKEN |= {
+        "dp2-detached": ("dp2", "mtp-detached", {"spread": "empty", **MEAN}),
+        "dp2-pp2-detached": ("dp2-pp2", "mtp-detached", {"planner": FUSED}),
+    }
 if VERSION >= (0, 17):
     MULTI_TOKEN |= MULTI_TOKEN_OF_HYBRIDS if HAS_HYBRID_MODEL else {}
     SPECIAL |= {
@@ -257,7 +266,9 @@ MEAN_NAME = "-mean-over-micro-batches"
 SPECIAL |= {
     f"{name}{MEAN_NAME}": (layout, {"per_token_loss": False, **changes})
     for name, (layout, changes) in SPECIAL.items()
-    if layout == "dp2" and name == f"dp2-{changes.get('kind')}" and "dsa-loss" not in name
+    if layout in ("dp2", "cp2", "tp2", "dp2-pp2")
+    and name == f"{layout}-{changes.get('kind')}"
+    and "dsa-loss" not in name
 }
 
 
@@ -278,15 +289,21 @@ LONG_SPECIAL = {
 CP2 = {"context_parallel": 2}
 
 
+def special_job(name: str) -> Job:
+    """A setting beside the matrix."""
+    layout_name, changes = SPECIAL[name]
+    nproc, kind, dims = LAYOUTS[layout_name]
+    parameters = {"dims": dims, "kind": kind, **changes}
+    parameters["reference"] = parameters["kind"]
+    return Job(name, "kit.exactness:compare", nproc, dims, parameters)
+
+
 def special_jobs() -> list[Any]:
     """The settings beside the matrix."""
-    made = []
-    for name, (layout_name, changes) in SPECIAL.items():
-        nproc, kind, dims = LAYOUTS[layout_name]
-        parameters = {"dims": dims, "kind": kind, **changes}
-        parameters["reference"] = parameters["kind"]
-        job = Job(name, "kit.exactness:compare", nproc, dims, parameters)
-        made.append(pytest.param(job, marks=pytest.mark.long if name in LONG_SPECIAL else ()))
+    made: list[Any] = [
+        pytest.param(special_job(name), marks=pytest.mark.long if name in LONG_SPECIAL else ())
+        for name in SPECIAL
+    ]
     parameters = {"dims": CP2, "kind": "mamba", "reference": "mamba"}
     name, function = "cp2-mamba-frameworks-rows", "kit.exactness:compare_rows_of_frameworks"
     return [*made, Job(name, function, 2, CP2, parameters)]
@@ -785,6 +802,31 @@ def test_equals_reference(
     for rank in ranks:
         assert bool(rank["messages"]["shapes"]) == exchanged
         assert bool(rank["messages"]["tensors"]) == (job.dims.get("pipeline_parallel", 1) > 1)
+
+
+CHECKOUTS = os.environ.get("MCORE_BATCHING_MEGATRON_LM")
+IN_OTHER_RELEASES = (
+    *("dp2", "dp2-ep2-mean", "cp2", "tp2-sp-fused-output-layer"),
+    *("dp2-pp2-vpp2-mean", "dp2-pp2-repeated"),
+)
+"""Of `MULTI_TOKEN`."""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not CHECKOUTS, reason="MCORE_BATCHING_MEGATRON_LM is not set")
+@pytest.mark.parametrize("release", ["core_v0.17.1", "core_v0.18.2", "main"])
+def test_further_tokens_in_other_releases(release: str, tmp_path: Path) -> None:
+    checkout = Path(CHECKOUTS or "") / release
+    if not checkout.is_dir():
+        pytest.skip(f"no {checkout}")
+    jobs = [special_job(f"{name}-multi-token") for name in IN_OTHER_RELEASES]
+    with mock.patch.dict(os.environ, {"PYTHONPATH": str(checkout)}):
+        references = reference_files(tmp_path, [*{job.parameters["kind"] for job in jobs}])
+        for nproc in (2, 4):
+            together = [with_reference(job, references) for job in jobs if job.nproc == nproc]
+            found = run_jobs(together, tmp_path / f"{nproc}")
+            for job in together:
+                test_equals_reference(job, results(found[job.name]), references)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
 from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS, THEMES, add_flags
-from mcore_batching.megatron import cpu_emulation
-from mcore_batching.megatron.checks.multi_token import unfit_for_later_tokens
+from mcore_batching.megatron import compat, cpu_emulation
+from mcore_batching.megatron.checks.multi_token import (
+    multi_token_problems,
+    unfit_for_later_tokens,
+)
 from mcore_batching.megatron.checks.transformer_engine import Versions, installed_versions
 from mcore_batching.megatron.checks.validation import check_model_config
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
@@ -299,6 +302,23 @@ def test_multi_token_prediction_runs_from_0_17_on() -> None:
         check_model_config(predicting, ParallelDims(), PlannerConfig(max_tokens_per_gpu=64))
 
 
+def test_hidden_states_mixed_at_random_are_refused() -> None:
+    made = config(mtp_num_layers=2)
+    made.mtp_hsm = True  # a field of main
+    assert any("unset --mtp-hsm" in problem for problem in multi_token_problems(made))
+
+
+def test_later_tokens_that_cannot_be_recomputed_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = config(mtp_num_layers=1, recompute_granularity="full", recompute_method="uniform")
+    monkeypatch.setattr(compat, "recomputes_multi_token_rows", lambda: False)
+    wanted = "set --recompute-granularity selective"
+    assert any(wanted in problem for problem in multi_token_problems(made))
+    made.recompute_method = "block"  # which these layers ignore
+    assert not any(wanted in problem for problem in multi_token_problems(made))
+
+
 def test_models_that_cannot_predict_later_tokens_are_refused() -> None:
     made = config(mtp_num_layers=1)
     chunk = SimpleNamespace(config=made, post_process=True, position_embedding_type="rope")
@@ -309,6 +329,11 @@ def test_models_that_cannot_predict_later_tokens_are_refused() -> None:
     made.pipeline_model_parallel_size = 2
     (problem,) = unfit_for_later_tokens([chunk])
     assert "set --position-embedding-type rope" in problem
+    chunk.position_embedding_type, made.mtp_detach_heads = "rope", True
+    assert not [*unfit_for_later_tokens([chunk])]
+    chunk.ddp_config = SimpleNamespace(overlap_grad_reduce=True)
+    (problem,) = unfit_for_later_tokens([chunk])
+    assert "unset --mtp-detach-heads or --overlap-grad-reduce" in problem
     made.mtp_num_layers = None
     assert not [*unfit_for_later_tokens([chunk])]
 

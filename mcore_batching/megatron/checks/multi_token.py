@@ -27,6 +27,17 @@ def multi_token_problems(config: Any) -> Iterator[str]:
             "multi-token prediction on a stage of its own sends the next one several rows at once: "
             "put its layers on the last stage (--pipeline-model-parallel-layout)"
         )
+    is_recomputed = config.recompute_granularity == "full" and config.recompute_method == "uniform"
+    if is_recomputed and not compat.recomputes_multi_token_rows():
+        yield (
+            "multi-token prediction of packed rows is recomputed from Megatron-LM 0.19 on: set "
+            "--recompute-granularity selective"
+        )
+    if getattr(config, "mtp_hsm", False):
+        yield (
+            "multi-token prediction that mixes hidden states draws them at random, so that the "
+            "packing would change what is trained: unset --mtp-hsm"
+        )
 
 
 def unfit_for_later_tokens(chunks: list[Any]) -> Iterator[str]:
@@ -46,8 +57,17 @@ def unfit_for_later_tokens(chunks: list[Any]) -> Iterator[str]:
                 "--hybrid-layer-pattern, or unset --mtp-num-layers"
             )
     # The first stage embeds tokens, the last one later tokens.
-    positions = getattr(unwrap_model(chunks[0]), "position_embedding_type", None)
-    if positions == "learned_absolute" and config.pipeline_model_parallel_size > 1:
+    if config.pipeline_model_parallel_size == 1:
+        return
+    model = unwrap_model(chunks[0])
+    overlaps = getattr(getattr(chunks[0], "ddp_config", None), "overlap_grad_reduce", False)
+    is_tied = getattr(model, "share_embeddings_and_output_weights", False)
+    if getattr(config, "mtp_detach_heads", False) and overlaps and not is_tied:
+        yield (
+            "detached heads leave the last stage's embedding without the gradient that the "
+            "overlapped reduction waits for: unset --mtp-detach-heads or --overlap-grad-reduce"
+        )
+    if getattr(model, "position_embedding_type", None) == "learned_absolute":
         yield (
             "multi-token prediction embeds positions on the last stage, too, and Megatron-LM does "
             "not add up the gradients of both stages: set --position-embedding-type rope"

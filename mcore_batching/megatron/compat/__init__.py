@@ -39,6 +39,7 @@ from mcore_batching.megatron.compat.multi_token import (
     log_multi_token_loss,
     modules_with_multi_token_losses,
     multi_token_hits,
+    recomputes_multi_token_rows,
     what_multi_token_prediction_lacks,
 )
 from mcore_batching.megatron.compat.packed_rows import (
@@ -92,6 +93,7 @@ __all__ = [
     "packs_sparse_attention",
     "pads_uneven_dispatch_inputs",
     "patch_for_cpu",
+    "recomputes_multi_token_rows",
     "replace_final_norm",
     "scale_moe_metrics",
     "scatters_padding_mask",

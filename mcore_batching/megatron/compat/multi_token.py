@@ -34,6 +34,13 @@ def what_multi_token_prediction_lacks() -> str:
     return ""
 
 
+def recomputes_multi_token_rows() -> bool:
+    """False before 0.19: 0.17 saves a row's parameters as tensors, 0.18 passes on a padding mask
+    that its own function does not take."""
+    layer = multi_token_prediction.MultiTokenPredictionLayer
+    return "padding_mask" in inspect.signature(layer._checkpointed_forward).parameters
+
+
 def log_multi_token_loss(
     share: Tensor, guessed: Tensor, trained: Tensor, depth: int, depths: int
 ) -> None:

@@ -97,8 +97,9 @@ class CoupledClock(Clock):
     def _simulated(self, ends: list[list[float]], first: int) -> list[list[float]]:
         """Ends of all passes [numbers][ranks]; `ends` has those before `first`, and is extended."""
         self.passes_run += (len(self._slots) - first) * self._ranks
-        waits, waits_too, _, took, blocks = (column[first:] for column in self._columns)
-        for before, other, row, shared in zip(waits, waits_too, took, blocks, strict=True):
+        waits, waits_too, _, took, blocks = self._columns
+        steps = zip(waits[first:], waits_too[first:], took[first:], blocks[first:], strict=True)
+        for before, other, row, shared in steps:
             passes = zip(ends[before], ends[other], row)  # noqa: B905
             ended = [(free if free > ready else ready) + time for free, ready, time in passes]
             for block, size in shared:

@@ -238,10 +238,9 @@ def differences(
         if parameter is None:  # of another stage
             continue
         if not distributed_optimizer:  # else a rank holds the reduced gradient of its part alone
-            clip = min(1.0, 1.0 / (expected["grad_norm"] + 1e-6))
-            part = local_part(name, whole * clip, parameter)
+            part = local_part(name, whole, parameter)
             # Some heads have gradients 1e-3 of others', and other ranks hold those.
-            report["gradients"][name] = difference(parameter.main_grad, part, whole * clip)
+            report["gradients"][name] = difference(parameter.main_grad, part, whole)
     report["gradients"] = max(report["gradients"].values(), default=0.0)
     if overlap_gather:
         for chunk in model:  # else the next forward pass gathers them

@@ -61,6 +61,8 @@ MULTI_TOKEN = {
     "mtp": 2,
     "mtp-deep": 5,
     "mtp-moe": 2,
+    "mtp-repeated": 3,
+    "mtp-detached": 2,
     "hybrid-mtp": 2,
     "hybrid-mtp-moe": 1,
 }
@@ -135,7 +137,10 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
         options |= {
             "mtp_num_layers": MULTI_TOKEN[kind],
             "mtp_loss_scaling_factor": MTP_SCALING_FACTOR,
+            "mtp_use_repeated_layer": kind == "mtp-repeated",
         }
+    if kind == "mtp-detached":
+        options["mtp_detach_heads"] = True
     if kind in ("moe", "replay", "hybrid-moe", "mtp-moe", "hybrid-mtp-moe"):
         options |= {
             "moe_enable_routing_replay": kind == "replay",

@@ -167,14 +167,16 @@ def mtp_losses(
     model: Any, samples: Mapping[str, list[Any]], kept: list[tuple[Tensor, ...]]
 ) -> list[Tensor]:
     """At each depth the mean over the trained tokens of all samples that are predicted there."""
-    made = []
+    made, weight = [], model.output_layer.weight
+    if getattr(model.config, "mtp_detach_heads", False):
+        weight = weight.detach()
     for depth in range(1, len(kept[0])):
         total, count = torch.zeros(()), 0.0
         for i, states in enumerate(kept):
             tokens, response = samples["tokens"][i], samples["response_lengths"][i]
             mask = torch.zeros(len(tokens))
             mask[len(tokens) - response :] = samples["loss_masks"][i].float()
-            logits, _ = model.output_layer(states[depth])
+            logits, _ = model.output_layer(states[depth], weight=weight)
             # Position j predicts the token that comes depth + 1 places later, if there is one.
             predicted = torch.log_softmax(logits[:, 0].float(), -1)[: -depth - 1]
             losses = -predicted.gather(1, tokens[depth + 1 :, None])[:, 0]
@@ -298,19 +300,29 @@ def _tell_routers(experts: Tensor) -> None:
 def _one_step(
     model: Any, gradients: Mapping[str, Tensor], weights: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Gradients, their norm, and what a step with them makes of these weights."""
+    """Clipped gradients, their norm before, and what a step with them makes of these weights."""
     parameters = dict(named_parameters([model]))
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
             parameter.grad = gradients[name].clone() if name in gradients else None
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
+    norm = clip(model)
     plain_adam(model).step()
     return {
-        "gradients": {name: gradient.cpu() for name, gradient in gradients.items()},
+        "gradients": {name: parameters[name].grad.cpu().clone() for name in gradients},
         "grad_norm": float(norm),
         "updated": {name: p.detach().cpu().clone() for name, p in parameters.items()},
     }
+
+
+def clip(model: Any) -> Tensor:
+    """Clip gradients as Megatron does, and return the norm that it reports."""
+    parameters = [*model.parameters()]
+    # It clips detached multi-token prediction by a norm of its own, which it does not report.
+    apart = [p for p in parameters if hasattr(p, "grad_norm_group")]
+    others = [p for p in parameters if not hasattr(p, "grad_norm_group")]
+    torch.nn.utils.clip_grad_norm_(apart, CLIP_GRAD)
+    return torch.nn.utils.clip_grad_norm_(others, CLIP_GRAD)
 
 
 if __name__ == "__main__":
