@@ -70,7 +70,8 @@ def test_megatrons_local_attention() -> None:
 
 
 def test_multi_token_prediction_before_0_17() -> None:
-    said = "".join(multi_token_problems(SimpleNamespace(mtp_num_layers=1)))
+    config = SimpleNamespace(mtp_num_layers=1, recompute_granularity=None)
+    said = "".join(multi_token_problems(config))
     assert ("unset --mtp-num-layers" in said) == (MEGATRON < (0, 17))
 
 

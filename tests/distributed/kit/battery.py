@@ -192,7 +192,14 @@ def train(
             resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
         iterators, counts = get_data_iterator(job.args, job.model, job.data)
         result = train_step(
-            job.loss, job.args, job.model, iterators, counts, job.optimizer, job.scheduler
+            job.loss,
+            job.args,
+            job.model,
+            iterators,
+            counts,
+            job.optimizer,
+            job.scheduler,
+            increment=1,
         )
         found.append({**result.metrics, "grad_norm": result.grad_norm})
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
