@@ -224,8 +224,7 @@ def test_the_last_slot_is_real() -> None:
 
 def targets_of(dims: ParallelDims, count: int, first: float = 0.25, **options: Any) -> Targets:
     config = PlannerConfig(max_tokens_per_gpu=100_000)
-    objective = Objective(Problem.of([100], dims, config))
-    return Targets(objective, count, first, options.pop("gentle", False), 300.0, **options)
+    return Targets(Objective(Problem.of([100], dims, config)), count, first, 300.0, **options)
 
 
 PIPELINES = [
@@ -263,6 +262,7 @@ def test_a_long_sample_is_the_plateau(dims: ParallelDims, times: float) -> None:
     sizes, long = targets.of_rank(max(work, longest), longest)
     assert long
     assert max(sizes) == longest
+    assert sizes.count(longest) == 1 or dims.virtual_pipeline == 1
     assert sum(sizes) == pytest.approx(max(work, longest + (count - 1) * 256.0), rel=0.05)
     assert min(sizes) >= 300.0 or longest + 300.0 * (count - 1) > work
 

@@ -75,8 +75,7 @@ def test_what_a_micro_batch_may_cost_more(seed: int) -> None:
     for _ in range(generator.randint(1, 5)):
         weights.append([generator.choice((0.0, 1.0, 3.0, 4.0)) for _ in costs])
         chains.add(weights[-1], length(weights[-1], costs))
-    chains.change(1, 0.5)
-    chains.change(3, -0.01)
+    chains.change([(1, 0.5), (3, -0.01)])
     costs[1] += 0.5
     costs[3] -= 0.01
     longest = max(weights, key=lambda each: length(each, costs))

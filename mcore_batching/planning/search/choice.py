@@ -2,8 +2,8 @@
 
 1. Of every other number of slots a step is made, then of those around the best two, also with a
    gentle rise. With many ranks, some of these stand for all.
-2. Of the best numbers steps are made with other sizes of the first slot, and the best of those in
-   further rounds.
+2. Of the best numbers steps are made with other sizes of the first slot, and the best of those once
+   more with more care.
 3. Single samples are moved in the best few (`moves`), in fewer and fewer of them.
 
 A step that no plan beats ends this at once.
@@ -26,6 +26,8 @@ ends 0.6 % later with twice as many samples, 1.1 % with a fourth."""
 EFFORT_OF_MOVES = 0.5
 """Share of the effort kept for moves: the search for better kinds of steps ends there. With 0.4
 steps end 0.04 % later in the mean."""
+CAREFUL = 6
+"""Passes of swaps after a deal whose step may be the result; 2 where numbers are compared."""
 MOST_MOVED = 2
 """Steps, of different numbers of slots, in which samples are moved before the better one goes on.
 With 4 steps end 0.05 % later in the mean."""
@@ -79,12 +81,16 @@ def _made(objective: Objective) -> list[Candidate]:
         # Of each number its best kind alone: on all ranks it is the numbers that may change places.
         best = {kind.num_slots: kind for kind in reversed(order)}
         order, perfect = sorted(best.values(), key=order.index)[:2], False
-    # What was made to compare numbers gets further rounds: one of these is the result.
+    # What was made to compare numbers is made again with more swaps: one of these is the result.
+    whole.passes = CAREFUL
     for kind in order:
         if perfect or (whole.soonest and objective.effort < keep):
             break
         perfect = whole.make(kind, in_vain=3, keep=keep / 2)
-    return [whole.step(kind) for kind in whole.soonest]
+    found = [whole.step(kind) for kind in whole.soonest]
+    if not (perfect or objective.problem.schedule.alternates or objective.spent):
+        found += filter(None, map(whole.folded, whole.counts()[:3]))
+    return found
 
 
 def _compare_counts(steps: Steps, keep: float) -> bool:
@@ -130,6 +136,8 @@ def _first_kinds(count: int, objective: Objective) -> list[Kind]:
     kinds = [Kind(count, USUAL)]
     if objective.lockstep:
         kinds.append(Kind(count, USUAL, gentle=True))
+    if objective.problem.schedule.which_cost and objective.problem.schedule.alternates:
+        kinds.append(Kind(count, USUAL, fades=True))
     if objective.max_inflight_tokens is not None:
         kinds.append(Kind(count, EVEN))
     return kinds

@@ -78,6 +78,8 @@ class MicroBatch:
     """A micro-batch, with what it costs and holds on each rank that shares it."""
 
     __slots__ = ("cost", "costs", "pipeline", "place", "problem", "ranks", "samples", "tokens")
+    costs: list[float]
+    """On each kind of stage, where they differ; `cost` is the mean stage's."""
     pipeline: Pipeline
     place: int
 
@@ -92,8 +94,8 @@ class MicroBatch:
         tokens = self.problem.tokens
         self.samples = samples
         self.cost = self.problem.cost(samples)
-        # On each kind of stage; `cost` is the mean stage's.
-        self.costs = self.problem.slot_costs([samples])
+        if self.problem.schedule.which_cost:
+            self.costs = self.problem.slot_costs([samples])
         # A list, not a generator, here and below: every move passes through.
         self.tokens = sum([tokens[i] for i in samples])
 
@@ -154,21 +156,33 @@ class Chains:
 
     def __init__(self, most: int = MOST_CHAINS) -> None:
         self._most, self._chains = most, list[list[float]]()
+        self._on_stages: list[Sequence[float]] = []
+        """Of the same chains the weights of places of the clock, where these are others."""
 
     def __iter__(self) -> Iterator[list[float]]:
         """Weights of places on each chain, that of `NOWHERE`, and last how long it is."""
         return iter(self._chains)
 
-    def add(self, weights: Sequence[float], length: float) -> None:
-        """Add a chain with these weights of places and this length."""
+    def add(self, weights: Sequence[float], length: float, on_stages: Sequence[float] = ()) -> None:
+        """Add a chain with these weights of places and this length.
+
+        Args:
+            weights: of places.
+            length: of the chain.
+            on_stages: weights of the clock's places, where these are others.
+        """
         # The 0 is for `NOWHERE`, -2 as an index: what is outside the pipeline is on no chain.
         self._chains.insert(0, [*weights, 0.0, length])
         del self._chains[self._most :]
+        if on_stages:
+            self._on_stages.insert(0, on_stages)
+            del self._on_stages[self._most :]
 
-    def change(self, place: int, more: float) -> None:
-        """Add to the cost of a place."""
-        for chain in self._chains:
-            chain[-1] += more * chain[place]
+    def change(self, changes: Changes) -> None:
+        """Add to the costs of some of the clock's places."""
+        for chain, weights in zip(self._chains, self._on_stages or self._chains, strict=True):
+            for place, more in changes:
+                chain[-1] += more * weights[place]
 
     def room(
         self, place: int, at: int, *, slope: float, least: float, free: float, end: float
@@ -198,6 +212,8 @@ class Chains:
                     # What refused this move is likely to refuse the next one, so it is asked first.
                     if most < least:
                         self._chains.insert(0, self._chains.pop(number))
+                        if self._on_stages:
+                            self._on_stages.insert(0, self._on_stages.pop(number))
                         return None
                 weight += slope
                 if left < weight * even:
@@ -225,13 +241,16 @@ class Pipeline:
                 micro_batch.pipeline = self
                 micro_batch.place = self.place(micro_batch, slot)
         places = range(len(firsts[0]) * self.width)
-        self.costs = list(map(self._cost, places))
-        self._kinds = len(objective.ratios)
-        costs = [0.0] * (self._kinds * len(places))
-        for at, cost in itertools.chain.from_iterable(map(self._on_stages, places)):
-            costs[at] = cost
-        schedule = objective.problem.schedule
+        self.costs = [max([each.cost for each in self.micro_batches(place)]) for place in places]
         sizes = [[len(each.ranks) for each in rank] for rank in firsts]
+        schedule = objective.problem.schedule
+        self._kinds = schedule.num_costs
+        costs = self.costs
+        if self._kinds > 1:
+            costs = [0.0] * (self._kinds * len(costs))
+            for place in places:
+                for at, cost in self._on_stages(place):
+                    costs[at] = cost
         self._clock = (
             CoupledClock(costs, schedule, blocks_of(sizes))
             if self.width > 1
@@ -250,31 +269,33 @@ class Pipeline:
         slot, column = divmod(place, self.width)
         return [rank[slot] for rank in self._columns[column]]
 
-    def _cost(self, place: int) -> float:
-        """Of the costliest micro-batch in a place, on a mean stage."""
-        return max([each.cost for each in self.micro_batches(place)])
+    def growth(self, place: int) -> list[tuple[int, float]]:
+        """Changes for the clock: a place's cost by its micro-batches now, less the one it knows."""
+        if self._kinds > 1:
+            known = self._clock.costs
+            return [(at, cost - known[at]) for at, cost in self._on_stages(place)]
+        return [
+            (
+                place,
+                max([each.cost for each in self.micro_batches(place)]) - self.costs[place],
+            )
+        ]
 
     def _on_stages(self, place: int) -> list[tuple[int, float]]:
         """The clock's places of a place, one for each kind of stage, with the costs there."""
         micro_batches, (slot, column) = self.micro_batches(place), divmod(place, self.width)
         first = slot * self._kinds * self.width + column
         return [
-            (first + kind * self.width, max([each.costs[kind] for each in micro_batches]))
+            (
+                first + kind * self.width,
+                max([each.costs[kind] for each in micro_batches]),
+            )
             for kind in range(self._kinds)
         ]
 
-    def growth(self, places: Iterable[int]) -> Changes:
-        """Changes for the clock: costs by the micro-batches now, less those that it knows."""
-        known = self._clock.costs
-        # Sorted, as sets have no order of their own, and ranks must add up in the same one.
-        return [
-            (at, cost - known[at])
-            for place in sorted(places)
-            for at, cost in self._on_stages(place)
-        ]
-
     def end_with(self, changes: Changes) -> float:
-        """End with `changes` of the clock; a chain that ends later is remembered."""
+        """End with more added to the costs of some places; a chain that ends later is
+        remembered."""
         end = self._clock.end_with(changes)
         # This chain is why; remembered, it refuses moves like this one without the clock.
         if end > self.end:
@@ -282,35 +303,47 @@ class Pipeline:
             # By the costs before: `change` brings it up to date if the move is made.
             for weight, cost in zip(weights, self._clock.costs, strict=True):
                 length += weight * cost
-            self.chains.add(self._of_places(weights), length)
+            self._remember(weights, length)
         self._count_effort()
         return end
 
-    def become(self, changes: Changes, places: Iterable[int]) -> None:
-        """Make `changes` of the clock, those of places of which micro-batches have changed."""
+    def become(self, changes: Changes) -> None:
+        """Add to the costs of some of the clock's places."""
         self._clock.become(changes)
-        for place in sorted(places):
-            before, self.costs[place] = self.costs[place], self._cost(place)
-            self.chains.change(place, self.costs[place] - before)
+        self.chains.change(changes)
+        for at, more in changes:
+            if self._kinds > 1:
+                slot, column = divmod(at, self.width)
+                place = slot // self._kinds * self.width + column
+                self.costs[place] = max([each.cost for each in self.micro_batches(place)])
+            else:
+                self.costs[at] += more
         self._look()
 
     def _of_places(self, weights: list[float]) -> list[float]:
-        """Weights of places from those of the clock's places; where stages differ about, as if each
-        micro-batch were made up like the whole step."""
+        """Weights of places from those of the clock's places: what a micro-batch that costs 1 more
+        on a mean stage adds, if that is made up like the micro-batch there."""
         if self._kinds == 1:
             return weights
-        made = [0.0] * len(self.costs)
+        made, costs = [0.0] * len(self.costs), self._clock.costs
         for at, weight in enumerate(weights):
-            row, column = divmod(at, self.width)
-            slot, kind = divmod(row, self._kinds)
-            made[slot * self.width + column] += weight * self._objective.ratios[kind]
-        return made
+            if weight:
+                slot, column = divmod(at, self.width)
+                made[slot // self._kinds * self.width + column] += weight * costs[at]
+        return [
+            weight / cost if cost else 0.0 for weight, cost in zip(made, self.costs, strict=True)
+        ]
 
     def _look(self) -> None:
-        self.end, self.weights = self._clock.end, self._of_places(self._clock.weights())
+        self.end, weights = self._clock.end, self._clock.weights()
+        self.weights = self._of_places(weights)
         self.on_chain = [place for place, weight in enumerate(self.weights) if weight > 0.0]
-        self.chains.add(self.weights, self.end)
+        self._remember(weights, self.end)
         self._count_effort()
+
+    def _remember(self, weights: list[float], length: float) -> None:
+        on_stages = weights if self._kinds > 1 else ()
+        self.chains.add(self._of_places(weights), length, on_stages)
 
     def _count_effort(self) -> None:
         # Passes, not calls: the clock runs only those that a change can reach.
@@ -482,14 +515,18 @@ class _Moves:
         both = [(early, {theirs.place, mine.place})]
         if late is not early:
             both = [(early, {theirs.place}), (late, {mine.place})]
-        changes = [each.growth(places) for each, places in both]
+        # Sorted, as sets have no order of their own, and ranks must add up in the same one.
+        changes = [
+            (each, [change for place in sorted(places) for change in each.growth(place)])
+            for each, places in both
+        ]
         total, limit = 0.0, ROUNDED * sum([self._power(each.end) for each, _ in both])
-        for (each, _), change in zip(both, changes, strict=True):
+        for each, change in changes:
             total += self._power(each.end_with(change))
             if total > limit:
                 return False
-        for (each, places), change in zip(both, changes, strict=True):
-            each.become(change, places)
+        for each, change in changes:
+            each.become(change)
         self.slowest = self._slowest()
         return True
 

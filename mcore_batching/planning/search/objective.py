@@ -66,18 +66,6 @@ class Objective:
         self.lockstep_groups = dims.lockstep_groups
         """Ranks whose slots run together; each group ends as one pipeline."""
         self.lockstep = dims.in_lockstep
-        every = range(problem.num_samples)
-        mean = problem.cost(every)
-        self.ratios = [cost / mean if mean else 1.0 for cost in problem.slot_costs([every])]
-        """Cost of all samples on each kind of stage over a mean one's [kinds]."""
-        self.slowest = max(
-            (
-                sum(self.ratios[kind] for kind in stage) / len(stage)
-                for stage in problem.schedule.which_cost
-            ),
-            default=1.0,
-        )
-        """Work of the slowest stage over the mean one's."""
         depth = dims.pipeline_parallel * dims.virtual_pipeline
         size = problem.num_samples + dims.data_parallel * depth
         self.effort = problem.config.plan_effort * math.sqrt(EFFORT * size * (4 + depth))

@@ -211,7 +211,10 @@ class Forms:
     def _profile(self, kind: Kind) -> list[float]:
         """Sizes of slots relative to each other [slots]."""
         if kind not in self._profiles:
-            self._profiles[kind] = Targets(self._objective, *kind, least=0.0).relative
+            targets = Targets(
+                self._objective, kind.num_slots, kind.first, 0.0, kind.gentle, kind.fades
+            )
+            self._profiles[kind] = targets.relative
         return self._profiles[kind]
 
     def _of_ranks(

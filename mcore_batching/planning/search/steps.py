@@ -11,12 +11,13 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.parallel_dims import ParallelDims
+from mcore_batching.planning.placement import by_folds
 from mcore_batching.planning.search.deal import deal, settle, spread
 from mcore_batching.planning.search.objective import Candidate, Objective, Slots
 from mcore_batching.planning.search.targets import Targets, all_targets, lockstep_targets
@@ -33,8 +34,6 @@ DAMPING = 0.7
 moves by 0.01 %, single steps by 0.3 %."""
 CLEARLY_SOONER = 0.995
 """Rounds go on while each gains 0.5 %. With 1 % or 0.25 % the mean moves by 0.01 %."""
-SWAPS = 2
-"""Times that samples are swapped after each deal."""
 SMALL = 8
 """The cheapest eighth of the samples are small; each slot is to hold at least their mean. With a
 fourth or a sixteenth the mean moves by 0.01 %."""
@@ -54,6 +53,8 @@ class Kind(NamedTuple):
     """Size of the first slot over the plateau."""
     gentle: bool = False
     """True for a rise along a line, and a fall over twice as many slots."""
+    fades: bool = False
+    """True for a fall that gets gentle; tried where stages differ."""
 
 
 @dataclass
@@ -66,6 +67,9 @@ class Made:
     offsets: Sequence[float] = ()
     """Work that each rank, or all of a lockstep group, is to have beyond the mean in the next round
     [lockstep groups]."""
+    ways: list[int] = field(default_factory=list)
+    """In which groups of micro-batches are ordered under the interleaved schedule [lockstep
+    groups]."""
 
 
 class Steps:
@@ -87,6 +91,8 @@ class Steps:
         small = self.alone[-max(1, len(self.order) // SMALL) :]
         self._least = ordered_sum(small) / max(1, len(small))
         self._work = ordered_sum(problem.costs) / self.ranks
+        self.passes = 2
+        """Times that samples are swapped after each deal."""
         self.made: dict[Kind, Made] = {}
         self.left_out: set[Kind] = set()
         """Kinds that may not be best."""
@@ -163,6 +169,7 @@ class Steps:
         if not made.offsets:
             groups = len(self.objective.lockstep_groups)
             made.offsets = self.made[like].offsets if like else [0.0] * groups
+            made.ways = self.made[like].ways if like else [-1] * groups
         left, before = in_vain, math.inf
         while left:
             end = self._round(kind, made)
@@ -176,16 +183,38 @@ class Steps:
                 break
         return False
 
+    def folded(self, num_slots: int) -> Candidate | None:
+        """The step of as many samples on each rank, as even as that goes; None if they do not fit
+        into the slots."""
+        problem = self._problem
+        per_rank = max(1, -(-problem.num_samples // self.ranks))
+        ranks = []
+        for samples in by_folds(problem.costs, self.ranks, per_rank):
+            work = num_slots * problem.cost_model.per_micro_batch
+            work += ordered_sum(problem.costs[sample] for sample in samples)
+            slots = deal(
+                by_cost(samples, problem.costs),
+                [work / num_slots] * num_slots,
+                self.objective,
+                passes=self.passes,
+                per_rank=num_slots,
+            )
+            if slots is None:
+                return None
+            ranks.append(slots)
+        step = self.objective.candidate([settle(slots, problem.costs) for slots in ranks])
+        return step if all(map(self.objective.fits_in_memory, step.ranks)) else None
+
     def _round(self, kind: Kind, made: Made) -> float | None:
         """The end of the step of one more deal, infinite if it does not fit into memory; None if
         samples do not fit into slots."""
         objective = self.objective
         targets = self._targets(kind, made)
-        slots = deal(self.order, targets, objective, passes=SWAPS, per_rank=kind.num_slots)
+        slots = deal(self.order, targets, objective, passes=self.passes, per_rank=kind.num_slots)
         if slots is None:
             return None
         ranks = [slots[at : at + kind.num_slots] for at in range(0, len(slots), kind.num_slots)]
-        step = objective.candidate(self._arranged(ranks))
+        step = objective.candidate(self._arranged(ranks, made))
         end = step.end if all(map(objective.fits_in_memory, step.ranks)) else math.inf
         if end < made.end or made.step is None:
             made.end, made.step = end, step
@@ -195,7 +224,9 @@ class Steps:
     def _targets(self, kind: Kind, made: Made) -> list[float]:
         problem = self._problem
         work = self._work + kind.num_slots * problem.cost_model.per_micro_batch
-        targets = Targets(self.objective, *kind, self._least)
+        targets = Targets(
+            self.objective, kind.num_slots, kind.first, self._least, kind.gentle, kind.fades
+        )
         if self.objective.lockstep:
             return lockstep_targets(targets, work, self.alone, self._levels) * self.ranks
         works = [work + more for more in made.offsets]
@@ -210,38 +241,92 @@ class Steps:
         return list(itertools.chain.from_iterable(sizes))
 
     def _evened(self, offsets: Sequence[float], ends: Sequence[float]) -> list[float]:
-        passes = self._problem.schedule.cost_of_passes * self.objective.slowest
+        passes = self._problem.schedule.cost_of_passes
         mean = ordered_sum(ends) / len(ends)
         return [
             offset - DAMPING * (end - mean) / passes
             for offset, end in zip(offsets, ends, strict=True)
         ]
 
-    def _arranged(self, slots: list[Slots]) -> list[Slots]:
+    def _arranged(self, slots: list[Slots], made: Made) -> list[Slots]:
         """The slots of all ranks without needless placeholders, in an order that ends soon and
         holds few tokens."""
         settled = [settle(rank, self._problem.costs) for rank in slots]
         arranged: list[Slots] = []
-        for group in self.objective.lockstep_groups:
-            ranks = self._grouped(settled[group.start : group.stop])
-            if not all(map(self.objective.fits_in_memory, ranks)):
-                ranks = [spread(slots, self.objective) for slots in ranks]
-            arranged += ranks
+        ways = []
+        for group, way in zip(self.objective.lockstep_groups, made.ways, strict=True):
+            ranks = self._soonest_order(settled[group.start : group.stop])
+            ranks, way = self._grouped(ranks, way)
+            ways.append(way)
+            arranged += self._fitting(ranks)
+        made.ways = ways
         return arranged
 
-    def _grouped(self, ranks: list[Slots]) -> list[Slots]:
-        """The slots of ranks that run together, of each group of micro-batches the costliest in the
-        middle."""
+    def _grouped(self, ranks: list[Slots], way: int) -> tuple[list[Slots], int]:
+        """The slots of ranks that run together, those of each group of micro-batches as they are,
+        the cheapest first, the costliest first, or the costliest in the middle.
+
+        Args:
+            ranks: that run together.
+            way: one of these; -1: that which ends first.
+
+        Returns:
+            the slots, and the way.
+        """
         group = self._problem.dims.slots_per_group
         if group == 1 or not all(map(all, ranks)):
+            return ranks, way
+        flat = [max(slot) for slot in zip(*map(self._problem.slot_costs, ranks), strict=True)]
+        each = self._problem.schedule.num_costs
+        costs = [flat[at : at + each] for at in range(0, len(flat), each)]
+        found = []
+        for number in range(4) if way < 0 else [way]:
+            order: list[int] = []
+            for first in range(0, len(costs), group):
+                slots = list(range(first, min(first + group, len(costs))))
+                if number:
+                    slots.sort(key=costs.__getitem__, reverse=number == 2)
+                if number == 3:
+                    slots = slots[::2] + slots[1::2][::-1]
+                order += slots
+            ordered = itertools.chain.from_iterable(costs[slot] for slot in order)
+            end = self.objective.end_of(list(ordered)) if way < 0 else 0.0
+            found.append((end, number, order))
+        _, way, order = min(found)
+        return [[slots[at] for at in order] for slots in ranks], way
+
+    def _fitting(self, ranks: list[Slots]) -> list[Slots]:
+        """The slots of ranks that run together in an order in which none holds more tokens than may
+        be, if one of these does: spread, cheapest first, costliest first."""
+        objective = self.objective
+        if all(map(objective.fits_in_memory, ranks)):
             return ranks
-        costs = [max(map(self._problem.cost, slot)) for slot in zip(*ranks, strict=True)]
-        order: list[int] = []
-        for first in range(0, len(costs), group):
-            slots = range(first, min(first + group, len(costs)))
-            ascending = sorted(slots, key=costs.__getitem__)
-            order += ascending[::2] + ascending[1::2][::-1]
-        return [[slots[at] for at in order] for slots in ranks]
+        orders = [[spread(slots, objective) for slots in ranks], self._sorted(ranks, 1.0)]
+        if all(map(all, ranks)):
+            orders.append([slots[::-1] for slots in orders[1]])
+        return min(
+            orders,
+            key=lambda order: (
+                not all(map(objective.fits_in_memory, order)),
+                objective.end_together(order),
+            ),
+        )
+
+    def _soonest_order(self, ranks: list[Slots]) -> list[Slots]:
+        """Placeholders where they are, or before all others, which go as they are, cheapest first
+        or costliest first."""
+        if all(map(all, ranks)) or not any(map(any, ranks)):
+            return ranks
+        orders = [ranks, *(self._sorted(ranks, times) for times in (0.0, 1.0, -1.0))]
+        return min(orders, key=self.objective.end_together)
+
+    def _sorted(self, ranks: list[Slots], times: float) -> list[Slots]:
+        """Placeholders first, then by `times` the cost."""
+
+        def key(own: Sequence[int]) -> tuple[bool, float]:
+            return bool(own), times * self._problem.cost(own)
+
+        return [sorted(slots, key=key) for slots in ranks]
 
 
 def by_cost(samples: Sequence[int], costs: Sequence[float]) -> list[int]:
