@@ -94,8 +94,8 @@ def train_and_resume(
     Args:
         script: its path in the repository.
         words: its arguments, with ``--save``, and ``--save-interval`` at half of ``--train-iters``.
-        relaunches: False: without the relaunch, which raises on ranks that read data for their first
-            model chunk. Where others read none, they would wait for these.
+        relaunches: False: without the relaunch, which raises on ranks that read data for their
+            first model chunk. Where others read none, they would wait for these.
 
     Returns:
         `train`'s record of each, ``whole``, ``resumed`` and ``relaunched`` when all is done.
