@@ -308,9 +308,10 @@ def test_resumed_run_goes_on_as_the_uninterrupted_one(records: list[Ranks], num_
         assert evaluated[:evaluations] == unsaved[rank]["evaluations"][:evaluations]
         for step, before in zip(whole, unsaved[rank]["steps"], strict=False):
             assert step["loss"] == before["loss"]
-        relaunched = record["relaunched"]
-        assert relaunched["steps"] == []
-        assert relaunched["message"].startswith("no samples left to consume")  # Megatron's own
+        relaunched = record.get("relaunched")
+        assert relaunched is None or relaunched["steps"] == []
+        # Megatron's own.
+        assert relaunched is None or relaunched["message"].startswith("no samples left to consume")
 
 
 @runs("pp2", "pp2-rerun")
@@ -367,6 +368,21 @@ def test_steps_planned_ahead_are_the_same_steps(
     assert [record["said"] for record in ahead] == [[]] * 4
     # Not only planned: samples have moved, and rows are laid out.
     assert [record["taken"] for record in ahead] == [4] * 4
+
+
+@runs("pp2-not-ahead", "pp2-early-exit")
+def test_an_early_exit_leaves_the_step_that_was_made_ahead(records: list[Ranks]) -> None:
+    in_turn, ended = records
+    assert [record.pop("error") for record in ended] == ["SystemExit"] * 4
+    assert max(record["seconds"] for record in ended) < ERROR_SECONDS
+    assert [record["taken"] for record in ended] == [2] * 4
+    assert_equal_steps(
+        ended,
+        [
+            each | {"steps": each["steps"][:3], "evaluations": each["evaluations"][:1]}
+            for each in in_turn
+        ],
+    )
 
 
 @pytest.mark.parametrize(

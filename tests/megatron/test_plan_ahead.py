@@ -29,6 +29,7 @@ from mcore_batching.planning import (
     OversizeSampleError,
     ParallelDims,
     PlannerConfig,
+    PlanningError,
 )
 from mcore_batching.planning.planning_process import PlanRequest
 
@@ -168,6 +169,14 @@ def test_a_step_that_is_late_does_not_hold_up_the_next(ahead: PlansAhead) -> Non
     assert maker._process is not None
     os.kill(maker._process.pid, signal.SIGSTOP)
     started = time.monotonic()
+    ahead._seconds_in_line = 0.2
+    begin(ahead, request(LENGTHS))
+    assert ahead._made() is None
+    # Nor other ranks, whose threads wait for this one's messages of the step.
+    assert ahead._ahead is not None
+    with pytest.raises(PlanningError, match="CancelledError"):
+        ahead._ahead.step.result(PATIENCE_SECONDS / 2)
+    ahead._seconds_in_line = PATIENCE_SECONDS
     begin(ahead, request(LENGTHS))  # of which another number of samples is drawn
     begin(ahead, request(LENGTHS))
     assert ahead._made() is None

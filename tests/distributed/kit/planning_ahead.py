@@ -96,6 +96,11 @@ def train_ahead(
                 messages = maker._consensus._messages
                 assert messages is not None
                 messages.reduce = reduce  # type: ignore[method-assign]
+        elif fault is None:
+            # What was asked for before and not used, as where the batch grows: under load it could
+            # be planned still, and this step's plan be late for it.
+            with maker._planning:
+                pass
         begin(self, *arguments)
 
     def said(self: PlansAhead, why: Exception) -> None:

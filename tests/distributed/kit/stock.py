@@ -54,7 +54,8 @@ def train(script: str, words: Sequence[str]) -> dict[str, Any]:
           what routers recorded, how many times, and what was reported);
         - ``evaluations``: the losses that each returned;
         - ``hooked``: what the launcher replaced;
-        - ``error``, ``message``, ``cause`` and ``seconds`` since the last step, if the run raised.
+        - ``error``, ``message``, ``cause`` and ``seconds`` since the last step, if the run raised
+          (``SystemExit`` where Megatron exits early).
     """
     folder = Path(sys.argv[1])
     before = sys.argv, list(sys.path)
@@ -62,7 +63,7 @@ def train(script: str, words: Sequence[str]) -> dict[str, Any]:
     undo = _listen(record)
     try:
         run.main([str(REPOSITORY / script), *(word.format(folder=folder) for word in words)])
-    except Exception as exception:
+    except (Exception, SystemExit) as exception:
         record |= {
             "error": type(exception).__name__,
             "message": str(exception),
@@ -85,21 +86,27 @@ def train_blocking(script: str, words: Sequence[str]) -> dict[str, Any]:
         return train(script, words)
 
 
-def train_and_resume(script: str, words: Sequence[str]) -> dict[str, dict[str, Any]]:
+def train_and_resume(
+    script: str, words: Sequence[str], relaunches: bool = True
+) -> dict[str, dict[str, Any]]:
     """A run that saves checkpoints, one that goes on from the one in the middle, and a relaunch.
 
     Args:
         script: its path in the repository.
         words: its arguments, with ``--save``, and ``--save-interval`` at half of ``--train-iters``.
+        relaunches: False: without the relaunch, which raises on ranks that read data for their
+            first model chunk. Where others read none, they would wait for these.
 
     Returns:
         `train`'s record of each, ``whole``, ``resumed`` and ``relaunched`` when all is done.
     """
     half = words[words.index("--save-interval") + 1]
     loads = ["--load" if word == "--save" else word for word in words]
-    whole = train(script, words)
-    resumed = train(script, [*loads, "--ckpt-step", half])
-    return {"whole": whole, "resumed": resumed, "relaunched": train(script, loads)}
+    records = {
+        "whole": train(script, words),
+        "resumed": train(script, [*loads, "--ckpt-step", half]),
+    }
+    return records | ({"relaunched": train(script, loads)} if relaunches else {})
 
 
 def killed_in_checkpoint(script: str, words: Sequence[str], moment: str) -> dict[str, Any]:

@@ -157,6 +157,7 @@ JOBS = {
             "vpp2-resumed",
             *(*steps(10), *VPP2, *FLAG, *FIXED, *saved("vpp2", every=5)),
             function="train_and_resume",
+            relaunches=False,
         ),
         job("vpp2-placeholders", *steps(5), *VPP2, *ONE_ROW),
         job("dp4-padded", *steps(10)),
@@ -165,6 +166,7 @@ JOBS = {
             "tp2-cp2-resumed",
             *(*steps(10), *TP2_CP2, *FLAG, *FIXED, *saved("tp2-cp2", every=5)),
             function="train_and_resume",
+            relaunches=False,
         ),
         job("tp2-exchange", *steps(5), *TP2, *EXCHANGE),
         job("pp2-shared", *steps(5), *PP2, *SHARED, "2"),
@@ -206,6 +208,11 @@ JOBS = {
             data=OWN_DATA,
         ),
         *ahead("pp2", *steps(5), *PP2, faults=PLANNING_FAULTS),
+        job(
+            "pp2-early-exit",
+            *(*steps(5), *PP2, *EXCHANGE, *FIXED, "--eval-interval", "2", "--exit-interval", "3"),
+            function="train_ahead",
+        ),
         *(
             job(f"pauses-{name}", *(*steps(10), *PP2, *words), function="pauses", seconds=seconds)
             for name, seconds, words in (
