@@ -333,7 +333,15 @@ def test_models_that_cannot_predict_later_tokens_are_refused() -> None:
     assert not [*unfit_for_later_tokens([chunk])]
     chunk.ddp_config = SimpleNamespace(overlap_grad_reduce=True)
     (problem,) = unfit_for_later_tokens([chunk])
-    assert "unset --mtp-detach-heads or --overlap-grad-reduce" in problem
+    assert "unset --overlap-grad-reduce or unset --mtp-detach-heads" in problem
+    chunk.share_embeddings_and_output_weights = True
+    for made.mtp_detach_heads in (True, False):
+        (problem,) = unfit_for_later_tokens([chunk])
+        assert "--untie-embeddings-and-output-weights" in problem
+    made.grad_sync_func = print  # aligned
+    assert not [*unfit_for_later_tokens([chunk])]
+    made.grad_sync_func, chunk.ddp_config.overlap_grad_reduce = None, False
+    assert not [*unfit_for_later_tokens([chunk])]
     made.mtp_num_layers = None
     assert not [*unfit_for_later_tokens([chunk])]
 

@@ -61,14 +61,27 @@ def unfit_for_later_tokens(chunks: list[Any]) -> Iterator[str]:
         return
     model = unwrap_model(chunks[0])
     overlaps = getattr(getattr(chunks[0], "ddp_config", None), "overlap_grad_reduce", False)
-    is_tied = getattr(model, "share_embeddings_and_output_weights", False)
-    if getattr(config, "mtp_detach_heads", False) and overlaps and not is_tied:
-        yield (
-            "detached heads leave the last stage's embedding without the gradient that the "
-            "overlapped reduction waits for: unset --mtp-detach-heads or --overlap-grad-reduce"
-        )
+    # With this function later stages reduce when told, whatever gradients they have.
+    if overlaps and config.grad_sync_func is None:
+        yield from _weights_without_gradient(model, config)
     if getattr(model, "position_embedding_type", None) == "learned_absolute":
         yield (
             "multi-token prediction embeds positions on the last stage, too, and Megatron-LM does "
             "not add up the gradients of both stages: set --position-embedding-type rope"
+        )
+
+
+def _weights_without_gradient(model: Any, config: Any) -> Iterator[str]:
+    """Weights whose gradients overlapped reduction would wait for: Megatron asserts in step 2."""
+    mend = "set --align-grad-reduce (config.grad_sync_func), unset --overlap-grad-reduce or"
+    if getattr(model, "share_embeddings_and_output_weights", False):
+        yield (
+            "tied embeddings leave the last stage's output layer, which reads later tokens' "
+            "embedding instead of its own weight, without the gradient that overlapped reduction "
+            f"waits for: {mend} set --untie-embeddings-and-output-weights"
+        )
+    elif getattr(config, "mtp_detach_heads", False):
+        yield (
+            "detached heads leave the last stage's embedding without the gradient that "
+            f"overlapped reduction waits for: {mend} unset --mtp-detach-heads"
         )
