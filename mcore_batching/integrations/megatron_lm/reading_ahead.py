@@ -90,7 +90,7 @@ def batches_ahead(data_iterator: Any, num_batches: int) -> Batches | None:
 
 
 def outcome_of(read: Callable[[], Batches | None]) -> Callable[[], Batches | None]:
-    """What a function that reads gives or raises now, as often as it is asked for."""
+    """Call a function that reads now; the result gives or raises what it did, each time."""
     outcome: Future[Batches | None] = Future()
     # Raised later, inside an agreement: the other ranks would wait for this one.
     try:

@@ -235,7 +235,7 @@ def _cost_model(args: Any) -> CostModel | None:
 
 
 def _last_step(args: Any, rollouts: Sequence[int], rollouts_per_step: int, ranks: int) -> LastStep:
-    """What to do with rollouts left over: "keep" where miles would make a smaller step of them."""
+    """How rollouts left over are treated: "keep" where miles would make a smaller step of them."""
     if not getattr(args, "allow_partial_train_step", False):
         return "drop"
     # miles drops a last step of fewer samples than ranks, too.

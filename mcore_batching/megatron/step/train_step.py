@@ -278,7 +278,7 @@ def _forward_backward(
 
 
 def _divisors(prepared: PreparedStep, *, per_token: bool) -> tuple[int, int]:
-    """What Megatron divides by behind our back, losses and what the model makes of later tokens.
+    """The divisors of Megatron's own, of the losses and of those of later tokens.
 
     Multiplied in first, it cancels out.
     """
