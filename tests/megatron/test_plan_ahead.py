@@ -175,7 +175,7 @@ def test_a_step_that_is_late_does_not_hold_up_the_next(ahead: PlansAhead) -> Non
     # Nor other ranks, whose threads wait for this one's messages of the step.
     assert ahead._ahead is not None
     with pytest.raises(PlanningError, match="CancelledError"):
-        ahead._ahead.step.result(PATIENCE_SECONDS / 2)
+        ahead._ahead.made.result(PATIENCE_SECONDS / 2)
     ahead._seconds_in_line = PATIENCE_SECONDS
     begin(ahead, request(LENGTHS))  # of which another number of samples is drawn
     begin(ahead, request(LENGTHS))

@@ -48,7 +48,8 @@ from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.job import Job, job_of
 from mcore_batching.megatron.learning.pass_times import mark
 from mcore_batching.megatron.rollout.data_iterator import protocol_of
-from mcore_batching.megatron.rollout.plan_ahead import Plan, PlansAhead
+from mcore_batching.megatron.rollout.maker import Plan
+from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
 from mcore_batching.megatron.rollout.settings import Settings
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.split_backward.plan import most_left_bytes

@@ -27,11 +27,8 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.arguments import LEARNT
 from mcore_batching.megatron.job.options import Options
-from mcore_batching.megatron.rollout.data_iterator import (
-    PlannedRollout,
-    plan_micro_batches,
-    schedule_of,
-)
+from mcore_batching.megatron.rollout.data_iterator import plan_micro_batches, schedule_of
+from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout
 from mcore_batching.megatron.rollout.rollout_batch import REQUIRED_FIELDS
 from mcore_batching.megatron.rows.prepared_step import MODEL_INPUTS, PortableRow
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
@@ -99,7 +96,7 @@ def get_data_iterator(
     return [
         PlaceholderIterator(LiveDataIterator(rollout, live), schema, schedule.template)
         for _ in iterators
-    ], counts
+    ], list(counts)
 
 
 def forward_only(

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from mcore_batching.batch import Kind, Schema, SchemaError, make_placeholder
 from mcore_batching.integrations.slime.zero_count_mask import zero_count_mask
-from mcore_batching.megatron.rollout.data_iterator import DataIterator, PlannedRollout
+from mcore_batching.megatron.rollout.data_iterator import DataIterator
+from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout
 
 
 class PlaceholderLengths(list[int]):

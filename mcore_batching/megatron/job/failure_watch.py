@@ -124,7 +124,7 @@ class FailureWatch:
                 yield
             except BaseException as exception:
                 # Of SystemExit and KeyboardInterrupt, too: the others may wait for this rank.
-                self._report(f"{operation}: {_described(exception)}")
+                self.report(f"{operation}: {_described(exception)}")
                 raise
 
     def is_joined(self, what: str, how_many: int) -> bool:
@@ -144,7 +144,12 @@ class FailureWatch:
             time.sleep(0.02)
         return True
 
-    def _report(self, text: str) -> None:
+    def report(self, text: str) -> None:
+        """Let all ranks know of a failure on this one; any thread may.
+
+        Args:
+            text: the call and what it raised.
+        """
         note = json.dumps({"rank": self._rank, "text": text})
         try:
             # The first one stays: others that fail after it most likely fail for it.
@@ -153,6 +158,16 @@ class FailureWatch:
             # The others see this rank close its connections instead.
             refused = f"; the job's store took no note of it: {described(error)}"
             self._failure = {self._rank: text + refused}
+
+    def raise_reported(self) -> None:
+        """Raise if a rank has failed, as far as is known now.
+
+        Raises:
+            PipelineFailedError: it has.
+        """
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            self._read()
+        self._raise_known(None)
 
     def _read(self) -> None:
         if self._failure is None and self._store.check([_FAILURE]):
@@ -225,6 +240,13 @@ class NoWatch:
         """As `FailureWatch.reporting`; does nothing."""
         del operation
         return contextlib.nullcontext()
+
+    def report(self, text: str) -> None:
+        """As `FailureWatch.report`; does nothing."""
+        del text
+
+    def raise_reported(self) -> None:
+        """As `FailureWatch.raise_reported`; does nothing."""
 
     def is_joined(self, what: str, how_many: int) -> bool:
         """As `FailureWatch.is_joined`; does not wait."""

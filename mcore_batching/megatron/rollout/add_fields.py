@@ -107,9 +107,10 @@ def _require_dict(fields: Any) -> None:
 
 def _moves_of(data_iterator: Any) -> SampleMoves | None:
     """The exchange of samples; None where they were not, or that cannot be told."""
-    # Whatever is wrong with the iterators is raised where the other ranks hear of it.
+    # Whatever is wrong with the iterators is raised where the other ranks hear of it, and there
+    # all steps are waited for.
     with contextlib.suppress(TypeError):
-        return schedule_of(data_iterator).moves
+        return rollout_of(data_iterator).of_step(0).moves
     return None
 
 

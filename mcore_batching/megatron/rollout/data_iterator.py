@@ -2,91 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Schema
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.job.job import Job, job_of
+from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.rollout.exchange import ExchangingProtocol
+from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
+from mcore_batching.megatron.rollout.planned_rollout import NumMicroBatches, PlannedRollout
 from mcore_batching.megatron.rollout.planning_protocol import PlanningProtocol
-from mcore_batching.megatron.rollout.rollout_batch import REQUIRED_FIELDS
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.planning import CostModel
-
-
-class PlannedRollout:
-    """A batch and its plan, shared by the iterators of one `get_data_iterator` call.
-
-    Args:
-        schedule: the batch's micro-batches.
-    """
-
-    def __init__(self, schedule: MicroBatchSchedule) -> None:
-        self._schedule = schedule
-        self._for_forward_passes: MicroBatchSchedule | None = None
-
-    @property
-    def schedule(self) -> MicroBatchSchedule:
-        """The micro-batches of training."""
-        return self._schedule
-
-    def replace(self, schedule: MicroBatchSchedule) -> None:
-        """Go on with another schedule; all iterators walk it from now on."""
-        self._schedule = schedule
-        # It holds the rollout data as they were: made anew, of the fields that are there now.
-        self._for_forward_passes = None
-
-    def for_forward_passes(self, job: Job, model: Any) -> MicroBatchSchedule:
-        """The schedule of forward passes alone: the same one, or one planned for them.
-
-        A collective over all ranks where it has to be made, at the first call under
-        ``--dynamic-batch-forward-only-plan own`` or a cap of forward passes.
-
-        Args:
-            job: the present one.
-            model: this rank's model chunks.
-        """
-        # Planning is a collective; `forward_only` has compared this among the ranks.
-        if not job.options.has_own_forward_plan:
-            return self._schedule
-        if self._for_forward_passes is None:
-            shared = self._schedule
-            # Never the exchanging protocol: samples that were exchanged stay where training runs
-            # them. Fields that were added need not be on all stages, and no plan needs them.
-            own = PlanningProtocol(
-                job,
-                model,
-                lambda: {name: shared.rollout_data[name] for name in REQUIRED_FIELDS},
-                schema=Schema(tuple(shared.schema[name] for name in REQUIRED_FIELDS)),
-                # In the order of the rollout data: packing again must not depend on training's
-                # plan.
-                steps=[sorted(i for indices in step for i in indices) for step in shared.steps],
-                cost_model=shared.cost_model,
-                config=shared.config,
-                forward_only=True,
-                hosts=shared.hosts,
-            ).run()
-            self._for_forward_passes = dataclasses.replace(
-                own,
-                rollout_data=shared.rollout_data,
-                schema=shared.schema,
-                template=shared.template,
-                # A framework's layout pads samples less than these dims ask for.
-                dims=shared.dims,
-                moves=shared.moves,
-            )
-        return self._for_forward_passes
 
 
 class DataIterator:
     """Walks through the micro-batches of a `PlannedRollout`, for one virtual pipeline stage.
 
     The names that frameworks read are kept: ``rollout_data``, ``micro_batch_indices``, ``offset``,
-    ``get_next`` and ``reset``.
+    ``get_next`` and ``reset``. The first two, and ``get_next`` of later steps than the first, wait
+    until all steps are planned.
 
     Args:
         rollout: what to walk through; the iterators of all stages share it.
@@ -122,7 +59,7 @@ class DataIterator:
                 lengths would give each one of its own, over the cap.
         """
         keys = list(keys)
-        schedule = self._rollout.schedule
+        schedule = self._rollout.of_slot(self.offset)
         if schedule.hosts is not None:
             raise DynamicBatchArgumentError(
                 "samples that share segments cannot be drawn; give the iterators to forward_only "
@@ -178,7 +115,7 @@ def get_data_iterator(
     schema: Schema = DEFAULT_SCHEMA,
     steps: Iterable[Iterable[int]] | None = None,
     cost_model: CostModel | None = None,
-) -> tuple[list[DataIterator], list[int]]:
+) -> tuple[list[DataIterator], Sequence[int]]:
     """Plan this rank's micro-batches together with all other ranks.
 
     A collective over all ranks. Each data-parallel rank packs its own samples, the counts are
@@ -188,7 +125,10 @@ def get_data_iterator(
     Under ``--dynamic-batch-exchange``, and ``--dynamic-batch-context-parallel``, which implies it,
     the samples of all ranks are planned as one, and each moves to the ranks that run it. Outputs of
     `forward_only` come back to where their samples came from, and `add_fields` takes fields in that
-    order; the iterators (``rollout_data``, `get_next`) hold the samples that run here.
+    order; the iterators (``rollout_data``, `get_next`) hold the samples that run here. Of several
+    steps only the first is then planned when this returns, unless `--dynamic-batch-no-plan-ahead`
+    is set: a thread and a process plan the others, of the samples as they are now. What needs
+    another step waits for all of them; the first step of `forward_only` and `train_step` does not.
 
     Under ``--dynamic-batch-share-prefixes`` samples whose tokens begin another's, in the same step
     and on the same rank, are computed in that one's segment of a row. Values, outputs and losses
@@ -215,7 +155,8 @@ def get_data_iterator(
 
     Returns:
         one iterator per virtual pipeline stage, and the number of micro-batches of each step, the
-        same on every rank.
+        same on every rank: a list, or, where later steps are being planned, a sequence that waits
+        for them where others than the first are read.
 
     Raises:
         DynamicBatchArgumentError: settings under which training would hang or be wrong.
@@ -264,7 +205,7 @@ def plan_micro_batches(
     steps: Iterable[Iterable[int]] | None = None,
     cost_model: CostModel | None = None,
     forward_only: bool = False,
-) -> tuple[list[DataIterator], list[int]]:
+) -> tuple[list[DataIterator], Sequence[int]]:
     """`get_data_iterator` for rollout data that is yet to be read.
 
     Args:
@@ -283,7 +224,7 @@ def plan_micro_batches(
         CollectiveError: as `get_data_iterator`.
     """
     job = job_of(args)
-    schedule = protocol_of(job.options)(
+    protocol = protocol_of(job.options)(
         job,
         model,
         read,
@@ -291,9 +232,13 @@ def plan_micro_batches(
         steps=steps,
         cost_model=cost_model,
         forward_only=forward_only,
-    ).run()
+    )
+    schedule = protocol.run()
     # Shared, so that `add_fields` on one list reaches every stage's iterator.
-    rollout = PlannedRollout(schedule)
+    rollout, counts = PlannedRollout(schedule), schedule.num_microbatches
+    if protocol.make_all is not None:
+        wait = job.memory.only(PlansAhead).begin_rollout(job, protocol.make_all)
+        rollout = PlannedRollout(schedule, wait, protocol.num_steps)
     # The interleaved schedule draws every micro-batch once per model chunk, each at its own pace.
     iterators = [DataIterator(rollout) for _ in range(schedule.dims.virtual_pipeline)]
-    return iterators, schedule.num_microbatches
+    return iterators, counts if protocol.make_all is None else NumMicroBatches(rollout)

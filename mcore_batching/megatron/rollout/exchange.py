@@ -9,71 +9,37 @@ them: turns of a trajectory that several ranks bring are in as many segments.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import functools
 import pickle
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from megatron.core import parallel_state
+from torch import Tensor
 
 from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.batch.agreement.figures import largest
-from mcore_batching.batch.rows.prefixes import Hosts
+from mcore_batching.batch.rows.prefixes import Hosts, samples_of_hosts
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.consensus import digest_of
+from mcore_batching.megatron.job.flat_values import flat, unflat
+from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.job.row_groups import make_row_groups
+from mcore_batching.megatron.rollout.all_samples import AllSamples
+from mcore_batching.megatron.rollout.maker import Plan
 from mcore_batching.megatron.rollout.planning_protocol import PlanningProtocol
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
 from mcore_batching.megatron.rollout.sharing import say_saving
 from mcore_batching.megatron.rows.sample_moves import Columns, SampleMoves
 from mcore_batching.megatron.rows.schedule import GlobalPlan, MicroBatchSchedule
-from mcore_batching.megatron.rows.shards import MicroBatches, Shard
-from mcore_batching.planning import StepPlan, plan_step
+from mcore_batching.megatron.rows.shards import GatheredShards, MicroBatches, Shard, with_hosted
+from mcore_batching.planning import Problem, StepPlan, plan_step
 from mcore_batching.planning.planning_process import PlanRequest
 
 _Laid = tuple[tuple[GlobalPlan, ...], SampleMoves, str]
 """Plans, where their samples move, and the plans' digest."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Samples:
-    """The samples of all data-parallel ranks, numbered through.
-
-    Attributes:
-        lengths: of each, in tokens.
-        hosts: for each the sample in whose segment it lies, itself if it has a segment.
-        first: number of each rank's first sample, and the number of all samples.
-        steps: for each step the samples that are computed, and those that lie in their segments.
-    """
-
-    lengths: list[int]
-    hosts: list[int]
-    first: list[int]
-    steps: list[tuple[list[int], list[int]]]
-
-    @classmethod
-    def of(cls, shards: Sequence[Shard]) -> _Samples:
-        """Those of the shards of all data-parallel ranks."""
-        first = list(accumulate((len(shard.lengths) for shard in shards), initial=0))
-        placed = list(zip(first, shards, strict=False))
-        hosts = [
-            start + host
-            for start, shard in placed
-            for host in shard.hosts or range(len(shard.lengths))
-        ]
-        steps = []
-        for step in range(len(shards[0].steps)):
-            numbers = [start + i for start, shard in placed for i in shard.steps[step][0]]
-            # Who lies in a host's segment costs nothing: the plan must not see it.
-            computed = [number for number in numbers if hosts[number] == number]
-            steps.append((computed, [number for number in numbers if hosts[number] != number]))
-        lengths = [length for shard in shards for length in shard.lengths]
-        return cls(lengths, hosts, first, steps)
-
-    def lengths_of(self, step: tuple[list[int], list[int]]) -> list[int]:
-        """Of the samples of a step that are computed."""
-        return [self.lengths[number] for number in step[0]]
 
 
 class ExchangingProtocol(PlanningProtocol):
@@ -84,18 +50,46 @@ class ExchangingProtocol(PlanningProtocol):
         rank 0 holds samples 0 1 2, rank 1 holds 3 4
         plan: rank 0 runs ((1, 4),), rank 1 ((0, 3), (2,))
         moved: 4 to rank 0, 0 and 2 to rank 1
+
+    Of several steps the first alone is planned and moved here, and the others in a thread, unless
+    ``--dynamic-batch-no-plan-ahead`` is set. Either way a rank holds the samples of one step behind
+    those of another.
     """
 
     scope: Literal["local", "global"] = "global"
+    _follow: Callable[..., MicroBatchSchedule] | None = None
 
     def lay_out(self) -> None:
-        """Plan all ranks' samples, and move them."""
+        """Plan all ranks' samples, and move them; those of later steps perhaps not yet."""
         most = self.settings.config.max_context_parallel
         if most is not None:
             # All sizes that a row may have, before the plan: making a group is a collective over
             # all ranks, and a plan may give some size to rows of some ranks alone.
             make_row_groups(self.job, self.settings.dims.row_sizes(most))
-        self._moved(_Samples.of(self._gathered()))
+        # Under dynamic CP the context-parallel ranks run rows of their own, of samples they all
+        # brought.
+        num_ranks = self.settings.config.num_ranks(self.settings.dims)
+        self._sharing = num_ranks // self.settings.dims.data_parallel
+        self._own = parallel_state.get_data_parallel_rank(with_context_parallel=self._sharing > 1)
+        samples = AllSamples.of(self._gathered())
+        self.num_steps = len(samples.steps)
+        if self.num_steps < 2 or self.forward_only or self.job.options.no_plan_ahead:
+            self._moved(samples)
+            return
+        first = dataclasses.replace(samples, steps=samples.steps[:1])
+        later = dataclasses.replace(samples, steps=samples.steps[1:])
+        rest, kept = copy.copy(self), list[Tensor]()
+
+        def keep() -> None:
+            # While all ranks can be told what is wrong with later steps, and before the caller can
+            # change its values.
+            for step in later.steps:
+                with self._naming(step[0]):
+                    Problem.of(later.lengths_of(step), self.settings.dims, self.settings.config)
+            kept.append(flat(self.batch.data))
+
+        self._moved(first, keep)
+        self._follow = functools.partial(rest._followed, later, kept[0])
 
     def choose(self) -> tuple[MicroBatches, ...]:
         """Every step's micro-batches of this rank, as indices of the samples it now holds."""
@@ -109,7 +103,48 @@ class ExchangingProtocol(PlanningProtocol):
     def conclude(self) -> MicroBatchSchedule:
         """The schedule, which also knows where outputs go."""
         made = super().conclude()
-        return dataclasses.replace(made, moves=self._moves, plans=self._plans)
+        made = dataclasses.replace(made, moves=self._moves, plans=self._plans)
+        if self._follow is not None:
+            self.make_all = functools.partial(self._follow, made)
+        return made
+
+    def _followed(
+        self,
+        samples: AllSamples,
+        kept: Tensor,
+        first: MicroBatchSchedule,
+        job: Job,
+        operation: str,
+        plan: Plan,
+    ) -> MicroBatchSchedule:
+        """The schedule of all steps, `samples` of the later ones. A collective, in the thread."""
+        del operation
+        of_main, self.consensus, self.plan = self.consensus, job.consensus, plan
+        self.batch = dataclasses.replace(self.batch, data=unflat(kept))
+        self._moved(samples)
+        assert first.moves is not None
+        held, both = first.num_samples, zip(first.moves.runs_on, self._moves.runs_on, strict=True)
+        steps = first.steps + tuple(
+            tuple(tuple(held + i for i in indices) for indices in step)
+            for step in with_hosted(self.choose(), self.hosts)
+        )
+        hosts = None
+        if first.hosts is not None and self.hosts is not None:
+            hosts = [*first.hosts, *(held + host for host in self.hosts)]
+        later = self.batch.data
+        data = {name: [*values, *later[name]] for name, values in first.rollout_data.items()}
+        plans = (*first.plans, *self._plans)
+        return dataclasses.replace(
+            first,
+            rollout_data=data,
+            steps=steps,
+            hosts=hosts,
+            plan_digest=_digest(plans),
+            # The main thread's: it is the one that reads them.
+            gather_shards=GatheredShards(of_main, Shard(data["total_lengths"], steps, hosts)),
+            moves=dataclasses.replace(first.moves, runs_on=[[*a, *b] for a, b in both]),
+            plans=plans,
+        )
 
     def _gathered(self) -> list[Shard]:
         """The lengths and steps of every data-parallel rank."""
@@ -132,24 +167,25 @@ class ExchangingProtocol(PlanningProtocol):
         gathered = self.consensus.gather_integers(own.integers(), agreed.figures["integers"])
         return list(map(Shard.of_integers, gathered))
 
-    def _moved(self, samples: _Samples) -> None:
-        """Plan, hand over what the plan wants elsewhere, and hold what it wants here."""
-        num_ranks = self.settings.config.num_ranks(self.settings.dims)
-        # Under dynamic CP the context-parallel ranks run rows of their own, of samples they all
-        # brought.
-        sharing = num_ranks // self.settings.dims.data_parallel
-        own = parallel_state.get_data_parallel_rank(with_context_parallel=sharing > 1)
-        lengths, hosts = samples.lengths, samples.hosts
+    def _moved(self, samples: AllSamples, also: Callable[[], None] = lambda: None) -> None:
+        """Plan, hand over what the plan wants elsewhere, and hold what it wants here.
+
+        Args:
+            samples: of the steps that are planned.
+            also: what else may fail on one rank.
+        """
+        lengths, hosts, members = samples.lengths, samples.hosts, samples_of_hosts(samples.hosts)
         together = self._planned_together([samples.lengths_of(step) for step in samples.steps])
 
         def work() -> tuple[_Laid, list[Any]]:
             plans = tuple(
                 self._global_plan(samples, step, together) for step in range(len(samples.steps))
             )
-            runs_on = [_run_on(rank, plans, hosts) for rank in range(num_ranks)]
-            moves = SampleMoves(own, samples.first, runs_on, sharing)
-            digest = digest_of([each.plan.digest() for each in plans])
-            return (plans, moves, digest), moves.outgoing(self.batch.data)
+            also()
+            num_ranks = self._sharing * self.settings.dims.data_parallel
+            runs_on = [_run_on(rank, plans, members) for rank in range(num_ranks)]
+            moves = SampleMoves(self._own, samples.first, runs_on, self._sharing)
+            return (plans, moves, _digest(plans)), moves.outgoing(self.batch.data)
 
         def says(made: _Laid) -> Statement:
             # The ranks of a replica each heard of their own counterparts' lengths.
@@ -174,7 +210,7 @@ class ExchangingProtocol(PlanningProtocol):
             self.hosts = [self._moves.places[hosts[number]] for number in self._moves.held]
 
     def _global_plan(
-        self, samples: _Samples, step: int, made: Sequence[StepPlan] | None
+        self, samples: AllSamples, step: int, made: Sequence[StepPlan] | None
     ) -> GlobalPlan:
         """The plan of one step.
 
@@ -186,12 +222,16 @@ class ExchangingProtocol(PlanningProtocol):
         computed, hosted = samples.steps[step]
         lengths = samples.lengths_of(samples.steps[step])
         # A sample over the cap is found inside the agreement, so that all ranks raise.
-        with self.job.options.naming_the_cap(forward_only=self.forward_only, samples=computed):
+        with self._naming(computed):
             planned = made[step] if made else self._planned(lengths)
         hosted_lengths = tuple(samples.lengths[number] for number in hosted)
         return GlobalPlan(
             dataclasses.replace(planned, hosted_lengths=hosted_lengths), computed, lengths
         )
+
+    def _naming(self, computed: Sequence[int]) -> contextlib.AbstractContextManager[None]:
+        """Let the planner's errors name samples by their number over all ranks."""
+        return self.job.options.naming_the_cap(forward_only=self.forward_only, samples=computed)
 
     def _planned_together(self, of_steps: Sequence[Sequence[int]]) -> list[StepPlan] | None:
         """The plans of all steps, each made by one rank of a block; None where that is no gain.
@@ -240,8 +280,18 @@ class ExchangingProtocol(PlanningProtocol):
         return plan_step(lengths, *of, forward_only=self.forward_only)
 
 
-def _run_on(rank: int, plans: Sequence[GlobalPlan], hosts: Sequence[int]) -> list[int]:
-    """The samples that a rank runs: by plan those that are computed, and all that they host."""
-    computed = {number for made in plans for row in made.rows_on(rank) for number in row}
+def _run_on(
+    rank: int, plans: Sequence[GlobalPlan], members: Mapping[int, Sequence[int]]
+) -> list[int]:
+    """The samples that a rank runs, step by step: by plan those that are computed, and all that
+    they host."""
     # By their host: the plan names hosts alone, and what they host has to follow them.
-    return [number for number, host in enumerate(hosts) if host in computed]
+    return [
+        number
+        for made in plans
+        for number in sorted(n for row in made.rows_on(rank) for host in row for n in members[host])
+    ]
+
+
+def _digest(plans: Sequence[GlobalPlan]) -> str:
+    return digest_of([each.plan.digest() for each in plans])

@@ -46,6 +46,7 @@ from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.consensus import digest_of
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.learning.cost_learning import CostLearner, learners_of
+from mcore_batching.megatron.rollout.maker import Make
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
 from mcore_batching.megatron.rollout.settings import Settings, say_oversize
 from mcore_batching.megatron.rollout.sharing import (
@@ -100,6 +101,9 @@ class PlanningProtocol:
         plan_digest: of the plans of all data-parallel ranks together, from `lay_out` on.
         learnt: what is known of costs when the plan is made, from `take_stock` on; None where the
             costs are not learnt.
+        make_all: gives the schedule of all steps, in a thread, where `run` gives that of the first
+            alone; None where `run` gives all.
+        num_steps: of that schedule.
     """
 
     scope: Literal["local", "global"] = "local"
@@ -108,6 +112,8 @@ class PlanningProtocol:
     batch: RolloutBatch
     shares: list[int]
     plan_digest: str
+    make_all: Make | None = None
+    num_steps: int
 
     def __init__(
         self,

@@ -26,10 +26,10 @@ from mcore_batching.megatron.job.job import Job, job_of
 from mcore_batching.megatron.logits.log_probs import logits_of_shape
 from mcore_batching.megatron.rollout.data_iterator import (
     DataIterator,
-    PlannedRollout,
     check_forward_plan,
     rollout_of,
 )
+from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout
 from mcore_batching.megatron.rows.prepared_step import PreparedRow, PreparedStep
 from mcore_batching.megatron.rows.sample_moves import check_output
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
@@ -83,22 +83,31 @@ def forward_only(
             functions do, and these parallel dims pad samples.
     """
     job = job_of(args)
-    chunks, rollout, function = _opened(f, job, model, data_iterator, num_microbatches)
+    chunks, rollout, function = _opened(f, job, model, data_iterator)
     with_entropy = getattr(args, "use_rollout_entropy", False)
     function = functools.partial(function, args=args, with_entropy=with_entropy)
-    schedule = rollout.for_forward_passes(job, chunks)
+    planned = rollout.for_forward_passes(job, chunks)
+
+    def schedule_of(step: int) -> MicroBatchSchedule:
+        found = planned.of_step(step)  # later steps are waited for here, within the agreement
+        if planned is rollout:
+            found.check_step(step, num_microbatches)
+        return found
+
     outputs: list[_RowOutputs] = []
     names: list[str] = []
     with _evaluation_mode(chunks):
-        for step in range(len(schedule.steps)):
-            prepared = prepare(job, chunks, _OPERATION, step, lambda: schedule)
+        for step in range(planned.num_steps):
+            of_step = functools.partial(schedule_of, step)
+            prepared = prepare(job, chunks, _OPERATION, step, of_step)
             made, failed, temperatures = _run(function, job, chunks, prepared)
             outputs += made
-            travel = schedule.moves is not None
+            travel = prepared.schedule.moves is not None
             # After each step, of all outputs so far: a name that comes late is an error, too.
             names = _agreed_names(job, outputs, failed, temperatures, travel=travel)
     if not is_last_stage():
         return {}
+    schedule = planned.schedule
     found = _in_origin_order(outputs, names, schedule)
     if schedule.moves is not None:
         # A collective, which may run out of memory on one rank.
@@ -134,7 +143,6 @@ def _opened(
     job: Job,
     model: Any,
     data_iterator: Sequence[DataIterator],
-    num_microbatches: Sequence[int],
 ) -> tuple[list[Any], PlannedRollout, Callable[..., Any]]:
     """Model chunks, batch and adapted ``f``, once every rank has read its arguments."""
 
@@ -143,18 +151,18 @@ def _opened(
         get_model_config(chunks[0])  # raises for what is no model of Megatron's
         check_logits(job.options, chunks)
         rollout = rollout_of(data_iterator)
-        if rollout.schedule.has_sizes_of_rows:  # the model need not be the one planned with
+        # A plan of their own is of all steps.
+        own = job.options.has_own_forward_plan
+        schedule = rollout.schedule if own else rollout.of_step(0)
+        if schedule.has_sizes_of_rows:  # the model need not be the one planned with
             let_rows_have_groups(chunks)
-        check_forward_plan(job.options, shares_rows=rollout.schedule.has_sizes_of_rows)
-        if not job.options.has_own_forward_plan:
-            for step in range(len(rollout.schedule.steps)):
-                rollout.schedule.check_step(step, num_microbatches)
-        return chunks, rollout, adapted(f, rollout.schedule, fused=job.options.fuse_output_layer)
+        check_forward_plan(job.options, shares_rows=schedule.has_sizes_of_rows)
+        return chunks, rollout, adapted(f, schedule, fused=job.options.fuse_output_layer)
 
     def says(opened: tuple[list[Any], PlannedRollout, Callable[..., Any]]) -> Statement:
         return Statement(
             equal={
-                "plan (sha256)": opened[1].schedule.plan_digest,
+                "plan (sha256)": opened[1].of_step(0).plan_digest,
                 # Ranks that differ in this would wait in different planning agreements.
                 "plan of its own": job.options.has_own_forward_plan,
             }

@@ -31,7 +31,7 @@ from mcore_batching.megatron.checks.validation import check_logits
 from mcore_batching.megatron.job.job import Job, job_of
 from mcore_batching.megatron.logits.fused_output import tensors_of
 from mcore_batching.megatron.logits.log_probs import logits_of_shape
-from mcore_batching.megatron.rollout.data_iterator import DataIterator, schedule_of
+from mcore_batching.megatron.rollout.data_iterator import DataIterator, rollout_of
 from mcore_batching.megatron.rows.prepared_step import PreparedRow, PreparedStep
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.step.chunk_forward import run_for_losses
@@ -149,7 +149,7 @@ def train_step(
 
     def schedule() -> MicroBatchSchedule:
         _check_arguments(loss_function, job, model, optimizer)
-        found = schedule_of(data_iterator)
+        found = rollout_of(data_iterator).of_step(step)
         found.check_step(step, num_microbatches)
         if found.has_sizes_of_rows:  # the model need not be the one planned with
             let_rows_have_groups(model_chunks(model))

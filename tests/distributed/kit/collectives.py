@@ -122,7 +122,8 @@ def planned_together(dims: dict[str, Any], reference: str) -> dict[str, Any]:
         ``alone``, those of the same plans made one by one; ``error``, of a sample over the cap.
     """
     model, samples, made = small_model(dims, reference), my_samples(dims), []
-    step_of_two = arguments(ParallelDims(**dims), dynamic_batch_exchange=True, global_batch_size=2)
+    in_line = {"dynamic_batch_exchange": True, "dynamic_batch_no_plan_ahead": True}
+    step_of_two = arguments(ParallelDims(**dims), global_batch_size=2, **in_line)
     plan_step = exchange.plan_step
 
     def counted_plans(lengths: list[int], *rest: Any, **options: Any) -> StepPlan:

@@ -253,7 +253,7 @@ def differences(
     )
     schedule = schedule_of(iterators)
     (step,) = schedule.steps
-    (forward_step,) = rollout_of(iterators).for_forward_passes(job_of(args), model).steps
+    (forward_step,) = rollout_of(iterators).for_forward_passes(job_of(args), model).schedule.steps
     lengths = schedule.rollout_data["total_lengths"]
     computed = computed_alone(step, schedule.hosts)
     forward_rows = computed_alone(forward_step, schedule.hosts)

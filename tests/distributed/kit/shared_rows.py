@@ -126,7 +126,7 @@ def there_and_back(
             for name, values in outputs.items()
         },
         "trained": [result.totals.num_samples for result in trained],
-        "forward_rows": sum(bool(row) for row in forward.micro_batches),
+        "forward_rows": sum(bool(row) for row in forward.schedule.micro_batches),
         "moved": len(set(held) - set(data["source"])),
         "hosted": sum(i != host for i, host in enumerate(schedule_of(iterators).hosts or ())),
     }

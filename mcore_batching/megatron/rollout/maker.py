@@ -1,0 +1,227 @@
+"""The thread that makes steps ahead, and the process that plans for it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from mcore_batching.megatron import cpu_emulation
+from mcore_batching.megatron.job.consensus import JobConsensus
+from mcore_batching.megatron.job.failure_watch import NO_WATCH, FailureWatch, NoWatch
+from mcore_batching.megatron.job.job import Job
+from mcore_batching.planning import PlanningError, StepPlan
+from mcore_batching.planning.errors import MCoreBatchingError
+from mcore_batching.planning.planning_process import PlanningProcess, PlanRequest
+
+JOIN_SECONDS = 2.0
+"""Time that the thread has to end with the job. It takes as long only where another rank has failed
+and it waits for that one's messages: doubled, such a job ends 2 s later."""
+ANSWER_SECONDS = 30.0
+"""Time that the process has for one plan of a rollout, before the thread makes it: halved, a slow
+plan on a busy core is more often made twice; doubled, a job whose process is stopped waits as much
+longer, once."""
+
+Plan = Callable[[PlanRequest], StepPlan]
+Make = Callable[[Job, str, Plan], Any]
+"""``(job, operation, plan) -> what is made``: all of the planning protocol, and what follows it."""
+Planned = Future[tuple[PlanRequest, StepPlan]]
+
+
+class Ahead:
+    """One step that is made ahead.
+
+    Args:
+        job: the present one.
+        make: called in the thread.
+
+    Attributes:
+        plan: its plan; whoever waits for it no longer cancels it.
+        made: what `make` gave or raised.
+    """
+
+    def __init__(self, job: Job, make: Make) -> None:
+        self.job, self.make = job, make
+        self.plan: Planned = Future()
+        self.made: Future[Any] = Future()
+
+    def planned(self, maker: Maker, request: PlanRequest) -> StepPlan:
+        """The plan of a request, by the process alone. In the thread.
+
+        Raises:
+            PlanningError: there is none.
+        """
+        maker.ask(self.plan, request)
+        try:
+            return self.plan.result()[1]
+        except Exception as exception:
+            # Of this package: what ranks raise alike is no sign that they lost each other.
+            raise PlanningError(f"{type(exception).__name__}: {exception}") from exception
+
+    def lost(self, why: str) -> None:
+        """This rank's thread will answer no other's again. In the thread."""
+        settle(self.plan, ConnectionError(why))
+
+
+class RolloutAhead(Ahead):
+    """Later steps of a rollout, of which any number of plans are asked.
+
+    Args:
+        job: the present one.
+        make: called in the thread.
+        say: prints why this rank makes a plan in the thread.
+    """
+
+    def __init__(self, job: Job, make: Make, say: Callable[[Exception], None]) -> None:
+        super().__init__(job, make)
+        self._say = say
+        # Now: in the thread Megatron's groups may be gone.
+        self.watch: FailureWatch | NoWatch = job.watch
+
+    def planned(self, maker: Maker, request: PlanRequest) -> StepPlan:
+        """The plan of a request, by the process, or where that one is lost or late by the thread.
+
+        Raises:
+            As `plan_step`.
+        """
+        asked: Planned = Future()
+        maker.ask(asked, request)
+        try:
+            return asked.result(ANSWER_SECONDS)[1]
+        except (PlanningError, CancelledError):
+            pass  # raised below with all that it says; the process is late with another one
+        except TimeoutError:
+            asked.cancel()
+            self._say(RuntimeError(f"the planning process took more than {ANSWER_SECONDS:g} s"))
+        except Exception as exception:
+            self._say(exception)
+        maker.raise_lost()
+        return request.plan()
+
+    def lost(self, why: str) -> None:
+        """As `Ahead.lost`; nothing can be made in its place, so that the job is to end."""
+        # The other ranks' threads may wait for this one's messages, and their main threads for
+        # them.
+        self.watch.report(f"planning the later steps of a rollout: {why}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _JobOfThread(Job):
+    """A job whose agreements are the thread's own."""
+
+    own: JobConsensus
+
+    def _connected(self) -> tuple[JobConsensus, NoWatch]:
+        return self.own, NO_WATCH
+
+
+class Maker:
+    """The thread that makes steps, and the process that plans.
+
+    Between two steps nothing here refers to the job, so that it can be collected meanwhile: errors
+    are kept in words, since their tracebacks would.
+
+    Attributes:
+        requests: what is to be made, in the same order on every rank; None ends the thread.
+    """
+
+    def __init__(self, consensus: JobConsensus) -> None:
+        self._consensus = consensus
+        self._device = torch.cuda.current_device()
+        self.requests: SimpleQueue[Ahead | None] = SimpleQueue()
+        self._planning = threading.Lock()
+        self._process: PlanningProcess | None = None
+        self._failure: str | None = None  # of the process
+        self._loss: str | None = None  # of the other ranks
+        self._has_ended = False
+        self._is_up = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="plans ahead", daemon=True)
+        self._thread.start()
+        self._is_up.wait()
+
+    def _run(self) -> None:
+        # Here, since it ends with the thread that starts it.
+        try:
+            self._process = PlanningProcess()
+        except OSError as exception:
+            self._failure = f"no planning process: {exception}"
+        self._is_up.set()
+        # Threads have a device, and modes of torch's functions, of their own.
+        torch.cuda.set_device(self._device)
+        cpu_emulation.enable_in_thread()
+        number = 0
+        while self._make_next(number):
+            number += 1
+
+    def _make_next(self, number: int) -> bool:
+        ahead = self.requests.get()
+        if ahead is None:
+            return False
+        job = _JobOfThread(ahead.job.options, ahead.job.memory, self._consensus)
+        try:
+            self.raise_lost()
+            plan = functools.partial(ahead.planned, self)
+            ahead.made.set_result(ahead.make(job, f"step {number} ahead", plan))
+        except MCoreBatchingError as exception:
+            ahead.made.set_exception(exception)  # on all ranks alike
+        except Exception as exception:
+            # Ranks may now be at different steps: this one waits for no other again.
+            self._loss = self._loss or f"ranks lost each other: {exception}"
+            if not self._has_ended:
+                ahead.lost(self._loss)
+            ahead.made.set_exception(exception)
+        return True
+
+    def raise_lost(self) -> None:
+        """Raise if this rank waits for no other again."""
+        if self._loss is not None:
+            raise ConnectionError(self._loss)
+
+    def ask(self, plan: Planned, request: PlanRequest) -> None:
+        """Let the process settle a plan; cancel it where the process is late with another one."""
+        if self._failure is not None:
+            settle(plan, RuntimeError(self._failure))
+        elif not self._planning.acquire(blocking=False):
+            plan.cancel()
+        else:
+            # Not here: a process that is stopped must not keep this thread from its messages.
+            threading.Thread(target=self._ask, args=(plan, request), daemon=True).start()
+
+    def _ask(self, plan: Planned, request: PlanRequest) -> None:
+        assert self._process is not None
+        try:
+            made = self._process.plan(request)
+            with contextlib.suppress(InvalidStateError):  # nobody waits any more
+                plan.set_result((request, made))
+        except PlanningError as exception:
+            settle(plan, exception)
+        except Exception as exception:
+            self._failure = f"planning process {self._process.pid} failed: {exception}"
+            settle(plan, RuntimeError(self._failure))
+        finally:
+            self._planning.release()
+
+    def end(self) -> None:
+        """End thread and process."""
+        self._has_ended = True
+        self._loss = self._loss or "the job has ended"
+        self.requests.put(None)
+        if self._process is not None:
+            self._process.end()
+        # One that came back from C++ into an interpreter that is going down would abort it. The
+        # collector of garbage may run in any thread, this one included.
+        if threading.current_thread() is not self._thread:
+            self._thread.join(JOIN_SECONDS)
+
+
+def settle(future: Future[Any], exception: Exception) -> None:
+    """Let a future fail, unless it is settled or cancelled."""
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(exception)
