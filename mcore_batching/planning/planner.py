@@ -189,14 +189,14 @@ def _plan_samples(batch: Problem, samples: Sequence[int], owners: Sequence[int] 
         ranks = tuple(_renamed(rank, shard) for rank, shard in zip(local, shards, strict=True))
     if owners is None and batch.splits_backward and samples:
         starts: list[Sequence[MicroBatches]] = [ranks]
-        if batch.config.searches:
+        if batch.config.searches and sizes is None:
             # Nor may micro-batches grow past what a first stage holds of the plain plan's.
             held = max(map(batch.inflight_tokens, ranks))
             bounded = dataclasses.replace(batch.config, max_inflight_tokens=math.ceil(held))
             again = dataclasses.replace(batch.subset(samples), config=bounded, defers_weights=True)
             with contextlib.suppress(InflightBoundError):
                 starts.append([_renamed(rank, samples) for rank in _plan_global(again)])
-        ranks, split = split_backward(batch, starts)
+        ranks, sizes, split = split_backward(batch, starts, sizes)
     return StepPlan(
         micro_batches=ranks,
         num_microbatches=len(ranks[0]),

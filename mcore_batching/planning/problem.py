@@ -250,6 +250,14 @@ class Problem:
         """Padded tokens of a micro-batch; 0 for no samples."""
         return round_up(sum(self.tokens[sample] for sample in samples), self.row_multiple)
 
+    def held_tokens(self, samples: Sequence[int], size: int) -> int:
+        """Padded tokens of a micro-batch of this context-parallel size, or of a placeholder, on the
+        dims' context-parallel ranks."""
+        rows = self.on_ranks[size]
+        tokens = rows.row_tokens(samples) or rows.placeholder_tokens
+        # Each rank of the row holds tokens / size.
+        return tokens * self.dims.context_parallel // size
+
     def cost(self, samples: Sequence[int]) -> float:
         """Forward cost of a micro-batch on a mean stage."""
         # CostModel.micro_batch with the costs of samples known: the search asks very often. In the
@@ -273,15 +281,9 @@ class Problem:
 
     @property
     def splits_backward(self) -> bool:
-        """True if backward passes may be split. Under dynamic CP they are not: ranks that share a
-        row would have to agree on what is split, and wait for each other's W."""
-        config, dims = self.config, self.dims
-        return (
-            config.split_backward != "off"
-            and not self.forward_only
-            and dims.pipeline_parallel > 1
-            and config.max_context_parallel is None
-        )
+        """True if backward passes may be split."""
+        has_stages = self.dims.pipeline_parallel > 1
+        return self.config.split_backward != "off" and not self.forward_only and has_stages
 
     def slot_weights(self, samples: Sequence[int]) -> list[float]:
         """Cost of the weight gradients of a micro-batch on each kind of stage."""

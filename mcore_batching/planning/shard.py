@@ -249,9 +249,10 @@ def split_shard(
         return micro_batches, ()
     if problem.num_samples:
         alone = dataclasses.replace(problem.dims, data_parallel=1)
-        found = split_backward(dataclasses.replace(problem, dims=alone), [[micro_batches]])
-        if found[1]:
-            return found[0][0], found[1][0]
+        start = [[micro_batches]]
+        ranks, _, split = split_backward(dataclasses.replace(problem, dims=alone), start)
+        if split:
+            return ranks[0], split[0]
     stages = range(problem.dims.pipeline_parallel)
     counts = [len(problem.schedule.order(stage, len(micro_batches))) for stage in stages]
     return micro_batches, tuple(SplitStage((False,) * n, (0,) * n) for n in counts)

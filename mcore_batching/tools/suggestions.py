@@ -90,9 +90,8 @@ def _trials(
         plan = plan_step(samples, dims, quick, model, forward_only=step.forward_only)
         return step_statistics(plan, samples).step_time
 
-    stages, sizes = step.dims.pipeline_parallel, step.context_parallel
-    split = step.config.split_backward != "off"
-    if stages > 1 and not step.forward_only and sizes is None and not split:
+    splits = step.config.split_backward != "off"
+    if step.dims.pipeline_parallel > 1 and not step.forward_only and not splits:
         yield (
             (),
             "backward passes split in two: --dynamic-batch-split-backward",
@@ -124,8 +123,9 @@ def _split_backward_time(step: StepPlan, lengths: Sequence[int]) -> float:
     """End of the same micro-batches with split backward passes."""
     problem, ranks = step_problem(step, lengths)
     config = replace(step.config, split_backward="all")
-    reordered, splits = split_backward(replace(problem, config=config), [ranks])
-    split = replace(step, split_backward=splits)
+    problem = replace(problem, config=config)
+    reordered, sizes, splits = split_backward(problem, [ranks], step.context_parallel)
+    split = replace(step, context_parallel=sizes, split_backward=splits)
     return max(clock.end for clock in step_clocks(split, problem, reordered))
 
 

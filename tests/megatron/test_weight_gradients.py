@@ -13,6 +13,7 @@ import torch
 
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.split_backward import weight_gradients
+from mcore_batching.megatron.split_backward.linear_layers import leaving_weights
 from mcore_batching.megatron.split_backward.plan import planned_split
 from mcore_batching.megatron.split_backward.weight_gradients import WeightGradients
 from mcore_batching.planning import ParallelDims, PlannerConfig
@@ -133,16 +134,13 @@ def test_why_no_pass_is_split_is_said() -> None:
     said: list[str] = []
     job: Any = SimpleNamespace(say_once=lambda key, text: said.append(text))
     config = PlannerConfig(max_tokens_per_gpu=9, split_backward="auto")
-    for dims, sizes, has_plans in (
-        (ParallelDims(), False, True),
-        (ParallelDims(pipeline_parallel=2), True, True),
-        (ParallelDims(data_parallel=2, pipeline_parallel=2, expert_parallel=2), False, False),
+    for dims, has_plans in (
+        (ParallelDims(), True),
+        (ParallelDims(data_parallel=2, pipeline_parallel=2, expert_parallel=2), False),
     ):
-        schedule: Any = SimpleNamespace(
-            config=config, dims=dims, has_sizes_of_rows=sizes, plans=has_plans
-        )
+        schedule: Any = SimpleNamespace(config=config, dims=dims, plans=has_plans)
         assert planned_split(job, schedule, 0) == ()
-    reasons = ("without pipeline", "under dynamic context", "with expert")
+    reasons = ("without pipeline", "with expert")
     for text, reason in zip(said, reasons, strict=True):
         assert text.startswith(f"--dynamic-batch-split-backward has no effect {reason}")
 
@@ -161,6 +159,21 @@ def test_other_passes_than_planned_are_named() -> None:
         weights.passing(False),
     ):
         pass
+
+
+def test_saved_tensors_are_unpacked_once() -> None:
+    """Whoever computes them anew, or brings them back, does it once."""
+    saved = [(INPUT, WEIGHTS[0])]
+
+    class Context:
+        gradient_accumulation_fusion = False
+
+        @property
+        def saved_tensors(self) -> Any:
+            return saved.pop()
+
+    backward = leaving_weights(lambda ctx, gradient: ctx.saved_tensors, queue([0] * 5), ())
+    assert backward(Context(), INPUT) == (INPUT, WEIGHTS[0])
 
 
 def test_a_failed_step_leaves_nothing() -> None:

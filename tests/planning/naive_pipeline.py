@@ -59,51 +59,74 @@ def played(
 
 
 def played_split(
-    costs: Sequence[float],
-    weights: Sequence[float],
+    costs: Sequence[Sequence[float]],
+    weights: Sequence[Sequence[float]],
     schedule: Schedule,
-    stages: Sequence[SplitStage],
+    splits: Sequence[Sequence[SplitStage]],
     overhead: float,
-) -> tuple[dict[Node, tuple[float, float]], list[float], list[list[Node]]]:
-    """Start and end of each pass of a rank whose backward passes are split as a plan says; the end
-    of each stage; and all that each stage runs, a W for each part of one."""
-    dims, orders, count = schedule.dims, [], len(costs) // schedule.num_costs
-    for stage, (split, parts) in enumerate(stages):
-        order: list[Node] = []
-        due: list[Node] = []
-        passes = schedule.order(stage, count)
-        for what, is_split, before in zip(passes, split, parts, strict=True):
-            order += [*due[:before], (stage, *what)]
-            del due[:before]
-            due += [(stage, "W", what.chunk, what.slot)] * 8 * is_split
-        orders.append(order + due)
-    plain = [[(s, *what) for what in schedule.order(s, count)] for s in range(len(stages))]
+    blocks: Sequence[Blocks] | None = None,
+) -> tuple[
+    dict[tuple[int, Node], tuple[float, float]],
+    dict[tuple[int, int], float],
+    dict[tuple[int, int], list[Node]],
+]:
+    """Start and end of each pass of ranks whose backward passes are split as a plan says, given
+    costs [ranks][slots * kinds] and who shares what; the end of each rank's stages; and all that
+    each of these runs, a W for each part of one."""
+    dims, count = schedule.dims, len(costs[0]) // schedule.num_costs
+    orders: dict[tuple[int, int], list[Node]] = {}
+    for rank, stages in enumerate(splits):
+        for stage, (split, parts) in enumerate(stages):
+            order: list[Node] = []
+            due: list[Node] = []
+            passes = schedule.order(stage, count)
+            for what, is_split, before in zip(passes, split, parts, strict=True):
+                order += [*due[:before], (stage, *what)]
+                del due[:before]
+                due += [(stage, "W", what.chunk, what.slot)] * 8 * is_split
+            orders[rank, stage] = order + due
+    plain = [[(s, *what) for what in schedule.order(s, count)] for s in range(len(splits[0]))]
     waits = waited_for(plain, dims) if dims.virtual_pipeline > 1 and dims.waits_for_sends else {}
-    left = [list(order) for order in orders]
-    times: dict[Node, tuple[float, float]] = {}
-    free = [0.0] * len(stages)
-    while any(left):
-        for stage, nodes in enumerate(left):
-            needed = [*needs(nodes[0], dims), *waits.get(nodes[0], ())] if nodes else []
-            if not nodes or any(each not in times for each in needed):
+    left = {each: list(order) for each, order in orders.items()}
+    times: dict[tuple[int, Node], tuple[float, float]] = {}
+    free = dict.fromkeys(left, 0.0)
+
+    def took(rank: int, node: Node) -> float:
+        stage, kind, chunk, slot = node
+        which = schedule.which_cost[stage][chunk] if schedule.which_cost else 0
+        place = slot * schedule.num_costs + which
+        whole = costs[rank][place] * schedule.share(stage, kind if kind != "W" else "B", chunk)
+        weight = min(whole, weights[rank][place] * schedule.share(stage, "F", chunk))
+        if kind == "W":
+            return weight / 8
+        is_split = kind == "B" and (stage, "W", chunk, slot) in orders[rank, stage]
+        return (whole - weight) * (1 + overhead) if is_split else whole
+
+    while any(left.values()):
+        for (rank, stage), nodes in left.items():
+            if not nodes:
                 continue
-            node = nodes.pop(0)
-            _, kind, chunk, slot = node
-            which = schedule.which_cost[stage][chunk] if schedule.which_cost else 0
-            place = slot * schedule.num_costs + which
-            took = costs[place] * schedule.share(stage, kind if kind != "W" else "B", chunk)
-            if kind != "F":
-                weight = min(took, weights[place] * schedule.share(stage, "F", chunk))
-                if kind == "W":
-                    took = weight / 8
-                elif (stage, "W", chunk, slot) in orders[stage]:
-                    took = (took - weight) * (1 + overhead)
-            start = max([free[stage], *(times[each][1] for each in needed)])
-            free[stage] = start + took
-            if kind == "W":  # of all parts
-                times[node] = times.get(node, (start, 0.0))[0], free[stage]
-            else:
-                times[node] = start, free[stage]
+            node = nodes[0]
+            shared = [range(*each) for each in (blocks[node[3]] if blocks else ())]
+            members = [each for each in shared if rank in each] if node[1] != "W" else []
+            together = members[0] if members else range(rank, rank + 1)
+            needed = [
+                (each, other)
+                for other in (*needs(node, dims), *waits.get(node, ()))
+                for each in together
+            ]
+            if any(left[each, stage][:1] != [node] for each in together) or any(
+                each not in times for each in needed
+            ):
+                continue
+            start = max([free[r, stage] for r in together] + [times[each][1] for each in needed])
+            end = start + max(took(each, node) for each in together)
+            for each in together:
+                left[each, stage].pop(0)
+                free[each, stage] = end
+                # Of all parts of W.
+                first = times.get((each, node), (start, 0.0))[0] if node[1] == "W" else start
+                times[each, node] = first, end
     return times, free, orders
 
 

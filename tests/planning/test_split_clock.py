@@ -28,7 +28,9 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.pipeline import (
     PARTS,
+    Blocks,
     Clock,
+    CoupledClock,
     Pass,
     Schedule,
     SplitClock,
@@ -45,21 +47,26 @@ LENGTHS = [int(DICE.lognormvariate(7, 0.8)) + 1 for _ in range(64)]
 
 @dataclass
 class Split:
-    """A pipeline some of whose passes are split."""
+    """Pipelines some of whose passes are split."""
 
     clock: SplitClock
     schedule: Schedule
-    costs: list[float]
-    weights: list[float]
-    tokens: list[int]
+    costs: list[list[float]]
+    weights: list[list[float]]
+    tokens: list[list[int]]
+    blocks: list[Blocks]
     overhead: float
     kept: float
     memory: float
     split: list[int]
 
 
+BLOCKS: list[Blocks] = [[], [(0, 2)], [(2, 4)], [(0, 2), (2, 4)], [(0, 4)]]
+"""Who shares a row, of 4 ranks."""
+
+
 @st.composite
-def splits(draw: st.DrawFn) -> Split:
+def splits(draw: st.DrawFn, of_ranks: tuple[int, ...] = (1, 4)) -> Split:
     stages = draw(st.sampled_from([1, 2, 3, 4, 8]))
     chunks = draw(st.sampled_from([1, 1, 2, 3])) if stages > 1 else 1
     dims = ParallelDims(
@@ -75,124 +82,163 @@ def splits(draw: st.DrawFn) -> Split:
         which_cost=which if draw(st.booleans()) else (),
     )
     count = dims.round_up_num_microbatches(draw(st.integers(1, 12)))
-    places = range(count * schedule.num_costs)
-    costs = [dice.choice((0.0, 1.0, 9 * dice.random())) for _ in places]
-    weights = [cost * dice.random() for cost in costs]
-    tokens = [dice.randrange(1, 1000) for _ in range(count)]
+    ranks, kinds = draw(st.sampled_from(of_ranks)), schedule.num_costs
+    blocks = [dice.choice(BLOCKS) for _ in range(count)] if ranks > 1 else []
+    costs, weights, tokens = ([[] for _ in range(ranks)] for _ in range(3))
+    for slot in range(count):
+        shared = {rank: block[0] for block in (blocks[slot:] or [[]])[0] for rank in range(*block)}
+        for rank in range(ranks):
+            if shared.get(rank, rank) == rank:
+                made = [dice.choice((0.0, 1.0, 9 * dice.random())) for _ in range(kinds)]
+                held = dice.randrange(1, 1000)
+            costs[rank] += made
+            weights[rank] += [cost * dice.random() for cost in made]
+            tokens[rank].append(held)
     overhead, kept = draw(st.sampled_from([0.0, 0.2])), draw(st.sampled_from([1.0, 2.65]))
     memory = draw(st.sampled_from([1.0, 1.25, 0.6, 100.0]))
-    most = inflight_tokens(tokens, schedule) * chunks
+    most = max(inflight_tokens(own, schedule) for own in tokens) * chunks
     clock = SplitClock(
         costs,
         weights,
         schedule,
+        blocks=blocks,
         overhead=overhead,
         tokens=tokens,
-        deferred=[math.ceil(kept * each) for each in tokens],
+        deferred=[[math.ceil(kept * each) for each in own] for own in tokens],
         limit=int(memory * most),
     )
     chosen = clock.layout.all_split
     if draw(st.booleans()):
         chosen = [is_split * dice.randrange(2) for is_split in chosen]
-    return Split(clock, schedule, costs, weights, tokens, overhead, kept, memory, chosen)
+    return Split(clock, schedule, costs, weights, tokens, blocks, overhead, kept, memory, chosen)
 
 
 def close(value: float) -> object:
     return pytest.approx(value, rel=1e-9, abs=1e-9)
 
 
-def part_of(case: Split, node: Node) -> float:
+def part_of(case: Split, rank: int, node: Node) -> float:
     stage, kind, chunk, slot = node
     assert kind == "W"
     place = case.schedule.place_of_cost(stage, Pass("W", chunk, slot))
-    whole = case.costs[place] * case.schedule.share(stage, "B", chunk)
-    return min(whole, case.weights[place] * case.schedule.share(stage, "F", chunk)) / PARTS
+    whole = case.costs[rank][place] * case.schedule.share(stage, "B", chunk)
+    return min(whole, case.weights[rank][place] * case.schedule.share(stage, "F", chunk)) / PARTS
 
 
 @examples(300)
 @given(splits())
 def test_times_are_those_of_passes_played_one_by_one(case: Split) -> None:
-    clock = case.clock
+    clock, ranks = case.clock, len(case.costs)
     end = clock.run(case.split)
     arguments = case.costs, case.weights, case.schedule
-    times, ends, orders = played_split(*arguments, clock.stages, case.overhead)
-    assert end == close(max(ends))
-    found: dict[Node, tuple[float, float]] = {}
-    for o in clock.operations():
-        node = o.stage, o.kind, o.chunk, o.slot
-        found[node] = found.get(node, (o.start, 0.0))[0], o.end
+    times, ends, orders = played_split(*arguments, clock.stages, case.overhead, case.blocks)
+    assert end == close(max(ends.values()))
+    assert clock.ends == [
+        close(max(end for (own, _), end in ends.items() if own == rank)) for rank in range(ranks)
+    ]
+    found: dict[tuple[int, Node], tuple[float, float]] = {}
+    for rank in range(ranks):
+        for o in clock.operations(rank):
+            node = rank, (o.stage, o.kind, o.chunk, o.slot)
+            found[node] = found.get(node, (o.start, 0.0))[0], o.end
     assert found.keys() == times.keys()
     for node, timed in times.items():
         assert found[node] == (close(timed[0]), close(timed[1]))
     # What the plan says, simulated as such.
-    plan = SplitClock(*arguments, overhead=case.overhead)
+    plan = SplitClock(*arguments, blocks=case.blocks, overhead=case.overhead)
     plan.follow(clock.stages)
-    assert (plan.end, plan.operations()) == (end, clock.operations())
-    # The critical path: a pass starts when the one before ends, or the W that its stage ran since.
+    assert plan.end == end
+    assert all(plan.operations(rank) == clock.operations(rank) for rank in range(ranks))
+    # The critical path: a pass starts when the one before ends, or the W that its stage ran since;
+    # where ranks share it, the stage of the last of them.
     path = clock.critical_path()
     places = clock.layout.program.places
-    assert path[-1] == 1
+    assert path[-1] < 2 * ranks
     for after, before in pairwise(path):
-        (stage, what), (other, was) = places[after] or (0, ""), places[before] or (0, "")
-        took, ran = 0.0, orders[stage]
-        if stage == other:
-            ran = ran[ran.index((stage, *was)) + 1 : ran.index((stage, *what))]
-            took = sum(part_of(case, node) for node in ran)
-        assert times[stage, *what][0] == close(times[other, *was][1] + took)
+        _, what = places[after // ranks] or (0, "")
+        other, was = places[before // ranks] or (0, "")
+        rank, ends_at = before % ranks, times[before % ranks, (other, *was)][1]
+        starts_at = times[
+            after % ranks, (clock.layout.stages[after] % len(clock.stages[0]), *what)
+        ][0]
+        ran = orders[rank, other]
+        ran = ran[ran.index((other, *was)) + 1 :]
+        # With what its stage ran of W before its next pass.
+        of_w = ran[: next((at for at, node in enumerate(ran) if node[1] != "W"), len(ran))]
+        took = sum(part_of(case, rank, node) for node in of_w)
+        assert starts_at in (close(ends_at), close(ends_at + took))
 
 
 @examples(300)
 @given(splits())
 def test_no_stage_holds_more_than_it_may_and_w_costs_no_pass_its_time(case: Split) -> None:
     clock, chunks = case.clock, case.schedule.dims.virtual_pipeline
+    ranks = range(len(case.costs))
     clock.run(case.split)
     # With room for all W, no pass starts later than if all of it ran after the last, nor than
     # without split passes.
-    arguments = case.costs, case.weights, case.schedule
-    early, late = (SplitClock(*arguments, overhead=case.overhead, limit=10**9) for _ in range(2))
+    early, late = (
+        SplitClock(
+            case.costs,
+            case.weights,
+            case.schedule,
+            blocks=case.blocks,
+            overhead=case.overhead,
+            limit=10**9,
+        )
+        for _ in range(2)
+    )
     early.run(case.split)
-    late.follow([SplitStage(s, tuple(0 for _ in p)) for s, p in early.stages])
-    passes = [[o for o in each.operations() if o.kind != "W"] for each in (early, late)]
+    late.follow([[SplitStage(s, (0,) * len(p)) for s, p in own] for own in early.stages])
+    passes = [
+        [o for rank in ranks for o in each.operations(rank) if o.kind != "W"]
+        for each in (early, late)
+    ]
     assert passes[0] == passes[1]
     if case.overhead == 0.0:
         early.run([0] * len(case.split))
-        both = zip(passes[0], early.operations(), strict=True)
+        both = zip(passes[0], (o for rank in ranks for o in early.operations(rank)), strict=True)
         assert all(o.end <= plain.end * (1 + 1e-9) for o, plain in both)
-    first = inflight_tokens(case.tokens, case.schedule)
-    for stage, (split, parts) in enumerate(clock.stages):
-        # Tokens of micro-batches from their forward pass to the end of their W.
-        order = case.schedule.order(stage, len(case.tokens))
-        due = ran = held = most = 0
-        deferred: list[int] = []
-        for what, is_split, before in zip(order, split, parts, strict=True):
-            assert 0 <= before <= due
-            due, ran = due - before, ran + before
-            while len(deferred) and ran >= PARTS:
-                ran, held = ran - PARTS, held - deferred.pop(0)
-            tokens = case.tokens[what.slot]
-            held += tokens if what.kind == "F" else -tokens
-            if is_split:
-                assert what.kind == "B"
-                due += PARTS
-                deferred.append(math.ceil(case.kept * tokens))
-                held += deferred[-1]
-            most = max(most, held)
-        of_stage = SplitStage(split, parts)
-        counted = split_inflight_tokens(
-            case.tokens, case.schedule, of_stage, case.kept, stage=stage
-        )
-        assert counted == most / chunks
-        own = inflight_tokens(case.tokens, case.schedule, stage=stage)
-        assert counted <= max(own, case.memory * first)
+    first = max(inflight_tokens(tokens, case.schedule) for tokens in case.tokens)
+    for held_of, stages in zip(case.tokens, clock.stages, strict=True):
+        for stage, of_stage in enumerate(stages):
+            # Tokens of micro-batches from their forward pass to the end of their W.
+            order = case.schedule.order(stage, len(held_of))
+            due = ran = held = most = 0
+            deferred: list[int] = []
+            for what, is_split, before in zip(order, *of_stage, strict=True):
+                assert 0 <= before <= due
+                due, ran = due - before, ran + before
+                while len(deferred) and ran >= PARTS:
+                    ran, held = ran - PARTS, held - deferred.pop(0)
+                tokens = held_of[what.slot]
+                held += tokens if what.kind == "F" else -tokens
+                if is_split:
+                    assert what.kind == "B"
+                    due += PARTS
+                    deferred.append(math.ceil(case.kept * tokens))
+                    held += deferred[-1]
+                most = max(most, held)
+            counted = split_inflight_tokens(
+                held_of, case.schedule, of_stage, case.kept, stage=stage
+            )
+            assert counted == most / chunks
+            own = inflight_tokens(held_of, case.schedule, stage=stage)
+            assert counted <= max(own, case.memory * first)
 
 
 @examples(100)
 @given(splits())
 def test_without_split_passes_times_are_the_clock_s(case: Split) -> None:
     case.clock.run([0] * len(case.split))
-    clock = Clock(case.costs, case.schedule)
-    assert case.clock.end == clock.end
-    assert case.clock.operations() == clock.operations()
+    if case.blocks:
+        costs = [cost for place in zip(*case.costs, strict=True) for cost in place]
+        clock: Clock = CoupledClock(costs, case.schedule, case.blocks)
+    else:
+        clock = Clock(case.costs[0], case.schedule)
+    assert case.clock.ends == clock.ends
+    for rank in range(len(case.costs)):
+        assert case.clock.operations(rank) == clock.operations(rank)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -287,8 +333,11 @@ def test_chosen_passes_are_worth_it_or_none_are(
         split_backward_memory=dice.choice((1.0, 1.5)),
         split_backward_held=dice.choice((1.0, 2.65, 17.0)),
         max_inflight_tokens=dice.choice((None, 400_000)),
+        max_context_parallel=dice.choice((None, 2, 4)),
     )
     owners = dice.choice((None, [dice.randrange(4) for _ in lengths]))
+    if config.max_context_parallel:
+        owners, lengths = None, [length * dice.choice((1, 3)) for length in lengths]
     model = CostModel(split_backward_overhead=overhead)
     plain = plan_step(lengths, dims, config, model, owners=owners)
     config = replace(config, split_backward="auto")
@@ -331,10 +380,9 @@ def test_few_passes_are_split_and_none_where_weights_take_no_time_or_too_much_me
         for each in (chosen, every)
     ]
     assert 0 < number[0] < 0.75 * number[1]
-    # Forward passes alone, dynamic CP and one stage have nothing to split.
+    # Forward passes alone and one stage have nothing to split.
     for dims, options, changes in (
         (PP4, {"forward_only": True}, {}),
-        (PP4, {}, {"max_context_parallel": 2}),
         (replace(PP4, pipeline_parallel=1), {}, {}),
         (PP4, {"cost_model": CostModel(weight_share=0.0)}, {}),
         (PP4, {"cost_model": CostModel(split_backward_overhead=1.0)}, {}),
@@ -348,30 +396,30 @@ def test_few_passes_are_split_and_none_where_weights_take_no_time_or_too_much_me
 
 
 @examples(100)
-@given(splits())
+@given(splits((1,)))
 def test_no_choice_ends_sooner_than_w_that_fills_every_wait(case: Split) -> None:
     """What is minimised while samples are moved, with W the same share of every micro-batch."""
     share = 0.7
-    weights = [share * cost for cost in case.costs]
-    schedule = case.schedule
-    clock = SplitClock(case.costs, weights, schedule, tokens=case.tokens, limit=10**9)
-    deferring = Clock(case.costs, replace(schedule, deferred_share=share))
+    (costs,), schedule = case.costs, case.schedule
+    weights = [share * cost for cost in costs]
+    clock = SplitClock([costs], [weights], schedule, tokens=case.tokens, limit=10**9)
+    deferring = Clock(costs, replace(schedule, deferred_share=share))
     end = clock.run(case.split)
     assert deferring.end <= end * (1 + 1e-9)
-    assert deferring.end <= Clock(case.costs, schedule).end * (1 + 1e-9)
+    assert deferring.end <= Clock(costs, schedule).end * (1 + 1e-9)
     # Passes as if W took no time; then each stage's work, which W joins as soon as it is there.
     relaxed = replace(schedule, deferred_share=share)
-    times = played([[cost] for cost in case.costs], relaxed)
+    times = played([[cost] for cost in costs], relaxed)
     ends = []
     for stage in range(schedule.dims.pipeline_parallel):
         done = 0.0
-        for what in schedule.order(stage, len(case.tokens)):
+        for what in schedule.order(stage, len(case.tokens[0])):
             start, stop = times[0, (stage, *what)]
             done = max(done, start) + stop - start
             if what.kind == "B":
-                cost = case.costs[schedule.place_of_cost(stage, what)]
+                cost = costs[schedule.place_of_cost(stage, what)]
                 done += cost * relaxed.share(stage, "W", what.chunk)
         ends.append(done)
     assert deferring.end == close(max(ends))
     weighed = deferring.weights()
-    assert sum(map(float.__mul__, weighed, case.costs)) == close(deferring.end)
+    assert sum(map(float.__mul__, weighed, costs)) == close(deferring.end)

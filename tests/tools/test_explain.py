@@ -116,7 +116,8 @@ def test_gains_are_those_of_plans_made_so(forward_only: bool, bound: int | None)
 def test_split_backward_passes_end_when_zero_bubble_schedules_do(stages: int, count: int) -> None:
     """ZB-H1 with equal micro-batches: (stages - 1) x (F + B - W) of idle time (Qi et al. 2023)."""
     schedule = Schedule(dims=ParallelDims(pipeline_parallel=stages))
-    clock = SplitClock([2.0] * count, [2.0] * count, schedule, tokens=[1] * count, limit=stages)
+    costs = [[2.0] * count]
+    clock = SplitClock(costs, costs, schedule, tokens=[[1] * count], limit=stages)
     assert clock.run(clock.layout.all_split) == 2.0 * (stages - 1 + 3 * count)
 
 
@@ -150,7 +151,7 @@ def test_split_backward_passes_cost_no_more_than_whole_ones() -> None:
     ]
     problem, ranks = step_problem(step, MANY)
     every = replace(problem, config=replace(problem.config, split_backward="all"))
-    ranks, splits = split_backward(every, [ranks])
+    ranks, _, splits = split_backward(every, [ranks])
     split = replace(step, split_backward=splits)
     ends = [clock.end for clock in step_clocks(split, problem, ranks)]
     assert max(ends) < max(pipeline_time(rank, PP4) for rank in costs)

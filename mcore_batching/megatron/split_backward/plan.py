@@ -26,11 +26,6 @@ def planned_split(job: Job, schedule: MicroBatchSchedule, step: int) -> tuple[Sp
     reason = ""
     if dims.pipeline_parallel == 1:
         reason = "without pipeline stages: none waits for another"
-    elif schedule.has_sizes_of_rows:
-        reason = (
-            "under dynamic context parallelism: ranks that share rows would wait for W; unset "
-            f"{FLAGS['max_context_parallel']} to have it"
-        )
     elif dims.in_lockstep and not schedule.plans:
         reason = (
             "with expert parallelism where each rank plans its own samples: the others would wait "

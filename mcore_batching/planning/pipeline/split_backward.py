@@ -12,6 +12,9 @@ to the end of its W.
     stage 0   F0 F1       B0 F2    B1 W0 B2 W1 W2     W0 runs while the stage would wait for B2
     stage 1      F0 B0 F1 B1 F2 B2 W0 W1 W2
 
+Under dynamic CP ranks that share a row start its passes when the last of them is there, each after
+W of its own, and end together.
+
 Guarantees: the same plan on every platform, as only IEEE `+`, `*` and comparisons are used; no
 stage holds more than its limit, if none does where no pass is split; with room for all W and
 `overhead` 0 no pass ends later than if none were split. W may end a step up to a few parts later,
@@ -21,10 +24,11 @@ where waits are shorter than a part: whoever chooses passes compares ends.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from mcore_batching.planning.pipeline.clock import Operation
 from mcore_batching.planning.pipeline.compiled import (
@@ -35,9 +39,11 @@ from mcore_batching.planning.pipeline.compiled import (
     kernel,
     numbers,
 )
+from mcore_batching.planning.pipeline.coupled_clock import Blocks
 from mcore_batching.planning.pipeline.passes import Pass, Schedule
 from mcore_batching.planning.pipeline.program import Program, program
 
+_Value = TypeVar("_Value")
 PARTS = 8
 """Parts of one micro-batch's W, cut between layers, by which plans count."""
 
@@ -57,48 +63,59 @@ class SplitStage(NamedTuple):
 
 
 class SplitClock:
-    """The pipeline of one data-parallel rank, or of ranks in lockstep, with split backward passes.
+    """The pipelines of ranks with split backward passes: of one data-parallel rank, or as one of
+    ranks in lockstep; under dynamic CP of all.
 
     Args:
-        costs: forward cost of each micro-batch on each kind of stage [slots * kinds]; in lockstep
-            of the costliest in each slot.
-        weights: cost of its W there [slots * kinds].
+        costs: forward cost of each micro-batch on each kind of stage [ranks][slots * kinds]; in
+            lockstep of the costliest in each slot.
+        weights: cost of its W there [ranks][slots * kinds].
         schedule: order and relative costs of passes.
+        blocks: the ranks that share a micro-batch [slots]; none if empty.
         overhead: growth of a backward pass without its W.
-        tokens: that a stage holds of each micro-batch before its backward pass [slots].
-        deferred: that it holds after a split one, until the end of W [slots].
+        tokens: that a stage holds of each micro-batch before its backward pass [ranks][slots].
+        deferred: that it holds after a split one, until the end of W [ranks][slots].
         limit: most tokens that a stage may hold.
 
     Attributes:
         end: end of the step as simulated last.
+        ends: as `Clock.ends`.
     """
 
     def __init__(
         self,
-        costs: Sequence[float],
-        weights: Sequence[float],
+        costs: Sequence[Sequence[float]],
+        weights: Sequence[Sequence[float]],
         schedule: Schedule,
         *,
+        blocks: Sequence[Blocks] = (),
         overhead: float = 0.0,
-        tokens: Sequence[int] = (),
-        deferred: Sequence[int] = (),
+        tokens: Sequence[Sequence[int]] = (),
+        deferred: Sequence[Sequence[int]] = (),
         limit: int = 0,
     ) -> None:
-        kinds, count = schedule.num_costs, len(costs) // schedule.num_costs
-        self.layout, self._limit = _layout(schedule, count), limit
-        of_each = self.layout.program.of_each
-        took = list(map(mul, of_each([*costs, 0.0]), self.layout.shares))
-        weight = map(mul, of_each([*weights, 0.0]), self.layout.weight_shares)
+        kinds, count = schedule.num_costs, len(costs[0]) // schedule.num_costs
+        ranks = len(costs)
+        self.layout, self._limit = _layout(schedule, count, ranks), limit
+        took = list(map(mul, self.layout.of_each(costs), self.layout.shares))
+        weight = map(mul, self.layout.of_each(weights), self.layout.weight_shares)
         self._weight = list(map(min, weight, took))  # a backward pass takes no less than its W
         pairs = list(zip(took, self._weight, strict=True))
         self._took = numbers(took)
         self._alone = numbers([(whole - own) * (1.0 + overhead) for whole, own in pairs])
         self._part = numbers([own * (1.0 / PARTS) for own in self._weight])
-        none = [0] * count
+        none = [[0] * count] * ranks
         self._tokens, self._deferred = (
-            integers(of_each([*(each for each in held for _ in range(kinds)), 0]))
+            integers(
+                self.layout.of_each([[each for each in own for _ in range(kinds)] for own in held])
+            )
             for held in (tokens or none, deferred or tokens or none)
         )
+        together = [1] * len(took)
+        for number, place in enumerate(self.layout.program.places):
+            for first, after in blocks[place[1].slot] if blocks and place else ():
+                together[number * ranks + first] = after - first
+        self._together = integers(together)
         self.end = 0.0
 
     def run(self, split: Sequence[int]) -> float:
@@ -109,22 +126,24 @@ class SplitClock:
         """
         return self._simulate(split, [-1] * len(split))
 
-    def follow(self, stages: Sequence[SplitStage]) -> None:
-        """Simulate what a plan says."""
+    def follow(self, ranks: Sequence[Sequence[SplitStage]]) -> None:
+        """Simulate what a plan says of the stages of each rank."""
         split, parts = ([0] * len(self._took) for _ in range(2))
+        stages = itertools.chain(*ranks)
         for own, of_stage in zip(self.layout.of_stage, stages, strict=True):
             for number, is_split, before in zip(own, *of_stage, strict=True):
                 split[number], parts[number] = int(is_split), before
         self._simulate(split, parts)
 
     def _simulate(self, split: Sequence[int], parts: Sequence[int]) -> float:
-        count, stages = len(split), [0] * len(self.layout.of_stage)
+        count, none = len(split), [0] * len(self.layout.of_stage)
         self._split, self._parts = integers(split), integers(parts)
         self._starts, self._ends = numbers([0.0] * count), numbers([0.0] * count)
-        self._late, free = integers(split), numbers([0.0] * len(stages))
-        last = integers(stages)
+        self._late, free = integers(split), numbers([0.0] * len(none))
+        last = integers(none)
         _play(
-            *self.layout.program.waits,
+            *self.layout.waits,
+            self._together,
             self.layout.stages,
             self.layout.signs,
             self._took,
@@ -140,17 +159,19 @@ class SplitClock:
             self._late,
             free,
             last,
-            integers([0] * count * len(stages)),
+            integers([0] * count),
         )
-        self.end = float(max(free))
-        self._last = int(last[as_list(free).index(self.end)])
+        stages = as_list(free)
+        self.ends = [max(own) for own in _of_ranks(stages, self.layout.ranks)]
+        self.end = max(self.ends)
+        self._last = int(last[stages.index(self.end)])
         return self.end
 
     def critical_path(self) -> list[int]:
         """The passes that the end waits for, each for the next; the last ones first [numbers]."""
         path, number = [], self._last
-        while number > 0:
-            if self.layout.program.places[number]:
+        while number >= self.layout.ranks:
+            if self.layout.stages[number] >= 0:
                 path.append(number)
             number = int(self._late[number])
         return path
@@ -164,25 +185,21 @@ class SplitClock:
         return [number for number in path[left:] if self.layout.signs[number] < 0]
 
     @property
-    def ends(self) -> list[float]:
-        """As `Clock.ends`."""
-        return [self.end]
-
-    @property
-    def stages(self) -> tuple[SplitStage, ...]:
-        """The split passes and parts of W of each stage, as simulated last."""
+    def stages(self) -> list[tuple[SplitStage, ...]]:
+        """The split passes and parts of W of each rank's stages, as simulated last."""
         split, parts = as_list(self._split), as_list(self._parts)
-        return tuple(
+        stages = [
             SplitStage(tuple(bool(split[n]) for n in own), tuple(parts[n] for n in own))
             for own in self.layout.of_stage
-        )
+        ]
+        return [tuple(own) for own in _of_ranks(stages, self.layout.ranks)]
 
     def operations(self, rank: int = 0) -> list[Operation]:
         """As `Clock.operations`; parts of one W that run in a row are one pass."""
-        del rank
         made: list[Operation] = []
+        of_stage = _of_ranks(self.layout.of_stage, self.layout.ranks)[rank]
         for stage, (own, (split, parts)) in enumerate(
-            zip(self.layout.of_stage, self.stages, strict=True)
+            zip(of_stage, self.stages[rank], strict=True)
         ):
             queue: list[tuple[int, int]] = []  # backward passes with W left, and its parts
             free = 0.0
@@ -205,25 +222,37 @@ class SplitClock:
         return made
 
     def _pass(self, number: int) -> Pass:
-        place = self.layout.program.places[number]
+        place = self.layout.program.places[number // self.layout.ranks]
         assert place is not None
         return place[1]
 
 
+def _of_ranks(stages: Sequence[_Value], ranks: int) -> list[Sequence[_Value]]:
+    """What each rank's stages have, of a list of all ranks' stages."""
+    own = len(stages) // ranks
+    return [stages[at : at + own] for at in range(0, len(stages), own)]
+
+
 class _Layout(NamedTuple):
-    """Data that steps of one schedule and number of micro-batches have in common."""
+    """Data that steps of one schedule and numbers of micro-batches and ranks have in common.
+
+    The program's numbers, each once for each rank: rank r has number n at n * ranks + r.
+    """
 
     program: Program
+    ranks: int
+    waits: tuple[Integers, Integers]
+    """As `Program.waits` [2][numbers]."""
     shares: list[float]
     """Time of a pass, whole if backward, over its slot's cost [numbers]."""
     weight_shares: list[float]
     """Time of W of a backward pass over that of its slot [numbers]."""
     of_stage: list[list[int]]
-    """Passes of each stage in the order it runs them [stages][passes]."""
+    """Passes of each rank's stages in the order it runs them [ranks * stages][passes]."""
     backward: list[int]
     """Backward passes."""
     stages: Integers
-    """Stage of each number; -1 of joints."""
+    """Stage of each number, in the order of `of_stage`; -1 of joints."""
     signs: Integers
     """-1 for backward passes, 1 for all else [numbers]."""
 
@@ -232,25 +261,39 @@ class _Layout(NamedTuple):
         """For `run`: every backward pass is split."""
         return [int(sign < 0) for sign in self.signs]
 
+    def of_each(self, ranks: Sequence[Sequence[Any]]) -> list[Any]:
+        """What each number has, from what places have on each rank; 0 of joints."""
+        columns = [self.program.of_each([*places, 0]) for places in ranks]
+        return [each for row in zip(*columns, strict=True) for each in row]
+
 
 @functools.lru_cache(maxsize=64)
-def _layout(schedule: Schedule, count: int) -> _Layout:
+def _layout(schedule: Schedule, count: int, ranks: int) -> _Layout:
     made, shares = program(schedule, count)
-    of_stage: list[list[int]] = [[] for _ in range(schedule.dims.pipeline_parallel)]
-    weight_shares, backward = [0.0] * len(made.places), []
-    for number, place in enumerate(made.places):
-        if place:
-            of_stage[place[0]].append(number)
-        if place and place[1].kind == "B":
+    own = schedule.dims.pipeline_parallel
+    of_stage: list[list[int]] = [[] for _ in range(ranks * own)]
+    numbered = [(place, rank) for place in made.places for rank in range(ranks)]
+    weight_shares, backward = [0.0] * len(numbered), []
+    stages, signs = [-1] * len(numbered), [1] * len(numbered)
+    for number, (place, rank) in enumerate(numbered):
+        if place is None:
+            continue
+        stage, what = place
+        stages[number] = rank * own + stage
+        of_stage[stages[number]].append(number)
+        if what.kind == "B":
             backward.append(number)
-            weight_shares[number] = schedule.share(place[0], "F", place[1].chunk)
-    signs = [1] * len(made.places)
-    for number in backward:
-        signs[number] = -1
-    stages = [place[0] if place else -1 for place in made.places]
+            weight_shares[number] = schedule.share(stage, "F", what.chunk)
+            signs[number] = -1
+    first, other = (
+        integers([before * ranks + rank for before in as_list(waits) for rank in range(ranks)])
+        for waits in made.waits
+    )
     return _Layout(
         made,
-        list(map(float, shares)),
+        ranks,
+        (first, other),
+        [float(share) for share in shares for _ in range(ranks)],
         weight_shares,
         of_stage,
         backward,
@@ -297,6 +340,7 @@ def split_inflight_tokens(
 def _play(
     waits: Integers,
     waits_too: Integers,
+    together: Integers,
     stage_of: Integers,
     signs: Integers,
     took: Numbers,
@@ -312,64 +356,75 @@ def _play(
     late: Integers,
     free: Numbers,
     last: Integers,
-    queue: Integers,
+    following: Integers,
 ) -> None:
     """Starts and ends of all passes and what each waits for last; the ends of stages, and the last
-    pass of each. `parts` of -1 are chosen, and what a split pass would leave then fits, or it is
-    not split. `queue`, with room for all numbers on each stage, is used for W that is due."""
+    pass of each. `together` says of the first of ranks that share a row how many they are. `parts`
+    of -1 are chosen, and what a split pass would leave then fits, or it is not split. `following`,
+    all 0, is used for W that is due."""
     count = len(stage_of)
     held = [0 for _ in free]  # tokens of each stage
-    first = [0 for _ in free]  # ends of its queue
-    after = [0 for _ in free]
+    first = [0 for _ in free]  # ends of its queue; 0: it is empty
+    newest = [0 for _ in free]
     left = [PARTS for _ in free]  # parts of its first entry
-    for number in range(1, count):
-        before, other = waits[number], waits_too[number]
-        cause = other if ends[other] > ends[before] else before
-        ready = ends[cause]
-        stage = stage_of[number]
-        if stage < 0:
+    stop = 0
+    while stop < count:
+        number = stop
+        stop = number + together[number]
+        ready, cause = -1.0, 0
+        for each in range(number, stop):
+            before, other = waits[each], waits_too[each]
+            later = other if ends[other] > ends[before] else before
+            if ends[later] > ready:
+                ready, cause = ends[later], later
+        if stage_of[number] < 0:
             ends[number], late[number] = ready, cause
             continue
-        # Tokens that the stage holds more once this pass is over.
-        more = tokens[number] if signs[number] > 0 else -tokens[number]
-        if split[number]:
-            more += deferred[number]
-        given, made = parts[number], 0
-        while first[stage] < after[stage]:
-            at = queue[stage * count + first[stage]]
-            if given >= 0:
-                if made >= given:
+        start, longest = ready, 0.0
+        for each in range(number, stop):
+            stage = stage_of[each]
+            # Tokens that the stage holds more once this pass is over.
+            more = tokens[each] if signs[each] > 0 else -tokens[each]
+            if split[each]:
+                more += deferred[each]
+            given, made = parts[each], 0
+            while first[stage]:
+                at = first[stage]
+                if given >= 0:
+                    if made >= given:
+                        break
+                elif free[stage] + part[at] > ready and (more <= 0 or held[stage] + more <= limit):
                     break
-            elif free[stage] + part[at] > ready and (more <= 0 or held[stage] + more <= limit):
-                break
-            free[stage] += part[at]
-            made += 1
-            left[stage] -= 1
-            if left[stage] == 0:
-                held[stage] -= deferred[at]
-                first[stage] += 1
-                left[stage] = PARTS
-        parts[number] = made
-        if given < 0 and split[number] and more > 0 and held[stage] + more > limit:
-            split[number] = 0
-            more -= deferred[number]
-        late[number] = last[stage] if free[stage] > ready else cause
-        if free[stage] > ready:
-            ready = free[stage]
-        starts[number] = ready
-        if split[number]:
-            queue[stage * count + after[stage]] = number
-            after[stage] += 1
-            ready += alone[number]
-        else:
-            ready += took[number]
-        held[stage] += more
-        ends[number] = free[stage] = ready
-        last[stage] = number
+                free[stage] += part[at]
+                made += 1
+                left[stage] -= 1
+                if left[stage] == 0:
+                    held[stage] -= deferred[at]
+                    first[stage] = following[at]
+                    left[stage] = PARTS
+            parts[each] = made
+            if given < 0 and split[each] and more > 0 and held[stage] + more > limit:
+                split[each] = 0
+                more -= deferred[each]
+            held[stage] += more
+            if free[stage] > start:
+                start, cause = free[stage], last[stage]
+            if split[each]:
+                if first[stage]:
+                    following[newest[stage]] = each
+                else:
+                    first[stage] = each
+                newest[stage] = each
+            longest = max(longest, alone[each] if split[each] else took[each])
+        for each in range(number, stop):
+            stage = stage_of[each]
+            starts[each], late[each] = start, cause
+            ends[each] = free[stage] = start + longest
+            last[stage] = each
     for stage in range(len(free)):
-        while first[stage] < after[stage]:
-            free[stage] += part[queue[stage * count + first[stage]]]
+        while first[stage]:
+            free[stage] += part[first[stage]]
             left[stage] -= 1
             if left[stage] == 0:
-                first[stage] += 1
+                first[stage] = following[first[stage]]
                 left[stage] = PARTS

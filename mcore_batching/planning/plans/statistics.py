@@ -14,8 +14,10 @@ from mcore_batching.planning.errors import LengthError
 from mcore_batching.planning.integers import entries
 from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.pipeline import (
+    Blocks,
     Clock,
     SplitClock,
+    blocks_of,
     clocks_of,
     inflight_tokens,
     split_inflight_tokens,
@@ -241,16 +243,13 @@ def held_tokens(
     step: StepPlan, problem: Problem, ranks: Sequence[Sequence[Sequence[int]]]
 ) -> list[list[int]]:
     """Padded tokens of each micro-batch [ranks][slots] on the dims' context-parallel ranks."""
-    held: list[list[int]] = []
-    for rank, slots in enumerate(ranks):
-        held.append([])
-        for slot, samples in enumerate(slots):
-            size = step.row_size(rank, slot)
-            rows = problem.on_ranks[size]
-            tokens = rows.row_tokens(samples) or rows.placeholder_tokens
-            # Each rank of the row holds tokens / size; counted over the dims' ranks.
-            held[-1].append(tokens * step.dims.context_parallel // size)
-    return held
+    return [
+        [
+            problem.held_tokens(samples, step.row_size(rank, slot))
+            for slot, samples in enumerate(slots)
+        ]
+        for rank, slots in enumerate(ranks)
+    ]
 
 
 def _most_held(
@@ -275,19 +274,31 @@ def step_clocks(
     costs = costs_on_stages(step, problem, ranks)
     if not step.split_backward or problem.forward_only:
         return clocks_of(costs, problem.schedule, step.context_parallel)
-    clocks = []
-    for together in problem.dims.lockstep_groups:
-        weights = [
-            [cost for samples in ranks[rank] for cost in problem.slot_weights(samples)]
-            for rank in together
+    weights = [
+        [
+            cost
+            for slot, samples in enumerate(slots)
+            for cost in problem.on_ranks[step.row_size(rank, slot)].slot_weights(samples)
         ]
+        for rank, slots in enumerate(ranks)
+    ]
+    blocks: Sequence[Blocks] = ()
+    together = 1
+    if problem.dims.in_lockstep:
+        costs, weights = ([[*map(max, zip(*of, strict=True))]] for of in (costs, weights))
+    elif step.context_parallel is not None:
+        together, blocks = len(costs), blocks_of(step.context_parallel)
+    clocks = []
+    for first in range(0, len(costs), together):
+        of_ranks = slice(first, first + together)
         clock = SplitClock(
-            [max(slot) for slot in zip(*costs[together.start : together.stop], strict=True)],
-            [max(slot) for slot in zip(*weights, strict=True)],
+            costs[of_ranks],
+            weights[of_ranks],
             problem.schedule,
+            blocks=blocks,
             overhead=problem.cost_model.split_backward_overhead,
         )
-        clock.follow(step.split_backward[together.start])
+        clock.follow(step.split_backward[of_ranks])
         clocks.append(clock)
     return clocks
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from mcore_batching.planning.pipeline import SplitClock, SplitStage, inflight_tokens
+from mcore_batching.planning.pipeline import SplitClock, SplitStage, blocks_of, inflight_tokens
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.moves import drawing
 from mcore_batching.planning.search.objective import Objective
@@ -35,33 +35,37 @@ Ranks = Sequence[Sequence[Sequence[int]]]
 """Samples of each micro-batch [ranks][slots]."""
 MicroBatches = tuple[tuple[int, ...], ...]
 """As `plan.MicroBatches`."""
+Sizes = tuple[tuple[int, ...], ...]
+"""As `StepPlan.context_parallel`."""
 Splits = tuple[tuple[SplitStage, ...], ...]
 """As `StepPlan.split_backward`."""
 
 
 def split_backward(
-    problem: Problem, starts: Sequence[Ranks]
-) -> tuple[tuple[MicroBatches, ...], Splits]:
-    """Micro-batches in the order in which the step ends soonest, and its split passes.
+    problem: Problem, starts: Sequence[Ranks], sizes: Sizes | None = None
+) -> tuple[tuple[MicroBatches, ...], Sizes | None, Splits]:
+    """Micro-batches in the order in which the step ends soonest, under dynamic CP with their
+    context-parallel sizes, and its split passes.
 
     Args:
         problem: of the step; `config.split_backward` says which passes may be split.
         starts: steps to begin with; the first is the result where splitting is not worth it.
+        sizes: of the micro-batches of all starts; None without dynamic CP.
     """
     all_split = problem.config.split_backward == "all"
     effort = Objective(problem).effort / EFFORT_OF_A_PASS / 2 if problem.config.searches else 0.0
-    steps = [_Step(problem, ranks, all_split) for ranks in starts]
+    steps = [_Step(problem, ranks, sizes, all_split) for ranks in starts]
     plain_end = steps[0].end_unsplit
     for step in steps:
         step.reorder(effort / len(steps))
     best = min(steps, key=lambda step: step.end)
     best.reorder(effort)
     if not all_split and best.end > WORTH_IT * plain_end:
-        return _frozen(starts[0]), ()
+        return _frozen(starts[0]), sizes, ()
     splits = best.splits()
     if not any(any(stage.split) for stages in splits for stage in stages):
-        return _frozen(starts[0]), ()
-    return _frozen(best.ranks), splits
+        return _frozen(starts[0]), sizes, ()
+    return _frozen(best.ranks), best.sizes if sizes else None, splits
 
 
 def _frozen(ranks: Ranks) -> tuple[MicroBatches, ...]:
@@ -71,13 +75,17 @@ def _frozen(ranks: Ranks) -> tuple[MicroBatches, ...]:
 class _Step:
     """A step that is being changed."""
 
-    def __init__(self, problem: Problem, ranks: Ranks, all_split: bool) -> None:
+    def __init__(
+        self, problem: Problem, ranks: Ranks, sizes: Sizes | None, all_split: bool
+    ) -> None:
         self._all_split, self._overhead = all_split, problem.cost_model.split_backward_overhead
-        self._peak = int(max(map(problem.inflight_tokens, ranks)) * problem.dims.virtual_pipeline)
-        self.pipelines = [
-            _Pipeline(problem, ranks[of.start : of.stop], self._peak, all_split)
-            for of in problem.dims.lockstep_groups
+        together = problem.dims.lockstep_groups if sizes is None else [range(len(ranks))]
+        sizes = sizes or ((problem.dims.context_parallel,) * len(ranks[0]),) * len(ranks)
+        groups = [
+            _slots(problem, ranks[of.start : of.stop], sizes[of.start : of.stop]) for of in together
         ]
+        self._peak = max(_peak_of(problem, slots) for slots in groups)
+        self.pipelines = [_Pipeline(problem, slots, self._peak, all_split) for slots in groups]
 
     @property
     def end(self) -> float:
@@ -97,6 +105,15 @@ class _Step:
             for pipeline in self.pipelines
             for rank in zip(*(slot.samples for slot in pipeline.slots), strict=True)
         ]
+
+    @property
+    def sizes(self) -> Sizes:
+        """Context-parallel sizes of the same."""
+        return tuple(
+            rank
+            for pipeline in self.pipelines
+            for rank in zip(*(slot.sizes for slot in pipeline.slots), strict=True)
+        )
 
     def reorder(self, effort: float) -> None:
         """Change the order of the straggler's micro-batches until so many passes were simulated."""
@@ -124,7 +141,8 @@ class _Step:
             if not self._all_split:
                 pipeline.leave_whole(latest)
             pipeline.clock.run(pipeline.split)
-            made += [pipeline.clock.stages] * len(pipeline.slots[0].samples)
+            stages = pipeline.clock.stages  # in lockstep of one rank, as of all
+            made += stages * (len(pipeline.slots[0].samples) // len(stages))
         return tuple(made)
 
 
@@ -133,35 +151,49 @@ class _Slot(NamedTuple):
 
     samples: tuple[Sequence[int], ...]
     """Of each rank."""
-    costs: tuple[float, ...]
-    """Forward cost of the costliest micro-batch on each kind of stage."""
-    weights: tuple[float, ...]
-    """Most that W of one costs there."""
+    sizes: tuple[int, ...]
+    """Context-parallel size of each rank's."""
+    costs: list[list[float]]
+    """Forward cost of each on each kind of stage; in lockstep of the costliest alone."""
+    weights: list[list[float]]
+    """Cost of its W there; in lockstep the most that W of one costs."""
     tokens: tuple[int, ...]
     """Padded tokens of each rank's."""
+
+
+def _slots(problem: Problem, ranks: Ranks, sizes: Sizes) -> list[_Slot]:
+    slots = []
+    for samples, of in zip(zip(*ranks, strict=True), zip(*sizes, strict=True), strict=True):
+        rows = list(zip((problem.on_ranks[size] for size in of), samples, strict=True))
+        costs = [on.slot_costs([own]) for on, own in rows]
+        weights = [on.slot_weights(own) for on, own in rows]
+        if problem.dims.in_lockstep:
+            costs, weights = [_most(costs)], [_most(weights)]
+        tokens = tuple(map(problem.held_tokens, samples, of))
+        slots.append(_Slot(samples, of, costs, weights, tokens))
+    return slots
+
+
+def _peak_of(problem: Problem, slots: Sequence[_Slot]) -> int:
+    """Most tokens that a first stage holds if no pass is split, once for each chunk."""
+    ranks = zip(*(slot.tokens for slot in slots), strict=True)
+    most = max(inflight_tokens(tokens, problem.schedule) for tokens in ranks)
+    return int(most * problem.dims.virtual_pipeline)
 
 
 class _Pipeline:
     """Ranks that run together, or one, with the passes that are split."""
 
-    def __init__(self, problem: Problem, ranks: Ranks, peak: int, all_split: bool) -> None:
+    def __init__(self, problem: Problem, slots: list[_Slot], peak: int, all_split: bool) -> None:
         self._problem, self._all_split = problem, all_split
-        config, empty = problem.config, problem.placeholder_tokens
+        config = problem.config
         self._peak, self._limit = peak, int(config.split_backward_memory * peak)
         if config.max_inflight_tokens is not None:
             bound = problem.dims.virtual_pipeline * config.max_inflight_tokens
             self._limit = min(self._limit, max(peak, bound))
-        self.slots = [
-            _Slot(
-                samples,
-                _most(problem.slot_costs([each]) for each in samples),
-                _most(map(problem.slot_weights, samples)),
-                tuple(problem.row_tokens(each) or empty for each in samples),
-            )
-            for samples in zip(*ranks, strict=True)
-        ]
-        self.peak = self._peak_of(self.slots)
-        self.clock = self._clock(self.slots)
+        self.slots = slots
+        self.peak = _peak_of(problem, slots)
+        self.clock = self._clock(slots)
         self.end_unsplit = self.end = self.clock.run([0] * len(self.clock.layout.signs))
         self.choose()
 
@@ -191,7 +223,7 @@ class _Pipeline:
         # A placeholder may not come last: the last micro-batch touches every parameter.
         if not all(slots[-1].samples):
             return
-        peak = self._peak_of(slots)
+        peak = _peak_of(self._problem, slots)
         if peak > self._peak or not (may_fall or peak == self._peak):
             return
         clock = self._clock(slots)
@@ -216,28 +248,33 @@ class _Pipeline:
                     at += size
             size //= 2
 
-    def _peak_of(self, slots: Sequence[_Slot]) -> int:
-        """Most tokens that a first stage holds if no pass is split, once for each chunk."""
-        schedule = self._problem.schedule
-        ranks = zip(*(slot.tokens for slot in slots), strict=True)
-        most = max(inflight_tokens(tokens, schedule) for tokens in ranks)
-        return int(most * schedule.dims.virtual_pipeline)
-
     def _clock(self, slots: Sequence[_Slot]) -> SplitClock:
-        # A slot takes as long as its costliest micro-batch, and may hold what its largest does.
-        tokens = [max(slot.tokens) for slot in slots]
-        kept = self._problem.config.split_backward_held
+        dims, config = self._problem.dims, self._problem.config
+        held = [slot.tokens for slot in slots]
+        if dims.in_lockstep:  # as a slot takes as long as its costliest, it may hold its largest
+            held = [(max(tokens),) for tokens in held]
+        tokens = list(zip(*held, strict=True))
+        shares_rows = config.max_context_parallel is not None and not dims.in_lockstep
+        sizes = list(zip(*(slot.sizes for slot in slots), strict=True))
         return SplitClock(
-            [cost for slot in slots for cost in slot.costs],
-            [cost for slot in slots for cost in slot.weights],
+            _of_ranks(slot.costs for slot in slots),
+            _of_ranks(slot.weights for slot in slots),
             self._problem.schedule,
+            blocks=blocks_of(sizes) if shares_rows else (),
             overhead=self._problem.cost_model.split_backward_overhead,
             tokens=tokens,
-            deferred=[math.ceil(kept * each) for each in tokens],
+            deferred=[
+                [math.ceil(config.split_backward_held * each) for each in own] for own in tokens
+            ],
             limit=self._limit,
         )
 
 
-def _most(of_ranks: Iterable[Sequence[float]]) -> tuple[float, ...]:
+def _of_ranks(slots: Iterable[list[list[float]]]) -> list[list[float]]:
+    """Values of each rank [ranks][slots * kinds], of those of slots [slots][ranks][kinds]."""
+    return [[each for slot in rank for each in slot] for rank in zip(*slots, strict=True)]
+
+
+def _most(of_ranks: Iterable[Sequence[float]]) -> list[float]:
     """The most on any rank of each kind of stage."""
-    return tuple(max(of_kind) for of_kind in zip(*of_ranks, strict=True))
+    return [max(of_kind) for of_kind in zip(*of_ranks, strict=True)]

@@ -274,6 +274,8 @@ def compare_steps(
                 schedule = schedule_of(iterators)
                 plan, lengths = schedule.step_plan(0)
                 validate_plan(plan, lengths)
+                sizes = plan.context_parallel
+                assert sizes is None or {1, 2} <= {size for of in sizes for size in of}, sizes
                 rank = parallel_state.get_data_parallel_rank()
                 if plan.split_backward:
                     assert plan.split_backward[rank] == planned_split(job_of(), schedule, 0)
@@ -338,7 +340,8 @@ def hooks_of(model: list[Any]) -> list[Any]:
 
 
 def left_by_a_failure(dims: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    """What is left of the hooks and of what waits when a step raises in its middle."""
+    """What is left of the hooks and of what waits when a step raises in its middle, and whether one
+    that ends runs what is left."""
     model = small_model(dims, **settings)
     hooked = hooks_of(model)
     deferred = mock.Mock(spec=WeightGradients)
@@ -347,12 +350,15 @@ def left_by_a_failure(dims: dict[str, Any], **settings: Any) -> dict[str, Any]:
         now = hooks_of(model)
         kept = [b for a, b in zip(now, hooked, strict=True) if a is b and b is not None]
         raise ZeroDivisionError
-    return {
+    found = {
         "replaced": not kept,
         "restored": hooks_of(model) == hooked,
         "cleared": deferred.clear.called,
         "flushed": deferred.flush.called,
     }
+    with split_passes.split_backward(model, deferred):
+        pass
+    return found | {"flushed at the end": deferred.flush.called}
 
 
 def refused(dims: dict[str, Any], cases: list[dict[str, Any]]) -> list[str]:
