@@ -173,7 +173,7 @@ needs_checkouts = pytest.mark.skipif(
     CHECKOUTS is None,
     reason="MCORE_BATCHING_MEGATRON_LM is not set: a folder with checkouts of Megatron-LM's "
     f"releases, {RELEASES[0]} to {RELEASES[-1]}, and branches, {', '.join(BRANCHES)}, their "
-    "dataset helpers compiled; until 0.17 they import PyYAML",
+    "dataset helpers compiled; until 0.17 they import PyYAML, 0.16 also six, regex and pydantic",
 )
 
 
