@@ -173,7 +173,7 @@ needs_checkouts = pytest.mark.skipif(
     CHECKOUTS is None,
     reason="MCORE_BATCHING_MEGATRON_LM is not set: a folder with checkouts of Megatron-LM's "
     f"releases, {RELEASES[0]} to {RELEASES[-1]}, and branches, {', '.join(BRANCHES)}, their "
-    "dataset helpers compiled; until 0.17 they import PyYAML",
+    "dataset helpers compiled; until 0.17 they import PyYAML, 0.16 also six, regex and pydantic",
 )
 
 
@@ -220,15 +220,17 @@ PATTERNS: dict[str, tuple[str, str, list[str]]] = {
     "pp2-mamba": ("pp2", "M*-|M*-", MAMBA),
     "dp2-exchange-mamba": ("dp2-exchange", "M*-M*-", MAMBA),
     "pp2-gdn": ("pp2", "G*-|G*-", GATED_DELTA_NET),
+    "dp2-exchange-gdn": ("dp2-exchange", "G*-G*-", GATED_DELTA_NET),
 }
 """By name: a layout, the layers, and what they need."""
+HAVE_HYBRIDS = ("core_v0.18.2", "core_v0.19.0", "main")
 
 
 @pytest.mark.parametrize(
     ("release", "name"),
     [
         pytest.param(release, name, marks=() if name == "pp2-mamba" else pytest.mark.long)
-        for release, name in itertools.product(("core_v0.18.2", "core_v0.19.0", "main"), PATTERNS)
+        for release, name in itertools.product(HAVE_HYBRIDS, PATTERNS)
     ],
 )
 @needs_checkouts
@@ -250,11 +252,9 @@ MULTI_TOKEN: dict[str, tuple[str, list[str]]] = {
 @pytest.mark.parametrize(
     ("release", "name", "dims"),
     [
-        *itertools.product(("core_v0.19.0", "main"), ("gpt",), ("pp2", "dp2-exchange")),
-        *itertools.product(("core_v0.19.0", "main"), ("hybrid-pp2",), ("pp2",)),
-        *itertools.product(("core_v0.19.0", "main"), ("hybrid",), ("dp2-exchange",)),
-        *itertools.product(("core_v0.17.1", "core_v0.18.2"), ("gpt",), ("pp2", "dp2-exchange")),
-        ("core_v0.18.2", "hybrid-pp2", "pp2"),
+        *itertools.product(("core_v0.17.1", *HAVE_HYBRIDS), ("gpt",), ("pp2", "dp2-exchange")),
+        *itertools.product(HAVE_HYBRIDS, ("hybrid-pp2",), ("pp2",)),
+        *itertools.product(HAVE_HYBRIDS, ("hybrid",), ("dp2-exchange",)),
     ],
 )
 @needs_checkouts
