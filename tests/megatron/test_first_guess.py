@@ -124,6 +124,7 @@ def test_the_output_layer_is_left_out_where_its_size_is_not_known() -> None:
         {"ffn_hidden_size": 0},
         {"ffn_hidden_size": None, "num_moe_experts": 4, "moe_ffn_hidden_size": None},
         {"num_layers": 0},
+        {"is_hybrid_model": True},  # whose pattern nobody knows
     ],
     ids=str,
 )

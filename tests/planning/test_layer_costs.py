@@ -133,7 +133,7 @@ def test_sizes_that_a_config_leaves_out_or_adds() -> None:
 @pytest.mark.parametrize(
     ("config", "layers"),
     [
-        ({"decoder_sparse_step": 2}, "abab"),
+        ({"decoder_sparse_step": 3}, "aaba"),
         ({"decoder_sparse_step": 1, "mlp_only_layers": [0, 2]}, "abab"),
         ({"first_k_dense_replace": 3}, "aaab"),
         # A layer more, of multi-token prediction.
@@ -170,6 +170,7 @@ def test_layers_in_their_order(config: dict[str, Any], layers: str) -> None:
 def test_layers_of_uneven_stages(config: dict[str, Any], counts: list[int]) -> None:
     layers = 11 if "account_for_embedding_in_pipeline_split" in config else 12
     assert layers_of_chunks({"pipeline_model_parallel_size": 3} | config, layers) == counts
+    assert layers_of_chunks(config, layers) == []  # a single stage
 
 
 def test_pairs_of_tokens_cost_by_the_type_of_attention() -> None:
@@ -221,13 +222,20 @@ def test_stages_keep_windows_reads_and_weight_gradients_of_their_own() -> None:
     stage = costs_of_stage(model, interleaved, 0)
     assert (stage.beyond_window, stage.quadratic) == (0.75, model.quadratic)
     assert cost_model("n", costs, window=8).window == 8
-    assert cost_model("f", costs, window=8).window is None
+    whole = cost_model("f", costs, window=8)
+    assert (whole.window, whole.backward_ratio) == (None, 2.0)
+    assert cost_model("f", costs).beyond_window == 0.0
+    # An output layer of unknown size, alone on its stage.
+    ((_, last), _) = costs_of_chunks(
+        cost_model("nf|V", costs | {"V": LayerCost()}), ParallelDims(pipeline_parallel=2)
+    )
+    assert (last.linear, last.weight_share) == (0.0, 1.0)
     assert cut_layers("aaaaaV", 2) == "aaa|aaV"
 
 
 def test_costs_of_samples_by_hand() -> None:
     model = CostModel(quadratic=1.0, window=4, beyond_window=0.25)
-    assert [model.sample(length) for length in (4, 6)] == [4 + 16, 6 + 36 - 0.75 * 4]
+    assert [model.sample(length) for length in (2, 6)] == [2 + 4, 6 + 36 - 0.75 * 4]
     shared = CostModel().on_ranks(3)
     assert shared.linear == pytest.approx(1.1**2 / 3)
     assert shared.per_micro_batch == 256 + 2 * 64
@@ -244,6 +252,10 @@ def test_a_hybrid_pattern_cuts_itself() -> None:
     assert usual.layer_costs[-1] == depth.layer_costs[-1]
     sparse = first_guess(config | {"hybrid_override_pattern": "MDE"})
     assert letters(sparse)["D"] == letters(depth)["*"]
+    delta = {"linear_num_key_heads": 3, "linear_key_head_dim": 5}
+    delta |= {"linear_num_value_heads": 7, "linear_value_head_dim": 11}
+    gated = first_guess(config | delta | {"hybrid_override_pattern": "MGE"})
+    assert letters(gated)["G"] == delta_net(config["hidden_size"], 3, 5, 7, 11)
     heads = {"mamba_num_heads": None, "mamba_head_dim": None}
     assert letters(first_guess(config | heads))["M"] == letters(depth)["M"]
     with pytest.raises(ConfigError, match="'X'"):
@@ -276,3 +288,17 @@ def test_a_config_without_a_size_is_refused_by_name(missing: str) -> None:
     with pytest.raises(ConfigError, match=missing):
         first_guess({name: size for name, size in TINY.items() if name != missing})
     assert config_of_json(json.dumps({"text_config": TINY})).items() >= TINY.items()
+
+
+def test_names_of_older_models_and_layers_without_weights() -> None:
+    names = {"n_embd": 4, "n_inner": 8, "n_layer": 2, "n_head": 2, "vocab_size": 10}
+    named = {"num_attention_heads": 2, "hidden_size": 4, "ffn_hidden_size": 8, "num_layers": 2}
+    assert first_guess(names) == first_guess(named | {"vocab_size": 10})
+    # Mixtral's experts have the size of what would be the dense layer.
+    experts = ROUTED | {"moe_intermediate_size": None}
+    assert first_guess(experts) == first_guess(ROUTED | {"moe_intermediate_size": 8})
+    named_by_megatron = {"ffn_hidden_size": 6, "moe_intermediate_size": None}
+    six = first_guess(ROUTED | named_by_megatron | {"intermediate_size": None})
+    assert six == first_guess(ROUTED | {"moe_intermediate_size": 6})
+    with pytest.raises(ConfigError, match="must have weights"):
+        cost_model("a", {"a": LayerCost()})

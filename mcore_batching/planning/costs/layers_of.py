@@ -74,8 +74,8 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 }
 """Names of sizes in Megatron's config and in others'."""
 _HYBRID = ("hybrid_layer_pattern", "hybrid_override_pattern")
-_TYPES = {"sliding_attention": "windowed", "linear_attention": "delta", "full_attention": "full"}
-"""Attention by Hugging Face's `layer_types`."""
+_TYPES = {"sliding_attention": "windowed", "linear_attention": "delta"}
+"""Attention by Hugging Face's `layer_types`; others attend to all tokens."""
 
 
 class Layers:

@@ -113,6 +113,8 @@ def _model(draw: Draw, dims: dict[str, Any]) -> dict[str, Any]:
     }
     if draw.chance("rotary percent", 0.2) and kind != "mla":
         options["rotary_percent"] = 0.5
+    if kind in ("dense", "moe") and draw.chance("hybrid", 0.15):
+        _as_hybrid(draw, "*E" if kind == "moe" else "*-", chunks, settings, options)
     return {"kind": kind, "settings": settings, "options": options}
 
 
@@ -125,6 +127,8 @@ def _later_tokens(draw: Draw, dims: dict[str, Any], layers: int) -> dict[str, An
         "mtp_loss_scaling_factor": draw.one("scaling factor", [0.1, 0.3, 2.0]),
         "mtp_use_repeated_layer": draw.chance("repeated layer", 0.3),
     }
+    if draw.chance("detached heads", 0.15):
+        settings["mtp_detach_heads"] = True
     chunks = dims["pipeline_parallel"] * dims.get("virtual_pipeline", 1)
     if dims["pipeline_parallel"] > 1 and draw.chance("layout of stages", 0.5):
         held = ["t"] * chunks  # each chunk but the last needs something to run
@@ -134,7 +138,26 @@ def _later_tokens(draw: Draw, dims: dict[str, Any], layers: int) -> dict[str, An
             held[-2:] = [held[-2] + held[-1], ""]
         last = "m" * settings["mtp_num_layers"] + "L"
         settings["pipeline_model_parallel_layout"] = "E" + "|".join(held) + last
+    elif dims["pipeline_parallel"] > 1 and draw.chance("layers of the last stage", 0.3):
+        virtual, others = dims.get("virtual_pipeline", 1), dims["pipeline_parallel"] - 1
+        last = virtual * draw.one("layers of the last stage, number", [1, 2])
+        settings["num_layers_in_last_pipeline_stage"] = last
+        settings["num_layers"] = last + others * virtual * draw.one("layers of others", [1, 2])
     return settings
+
+
+def _as_hybrid(
+    draw: Draw, letters: str, chunks: int, settings: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Make the model a `HybridModel` of these layers, cut anywhere but that no stage is empty."""
+    held = [draw.one(f"chunk {chunk}", [letters, *letters]) for chunk in range(chunks)]
+    if letters not in "".join(held):
+        held[-1] = letters
+    depths = settings.get("mtp_num_layers", 0) * f"/{draw.one('later layers', [letters, '*'])}"
+    for name in ("pipeline_model_parallel_layout", "num_layers_in_last_pipeline_stage"):
+        settings.pop(name, None)
+    settings |= {"is_hybrid_model": True, "num_layers": len("".join(held)), "qk_layernorm": False}
+    options["hybrid_layer_pattern"] = "|".join(held) + depths
 
 
 def _ddp(draw: Draw) -> dict[str, Any]:

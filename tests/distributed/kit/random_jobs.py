@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer import multi_latent_attention as latent
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from kit.blocking_p2p import blocking_p2p
 from kit.groups import release_groups
@@ -48,6 +49,10 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
     predicts = job["model"]["settings"].get("mtp_num_layers")
     if predicts and not compat.modules_with_multi_token_losses():
         return {"not built": "0.16 runs no multi-token prediction on packed rows"}
+    if "hybrid_layer_pattern" in job["model"]["options"] and not compat.has_hybrid_model():
+        return {"not built": "HybridModel is there from 0.18 on"}
+    if not {*job["model"]["settings"]} <= {*TransformerConfig.__dataclass_fields__}:
+        return {"not built": "a setting of later versions"}
     with _layout(ParallelDims(data_parallel=job["nproc"])):
         reference = RandomReference(job) if dist.get_rank() == 0 else None
         weights = _from_first(lambda: reference and reference.weights)
