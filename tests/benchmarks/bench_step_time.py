@@ -136,10 +136,10 @@ def mean(values: Sequence[float]) -> float:
 
 
 def timed_plan(
-    lengths: Sequence[int], dims: ParallelDims, config: PlannerConfig
+    lengths: Sequence[int], dims: ParallelDims, config: PlannerConfig, model: CostModel = MODEL
 ) -> tuple[StepPlan, float]:
     started = time.process_time()
-    step = plan_step(lengths, dims, config, MODEL)
+    step = plan_step(lengths, dims, config, model)
     return step, time.process_time() - started
 
 

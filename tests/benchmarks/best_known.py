@@ -7,7 +7,8 @@ The best known ends in best_known.json come from the second command, which takes
 and a C compiler (`cc`): for each number of micro-batches that could be best, simulated annealing
 (anneal.c) of the planner's own step, a tenth of the moves for all numbers and twice all of them for
 the three best. Ends are in units of cost of the default model; lengths and seeds are those of
-bench_step_time.py. An end is replaced by a sooner one alone.
+bench_step_time.py. An end is replaced by a sooner one alone. Where the last stage is slow, an
+output layer makes it 1.5 times the mean; `--only slow` plans or anneals these cases alone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from bench_step_time import (
@@ -36,7 +38,8 @@ from bench_step_time import (
 )
 from step_bound import step_time_bound
 
-from mcore_batching.planning import ParallelDims, PlannerConfig, Problem
+from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Problem
+from mcore_batching.planning.costs.layer_costs import OUTPUT, LayerCost, cost_model
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.planning.search import Objective
 from mcore_batching.planning.search.objective import Candidate
@@ -46,6 +49,7 @@ from mcore_batching.tools.report import Table, print_table
 HERE = Path(__file__).resolve().parent
 KNOWN = HERE / "best_known.json"
 SEEDS = range(3)
+SLOW = ", slow last stage"
 Known = dict[tuple[str, int, str, int], tuple[float, int]]
 """End and number of micro-batches of lengths, samples, layout and seed."""
 
@@ -60,6 +64,9 @@ def cases(data: Path) -> Iterator[tuple[Lengths, int, ParallelDims]]:
         "short questions": Lengths("short questions", short, 4096),
         "code-like": Lengths("code-like", code, 8192),
     } | made_up()
+    for name in ("azure_conv", "mooncake_conv"):
+        if name in by_name:
+            by_name[name + SLOW] = replace(by_name[name], name=name + SLOW)
     for name, samples, dims in (
         ("azure_conv", 512, PP4),
         ("azure_conv", 512, PP8),
@@ -75,6 +82,8 @@ def cases(data: Path) -> Iterator[tuple[Lengths, int, ParallelDims]]:
         ("truncated reasoning", 256, PP8),
         ("uniform", 256, PP4),
         ("powers of two", 512, PP8),
+        ("azure_conv" + SLOW, 512, PP4),
+        ("mooncake_conv" + SLOW, 512, PP4),
     ):
         if name in by_name:
             yield by_name[name], samples, dims
@@ -100,6 +109,14 @@ def made_up() -> dict[str, Lengths]:
         "uniform": Lengths("uniform", even, 24576),
         "powers of two": Lengths("powers of two", powers, 40960),
     }
+
+
+def slow_last_stage() -> CostModel:
+    """32 layers of the default model; an output layer makes the last of four stages 1.5 times the
+    mean in work on tokens."""
+    layer = LayerCost(MODEL.linear, MODEL.quadratic, MODEL.quadratic, 1.0)
+    output = LayerCost(token=0.6 * 32 / 3.0, read=1.0)
+    return cost_model("a" * 32 + OUTPUT, {"a": layer, OUTPUT: output})
 
 
 def known() -> Known:
@@ -134,6 +151,7 @@ class Annealer:
     ) -> Candidate:
         """The best step found, with as many micro-batches."""
         dims, count, number = problem.dims, len(step.ranks[0]), problem.num_samples
+        (fixed, costs), (last_fixed, last_costs) = (problem.costs_of_stages[i] for i in (0, -1))
         places = (ctypes.c_int * number)()
         for rank, slots in enumerate(step.ranks):
             for slot, samples in enumerate(slots):
@@ -142,14 +160,16 @@ class Annealer:
         numbers = ctypes.c_double * number
         end = self._anneal(
             number,
-            numbers(*problem.costs),
+            numbers(*costs),
+            numbers(*last_costs),
             numbers(*map(float, problem.tokens)),
             ctypes.c_double(problem.capacity),
             dims.data_parallel,
             dims.pipeline_parallel,
             count,
             ctypes.c_double(problem.cost_model.backward_ratio),
-            ctypes.c_double(problem.cost_model.per_micro_batch),
+            ctypes.c_double(fixed),
+            ctypes.c_double(last_fixed),
             places,
             ctypes.c_long(moves),
             ctypes.c_double(hot),
@@ -198,14 +218,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data", type=Path, default=REPOSITORY.parent / "shared" / "data")
     parser.add_argument("--anneal", type=int, metavar="MOVES", help="search for sooner ends")
+    parser.add_argument("--only", default="", metavar="TEXT", help="in the name of the lengths")
     options = parser.parse_args()
     ends, rows = known(), []
     for source, samples, dims in cases(options.data):
+        if options.only not in source.name:
+            continue
+        model = slow_last_stage() if source.name.endswith(SLOW) else MODEL
         ours, bounds, milliseconds, counts = [], [], [], []
         for seed in SEEDS:
             lengths, cap = source.draw(samples, seed)
             config = PlannerConfig(max_tokens_per_gpu=cap)
-            problem = Problem.of(lengths, dims, config, MODEL)
+            problem = Problem.of(lengths, dims, config, model)
             case = (source.name, samples, layout_name(dims), seed)
             if options.anneal:
                 with tempfile.TemporaryDirectory() as folder:
@@ -213,7 +237,7 @@ def main() -> int:
                 if case not in ends or best.end < ends[case][0]:
                     ends[case] = best.end, len(best.ranks[0])
                     write(ends)
-            step, seconds = timed_plan(lengths, dims, config)
+            step, seconds = timed_plan(lengths, dims, config, model)
             ours.append(predicted_step_time(step, lengths) / ends[case][0])
             bounds.append(ends[case][0] / step_time_bound(problem))
             milliseconds.append(1000 * seconds)
