@@ -38,6 +38,7 @@ THEMES = {
     "samples that move between ranks, and rows that ranks share": (
         "exchange",
         "max_context_parallel",
+        "no_plan_ahead",
     ),
     "forward_only, log-probs and logits": (
         "forward_only_plan",
@@ -54,12 +55,11 @@ THEMES = {
         "no_planned_shapes",
     ),
     "recorded jobs": ("record",),
-    "stock scripts: the next step's plan": ("no_plan_ahead",),
     "stock scripts: the log": ("log_all",),
     "stock scripts: fine-tuning data": ("data", "on_too_long", "tokenizer"),
 }
-*ENGINE, AHEAD, LOG, FINE_TUNING = THEMES
-"""`THEMES` of every job; the last three are of stock scripts alone."""
+*ENGINE, LOG, FINE_TUNING = THEMES
+"""`THEMES` of every job; the last two are of stock scripts alone."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "use_dynamic_batch_size": {
@@ -143,8 +143,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "no_plan_ahead": {
         "action": "store_true",
-        "help": "read and plan a step when it begins, while the device waits; without it, where "
-        "samples are exchanged and --dataloader-type is single, both happen during the step before",
+        "help": "plan a step, and in stock scripts read it, while the device waits; without it, "
+        "where samples are exchanged, this happens during the step before (in stock scripts with "
+        "--dataloader-type single), or during a rollout's first steps",
     },
     "forward_only_plan": {
         "choices": ["shared", "own"],

@@ -154,7 +154,7 @@ def _step(
     learner: Learner,
     args: Any,
     iterators: list[DataIterator],
-    counts: list[int],
+    counts: Sequence[int],
     step: int,
     increment: int | None,
 ) -> StepMetrics:

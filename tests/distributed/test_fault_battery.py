@@ -34,6 +34,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 PLANNER: dict[str, dict[str, Any]] = {
     "DP2 shared": {"dynamic_batch_context_parallel": 2},
     "exchange": {"dynamic_batch_exchange": True},
+    "later steps": {"dynamic_batch_exchange": True, "global_batch_size": 5},
+    "later, SIGKILL": {"dynamic_batch_exchange": True, "global_batch_size": 5},
     "weights": {"dynamic_batch_split_backward": "all"},
     "weights left": {"dynamic_batch_split_backward": "all"},
 }
@@ -46,6 +48,8 @@ FATAL = {
     "optimizer": "PipelineFailedError",
     "scheduler": "PipelineFailedError",
     "exchange": "PipelineFailedError",
+    "later steps": "PipelineFailedError",
+    "later, SIGKILL": "",  # the others see its connections close, wherever they are
     "sharing": "PipelineFailedError",
     "loss": "ForwardFailedError",  # but see `expected`
     "loss is NaN": "NonFiniteError",
@@ -117,14 +121,16 @@ def test_every_rank_ends_with_the_named_error(
 ) -> None:
     error = expected(fault, layout)
     *others, faulty = ranks = ends[name_of(fault, layout)]
-    for rank in others if fault == "SIGKILL" else ranks:
-        # Raised, or printed by a process that could not be released.
-        assert rank.exit_code == (1 if rank.error else EXIT_CODE), rank
+    for rank in others if "SIGKILL" in fault else ranks:
+        # Raised, or printed by a process that could not be released; a thread that comes back from
+        # gloo late, after the error, aborts it.
+        aborted = fault.startswith("later") and rank.exit_code == -6
+        assert rank.exit_code == (1 if rank.error else EXIT_CODE) or aborted, rank
         assert error in (rank.error or rank.message), rank
         assert rank.seconds < SECONDS
-        if error == "PipelineFailedError" and fault != "SIGKILL":
+        if error == "PipelineFailedError" and "SIGKILL" not in fault:
             assert "out of memory, on purpose" in rank.message
-    if fault == "SIGKILL":
+    if "SIGKILL" in fault:
         assert faulty.exit_code == -9
     else:
         assert faulty.error == error, faulty

@@ -61,6 +61,7 @@ FLAGS = {
     "--dynamic-batch-split-backward",
     "--dynamic-batch-split-backward-memory",
     "--dynamic-batch-no-failure-watch",
+    "--dynamic-batch-no-plan-ahead",
     "--dynamic-batch-no-planned-shapes",
     "--dynamic-batch-on-nonfinite",
     "--dynamic-batch-on-oversize",

@@ -124,7 +124,7 @@ class FailureWatch:
                 yield
             except BaseException as exception:
                 # Of SystemExit and KeyboardInterrupt, too: the others may wait for this rank.
-                self.report(f"{operation}: {_described(exception)}")
+                self.report(operation, exception)
                 raise
 
     def is_joined(self, what: str, how_many: int) -> bool:
@@ -144,12 +144,14 @@ class FailureWatch:
             time.sleep(0.02)
         return True
 
-    def report(self, text: str) -> None:
+    def report(self, operation: str, exception: BaseException) -> None:
         """Let all ranks know of a failure on this one; any thread may.
 
         Args:
-            text: the call and what it raised.
+            operation: the call, in words.
+            exception: what it raised.
         """
+        text = f"{operation}: {_described(exception)}"
         note = json.dumps({"rank": self._rank, "text": text})
         try:
             # The first one stays: others that fail after it most likely fail for it.
@@ -241,9 +243,9 @@ class NoWatch:
         del operation
         return contextlib.nullcontext()
 
-    def report(self, text: str) -> None:
+    def report(self, operation: str, exception: BaseException) -> None:
         """As `FailureWatch.report`; does nothing."""
-        del text
+        del operation, exception
 
     def raise_reported(self) -> None:
         """As `FailureWatch.raise_reported`; does nothing."""

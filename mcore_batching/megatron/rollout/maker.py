@@ -21,9 +21,10 @@ from mcore_batching.planning import PlanningError, StepPlan
 from mcore_batching.planning.errors import MCoreBatchingError
 from mcore_batching.planning.planning_process import PlanningProcess, PlanRequest
 
-JOIN_SECONDS = 2.0
+JOIN_SECONDS = 4.0
 """Time that the thread has to end with the job. It takes as long only where another rank has failed
-and it waits for that one's messages: doubled, such a job ends 2 s later."""
+and it waits for that one's messages: doubled, such a job ends 4 s later; halved, more of them end
+by an abort after their error is printed, where processes take long to end."""
 ANSWER_SECONDS = 30.0
 """Time that the process has for one plan of a rollout, before the thread makes it: halved, a slow
 plan on a busy core is more often made twice; doubled, a job whose process is stopped waits as much
@@ -65,8 +66,9 @@ class Ahead:
             # Of this package: what ranks raise alike is no sign that they lost each other.
             raise PlanningError(f"{type(exception).__name__}: {exception}") from exception
 
-    def lost(self, why: str) -> None:
+    def lost(self, why: str, exception: Exception) -> None:
         """This rank's thread will answer no other's again. In the thread."""
+        del exception
         settle(self.plan, ConnectionError(why))
 
 
@@ -105,11 +107,12 @@ class RolloutAhead(Ahead):
         maker.raise_lost()
         return request.plan()
 
-    def lost(self, why: str) -> None:
+    def lost(self, why: str, exception: Exception) -> None:
         """As `Ahead.lost`; nothing can be made in its place, so that the job is to end."""
+        del why
         # The other ranks' threads may wait for this one's messages, and their main threads for
         # them.
-        self.watch.report(f"planning the later steps of a rollout: {why}")
+        self.watch.report("planning the later steps of a rollout", exception)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +178,7 @@ class Maker:
             # Ranks may now be at different steps: this one waits for no other again.
             self._loss = self._loss or f"ranks lost each other: {exception}"
             if not self._has_ended:
-                ahead.lost(self._loss)
+                ahead.lost(self._loss, exception)
             ahead.made.set_exception(exception)
         return True
 

@@ -8,6 +8,9 @@ The thread takes all steps of the planning protocol, by messages of its own. Wha
 if all ranks have it, of exactly the samples and settings of the step; that is one agreement. If
 not, the step is planned in line, with the same result: each rank by the plan that its process has
 made, or, where that one is late, failed or is of something else, by its own.
+
+The later steps of a rollout are made by the same thread and process. They are waited for, and where
+the process is late or has failed the thread plans them.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from mcore_batching.planning.planning_process import PlanRequest
 
 
 class PlansAhead:
-    """The steps of a job that are made ahead, one at a time."""
+    """The steps of a job that are made ahead: the next one, or the later ones of rollouts."""
 
     def __init__(self) -> None:
         self._ahead: Ahead | None = None

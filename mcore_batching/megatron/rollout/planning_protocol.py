@@ -22,8 +22,9 @@ Where all samples are one step, as in a stock script, 1 and 3 are one agreement 
 data or samples, and where tokens in flight are not bounded, 4 goes into the step's first. What the
 last step's passes took travels with 1, and tells the costs by which the next 3 packs.
 `ExchangingProtocol` replaces 3 to 5 by one plan of all samples: three agreements, a gather of all
-lengths, and two exchanges (sizes, samples), the last three of which grow with the ranks; for plans
-of several steps, which ranks share out, one more agreement and a gather.
+lengths, and two exchanges (sizes, samples), the last three of which grow with the ranks. Of several
+steps the first alone is planned so: the others follow in a thread, by the last agreements and
+exchanges again, and one more agreement and a gather of the plans, which ranks share out.
 """
 
 from __future__ import annotations

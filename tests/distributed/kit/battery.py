@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from kit.model import adam
 from kit.objective import packed_objective
 from kit.samples import make_samples, take
 from mcore_batching.megatron import get_data_iterator, train_step
+from mcore_batching.megatron.rollout import maker
 from mcore_batching.megatron.split_backward import linear_layers, weight_gradients
 from mcore_batching.planning import ParallelDims
 
@@ -100,6 +102,25 @@ def _exchange(job: _Job) -> None:
     torch.empty_like = job.raises
 
 
+def _later_steps(job: _Job) -> None:
+    """What arrives of later steps does not fit into memory, in the thread that plans them."""
+    main, empty_like = threading.current_thread(), torch.empty_like
+
+    def in_thread(*given: Any, **options: Any) -> Any:
+        is_main = threading.current_thread() is main
+        return empty_like(*given, **options) if is_main else job.raises()
+
+    torch.empty_like = in_thread
+
+
+def _killed_later(job: _Job) -> None:
+    def ask(*unused: Any) -> None:
+        at_fault(job.folder)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    maker.Maker.ask = ask  # type: ignore[method-assign]
+
+
 def _sharing(job: _Job) -> None:
     """What is sent does not fit into memory: the samples, or of a replica alone their fields."""
     alone = dist.get_world_size() == parallel_state.get_data_parallel_world_size()
@@ -155,6 +176,8 @@ FAULTS: dict[str, Callable[[_Job], None]] = {
     "optimizer": _optimizer,
     "scheduler": _scheduler,
     "exchange": _exchange,
+    "later steps": _later_steps,
+    "later, SIGKILL": _killed_later,
     "sharing": _sharing,
     "loss": _loss,
     "loss is NaN": _not_finite,
@@ -199,6 +222,7 @@ def train(
             counts,
             job.optimizer,
             job.scheduler,
+            step=len(counts) - 1,  # of one, where the batch size does not cut it
             increment=1,
         )
         found.append({**result.metrics, "grad_norm": result.grad_norm})

@@ -135,7 +135,10 @@ def groups_made_anew(dims: dict[str, Any], reference: str) -> list[dict[str, Any
         )
         ended += [job.consensus, watch]
         if number < 2 and dist.get_rank() == 0:
-            watch.report("of groups that are no more")
+            try:
+                raise RuntimeError("of groups that are no more")
+            except RuntimeError as error:
+                watch.report("a former call", error)
     keep_data_parallel_group()  # another, as where parallelism is set up anew
     return [*seen, {"remembered": _remembered(args, model, tells=False)}]
 
