@@ -368,6 +368,19 @@ def test_chosen_passes_are_worth_it_or_none_are(
             assert all(owners[i] == rank for samples in micro_batches for i in samples)
 
 
+def test_shared_rows_keep_their_sizes_where_micro_batches_move() -> None:
+    dice = random.Random(0)
+    lengths = [min(60000, int(dice.lognormvariate(7.5, 1.3)) + 1) for _ in range(64)]
+    config = PlannerConfig(max_tokens_per_gpu=16384, plan_effort=100, max_context_parallel=4)
+    plain = plan_step(lengths, PP4, config)
+    plan = plan_step(lengths, PP4, replace(config, split_backward="auto"))
+    validate_plan(plan, lengths)
+    assert plan.micro_batches != plain.micro_batches
+    assert plan.context_parallel != plain.context_parallel
+    ends = [step_statistics(each, lengths).step_time for each in (plan, plain)]
+    assert ends[0] < 0.95 * ends[1]
+
+
 def test_few_passes_are_split_and_none_where_weights_take_no_time_or_too_much_memory() -> None:
     config = PlannerConfig(max_tokens_per_gpu=16384, plan_effort=300, split_backward="auto")
     chosen, every = (
