@@ -287,6 +287,9 @@ def test_floating_point_operations_are_counted_of_samples_alone(records: list[Ra
         pytest.param(("pp2-exchange", "pp2-resumed"), 10, id="pp2-exchange"),
         pytest.param(("vpp2", "vpp2-resumed"), 10, id="vpp2", marks=pytest.mark.long),
         pytest.param(("tp2-cp2", "tp2-cp2-resumed"), 10, id="tp2-cp2", marks=pytest.mark.long),
+        pytest.param(
+            ("pp2-all-split", "pp2-all-split-resumed"), 10, id="pp2-split", marks=pytest.mark.long
+        ),
     ],
     indirect=["records"],
 )
