@@ -143,9 +143,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "no_plan_ahead": {
         "action": "store_true",
-        "help": "plan a step, and in stock scripts read it, while the device waits; without it, "
-        "where samples are exchanged, this happens during the step before (in stock scripts with "
-        "--dataloader-type single), or during a rollout's first steps",
+        "help": "plan a step, and in stock scripts read it, while the device waits; without it "
+        "this happens during the step before, where samples are exchanged (in stock scripts with "
+        "--dataloader-type single), or during a rollout's first step, also with pipeline stages",
     },
     "forward_only_plan": {
         "choices": ["shared", "own"],
@@ -288,6 +288,7 @@ def add_flags(parser: argparse.ArgumentParser, themes: Iterable[str]) -> argpars
                 of_planner["default"] = PLANNER_DEFAULTS[name]
             if name in CHOICES:
                 of_planner["choices"] = CHOICES[name]
+            # argparse has no public way to ask whether a flag is there.
             if FLAGS[name] not in parser._option_string_actions:
                 spellings = (FLAGS[name], *_FORMER.get(name, ()))
                 group.add_argument(*spellings, **OPTIONS[name], **of_planner)

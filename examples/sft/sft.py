@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.enums import ModelType
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -125,3 +126,5 @@ if __name__ == "__main__":
         ModelType.encoder_or_decoder,
         forward_step,
     )
+    # Its threads would run on while the interpreter goes down, which may abort the process.
+    dist.destroy_process_group()

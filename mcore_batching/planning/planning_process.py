@@ -19,7 +19,9 @@ import pickle
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel
@@ -48,6 +50,33 @@ spec.loader.exec_module(sys.modules[name])
 from mcore_batching.planning.planning_process import serve
 serve(int(sys.argv[2]))
 """
+
+
+T = TypeVar("T")
+Made = TypeVar("Made", covariant=True)
+
+
+class Request(Protocol[Made]):
+    """What the process is asked to plan."""
+
+    def plan(self) -> Made:
+        """Plan in this process."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call(Generic[T]):
+    """A function of this package's planner and its arguments, for a part of a plan."""
+
+    function: Callable[..., T]
+    arguments: tuple[Any, ...]
+
+    def plan(self) -> T:
+        """Plan in this process.
+
+        Raises:
+            As the function.
+        """
+        return self.function(*self.arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +125,8 @@ class PlanningProcess:
         """Of the process."""
         return self._process.pid
 
-    def plan(self, request: PlanRequest) -> StepPlan:
-        """The plan of a request; waits for it. One call at a time.
+    def plan(self, request: Request[T]) -> T:
+        """What a request plans; waits for it. One call at a time.
 
         Raises:
             PlanningError: the planner refused it, in words.
@@ -110,8 +139,8 @@ class PlanningProcess:
         answer = pickle.load(self._process.stdout)
         if isinstance(answer, str):
             raise PlanningError(answer)
-        assert isinstance(answer, StepPlan)
-        return answer
+        made: T = answer
+        return made
 
     def end(self) -> None:
         """End the process, also while it plans or is stopped."""
@@ -136,10 +165,9 @@ def serve(parent: int) -> None:
     sys.stdout = sys.stderr  # what is printed is no answer
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
-            request: PlanRequest = pickle.load(requests)
-            answer: StepPlan | str
+            request: Request[Any] = pickle.load(requests)
             try:
-                answer = request.plan()
+                answer: Any = request.plan()
             except Exception as exception:
                 answer = f"{type(exception).__name__}: {exception}"
             pickle.dump(answer, answers)

@@ -88,7 +88,7 @@ def shard_ends(problem: Problem, bins: Sequence[Sequence[int]]) -> list[float]:
         where the samples do not fit. Ends are in units of cost.
     """
     held = [float(len(bins)), float(problem.num_samples)]
-    if not _shapes_slots(problem.dims, problem.config):
+    if not shapes_slots(problem.dims, problem.config):
         return held
     fewest = problem.dims.round_up_num_microbatches(max(1, len(bins)))
     packed = shard_outlook(problem, _split_and_order(problem, bins, fewest)).end
@@ -264,7 +264,8 @@ def splits_of_ranks(ranks: Iterable[tuple[SplitStage, ...]]) -> Splits:
     return splits if any(any(stage.split) for rank in splits for stage in rank) else ()
 
 
-def _shapes_slots(dims: ParallelDims, config: PlannerConfig) -> bool:
+def shapes_slots(dims: ParallelDims, config: PlannerConfig) -> bool:
+    """True if a search shapes micro-batches for a pipeline, which planning takes its time for."""
     return config.searches and dims.pipeline_parallel > 1 and not dims.in_lockstep
 
 

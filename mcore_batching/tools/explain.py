@@ -34,7 +34,6 @@ Spell = Callable[[Argument], str]
 Ranks = Sequence[Sequence[Sequence[int]]]
 """Samples of each micro-batch [ranks][num_microbatches], numbered as in a problem."""
 
-_MOST_LISTED_SAMPLES = 16
 _NEXT_LINE = "\n" + " " * len("  would help: ")
 
 
@@ -70,7 +69,7 @@ def explain(
     if plan.dropped:
         paragraphs.append(
             f"dropped with the groups left over: {counted(len(plan.dropped), 'sample')}: "
-            f"{shortened(plan.dropped, _MOST_LISTED_SAMPLES, ' ')}"
+            f"{shortened(plan.dropped)}"
         )
     return "\n".join(paragraphs)
 
@@ -186,8 +185,7 @@ def _oversize(step: StepPlan, problem: Problem) -> Iterator[str]:
         samples = [step.sample_indices[position] for position in sorted(problem.oversize)]
         yield (
             f"oversize, each alone in its micro-batch: {counted(len(samples), 'sample')} over "
-            f"{max(rows.capacity for rows in usable_sizes(problem))} tokens: "
-            + shortened(samples, _MOST_LISTED_SAMPLES, " ")
+            f"{max(rows.capacity for rows in usable_sizes(problem))} tokens: " + shortened(samples)
         )
 
 
@@ -213,8 +211,6 @@ def _advice(step: StepPlan, lengths: Sequence[int], spell: Spell, seconds: float
 
 def _split(step: StepPlan, lengths: Sequence[int], statistics: StepStatistics) -> str:
     """The number of split backward passes, and the gain, in words."""
-    if step.context_parallel is not None:
-        return "whole, as under dynamic CP ranks that share a row would wait for each other's W"
     if not step.split_backward:
         return "whole: without a pipeline to fill, or splitting them gains less than 2 %"
     stages = [stage for rank in step.split_backward for stage in rank]

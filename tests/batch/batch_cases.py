@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 PAD = 999
 
@@ -27,6 +30,20 @@ def make_samples(shapes: list[tuple[int, int]], seed: int = 0) -> dict[str, list
             torch.rand(response, generator=generator, dtype=torch.float64) for _, response in shapes
         ],
     }
+
+
+def merge_packed(parts: Sequence[Tensor], cu_seqlens_padded: Sequence[int], dim: int = 0) -> Tensor:
+    """The packed row, from the slices of all context-parallel ranks: of each segment these hold a
+    chunk from its beginning, then one from its end."""
+    if len(parts) == 1:
+        return parts[0]
+    row, at = [parts[0].narrow(dim, 0, 0)], 0
+    for start, end in itertools.pairwise(cu_seqlens_padded):
+        chunk = (end - start) // (2 * len(parts))
+        row += [part.narrow(dim, at, chunk) for part in parts]
+        row += [part.narrow(dim, at + chunk, chunk) for part in reversed(parts)]
+        at += 2 * chunk
+    return torch.cat(row, dim)
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from batch_cases import make_samples, sample_shapes
+from batch_cases import make_samples, merge_packed, sample_shapes
 from gather_worker import (
     CASES,
     LOSSES,
@@ -22,7 +22,6 @@ from spawned import reports_of
 from mcore_batching.batch import DEFAULT_SCHEMA, gather_response, pack
 from mcore_batching.batch.loss import response_loss_masks
 from mcore_batching.batch.rows.context_parallel import owned_response_mask
-from mcore_batching.batch.rows.zigzag import merge_packed
 
 SECONDS = 180  # a rank that waits for another gives up after 120
 

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from batch_cases import PAD, boundary_shapes, make_samples, plain_row, sample_shapes
+from batch_cases import PAD, boundary_shapes, make_samples, merge_packed, plain_row, sample_shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +23,6 @@ from mcore_batching.batch import (
     pack,
 )
 from mcore_batching.batch.rows.context_parallel import owned_response_mask
-from mcore_batching.batch.rows.zigzag import merge_packed
 
 STREAMS = ("tokens", "labels", "position_ids", "loss_mask", "padding_mask")
 

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from batch_cases import make_samples, sample_shapes
+from batch_cases import make_samples, merge_packed, sample_shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, pack, token_mean
 from mcore_batching.batch.loss import response_loss_masks, step_totals
 from mcore_batching.batch.rows.context_parallel import owned_response_mask
-from mcore_batching.batch.rows.zigzag import merge_packed
 
 
 def rows_of(samples: dict[str, Any], size: int, **options: Any) -> list[PackedMicroBatch]:

@@ -6,11 +6,11 @@ from itertools import accumulate
 
 import pytest
 import torch
-from batch_cases import boundary_lengths
+from batch_cases import boundary_lengths, merge_packed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_batching.batch.rows.zigzag import locate, merge_packed, packed_positions, slice_packed
+from mcore_batching.batch.rows.zigzag import locate, packed_positions, slice_packed
 
 SIZES = (1, 2, 4)
 
@@ -113,10 +113,6 @@ def test_a_rank_that_does_not_exist_is_refused(rank: int) -> None:
         slice_packed(torch.arange(8), (0, 8), 2, rank)
 
 
-def test_what_is_no_row_or_no_slices_of_one_is_refused() -> None:
+def test_what_is_no_row_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a row of 8 tokens, .* got 12"):
         slice_packed(torch.rand(12), (0, 8), 2, 0)
-    with pytest.raises(ValueError, match="got no parts"):
-        merge_packed([], (0, 8))
-    with pytest.raises(ValueError, match=r"slices of one length, got slices of \[6, 2\]"):
-        merge_packed([torch.rand(6), torch.rand(2)], (0, 8))

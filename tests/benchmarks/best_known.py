@@ -64,7 +64,7 @@ def cases(data: Path) -> Iterator[tuple[Lengths, int, ParallelDims]]:
         "short questions": Lengths("short questions", short, 4096),
         "code-like": Lengths("code-like", code, 8192),
     } | made_up()
-    for name in ("azure_conv", "mooncake_conv"):
+    for name in ("azure_conv", "mooncake_conv", "truncated reasoning", "code-like"):
         if name in by_name:
             by_name[name + SLOW] = replace(by_name[name], name=name + SLOW)
     for name, samples, dims in (
@@ -84,6 +84,8 @@ def cases(data: Path) -> Iterator[tuple[Lengths, int, ParallelDims]]:
         ("powers of two", 512, PP8),
         ("azure_conv" + SLOW, 512, PP4),
         ("mooncake_conv" + SLOW, 512, PP4),
+        ("truncated reasoning" + SLOW, 512, PP4),
+        ("code-like" + SLOW, 512, PP4),
     ):
         if name in by_name:
             yield by_name[name], samples, dims

@@ -201,12 +201,14 @@ def test_megatrons_own_script_unmodified(release: str, dims: str) -> None:
 
 
 HYBRID = ["--spec", "mcore_batching.megatron", "packed_hybrid_stack_spec"]
+# Weights of the usual size leave so small a state that a log shows none of it in 7 digits.
+LARGE_WEIGHTS = ["--init-method-std", "0.2"]
 MAMBA = [
     *("--mamba-num-groups", "2", "--mamba-head-dim", "8", "--mamba-num-heads", "8"),
-    # Weights of the usual size leave so small a state that a log shows none of it in 7 digits.
-    *("--mamba-state-dim", "16", "--init-method-std", "0.2"),
+    *("--mamba-state-dim", "16", *LARGE_WEIGHTS),
 ]
 GATED_DELTA_NET = [
+    *LARGE_WEIGHTS,
     *("--linear-num-key-heads", "4", "--linear-num-value-heads", "8"),
     *("--linear-key-head-dim", "8", "--linear-value-head-dim", "8"),
 ]

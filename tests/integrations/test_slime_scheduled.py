@@ -73,7 +73,7 @@ def test_a_placeholder_is_a_sample_of_one_token_with_an_empty_response(slime: Pa
     assert empty["packed_seq_params"] is empty["multimodal_train_inputs"] is None
     count = sum(torch.clamp_min(mask.sum(), 1) for mask in empty["loss_masks"])
     assert int(count) == 0
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="all 3 micro-batches have been drawn"):
         iterator.get_next(KEYS)
     assert iterator.reset() is iterator
     assert iterator.offset == 0

@@ -24,6 +24,7 @@ from mcore_batching.megatron.attention.hybrid_specs import hybrid_spec
 from mcore_batching.megatron.attention.packed_attention import (
     PackedAttention,
     _geometry,
+    _sinks,
     host_cu_seqlens,
 )
 from mcore_batching.megatron.attention.segments import (
@@ -273,6 +274,22 @@ def test_sinks_are_scores_that_heads_add_to_their_softmax(keys: int, window: int
     torch.testing.assert_close(found, expected)
     gradients = [torch.autograd.grad(each.square().sum(), sinks)[0] for each in (found, expected)]
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_learnt_sinks_start_where_the_config_says(
+    starts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    drawn: list[torch.Tensor] = []
+    config: Any = SimpleNamespace(
+        softmax_type="learnable",
+        params_dtype=torch.float32,
+        perform_initialization=starts,
+        init_method=drawn.append,
+    )
+    sinks = _sinks(config, 2)
+    assert [each is sinks for each in drawn] == [True] * starts
 
 
 @pytest.mark.parametrize(("name", "count"), [("LayerNorm", 2), ("RMSNorm", 1)])

@@ -218,6 +218,8 @@ def test_times_that_are_none_are_left_out() -> None:
     sums = evidence([[nothing]], learnt)
     assert set(sums) == {0.0}
     assert relearnt(learnt, sums) is learnt
+    overflown = [math.inf] * len(sums)
+    assert relearnt(learnt, overflown) is learnt
 
 
 def test_drift_is_followed() -> None:

@@ -208,8 +208,8 @@ def test_dropped_samples_are_listed() -> None:
     assert json.loads(plan.to_json())["dropped"] == [2, 4]
     assert Plan.from_json(plan.to_json()) == plan
     assert plan.digest() != plan.steps[0].digest()
-    assert "dropped with the groups left over: 2 samples: 2 4" in explain(plan, [3, 4, 5, 6, 7])
-    assert "dropped with the groups left over: 2 samples: 2 4" in str(plan)
+    assert "dropped with the groups left over: 2 samples: 2, 4" in explain(plan, [3, 4, 5, 6, 7])
+    assert "dropped with the groups left over: 2 samples: 2, 4" in str(plan)
     with pytest.raises(PlanFormatError, match=r"drops 2 samples; read it with Plan\.from_json"):
         StepPlan.from_json(plan.to_json())
 

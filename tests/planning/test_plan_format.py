@@ -21,6 +21,7 @@ from mcore_batching.planning import (
     plan_batch,
     plan_step,
 )
+from mcore_batching.planning.pipeline import SplitStage
 
 LENGTHS = [6, 4, 3, 9, 2, 14]
 STEP = StepPlan(
@@ -108,6 +109,8 @@ def test_digest_is_sha256_of_the_canonical_document() -> None:
         {"scope": "local"},
         {"num_microbatches": 3},
         {"sample_indices": (0, 1, 2, 3, 4, 6)},
+        {"split_backward": ((SplitStage((False, True), (0, 0)),),)},
+        {"split_backward": ((SplitStage((False, True), (0, 1)),),)},
     ],
 )
 def test_digest_and_equality_see_every_field(changes: dict[str, Any]) -> None:

@@ -185,6 +185,19 @@ def test_draws() -> None:
             compare.draw_steps(*arguments)
 
 
+def test_ours_is_compared_with_its_split_backward_passes() -> None:
+    steps = compare.draw_steps(LENGTHS, 16, 2, 3)
+    dims = ParallelDims(data_parallel=2, pipeline_parallel=4)
+    plain, split = (
+        {made.name: made.time_over_ours for made in compare.compare(steps, dims, config)}
+        for config in (CONFIG, replace(CONFIG, split_backward="all"))
+    )
+    rules = [name for name in plain if plain[name] and not name.startswith("mcore_batching")]
+    assert len(rules) > 5
+    for name in rules:
+        assert (split[name] or 0.0) > 1.03 * (plain[name] or 0.0), name
+
+
 @pytest.fixture
 def lengths_file(tmp_path: Path) -> str:
     path = tmp_path / "lengths.txt"

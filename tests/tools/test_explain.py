@@ -161,6 +161,22 @@ def test_split_backward_passes_cost_no_more_than_whole_ones() -> None:
     assert not split.changes
 
 
+@pytest.mark.parametrize("shared", [None, 2])
+def test_split_backward_passes_are_counted_with_their_gain(shared: int | None) -> None:
+    lengths, dims = MANY[:64], replace(PP4, data_parallel=2)
+    config = replace(CONFIG, max_context_parallel=shared, split_backward="all")
+    step = plan_step(lengths, dims, config)
+    later = sum(sum(stage.split) for rank in step.split_backward for stage in rank)
+    whole = step_time(replace(step, split_backward=()), lengths) / step_time(step, lengths)
+    of_all = 2 * 4 * step.num_microbatches
+    assert whole > 1.02
+    assert (
+        f"backward passes: {later} of {of_all} leave weight gradients for later; with none, these "
+        f"micro-batches would end {whole:.2f} x as late"
+    ) in explain(step, lengths)
+    assert "backward passes: " not in explain(plan_step(lengths, dims, CONFIG), lengths)
+
+
 def test_chunks_and_step_sizes_are_suggested_with_their_gains() -> None:
     lengths = MANY[:32]
     step = plan_step(lengths, PP4, CONFIG)

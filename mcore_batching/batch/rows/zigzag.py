@@ -1,4 +1,4 @@
-"""Slices of a packed row for context-parallel ranks, and the row back from them.
+"""Slices of a packed row for context-parallel ranks.
 
 A sequence is cut into 2·cp equal chunks; rank r holds chunks r and 2·cp−1−r, so that causal
 attention costs every rank the same. Each segment of a packed row is cut by itself:
@@ -6,7 +6,6 @@ attention costs every rank the same. Each segment of a packed row is cut by itse
     row of two segments                     0 1 2 3 | 4 5 6 7 8 9 10 11      cu_seqlens [0, 4, 12]
     slice_packed(row, cu_seqlens, 2, 0)     0     3   4 5           10 11
     slice_packed(row, cu_seqlens, 2, 1)       1 2         6 7 8 9
-    merge_packed([rank 0's, rank 1's], cu_seqlens)                           the row again
 
 With cp 1 the row is its own slice, of any length. A segment that does not divide is an error.
 """
@@ -80,31 +79,6 @@ def slice_packed(
     # Narrow, not index_select: its indices would have to be copied to the row's device.
     empty = x.narrow(dim, 0, 0)
     return torch.cat([empty, *(x.narrow(dim, first, end - first) for first, end in held)], dim)
-
-
-def merge_packed(parts: Sequence[Tensor], cu_seqlens_padded: Sequence[int], dim: int = 0) -> Tensor:
-    """The packed row, from the slices of all ranks. Inverse of `slice_packed`.
-
-        merge_packed([[0 3 4 5 10 11], [1 2 6 7 8 9]], [0, 4, 12])    arange(12)
-
-    Args:
-        parts: rank 0's slice, rank 1's, …
-        cu_seqlens_padded: ``[segments + 1]`` offsets of the segments in the full row.
-        dim: the dimension of tokens.
-
-    Raises:
-        BatchError: there are no parts, or they are not slices of one row with these offsets.
-    """
-    if not parts:
-        raise BatchError("expected the slice of every context-parallel rank, got no parts")
-    sizes = [part.shape[dim] for part in parts]
-    _require_row(sum(sizes), cu_seqlens_padded)
-    if len(set(sizes)) > 1:
-        raise BatchError(f"expected slices of one length, got slices of {sizes} tokens")
-    places = torch.cat(
-        [packed_positions(cu_seqlens_padded, len(parts), rank) for rank in range(len(parts))]
-    )
-    return torch.cat(list(parts), dim).index_select(dim, places.argsort().to(parts[0].device))
 
 
 def locate(

@@ -48,7 +48,6 @@ from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.job import Job, job_of
 from mcore_batching.megatron.learning.pass_times import mark
 from mcore_batching.megatron.rollout.data_iterator import protocol_of
-from mcore_batching.megatron.rollout.maker import Plan
 from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
 from mcore_batching.megatron.rollout.settings import Settings
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
@@ -57,8 +56,9 @@ from mcore_batching.megatron.step.multi_token import LossesOfRows
 from mcore_batching.megatron.step.prepare import prepare
 from mcore_batching.megatron.step.run_pipeline import run_pipeline
 from mcore_batching.megatron.topology import model_chunks, model_shape, vocabulary_size
-from mcore_batching.planning import CostModel
+from mcore_batching.planning import CostModel, StepPlan
 from mcore_batching.planning.learning.learnt_costs import LearntCosts
+from mcore_batching.planning.planning_process import PlanRequest
 from mcore_batching.planning.plans.memory import predicted_memory
 
 ForwardBackward = Callable[..., Any]
@@ -211,7 +211,7 @@ class PackedForwardBackward:
         self,
         job: Job,
         operation: str,
-        plan: Plan | None,
+        plan: Callable[[PlanRequest], StepPlan] | None,
         *,
         chunks: list[Any],
         drawn: Callable[[], Batches | None],

@@ -79,6 +79,8 @@ def get_data_iterator(
     _check_options(args)
     planning_args = copy.copy(args)
     planning_args.dynamic_batch_share_prefixes = None  # nor is it advised
+    # Of all steps at once: slime takes their counts as a list.
+    planning_args.dynamic_batch_no_plan_ahead = True
     planning_args.dynamic_batch_pad_total_to = math.lcm(
         _row_multiple(getattr(args, "data_pad_size_multiplier", None) or 1),
         getattr(args, "dynamic_batch_pad_total_to", None) or 1,

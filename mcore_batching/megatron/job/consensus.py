@@ -7,6 +7,7 @@ module's own, so neither the GPU nor Megatron's communicators are involved.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import datetime
@@ -98,6 +99,17 @@ class JobConsensus(Consensus):
         made._replica_group = made._own_group(made.replicas)
         made._counterpart_group = made._own_group(list(zip(*made.replicas, strict=True)))
         return made
+
+    def leave(self) -> None:
+        """Close this rank's connections, so that ranks that wait for it raise.
+
+        Nothing but this can be called again.
+        """
+        groups = [each for each in vars(self).values() if isinstance(each, dist.ProcessGroup)]
+        vars(self).clear()  # a group closes when nothing refers to it
+        for group in groups:
+            with contextlib.suppress(Exception):  # gone with Megatron's
+                dist.destroy_process_group(group)
 
     def agree(
         self,

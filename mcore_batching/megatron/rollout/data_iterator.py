@@ -125,10 +125,12 @@ def get_data_iterator(
     Under ``--dynamic-batch-exchange``, and ``--dynamic-batch-context-parallel``, which implies it,
     the samples of all ranks are planned as one, and each moves to the ranks that run it. Outputs of
     `forward_only` come back to where their samples came from, and `add_fields` takes fields in that
-    order; the iterators (``rollout_data``, `get_next`) hold the samples that run here. Of several
-    steps only the first is then planned when this returns, unless `--dynamic-batch-no-plan-ahead`
-    is set: a thread and a process plan the others, of the samples as they are now. What needs
-    another step waits for all of them; the first step of `forward_only` and `train_step` does not.
+    order; the iterators (``rollout_data``, `get_next`) hold the samples that run here.
+
+    Of several steps only the first is planned when this returns where planning takes long, under
+    the exchange or with pipeline stages, unless ``--dynamic-batch-no-plan-ahead`` is set: a thread
+    and a process plan the others, of the samples as they are now. What needs another step waits for
+    all of them; the first step of `forward_only` and `train_step` does not.
 
     Under ``--dynamic-batch-share-prefixes`` samples whose tokens begin another's, in the same step
     and on the same rank, are computed in that one's segment of a row. Values, outputs and losses
@@ -166,7 +168,7 @@ def get_data_iterator(
 
     def read() -> dict[str, list[Any]] | None:
         options = Options.of(args)
-        # In here, which the first agreement calls: raised before it, the other ranks would wait.
+        # Checked inside the first agreement: raised before it, the other ranks would wait.
         check_forward_plan(options, shares_rows=options.max_context_parallel is not None)
         return rollout_data
 

@@ -57,7 +57,6 @@ class ExchangingProtocol(PlanningProtocol):
     """
 
     scope: Literal["local", "global"] = "global"
-    _follow: Callable[..., MicroBatchSchedule] | None = None
 
     def lay_out(self) -> None:
         """Plan all ranks' samples, and move them; those of later steps perhaps not yet."""
@@ -73,7 +72,7 @@ class ExchangingProtocol(PlanningProtocol):
         self._own = parallel_state.get_data_parallel_rank(with_context_parallel=self._sharing > 1)
         samples = AllSamples.of(self._gathered())
         self.num_steps = len(samples.steps)
-        if self.num_steps < 2 or self.forward_only or self.job.options.no_plan_ahead:
+        if self.num_steps < 2 or not self.may_wait:
             self._moved(samples)
             return
         first = dataclasses.replace(samples, steps=samples.steps[:1])
@@ -100,13 +99,12 @@ class ExchangingProtocol(PlanningProtocol):
             for made in self._plans
         )
 
-    def conclude(self) -> MicroBatchSchedule:
+    def _schedule(
+        self, chosen: tuple[MicroBatches, ...], own_digest: str = ""
+    ) -> MicroBatchSchedule:
         """The schedule, which also knows where outputs go."""
-        made = super().conclude()
-        made = dataclasses.replace(made, moves=self._moves, plans=self._plans)
-        if self._follow is not None:
-            self.make_all = functools.partial(self._follow, made)
-        return made
+        made = super()._schedule(chosen, own_digest)
+        return dataclasses.replace(made, moves=self._moves, plans=self._plans)
 
     def _followed(
         self,

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from queue import SimpleQueue
@@ -17,9 +18,9 @@ from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.failure_watch import NO_WATCH, FailureWatch, NoWatch
 from mcore_batching.megatron.job.job import Job
-from mcore_batching.planning import PlanningError, StepPlan
+from mcore_batching.planning import PlanningError
 from mcore_batching.planning.errors import MCoreBatchingError
-from mcore_batching.planning.planning_process import PlanningProcess, PlanRequest
+from mcore_batching.planning.planning_process import PlanningProcess, Request
 
 JOIN_SECONDS = 4.0
 """Time that the thread has to end with the job. It takes as long only where another rank has failed
@@ -30,10 +31,10 @@ ANSWER_SECONDS = 30.0
 plan on a busy core is more often made twice; doubled, a job whose process is stopped waits as much
 longer, once."""
 
-Plan = Callable[[PlanRequest], StepPlan]
+Plan = Callable[[Request[Any]], Any]
 Make = Callable[[Job, str, Plan], Any]
 """``(job, operation, plan) -> what is made``: all of the planning protocol, and what follows it."""
-Planned = Future[tuple[PlanRequest, StepPlan]]
+Planned = Future[tuple[Request[Any], Any]]
 
 
 class Ahead:
@@ -53,7 +54,7 @@ class Ahead:
         self.plan: Planned = Future()
         self.made: Future[Any] = Future()
 
-    def planned(self, maker: Maker, request: PlanRequest) -> StepPlan:
+    def planned(self, maker: Maker, request: Request[Any]) -> Any:
         """The plan of a request, by the process alone. In the thread.
 
         Raises:
@@ -87,7 +88,7 @@ class RolloutAhead(Ahead):
         # Now: in the thread Megatron's groups may be gone.
         self.watch: FailureWatch | NoWatch = job.watch
 
-    def planned(self, maker: Maker, request: PlanRequest) -> StepPlan:
+    def planned(self, maker: Maker, request: Request[Any]) -> Any:
         """The plan of a request, by the process, or where that one is lost or late by the thread.
 
         Raises:
@@ -180,6 +181,11 @@ class Maker:
             if not self._has_ended:
                 ahead.lost(self._loss, exception)
             ahead.made.set_exception(exception)
+            # Their threads would wait for this one's messages for as long as it lives, and abort
+            # them where they come back from gloo into an interpreter that is going down.
+            del job
+            traceback.clear_frames(exception.__traceback__)
+            self._consensus.leave()
         return True
 
     def raise_lost(self) -> None:
@@ -187,7 +193,7 @@ class Maker:
         if self._loss is not None:
             raise ConnectionError(self._loss)
 
-    def ask(self, plan: Planned, request: PlanRequest) -> None:
+    def ask(self, plan: Planned, request: Request[Any]) -> None:
         """Let the process settle a plan; cancel it where the process is late with another one."""
         if self._failure is not None:
             settle(plan, RuntimeError(self._failure))
@@ -197,7 +203,7 @@ class Maker:
             # Not here: a process that is stopped must not keep this thread from its messages.
             threading.Thread(target=self._ask, args=(plan, request), daemon=True).start()
 
-    def _ask(self, plan: Planned, request: PlanRequest) -> None:
+    def _ask(self, plan: Planned, request: Request[Any]) -> None:
         assert self._process is not None
         try:
             made = self._process.plan(request)

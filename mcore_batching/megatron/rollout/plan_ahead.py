@@ -80,11 +80,9 @@ class PlansAhead:
             job: the present one.
             make: called in a thread; what it raises is found out in line.
         """
-        assert self._maker is not None
-        if self._ahead is not None:
-            self._ahead.plan.cancel()  # its thread would go on waiting for a plan that is late
-        self._ahead = Ahead(job, make)
-        self._maker.requests.put(self._ahead)
+        ahead = Ahead(job, make)
+        self._request(ahead)
+        self._ahead = ahead
 
     def begin_rollout(self, job: Job, make: Make) -> Callable[[], MicroBatchSchedule]:
         """Let the later steps of a rollout be made. A collective as `connect`, and no other.
@@ -98,11 +96,8 @@ class PlansAhead:
             a rank has failed.
         """
         self.connect(job)
-        assert self._maker is not None
-        if self._ahead is not None:
-            self._ahead.plan.cancel()  # as in `begin`
         ahead = RolloutAhead(job, make, functools.partial(self._say, waits="its next steps wait"))
-        self._maker.requests.put(ahead)
+        self._request(ahead)
         made, watch = ahead.made, ahead.watch  # not what it is made of, which may be large
 
         def schedule() -> MicroBatchSchedule:
@@ -112,6 +107,12 @@ class PlansAhead:
             return found
 
         return schedule
+
+    def _request(self, ahead: Ahead) -> None:
+        assert self._maker is not None
+        if self._ahead is not None:
+            self._ahead.plan.cancel()  # its thread would go on waiting for a plan that is late
+        self._maker.requests.put(ahead)
 
     def take(
         self, job: Job, chunks: list[Any], given: CostModel | None, *, is_of_these: bool
@@ -183,8 +184,9 @@ class PlansAhead:
         """
         if self._ahead is not None and self._ahead.plan.done():
             try:
-                planned_of, plan = self._ahead.plan.result()
+                planned_of, made = self._ahead.plan.result()
                 if planned_of == request:
+                    plan: StepPlan = made
                     return plan
             except PlanningError:
                 pass  # nothing to plan, or an error that is raised in line with all that it says

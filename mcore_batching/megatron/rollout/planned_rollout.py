@@ -46,9 +46,12 @@ class PlannedRollout:
         if self._wait is not None:
             self._schedule = self._wait()
             self._wait = None
-            # As other ranks may still know it: all compare the digest of the first step's plan.
-            digest = self._first.plan_digest
-            self._first = dataclasses.replace(self._schedule, plan_digest=digest)
+            # As other ranks may still know it: of the first step all compare the digest, and gather
+            # plans.
+            digest, gather = self._first.plan_digest, self._first.gather_shards
+            self._first = dataclasses.replace(
+                self._schedule, plan_digest=digest, gather_shards=gather
+            )
         return self._schedule
 
     def of_step(self, step: Any) -> MicroBatchSchedule:
@@ -71,7 +74,7 @@ class PlannedRollout:
         self._for_forward_passes = None
 
     def for_forward_passes(self, job: Job, model: Any) -> PlannedRollout:
-        """What forward passes alone run: itself, or the same batch as planned for them.
+        """Itself, or the same batch as planned for forward passes alone.
 
         A collective over all ranks where it has to be made, at the first call under
         ``--dynamic-batch-forward-only-plan own`` or a cap of forward passes.

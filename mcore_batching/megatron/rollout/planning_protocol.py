@@ -22,14 +22,18 @@ Where all samples are one step, as in a stock script, 1 and 3 are one agreement 
 data or samples, and where tokens in flight are not bounded, 4 goes into the step's first. What the
 last step's passes took travels with 1, and tells the costs by which the next 3 packs.
 `ExchangingProtocol` replaces 3 to 5 by one plan of all samples: three agreements, a gather of all
-lengths, and two exchanges (sizes, samples), the last three of which grow with the ranks. Of several
-steps the first alone is planned so: the others follow in a thread, by the last agreements and
-exchanges again, and one more agreement and a gather of the plans, which ranks share out.
+lengths, and two exchanges (sizes, samples), the last three of which grow with the ranks.
+
+Of several steps the first alone is planned so where planning takes long: the others follow in a
+thread, by 3 to 5 again. Under the exchange by its last agreements and exchanges, and one more
+agreement and a gather of the plans, which ranks share out.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -47,7 +51,7 @@ from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.consensus import digest_of
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.learning.cost_learning import CostLearner, learners_of
-from mcore_batching.megatron.rollout.maker import Make
+from mcore_batching.megatron.rollout.maker import Make, Plan
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
 from mcore_batching.megatron.rollout.settings import Settings, say_oversize
 from mcore_batching.megatron.rollout.sharing import (
@@ -70,6 +74,7 @@ from mcore_batching.planning import CostModel, PlannerConfig, ShardOutlook, Step
 from mcore_batching.planning.learning.learnt_costs import LearntCosts
 from mcore_batching.planning.pipeline import SplitStage
 from mcore_batching.planning.planning_process import PlanRequest
+from mcore_batching.planning.shard import shapes_slots
 
 
 class PlanningProtocol:
@@ -115,6 +120,7 @@ class PlanningProtocol:
     plan_digest: str
     make_all: Make | None = None
     num_steps: int
+    _follow: Callable[..., MicroBatchSchedule] | None = None
 
     def __init__(
         self,
@@ -327,6 +333,7 @@ class PlanningProtocol:
                 self._shards = [
                     StepShard(self.job.options, self.settings, places, lengths, forward)
                 ]
+                self._shards[0].pack()
             self._packed_lengths = lengths
             # Largest and least tell whether all ranks have the same fields; where not, packing says
             # by name which differ.
@@ -387,8 +394,46 @@ class PlanningProtocol:
 
     def conclude(self) -> MicroBatchSchedule:
         """The schedule. What it is chosen by is the same on the ranks of each replica."""
-        return self._schedule(
-            self.consensus.do_alike("choosing", self.choose, failure=PlanningFailedError)
+        made = self._schedule(self._chosen())
+        if self._follow is not None:
+            self.make_all = functools.partial(self._follow, made)
+        return made
+
+    def _chosen(self) -> tuple[MicroBatches, ...]:
+        return self.consensus.do_alike("choosing", self.choose, failure=PlanningFailedError)
+
+    @property
+    def may_wait(self) -> bool:
+        """True if later steps than the first may be planned while that one runs."""
+        return not (self.one_step or self.forward_only or self.job.options.no_plan_ahead)
+
+    def _packed_later(
+        self, first: MicroBatchSchedule, job: Job, operation: str, plan: Plan
+    ) -> MicroBatchSchedule:
+        """The schedule of all steps, of the later ones' shards. A collective, in the thread."""
+        del operation
+        of_main, self.consensus = self.consensus, job.consensus
+
+        def work() -> list[float]:
+            for shard in self._shards:
+                shard.plan = plan
+                shard.pack()
+            return [end for shard in self._shards for end in shard.ends]
+
+        def says(ends: list[float]) -> Statement:
+            return Statement(figures={"ends": largest(ends)})
+
+        agreed = self.consensus.agree("packing", work, says, failure=PlanningFailedError)
+        self._fill(agreed.figures["ends"])
+        steps = first.steps + with_hosted(self._chosen(), self.hosts)
+        shard = Shard(self.batch.total_lengths, steps, self.hosts, first.splits + self.splits)
+        return dataclasses.replace(
+            first,
+            steps=steps,
+            splits=shard.splits,
+            plan_digest=digest_of([first.plan_digest, self.plan_digest]),
+            # The main thread's: it is the one that reads them.
+            gather_shards=GatheredShards(of_main, shard),
         )
 
     def _schedule(
@@ -421,35 +466,44 @@ class PlanningProtocol:
         )
 
     def _pack(self) -> list[float]:
-        """Pack this rank's samples of every step; of each step's ends the largest of all ranks."""
+        """Pack this rank's samples of every step, or of the first where others are to follow; of
+        each step's ends the largest of all ranks."""
 
         def work() -> tuple[RolloutBatch, list[StepShard], Hosts | None]:
             batch, steps = self.batch.resolved(), self._own_steps()
             found = self._look_for_hosts(batch, steps)
-            return (
-                batch,
-                [
-                    StepShard(
-                        self.job.options,
-                        self.settings,
-                        indices,
-                        [batch.total_lengths[i] for i in indices],
-                        self.forward_only,
-                    )
-                    # Who lies in a host's segment takes no room in a row, and comes back in
-                    # `_schedule`.
-                    for indices in computed_alone(tuple(map(tuple, steps)), self.hosts)
-                ],
-                found,
-            )
+            # All of them, while all ranks can be told what is wrong with later steps.
+            shards = [
+                StepShard(
+                    self.job.options,
+                    self.settings,
+                    indices,
+                    [batch.total_lengths[i] for i in indices],
+                    self.forward_only,
+                )
+                # Who lies in a host's segment takes no room in a row, and comes back in
+                # `_schedule`.
+                for indices in computed_alone(tuple(map(tuple, steps)), self.hosts)
+            ]
+            for shard in shards[:now]:
+                shard.pack()
+            return batch, shards, found
 
         def says(packed: tuple[RolloutBatch, list[StepShard], Hosts | None]) -> Statement:
             batch, shards, found = packed
             ends = [end for shard in shards for end in shard.ends]
             return self._statement_of_steps(batch, len(shards), found, {"ends": largest(ends)})
 
+        # Where nothing is searched for, packing takes less time than to start a process for it.
+        searches = shapes_slots(self.settings.dims, self.settings.config)
+        now = 1 if self.may_wait and searches else None
         agreed = self.consensus.agree("packing", work, says, failure=PlanningFailedError)
-        self.batch, self._shards, _ = agreed.result
+        self.batch, shards, _ = agreed.result
+        self._shards, self.num_steps = shards[:now], len(shards)
+        if len(shards) > len(self._shards):
+            rest = copy.copy(self)
+            rest._shards = shards[1:]
+            self._follow = rest._packed_later
         say_saving(self.job, agreed.figures, agreed.told)
         latest: list[float] = agreed.figures["ends"]
         return latest

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import methodcaller
 
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.options import Options
+from mcore_batching.megatron.rollout.maker import Plan
 from mcore_batching.megatron.rollout.settings import Settings
 from mcore_batching.megatron.rows.shards import MicroBatches
 from mcore_batching.planning import (
@@ -21,6 +23,7 @@ from mcore_batching.planning import (
     soonest_filling,
 )
 from mcore_batching.planning.pipeline import SplitStage
+from mcore_batching.planning.planning_process import Call
 from mcore_batching.planning.shard import split_shard
 
 
@@ -36,7 +39,8 @@ class StepShard:
         forward_only: plan for forward passes alone.
 
     Attributes:
-        ends: of `shard_ends`; of which all ranks need the largest.
+        plan: plans what takes long; in line at first.
+        ends: of `shard_ends`, of which all ranks need the largest; from `pack` on.
         filled: the micro-batches with each number that is left to choose from, as local sample
             indices, from `fill` on.
     """
@@ -58,23 +62,30 @@ class StepShard:
                 forward_only=forward_only,
             )
         self._indices = indices
+        self._size: int | None = None
+        self.plan: Plan = methodcaller("plan")
+        self.ends: list[float] = []
         self.filled: list[MicroBatches] = []
-        if options.use_dynamic_batch_size:
-            # As few as hold the samples; `fill` splits them up to the count that all ranks take.
-            self._bins = pack_shard(self._problem)
-            self.ends = shard_ends(self._problem, self._bins)
-        else:
-            given, everything = options.micro_batch_size, list(range(len(lengths)))
-            if given is None:
+        if not options.use_dynamic_batch_size:
+            if options.micro_batch_size is None:
                 raise DynamicBatchArgumentError(
                     "micro-batches have no size: set --use-dynamic-batch-size and "
                     "--max-tokens-per-gpu, or micro_batch_size to a number of samples"
                 )
-            size = at_least("micro_batch_size", given, 1, ConfigError)
-            self._bins = [everything[i : i + size] for i in range(0, len(lengths), size)]
+            self._size = at_least("micro_batch_size", options.micro_batch_size, 1, ConfigError)
+
+    def pack(self) -> None:
+        """Know `ends`."""
+        if self._size is None:
+            # As few as hold the samples; `fill` splits them up to the count that all ranks take.
+            self._bins: list[list[int]] = self.plan(Call(pack_shard, (self._problem,)))
+            self.ends = self.plan(Call(shard_ends, (self._problem, self._bins)))
+        else:
+            everything = range(self._problem.num_samples)
+            self._bins = [list(everything[i:][: self._size]) for i in everything[:: self._size]]
             # As `shard_ends` has it where nothing is searched for: all ranks then take the most
             # that any has.
-            self.ends = [float(len(self._bins)), float(len(lengths))]
+            self.ends = [float(len(self._bins)), float(len(everything))]
 
     def fill(self, latest: Sequence[float]) -> list[ShardOutlook]:
         """Bring the micro-batches to the numbers of `soonest_counts`.
@@ -88,7 +99,7 @@ class StepShard:
         problem = self._problem
         # Two where tokens in flight are bounded: which of them fits is known once all have filled.
         made = [
-            fill_shard(problem, self._bins, count)
+            self.plan(Call(fill_shard, (problem, self._bins, count)))
             for count in soonest_counts(latest, problem.dims, problem.config)
         ]
         self.filled = [
@@ -111,5 +122,5 @@ class StepShard:
         """As `split_shard`, of micro-batches as local sample indices."""
         place = {index: at for at, index in enumerate(self._indices)}
         places = tuple(tuple(place[i] for i in indices) for indices in micro_batches)
-        ordered, stages = split_shard(self._problem, places)
+        ordered, stages = self.plan(Call(split_shard, (self._problem, places)))
         return tuple(tuple(self._indices[i] for i in at) for at in ordered), stages

@@ -228,7 +228,7 @@ class SplitClock:
 
 
 def _of_ranks(stages: Sequence[_Value], ranks: int) -> list[Sequence[_Value]]:
-    """What each rank's stages have, of a list of all ranks' stages."""
+    """Values of each rank's stages [ranks][stages], of those of all [ranks * stages]."""
     own = len(stages) // ranks
     return [stages[at : at + own] for at in range(0, len(stages), own)]
 
@@ -262,7 +262,7 @@ class _Layout(NamedTuple):
         return [int(sign < 0) for sign in self.signs]
 
     def of_each(self, ranks: Sequence[Sequence[Any]]) -> list[Any]:
-        """What each number has, from what places have on each rank; 0 of joints."""
+        """Values of numbers [numbers * ranks], of those of places [ranks][places]; 0 of joints."""
         columns = [self.program.of_each([*places, 0]) for places in ranks]
         return [each for row in zip(*columns, strict=True) for each in row]
 

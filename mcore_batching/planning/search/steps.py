@@ -54,7 +54,7 @@ class Kind(NamedTuple):
     gentle: bool = False
     """True for a rise along a line, and a fall over twice as many slots."""
     fades: bool = False
-    """True for a fall that gets gentle; tried where stages differ."""
+    """True for a fall to next to nothing; tried where stages differ."""
 
 
 @dataclass

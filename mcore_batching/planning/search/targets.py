@@ -28,9 +28,10 @@ With an eighth or a half the mean moves by 0.02 %, single steps by 0.6 %."""
 LOWEST = 0.5, 1.25
 """Last slot over the plateau: 1.25 · stages / slots (groups), at most 0.5, as a linear program has
 it. Both halved or doubled, steps end 0.16 or 0.27 % later in the mean."""
-FADED = 0.02
-"""Last slot over the plateau of a fall that fades. With 0.005 or 0.06 the mean of six moves by 0.1
-%."""
+FADED, SMALLER = 0.02, 0.4
+"""Last slot over the plateau of a fall that fades, and what the first slots before it are times the
+usual: a stage slower than the others idles for as long as both pass these. Either halved or
+doubled, steps end up to 0.3 % later in the mean of six."""
 MOST_SCALED = 8.0
 """Bound of a bisection: slots are scaled up at most 8 times to make up for slots that the cap keeps
 small. With 4 or 16 the mean moves by 0.01 %."""
@@ -49,7 +50,8 @@ class Targets:
         first: size of the first slot (group of slots) over the plateau.
         least: cost of a micro-batch of one small sample.
         gentle: True for a rise along a line, and a fall over twice as many slots.
-        fades: True for a fall that gets gentle, for stages that wait for a slower one.
+        fades: True for a fall to next to nothing and smaller first slots, for stages that wait for
+            a slower one.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class Targets:
         # A step run backwards is one with forward and backward exchanged.
         self._mirrored = ratio < 1.0
         self._growth = (1.0 if gentle else max(ratio, 1.0 / ratio)) / (stages - 1)
-        span = (4 if gentle else 3 if fades else 2) * stages
+        span = (4 if gentle else 2) * stages
         self._decay = (span - 1.4) / (span + 1.4)
         most, times = LOWEST
         self._lowest = lowest = min(most, times * stages / self._units)
@@ -84,6 +86,7 @@ class Targets:
         for _ in range(self._units):
             self._powers.append(self._powers[-1] * self._decay)
         if fades:
+            first, self._lowest, lowest = SMALLER * first, 0.0, 0.0
             self._powers = [max(0.0, 1.0 - FADED / power) for power in self._powers]
         self._first, self._rise = first, self._rising(first)
         self._steep = self._rising(STEEPER * first)

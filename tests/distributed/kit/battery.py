@@ -113,6 +113,10 @@ def _later_steps(job: _Job) -> None:
     torch.empty_like = in_thread
 
 
+def _packing_later(job: _Job) -> None:
+    maker.Maker.ask = job.raises  # type: ignore[method-assign]
+
+
 def _killed_later(job: _Job) -> None:
     def ask(*unused: Any) -> None:
         at_fault(job.folder)
@@ -178,6 +182,8 @@ FAULTS: dict[str, Callable[[_Job], None]] = {
     "exchange": _exchange,
     "later steps": _later_steps,
     "later, SIGKILL": _killed_later,
+    "packed later": _packing_later,
+    "packed later, SIGKILL": _killed_later,
     "sharing": _sharing,
     "loss": _loss,
     "loss is NaN": _not_finite,

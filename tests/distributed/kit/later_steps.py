@@ -30,10 +30,11 @@ from mcore_batching.megatron import (
 )
 from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.rollout import maker, plan_ahead
+from mcore_batching.megatron.rollout.data_iterator import rollout_of
 from mcore_batching.megatron.rollout.maker import Maker
 from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
 from mcore_batching.planning import ParallelDims, PlanningError
-from mcore_batching.planning.planning_process import PlanRequest
+from mcore_batching.planning.planning_process import Call, PlanRequest
 
 GATE_SECONDS = 30.0
 _SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
@@ -73,8 +74,13 @@ def _plan(args: Any, model: list[Any]) -> tuple[Any, Any]:
 
 
 def _train(args: Any, model: list[Any], gate: Gate) -> list[Any]:
-    """Two rollouts, the second with forward passes first; all that comes of them."""
-    found: list[Any] = []
+    """Two rollouts, the second with forward passes first; all that comes of them.
+
+    Returns:
+        first the plans' digests, then the rest.
+    """
+    digests: list[str] = []
+    found: list[Any] = [digests]
     optimizer = adam(model, distributed=False)
     for with_fields in (False, True):
         gate.event.clear()
@@ -92,7 +98,9 @@ def _train(args: Any, model: list[Any], gate: Gate) -> list[Any]:
                 )
             found.append([done.metrics, done.grad_norm, done.totals.num_samples])
         schedule = schedule_of(iterators)
-        found += [list(counts), schedule.plan_digest, schedule.steps, schedule.num_samples]
+        digests.append(schedule.plan_digest)
+        plans = [schedule.step_plan(step)[0].digest() for step in range(len(counts))]
+        found += [list(counts), plans, schedule.steps, schedule.num_samples]
     parameters = b"".join(p.detach().numpy().tobytes() for m in model for p in m.parameters())
     return [*found, hashlib.sha256(parameters).hexdigest()]
 
@@ -153,13 +161,13 @@ def _losing(way: str) -> Callable[..., None]:
     return asked
 
 
-def mishaps(dims: dict[str, Any], reference: str) -> dict[str, Any]:
+def mishaps(dims: dict[str, Any], reference: str, planner: dict[str, Any]) -> dict[str, Any]:
     """What becomes of rollouts that are not trained on, and of those that cannot be planned.
 
     Returns:
         by what happens, errors, and what a rollout that is planned after it comes to.
     """
-    args = arguments(ParallelDims(**dims), global_batch_size=5, dynamic_batch_exchange=True)
+    args = arguments(ParallelDims(**dims), global_batch_size=5, **planner)
     args.data_parallel = dims.get("data_parallel", 1)
     model, gate = small_model(dims, reference), Gate()
     told: dict[str, Any] = {}
@@ -178,16 +186,27 @@ def mishaps(dims: dict[str, Any], reference: str) -> dict[str, Any]:
         told["abandoned"] = planned()
     told["kept"] = [list(kept[0][1]), kept[0][1] == told["abandoned"][1], repr(kept[0][1])]
 
-    def refuse(request: PlanRequest) -> Any:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            raise PlanningError("refused, on purpose")
-        return plan(request)
+    iterators, counts = _plan(args, model)
+    if dist.get_rank() == 0:
+        list(counts)  # the other ranks know the first step alone when plans are gathered
+    told["plans"], told["digests"] = [], []
+    for step in range(len(counts)):
+        made = rollout_of(iterators).of_step(step)
+        told["plans"].append(made.step_plan(step)[0].digest())
+        told["digests"].append(made.plan_digest)
 
-    plan = PlanRequest.plan
+    def refuse(request: Any) -> Any:
+        is_main = threading.current_thread() is threading.main_thread()
+        if dist.get_rank() == dist.get_world_size() - 1 and not is_main:
+            raise PlanningError("refused, on purpose")
+        return plans[type(request)](request)
+
+    plans: dict[type, Any] = {PlanRequest: PlanRequest.plan, Call: Call.plan}
     lost = mock.Mock(side_effect=lambda of, plan, request: maker.settle(plan, OSError("gone")))
     with (
         mock.patch.object(Maker, "ask", lambda *given: lost(*given)),
         mock.patch.object(PlanRequest, "plan", refuse),
+        mock.patch.object(Call, "plan", refuse),
     ):
         iterators, counts = _plan(args, model)
         optimizer = adam(model, distributed=False)

@@ -102,9 +102,9 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
     ``"window"``: dense, every second layer with a sliding window; ``"sinks"``: the same with
     attention sinks, as gpt-oss; ``"mrope"``: dense with
     multimodal rotary embeddings; ``"frozen"``: dense, of which little is trained; ``"lora"``: dense
-    and frozen, with low-rank adapters; ``"mamba"``:
-    dense, three of four layers with Mamba for attention; ``"mla"``: dense with multi-latent
-    attention. Those of `HYBRID` have its layers; those of `MULTI_TOKEN` predict further tokens.
+    and frozen, with low-rank adapters; ``"mamba"``: dense, three of four layers with Mamba for
+    attention; ``"mla"``: dense with multi-latent attention and norms on latents. Those of `HYBRID`
+    have its layers; those of `MULTI_TOKEN` predict further tokens.
     """
     options: dict[str, Any] = {
         "num_layers": 4,
@@ -159,7 +159,7 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
         options["softmax_type"] = "learnable"
     if kind == "mrope":
         options["mrope_section"] = [2, 1, 1]
-    options["qk_layernorm"] = kind == "qk"
+    options["qk_layernorm"] = kind in ("qk", "mla")
     if "dsa" in kind:
         options |= SPARSE_ATTENTION
     if kind == "hybrid-dsa-top":

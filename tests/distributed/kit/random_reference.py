@@ -10,25 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from kit.model import MAX_SEQUENCE_LENGTH, named_parameters, transformer_config
+from kit.model import named_parameters, transformer_config
 from kit.objective import KL_WEIGHT, kl_terms, policy_terms
-from kit.reference import (
-    PlainAttention,
-    clip,
-    hidden_states_kept,
-    hybrid_with_local_attention,
-    mtp_block_spec,
-    plain_adam,
-)
-from kit.samples import VOCABULARY
-from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
+from kit.reference import clip, hidden_states_kept, plain_adam, plain_model_of
+from mcore_batching.megatron.standalone.bootstrap import pipeline_config
 from mcore_batching.planning import ParallelDims
 
 WEIGHTS = {"policy": 1.0, "kl": KL_WEIGHT, "entropy": -0.2}
@@ -51,7 +40,7 @@ class RandomReference:
             if name != "pipeline_model_parallel_size":
                 del settings[name]
         config = transformer_config(drawn["kind"], **settings)
-        self._model = _plain_model(config, drawn["options"])
+        self._model = plain_model_of(config, **drawn["options"])
         self._parameters = dict(named_parameters([self._model]))
         generator = torch.Generator(device="cpu").manual_seed(job["seed"])
         with torch.no_grad():
@@ -193,40 +182,6 @@ class RandomReference:
         gradients = {name: p.grad.cpu().clone() for name, p in self._parameters.items()}
         self._optimizer.step()
         return {"gradients": gradients, "grad_norm": float(norm)}
-
-
-def _plain_model(config: TransformerConfig, options: dict[str, Any]) -> Any:
-    """The whole model on plain rows; hybrid if the options have a pattern, cut into stages."""
-    pattern = options.get("hybrid_layer_pattern")
-    if pattern is not None:
-        (model,) = build_model(
-            config,
-            vocab_size=VOCABULARY,
-            max_sequence_length=MAX_SEQUENCE_LENGTH,
-            spec=hybrid_with_local_attention,
-            wrap=False,
-            **options | {"hybrid_layer_pattern": pattern.replace("|", "")},
-        )
-        return model
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=False,
-        qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=config.multi_latent_attention,
-        normalization=config.normalization,
-    )
-    if config.multi_latent_attention:
-        spec.submodules.self_attention.submodules.core_attention = PlainAttention
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=VOCABULARY,
-        max_sequence_length=MAX_SEQUENCE_LENGTH,
-        pre_process=True,
-        post_process=True,
-        mtp_block_spec=mtp_block_spec(config, spec),
-        **options,
-    ).to(torch.device(torch.cuda.current_device()))
 
 
 def trained_mask(samples: Mapping[str, list[Any]], i: int) -> Tensor:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,14 +60,41 @@ _NUM_STEPS = 6  # rounding grows with every one, tenfold from the seventh on
 def plain_model(kind: str, **settings: Any) -> Any:
     """The whole model on this rank, whatever stage of a pipeline it is, on Megatron's own spec."""
     config = transformer_config(kind, **pipeline_config(ParallelDims()), **settings)
-    if kind in HYBRID:
+    model = plain_model_of(
+        config,
+        layer=functools.partial(layer_spec, kind, config=config),
+        share_embeddings_and_output_weights=False,
+        **model_options(kind),
+    )
+    if kind not in HYBRID:
+        freeze(kind, model)
+    return model.to(torch.device(torch.cuda.current_device()))  # adapters, too
+
+
+def plain_model_of(
+    config: TransformerConfig,
+    *,
+    layer: Callable[[ModuleSpec], Any] = lambda with_attention: with_attention,
+    hybrid_layer_pattern: str | None = None,
+    **options: Any,
+) -> Any:
+    """The whole model of a config, on plain rows.
+
+    Args:
+        config: of the model.
+        layer: gives the layers, of one with attention; not of a hybrid model.
+        hybrid_layer_pattern: of a hybrid model, whether cut into stages or not; None: a GPT model.
+        options: others of the model.
+    """
+    if hybrid_layer_pattern is not None:
         (model,) = build_model(
             config,
             vocab_size=VOCABULARY,
             max_sequence_length=MAX_SEQUENCE_LENGTH,
             spec=hybrid_with_local_attention,
             wrap=False,
-            **model_options(kind),
+            hybrid_layer_pattern=hybrid_layer_pattern.replace("|", ""),
+            **options,
         )
         return model
     local_layer = get_gpt_layer_local_spec(
@@ -78,19 +106,16 @@ def plain_model(kind: str, **settings: Any) -> Any:
     )
     if config.multi_latent_attention:
         local_layer.submodules.self_attention.submodules.core_attention = PlainAttention
-    model = GPTModel(
+    return GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(kind, local_layer, config),
+        transformer_layer_spec=layer(local_layer),
         vocab_size=VOCABULARY,
         max_sequence_length=MAX_SEQUENCE_LENGTH,
         pre_process=True,
         post_process=True,
-        share_embeddings_and_output_weights=False,
         mtp_block_spec=mtp_block_spec(config, local_layer),
-        **model_options(kind),
-    )
-    freeze(kind, model)
-    return model.to(torch.device(torch.cuda.current_device()))
+        **options,
+    ).to(torch.device(torch.cuda.current_device()))
 
 
 def mtp_block_spec(config: TransformerConfig, layer: ModuleSpec) -> Any:
