@@ -117,6 +117,6 @@ class Plan:
         if self.dropped:
             lines.append(
                 f"  dropped with the groups left over: {counted(len(self.dropped), 'sample')}: "
-                f"{shortened(self.dropped, MOST_SHOWN, ' ')}"
+                f"{shortened(self.dropped)}"
             )
         return "\n".join(lines)

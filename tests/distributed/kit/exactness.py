@@ -260,7 +260,7 @@ def differences(
     shared = [sum(lengths[i] for i in row) for row in forward_rows if len(row) > 1]
     longest = max((samples["total_lengths"][i] for i in mine), default=0)
     report |= {
-        "counts": counts,
+        "counts": list(counts),
         "placeholders": sum(not indices for indices in step),
         "last_is_real": bool(step[-1]) or not mine,
         "sizes": list(schedule.row_sizes(0)),

@@ -218,7 +218,7 @@ def no_samples_anywhere(
     result = train_step(packed_objective, args, model, iterators, counts, optimizer)
     return {
         "last_stage": is_last_stage(),
-        "counts": counts,
+        "counts": list(counts),
         "outputs": {key: len(values) for key, values in outputs.items()},
         "metrics": result.metrics,
         "unchanged": all(torch.equal(p, before[name]) for name, p in named_parameters(model)),

@@ -272,7 +272,7 @@ def engine_run(
         "num_samples": [len(part["tokens"]) for part in mine],
         "indices": [real_samples(part)["sample_indices"] for part in mine],
         "uids": [real_samples(part)["uids"] for part in mine],
-        "micro_batches": counts,
+        "micro_batches": list(counts),
         "num_outputs": len(found),
         "log_probs": max(
             (

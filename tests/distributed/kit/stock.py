@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -62,7 +63,9 @@ def train(script: str, words: Sequence[str]) -> dict[str, Any]:
     record: dict[str, Any] = {"steps": [], "evaluations": []}
     undo = _listen(record)
     try:
-        run.main([str(REPOSITORY / script), *(word.format(folder=folder) for word in words)])
+        # A script may end the process group, which is that of the jobs to come.
+        with mock.patch.object(dist, "destroy_process_group"):
+            run.main([str(REPOSITORY / script), *(word.format(folder=folder) for word in words)])
     except (Exception, SystemExit) as exception:
         record |= {
             "error": type(exception).__name__,
