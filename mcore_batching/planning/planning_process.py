@@ -57,7 +57,7 @@ Made = TypeVar("Made", covariant=True)
 
 
 class Request(Protocol[Made]):
-    """What the process is asked to plan."""
+    """A plan, or a part of one, that the process can make."""
 
     def plan(self) -> Made:
         """Plan in this process."""
@@ -126,7 +126,7 @@ class PlanningProcess:
         return self._process.pid
 
     def plan(self, request: Request[T]) -> T:
-        """What a request plans; waits for it. One call at a time.
+        """The plan of a request; waits for it. One call at a time.
 
         Raises:
             PlanningError: the planner refused it, in words.

@@ -81,8 +81,8 @@ class StepShard:
             self._bins: list[list[int]] = self.plan(Call(pack_shard, (self._problem,)))
             self.ends = self.plan(Call(shard_ends, (self._problem, self._bins)))
         else:
-            everything = range(self._problem.num_samples)
-            self._bins = [list(everything[i:][: self._size]) for i in everything[:: self._size]]
+            everything, size = list(range(self._problem.num_samples)), self._size
+            self._bins = [everything[i : i + size] for i in range(0, len(everything), size)]
             # As `shard_ends` has it where nothing is searched for: all ranks then take the most
             # that any has.
             self.ends = [float(len(self._bins)), float(len(everything))]
