@@ -11,9 +11,9 @@ other to do so, as Megatron does by itself: the simulation leaves that out. What
 beside its sleep is a smaller share with a larger ``--seconds-per-cost``.
 
 With ``--dynamic-cp`` whole training steps of the same samples, one of them as long as half of the
-others together, are planned with every row on one rank and with dynamic CP: the table has both, and
-how much sooner the second ends, as predicted and as recorded. Recorded is the fastest of the
-repeats, from the first pass to the last of all ranks.
+others together, are planned with every row on one rank, with dynamic CP, and with backward passes
+split besides: the table has all, and how much sooner each ends than the first, as predicted and as
+recorded. Recorded is the fastest of the repeats, from the first pass to the last of all ranks.
 
 With ``--split-backward`` the same training steps run with whole backward passes and with split
 ones: asleep over gloo, and on clocks that transfers carry, which block as NCCL's do.
@@ -115,7 +115,7 @@ def fixed_rows(seconds_per_cost: float, exchange_shapes: bool) -> None:
 
 
 def dynamic_cp(seconds_per_cost: float) -> None:
-    """A table of steps with every row on one rank and with dynamic CP."""
+    """A table of steps with every row on one rank, with dynamic CP, and split besides."""
     print(
         f"{'layout':<18}{'rows':<12}{'sizes on rank 0':<17}{'predicted s':>13}{'recorded s':>12}"
         f"{'error':>9}{'mean error of a pass end':>26}{'whole step s':>14}"
@@ -131,12 +131,10 @@ def dynamic_cp(seconds_per_cost: float) -> None:
             seconds=300.0,
         )
         ranks = ran(job)
-        ends = [
-            report_steps(name, rows, [rank[rows] for rank in ranks])
-            for rows in ("one rank", "dynamic CP")
-        ]
-        predicted, recorded = (one / other for one, other in zip(*ends, strict=True))
-        print(f"{name:<18}sooner: {predicted:.2f} x predicted, {recorded:.2f} x recorded")
+        first, *others = (report_steps(name, rows, [r[rows] for r in ranks]) for rows in ranks[0])
+        for ends in others:
+            predicted, recorded = (one / other for one, other in zip(first, ends, strict=True))
+            print(f"{name:<18}sooner: {predicted:.2f} x predicted, {recorded:.2f} x recorded")
 
 
 SPLIT_LAYOUTS: dict[str, tuple[dict[str, int], float]] = {
@@ -178,22 +176,23 @@ def report_steps(name: str, rows: str, clocks: list[Any]) -> tuple[float, float]
     predicted = clocks[0]["predicted"]
     expected = [end for clock in clocks for end in clock["pass_ends"]]
     steps = zip(*(clock["passes"] for clock in clocks), strict=True)
-    recorded = min((ends_of(ranks) for ranks in steps), key=max)
+    ended = zip(*(clock["ended"] for clock in clocks), strict=True)
+    until, recorded = min(map(ends_of, steps, ended))
     errors = [abs(r - e) / predicted for r, e in zip(recorded, expected, strict=True)]
     whole = min(max(seconds) for seconds in zip(*(c["step_seconds"] for c in clocks), strict=True))
     sizes = " ".join(map(str, clocks[0]["sizes"]))
     print(
-        f"{name:<18}{rows:<12}{sizes:<17}{predicted:>13.3f}{max(recorded):>12.3f}"
-        f"{max(recorded) / predicted - 1:>+9.1%}{sum(errors) / len(errors):>26.1%}{whole:>14.3f}",
+        f"{name:<18}{rows:<12}{sizes:<17}{predicted:>13.3f}{until:>12.3f}"
+        f"{until / predicted - 1:>+9.1%}{sum(errors) / len(errors):>26.1%}{whole:>14.3f}",
         flush=True,
     )
-    return predicted, max(recorded)
+    return predicted, until
 
 
-def ends_of(ranks: Sequence[Any]) -> list[float]:
-    """The end of each pass of each rank, since the first began."""
+def ends_of(ranks: Sequence[Any], ended: Sequence[float]) -> tuple[float, list[float]]:
+    """The end of the last rank, and of each pass of each rank, since the first began."""
     began = min(start for passes in ranks for *_, start, _ in passes)
-    return [end - began for passes in ranks for *_, end in passes]
+    return max(ended) - began, [end - began for passes in ranks for *_, end in passes]
 
 
 def ran(job: Job) -> list[Any]:

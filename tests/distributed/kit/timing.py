@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from kit.exactness import arguments, counted_tokens, log_probs_of
+from kit.learning import quick_model
 from kit.model import adam, named_parameters, transformer_config
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY
@@ -105,6 +106,47 @@ def step_share(
         names = ["plan", "collate", "forward_only", *steps[:: -1 if repeat % 2 else 1]]
         timed.append(dict(zip(names, (b - a for a, b in itertools.pairwise(times)), strict=True)))
     return timed[1:]  # the first repeat warms up
+
+
+def planned_rollouts(
+    dims: dict[str, Any], planner: dict[str, Any], steps: int, a_step: int, first_step: float
+) -> dict[str, list[list[float]]]:
+    """Seconds of `get_data_iterator` on rollouts of several steps, and of the wait for later ones.
+
+    Args:
+        dims: of the job.
+        planner: flags.
+        steps: of a rollout.
+        a_step: samples, over all ranks.
+        first_step: seconds that its devices take: the main thread sleeps.
+
+    Returns:
+        by way ("ahead", "not ahead"), of each of three rollouts: the call; the wait.
+    """
+    shape = ParallelDims(**dims)
+    model = quick_model(shape, 1024)
+    found: dict[str, list[list[float]]] = {"not ahead": [], "ahead": []}
+    for rollout in range(3):
+        for way, timed in found.items():
+            args = arguments(
+                shape,
+                max_tokens_per_gpu=1024,
+                global_batch_size=a_step,
+                dynamic_batch_no_plan_ahead=way == "not ahead",
+                **planner,
+            )
+            seed = 1000 * rollout + parallel_state.get_data_parallel_rank()
+            data = rollouts(steps * a_step // shape.data_parallel, 128, seed)
+            torch.distributed.barrier()
+            times = [time.perf_counter()]
+            iterators, _ = get_data_iterator(args, model, data)
+            times.append(time.perf_counter())
+            time.sleep(first_step)
+            times.append(time.perf_counter())
+            schedule_of(iterators)
+            times.append(time.perf_counter())
+            timed.append([times[1] - times[0], times[3] - times[2]])
+    return found
 
 
 def shared_prefixes(
