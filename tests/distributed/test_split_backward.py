@@ -306,6 +306,8 @@ def test_other_releases(release: str, tmp_path: Path) -> None:
     checkout = Path(CHECKOUTS or "") / release
     if not checkout.is_dir():
         pytest.skip(f"no {checkout}")
+    if release != "core_v0.17.1":
+        pytest.importorskip("triton")  # which they import, and torch for the CPU comes without
     names = ("dp2-pp2-overlap", "tp2-sp-pp2", "ep2-pp2", "dp2-pp2-vpp2", "pp4")
     jobs = [job(name, "compare_steps", CASES[name][0], **CASES[name][1]) for name in names]
     with mock.patch.dict(os.environ, {"PYTHONPATH": str(checkout)}):

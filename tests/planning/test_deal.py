@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from planning_cases import examples
 
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Problem
+from mcore_batching.planning.pipeline import Clock
 from mcore_batching.planning.search import Objective
 from mcore_batching.planning.search.deal import (
     EFFORT_OF_DEAL,
@@ -19,8 +21,9 @@ from mcore_batching.planning.search.deal import (
     settle,
     swap,
 )
+from mcore_batching.planning.search.lockstep_targets import Samples, lockstep_targets
 from mcore_batching.planning.search.objective import Slots
-from mcore_batching.planning.search.targets import Targets, all_targets, lockstep_targets
+from mcore_batching.planning.search.targets import Targets, all_targets
 
 
 @dataclass(frozen=True)
@@ -277,11 +280,49 @@ def test_long_samples_share_a_rank() -> None:
     assert max(second) == pytest.approx(targets.plateau(work), rel=0.05)
 
 
+def lockstep_samples(alone: list[float], filled: float, ranks: int) -> Samples:
+    """Samples of which each fills a micro-batch up to the same cost."""
+    shares = [cost / ranks for cost in alone]
+    return Samples(alone, [filled] * len(alone), list(itertools.accumulate(shares)))
+
+
+def lockstep_objective(virtual_pipeline: int = 1) -> Objective:
+    dims = ParallelDims(
+        data_parallel=4, pipeline_parallel=4, virtual_pipeline=virtual_pipeline, expert_parallel=4
+    )
+    config = PlannerConfig(max_tokens_per_gpu=100_000)
+    model = CostModel(per_micro_batch=0.0)
+    return Objective(Problem.of([100], dims, config, model))
+
+
 def test_slots_in_lockstep_are_as_large_as_their_costliest_sample() -> None:
-    targets = targets_of(PIPELINES[1], 8)
-    levels = [(9000.0, 9500.0), (6000.0, 6500.0), (2000.0, 2500.0)]
-    sizes = lockstep_targets(targets, 24_000.0, [9000.0], levels)
+    """Of 12 samples every rank has one of the four costliest, of the next four, of the last."""
+    objective = lockstep_objective()
+    samples = lockstep_samples([9000.0] * 4 + [6000.0] * 4 + [2000.0] * 4, 9500.0, 4)
+    targets = Targets(objective, 8, 0.25, 300.0)
+    sizes = lockstep_targets(targets, 24_000.0, samples, objective)
     assert sum(sizes) == pytest.approx(24_000.0, rel=0.01)
-    for least, most in levels:
-        assert any(least <= size <= most for size in sizes)
-    assert max(sizes) <= levels[0][1]
+    first, second, third, *_ = sorted(sizes, reverse=True)
+    assert first >= 9000.0
+    assert second >= 6000.0
+    assert third >= 2000.0
+    assert max(sizes) <= 9500.0
+
+
+@pytest.mark.parametrize(("virtual_pipeline", "gentle"), [(1, False), (1, True), (2, True)])
+def test_fitted_slots_in_lockstep_end_sooner(virtual_pipeline: int, gentle: bool) -> None:
+    """With the largest as large as before, and no slot larger than the cap allows."""
+    objective = lockstep_objective(virtual_pipeline)
+    schedule = objective.problem.schedule
+    samples = lockstep_samples([9000.0, *[2000.0] * 30, *[500.0] * 60], 6000.0, 4)
+    targets = Targets(objective, 12, 0.25, 300.0, gentle)
+    shaped = lockstep_targets(targets, 40_000.0, samples, objective)
+    effort = objective.effort
+    fitted = lockstep_targets(targets, 40_000.0, samples, objective, fitted=True)
+    assert objective.effort < effort
+    assert sum(fitted) == pytest.approx(sum(shaped), rel=0.001)
+    assert Clock(fitted, schedule).end < 0.99 * Clock(shaped, schedule).end
+    assert max(fitted) == 9000.0
+    assert sorted(fitted)[-2] <= 6000.0 * (1 + 1e-9)
+    # Of the costly samples each of eight slots has one a rank, or fewer slots have several.
+    assert sorted(shaped)[-8] >= 2000.0 > sorted(fitted)[-8] or virtual_pipeline > 1

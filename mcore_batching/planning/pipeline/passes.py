@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from math import fsum
 from typing import Literal, NamedTuple
 
 from mcore_batching.planning.errors import Argument, ParallelDimsError
@@ -100,7 +101,8 @@ class Schedule:
         """Time of one micro-batch through all stages, and back, over its cost on a mean stage."""
         parts = product(range(self.dims.pipeline_parallel), range(self.dims.virtual_pipeline))
         kinds: tuple[Kind, ...] = ("F",) if self.forward_only else ("F", "B")
-        return sum(self.share(stage, kind, chunk) for stage, chunk in parts for kind in kinds)
+        # `fsum`: the same in every Python version.
+        return fsum(self.share(stage, kind, chunk) for stage, chunk in parts for kind in kinds)
 
     def least_end(self, work: float, least: float) -> float:
         """No rank with so much work ends its step sooner: each stage waits until it is reached, and
@@ -115,7 +117,7 @@ class Schedule:
         latest = waits = 0.0
         for stage in range(self.dims.pipeline_parallel):
             chunks = range(self.dims.virtual_pipeline)
-            takes = sum(self.share(stage, "F", chunk) for chunk in chunks)
+            takes = fsum(self.share(stage, "F", chunk) for chunk in chunks)
             back = 0.0
             if not self.forward_only:
                 takes *= self.cost_of_passes

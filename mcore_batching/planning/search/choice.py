@@ -1,7 +1,8 @@
 """The search: steps are made of several kinds, then single samples are moved in the best.
 
 1. Of every other number of slots a step is made, then of those around the best two, also with a
-   gentle rise. With many ranks, some of these stand for all.
+   gentle rise; where ranks run together, also with sizes fitted to the clock. With many ranks, some
+   of these stand for all.
 2. Of the best numbers steps are made with other sizes of the first slot, and the best of those once
    more with more care.
 3. Single samples are moved in the best few (`moves`), in fewer and fewer of them.
@@ -110,7 +111,7 @@ def _compare_counts(steps: Steps, keep: float) -> bool:
         # Under a bound on tokens in flight: even micro-batches, whatever effort is left.
         if steps.make(Kind(count, EVEN), in_vain=1):
             return True
-    rises = objective.problem.schedule.alternates
+    rises = objective.problem.schedule.alternates and not objective.lockstep
     new = {kind._replace(gentle=True) for kind in steps.soonest[:2] if rises}
     while True:
         # Sorted: a set promises no order, and ranks must make the same plan.
@@ -133,10 +134,12 @@ def _compare_counts(steps: Steps, keep: float) -> bool:
 
 def _first_kinds(count: int, objective: Objective) -> list[Kind]:
     """By which numbers of slots are compared."""
-    kinds = [Kind(count, USUAL)]
-    if objective.lockstep:
-        kinds.append(Kind(count, USUAL, gentle=True))
-    if objective.problem.schedule.which_cost and objective.problem.schedule.alternates:
+    kinds, schedule = [Kind(count, USUAL)], objective.problem.schedule
+    if objective.lockstep and schedule.alternates:
+        # Costly slots are best in the middle, under the interleaved schedule early in a group.
+        is_interleaved = schedule.dims.virtual_pipeline > 1
+        kinds.append(Kind(count, USUAL, gentle=not is_interleaved, fitted=True))
+    if schedule.which_cost and schedule.alternates:
         kinds.append(Kind(count, USUAL, fades=True))
     if objective.max_inflight_tokens is not None:
         kinds.append(Kind(count, EVEN))
@@ -162,7 +165,7 @@ def _compare_firsts(steps: Steps, keep: float) -> bool:
     if not steps.objective.problem.schedule.alternates:
         return False
     for number, kind in enumerate(steps.soonest):
-        for first in FIRSTS:
+        for first in () if kind.fitted else FIRSTS:
             if number and steps.objective.effort < keep:
                 return False
             other = kind._replace(first=first)

@@ -19,8 +19,9 @@ from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import by_folds
 from mcore_batching.planning.search.deal import deal, settle, spread
+from mcore_batching.planning.search.lockstep_targets import Samples, lockstep_targets
 from mcore_batching.planning.search.objective import Candidate, Objective, Slots
-from mcore_batching.planning.search.targets import Targets, all_targets, lockstep_targets
+from mcore_batching.planning.search.targets import Targets, all_targets
 
 FIRSTS = (0.06, 0.1, 0.16, 0.25, 0.4, 0.6)
 """Sizes of the first slot over the plateau that are tried. With one of them alone steps end 0.5 %
@@ -55,6 +56,8 @@ class Kind(NamedTuple):
     """True for a rise along a line, and a fall over twice as many slots."""
     fades: bool = False
     """True for a fall to next to nothing; tried where stages differ."""
+    fitted: bool = False
+    """True for sizes fitted to the clock; tried where ranks run together."""
 
 
 @dataclass
@@ -98,19 +101,17 @@ class Steps:
         """Kinds that may not be best."""
 
     @cached_property
-    def _levels(self) -> list[tuple[float, float]]:
+    def _samples(self) -> Samples:
         """As in `lockstep_targets`."""
-        problem, levels = self._problem, []
+        problem, filled = self._problem, []
         cost = tokens = 0.0
-        for last in reversed(range(len(self.order))):
-            if (last + 1) % self.ranks == 0 or last + 1 == len(self.order):
-                room = max(0.0, problem.capacity - problem.tokens[self.order[last]])
-                filled = self.alone[last] + (room * cost / tokens if tokens else 0.0)
-            if last % self.ranks == 0:
-                levels.append((self.alone[last], max(self.alone[last], filled)))
-            cost += problem.costs[self.order[last]]
-            tokens += problem.tokens[self.order[last]]
-        return levels[::-1]
+        for sample, alone in zip(reversed(self.order), reversed(self.alone), strict=True):
+            room = max(0.0, problem.capacity - problem.tokens[sample])
+            filled.append(alone + (room * cost / tokens if tokens else 0.0))
+            cost += problem.costs[sample]
+            tokens += problem.tokens[sample]
+        shares = (problem.costs[sample] / self.ranks for sample in self.order)
+        return Samples(self.alone, filled[::-1], list(itertools.accumulate(shares)))
 
     def counts(self) -> list[int]:
         """Numbers of slots to try, from the fewest that may hold the samples."""
@@ -228,17 +229,20 @@ class Steps:
             self.objective, kind.num_slots, kind.first, self._least, kind.gentle, kind.fades
         )
         if self.objective.lockstep:
-            return lockstep_targets(targets, work, self.alone, self._levels) * self.ranks
+            sizes = lockstep_targets(
+                targets, work, self._samples, self.objective, fitted=kind.fitted
+            )
+            return sizes * self.ranks
         works = [work + more for more in made.offsets]
-        sizes: list[list[float]] = []
+        of_ranks: list[list[float]] = []
         for _ in range(3):
-            sizes = all_targets(targets, works, self.alone)
+            of_ranks = all_targets(targets, works, self.alone)
             # Ranks of long samples have more, and leave less for others.
-            lacking = work - ordered_sum(map(ordered_sum, sizes)) / self.ranks
+            lacking = work - ordered_sum(map(ordered_sum, of_ranks)) / self.ranks
             if abs(lacking) < 0.001 * work:
                 break
             works = [each + lacking for each in works]
-        return list(itertools.chain.from_iterable(sizes))
+        return list(itertools.chain.from_iterable(of_ranks))
 
     def _evened(self, offsets: Sequence[float], ends: Sequence[float]) -> list[float]:
         passes = self._problem.schedule.cost_of_passes

@@ -32,9 +32,6 @@ FADED, SMALLER = 0.02, 0.4
 """Last slot over the plateau of a fall that fades, and what the first slots before it are times the
 usual: a stage slower than the others idles for as long as both pass these. Either halved or
 doubled, steps end up to 0.3 % later in the mean of six."""
-MOST_SCALED = 8.0
-"""Bound of a bisection: slots are scaled up at most 8 times to make up for slots that the cap keeps
-small. With 4 or 16 the mean moves by 0.01 %."""
 TINY = 1e-9
 """Keeps divisors above zero."""
 HALVINGS = 10
@@ -278,40 +275,3 @@ def all_targets(
                 break
             del left[place]
     return made
-
-
-def lockstep_targets(
-    targets: Targets, work: float, longest: Sequence[float], levels: Sequence[tuple[float, float]]
-) -> list[float]:
-    """Targets of every rank [slots] where all run a slot together.
-
-    Args:
-        targets: of the number of slots.
-        work: of each rank.
-        longest: as in `all_targets`.
-        levels: of the slot of the costliest samples, one for each rank, of the slot of the next,
-            and so on: the cost of the costliest, and what all ranks can fill up to under the cap.
-    """
-    top = longest[0] if longest else 0.0
-    sizes, _ = targets.of_rank(max(work, top), top)
-    bounds = [*levels[: targets.count]]
-    bounds += [(0.0, math.inf)] * (targets.count - len(bounds))
-    order = sorted(range(targets.count), key=lambda slot: (-sizes[slot], slot))
-    if targets.gentle:
-        # Larger slots in turn before and after the largest.
-        descending = [sizes[slot] for slot in order]
-        order.sort(key=lambda slot: abs(slot - targets.count // 2 + 0.25))
-        for slot, size in zip(order, descending, strict=True):
-            sizes[slot] = size
-
-    def scaled(scale: float) -> list[float]:
-        within = list(sizes)
-        for slot, (least, most) in zip(order, bounds, strict=True):
-            within[slot] = max(least, min(most, scale * sizes[slot]))
-        return within
-
-    low, high = 0.0, MOST_SCALED
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2.0
-        low, high = (middle, high) if ordered_sum(scaled(middle)) < work else (low, middle)
-    return scaled(high)
