@@ -8,4 +8,5 @@ statistics        a plan's fill, balance and predicted time
 shard_statistics  the same where each rank knows only its own samples
 memory            memory that a plan needs on a rank
 records           a job's steps with predicted and measured times
+files             files written whole, or left as they were
 """

@@ -151,41 +151,6 @@ class StepPlan:
         return "\n".join(lines)
 
 
-def step_from_data(
-    *,
-    num_samples: int,
-    ranks: Any,
-    dims: Any,
-    config: Any,
-    scope: Any,
-    cost_model: CostModel,
-    context_parallel: Any = None,
-    split_backward: Any = None,
-) -> StepPlan:
-    """A plan of one step from parts of a JSON document that were read elsewhere.
-
-    Args:
-        num_samples: samples of the step, numbered from 0.
-        ranks: as in a document's step; so are `context_parallel` and `split_backward`.
-        dims: as "layout" of a document; `config` and `scope` as there.
-        config: see `dims`.
-        scope: see `dims`.
-        cost_model: the costs it was made by.
-        context_parallel: see `ranks`; None where it is left out.
-        split_backward: see `ranks`; None where it is left out.
-
-    Raises:
-        PlanFormatError: the parts are not those of a plan.
-    """
-    # As a document of one step, so that its parts are checked in one place.
-    count = len(ranks[0]) if isinstance(ranks, list) and ranks else 0
-    raw = {"layout": dims, "config": config, "scope": scope, "num_samples": num_samples}
-    step = {"num_microbatches": count, "ranks": ranks, "context_parallel": context_parallel}
-    step["split_backward"] = split_backward
-    raw = plan_document.read(raw | {"steps": [step]})
-    return step_of(raw, raw["steps"][0], range(num_samples), cost_model)
-
-
 def document_of(
     steps: Sequence[StepPlan],
     num_samples: int,
@@ -195,19 +160,10 @@ def document_of(
 ) -> dict[str, Any]:
     """A document without its digest."""
     first = steps[0]
-    documents: list[dict[str, Any]] = []
-    for step in steps:
-        document: dict[str, Any] = {
-            "num_microbatches": step.num_microbatches,
-            "ranks": [[list(samples) for samples in rank] for rank in step.micro_batches],
-        }
-        if step.context_parallel is not None:
-            document["context_parallel"] = [list(sizes) for sizes in step.context_parallel]
-        if step.split_backward:
-            document["split_backward"] = split_lists(step)
+    documents = [step_document(step) for step in steps]
+    for step, document in zip(steps, documents, strict=True):
         if with_samples and step.sample_indices != tuple(range(num_samples)):
             document["sample_indices"] = list(step.sample_indices)
-        documents.append(document)
     return {
         "format": plan_document.FORMAT,
         "version": plan_document.VERSION,
@@ -220,12 +176,20 @@ def document_of(
     }
 
 
-def split_lists(step: StepPlan) -> list[list[list[list[int]]]]:
-    """`StepPlan.split_backward` as a document has it."""
-    return [
-        [[list(map(int, split)), list(parts)] for split, parts in stages]
-        for stages in step.split_backward
-    ]
+def step_document(step: StepPlan) -> dict[str, Any]:
+    """A step as its document has it, but for its samples."""
+    document: dict[str, Any] = {
+        "num_microbatches": step.num_microbatches,
+        "ranks": [[list(samples) for samples in rank] for rank in step.micro_batches],
+    }
+    if step.context_parallel is not None:
+        document["context_parallel"] = [list(sizes) for sizes in step.context_parallel]
+    if step.split_backward:
+        document["split_backward"] = [
+            [[list(map(int, split)), list(parts)] for split, parts in stages]
+            for stages in step.split_backward
+        ]
+    return document
 
 
 def step_of(
@@ -254,8 +218,9 @@ def rank_noun(step: StepPlan) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 sample`, `2 samples`."""
-    return f"{count} {noun if count == 1 else noun + 's'}"
+    """A count with its noun in the singular or the plural: `1 sample`, `2 micro-batches`."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{count} {noun if count == 1 else plural}"
 
 
 def left_out(count: int, noun: str) -> list[str]:

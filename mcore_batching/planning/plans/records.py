@@ -26,19 +26,20 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
 from mcore_batching.planning.costs.cost import CostModel, in_units_of
 from mcore_batching.planning.errors import Argument, PlanningError
 from mcore_batching.planning.integers import at_least
-from mcore_batching.planning.json_text import MAX_JSON_CHARACTERS, open_text, parse_json
-from mcore_batching.planning.plans.plan import StepPlan, split_lists, step_from_data
-from mcore_batching.planning.plans.plan_document import options_of
+from mcore_batching.planning.json_text import open_text, parse_json
+from mcore_batching.planning.plans import plan_document
+from mcore_batching.planning.plans.files import write_whole
+from mcore_batching.planning.plans.plan import StepPlan, step_document, step_of
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.planning.plans.validation import validate_plan
 from mcore_batching.planning.problem import check_lengths
@@ -90,10 +91,11 @@ class StepRecorder:
         self._folder = folder = Path(directory)
         if not writes:
             return
-        started = time.strftime("%Y%m%d-%H%M%S", time.gmtime())  # files sort by job
+        started = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")  # files sort by job
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = _new_file(folder, f"steps-{started}-{os.getpid()}")
+            name = f"steps-{started}-{os.getpid()}.jsonl"
+            self._file = (folder / name).open("x", encoding="utf-8")
         except OSError as error:
             raise RecordError(
                 f"cannot record into {directory}: {error}; set ",
@@ -128,7 +130,7 @@ class StepRecorder:
         header = {
             "format": FORMAT,
             "version": VERSION,
-            "layout": options_of(plan.dims),
+            "layout": plan_document.options_of(plan.dims),
             "config": asdict(plan.config),
             "cost_model": asdict(model),
         }
@@ -163,40 +165,25 @@ class StepRecorder:
 def _content(plan: StepPlan, lengths: Sequence[int]) -> dict[str, Any]:
     """Samples and micro-batches of a step as its line has them, samples numbered from 0."""
     number = {sample: position for position, sample in enumerate(plan.sample_indices)}
+    numbered = tuple(
+        tuple(tuple(number[sample] for sample in samples) for samples in rank)
+        for rank in plan.micro_batches
+    )
     content: dict[str, Any] = {
         "lengths": [int(lengths[sample]) for sample in plan.sample_indices],
         "scope": plan.scope,
-        "ranks": [
-            [[number[sample] for sample in samples] for samples in rank]
-            for rank in plan.micro_batches
-        ],
+        **step_document(replace(plan, micro_batches=numbered)),
     }
-    if plan.context_parallel is not None:
-        content["context_parallel"] = plan.context_parallel
-    if plan.split_backward:
-        content["split_backward"] = split_lists(plan)
+    del content["num_microbatches"]  # which the ranks' lists show
     if plan.hosted_lengths:
         content["hosted_lengths"] = plan.hosted_lengths
     return content
 
 
 def _write_cost_model(folder: Path, model: CostModel, seconds_per_unit: float | None) -> None:
-    """Replace the file for other jobs and commands."""
-    # Beside its place first, then renamed: another job may be reading it.
+    """Replace the file for other jobs and commands, one of which may be reading it."""
     document = json.loads(model.to_json()) | {"seconds_per_unit": seconds_per_unit}
-    beside = folder / f".{COST_MODEL_FILE}-{os.getpid()}.tmp"
-    beside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    beside.replace(folder / COST_MODEL_FILE)
-
-
-def _new_file(folder: Path, name: str) -> TextIO:
-    # Two recorders of one process may start within a second: "x" refuses the name of the other.
-    for suffix in ("", *(f"-{number}" for number in range(1, 1000))):
-        try:
-            return (folder / f"{name}{suffix}.jsonl").open("x", encoding="utf-8")
-        except FileExistsError:
-            continue
-    raise FileExistsError(f"{folder} holds a thousand files {name}-*.jsonl")
+    write_whole(folder / COST_MODEL_FILE, f"{json.dumps(document, indent=1)}\n".encode())
 
 
 def read_records(directory: str | Path) -> list[StepRecord]:
@@ -219,7 +206,7 @@ def read_records(directory: str | Path) -> list[StepRecord]:
 def _read_file(file: Path) -> Iterator[StepRecord]:
     header: dict[str, Any] | None = None
     for number, line in enumerate(_lines(file), 1):
-        if len(line) <= MAX_JSON_CHARACTERS and not line.endswith("\n"):
+        if not line.endswith("\n"):
             return  # cut short when the job was killed
         try:
             raw = parse_json(line)
@@ -232,16 +219,15 @@ def _read_file(file: Path) -> Iterator[StepRecord]:
             if header is None:
                 raise ValueError(f'no line with "format": "{FORMAT}" comes before it')
             yield _record(raw, header, str(file))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
             reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
             raise RecordError(f"{file}:{number}: not a record of a step: {reason}") from None
 
 
 def _lines(file: Path) -> Iterator[str]:
-    """The lines of a file; of one that is too long only a part, which shows it."""
     try:
         with open_text(file) as lines:
-            yield from iter(lambda: lines.readline(MAX_JSON_CHARACTERS + 1), "")
+            yield from lines
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"cannot read {file}: {error}") from None
 
@@ -257,41 +243,30 @@ def _checked_header(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _record(raw: Mapping[str, Any], header: Mapping[str, Any], file: str) -> StepRecord:
     lengths = tuple(check_lengths(raw["lengths"]))
-    # The header's parts are read again for each step; a plan of one step checks them all.
-    plan = step_from_data(
-        num_samples=len(lengths),
-        ranks=raw["ranks"],
-        dims=header["layout"],
-        config=header["config"],
-        scope=raw["scope"],
-        cost_model=CostModel(**header["cost_model"]),
-        context_parallel=raw.get("context_parallel"),
-        split_backward=raw.get("split_backward"),
-    )
+    # As a document of one step, so that its parts are checked in one place.
+    step = dict(raw) | {"num_microbatches": len(raw["ranks"][0])}
+    whole = {**header, "scope": raw["scope"], "num_samples": len(lengths), "steps": [step]}
+    document = plan_document.read(whole)
+    costs = CostModel(**header["cost_model"])
+    plan = step_of(document, document["steps"][0], range(len(lengths)), costs)
     validate_plan(plan, lengths)  # a broken plan would break a reader much later
     plan = replace(plan, hosted_lengths=tuple(check_lengths(raw.get("hosted_lengths", ()))))
-    measured = raw["measured_seconds"]
-    is_learnt = raw.get("seconds_per_unit") is not None
     return StepRecord(
         step=at_least("step", raw["step"], 0, RecordError),
         plan=plan,
         lengths=lengths,
-        predicted=_time(raw, "predicted"),
-        measured_seconds=None if measured is None else _time(raw, "measured_seconds"),
+        predicted=_time("predicted", raw["predicted"]),
+        measured_seconds=_time_or_none("measured_seconds", raw["measured_seconds"]),
         file=file,
-        seconds_per_unit=_positive(raw, "seconds_per_unit") if is_learnt else None,
+        seconds_per_unit=_time_or_none("seconds_per_unit", raw.get("seconds_per_unit")),
     )
 
 
-def _positive(raw: Mapping[str, Any], key: str) -> float:
-    seconds = _time(raw, key)
-    if seconds < sys.float_info.min:  # predicted times are divided by it
-        raise ValueError(f'"{key}" must be {sys.float_info.min} or more, got {seconds}')
-    return seconds
+def _time_or_none(key: str, value: Any) -> float | None:
+    return None if value is None else _time(key, value)
 
 
-def _time(raw: Mapping[str, Any], key: str) -> float:
-    value = raw[key]
+def _time(key: str, value: Any) -> float:
     # A float holds neither a 400-digit integer nor, as a number, 1e400 or NaN.
     if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f'"{key}" must be a finite number of 0 or more, got {value!r:.60}')

@@ -6,8 +6,11 @@ Every ratio is defined for every plan, the one without samples included.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mcore_batching.planning.costs.cost import CostModel, ordered_sum
 from mcore_batching.planning.errors import LengthError
@@ -24,6 +27,10 @@ from mcore_batching.planning.pipeline import (
 )
 from mcore_batching.planning.plans.plan import StepPlan
 from mcore_batching.planning.problem import Problem
+
+Ranks = Sequence[Sequence[Sequence[int]]]
+"""Samples of each micro-batch [ranks][num_microbatches], numbered as in a problem."""
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +161,11 @@ def step_statistics(
     )
 
 
+def total_statistics(statistics: Iterable[StepStatistics]) -> StepStatistics:
+    """Of one or more steps, one after the other."""
+    return functools.reduce(operator.add, statistics)
+
+
 def predicted_step_time(
     step: StepPlan,
     lengths: Sequence[int],
@@ -204,9 +216,7 @@ def step_problem(
     return problem, ranks
 
 
-def micro_batch_costs(
-    step: StepPlan, problem: Problem, ranks: Sequence[Sequence[Sequence[int]]]
-) -> list[list[float]]:
+def micro_batch_costs(step: StepPlan, problem: Problem, ranks: Ranks) -> list[list[float]]:
     """Forward cost of each micro-batch on a mean stage [ranks][slots]; a shared one costs each of
     its ranks.
 
@@ -215,38 +225,30 @@ def micro_batch_costs(
         problem: of `step_problem`; so is `ranks`.
         ranks: samples of each micro-batch [ranks][slots].
     """
-    return [
-        [
-            problem.on_ranks[step.row_size(rank, slot)].cost(samples)
-            for slot, samples in enumerate(slots)
-        ]
-        for rank, slots in enumerate(ranks)
-    ]
+    return _of_slots(step, ranks, lambda samples, size: [problem.on_ranks[size].cost(samples)])
 
 
-def costs_on_stages(
-    step: StepPlan, problem: Problem, ranks: Sequence[Sequence[Sequence[int]]]
-) -> list[list[float]]:
+def costs_on_stages(step: StepPlan, problem: Problem, ranks: Ranks) -> list[list[float]]:
     """Forward cost of each micro-batch on each kind of stage [ranks][slots * kinds], as clocks take
     them. Arguments are those of `micro_batch_costs`."""
-    return [
-        [
-            cost
-            for slot, samples in enumerate(slots)
-            for cost in problem.on_ranks[step.row_size(rank, slot)].slot_costs([samples])
-        ]
-        for rank, slots in enumerate(ranks)
-    ]
+    on_ranks = problem.on_ranks
+    return _of_slots(step, ranks, lambda samples, size: on_ranks[size].slot_costs([samples]))
 
 
-def held_tokens(
-    step: StepPlan, problem: Problem, ranks: Sequence[Sequence[Sequence[int]]]
-) -> list[list[int]]:
+def held_tokens(step: StepPlan, problem: Problem, ranks: Ranks) -> list[list[int]]:
     """Padded tokens of each micro-batch [ranks][slots] on the dims' context-parallel ranks."""
+    return _of_slots(step, ranks, lambda samples, size: [problem.held_tokens(samples, size)])
+
+
+def _of_slots(
+    step: StepPlan, ranks: Ranks, numbers: Callable[[Sequence[int], int], list[_Number]]
+) -> list[list[_Number]]:
+    """Numbers of each rank's micro-batches, given their samples and context-parallel size."""
     return [
         [
-            problem.held_tokens(samples, step.row_size(rank, slot))
+            number
             for slot, samples in enumerate(slots)
+            for number in numbers(samples, step.row_size(rank, slot))
         ]
         for rank, slots in enumerate(ranks)
     ]
@@ -267,21 +269,13 @@ def _most_held(
     )
 
 
-def step_clocks(
-    step: StepPlan, problem: Problem, ranks: Sequence[Sequence[Sequence[int]]]
-) -> list[Clock] | list[SplitClock]:
+def step_clocks(step: StepPlan, problem: Problem, ranks: Ranks) -> list[Clock] | list[SplitClock]:
     """The clocks of a step, as `clocks_of`; arguments as in `micro_batch_costs`."""
     costs = costs_on_stages(step, problem, ranks)
     if not step.split_backward or problem.forward_only:
         return clocks_of(costs, problem.schedule, step.context_parallel)
-    weights = [
-        [
-            cost
-            for slot, samples in enumerate(slots)
-            for cost in problem.on_ranks[step.row_size(rank, slot)].slot_weights(samples)
-        ]
-        for rank, slots in enumerate(ranks)
-    ]
+    on_ranks = problem.on_ranks
+    weights = _of_slots(step, ranks, lambda samples, size: on_ranks[size].slot_weights(samples))
     blocks: Sequence[Blocks] = ()
     together = 1
     if problem.dims.in_lockstep:
