@@ -89,8 +89,8 @@ def test_the_picture_frames_blocks(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from mcore_batching.tools.pictures.plot import draw_step
 
-    draw_step(STEP, LENGTHS, tmp_path / "step.html")
-    text = (tmp_path / "step.html").read_text()
+    draw_step(STEP, LENGTHS, tmp_path / "step.svg")
+    text = (tmp_path / "step.svg").read_text()
     shared = [row for row in STEP.rows() if row.size > 1]
     assert shared
     for row in shared:

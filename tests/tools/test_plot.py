@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -123,30 +122,22 @@ def test_weight_gradients_that_wait_have_boxes_of_a_third_colour() -> None:
     assert "weight gradients" not in [text.get_text() for text in whole.legends[0].get_texts()]
 
 
-def test_a_large_step_shows_three_ranks_and_a_strip_of_all() -> None:
+def test_a_large_step_shows_three_ranks() -> None:
     lengths = [10 + i % 37 for i in range(200)]
-    step = planned(lengths, data_parallel=MOST_ROWS, pipeline_parallel=2)
-    figure, _ = step_figure(step, lengths)
-    ranks = {name.split("-")[0] for name in boxes(figure, "pass-")}
-    assert len(ranks) == 3
+    for ranks, shown in ((MOST_ROWS // 2, MOST_ROWS // 2), (MOST_ROWS, 3)):
+        step = planned(lengths, data_parallel=ranks, pipeline_parallel=2)
+        figure, _ = step_figure(step, lengths)
+        assert len({name.split("-")[0] for name in boxes(figure, "pass-")}) == shown
     texts = [text.get_text().partition("\n")[0] for text in figure.axes[0].texts]
     assert {"slowest", "median", "fastest"} <= set(texts)
-    strip = figure.axes[1].images[0].get_array()
-    assert strip is not None
-    assert strip.shape[0] == MOST_ROWS
-    assert 0 < strip.mean() < 1
-    small = planned(lengths, data_parallel=MOST_ROWS // 2, pipeline_parallel=2)
-    assert len({n.split("-")[0] for n in boxes(step_figure(small, lengths)[0], "pass-")}) == 20
 
 
 def test_files(tmp_path: Path) -> None:
     step = planned(LENGTHS, data_parallel=2, pipeline_parallel=2)
-    for name in ("a.png", "a.svg", "a.html"):
+    for name in ("a.png", "a.svg"):
         draw_step(step, LENGTHS, tmp_path / name, title="<step>")
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
-    ElementTree.parse(tmp_path / "a.svg")
-    page = (tmp_path / "a.html").read_text()
-    picture = ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
+    picture = ElementTree.parse(tmp_path / "a.svg")
     titles = {
         group.get("id"): title.text
         for group in picture.iter("{http://www.w3.org/2000/svg}g")
@@ -154,23 +145,16 @@ def test_files(tmp_path: Path) -> None:
     }
     _, tooltips = step_figure(step, LENGTHS)
     assert titles == tooltips
-    assert "&lt;step&gt;" in page
-    # Nothing is fetched: what has an address is a name of a namespace or a part of the page.
-    assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', page)
-    again = tmp_path / "b.html"
-    draw_step(step, LENGTHS, again, title="<step>")
-    assert again.read_text() == page
+    text = (tmp_path / "a.svg").read_text()
+    assert "&lt;step&gt;" in text
+    draw_step(step, LENGTHS, tmp_path / "a.svg", title="<step>")
+    assert (tmp_path / "a.svg").read_text() == text
 
 
-@pytest.mark.parametrize("name", ["step.pdf", "step", "png"])
+@pytest.mark.parametrize("name", ["step.html", "png"])
 def test_other_endings_are_refused(name: str) -> None:
-    with pytest.raises(PlotError, match=r"ends in .png, .svg, .html, got"):
+    with pytest.raises(PlotError, match=r"ends in .png or .svg, got"):
         check_picture(name)
-
-
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(PlotError, match=r"cannot write .*; name a writable file"):
-        draw_step(planned(LENGTHS), LENGTHS, tmp_path / "no" / "a.png")
 
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +191,7 @@ PLAN = ["--max-tokens-per-gpu", "60", "--dp", "2", "--samples-per-step", "3"]
 
 
 def test_command(tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "a.html"
+    out = tmp_path / "a.svg"
     more = ["--plot", str(out), "--plot-step", "1"]
     assert main(["plan", lengths_file, *PLAN, *more]) == 0
     assert capsys.readouterr().out.endswith(f"wrote {out}\n")
@@ -217,7 +201,7 @@ def test_command(tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--plot", "a.pdf"], "expected a name that ends in .png, .svg, .html, got a.pdf"),
+        (["--plot", "a.pdf"], "expected a name that ends in .png or .svg, got a.pdf"),
         (["--plot", "a.png", "--plot-step", "2"], "--plot-step must be from 0 to 1"),
         (["--plot", "a.png", "--plot-step", "-1"], "--plot-step must be from 0 to 1"),
         (["--plot", "/no/such/folder/a.png"], "cannot write /no/such/folder/a.png"),

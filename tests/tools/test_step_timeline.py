@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import given
 from planning_cases import Case, cases, examples
@@ -77,31 +75,7 @@ def test_extremes_are_by_end() -> None:
     }
 
 
-def test_working_stages_by_hand() -> None:
-    dims = ParallelDims(data_parallel=1, pipeline_parallel=2)
-    step = plan_step([10], dims, CONFIG, PLAIN_COSTS)
-    # Stage 0: forward 0 to 10, backward 40 to 60; stage 1: 10 to 20, 20 to 40.
-    assert step_timeline(step, [10]).working_stages(0, 3) == pytest.approx([0.5, 0.5, 0.5])
-    step = plan_step([10, 10], dims, PlannerConfig(max_tokens_per_gpu=10), PLAIN_COSTS)
-    # Stage 0: forward 0 to 20, backward 40 to 60 and 70 to 90; stage 1: 10 to 20, 20 to 40, 40 to
-    # 50, 50 to 70.
-    shares = step_timeline(step, [10, 10]).working_stages(0, 9)
-    assert shares == pytest.approx([0.5, 1, 0.5, 0.5, 1, 1, 0.5, 0.5, 0.5])
-
-
-def test_working_stages_add_up_to_the_busy_share() -> None:
-    generator = random.Random(2)
-    lengths = [generator.randint(1, 100) for _ in range(30)]
-    dims = ParallelDims(data_parallel=2, pipeline_parallel=3)
-    timeline = step_timeline(plan_step(lengths, dims, CONFIG), lengths)
-    for rank in timeline.ranks:
-        shares = timeline.working_stages(rank.rank, 17)
-        assert sum(shares) / 17 == pytest.approx(rank.busy)
-        assert max(shares) <= 1 + 1e-9
-
-
 def test_a_step_that_costs_nothing_has_a_time_line() -> None:
     free = CostModel(linear=0, quadratic=0, per_micro_batch=0)
     timeline = step_timeline(plan_step([5], ParallelDims(), CONFIG, free), [5])
     assert (timeline.end, timeline.busy) == (0, 0)
-    assert timeline.working_stages(0, 4) == [0, 0, 0, 0]

@@ -1,7 +1,6 @@
-"""Pictures of plans and of recorded steps.
+"""Pictures of plans.
 
-timeline     start and end of every pass of a step
-plot         a step: passes, working stages, and fill by `plot_fill`
-plot_fill    how full each micro-batch is
-picture      pictures as files: .png, .svg or .html
+timeline  start and end of every pass of a step
+plot      a step: its passes, and the fill of its micro-batches
+picture   pictures as files: .png or .svg
 """
