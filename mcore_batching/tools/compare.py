@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from mcore_batching.planning import (
     Argument,
@@ -40,8 +40,6 @@ OURS = "mcore_batching"
 CAP_STEP = 0.9
 """Each cap that is tried over the one before. With 0.8 the best rule's steps end up to 0.4 % later,
 single rules' 3 %; 512 samples take all rules a second."""
-MAX_DRAWS = 100_000
-"""More take hours, and the mean no longer moves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +91,7 @@ def planners(dims: ParallelDims, config: PlannerConfig) -> Iterator[Planner]:
     Megatron's rule for dynamic CP.
     """
 
-    def mode(balance: Literal["pipeline", "cost", "tokens", "none"]) -> PlanFunction:
+    def mode(balance: Any) -> PlanFunction:
         return lambda lengths, dims, config, model: plan_step(
             lengths, dims, replace(config, balance=balance), model
         )
@@ -113,9 +111,8 @@ def planners(dims: ParallelDims, config: PlannerConfig) -> Iterator[Planner]:
 
     # The search takes fewer tokens than the cap allows wherever that ends sooner.
     yield Planner(name=OURS, kind="ours", plan=mode("pipeline"), fills_up=False)
-    yield Planner(name=f"{OURS}, balance cost", kind="mode", plan=mode("cost"))
-    yield Planner(name=f"{OURS}, balance tokens", kind="mode", plan=mode("tokens"))
-    yield Planner(name=f"{OURS}, balance none", kind="mode", plan=mode("none"))
+    for balance in ("cost", "tokens", "none"):
+        yield Planner(name=f"{OURS}, balance {balance}", kind="mode", plan=mode(balance))
     if config.max_context_parallel is not None:
         for size in dims.row_sizes(config.max_context_parallel):
             name = f"CP {size} for all"
@@ -157,7 +154,7 @@ def draw_steps(
         seed: draw i is that of `random.Random(seed + i)`.
 
     Raises:
-        LengthError: there are no lengths, fewer than a step takes, or too many draws.
+        LengthError: there are no lengths, or fewer than a step takes.
     """
     if not lengths:
         raise LengthError(Argument("lengths"), " holds no length; give one or more")
@@ -174,10 +171,6 @@ def draw_steps(
             f" cannot be drawn from {len(lengths)} lengths; decrease it",
         )
     count = at_least("draws", draws, 1, LengthError)
-    if count > MAX_DRAWS:
-        raise LengthError(
-            Argument("draws"), f" must be at most {MAX_DRAWS}, got {count}; decrease it"
-        )
     # A generator of its own for each: draw i stays the same whatever `draws` is.
     return [random.Random(seed + i).sample(list(lengths), per_step) for i in range(count)]
 
@@ -208,7 +201,7 @@ def compare(
     outcomes: list[Outcome] = []
     ours: list[_Step] = []
     for planner in planners(dims, config):
-        made = [_planned(planner, lengths, dims, config, model) for lengths in steps]
+        made = [_planned(planner, lengths, dims, config, model, caps[0]) for lengths in steps]
         ours = ours or made  # `planners` yields this package's search first
         planned = [step for step in made if step.failure is None]
         best_cap, best = caps[0], made
@@ -252,36 +245,33 @@ def _planned(
     dims: ParallelDims,
     config: PlannerConfig,
     cost_model: CostModel,
-    cap: int | None = None,
+    cap: int,
 ) -> _Step:
-    """One step planned under `cap` where that is given, and weighed under the config's."""
+    """One step planned under `cap`, and weighed under the config's."""
     given = config.max_tokens_per_gpu
     # The process's own time: the machine's other work would count against whoever runs meanwhile.
     started = time.process_time()
     try:
-        plan = planner.plan(
-            lengths, dims, replace(config, max_tokens_per_gpu=cap or given), cost_model
-        )
+        plan = planner.plan(lengths, dims, replace(config, max_tokens_per_gpu=cap), cost_model)
     except (RuleFailureError, InflightBoundError, OversizeSampleError) as error:
         return _Step(str(error))
     except ConfigError as error:
-        if cap is None:
-            raise  # the given cap holds no token, for nobody
+        if cap == given:
+            raise  # it holds no token, for nobody
         return _Step(str(error))
     seconds = time.process_time() - started
     # Fill and floor are those of the given cap, whatever the plan was made under.
     plan = replace(plan, config=replace(plan.config, max_tokens_per_gpu=given))
     found = step_statistics(plan, lengths, cost_model)
-    held, bound = found.peak_inflight_tokens, config.max_inflight_tokens
     # The rules do not know these bounds: a plan that breaks one is none.
-    if bound is not None and held > bound:
-        return _Step(f"its plan holds {held:.0f} tokens in flight, max_inflight_tokens is {bound}")
-    sharing = max(len(samples) for rank in plan.micro_batches for samples in rank)
-    most = config.max_samples_per_row
-    if most is not None and sharing > most:
-        return _Step(
-            f"its plan has {sharing} samples in a micro-batch, max_samples_per_row is {most}"
-        )
+    most = max(len(samples) for rank in plan.micro_batches for samples in rank)
+    for has, what, name in (
+        (found.peak_inflight_tokens, "tokens in flight", "max_inflight_tokens"),
+        (most, "samples in a micro-batch", "max_samples_per_row"),
+    ):
+        bound = getattr(config, name)
+        if bound is not None and has > bound:
+            return _Step(f"its plan has {has:.0f} {what}, {name} is {bound}")
     return _Step(None, found.step_time, found.floor_time or 1.0, found.num_microbatches, seconds)
 
 

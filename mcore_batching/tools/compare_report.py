@@ -6,10 +6,11 @@ import csv
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
+from mcore_batching.planning.plans.plan import counted
 from mcore_batching.tools.compare import OURS, Outcome
-from mcore_batching.tools.report import FLOOR, Table, counted
+from mcore_batching.tools.report import FLOOR, Table
 
 COLUMNS = (
     "planner",
@@ -35,20 +36,17 @@ def as_table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def _row(outcome: Outcome) -> tuple[str, ...]:
-    def shown(value: float | None, text: str) -> str:
-        return "-" if value is None else text.format(value)
-
     seconds = outcome.planning_seconds
-    return (
-        outcome.name,
-        f"{outcome.planned}/{outcome.steps}",
-        shown(outcome.time_over_floor, "{:.3f}"),
-        shown(outcome.time_over_ours, "{:.3f}"),
-        shown(outcome.num_microbatches, "{:.1f}"),
-        shown(None if seconds is None else 1000 * seconds, "{:.1f} ms"),
-        shown(outcome.best_cap, "{}"),
-        shown(outcome.time_over_ours_at_best_cap, "{:.3f}"),
+    figures = (
+        ("{:.3f}", outcome.time_over_floor),
+        ("{:.3f}", outcome.time_over_ours),
+        ("{:.1f}", outcome.num_microbatches),
+        ("{:.1f} ms", None if seconds is None else 1000 * seconds),
+        ("{}", outcome.best_cap),
+        ("{:.3f}", outcome.time_over_ours_at_best_cap),
     )
+    shown = ["-" if value is None else text.format(value) for text, value in figures]
+    return (outcome.name, f"{outcome.planned}/{outcome.steps}", *shown)
 
 
 def summary(outcomes: Sequence[Outcome]) -> list[str]:
@@ -84,8 +82,7 @@ def as_json(outcomes: Sequence[Outcome]) -> str:
 def as_csv(outcomes: Sequence[Outcome]) -> str:
     """One line per planner under a heading of `Outcome`'s fields; None is an empty cell."""
     text = io.StringIO()
-    records = [asdict(outcome) for outcome in outcomes]
-    writer = csv.DictWriter(text, list(records[0]), lineterminator="\n")
+    writer = csv.DictWriter(text, [field.name for field in fields(Outcome)], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(records)
+    writer.writerows(map(asdict, outcomes))
     return text.getvalue().rstrip("\n")

@@ -24,10 +24,10 @@ from mcore_batching.planning import (
     validate_plan,
 )
 from mcore_batching.planning.errors import shortened
-from mcore_batching.planning.plans.plan import rank_noun
+from mcore_batching.planning.plans.plan import counted, rank_noun
 from mcore_batching.planning.plans.statistics import micro_batch_costs
-from mcore_batching.tools.report import FLOOR, counted, sharing
-from mcore_batching.tools.rules.held_back import longest_sample, usable_sizes, what_holds_back
+from mcore_batching.tools.held_back import longest_sample, usable_sizes, what_holds_back
+from mcore_batching.tools.report import FLOOR, sharing
 from mcore_batching.tools.suggestions import suggestions
 
 Spell = Callable[[Argument], str]
@@ -79,19 +79,23 @@ def _explain_step(
 ) -> str:
     statistics = step_statistics(step, lengths)
     problem, ranks = step_problem(step, lengths)
+    placeholders = statistics.num_placeholders
+    real = step.num_microbatches * len(ranks) - placeholders
     lines = [
         f"{counted(step.num_samples, 'sample')} on {counted(len(ranks), rank_noun(step))}: "
         f"{counted(step.num_microbatches, 'micro-batch')} per rank",
         *filter(None, [sharing(statistics)]),
         f"count: {_count(step, problem, ranks)}",
-        _filled(step, statistics),
+        f"filled by: {real} micro-batches with samples, {placeholders} placeholders",
     ]
     if step.num_samples:
         lines += _bottleneck(step, problem, ranks, statistics)
         lines += _oversize(step, problem)
         lines += _time(step, lengths, statistics)
         if step.context_parallel is not None:
-            lines.append(f"micro-batches by context-parallel size: {_sizes(step)}")
+            sizes = [row.size for row in step.rows()]
+            of_size = [f"{sizes.count(size)} of size {size}" for size in sorted(set(sizes))]
+            lines.append(f"micro-batches by context-parallel size: {', '.join(of_size)}")
         if step.config.split_backward != "off":
             lines.append(f"backward passes: {_split(step, lengths, statistics)}")
         # Advice plans anew with samples on any rank, which a local plan may not do.
@@ -145,32 +149,25 @@ def _count(step: StepPlan, problem: Problem, ranks: Ranks) -> str:
     return reason
 
 
-def _filled(step: StepPlan, statistics: StepStatistics) -> str:
-    placeholders = statistics.num_placeholders
-    real = step.num_microbatches * len(step.micro_batches) - placeholders
-    return f"filled by: {real} micro-batches with samples, {placeholders} placeholders"
-
-
 def _bottleneck(
     step: StepPlan, problem: Problem, ranks: Ranks, statistics: StepStatistics
 ) -> Iterator[str]:
     """The rank, the micro-batch and the sample with the most work."""
     costs = micro_batch_costs(step, problem, ranks)
     rank_costs = [sum(rank) for rank in costs]
+    slowest = max(rank_costs)
     yield (
-        f"slowest rank: {rank_costs.index(max(rank_costs))}, with {statistics.rank_balance:.3f} x "
+        f"slowest rank: {rank_costs.index(slowest)}, with {statistics.rank_balance:.3f} x "
         f"the mean work; over slots the costliest micro-batches add up to "
         f"{statistics.slot_balance:.3f} x the mean"
     )
-    # The first of the costliest ones: `max` keeps the first of equals.
-    cost, rank, slot = max(
-        ((cost, rank, slot) for rank, slots in enumerate(costs) for slot, cost in enumerate(slots)),
-        key=lambda place: place[0],
-    )
+    places = ((rank, slot) for rank, of_rank in enumerate(costs) for slot in range(len(of_rank)))
+    # `max` keeps the first of equals.
+    rank, slot = max(places, key=lambda place: costs[place[0]][place[1]])
     samples = counted(len(ranks[rank][slot]), "sample")
     yield (
         f"costliest micro-batch: rank {rank} slot {slot}, {samples}, "
-        f"{cost / (max(rank_costs) or 1.0):.1%} of the slowest rank's work"
+        f"{costs[rank][slot] / (slowest or 1.0):.1%} of the slowest rank's work"
     )
     longest = longest_sample(problem)
     owner = next(n for n, rank in enumerate(ranks) if any(longest in samples for samples in rank))
@@ -221,8 +218,3 @@ def _split(step: StepPlan, lengths: Sequence[int], statistics: StepStatistics) -
         f"{number} of {of_all} leave weight gradients for later; with none, these micro-batches "
         f"would end {whole / (statistics.step_time or 1.0):.2f} x as late"
     )
-
-
-def _sizes(step: StepPlan) -> str:
-    sizes = [row.size for row in step.rows()]
-    return ", ".join(f"{sizes.count(size)} of size {size}" for size in sorted(set(sizes)))

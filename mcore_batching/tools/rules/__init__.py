@@ -3,5 +3,4 @@
 rules            each rule by its name
 rule_parts       dealing, splitting and refusals that rules share
 dynamic_cp_rule  Megatron's rule for dynamic CP
-held_back        what keeps a step from ending sooner, in words
 """

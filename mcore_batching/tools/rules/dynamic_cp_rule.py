@@ -73,30 +73,27 @@ def _formed_groups(
     most = lengths[left[0]] * cap * 1.05
     groups: list[Group] = []
     for sample in left:
-        length, size = lengths[sample], 1
-        while length > size * cap:
-            size *= 2
-        if size > ranks:
+        length = lengths[sample]
+        sizes = [2**n for n in range(ranks.bit_length()) if 2**n <= ranks and length <= cap * 2**n]
+        if not sizes:
             raise RuleFailureError(
                 f"Megatron's dynamic CP raises: {length} tokens need more than {ranks} ranks; set ",
                 Argument("max_tokens_per_gpu"),
                 f" to {-(-length // ranks)} or more",
             )
         free = ranks - sum(group.size for group in groups)
-        best: tuple[float, Group] | None = None
-        # Strictly less work is needed to replace the best, so smaller groups win ties over larger,
-        # and groups that are there over new ones.
-        while size <= ranks:
-            shared = [g for g in groups if g.size == size and g.tokens + length / size <= cap]
-            for group in [*shared, Group(size)] if size <= free else shared:
-                highest = max([group.work + length * length / size, *(g.work for g in groups)])
-                allowed = highest <= most or not groups
-                if allowed and (best is None or highest < best[0]):
-                    best = highest, group
-            size = 2 * size if groups else ranks + 1  # the first sample's group is the smallest
-        if best is not None:
-            groups += [] if best[1].samples else [best[1]]
-            best[1].add(sample, length)
+        places: list[Group] = []
+        for size in sizes if groups else sizes[:1]:
+            places += [g for g in groups if g.size == size and g.tokens + length / size <= cap]
+            places += [Group(size)] if size <= free else []
+        # The first of equals, so smaller groups win over larger, and those that are there over new.
+        works = [
+            max([g.work + length * length / g.size, *(h.work for h in groups)]) for g in places
+        ]
+        if works and (not groups or min(works) <= most):
+            group = places[works.index(min(works))]
+            groups += [] if group.samples else [group]
+            group.add(sample, length)
     return groups
 
 

@@ -134,7 +134,13 @@ def verl_work(length: int) -> int:
 def nemo_rl(problem: Problem) -> list[Bins]:
     """NeMo-RL: modified first-fit-decreasing (Johnson and Garey, 1985), dealt round-robin."""
     refuse_oversize(problem, "NeMo-RL's packer raises")
-    sizes, cap = problem.tokens, problem.capacity
+    bins = _modified_first_fit_decreasing(problem.tokens, problem.capacity)
+    # Ranks must divide the count: items move out of the bins that hold most.
+    by_count = sorted(range(len(bins)), key=lambda i: (-len(bins[i]), -i))
+    return dealt(moved_out(bins, by_count, problem.num_ranks), problem.num_ranks)
+
+
+def _modified_first_fit_decreasing(sizes: Sequence[int], cap: int) -> Bins:
     items = longest_first(range(len(sizes)), sizes)
     # Each item over half a bin opens one.
     bins = [[i] for i in items if 2 * sizes[i] > cap]
@@ -165,21 +171,14 @@ def nemo_rl(problem: Problem) -> list[Bins]:
     for index in range(len(bins)):
         for item in rest[:]:
             put_first(rest, index, [item])
-    bins += _emptiest_first(rest, sizes, cap)
-    # Ranks must divide the count: items move out of the bins that hold most.
-    by_count = sorted(range(len(bins)), key=lambda i: (-len(bins[i]), -i))
-    return dealt(moved_out(bins, by_count, problem.num_ranks), problem.num_ranks)
-
-
-def _emptiest_first(items: Sequence[int], sizes: Sequence[int], cap: int) -> Bins:
-    """Items in order, each to the emptiest of the bins, or to a new one where it does not fit."""
-    bins: list[tuple[int, list[int]]] = []  # tokens and items, ascending by tokens
-    for item in items:
-        fits = bins and sizes[item] <= cap - bins[0][0]
-        tokens, held = bins.pop(0) if fits else (0, [])
+    # What is left opens bins of its own, each item going to the emptiest of these with room.
+    further: list[tuple[int, list[int]]] = []  # tokens and items, ascending by tokens
+    for item in rest:
+        fits = further and sizes[item] <= cap - further[0][0]
+        tokens, held = further.pop(0) if fits else (0, [])
         filled = tokens + sizes[item], [*held, item]
-        bins.insert(bisect_right(bins, filled[0], key=lambda each: each[0]), filled)
-    return [held for _, held in bins]
+        further.insert(bisect_right(further, filled[0], key=lambda each: each[0]), filled)
+    return bins + [held for _, held in further]
 
 
 def areal(problem: Problem) -> list[Bins]:
@@ -195,37 +194,37 @@ def areal(problem: Problem) -> list[Bins]:
     for sample in longest_first(range(len(sizes)), sizes):
         with_place = [shard for shard in shards if len(shard) < len(sizes) // ranks]
         min(with_place, key=lambda shard: sum(sizes[i] for i in shard)).append(sample)
-
-    def packed(shard: list[int], minimum: int) -> Bins:
-        bins: Bins = []
-        filled: list[tuple[int, int]] = []  # tokens and number of each micro-batch, ascending
-        for sample in shard:
-            tokens, index = sizes[sample], len(bins)
-            if index >= minimum and filled[0][0] + tokens <= problem.capacity:
-                # Of those with room the one with the fewest samples, the emptiest on a tie.
-                with_room = bisect_right(filled, (problem.capacity - tokens, len(sizes)))
-                place = min(range(with_room), key=lambda j: len(bins[filled[j][1]]))
-                held, index = filled.pop(place)
-                tokens += held
-            else:
-                bins.append([])
-            insort(filled, (tokens, index))
-            bins[index].append(sample)
-        return sorted(map(sorted, bins))
-
     minimum, packs = 2 * stages if stages > 1 else 1, list[Bins]()
     while not packs or min(map(len, packs)) < minimum:
         packs = []
         for shard in shards:
             # A rank's own count must be a multiple of the stages: it packs again with more.
             least = minimum
-            while len(shard) >= least and len(bins := packed(shard, least)) % stages:
+            while len(shard) >= least and len(bins := _at_least(shard, least, problem)) % stages:
                 least += stages - least % stages
             if len(shard) < least:
                 raise too_few(len(shard), least)
-            packs.append(bins)
+            packs.append(sorted(map(sorted, bins)))
         minimum = max(map(len, packs))
     return packs
+
+
+def _at_least(samples: Sequence[int], minimum: int, problem: Problem) -> Bins:
+    """So many micro-batches or more: each sample goes to that with room and the fewest samples, of
+    these the emptiest."""
+    bins: Bins = []
+    tokens: list[int] = []
+    for sample in samples:
+        size = problem.tokens[sample]
+        room = [k for k, held in enumerate(tokens) if held + size <= problem.capacity]
+        if len(bins) < minimum or not room:
+            bins.append([sample])
+            tokens.append(size)
+        else:
+            place = min(room, key=lambda k: (len(bins[k]), tokens[k]))
+            bins[place].append(sample)
+            tokens[place] += size
+    return bins
 
 
 def megatron_dp_balanced(problem: Problem) -> list[Bins]:

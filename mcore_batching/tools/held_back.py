@@ -31,10 +31,10 @@ def what_holds_back(step: StepPlan, lengths: Sequence[int]) -> str:
         return "nothing: by its cost model the step takes no time"
     # From the cause that no plan can mend to those that a larger batch or cap would.
     longest = longest_sample(problem)
-    passes = 1.0 if step.forward_only else 1.0 + model.backward_ratio
     sample = step.sample_indices[longest]
     size = next(row.size for row in step.rows() if sample in row.samples)
-    alone = passes * dims.pipeline_parallel * problem.on_ranks[size].cost([longest])
+    passes = problem.schedule.cost_of_passes * dims.pipeline_parallel
+    alone = passes * problem.on_ranks[size].cost([longest])
     if alone >= _ALMOST_THE_STEP * end:
         back = "" if step.forward_only else " and back"
         return (
@@ -48,11 +48,10 @@ def what_holds_back(step: StepPlan, lengths: Sequence[int]) -> str:
         return f"the most samples that may share a micro-batch, {most}: almost all hold as many"
     smallest = next(iter(usable_sizes(problem)))  # under dynamic CP: rows on one rank
     if _cap_binds(smallest, step.num_microbatches):
-        cap = step.config.cap_tokens(smallest.dims)
+        cap, start = step.config.cap_tokens(smallest.dims), model.per_micro_batch / model.sample(1)
         return (
             f"the cap of {cap} tokens: micro-batches are full, and "
-            f"starting each of them costs as much as {model.per_micro_batch / model.sample(1):.0f} "
-            "tokens"
+            f"starting each of them costs as much as {start:.0f} tokens"
         )
     # From here on nothing is uneven and nothing is full.
     if dims.pipeline_parallel == 1:
